@@ -1,0 +1,93 @@
+"""What a balancing policy sees and what it answers. Policies are pure: no I/O and no clock of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from kvproxy.balancing.load import EndpointLoad
+from kvproxy.types import EndpointId
+
+
+class FactSource(StrEnum):
+    """Where an overlap fact came from; a metric label."""
+
+    APPROXIMATE = "approximate"  # what we routed where
+    PRECISE = "precise"  # KV events
+    LMCACHE_CONTROLLER = "lmcache_controller"
+    LMCACHE_COORDINATOR = "lmcache_coordinator"
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Leading tokens of one prompt that one endpoint already holds."""
+
+    device_tokens: int  # in engine memory, contiguous from the start
+    lower_tokens: int = 0  # further contiguous tokens on host or disk tiers
+    source: FactSource = FactSource.APPROXIMATE
+    age_s: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Contiguous tokens over all tiers."""
+        return self.device_tokens + self.lower_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapFacts:
+    """Everything known about one prompt before the pick. Endpoints without an entry hold nothing we know of."""
+
+    prompt_tokens: int  # exact or estimated
+    by_endpoint: Mapping[EndpointId, Overlap] = field(default_factory=dict)
+    hot_tokens: int = 0  # leading tokens whose blocks are hot (worth replicating)
+
+    def matched_tokens(self, endpoint: EndpointId) -> int:
+        """Leading tokens `endpoint` holds, never more than the prompt has."""
+        overlap = self.by_endpoint.get(endpoint)
+        return 0 if overlap is None else min(overlap.tokens, self.prompt_tokens)
+
+
+NO_FACTS = OverlapFacts(prompt_tokens=0)
+
+
+@dataclass(frozen=True, slots=True)
+class PickRequest:
+    """What a policy may base its choice on."""
+
+    model: str = ""
+    session_key: str | None = None
+    facts: OverlapFacts = NO_FACTS
+    #: Soft preference of an earlier filter; honoured by the cluster before the policy is asked.
+    preferred: EndpointId | None = None
+    #: Endpoints already tried for this request; screened out by the cluster.
+    excluded: frozenset[EndpointId] = frozenset()
+    #: Stable bytes of the prompt's head, for hashing policies; b"" when unknown.
+    prompt_head: bytes = b""
+
+
+class Candidate(Protocol):
+    """An endpoint that passed screening."""
+
+    @property
+    def id(self) -> EndpointId: ...
+    @property
+    def weight(self) -> float: ...
+    @property
+    def load(self) -> EndpointLoad: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The decision: an index into the candidates, why, and what each candidate would have cost (policies that know)."""
+
+    index: int
+    reason: str  # closed set per policy; a metric label
+    costs: Sequence[float] = ()
+
+
+class Policy(Protocol):
+    """Chooses one of at least one candidate. Called once per placement, so a policy may count what it decided."""
+
+    def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice: ...

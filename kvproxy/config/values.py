@@ -1,0 +1,90 @@
+"""Values a person writes with a unit: durations, sizes, listen addresses, secrets."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, PlainSerializer, SecretStr, WithJsonSchema
+
+_DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h|d)")
+_DURATION_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)", re.IGNORECASE)
+_SIZE_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_BINARY_UNITS = {"k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
+
+
+def parse_duration_s(value: Any) -> float:
+    """Seconds from `50ms`, `2s`, `1m30s` (Go's form too) or a bare number of seconds.
+
+    Raises ValueError for anything else, negative and non-finite numbers included.
+    """
+    if isinstance(value, bool):
+        raise ValueError("expected a duration like 50ms, 2s or 5m")
+    if isinstance(value, int | float):
+        seconds = float(value)
+    else:
+        text = str(value).strip()
+        parts = _DURATION_PART.findall(text)
+        if text == "0":
+            seconds = 0.0
+        elif parts and "".join(number + unit for number, unit in parts) == text:
+            seconds = math.fsum(float(number) * _DURATION_UNITS[unit] for number, unit in parts)
+        else:
+            raise ValueError(f"expected a duration like 50ms, 2s or 5m, not {text!r}")
+    if not math.isfinite(seconds) or seconds < 0:
+        raise ValueError("a duration is finite and not negative")
+    return seconds
+
+
+def parse_size_bytes(value: Any) -> int:
+    """Bytes from `8MiB`, `64KB`, `1g` or a bare number of bytes. Raises ValueError for anything else."""
+    if isinstance(value, bool):
+        raise ValueError("expected a size like 64KiB or 8MiB")
+    if isinstance(value, int):
+        size = value
+    else:
+        match = _SIZE.fullmatch(str(value).strip())
+        if match is None:
+            raise ValueError(f"expected a size like 64KiB or 8MiB, not {str(value)!r}")
+        unit = match[2].lower().removesuffix("b")
+        factor = _BINARY_UNITS[unit[0]] if unit.endswith("i") and len(unit) == 2 else _SIZE_UNITS.get(unit, 0)
+        if not factor:
+            raise ValueError(f"unknown size unit in {str(value)!r}")
+        size = int(float(match[1]) * factor)
+    if size < 0:
+        raise ValueError("a size is not negative")
+    return size
+
+
+Duration = Annotated[
+    float,
+    BeforeValidator(parse_duration_s),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "pattern": r"^(\d+(\.\d+)?(ns|us|µs|ms|s|m|h|d))+$"},
+                {"type": "number", "minimum": 0},
+            ]
+        }
+    ),
+]
+"""Seconds, written as `50ms`, `2s`, `1m30s`."""
+
+Size = Annotated[
+    int,
+    BeforeValidator(parse_size_bytes),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "pattern": r"^\d+(\.\d+)? ?([kKmMgGtT]i?)?[bB]?$"},
+                {"type": "integer", "minimum": 0},
+            ]
+        }
+    ),
+]
+"""Bytes, written as `64KiB`, `8MiB`."""
+
+Secret = Annotated[SecretStr, PlainSerializer(lambda _: "**********", return_type=str)]
+"""A credential: never printed, not even by `repr`, dumps or error texts."""

@@ -1,0 +1,82 @@
+"""The one exception tree. Only the router filter turns these into local replies; cancellation is not among them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class KvproxyError(Exception):
+    """Base of everything kvproxy raises on purpose."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong with a configuration: where (dotted path), what, and what to do about it."""
+
+    path: str
+    message: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        where = self.path or "(file)"
+        return f"{where}: {self.message}" + (f" ({self.hint})" if self.hint else "")
+
+
+class ConfigError(KvproxyError):
+    """The configuration cannot be used; carries every problem found, not just the first."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        self.problems = problems
+        super().__init__("\n".join(str(problem) for problem in problems))
+
+
+class UpstreamError(KvproxyError):
+    """An attempt on an endpoint failed. `reason` is a closed set and a metric label."""
+
+    reason = "upstream_error"
+
+
+class ConnectError(UpstreamError):
+    """No connection: refused, unreachable, name not found, TLS failure."""
+
+    reason = "connect_error"
+
+
+class ConnectTimeout(ConnectError):
+    """No connection within the connect timeout."""
+
+    reason = "connect_timeout"
+
+
+class PoolFull(UpstreamError):
+    """Every connection to this origin is busy and the waiting line is at its bound (or waited too long)."""
+
+    reason = "pool_full"
+
+
+class FirstByteTimeout(UpstreamError):
+    """The engine accepted the request but sent no response head in time."""
+
+    reason = "first_byte_timeout"
+
+
+class IdleTimeout(UpstreamError):
+    """The engine went silent in the middle of a response."""
+
+    reason = "idle_timeout"
+
+
+class UpstreamDisconnected(UpstreamError):
+    """The engine closed the connection before the response was complete."""
+
+    reason = "upstream_disconnected"
+
+
+class UpstreamProtocolError(UpstreamError):
+    """The engine sent something that is not HTTP, or breaks its framing."""
+
+    reason = "protocol_error"
+
+
+class BreakerOpen(KvproxyError):
+    """A circuit breaker refused the call; no request was sent."""

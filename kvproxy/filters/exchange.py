@@ -1,0 +1,68 @@
+"""What the filters of one request tell each other: one object beside the ASGI scope."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvproxy.balancing.policy import OverlapFacts
+from kvproxy.types import EndpointId, InferenceRequest
+
+SCOPE_KEY = "kvproxy"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What really happened to a forwarded request; filled in by the router filter."""
+
+    endpoint: EndpointId | None = None  # who served (or failed last)
+    cluster: str = ""
+    policy: str = ""
+    pick_reason: str = ""  # why that endpoint: the policy's reason, "preferred", or why the preference was passed over
+    status: int = 0  # sent downstream
+    attempts: int = 0
+    end: str = ""  # closed set: completed, client_disconnected, upstream_died, local_reply
+    ttft_s: float | None = None  # from receipt to the first body byte from upstream
+    prompt_tokens: int | None = None  # the engine's own usage, when it said so
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class Exchange:
+    """State of one request on its way through the chain."""
+
+    __slots__ = (
+        "body",
+        "debug",
+        "facts",
+        "inference",
+        "on_complete",
+        "outcome",
+        "preferred",
+        "received_at",
+        "request_id",
+        "tenant",
+    )
+
+    def __init__(self, *, received_at: float) -> None:
+        self.received_at = received_at
+        self.request_id = ""
+        self.tenant = ""  # name of the API key that authenticated; "" when none
+        self.body: bytes | None = None  # the whole body once inference_request read it
+        self.inference: InferenceRequest | None = None
+        self.preferred: EndpointId | None = None
+        self.facts: OverlapFacts | None = None
+        self.debug = False  # the client asked for x-kvproxy-decision
+        self.outcome = Outcome()
+        #: Called once each by the router when the request is over, whatever the end; must not raise or block.
+        self.on_complete: list[Callable[[Exchange], None]] = []
+
+    @classmethod
+    def of(cls, scope: MutableMapping[str, Any], *, now: float) -> Exchange:
+        """The exchange of this scope, made on first use."""
+        exchange = scope.get(SCOPE_KEY)
+        if exchange is None:
+            exchange = scope[SCOPE_KEY] = cls(received_at=now)
+        assert isinstance(exchange, cls)
+        return exchange

@@ -1,0 +1,74 @@
+"""Every metric kvproxy exposes, declared once.
+
+Labels come from closed or bounded sets; children are kept, not looked up.
+
+A component takes the `Metrics` object (or the one metric it needs) by keyword.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+E2E_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+FAST_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 2.5)
+
+
+class Metrics:
+    """The catalogue, bound to one registry (a fresh one unless given)."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = CollectorRegistry() if registry is None else registry
+        r = self.registry
+
+        # the request path
+        self.requests = Counter("kvproxy_requests", "Requests finished", ["cluster", "endpoint", "status"], registry=r)
+        self.request_ends = Counter("kvproxy_request_ends", "How forwarded requests ended", ["end"], registry=r)
+        self.picks = Counter("kvproxy_picks", "Routing decisions", ["cluster", "policy", "reason"], registry=r)
+        self.retries = Counter("kvproxy_retries", "Attempts after the first", ["reason"], registry=r)
+        self.retries_refused = Counter("kvproxy_retries_refused", "Retries not made", ["reason"], registry=r)
+        self.attempt_failures = Counter(
+            "kvproxy_attempt_failures", "Failed attempts on endpoints", ["cluster", "endpoint", "reason"], registry=r
+        )
+        self.local_replies = Counter(
+            "kvproxy_local_replies", "Answers made by the proxy", ["status", "reason"], registry=r
+        )
+        self.preferences = Counter(
+            "kvproxy_preferences", "What became of a preferred endpoint", ["result"], registry=r
+        )  # followed, unknown, unhealthy, draining, saturated, excluded, breaker_open
+        self.ttft = Histogram(
+            "kvproxy_ttft_seconds", "Request received to first body byte from upstream", ["cluster"],
+            buckets=TTFT_BUCKETS_S, registry=r,
+        )  # fmt: skip
+        self.duration = Histogram(
+            "kvproxy_request_duration_seconds", "Request received to its end", ["cluster"],
+            buckets=E2E_BUCKETS_S, registry=r,
+        )  # fmt: skip
+        self.prompt_tokens = Counter(
+            "kvproxy_prompt_tokens", "Prompt tokens by the engines' count", ["cluster"], registry=r
+        )
+        self.cached_tokens = Counter(
+            "kvproxy_cached_tokens", "Prompt tokens the engines served from cache", ["cluster"], registry=r
+        )
+        self.completion_tokens = Counter("kvproxy_completion_tokens", "Tokens generated", ["cluster"], registry=r)
+
+        # endpoints
+        self.in_flight = Gauge("kvproxy_in_flight", "Requests in flight", ["cluster", "endpoint"], registry=r)
+        self.pending_prompt_tokens = Gauge(
+            "kvproxy_pending_prompt_tokens", "Uncached prompt tokens without a first token", ["cluster", "endpoint"],
+            registry=r,
+        )  # fmt: skip
+        self.endpoint_up = Gauge("kvproxy_endpoint_up", "1: takes traffic", ["cluster", "endpoint"], registry=r)
+        self.ejections = Counter(
+            "kvproxy_ejections", "Endpoints taken out", ["cluster", "endpoint", "reason"], registry=r
+        )
+        self.probes = Counter("kvproxy_health_probes", "Active probes", ["cluster", "endpoint", "outcome"], registry=r)
+        self.discovery = Counter("kvproxy_discovery_updates", "Discovery results", ["cluster", "outcome"], registry=r)
+
+        # bounds: what is held against what may be
+        self.queue_depth = Gauge("kvproxy_queue_depth", "Entries held in a bounded place", ["queue"], registry=r)
+        self.queue_limit = Gauge("kvproxy_queue_limit", "Bound of that place", ["queue"], registry=r)
+        self.rate_limited = Counter("kvproxy_rate_limited", "Requests refused by rate_limit", ["kind"], registry=r)
+        self.auth_failures = Counter("kvproxy_auth_failures", "Requests refused by auth", ["reason"], registry=r)
+        self.body_refused = Counter("kvproxy_bodies_refused", "Bodies over the limit", registry=r)
+        self.breaker_state = Gauge("kvproxy_breaker_open", "1: open or half open", ["breaker"], registry=r)

@@ -1,0 +1,54 @@
+"""Words every room shares: identifiers, clocks, and the parsed inference request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NewType
+
+EndpointId = NewType("EndpointId", str)
+BlockHash = NewType("BlockHash", int)
+TokenId = NewType("TokenId", int)
+
+#: Monotonic seconds. Every component that needs the time takes one by keyword.
+Clock = Callable[[], float]
+
+#: Header list as ASGI and the upstream pool speak it: lower-case names, raw bytes.
+Headers = list[tuple[bytes, bytes]]
+
+
+class RequestKind(StrEnum):
+    """Which inference API a request speaks; its value is a metric label."""
+
+    CHAT = "chat"
+    COMPLETION = "completion"
+    RESPONSES = "responses"
+    EMBEDDINGS = "embeddings"
+    MESSAGES = "messages"  # Anthropic
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The prompt as the client sent it, cut where a chat grows.
+
+    `shape` is the raw JSON of everything besides the messages that shapes the template (tools, chat_template_kwargs,
+    system, ...), each field prefixed by its name; `parts` holds one raw JSON value a message, in order, or the single
+    raw `prompt` / `input` value. Equal bytes mean an equal prompt; nothing is re-serialised.
+    """
+
+    shape: bytes
+    parts: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceRequest:
+    """One parsed inference request; the raw body beside it is what goes upstream, unchanged."""
+
+    kind: RequestKind
+    model: str  # "" when the body names none
+    prompt: Prompt
+    stream: bool = False
+    max_tokens: int | None = None
+    session_key: str | None = None
+    cache_salt: str | None = None
