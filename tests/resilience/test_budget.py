@@ -1,0 +1,96 @@
+"""The retry budget: a share of recent requests plus a floor."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvproxy.resilience.budget import RetryBudget
+
+
+def spend(budget: RetryBudget, now: float) -> int:
+    """Retries taken until the budget refuses."""
+    taken = 0
+    while budget.withdraw(now):
+        taken += 1
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("requests", "share", "per_second", "allowed"),
+    [(0, 0.2, 0.0, 0), (100, 0.2, 0.0, 20), (0, 0.2, 1.0, 10), (100, 0.2, 1.0, 30), (4, 0.2, 0.0, 0), (100, 0, 0, 0)],
+)
+def test_allows_the_share_and_the_floor(requests: int, share: float, per_second: float, allowed: int) -> None:
+    """`share` of the window's requests, plus `min_per_second` for each of its ten seconds."""
+    budget = RetryBudget(share=share, min_per_second=per_second)
+    for _ in range(requests):
+        budget.request(100.0)
+    assert budget.balance(100.0) == allowed
+    assert spend(budget, 100.0) == allowed
+    assert budget.balance(100.0) == 0
+
+
+def test_requests_leave_the_window() -> None:
+    """What happened ten seconds ago earns nothing any more."""
+    budget = RetryBudget(share=0.5, min_per_second=0)
+    for _ in range(10):
+        budget.request(100.0)
+    assert budget.balance(109.0) == 5
+    assert budget.balance(110.0) == 0
+    assert not budget.withdraw(110.0)
+
+
+def test_spent_retries_leave_the_window_too() -> None:
+    """The floor grows back."""
+    budget = RetryBudget(share=0, min_per_second=1)
+    assert spend(budget, 100.0) == 10
+    assert spend(budget, 109.9) == 0
+    assert spend(budget, 110.0) == 10
+
+
+def test_an_outage_is_not_multiplied() -> None:
+    """With every request failing, retries stay at the share of the traffic."""
+    budget = RetryBudget(share=0.2, min_per_second=0)
+    retries = 0
+    for request in range(10_000):
+        now = 100 + request / 100
+        budget.request(now)
+        retries += budget.withdraw(now)
+    assert 1_900 <= retries <= 2_100
+
+
+def test_time_that_steps_back_is_the_latest_time() -> None:
+    """Callers may read their clocks in any order."""
+    budget = RetryBudget(share=1, min_per_second=0)
+    budget.request(100.0)
+    budget.request(50.0)
+    assert budget.balance(40.0) == 2
+
+
+@given(
+    st.lists(
+        st.tuples(st.booleans(), st.floats(min_value=0, max_value=3)),
+        max_size=200,
+    ),
+    st.floats(min_value=0, max_value=1),
+    st.floats(min_value=0, max_value=5),
+)
+def test_never_more_retries_than_share_and_floor(steps: list[tuple[bool, float]], share: float, floor: float) -> None:
+    """Counted independently over any window of the slots' grid."""
+    budget = RetryBudget(share=share, min_per_second=floor)
+    now = 0.0
+    requests: list[int] = []
+    retries: list[int] = []
+    for is_request, pause in steps:
+        now += pause
+        if is_request:
+            budget.request(now)
+            requests.append(int(now))
+            continue
+        recent_requests = sum(1 for second in requests if second > int(now) - 10)
+        recent_retries = sum(1 for second in retries if second > int(now) - 10)
+        allowed = recent_retries + 1 <= share * recent_requests + floor * 10
+        assert budget.withdraw(now) is allowed
+        if allowed:
+            retries.append(int(now))
