@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+#: An error refuses the configuration; a warning does not; a note says what is knowingly done otherwise than written.
+Severity = Literal["error", "warning", "note"]
 
 
 class KvproxyError(Exception):
@@ -16,6 +20,7 @@ class Problem:
     path: str
     message: str
     hint: str = ""
+    severity: Severity = "error"
 
     def __str__(self) -> str:
         where = self.path or "(file)"
@@ -76,6 +81,16 @@ class UpstreamProtocolError(UpstreamError):
     """The engine sent something that is not HTTP, or breaks its framing."""
 
     reason = "protocol_error"
+
+
+class UnsafeRequest(KvproxyError):
+    """The request cannot be framed safely (CR, LF or NUL in its head, contradicting lengths); no endpoint is to blame."""
+
+
+class EngineReportedError(UpstreamError):
+    """The engine itself ended a stream with an error event."""
+
+    reason = "engine_error"
 
 
 class BreakerOpen(KvproxyError):

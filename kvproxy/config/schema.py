@@ -7,32 +7,80 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import Field
 
+from kvproxy.config.cluster_schema import (
+    Breaker,
+    Cluster,
+    Discovery,
+    DnsDiscovery,
+    Endpoint,
+    EndpointRetry,
+    FileDiscovery,
+    HealthCheck,
+    PolicyName,
+)
+from kvproxy.config.filter_schema import (
+    DEFAULT_FILTERS,
+    FILTER_SETTINGS,
+    AccessLogSettings,
+    ApiKey,
+    AuthSettings,
+    CorsSettings,
+    InferenceRequestSettings,
+    RateLimitSettings,
+    RequestIdSettings,
+    RouterSettings,
+)
+from kvproxy.config.kvcache_schema import CacheStrategy, KvCacheSettings, LookupRetry, TokenCache
+from kvproxy.config.model import Fraction, Model, Name, Port
 from kvproxy.config.values import Duration, Secret, Size
 
-Name = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@-]*$")]
-Port = Annotated[int, Field(ge=0, le=65535)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-
-
-class Model(BaseModel):
-    """Strict and immutable: an unknown key is an error, a loaded configuration never changes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, use_attribute_docstrings=True)
-
-
-class PolicyName(StrEnum):
-    """Balancing policies (see docs/policies.md)."""
-
-    RANDOM = "random"
-    ROUND_ROBIN = "round_robin"
-    LEAST_REQUEST = "least_request"
-    POWER_OF_TWO = "power_of_two"
-    CONSISTENT_HASH = "consistent_hash"
-    SESSION = "session"
+__all__ = [
+    "DEFAULT_FILTERS",
+    "FILTER_SETTINGS",
+    "AccessLogSettings",
+    "Admin",
+    "ApiKey",
+    "AuthSettings",
+    "Breaker",
+    "CacheStrategy",
+    "Cluster",
+    "Config",
+    "CorsSettings",
+    "Discovery",
+    "DnsDiscovery",
+    "Endpoint",
+    "EndpointRetry",
+    "FileDiscovery",
+    "FilterSpec",
+    "Fraction",
+    "HealthCheck",
+    "InferenceRequestSettings",
+    "KvCacheSettings",
+    "Limits",
+    "Listener",
+    "ListenerTls",
+    "Log",
+    "LogLevel",
+    "LookupRetry",
+    "Model",
+    "Name",
+    "PolicyName",
+    "Pool",
+    "Port",
+    "RateLimitSettings",
+    "RequestIdSettings",
+    "Retry",
+    "Route",
+    "RouteMatch",
+    "RouterSettings",
+    "Shutdown",
+    "Timeouts",
+    "TokenCache",
+]
 
 
 class ListenerTls(Model):
@@ -116,117 +164,6 @@ class Retry(Model):
     """Longest pause between attempts."""
 
 
-class HealthCheck(Model):
-    """Active probing and passive ejection of endpoints."""
-
-    active: bool = True
-    """Probe each endpoint."""
-    path: str = "/health"
-    """Path probed; any 2xx is healthy. vLLM's `/v1/models` answers 200 even when its engine is dead."""
-    interval: Duration = 5.0
-    """Between two probes of one endpoint (jittered)."""
-    timeout: Duration = 2.0
-    """A slower probe is a failed one."""
-    healthy_threshold: int = Field(default=1, ge=1)
-    """Probes in a row that bring an endpoint back."""
-    unhealthy_threshold: int = Field(default=2, ge=1)
-    """Failed probes in a row that take it out."""
-    eject_after: int = Field(default=3, ge=0)
-    """Failed requests in a row (connect errors, 5xx, timeouts) that eject an endpoint; 0 never ejects."""
-    eject_for: Duration = 10.0
-    """First ejection's length; doubles with each further one, up to `max_eject_for`."""
-    max_eject_for: Duration = 300.0
-    """Longest ejection."""
-    max_ejected: Fraction = 0.5
-    """Largest share of a cluster that passive ejection may take out (at least one endpoint may always be)."""
-    slow_start: Duration = 0.0
-    """Over this long after it comes back an endpoint's weight grows from a tenth to its own; 0 is off."""
-
-
-class Breaker(Model):
-    """Circuit breaker of one endpoint (or of one operation of a helper service)."""
-
-    failure_threshold: int = Field(default=5, ge=1)
-    """Failures in a row that open it."""
-    recovery_timeout: Duration = 10.0
-    """How long it stays open before it lets probes through."""
-    half_open_max_calls: int = Field(default=2, ge=1)
-    """Probes let through at once while half open."""
-
-
-class Endpoint(Model):
-    """One engine instance."""
-
-    id: Name
-    """Unique in its cluster; shown in `x-kvproxy-endpoint`."""
-    url: str
-    """`http://host:port` or `https://...`, with a base path if the engine has one."""
-    models: tuple[str, ...] = ()
-    """Models (and LoRA names) it serves; empty: every model of the cluster."""
-    weight: float = Field(default=1.0, gt=0, le=1000)
-    """Share of traffic relative to the others."""
-    instance_id: str = ""
-    """Its id at the LMCache controller; empty: the same as `id`."""
-    api_key: Secret | None = None
-    """Sent to this endpoint alone as `Authorization: Bearer`, instead of the client's."""
-    ca_file: str = ""
-    """PEM file to verify an https endpoint with; empty: the system's."""
-    insecure: bool = False
-    """Do not verify an https endpoint's certificate (tests only)."""
-    labels: Mapping[str, str] = Field(default_factory=dict)
-    """Free text for people; shown in status."""
-
-
-class FileDiscovery(Model):
-    """Endpoints from a YAML or JSON file (a list of endpoints), watched for changes."""
-
-    path: str
-    """The file."""
-    interval: Duration = 2.0
-    """How often it is looked at."""
-
-
-class DnsDiscovery(Model):
-    """One endpoint for each address a name resolves to."""
-
-    host: str
-    """The name."""
-    port: Port
-    """Port of every endpoint."""
-    scheme: Literal["http", "https"] = "http"
-    """How to speak to them."""
-    interval: Duration = 10.0
-    """How often the name is resolved."""
-    models: tuple[str, ...] = ()
-    """Models they serve."""
-
-
-class Discovery(Model):
-    """Where endpoints come from besides the static list."""
-
-    file: FileDiscovery | None = None
-    """From a file."""
-    dns: DnsDiscovery | None = None
-    """From DNS."""
-
-
-class Cluster(Model):
-    """Endpoints that serve the same models."""
-
-    policy: PolicyName = PolicyName.LEAST_REQUEST
-    """How an endpoint is chosen."""
-    endpoints: tuple[Endpoint, ...] = ()
-    """Static endpoints. Also written as a mapping `id: url`."""
-    discovery: Discovery = Discovery()
-    """Further endpoints that come and go."""
-    health: HealthCheck = HealthCheck()
-    """Probing and ejection."""
-    breaker: Breaker = Breaker()
-    """One breaker per endpoint."""
-    max_in_flight: int = Field(default=0, ge=0)
-    """Requests one endpoint may have in flight before it counts as saturated; 0: no bound."""
-
-
 class RouteMatch(Model):
     """What a route applies to; all that is given must hold."""
 
@@ -274,107 +211,9 @@ class FilterSpec(Model):
     """One filter of the chain: its registered name and its settings (typed for the filters shipped here)."""
 
     name: Name
+    """Its registered name."""
     settings: Any = None
-
-
-class AccessLogSettings(Model):
-    """Settings of `access_log`."""
-
-    sample: Fraction = 1.0
-    """Share of successful requests logged; errors always are."""
-    format: Literal["text", "json"] = "text"
-    """One readable line, or one JSON object."""
-
-
-class RequestIdSettings(Model):
-    """Settings of `request_id`."""
-
-    header: str = "x-request-id"
-    """Header read from the client, sent upstream and answered."""
-    trust_client: bool = True
-    """Take the client's id if it is sane (up to 128 visible ASCII characters)."""
-
-
-class CorsSettings(Model):
-    """Settings of `cors` (Starlette's CORSMiddleware)."""
-
-    allow_origins: tuple[str, ...] = ()
-    """Origins that may call; `*` for any."""
-    allow_origin_regex: str = ""
-    """Or a regular expression for them."""
-    allow_methods: tuple[str, ...] = ("GET", "POST")
-    """Methods."""
-    allow_headers: tuple[str, ...] = ("authorization", "content-type")
-    """Request headers."""
-    allow_credentials: bool = False
-    """Let browsers send cookies and authorization."""
-    expose_headers: tuple[str, ...] = ("x-request-id", "x-kvproxy-endpoint")
-    """Response headers a page may read."""
-    max_age: Duration = 600.0
-    """How long a preflight answer may be cached."""
-
-
-class ApiKey(Model):
-    """One client's key."""
-
-    name: Name
-    """Who it is; shown in logs and used as the tenant. Never the key itself."""
-    key: Secret
-    """The bearer token, usually `${VARIABLE}`."""
-
-
-class AuthSettings(Model):
-    """Settings of `auth`: bearer API keys, compared in constant time."""
-
-    keys: tuple[ApiKey, ...] = ()
-    """Keys given here."""
-    file: str = ""
-    """A file of `name: key` lines, read at start."""
-    forward: bool = False
-    """Send the client's Authorization header on to endpoints that have no key of their own."""
-    exempt_paths: tuple[str, ...] = ()
-    """Exact paths that need no key."""
-
-
-class RateLimitSettings(Model):
-    """Settings of `rate_limit`: token buckets per tenant (or per client address without `auth`)."""
-
-    requests_per_minute: float = Field(default=0, ge=0)
-    """0: no limit."""
-    tokens_per_minute: float = Field(default=0, ge=0)
-    """Prompt and completion tokens by the engine's own count, charged afterwards; 0: no limit."""
-    burst: float = Field(default=1.0, gt=0)
-    """Size of a bucket in minutes' worth of its rate."""
-    max_keys: int = Field(default=10_000, ge=1)
-    """Buckets kept; the longest unused goes first."""
-
-
-class InferenceRequestSettings(Model):
-    """Settings of `inference_request`."""
-
-    session_header: str = "x-session-id"
-    """Header that names the session; then `session_id` and `user` in the body."""
-
-
-class RouterSettings(Model):
-    """Settings of `router`."""
-
-    debug_header: str = "x-kvproxy-debug"
-    """A request that carries it gets `x-kvproxy-decision`; empty: nobody does."""
-
-
-#: Settings type of every filter shipped here; other people's filters bring their own (entry point `kvproxy.filters`).
-FILTER_SETTINGS: dict[str, type[Model]] = {
-    "access_log": AccessLogSettings,
-    "auth": AuthSettings,
-    "cors": CorsSettings,
-    "inference_request": InferenceRequestSettings,
-    "rate_limit": RateLimitSettings,
-    "request_id": RequestIdSettings,
-    "router": RouterSettings,
-}
-
-DEFAULT_FILTERS: tuple[str, ...] = ("request_id", "access_log", "inference_request", "router")
+    """Its settings, decoded by the filter's own type."""
 
 
 class Config(Model):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, PlainSerializer, SecretStr, WithJsonSchema
 
+_NUMBER = re.compile(r"\d+(\.\d*)?([eE][+-]?\d+)?")
+_MAX_SECRET_BYTES = 64 * 1024
 _DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h|d)")
 _DURATION_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)", re.IGNORECASE)
@@ -20,19 +23,19 @@ def parse_duration_s(value: Any) -> float:
 
     Raises ValueError for anything else, negative and non-finite numbers included.
     """
-    if isinstance(value, bool):
+    if not isinstance(value, int | float | str) or isinstance(value, bool):
         raise ValueError("expected a duration like 50ms, 2s or 5m")
     if isinstance(value, int | float):
         seconds = float(value)
     else:
-        text = str(value).strip()
+        text = value.strip()
         parts = _DURATION_PART.findall(text)
-        if text == "0":
-            seconds = 0.0
+        if _NUMBER.fullmatch(text):
+            seconds = float(text)
         elif parts and "".join(number + unit for number, unit in parts) == text:
             seconds = math.fsum(float(number) * _DURATION_UNITS[unit] for number, unit in parts)
         else:
-            raise ValueError(f"expected a duration like 50ms, 2s or 5m, not {text!r}")
+            raise ValueError(f"expected a duration like 50ms, 2s or 5m, not {value!r}")
     if not math.isfinite(seconds) or seconds < 0:
         raise ValueError("a duration is finite and not negative")
     return seconds
@@ -40,18 +43,18 @@ def parse_duration_s(value: Any) -> float:
 
 def parse_size_bytes(value: Any) -> int:
     """Bytes from `8MiB`, `64KB`, `1g` or a bare number of bytes. Raises ValueError for anything else."""
-    if isinstance(value, bool):
+    if not isinstance(value, int | str) or isinstance(value, bool):
         raise ValueError("expected a size like 64KiB or 8MiB")
     if isinstance(value, int):
         size = value
     else:
-        match = _SIZE.fullmatch(str(value).strip())
+        match = _SIZE.fullmatch(value.strip())
         if match is None:
-            raise ValueError(f"expected a size like 64KiB or 8MiB, not {str(value)!r}")
+            raise ValueError(f"expected a size like 64KiB or 8MiB, not {value!r}")
         unit = match[2].lower().removesuffix("b")
         factor = _BINARY_UNITS[unit[0]] if unit.endswith("i") and len(unit) == 2 else _SIZE_UNITS.get(unit, 0)
         if not factor:
-            raise ValueError(f"unknown size unit in {str(value)!r}")
+            raise ValueError(f"unknown size unit in {value!r}")
         size = int(float(match[1]) * factor)
     if size < 0:
         raise ValueError("a size is not negative")
@@ -86,5 +89,52 @@ Size = Annotated[
 ]
 """Bytes, written as `64KiB`, `8MiB`."""
 
-Secret = Annotated[SecretStr, PlainSerializer(lambda _: "**********", return_type=str)]
-"""A credential: never printed, not even by `repr`, dumps or error texts."""
+
+def read_secret(value: Any) -> Any:
+    """A secret as written, or `{file: PATH}`: the file's text without the line end. Raises ValueError, never quoting it."""
+    if isinstance(value, dict):
+        if set(value) != {"file"} or not isinstance(value["file"], str):
+            raise ValueError("expected a secret, or a mapping with just `file: PATH`")
+        value = _secret_from(value["file"])
+    if isinstance(value, str | SecretStr):
+        text = value.get_secret_value() if isinstance(value, SecretStr) else value
+        if not text:
+            raise ValueError("the secret is empty; leave the key out to have none")
+        if not text.isprintable():
+            raise ValueError("the secret contains a line break or another control character")
+    return value
+
+
+def _secret_from(path: str) -> str:
+    try:
+        with Path(path).open("rb") as file:
+            raw = file.read(_MAX_SECRET_BYTES + 1)
+        text = raw.decode()
+    except OSError as error:
+        raise ValueError(f"cannot read the secret's file {path!r}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"the secret's file {path!r} is not UTF-8 text") from None
+    if len(raw) > _MAX_SECRET_BYTES:
+        raise ValueError(f"the secret's file {path!r} is larger than {_MAX_SECRET_BYTES} bytes")
+    return text.strip()
+
+
+Secret = Annotated[
+    SecretStr,
+    BeforeValidator(read_secret),
+    PlainSerializer(lambda _: "**********", return_type=str),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {
+                    "type": "object",
+                    "properties": {"file": {"type": "string"}},
+                    "required": ["file"],
+                    "additionalProperties": False,
+                },
+            ]
+        }
+    ),
+]
+"""A credential, written out (usually `${VARIABLE}`) or as `{file: PATH}`: never printed by `repr`, dumps or errors."""

@@ -1,0 +1,151 @@
+"""Clusters in the native configuration: endpoints, how one is chosen, and what takes one out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import Field
+
+from kvproxy.config.model import Fraction, Model, Name, Port
+from kvproxy.config.values import Duration, Secret
+
+
+class PolicyName(StrEnum):
+    """Balancing policies (see docs/policies.md)."""
+
+    RANDOM = "random"
+    ROUND_ROBIN = "round_robin"
+    LEAST_REQUEST = "least_request"
+    POWER_OF_TWO = "power_of_two"
+    CONSISTENT_HASH = "consistent_hash"
+    SESSION = "session"
+
+
+class HealthCheck(Model):
+    """Active probing and passive ejection of endpoints."""
+
+    active: bool = True
+    """Probe each endpoint."""
+    path: str = "/health"
+    """Path probed; any 2xx is healthy. vLLM's `/v1/models` answers 200 even when its engine is dead."""
+    interval: Duration = 5.0
+    """Between two probes of one endpoint (jittered)."""
+    timeout: Duration = 2.0
+    """A slower probe is a failed one."""
+    healthy_threshold: int = Field(default=1, ge=1)
+    """Probes in a row that bring an endpoint back."""
+    unhealthy_threshold: int = Field(default=2, ge=1)
+    """Failed probes in a row that take it out."""
+    eject_after: int = Field(default=3, ge=0)
+    """Failed requests in a row (connect errors, 5xx, timeouts) that eject an endpoint; 0 never ejects."""
+    eject_for: Duration = 10.0
+    """First ejection's length; doubles with each further one, up to `max_eject_for`."""
+    max_eject_for: Duration = 300.0
+    """Longest ejection."""
+    max_ejected: Fraction = 0.5
+    """Largest share of a cluster that passive ejection may take out (at least one endpoint may always be)."""
+    slow_start: Duration = 0.0
+    """Over this long after it comes back an endpoint's weight grows from a tenth to its own; 0 is off."""
+
+
+class Breaker(Model):
+    """Circuit breaker of one endpoint (or of one operation of a helper service)."""
+
+    failure_threshold: int = Field(default=5, ge=1)
+    """Failures in a row that open it."""
+    recovery_timeout: Duration = 10.0
+    """How long it stays open before it lets probes through."""
+    half_open_max_calls: int = Field(default=2, ge=1)
+    """Probes let through at once while half open."""
+
+
+class EndpointRetry(Model):
+    """What follows a failed attempt on one endpoint, before the first byte went to the client."""
+
+    attempts: int = Field(default=1, ge=1, le=20)
+    """Attempts on this endpoint in a row, the first included, before another one is tried."""
+    backoff: Duration = 0.1
+    """Pause before the second attempt on it; each further one is `multiplier` times longer."""
+    max_backoff: Duration = 5.0
+    """Longest of these pauses."""
+    multiplier: float = Field(default=2.0, ge=1, le=10)
+    """Growth of the pause; 1 keeps it constant."""
+    fallback: bool = True
+    """Then try another endpoint, as `retry` allows; false: this endpoint's failure is the answer."""
+
+
+class Endpoint(Model):
+    """One engine instance."""
+
+    id: Name
+    """Unique in its cluster; shown in `x-kvproxy-endpoint`."""
+    url: str
+    """`http://host:port` or `https://...`, with a base path if the engine has one."""
+    models: tuple[str, ...] = ()
+    """Models (and LoRA names) it serves; empty: every model of the cluster."""
+    weight: float = Field(default=1.0, gt=0, le=1000)
+    """Share of traffic relative to the others."""
+    instance_id: str = ""
+    """Its id at the LMCache controller; empty: the same as `id`."""
+    api_key: Secret | None = None
+    """Sent to this endpoint alone as `Authorization: Bearer`, instead of the client's."""
+    ca_file: str = ""
+    """PEM file to verify an https endpoint with; empty: the system's."""
+    insecure: bool = False
+    """Do not verify an https endpoint's certificate (tests only)."""
+    retry: EndpointRetry | None = None
+    """Attempts on this endpoint itself; unset: one, then another endpoint as `retry` at the top says."""
+    labels: Mapping[str, str] = Field(default_factory=dict)
+    """Free text for people; shown in status."""
+
+
+class FileDiscovery(Model):
+    """Endpoints from a YAML or JSON file (a list of endpoints), watched for changes."""
+
+    path: str
+    """The file."""
+    interval: Duration = 2.0
+    """How often it is looked at."""
+
+
+class DnsDiscovery(Model):
+    """One endpoint for each address a name resolves to."""
+
+    host: str
+    """The name."""
+    port: Port
+    """Port of every endpoint."""
+    scheme: Literal["http", "https"] = "http"
+    """How to speak to them."""
+    interval: Duration = 10.0
+    """How often the name is resolved."""
+    models: tuple[str, ...] = ()
+    """Models they serve."""
+
+
+class Discovery(Model):
+    """Where endpoints come from besides the static list."""
+
+    file: FileDiscovery | None = None
+    """From a file."""
+    dns: DnsDiscovery | None = None
+    """From DNS."""
+
+
+class Cluster(Model):
+    """Endpoints that serve the same models."""
+
+    policy: PolicyName = PolicyName.LEAST_REQUEST
+    """How an endpoint is chosen."""
+    endpoints: tuple[Endpoint, ...] = ()
+    """Static endpoints. Also written as a mapping `id: url`."""
+    discovery: Discovery = Discovery()
+    """Further endpoints that come and go."""
+    health: HealthCheck = HealthCheck()
+    """Probing and ejection."""
+    breaker: Breaker = Breaker()
+    """One breaker per endpoint."""
+    max_in_flight: int = Field(default=0, ge=0)
+    """Requests one endpoint may have in flight before it counts as saturated; 0: no bound."""

@@ -1,0 +1,166 @@
+"""Settings of the `kvcache` filter: who holds this prompt's prefix, and what is done to keep it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import Field
+
+from kvproxy.config.cluster_schema import Breaker
+from kvproxy.config.model import Fraction, Model
+from kvproxy.config.values import Duration, Size
+
+
+class Provider(StrEnum):
+    """Which LMCache service `lmcache_endpoint` is."""
+
+    AUTO = "auto"
+    CONTROLLER = "controller"
+    COORDINATOR = "coordinator"
+
+
+class SignalSource(StrEnum):
+    """Where a load or memory figure comes from."""
+
+    ENGINE = "engine"
+    HOST = "host"
+
+
+class TokenCache(Model):
+    """Token memory: the ids of known message prefixes, so that a chat's next turn needs no tokenize call."""
+
+    enabled: bool = True
+    """Remember tokens at all; without it every lookup waits for `/tokenize`."""
+    max_bytes: Size = 64 * 1024 * 1024
+    """Memory for token ids; the least recently used prefix goes first."""
+    max_size: int = Field(default=0, ge=0)
+    """Most prefixes remembered; 0: `max_bytes` alone bounds them."""
+    ttl: Duration = 3600.0
+    """A prefix not used for this long is forgotten."""
+
+
+class Tokenize(Model):
+    """When the engine's `/tokenize` is asked before routing."""
+
+    inline: bool = True
+    """Ask before routing, under `lookup_routing_timeout`; otherwise only afterwards, for the next turn."""
+    inline_min: Size = 1024
+    """Shorter prompts are tokenized afterwards: LMCache matches whole chunks only (256 tokens by default)."""
+    max_concurrent: int = Field(default=64, ge=1)
+    """Different prompts being tokenized at once; further ones are routed without."""
+
+
+class CacheStrategy(Model):
+    """What is done with cached prefixes after a response. Every action is off unless enabled."""
+
+    enable_pinning: bool = False
+    """Pin prefixes that are hot."""
+    enable_compression: bool = False
+    """Compress cold prefixes while the load is high."""
+    enable_eviction: bool = False
+    """Evict the coldest prefixes while KV memory is short."""
+    dry_run: bool = False
+    """Decide, log and count every action without sending it."""
+    load_source: SignalSource = SignalSource.ENGINE
+    """Load is the busier of running/waiting requests at the engine, or this host's CPU."""
+    load_threshold: Fraction = 0.8
+    """Load from which cold prefixes are compressed."""
+    memory_source: SignalSource = SignalSource.ENGINE
+    """Memory is the engine's KV cache usage, or this host's memory."""
+    memory_threshold: Fraction = 0.9
+    """Memory use from which cold prefixes are evicted."""
+    hot_content_threshold: int = Field(default=5, ge=1)
+    """A prefix seen this often within `hot_window` is hot."""
+    pin_instance_id: str = ""
+    """LMCache instance that pins; empty: the one that served or holds the prefix."""
+    pin_location: str = "LocalCPUBackend"
+    """Storage location the pin applies to."""
+    pin_lease: Duration = 300.0
+    """How long the provider honours a pin (LMCache's default is about 300 s)."""
+    pin_renewal: Duration = 240.0
+    """A pin of a prefix that is still hot is renewed after this long; shorter than `pin_lease`."""
+    pin_max_tokens: int = Field(default=200_000, ge=0)
+    """Tokens pinned at once on one instance; 0 pins nothing."""
+    compress_instance_id: str = ""
+    """LMCache instance that compresses; empty: the one that served or holds the prefix."""
+    compress_location: str = "LocalCPUBackend"
+    """Storage location whose entries are compressed."""
+    compress_method: str = "cachegen"
+    """Compression method; LMCache knows `cachegen` only and answers others with no effect."""
+    evict_instance_id: str = ""
+    """LMCache instance that evicts; empty: the one whose memory is short."""
+    evict_location: str = "LocalCPUBackend"
+    """Storage location that is evicted from."""
+    allow_clear: bool = False
+    """Where the provider cannot evict one prefix (LMCache's controller), clear the whole location instead."""
+    disable_after: int = Field(default=5, ge=1)
+    """An action without effect this many times in a row on one instance switches itself off there."""
+
+
+class LookupRetry(Model):
+    """Retries of background calls (never of a lookup on the routing path)."""
+
+    max_attempts: int = Field(default=3, ge=1, le=20)
+    """Attempts in all, the first included."""
+    base_backoff: Duration = 0.1
+    """Base of the pause between attempts (full jitter, doubling)."""
+    max_backoff: Duration = 2.0
+    """Longest pause between attempts."""
+
+
+class Background(Model):
+    """The queue of work done after responses."""
+
+    max_queue: int = Field(default=1024, ge=1)
+    """Jobs waiting; further ones are dropped and counted."""
+    max_workers: int = Field(default=4, ge=1, le=256)
+    """Jobs run at once; on one instance always one at a time."""
+    job_timeout: Duration = 10.0
+    """A job with all its retries takes no longer."""
+    drain: Duration = 5.0
+    """At shutdown queued jobs have this long to finish."""
+
+
+class KvCacheSettings(Model):
+    """Settings of `kvcache`: which endpoint holds most of the prompt already, and what keeps it there."""
+
+    enabled: bool = True
+    """False: requests go straight on."""
+    lmcache_endpoint: str = ""
+    """URL of LMCache's controller or coordinator; empty: no lookups and no actions."""
+    provider: Provider = Provider.AUTO
+    """Which of the two it is; `auto` asks it at start."""
+    directory_model: str = ""
+    """Model name in the coordinator's directory (vLLM's `--model`, not its served name); empty: the request's model."""
+    vllm_endpoint: str = ""
+    """URL of the engine that tokenizes; empty: an endpoint that serves the model."""
+    default_model: str = ""
+    """Model of a body that names none."""
+    request_timeout: Duration = 2.0
+    """For one background call to LMCache or `/tokenize`."""
+    lookup_routing_timeout: Duration = 0.05
+    """All that tokenize and lookup together may delay a request; what comes later still trains the memory."""
+    min_matched_tokens: int = Field(default=1, ge=1)
+    """A match of fewer tokens is no preference."""
+    hot_window: Duration = 300.0
+    """How far back uses of a prefix count."""
+    hot_max_records: int = Field(default=300, ge=1)
+    """Uses remembered per prefix."""
+    hot_max_keys: int = Field(default=100_000, ge=1)
+    """Prefixes whose uses are remembered; the longest unused goes first."""
+    max_connections: int = Field(default=64, ge=1)
+    """Connections to `lmcache_endpoint`, and as many to `vllm_endpoint`."""
+    token_cache: TokenCache = TokenCache()
+    """Token memory."""
+    tokenize: Tokenize = Tokenize()
+    """Asking the engine for token ids."""
+    cache_strategy: CacheStrategy = CacheStrategy()
+    """Pin, compress, evict."""
+    background: Background = Background()
+    """The queue they run from."""
+    retry: LookupRetry = LookupRetry()
+    """Retries of background calls."""
+    circuit_breaker: Breaker = Breaker()
+    """One breaker per operation (lookup, tokenize, pin, ...): background failures never stop lookups."""
+    preference_header: str = ""
+    """Request header to the engine that names the preferred endpoint; empty: none."""
