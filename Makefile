@@ -1,5 +1,54 @@
-# kvproxy: two commands do everything: `make demo` and `make test`. Needs Python 3.11+, make and a package index.
+# Two commands do everything: `make demo` and `make test`. They need Python 3.11+, make and a package index.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.installed
+RUN    := $(VENV)/.installed
+DEV    := $(VENV)/.installed-dev
+ARGS   ?=
+
+.PHONY: help demo test test-real check format bench coverage clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
+
+demo: $(RUN) ## simulated engines, controller and proxy; real traffic through them (ARGS=--stay leaves them running)
+	@$(BIN)/kvproxy demo $(ARGS)
+
+test: $(DEV) ## the fast test suite
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+coverage: $(DEV) ## the same with branch coverage; fails under 95 %
+	$(BIN)/python -m pytest -n 2 --cov --cov-report=term --cov-fail-under=95 $(ARGS)
+
+test-real: $(DEV) ## installs the real vLLM (CPU build) and LMCache, runs the acceptance tests against them
+	$(BIN)/python -m pytest -m real -p no:xdist -s tests/real $(ARGS)
+
+check: $(DEV) ## ruff, formatting, mypy --strict, the architecture test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_architecture.py
+
+format: $(DEV) ## let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(DEV) ## the measurements, each beside a peer or a limit (see benchmarks/README.md)
+	$(BIN)/python -m benchmarks $(ARGS)
+
+clean: ## removes what was built and installed here
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
+
+$(VENV)/.pip: 
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "kvproxy needs Python 3.11 or newer; set PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	@touch $@
+
+$(RUN): $(VENV)/.pip pyproject.toml
+	@$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+$(DEV): $(RUN)
+	@$(BIN)/python -m pip install --quiet --group dev
+	@touch $@

@@ -22,7 +22,7 @@ class Outcome:
     pick_reason: str = ""  # why that endpoint: the policy's reason, "preferred", or why the preference was passed over
     status: int = 0  # sent downstream
     attempts: int = 0
-    end: str = ""  # closed set: completed, client_disconnected, upstream_died, local_reply
+    end: str = ""  # completed, engine_error, upstream_died, client_disconnected, local_reply
     ttft_s: float | None = None  # from receipt to the first body byte from upstream
     prompt_tokens: int | None = None  # the engine's own usage, when it said so
     cached_tokens: int | None = None

@@ -1,0 +1,7 @@
+"""`python -m kvproxy`."""
+
+import sys
+
+from kvproxy.cli import main
+
+sys.exit(main())

@@ -1,0 +1,70 @@
+"""The process log: records are formatted and written by a thread of its own, so that a slow terminal blocks nobody."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import logging.handlers
+import queue
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from kvproxy.config.schema import Log
+
+_MAX_WAITING_RECORDS = 10_000
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields: dict[str, Any] = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, ensure_ascii=False)
+
+
+class _DroppingQueueHandler(logging.handlers.QueueHandler):
+    """Never waits: when the writer cannot keep up, records are dropped and counted."""
+
+    dropped = 0
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        try:
+            self.queue.put_nowait(record)
+        except queue.Full:
+            self.dropped += 1
+
+
+@contextlib.contextmanager
+def logging_to(settings: Log, *, stream: TextIO = sys.stderr) -> Iterator[None]:
+    """Log to `stream` for the length of the block; what waits is written before it ends."""
+    waiting: queue.Queue[logging.LogRecord] = queue.Queue(_MAX_WAITING_RECORDS)
+    writer = logging.StreamHandler(stream)
+    writer.setFormatter(
+        JsonFormatter()
+        if settings.format == "json"
+        else logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
+    )
+    listener = logging.handlers.QueueListener(waiting, writer)
+    handler = _DroppingQueueHandler(waiting)
+    root = logging.getLogger()
+    level = root.level
+    root.addHandler(handler)
+    root.setLevel(settings.level.upper())
+    for noisy in ("httpx", "httpcore", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    listener.start()
+    try:
+        yield
+    finally:
+        listener.stop()
+        root.removeHandler(handler)
+        root.setLevel(level)

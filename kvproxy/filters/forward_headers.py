@@ -1,0 +1,124 @@
+"""Header lists on their way through: what goes upstream, what comes back. Built fresh for every attempt."""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+from starlette.types import Scope
+
+from kvproxy.types import Headers
+
+HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+_TRACE_PARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
+_USUAL_CONNECTION = frozenset({b"keep-alive", b"close", b"Keep-Alive", b"Close"})
+
+
+def _without_named_by_connection(headers: Headers, connection: bytes) -> Headers:
+    """Drops what the sender declared hop-by-hop in `connection:`."""
+    named = frozenset(token.strip().lower() for token in connection.split(b","))
+    return [pair for pair in headers if pair[0] not in named]
+
+
+class RequestHeaders:
+    """Makes the client's headers ready for an engine.
+
+    Hop-by-hop headers go; Host and body framing are the pool's business; `x-forwarded-*`, the request id and a W3C
+    trace parent (the client's if it is valid, else a new one) come in. Credentials are chosen per attempt.
+    """
+
+    def __init__(self, *, request_id_header: bytes = b"x-request-id") -> None:
+        self._id_header = request_id_header
+        self._special = HOP_BY_HOP | {
+            b"host",
+            b"content-length",
+            b"expect",
+            b"traceparent",
+            b"tracestate",
+            b"x-forwarded-for",
+            b"x-forwarded-host",
+            b"x-forwarded-proto",
+        }
+
+    def build(self, scope: Scope, *, request_id: str) -> Headers:
+        """One list for all attempts of a request; attempts copy it."""
+        special = self._special
+        found: dict[bytes, bytes] = {}
+        headers: Headers = []
+        for pair in scope["headers"]:
+            name = pair[0]
+            if name not in special:
+                headers.append(pair)
+            elif name in found:
+                found[name] += b", " + pair[1]
+            else:
+                found[name] = pair[1]
+        connection = found.get(b"connection")
+        if connection is not None and connection not in _USUAL_CONNECTION:
+            headers = _without_named_by_connection(headers, connection)
+        self._add_forwarded(headers, found, scope)
+        self._add_trace(headers, found)
+        if request_id:
+            headers = [pair for pair in headers if pair[0] != self._id_header]
+            headers.append((self._id_header, request_id.encode("latin-1")))
+        return headers
+
+    @staticmethod
+    def _add_forwarded(headers: Headers, found: dict[bytes, bytes], scope: Scope) -> None:
+        client, earlier = scope.get("client"), found.get(b"x-forwarded-for")
+        if client:
+            address = client[0].encode()
+            headers.append((b"x-forwarded-for", earlier + b", " + address if earlier else address))
+        elif earlier:
+            headers.append((b"x-forwarded-for", earlier))
+        headers.append((b"x-forwarded-proto", scope["scheme"].encode()))
+        if b"host" in found:
+            headers.append((b"x-forwarded-host", found[b"host"]))
+
+    @staticmethod
+    def _add_trace(headers: Headers, found: dict[bytes, bytes]) -> None:
+        parent = found.get(b"traceparent", b"")
+        if _TRACE_PARENT.fullmatch(parent):
+            headers.append((b"traceparent", parent))
+            if b"tracestate" in found:
+                headers.append((b"tracestate", found[b"tracestate"]))
+            return
+        fresh = secrets.token_hex(24)
+        headers.append((b"traceparent", f"00-{fresh[:32]}-{fresh[32:]}-00".encode()))
+
+
+def with_credential(headers: Headers, authorization: bytes | None) -> Headers:
+    """A new list for one attempt; an endpoint's own credential replaces whatever the client sent."""
+    if authorization is None:
+        return list(headers)
+    own = [pair for pair in headers if pair[0] not in _CREDENTIALS]
+    own.append((b"authorization", authorization))
+    return own
+
+
+def response_headers(received: Headers, *, endpoint: bytes) -> Headers:
+    """The engine's headers without hop-by-hop ones, plus who served."""
+    headers: Headers = []
+    connection = b""
+    for pair in received:
+        if pair[0] not in HOP_BY_HOP:
+            headers.append(pair)
+        elif pair[0] == b"connection":
+            connection = pair[1]
+    if connection and connection not in _USUAL_CONNECTION:
+        headers = _without_named_by_connection(headers, connection)
+    headers.append((b"x-kvproxy-endpoint", endpoint))
+    return headers

@@ -1,0 +1,243 @@
+"""Carries one request to an engine and its answer back; before the first byte went down it may try another endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import random
+from dataclasses import dataclass
+
+from starlette.types import Send
+
+from kvproxy.balancing.policy import NO_FACTS, PickRequest
+from kvproxy.cluster.cluster import AttemptOutcome, Cluster, Pick
+from kvproxy.config.schema import Retry
+from kvproxy.errors import ConnectError, FirstByteTimeout, IdleTimeout, PoolFull, UpstreamError
+from kvproxy.filters.exchange import Exchange
+from kvproxy.filters.forward_headers import response_headers, with_credential
+from kvproxy.filters.relay import ERROR_EVENT, Relay
+from kvproxy.filters.request_body import RequestBody
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.resilience.budget import RetryBudget
+from kvproxy.resilience.retry import full_jitter_s
+from kvproxy.types import Clock, EndpointId, Headers
+from kvproxy.upstream.pool import Timeouts, UpstreamPool
+from kvproxy.upstream.response import UpstreamResponse
+
+#: An error answer kept while another endpoint is tried is no longer than this; a longer one goes down as it comes.
+_MAX_HELD_BYTES = 64 * 1024
+_IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
+_PROMPT_HEAD_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class HeldReply:
+    """An engine's 5xx answer, kept in case no other endpoint does better."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
+class GaveUp(Exception):
+    """No endpoint delivered; nothing was sent downstream. `last` is the last failure, None when nobody was tried."""
+
+    def __init__(self, last: UpstreamError | HeldReply | None) -> None:
+        super().__init__("no endpoint delivered")
+        self.last = last
+
+
+class _Next(enum.Enum):
+    DELIVERED = enum.auto()
+    RETRY = enum.auto()
+    GIVE_UP = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarder:
+    """What every forwarded request shares."""
+
+    pool: UpstreamPool
+    timeouts: Timeouts
+    retry: Retry
+    budget: RetryBudget
+    metrics: Metrics
+    clock: Clock
+    rng: random.Random
+
+
+class Forwarding:
+    """One request on its way. `run` ends with the answer delivered, or raises GaveUp before anything was sent."""
+
+    def __init__(
+        self,
+        shared: Forwarder,
+        exchange: Exchange,
+        *,
+        cluster: Cluster,
+        method: str,
+        target: bytes,
+        headers: Headers,
+        body: RequestBody,
+        send: Send,
+        debug: bool = False,
+    ) -> None:
+        self._shared = shared
+        self._exchange = exchange
+        self._cluster = cluster
+        self._method = method
+        self._target = target
+        self._headers = headers
+        self._body = body
+        self._send = send
+        self._debug = debug
+        self._tried: set[EndpointId] = set()
+        self._last: UpstreamError | HeldReply | None = None
+        self._rounds = 0
+
+    async def run(self) -> None:
+        """Attempt, and attempt elsewhere, within the attempts, the retry budget and what may safely be sent twice."""
+        self._shared.budget.request(self._shared.clock())
+        while True:
+            pick = self._cluster.pick(self._pick_request(), now=self._shared.clock())
+            if pick is None:
+                if not self._tried or not self._body.replayable:
+                    raise GaveUp(self._last)
+                await self._pause_before_another_round()
+                continue
+            self._note(pick)
+            verdict = await self._attempt(pick)
+            if verdict is _Next.DELIVERED:
+                return
+            if verdict is _Next.GIVE_UP:
+                raise GaveUp(self._last)
+            self._tried.add(pick.endpoint.id)
+
+    def _pick_request(self) -> PickRequest:
+        exchange = self._exchange
+        inference = exchange.inference
+        facts = exchange.facts or NO_FACTS
+        if inference is None:
+            return PickRequest(facts=facts, preferred=exchange.preferred, excluded=frozenset(self._tried))
+        parts = inference.prompt.parts
+        return PickRequest(
+            model=inference.model,
+            session_key=inference.session_key,
+            facts=facts,
+            preferred=exchange.preferred,
+            excluded=frozenset(self._tried),
+            prompt_head=parts[0][:_PROMPT_HEAD_BYTES] if parts else b"",
+        )
+
+    def _note(self, pick: Pick) -> None:
+        outcome = self._exchange.outcome
+        outcome.attempts += 1
+        outcome.endpoint = pick.endpoint.id
+        outcome.policy = pick.policy
+        outcome.pick_reason = pick.reason
+
+    async def _pause_before_another_round(self) -> None:
+        """Every endpoint was tried once: pause with full jitter, then all are eligible again."""
+        retry = self._shared.retry
+        self._rounds += 1
+        await asyncio.sleep(
+            full_jitter_s(self._rounds, base_s=retry.backoff, max_s=retry.max_backoff, rng=self._shared.rng)
+        )
+        self._tried.clear()
+
+    async def _attempt(self, pick: Pick) -> _Next:
+        response: UpstreamResponse | None = None
+        try:
+            response = await self._shared.pool.request(
+                pick.endpoint.origin,
+                self._method.encode(),
+                self._target,
+                with_credential(self._headers, pick.endpoint.authorization) + self._body.framing,
+                self._body.take(),
+                timeouts=self._shared.timeouts,
+            )
+            first = await response.chunk()
+            if response.status >= 500 or first.startswith(ERROR_EVENT):
+                verdict = await self._server_error(pick, response, first)
+                if verdict is not None:
+                    return verdict
+            return await self._deliver(pick, response, first)
+        except UpstreamError as error:
+            return self._failed(pick, error)
+        finally:
+            if response is not None:
+                response.abort()
+            pick.settle(AttemptOutcome.CANCELLED, now=self._shared.clock())
+
+    def _failed(self, pick: Pick, error: UpstreamError) -> _Next:
+        """Nothing reached the client yet (a relay in progress ends its own failures)."""
+        shared = self._shared
+        now = shared.clock()
+        blameless = isinstance(error, PoolFull)
+        pick.settle(AttemptOutcome.BUSY if blameless else AttemptOutcome.FAILURE, now=now)
+        self._last = error
+        shared.metrics.attempt_failures.labels(self._cluster.name, pick.endpoint.id, error.reason).inc()
+        return self._retry_or_give_up(error.reason, unprocessed=isinstance(error, ConnectError | PoolFull))
+
+    async def _server_error(self, pick: Pick, response: UpstreamResponse, first: bytes) -> _Next | None:
+        """A 5xx, or a 200 whose first event is an error (an engine that died in its prefill answers so).
+
+        Keeps a short answer and tries elsewhere if allowed; None when it is to be delivered as it comes.
+        """
+        body = first
+        while first and not response.complete and len(body) <= _MAX_HELD_BYTES:
+            first = await response.chunk()
+            body += first
+        if not response.complete:
+            return None
+        busy = response.status == 503
+        pick.settle(AttemptOutcome.BUSY if busy else AttemptOutcome.FAILURE, now=self._shared.clock())
+        endpoint = pick.endpoint.id
+        self._last = HeldReply(response.status, response_headers(response.headers, endpoint=endpoint.encode()), body)
+        reason = "busy" if busy else "status_5xx"
+        self._shared.metrics.attempt_failures.labels(self._cluster.name, endpoint, reason).inc()
+        return self._retry_or_give_up(reason, unprocessed=busy)
+
+    def _retry_or_give_up(self, reason: str, *, unprocessed: bool) -> _Next:
+        shared = self._shared
+        safe = unprocessed or self._exchange.inference is not None or self._method in _IDEMPOTENT
+        if not (safe and self._body.replayable):
+            refusal = "not_replayable"
+        elif self._exchange.outcome.attempts >= shared.retry.attempts:
+            refusal = "attempts"
+        elif not shared.budget.withdraw(shared.clock()):
+            refusal = "budget"
+        else:
+            shared.metrics.retries.labels(reason).inc()
+            return _Next.RETRY
+        shared.metrics.retries_refused.labels(refusal).inc()
+        return _Next.GIVE_UP
+
+    async def _deliver(self, pick: Pick, response: UpstreamResponse, first: bytes) -> _Next:
+        now = self._shared.clock()
+        pick.first_token(now)
+        self._exchange.outcome.ttft_s = now - self._exchange.received_at
+        relay = Relay(self._exchange, response, send=self._send)
+        headers = response_headers(response.headers, endpoint=pick.endpoint.id.encode())
+        if self._debug:
+            headers.append((b"x-kvproxy-decision", pick.describe(self._exchange.facts).encode()))
+        error = await relay.run(headers, first)
+        if error is not None:
+            self._shared.metrics.attempt_failures.labels(self._cluster.name, pick.endpoint.id, error.reason).inc()
+        pick.settle(_verdict(response.status, error), now=self._shared.clock())
+        return _Next.DELIVERED
+
+
+def _verdict(status: int, error: UpstreamError | None) -> AttemptOutcome:
+    if error is not None or status >= 500:
+        return AttemptOutcome.FAILURE
+    return AttemptOutcome.CLIENT_ERROR if status >= 400 else AttemptOutcome.SUCCESS
+
+
+def local_status(last: UpstreamError | HeldReply | None) -> int:
+    """The status of the proxy's own answer: 504 for an engine too slow, 502 for a broken one, 503 for none or full."""
+    if isinstance(last, FirstByteTimeout | IdleTimeout):
+        return 504
+    if last is None or isinstance(last, PoolFull):
+        return 503
+    return 502

@@ -1,0 +1,117 @@
+"""`GET /v1/models`: what all clusters together serve, aliases included."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from starlette.types import Send
+
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.config.schema import Route
+from kvproxy.errors import UpstreamError
+from kvproxy.filters.local_reply import local_reply
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.types import Clock
+from kvproxy.upstream.pool import UpstreamPool
+from kvproxy.upstream.response import Timeouts
+
+PATH = "/v1/models"
+_TIMEOUTS = Timeouts(connect_s=1.0, first_byte_s=2.0, idle_s=2.0)
+_MAX_LIST_BYTES = 1024 * 1024
+#: A list is answered from memory for this long, so that a busy client does not multiply into every engine.
+_FRESH_S = 2.0
+
+Row = dict[str, Any]
+
+
+class _ModelList(msgspec.Struct):
+    data: list[Row]
+
+
+class ModelList:
+    """Merges the engines' own lists; an engine that does not answer is left out, never waited for."""
+
+    def __init__(
+        self, clusters: Sequence[Cluster], routes: Sequence[Route], *, pool: UpstreamPool, metrics: Metrics, clock: Clock
+    ) -> None:
+        self._clusters = clusters
+        self._aliases = [route for route in routes if route.upstream_model and not route.model.endswith("*")]
+        self._pool = pool
+        self._metrics = metrics
+        self._clock = clock
+        self._rows: dict[str, Row] = {}
+        self._fresh_until = float("-inf")
+        self._asking: asyncio.Task[dict[str, Row]] | None = None
+
+    async def answer(self, path: str, send: Send) -> None:
+        """The list, or one model of it (`/v1/models/NAME`); 404 for an unknown one, 503 when no engine answered."""
+        rows = await self._current()
+        wanted = path[len(PATH) + 1 :]
+        if not rows:
+            await local_reply(send, status=503, message="No engine answered for its models.", reason="no_endpoint",
+                              metrics=self._metrics)  # fmt: skip
+        elif not wanted:
+            await _send_json(send, {"object": "list", "data": list(rows.values())})
+        elif wanted in rows:
+            await _send_json(send, rows[wanted])
+        else:
+            await local_reply(send, status=404, message=f"The model `{wanted[:200]}` does not exist.",
+                              reason="unknown_model", metrics=self._metrics)  # fmt: skip
+
+    async def _current(self) -> dict[str, Row]:
+        """The merged rows, asked for once however many clients want them."""
+        if self._clock() < self._fresh_until:
+            return self._rows
+        if self._asking is None:
+            self._asking = asyncio.create_task(self._ask_all(), name="list models")
+            self._asking.add_done_callback(self._asked)
+        return await asyncio.shield(self._asking)
+
+    def _asked(self, task: asyncio.Task[dict[str, Row]]) -> None:
+        self._asking = None
+        if not task.cancelled() and task.exception() is None:
+            self._rows = task.result()
+            self._fresh_until = self._clock() + (_FRESH_S if self._rows else 0.0)
+
+    async def _ask_all(self) -> dict[str, Row]:
+        endpoints = [endpoint for cluster in self._clusters for endpoint in cluster.endpoints.values()]
+        lists = await asyncio.gather(*(self._ask(endpoint) for endpoint in endpoints))
+        rows: dict[str, Row] = {}
+        for listed in lists:
+            for row in listed:
+                rows.setdefault(str(row.get("id", "")), row)
+        for route in self._aliases:
+            target = rows.get(route.upstream_model)
+            if target is not None:
+                rows.setdefault(route.model, target | {"id": route.model, "root": route.upstream_model})
+        rows.pop("", None)
+        return rows
+
+    async def _ask(self, endpoint: Endpoint) -> list[Row]:
+        headers = [(b"accept", b"application/json")]
+        if endpoint.authorization is not None:
+            headers.append((b"authorization", endpoint.authorization))
+        try:
+            response = await self._pool.request(
+                endpoint.origin, b"GET", PATH.encode(), headers, None, timeouts=_TIMEOUTS
+            )
+            try:
+                body = b""
+                while len(body) <= _MAX_LIST_BYTES and (chunk := await response.chunk()):
+                    body += chunk
+            finally:
+                response.abort()
+            return msgspec.json.decode(body, type=_ModelList).data if response.status == 200 else []
+        except (UpstreamError, msgspec.DecodeError):
+            return []
+
+
+async def _send_json(send: Send, value: object) -> None:
+    body = msgspec.json.encode(value)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,78 @@
+"""Raw chunks from an engine's response to the client: nothing is parsed on the way, the end is looked at once."""
+
+from __future__ import annotations
+
+from starlette.types import Send
+
+from kvproxy.errors import EngineReportedError, UpstreamError
+from kvproxy.filters.exchange import Exchange
+from kvproxy.filters.sse import error_event
+from kvproxy.filters.usage import read_usage
+from kvproxy.types import Headers, RequestKind
+from kvproxy.upstream.response import UpstreamResponse
+
+_TAIL_BYTES = 16 * 1024
+
+#: How an engine that failed announces it in a stream of status 200.
+ERROR_EVENT = b'data: {"error"'
+
+
+class Relay:
+    """Sends one response down. From the first byte on nothing is retried: a break is told, never hidden."""
+
+    def __init__(self, exchange: Exchange, response: UpstreamResponse, *, send: Send) -> None:
+        self._exchange = exchange
+        self._response = response
+        self._send = send
+        self._first = b""
+        self._previous = b""
+        self._last = b""
+
+    async def run(self, headers: Headers, first: bytes) -> UpstreamError | None:
+        """The failure that cut the response short; None when it was complete. The client has been told either way."""
+        response, send = self._response, self._send
+        self._exchange.outcome.status = response.status
+        await send({"type": "http.response.start", "status": response.status, "headers": headers})
+        chunk = self._first = first
+        try:
+            while chunk and not response.complete:
+                self._previous, self._last = self._last, chunk
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                chunk = await response.chunk()
+        except UpstreamError as error:
+            await self._broken(headers, error)
+            return error
+        if chunk:
+            self._previous, self._last = self._last, chunk
+        outcome = self._exchange.outcome
+        outcome.end = "completed"
+        await send({"type": "http.response.body", "body": chunk, "more_body": False})
+        if self._exchange.inference is None:
+            return None
+        tail = self._previous[-_TAIL_BYTES:] + self._last
+        if ERROR_EVENT in tail:  # cannot be generated text: that is JSON inside, its quotes escaped
+            outcome.end = "engine_error"
+            return EngineReportedError("the engine ended its stream with an error event")
+        self._read_usage(tail, self._exchange.inference.kind)
+        return None
+
+    def _read_usage(self, tail: bytes, kind: RequestKind) -> None:
+        head = self._first if kind is RequestKind.MESSAGES else b""
+        usage = read_usage(tail, head)
+        if usage is not None:
+            outcome = self._exchange.outcome
+            outcome.prompt_tokens = usage.prompt_tokens
+            outcome.cached_tokens = usage.cached_tokens
+            outcome.completion_tokens = usage.completion_tokens
+
+    async def _broken(self, headers: Headers, error: UpstreamError) -> None:
+        """An event stream ends with an error event; anything else is left incomplete, which cuts the connection."""
+        self._exchange.outcome.end = "upstream_died"
+        event_stream = any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
+        if not event_stream or any(name == b"content-length" for name, _ in headers):
+            return
+        kind = self._exchange.inference.kind if self._exchange.inference else None
+        event = error_event(
+            kind, message="The engine failed in the middle of this response.", reason=error.reason, tail=self._last
+        )
+        await self._send({"type": "http.response.body", "body": event, "more_body": False})

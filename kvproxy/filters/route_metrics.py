@@ -1,0 +1,59 @@
+"""What the router counts once per request. Children are looked up once and kept."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Histogram
+
+from kvproxy.filters.exchange import Exchange
+from kvproxy.metrics.catalog import Metrics
+
+
+class _ClusterSeries:
+    """Kept children of one cluster."""
+
+    def __init__(self, catalog: Metrics, cluster: str) -> None:
+        self.ttft: Histogram = catalog.ttft.labels(cluster)
+        self.duration: Histogram = catalog.duration.labels(cluster)
+        self.prompt_tokens: Counter = catalog.prompt_tokens.labels(cluster)
+        self.cached_tokens: Counter = catalog.cached_tokens.labels(cluster)
+        self.completion_tokens: Counter = catalog.completion_tokens.labels(cluster)
+
+
+class RouteMetrics:
+    """Observes finished requests; the numbers of series are bounded by clusters, endpoints and status codes."""
+
+    def __init__(self, catalog: Metrics) -> None:
+        self.catalog = catalog
+        self._clusters: dict[str, _ClusterSeries] = {}
+        self._requests: dict[tuple[str, str, int], Counter] = {}
+        self._ends: dict[str, Counter] = {}
+
+    def observe(self, exchange: Exchange, now: float) -> None:
+        """Count one request out."""
+        outcome = exchange.outcome
+        key = (outcome.cluster, outcome.endpoint or "", outcome.status)
+        requests = self._requests.get(key)
+        if requests is None:
+            requests = self._requests[key] = self.catalog.requests.labels(key[0], key[1], str(key[2]))
+        requests.inc()
+        end = self._ends.get(outcome.end)
+        if end is None:
+            end = self._ends[outcome.end] = self.catalog.request_ends.labels(outcome.end)
+        end.inc()
+        if outcome.cluster:
+            self._observe_cluster(exchange, now)
+
+    def _observe_cluster(self, exchange: Exchange, now: float) -> None:
+        outcome = exchange.outcome
+        series = self._clusters.get(outcome.cluster)
+        if series is None:
+            series = self._clusters[outcome.cluster] = _ClusterSeries(self.catalog, outcome.cluster)
+        series.duration.observe(now - exchange.received_at)
+        if outcome.ttft_s is not None:
+            series.ttft.observe(outcome.ttft_s)
+        if outcome.prompt_tokens:
+            series.prompt_tokens.inc(outcome.prompt_tokens)
+        if outcome.cached_tokens:
+            series.cached_tokens.inc(outcome.cached_tokens)
+        if outcome.completion_tokens:
+            series.completion_tokens.inc(outcome.completion_tokens)

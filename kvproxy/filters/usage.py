@@ -1,0 +1,95 @@
+"""The engine's own token counts, read once from the end of a response and never per chunk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+#: A usage object is small; one that claims to be larger is not searched further.
+_MAX_USAGE_BYTES = 4096
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    """OpenAI's chat and completions names, the responses API's, and Anthropic's."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    input_tokens_details: _Details | None = None
+    cache_read_input_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one response; None where the engine did not say."""
+
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+_decoder = msgspec.json.Decoder(_Usage)
+
+
+def _object_at(data: bytes, start: int) -> bytes | None:
+    """The JSON object that begins at `start`. Usage objects hold numbers and nulls only, so braces can be counted."""
+    depth = 0
+    for index in range(start, min(len(data), start + _MAX_USAGE_BYTES)):
+        byte = data[index]
+        if byte == 0x7B:
+            depth += 1
+        elif byte == 0x7D:
+            depth -= 1
+            if depth == 0:
+                return data[start : index + 1]
+    return None
+
+
+def _decode(data: bytes, key: int) -> _Usage | None:
+    brace = data.find(b"{", key + 7, key + 16)
+    raw = None if brace < 0 else _object_at(data, brace)
+    if raw is None:
+        return None
+    try:
+        return _decoder.decode(raw)
+    except msgspec.DecodeError:
+        return None
+
+
+def read_usage(tail: bytes, head: bytes = b"") -> Usage | None:
+    """Usage from the last bytes of a response (`tail`), or where Anthropic streams put it first (`head`).
+
+    The last `"usage"` object that can be decoded wins; None when there is none.
+    """
+    found = None
+    position = len(tail)
+    while found is None and (position := tail.rfind(b'"usage"', 0, position)) >= 0:
+        found = _decode(tail, position)
+    first = None
+    if head and (position := head.find(b'"usage"')) >= 0:
+        first = _decode(head, position)
+    if found is None and first is None:
+        return None
+    return _merge(found or _Usage(), first or _Usage())
+
+
+def _merge(last: _Usage, first: _Usage) -> Usage:
+    details = last.prompt_tokens_details or last.input_tokens_details or first.input_tokens_details
+    return Usage(
+        prompt_tokens=_pick(last.prompt_tokens, last.input_tokens, first.input_tokens),
+        cached_tokens=_pick(
+            details.cached_tokens if details else None, last.cache_read_input_tokens, first.cache_read_input_tokens
+        ),
+        completion_tokens=_pick(last.completion_tokens, last.output_tokens, first.output_tokens),
+    )
+
+
+def _pick(*values: int | None) -> int | None:
+    return next((value for value in values if value is not None), None)

@@ -1,0 +1,116 @@
+"""The rooms of kvproxy import only from rooms below them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "kvproxy"
+
+#: From top to bottom. A room may import its own row's room and every row below; rooms on one row do not know each other.
+ROWS: tuple[frozenset[str], ...] = (
+    frozenset({"__main__"}),
+    frozenset({"cli"}),
+    frozenset({"commands"}),
+    frozenset({"app"}),
+    frozenset({"admin", "replay", "listener"}),
+    frozenset({"filters"}),
+    frozenset({"kvcache"}),
+    frozenset({"simulator", "cluster"}),
+    frozenset({"balancing"}),
+    frozenset({"prefix"}),
+    frozenset({"clients"}),
+    frozenset({"upstream"}),
+    frozenset({"resilience"}),
+    frozenset({"config"}),
+    frozenset({"metrics"}),
+    frozenset({"types", "errors"}),
+)
+ROW_OF = {room: index for index, rooms in enumerate(ROWS) for room in rooms}
+
+#: The simulated engines stand in for other programs: they share words with the proxy, not code.
+SIMULATOR_MAY_IMPORT = {"simulator", "prefix", "types", "errors"}
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """Rooms of kvproxy a file imports when it runs (imports for annotations alone do not count)."""
+    tree = ast.parse(path.read_text())
+    guarded = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in guarded:
+            continue
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            module = node.module or ""
+            names = [f"{module}.{a.name}" for a in node.names] if module == "kvproxy" else [module]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "kvproxy" and len(parts) > 1 and not parts[1].startswith("__version"):
+                yield parts[1]
+
+
+def _files() -> list[tuple[str, Path]]:
+    return [
+        (path.relative_to(PACKAGE).parts[0].removesuffix(".py"), path)
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path != PACKAGE / "__init__.py"
+    ]
+
+
+def test_every_room_has_its_row() -> None:
+    """A new room is placed on purpose."""
+    assert {room for room, _ in _files()} <= set(ROW_OF)
+
+
+def test_imports_point_down() -> None:
+    """No arrow runs up, and rooms on one row do not know each other."""
+    wrong = [
+        f"{path.relative_to(PACKAGE)} imports {target}"
+        for room, path in _files()
+        for target in _imports(path)
+        if target != room and ROW_OF[target] <= ROW_OF[room]
+    ]
+    assert not wrong
+
+
+def test_the_simulator_shares_no_code_with_the_proxy() -> None:
+    """A stand-in that shared the proxy's code would share its mistakes."""
+    wrong = [
+        f"{path.relative_to(PACKAGE)} imports {target}"
+        for room, path in _files()
+        if room == "simulator"
+        for target in _imports(path)
+        if target not in SIMULATOR_MAY_IMPORT
+    ]
+    assert not wrong
+
+
+def test_only_the_command_line_and_replay_use_the_simulator() -> None:
+    """The proxy itself never depends on simulated engines."""
+    users = {room for room, path in _files() if "simulator" in set(_imports(path))}
+    assert users <= {"simulator", "cli", "commands", "replay"}
+
+
+def test_files_stay_small() -> None:
+    """One reason per file: 300 lines is the hard limit."""
+    too_long = [str(p.relative_to(PACKAGE)) for _, p in _files() if len(p.read_text().splitlines()) > 300]
+    assert not too_long
+
+
+def test_functions_stay_short() -> None:
+    """60 lines is the hard limit of a function."""
+    too_long = [
+        f"{path.relative_to(PACKAGE)}:{node.name}"
+        for _, path in _files()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or node.lineno) - node.lineno + 1 > 60
+    ]
+    assert not too_long
