@@ -1,0 +1,135 @@
+"""A paged prefix cache as vLLM keeps one: physical blocks, reference counts, eviction of what nobody uses."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from kvproxy.simulator.kv_event import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+
+
+class BlockCache:
+    """Blocks are numbered; a stored block keeps its hash after its last user left, until its memory is wanted.
+
+    The free list is in eviction order: callers release a sequence's blocks through `release`, which queues its tail
+    first, so that the end of the oldest sequence goes first. One hash may have several physical copies (a fully
+    cached prompt recomputes its last block), and evicting any of them is announced, as vLLM does.
+    """
+
+    def __init__(self, capacity_blocks: int, *, record_events: bool = True) -> None:
+        if capacity_blocks < 1:
+            raise ValueError("a cache needs at least one block")
+        self.capacity_blocks = capacity_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(capacity_blocks))
+        self._users = [0] * capacity_blocks
+        self._hash_of: list[int | None] = [None] * capacity_blocks
+        self._block_of: dict[int, int] = {}
+        self._copies: dict[int, list[int]] = {}
+        self._record = record_events
+        self._events: list[KvEvent] = []
+
+    def __len__(self) -> int:
+        """Distinct hashes held."""
+        return len(self._block_of)
+
+    def __contains__(self, block_hash: int) -> bool:
+        return block_hash in self._block_of
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks nobody uses, reusable ones among them."""
+        return len(self._free)
+
+    @property
+    def usage(self) -> float:
+        """Share of blocks held by running sequences: 0 when idle, however full the prefix cache is."""
+        return 1.0 - len(self._free) / self.capacity_blocks
+
+    def match(self, block_hashes: Sequence[int], limit: int) -> int:
+        """Length in blocks of the longest held prefix, at most `limit`."""
+        held = self._block_of
+        for index, block_hash in enumerate(block_hashes):
+            if index >= limit or block_hash not in held:
+                return index
+        return min(limit, len(block_hashes))
+
+    def idle_among(self, block_hashes: Sequence[int], count: int) -> int:
+        """How many of the first `count` held blocks have no user, that is, leave the free list when acquired."""
+        users, held = self._users, self._block_of
+        return sum(1 for index in range(count) if users[held[block_hashes[index]]] == 0)
+
+    def acquire(self, block_hashes: Sequence[int], count: int) -> list[int]:
+        """Takes the first `count` held blocks into use."""
+        users, held, free = self._users, self._block_of, self._free
+        blocks = []
+        for index in range(count):
+            block = held[block_hashes[index]]
+            if users[block] == 0:
+                del free[block]
+            users[block] += 1
+            blocks.append(block)
+        return blocks
+
+    def allocate(self, count: int) -> list[int]:
+        """Takes `count` blocks out of the free list, forgetting what they held. The caller checked `free_blocks`."""
+        blocks = []
+        for _ in range(count):
+            block, _none = self._free.popitem(last=False)
+            block_hash = self._hash_of[block]
+            if block_hash is not None:
+                self._forget(block, block_hash)
+            self._users[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def store(self, blocks: Sequence[int], event: BlockStored) -> None:
+        """Makes the full `blocks` reusable under the event's hashes, one for one, and announces it."""
+        for block, block_hash in zip(blocks, event.block_hashes, strict=True):
+            self._hash_of[block] = block_hash
+            if self._block_of.setdefault(block_hash, block) != block:
+                self._copies.setdefault(block_hash, []).append(block)
+        self.announce(event)
+
+    def announce(self, event: KvEvent) -> None:
+        """Queues an event; `take_events` hands it out."""
+        if self._record:
+            self._events.append(event)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Ends one use of each of a sequence's blocks (given in order); hashes stay until the memory is wanted."""
+        users, hash_of, free = self._users, self._hash_of, self._free
+        for block in reversed(blocks):
+            users[block] -= 1
+            if users[block] == 0:
+                free[block] = None
+                if hash_of[block] is None:
+                    free.move_to_end(block, last=False)
+
+    def clear(self) -> bool:
+        """Forgets every hash, unless a sequence is running (False: nothing happened)."""
+        if len(self._free) < self.capacity_blocks:
+            return False
+        self._block_of.clear()
+        self._copies.clear()
+        self._hash_of = [None] * self.capacity_blocks
+        self.announce(AllBlocksCleared())
+        return True
+
+    def take_events(self) -> list[KvEvent]:
+        """Everything that happened since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def _forget(self, block: int, block_hash: int) -> None:
+        self._hash_of[block] = None
+        copies = self._copies.get(block_hash)
+        if copies is None:
+            del self._block_of[block_hash]
+        else:
+            if self._block_of[block_hash] == block:
+                self._block_of[block_hash] = copies.pop(0)
+            else:
+                copies.remove(block)
+            if not copies:
+                del self._copies[block_hash]
+        self.announce(BlockRemoved(block_hash))

@@ -1,0 +1,180 @@
+"""A continuous-batching inference engine whose time is an argument: no clock, no I/O, no randomness inside.
+
+Prefill chunks and decodes share each step, as in vLLM. A stretch in which nothing but decoding happens is one
+calculation up to the next arrival, finish or change of speed, so that virtual time costs microseconds a request.
+"""
+
+from __future__ import annotations
+
+from kvproxy.simulator.engine_io import (
+    CacheChanged,
+    EngineCounters,
+    EngineLoad,
+    EngineOutput,
+    EngineSettings,
+    Finished,
+    FirstToken,
+    Preempted,
+    Rejected,
+    RejectReason,
+    SimRequest,
+    Tokens,
+)
+from kvproxy.simulator.scheduler import Batch, Scheduler
+from kvproxy.simulator.sequence import Sequence
+from kvproxy.simulator.timing import Stretch
+
+
+class Engine:
+    """Call `advance(now)` when `next_event_at()` has come (or earlier, or later), and read the outputs in order.
+
+    `now` is seconds and never goes back. `submit` and `cancel` act at `now`; a request that arrives during a step
+    joins at the step's end.
+    """
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._scheduler = Scheduler(settings)
+        self._sequences: dict[str, Sequence] = {}
+        self._batch: Batch | None = None
+        self._stretch = Stretch(0.0, 0.0)
+        self._outputs: list[EngineOutput] = []
+
+    @property
+    def settings(self) -> EngineSettings:
+        """What it was built with."""
+        return self._settings
+
+    @property
+    def counters(self) -> EngineCounters:
+        """Running totals (live, not a copy)."""
+        return self._scheduler.counters
+
+    @property
+    def load(self) -> EngineLoad:
+        """How busy it is right now."""
+        scheduler = self._scheduler
+        return EngineLoad(len(scheduler.running), len(scheduler.waiting), scheduler.cache.usage)
+
+    def submit(self, request: SimRequest, now: float) -> None:
+        """Queues a request; an id in use is a ValueError."""
+        if request.id in self._sequences:
+            raise ValueError(f"request {request.id!r} is already here")
+        self._run_to(now)
+        if not self._scheduler.fits(request.prompt_tokens + request.output_tokens - 1):
+            self._outputs.append(Rejected(request.id, now, RejectReason.TOO_LONG))
+            return
+        sequence = Sequence(request, now)
+        self._sequences[request.id] = sequence
+        self._scheduler.waiting[request.id] = sequence
+        self._join(now)
+
+    def cancel(self, request_id: str, now: float) -> bool:
+        """Drops a request and frees its blocks at once; False when it is not here (any more)."""
+        self._run_to(now)
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is None:
+            return False
+        self._scheduler.drop(sequence)
+        self._join(now)
+        return True
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets the cached prefixes unless something runs; announced with the next step, as vLLM does."""
+        return self._scheduler.cache.clear()
+
+    def cached_prefix_blocks(self, request: SimRequest) -> int:
+        """Leading blocks of the prompt held right now (the truth a router can only estimate)."""
+        limit = (request.prompt_tokens - 1) // self._settings.block_size
+        return self._scheduler.cache.match(request.block_hashes, limit)
+
+    def next_event_at(self) -> float | None:
+        """When `advance` has something to do; None when idle."""
+        if self._outputs:
+            return self._outputs[0].at
+        return self._stretch.ends_at if self._batch is not None else None
+
+    def advance(self, now: float) -> list[EngineOutput]:
+        """Everything that happened up to and including `now`, in order."""
+        self._run_to(now)
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _run_to(self, now: float) -> None:
+        while self._batch is not None and self._stretch.ends_at <= now:
+            at = self._stretch.ends_at
+            self._complete(self._batch, at)
+            self._begin(at)
+
+    def _join(self, now: float) -> None:
+        if self._batch is None:
+            self._begin(now)
+        else:
+            self._stretch.cut(now)
+
+    def _begin(self, now: float) -> None:
+        batch = self._scheduler.plan(now)
+        self._outputs += [Preempted(sequence.request.id, now) for sequence in batch.preempted]
+        self._batch = batch if batch else None
+        if batch:
+            self._stretch = self._time(batch, now)
+
+    def _time(self, batch: Batch, now: float) -> Stretch:
+        timing = self._settings.timing
+        factor = timing.factor_at(now)
+        step_s = 0.0
+        if batch.decodes:
+            step_s = timing.decode_s(batch.decodes, self._scheduler.resident_tokens())
+        if batch.chunks:
+            step_s += timing.prefill_step_s
+            step_s += sum(timing.prefill_s(tokens, sequence.computed) for sequence, tokens in batch.chunks)
+            return Stretch(now, step_s * factor)
+        if self._settings.token_outputs:
+            return Stretch(now, step_s * factor)
+        wanted = min(sequence.remaining for sequence in self._scheduler.decoding.values())
+        steps = self._scheduler.decode_steps_that_fit(wanted)
+        stretch = Stretch(now, step_s * factor, timing.decode_growth_s(batch.decodes) * factor, steps)
+        stretch.cut(timing.next_change_after(now))
+        return stretch
+
+    def _complete(self, batch: Batch, at: float) -> None:
+        scheduler, before = self._scheduler, len(self._outputs)
+        scheduler.counters.steps += self._stretch.steps
+        if batch.decodes:
+            self._complete_decodes(at)
+        for sequence, tokens in batch.chunks:
+            if not sequence.gone and scheduler.finish_chunk(sequence, tokens):
+                self._emit_token(sequence, at)
+        events = scheduler.cache.take_events()
+        if events:
+            self._outputs.insert(before, CacheChanged(at, tuple(events)))
+
+    def _complete_decodes(self, at: float) -> None:
+        scheduler, steps = self._scheduler, self._stretch.steps
+        scheduler.counters.generation_tokens += steps * len(scheduler.decoding)
+        finished = []
+        for sequence in scheduler.decoding.values():
+            scheduler.decode(sequence, steps)
+            if self._settings.token_outputs:
+                self._outputs.append(Tokens(sequence.request.id, at, sequence.generated))
+            if sequence.remaining <= 0:
+                finished.append(sequence)
+        for sequence in finished:
+            self._finish(sequence, at)
+
+    def _emit_token(self, sequence: Sequence, at: float) -> None:
+        request_id = sequence.request.id
+        self._scheduler.counters.generation_tokens += 1
+        if sequence.generated == 1:
+            admitted_at = sequence.submitted_at if sequence.admitted_at is None else sequence.admitted_at
+            self._outputs.append(FirstToken(request_id, at, sequence.cached_tokens, sequence.submitted_at, admitted_at))
+        if self._settings.token_outputs:
+            self._outputs.append(Tokens(request_id, at, sequence.generated))
+        if sequence.remaining <= 0:
+            self._finish(sequence, at)
+
+    def _finish(self, sequence: Sequence, at: float) -> None:
+        request = sequence.request
+        del self._sequences[request.id]
+        self._scheduler.drop(sequence)
+        self._outputs.append(Finished(request.id, at, sequence.generated, request.finish_reason))

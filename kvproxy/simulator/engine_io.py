@@ -1,0 +1,140 @@
+"""What goes into a simulated engine and what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvproxy.simulator.kv_event import KvEvent
+from kvproxy.simulator.timing import EngineTiming
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """One engine: its cache, its scheduler's bounds, its speed.
+
+    `token_outputs` reports every token (a streaming server wants that); without it stretches of pure decoding are
+    one calculation. `kv_events` turns the reports of stored and removed blocks on.
+    """
+
+    capacity_blocks: int = 1600
+    block_size: int = 512
+    max_batched_tokens: int = 2048
+    max_sequences: int = 256
+    timing: EngineTiming = field(default_factory=EngineTiming)
+    token_outputs: bool = False
+    kv_events: bool = True
+
+    def __post_init__(self) -> None:
+        if self.capacity_blocks < 1 or self.block_size < 1:
+            raise ValueError("capacity and block size must be at least 1")
+        if self.max_sequences < 1 or self.max_batched_tokens <= self.max_sequences:
+            raise ValueError("max_batched_tokens must exceed max_sequences, which must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class SimRequest:
+    """One generation. `block_hashes` names the full blocks of the prompt, in order, each hash standing for the whole
+    prefix up to its block; hashes beyond the prompt name blocks that decoding will fill. `token_ids`, where given,
+    are the prompt's and the output's ids and only travel into events."""
+
+    id: str
+    block_hashes: Sequence[int]
+    prompt_tokens: int
+    output_tokens: int
+    token_ids: Sequence[int] = ()
+    lora_id: int | None = None
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    finish_reason: str = "length"
+    report_full: bool = False  # publish hit blocks too: vLLM's kv_cache_report_mode "full"
+
+    def __post_init__(self) -> None:
+        if self.prompt_tokens < 1 or self.output_tokens < 1:
+            raise ValueError("a request needs at least one prompt token and one output token")
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The prefill is done and the first token is out."""
+
+    request_id: str
+    at: float
+    cached_tokens: int
+    submitted_at: float
+    admitted_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """`generated` tokens of the output exist now, the first included (with `token_outputs` only)."""
+
+    request_id: str
+    at: float
+    generated: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last token is out and the sequence's blocks are free."""
+
+    request_id: str
+    at: float
+    output_tokens: int
+    reason: str
+
+
+class RejectReason(StrEnum):
+    """Why an engine will never run a request."""
+
+    TOO_LONG = "too_long"
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """The request cannot fit this engine's cache even when it is alone."""
+
+    request_id: str
+    at: float
+    reason: RejectReason
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """The sequence lost its blocks to older ones and waits to be computed again."""
+
+    request_id: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class CacheChanged:
+    """Cache events of one step, in order."""
+
+    at: float
+    events: tuple[KvEvent, ...]
+
+
+EngineOutput = FirstToken | Tokens | Finished | Rejected | Preempted | CacheChanged
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Running totals, in the meaning of vLLM's counters of the same names."""
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    preemptions: int = 0
+    steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """How busy an engine is: `kv_usage` (0 to 1) counts blocks of running sequences only."""
+
+    running: int
+    waiting: int
+    kv_usage: float

@@ -1,0 +1,171 @@
+"""Continuous batching as vLLM schedules it: who computes how many tokens in the next engine step."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from kvproxy.simulator.block_cache import BlockCache
+from kvproxy.simulator.engine_io import EngineCounters, EngineSettings
+from kvproxy.simulator.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step: prompt chunks in tokens, and how many decoding sequences (all of them) take part."""
+
+    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
+    decodes: int = 0
+    preempted: list[Sequence] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.chunks) or self.decodes > 0
+
+
+class Scheduler:
+    """Holds the sequences and their blocks. Running ones come first and decodes before chunks; a waiting one is
+    admitted in order of arrival when its whole prompt fits; when memory runs out the newest runner starts over."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self.cache = BlockCache(settings.capacity_blocks, record_events=settings.kv_events)
+        self.counters = EngineCounters()
+        self.waiting: OrderedDict[str, Sequence] = OrderedDict()
+        self.running: dict[str, Sequence] = {}
+        self.decoding: dict[str, Sequence] = {}
+        self.prefilling: dict[str, Sequence] = {}
+
+    def fits(self, tokens: int) -> bool:
+        """Whether a sequence of this length can ever run."""
+        return self._blocks_for(tokens) <= self._settings.capacity_blocks
+
+    def plan(self, now: float) -> Batch:
+        """Reserves the memory of the next step and says what it computes; an empty batch when there is nothing."""
+        batch = Batch()
+        self._make_room_to_decode(batch)
+        budget = self._settings.max_batched_tokens - len(self.decoding)
+        for sequence in list(self.prefilling.values()):
+            budget -= self._continue_prefill(sequence, budget, batch)
+        if not batch.preempted:
+            self._admit(now, budget, batch)
+        batch.decodes = len(self.decoding)
+        return batch
+
+    def decode_steps_that_fit(self, wanted: int) -> int:
+        """The most steps, up to `wanted`, that every decoding sequence can take in the free blocks."""
+        steps, block_size = wanted, self._settings.block_size
+        while steps > 1 and len(self.decoding) * (steps // block_size + 1) > self.cache.free_blocks:
+            if self._blocks_to_decode(steps) <= self.cache.free_blocks:
+                break
+            steps //= 2
+        return steps
+
+    def resident_tokens(self) -> int:
+        """Tokens whose KV the decoding sequences hold."""
+        return sum(sequence.computed for sequence in self.decoding.values())
+
+    def decode(self, sequence: Sequence, steps: int) -> None:
+        """Takes `steps` decode steps of one sequence; the caller made sure of the blocks."""
+        sequence.generated += steps
+        self._grow(sequence, sequence.computed + steps)
+        sequence.computed += steps
+
+    def finish_chunk(self, sequence: Sequence, tokens: int) -> bool:
+        """Books a computed prompt chunk; True when the prompt is complete, so that a token is out."""
+        sequence.computed += tokens
+        if sequence.computed < sequence.target:
+            return False
+        sequence.generated += 1
+        del self.prefilling[sequence.request.id]
+        self.decoding[sequence.request.id] = sequence
+        return True
+
+    def drop(self, sequence: Sequence) -> None:
+        """Takes a sequence out wherever it is; its blocks are free at once."""
+        sequence.gone = True
+        for place in (self.waiting, self.running, self.decoding, self.prefilling):
+            place.pop(sequence.request.id, None)
+        self.cache.release(sequence.blocks)
+        sequence.blocks = []
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self._settings.block_size)
+
+    def _blocks_to_decode(self, steps: int) -> int:
+        return sum(
+            max(0, self._blocks_for(sequence.computed + steps) - len(sequence.blocks))
+            for sequence in self.decoding.values()
+        )
+
+    def _make_room_to_decode(self, batch: Batch) -> None:
+        while self._blocks_to_decode(1) > self.cache.free_blocks:
+            self._preempt(next(reversed(self.running.values())), batch)
+
+    def _preempt(self, sequence: Sequence, batch: Batch) -> None:
+        request_id = sequence.request.id
+        self.cache.release(sequence.blocks)
+        for place in (self.running, self.decoding, self.prefilling):
+            place.pop(request_id, None)
+        sequence.restart()
+        self.waiting[request_id] = sequence
+        self.waiting.move_to_end(request_id, last=False)
+        self.counters.preemptions += 1
+        batch.preempted.append(sequence)
+
+    def _continue_prefill(self, sequence: Sequence, budget: int, batch: Batch) -> int:
+        """Tokens scheduled. Without room the newest runners start over, the sequence itself when it is the newest."""
+        chunk = min(budget, sequence.target - sequence.computed)
+        while sequence.request.id in self.prefilling:
+            spare = self.cache.free_blocks - self._blocks_to_decode(1)
+            if self._blocks_for(sequence.computed + chunk) - len(sequence.blocks) <= spare:
+                return self._schedule_chunk(sequence, chunk, batch)
+            self._preempt(next(reversed(self.running.values())), batch)
+        return 0
+
+    def _schedule_chunk(self, sequence: Sequence, chunk: int, batch: Batch) -> int:
+        if chunk > 0:
+            self._grow(sequence, sequence.computed + chunk)
+            batch.chunks.append((sequence, chunk))
+        return chunk
+
+    def _admit(self, now: float, budget: int, batch: Batch) -> None:
+        while self.waiting and budget > 0 and len(self.running) < self._settings.max_sequences:
+            sequence = next(iter(self.waiting.values()))
+            hashes = sequence.request.block_hashes
+            hits = self.cache.match(hashes, (sequence.target - 1) // self._settings.block_size)
+            wanted = self._blocks_for(sequence.target) - hits + self.cache.idle_among(hashes, hits)
+            if wanted > self.cache.free_blocks - self._blocks_to_decode(1):
+                return
+            self._start(sequence, hits, now)
+            chunk = min(budget, sequence.target - sequence.computed)
+            budget -= self._schedule_chunk(sequence, chunk, batch)
+
+    def _start(self, sequence: Sequence, hits: int, now: float) -> None:
+        request, block_size = sequence.request, self._settings.block_size
+        del self.waiting[request.id]
+        sequence.blocks = self.cache.acquire(request.block_hashes, hits)
+        sequence.hashed = hits
+        sequence.computed = hits * block_size
+        if sequence.admitted_at is None:
+            sequence.admitted_at = now
+            sequence.cached_tokens = sequence.computed
+            self.counters.prompt_tokens += request.prompt_tokens
+            self.counters.prefix_cache_queries += request.prompt_tokens
+            self.counters.prefix_cache_hits += sequence.computed
+        if request.report_full and hits:
+            self.cache.announce(sequence.stored_event(0, hits, block_size, parent=None))
+        self.running[request.id] = sequence
+        self.prefilling[request.id] = sequence
+
+    def _grow(self, sequence: Sequence, tokens: int) -> None:
+        """Gives the sequence blocks for `tokens` and makes those that become full reusable."""
+        missing = self._blocks_for(tokens) - len(sequence.blocks)
+        if missing > 0:
+            sequence.blocks += self.cache.allocate(missing)
+        first, hashes = sequence.hashed, sequence.request.block_hashes
+        last = min(tokens // self._settings.block_size, len(hashes))
+        if last > first:
+            parent = hashes[first - 1] if first else None
+            event = sequence.stored_event(first, last, self._settings.block_size, parent=parent)
+            self.cache.store(sequence.blocks[first:last], event)
+            sequence.hashed = last
