@@ -21,6 +21,12 @@ class PolicyName(StrEnum):
     POWER_OF_TWO = "power_of_two"
     CONSISTENT_HASH = "consistent_hash"
     SESSION = "session"
+    KV_AWARE = "kv_aware"
+    PREFIX_AFFINITY = "prefix_affinity"
+    DYNAMO = "dynamo"
+    LLM_D = "llm_d"
+    LMETRIC = "lmetric"
+    LEAST_TTFT = "least_ttft"
 
 
 class HealthCheck(Model):
