@@ -113,19 +113,17 @@ class Scheduler:
         batch.preempted.append(sequence)
 
     def _continue_prefill(self, sequence: Sequence, budget: int, batch: Batch) -> int:
-        """Tokens scheduled. Without room the newest runners start over, the sequence itself when it is the newest."""
+        """Tokens scheduled. A half-computed prompt is always the newest runner: without room it starts over."""
         chunk = min(budget, sequence.target - sequence.computed)
-        while sequence.request.id in self.prefilling:
-            spare = self.cache.free_blocks - self._blocks_to_decode(1)
-            if self._blocks_for(sequence.computed + chunk) - len(sequence.blocks) <= spare:
-                return self._schedule_chunk(sequence, chunk, batch)
-            self._preempt(next(reversed(self.running.values())), batch)
-        return 0
+        spare = self.cache.free_blocks - self._blocks_to_decode(1)
+        if self._blocks_for(sequence.computed + chunk) - len(sequence.blocks) > spare:
+            self._preempt(sequence, batch)
+            return 0
+        return self._schedule_chunk(sequence, chunk, batch)
 
     def _schedule_chunk(self, sequence: Sequence, chunk: int, batch: Batch) -> int:
-        if chunk > 0:
-            self._grow(sequence, sequence.computed + chunk)
-            batch.chunks.append((sequence, chunk))
+        self._grow(sequence, sequence.computed + chunk)
+        batch.chunks.append((sequence, chunk))
         return chunk
 
     def _admit(self, now: float, budget: int, batch: Batch) -> None:
