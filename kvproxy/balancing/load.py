@@ -1,7 +1,8 @@
 """The load ledger of one endpoint: counted by reservation, never guessed. Pure; the time is an argument.
 
-Besides the counts it closes the samples a speed model learns from (design: every group of first tokens is one
-sample "busy seconds against features", so queueing stands on both sides of the equation).
+Besides the counts it estimates how long a new request would wait for its prefill, and closes the samples a speed model
+learns from: every group of first tokens is one sample "busy seconds against features", so that queueing stands on both
+sides of the equation.
 """
 
 from __future__ import annotations
@@ -9,11 +10,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-#: (requests, sum u, sum u*(c+u/2)) for u uncached tokens after c cached ones: what prefill time is linear in.
-Features = tuple[float, float, float]
+#: (requests, sum u, sum u*(c+u/2), sum l) for u uncached tokens after c cached ones, l of these on lower tiers:
+#: what prefill time is linear in.
+Features = tuple[float, float, float, float]
 
 #: Receives one closed sample: the work, the busy seconds it took, and now.
 OnSample = Callable[[Features, float, float], None]
+
+#: First tokens closer together than this left the engine in one step.
+GROUP_GAP_S = 0.002
+
+#: The engine works at once on about this much of what is pending (a step's token budget), never on more requests.
+HEAD_TOKENS = 2048
+HEAD_REQUESTS = 256
+
+#: A running step is never believed to be further along than this share of its estimate.
+MAX_PROGRESS = 0.95
+
+NO_WORK: Features = (0.0, 0.0, 0.0, 0.0)
+
+
+def features_of(uncached_tokens: float, cached_tokens: float, lower_tokens: float = 0.0) -> Features:
+    """Prefill work of one request; `lower_tokens` of the cached ones come from host or disk tiers."""
+    return (1.0, uncached_tokens, uncached_tokens * (cached_tokens + uncached_tokens * 0.5), lower_tokens)
+
+
+def seconds_of(work: Features, seconds: Features) -> float:
+    """Time of `work` when each unit of it takes `seconds`."""
+    return work[0] * seconds[0] + work[1] * seconds[1] + work[2] * seconds[2] + work[3] * seconds[3]
 
 
 @dataclass(slots=True, eq=False)
@@ -23,48 +47,136 @@ class Reservation:
     uncached_tokens: int
     cached_tokens: int
     started_at: float
+    lower_tokens: int = 0  # of the cached ones, on host or disk tiers
     first_token_at: float | None = None
     released: bool = False
 
     @property
     def features(self) -> Features:
         """This request's prefill work."""
-        u = float(self.uncached_tokens)
-        return (1.0, u, u * (self.cached_tokens + u * 0.5))
+        return features_of(self.uncached_tokens, self.cached_tokens, self.lower_tokens)
 
 
 class EndpointLoad:
-    """What is in flight on one endpoint."""
+    """What is in flight on one endpoint.
 
-    __slots__ = ("_pending", "in_flight", "pending_tokens", "resident_tokens")
+    Whoever learns from it sets `on_sample`. A request that leaves before its first token voids the open sample: the
+    engine may have worked for it, and nobody knows how much.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = (
+        "_anchor",
+        "_done",
+        "_head",
+        "_last",
+        "_pending",
+        "_work",
+        "in_flight",
+        "on_sample",
+        "pending_tokens",
+        "resident_tokens",
+    )
+
+    def __init__(self, *, on_sample: OnSample | None = None) -> None:
+        self.on_sample = on_sample
         self.in_flight = 0
         self.pending_tokens = 0  # uncached prompt tokens of requests without a first token
         self.resident_tokens = 0  # prompt tokens of live sequences
         self._pending: dict[Reservation, Features] = {}
+        self._work = NO_WORK  # of everything pending
+        self._head: Features | None = NO_WORK  # of the oldest pending requests; None: to be summed again
+        self._done = NO_WORK  # of first tokens in the open sample
+        self._anchor = 0.0  # when the open sample's work began
+        self._last = 0.0  # the latest first token, or when work began
 
-    def reserve(self, uncached_tokens: int, cached_tokens: int, now: float) -> Reservation:
+    @property
+    def pending_requests(self) -> int:
+        """Requests without a first token."""
+        return len(self._pending)
+
+    @property
+    def pending_work(self) -> Features:
+        """Prefill work of the requests without a first token."""
+        return self._work
+
+    def reserve(self, uncached_tokens: int, cached_tokens: int, now: float, *, lower_tokens: int = 0) -> Reservation:
         """Count a request in, in the same step as the pick."""
-        reservation = Reservation(uncached_tokens, cached_tokens, now)
+        reservation = Reservation(uncached_tokens, cached_tokens, now, lower_tokens)
         self.in_flight += 1
         self.pending_tokens += uncached_tokens
         self.resident_tokens += uncached_tokens + cached_tokens
-        self._pending[reservation] = reservation.features
+        if not self._pending:
+            self._anchor = self._last = now
+            self._work = self._done = NO_WORK  # also ends the drift of adding and subtracting floats
+        work = self._pending[reservation] = reservation.features
+        self._work = _sum(self._work, work)
+        self._head = None
         return reservation
 
     def first_token(self, reservation: Reservation, now: float) -> None:
         """The engine finished this request's prefill."""
-        if self._pending.pop(reservation, None) is not None:
-            self.pending_tokens -= reservation.uncached_tokens
-            reservation.first_token_at = now
+        work = self._settle(reservation)
+        if work is None:
+            return
+        reservation.first_token_at = now
+        if self._last > self._anchor and now - self._last > GROUP_GAP_S:
+            self._close_sample(self._last, now)
+        self._done = _sum(self._done, work)
+        self._last = now
+        if not self._pending:
+            self._close_sample(now, now)
 
     def release(self, reservation: Reservation, now: float) -> None:
         """Count a request out: finished, failed or cancelled. Idempotent."""
         if reservation.released:
             return
         reservation.released = True
-        if self._pending.pop(reservation, None) is not None:
-            self.pending_tokens -= reservation.uncached_tokens
+        if self._settle(reservation) is not None:
+            self._done = NO_WORK
+            self._anchor = self._last = now
         self.in_flight -= 1
         self.resident_tokens -= reservation.uncached_tokens + reservation.cached_tokens
+
+    def wait_s(self, seconds: Features, slowness: float, now: float) -> float:
+        """Until the engine would begin with a request placed now: pending work less what is done of the running step.
+
+        `seconds` is the pool's time for one unit of each feature, `slowness` this endpoint's factor on it.
+        """
+        if not self._pending:
+            return 0.0
+        head = self._head
+        if head is None:
+            head = self._head = self._sum_head()
+        progress = min(max(0.0, now - self._last), MAX_PROGRESS * slowness * seconds_of(head, seconds))
+        return max(0.0, slowness * seconds_of(self._work, seconds) - progress)
+
+    def _settle(self, reservation: Reservation) -> Features | None:
+        """Takes a request out of the pending ones; None when it is none."""
+        work = self._pending.pop(reservation, None)
+        if work is not None:
+            self.pending_tokens -= reservation.uncached_tokens
+            self._work = _difference(self._work, work)
+            self._head = None
+        return work
+
+    def _close_sample(self, ended_at: float, now: float) -> None:
+        if self.on_sample is not None and ended_at > self._anchor:
+            self.on_sample(self._done, ended_at - self._anchor, now)
+        self._anchor = ended_at
+        self._done = NO_WORK
+
+    def _sum_head(self) -> Features:
+        head = NO_WORK
+        for count, work in enumerate(self._pending.values(), start=1):
+            head = _sum(head, work)
+            if head[1] >= HEAD_TOKENS or count >= HEAD_REQUESTS:
+                break
+        return head
+
+
+def _sum(a: Features, b: Features) -> Features:
+    return (a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3])
+
+
+def _difference(a: Features, b: Features) -> Features:
+    return (a[0] - b[0], a[1] - b[1], a[2] - b[2], a[3] - b[3])

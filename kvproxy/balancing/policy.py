@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from kvproxy.balancing.load import EndpointLoad
+from kvproxy.balancing.load import EndpointLoad, Features
 from kvproxy.types import EndpointId
 
 
@@ -91,3 +91,25 @@ class Policy(Protocol):
     """Chooses one of at least one candidate. Called once per placement, so a policy may count what it decided."""
 
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice: ...
+
+
+@runtime_checkable
+class Learner(Protocol):
+    """A policy that learns from what its choices led to.
+
+    Whoever owns the endpoints connects it: `load.on_sample` of every endpoint that policy chooses among calls
+    `observe_sample` with the endpoint's id, `observe_reuse` follows each response that tells how many prompt tokens
+    came from the cache, and `forget` an endpoint that left for good.
+    """
+
+    def observe_sample(self, endpoint: EndpointId, work: Features, busy_s: float, now: float) -> None:
+        """`endpoint` did `work` in `busy_s` seconds (a sample closed by its load ledger)."""
+        ...
+
+    def observe_reuse(self, endpoint: EndpointId, predicted_tokens: int, cached_tokens: int, now: float) -> None:
+        """A response reported `cached_tokens` where `predicted_tokens` had been expected."""
+        ...
+
+    def forget(self, endpoint: EndpointId) -> None:
+        """The endpoint left the cluster."""
+        ...

@@ -6,7 +6,13 @@ import random
 from collections.abc import Callable, Mapping
 
 from kvproxy.balancing.consistent_hash import ConsistentHash
+from kvproxy.balancing.dynamo import Dynamo
+from kvproxy.balancing.kv_aware import KvAware
+from kvproxy.balancing.least_ttft import LeastTtft
+from kvproxy.balancing.llm_d import LlmD
+from kvproxy.balancing.lmetric import LMetric
 from kvproxy.balancing.policy import Policy
+from kvproxy.balancing.prefix_affinity import PrefixAffinity
 from kvproxy.balancing.session import Session
 from kvproxy.balancing.simple import LeastRequest, PowerOfTwo, RandomPolicy, RoundRobin
 from kvproxy.config import schema
@@ -21,4 +27,10 @@ POLICIES: Mapping[schema.PolicyName, PolicyFactory] = {
     schema.PolicyName.POWER_OF_TWO: lambda rng, _: PowerOfTwo(rng=rng),
     schema.PolicyName.CONSISTENT_HASH: lambda rng, _: ConsistentHash(rng=rng),
     schema.PolicyName.SESSION: lambda rng, _: Session(rng=rng),
+    schema.PolicyName.KV_AWARE: lambda rng, _: KvAware(rng=rng),
+    schema.PolicyName.PREFIX_AFFINITY: lambda rng, _: PrefixAffinity(rng=rng),
+    schema.PolicyName.DYNAMO: lambda rng, _: Dynamo(rng=rng),
+    schema.PolicyName.LLM_D: lambda rng, _: LlmD(rng=rng),
+    schema.PolicyName.LMETRIC: lambda rng, _: LMetric(rng=rng),
+    schema.PolicyName.LEAST_TTFT: lambda rng, _: LeastTtft(rng=rng),
 }

@@ -1,0 +1,111 @@
+"""kv_aware: the endpoint where this request costs everybody least, in seconds of prefill.
+
+    cost = wait + own * (slowness + kappa + stall * in_flight)
+
+`wait` is the pending prefill there, `own` the prefill this request would add: uncached tokens with the attention work
+behind them, and bringing lower-tier tokens up. A greedy router stops at wait + slowness * own and is myopic by it:
+own work also delays whoever comes next (kappa, which grows with the pool's utilisation) and stalls the sequences
+decoding there (stall). That part is charged in pooled seconds, so that the slow half of a mixed fleet is not starved.
+Computing a hot prefix once more is an investment and discounted. Speeds are learned (speed.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+from kvproxy.balancing.least import least
+from kvproxy.balancing.load import Features
+from kvproxy.balancing.policy import Candidate, Choice, Overlap, PickRequest
+from kvproxy.balancing.speed import SpeedModel
+from kvproxy.balancing.utilisation import Utilisation
+from kvproxy.types import EndpointId
+
+NOTHING_HELD = Overlap(device_tokens=0)
+
+
+@dataclass(frozen=True, slots=True)
+class KvAwareSettings:
+    """Weights of the cost. `kappa` None is rho / (1 - rho) of the pool's utilisation; a constant 1: stall 0.1."""
+
+    kappa: float | None = None
+    stall: float = 0.05
+    hot_discount: float = 0.25  # what a missing hot token counts
+
+
+class KvAware:
+    """Chooses by expected cost and learns the engines' speeds (a Learner)."""
+
+    def __init__(
+        self, *, rng: Random, speeds: SpeedModel | None = None, settings: KvAwareSettings = KvAwareSettings()
+    ) -> None:
+        self.speeds = SpeedModel() if speeds is None else speeds
+        self.utilisation = Utilisation()
+        self._rng = rng
+        self._settings = settings
+
+    def kappa(self, now: float) -> float:
+        """What a second of own work costs those who come after."""
+        if self._settings.kappa is not None:
+            return self._settings.kappa
+        rho = self.utilisation.rho(now)
+        return rho / (1.0 - rho)
+
+    def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
+        facts = request.facts
+        by_endpoint, prompt = facts.by_endpoint, facts.prompt_tokens
+        hot = min(facts.hot_tokens, prompt)
+        speeds, seconds = self.speeds, self.speeds.seconds
+        request_s, token_s, attention_s, lower_s = seconds
+        kappa, stall, saving = self.kappa(now), self._settings.stall, 1.0 - self._settings.hot_discount
+        costs: list[float] = []
+        for candidate in candidates:
+            endpoint, load = candidate.id, candidate.load
+            overlap = by_endpoint.get(endpoint, NOTHING_HELD)
+            matched = min(overlap.device_tokens + overlap.lower_tokens, prompt)
+            uncached = prompt - matched
+            own_s = request_s + uncached * (token_s + attention_s * (matched + 0.5 * uncached))
+            if hot > matched:
+                own_s *= 1.0 - saving * (hot - matched) / uncached
+            if overlap.lower_tokens:
+                own_s += lower_s * min(overlap.lower_tokens, matched)
+            slowness = speeds.slowness(endpoint, now)
+            cost = load.wait_s(seconds, slowness, now) + own_s * (slowness + kappa + stall * load.in_flight)
+            costs.append(cost / candidate.weight)
+        index = least(costs, self._rng)
+        self._count(request, candidates[index].id, len(candidates), now)
+        return Choice(index, reason_of(request, candidates, index), costs)
+
+    def own_s(self, request: PickRequest, endpoint: EndpointId) -> float:
+        """Pooled prefill seconds this request would take on `endpoint`, once it begins."""
+        facts = request.facts
+        request_s, token_s, attention_s, lower_s = self.speeds.seconds
+        matched = facts.matched_tokens(endpoint)
+        uncached = facts.prompt_tokens - matched
+        lower = min(facts.by_endpoint.get(endpoint, NOTHING_HELD).lower_tokens, matched)
+        return request_s + uncached * (token_s + attention_s * (matched + 0.5 * uncached)) + lower * lower_s
+
+    def observe_sample(self, endpoint: EndpointId, work: Features, busy_s: float, now: float) -> None:
+        self.speeds.observe(endpoint, work, busy_s, now)
+
+    def observe_reuse(self, endpoint: EndpointId, predicted_tokens: int, cached_tokens: int, now: float) -> None:
+        pass
+
+    def forget(self, endpoint: EndpointId) -> None:
+        self.speeds.forget(endpoint)
+
+    def _count(self, request: PickRequest, endpoint: EndpointId, endpoints: int, now: float) -> None:
+        if self._settings.kappa is None:
+            self.utilisation.add(self.own_s(request, endpoint), endpoints, now)
+
+
+def reason_of(request: PickRequest, candidates: Sequence[Candidate], index: int) -> str:
+    """How the choice stands to what is cached: `overlap` (nobody holds more), `load` (somebody does), `no_overlap`."""
+    by_endpoint = request.facts.by_endpoint
+    if not by_endpoint:
+        return "no_overlap"
+    best = max(by_endpoint.get(candidate.id, NOTHING_HELD).tokens for candidate in candidates)
+    if best == 0:
+        return "no_overlap"
+    return "overlap" if by_endpoint.get(candidates[index].id, NOTHING_HELD).tokens == best else "load"

@@ -1,0 +1,163 @@
+"""kv_aware as a table: what it weighs, and what it learns."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from kvproxy.balancing.kv_aware import KvAware, KvAwareSettings
+from kvproxy.balancing.load import features_of, seconds_of
+from kvproxy.balancing.policy import Learner, Overlap, PickRequest
+from kvproxy.balancing.speed import SpeedModel
+from tests.balancing.fleet import FakeCandidate, ask, decode, fleet, occupy
+
+CONSTANT = KvAwareSettings(kappa=1.0, stall=0.1)
+
+
+def policy(settings: KvAwareSettings = CONSTANT) -> KvAware:
+    return KvAware(rng=Random(1), settings=settings)
+
+
+def chosen(request: PickRequest, candidates: list[FakeCandidate], settings: KvAwareSettings = CONSTANT) -> str:
+    return candidates[policy(settings).choose(request, candidates, 0.0).index].id
+
+
+def test_overlap_beats_a_short_queue() -> None:
+    """A long shared prefix outweighs one waiting request."""
+    candidates = fleet(2)
+    occupy(candidates[0], uncached=500)
+    assert chosen(ask(8000, {"e0": 7500}), candidates) == "e0"
+
+
+def test_a_long_queue_beats_overlap() -> None:
+    """Waiting for minutes is dearer than computing the prefix again."""
+    candidates = fleet(2)
+    occupy(candidates[0], uncached=8000, times=20)
+    assert chosen(ask(8000, {"e0": 7500}), candidates) == "e1"
+
+
+def test_it_is_less_greedy_than_its_own_wait() -> None:
+    """Own work also delays whoever comes next: a copy is made only when it saves more than it costs everybody."""
+    candidates, request = fleet(2), ask(8000, {"e0": 7500})
+    occupy(candidates[0], uncached=11_000)
+    assert chosen(request, candidates) == "e0"
+    assert chosen(request, candidates, KvAwareSettings(kappa=0.0, stall=0.0)) == "e1"
+
+
+def test_a_batch_that_decodes_is_disturbed_by_prefill() -> None:
+    """Of two idle prefill queues the one with fewer decoding sequences is taken."""
+    candidates = fleet(2)
+    decode(candidates[0], tokens=500, times=10)
+    assert chosen(ask(4000), candidates) == "e1"
+
+
+def test_replicating_a_hot_prefix_is_an_investment() -> None:
+    """The same queue drives a hot prefix to a second endpoint, and a cold one not."""
+    candidates = fleet(2)
+    occupy(candidates[0], uncached=5000)
+    held = {"e0": 4000}
+    assert chosen(ask(4100, held), candidates) == "e0"
+    assert chosen(ask(4100, held, hot=4000), candidates) == "e1"
+
+
+def test_the_hot_discount_is_for_missing_tokens_only() -> None:
+    """An endpoint that holds the hot prefix gets none, one that lacks it a quarter of the price for that part."""
+    candidates = fleet(2)
+    costs = policy().choose(ask(4000, {"e0": 4000}, hot=4000), candidates, 0.0).costs
+    own_s = seconds_of(features_of(4000, 0), SpeedModel().seconds)
+    assert costs == pytest.approx([0.010 * 2.0, 0.25 * own_s * 2.0])
+
+
+def test_a_hot_length_beyond_the_prompt_is_harmless() -> None:
+    """The discount is capped by what is uncached, even when nothing is."""
+    candidates = fleet(2)
+    costs = policy().choose(ask(100, {"e0": 100}, hot=5000), candidates, 0.0).costs
+    assert costs[0] == pytest.approx(0.020)
+
+
+def test_lower_tiers_count_as_held_and_cost_what_was_measured() -> None:
+    """Blind to host memory one prefills again; unmeasured, bringing it up is free."""
+    candidates = fleet(2)
+    assert chosen(ask(8000, {"e0": Overlap(0, lower_tokens=8000), "e1": 100}), candidates) == "e0"
+    subject = policy()
+    for second in range(3000):
+        work = features_of(100, 8000, 8000)
+        true_s = seconds_of(features_of(100, 8000), subject.speeds.seconds) + 0.08
+        subject.observe_sample(candidates[0].id, work, true_s, float(second))
+    costs = subject.choose(ask(8000, {"e0": Overlap(0, lower_tokens=8000), "e1": 8000}), candidates, 9e9).costs
+    assert costs[0] > costs[1]
+
+
+def test_slow_endpoints_wait_longer_but_are_not_starved() -> None:
+    """Slowness scales wait and own time; what others suffer is charged alike everywhere."""
+    candidates, subject = fleet(2), policy()
+    for second in range(200):
+        for candidate, factor in ((candidates[0], 1.0), (candidates[1], 3.0)):
+            work = features_of(2000, 0)
+            subject.observe_sample(candidate.id, work, 0.3 * factor, float(second))
+    costs = subject.choose(ask(2000), candidates, 200.0).costs
+    assert costs[0] < costs[1] < 3.0 * costs[0]
+
+
+def test_weight_divides_the_cost() -> None:
+    """A slow-starting endpoint with a tenth of its weight looks ten times dearer."""
+    candidates = fleet(2)
+    candidates[0].weight = 0.1
+    costs = policy().choose(ask(1000), candidates, 0.0).costs
+    assert costs[0] == pytest.approx(10 * costs[1])
+
+
+def test_ties_are_spread() -> None:
+    """Equal endpoints share, so that a burst does not herd onto the first."""
+    candidates, subject = fleet(4), policy()
+    assert {subject.choose(ask(1000), candidates, 0.0).index for _ in range(60)} == {0, 1, 2, 3}
+
+
+def test_ties_follow_the_rng() -> None:
+    """The same seed decides the same."""
+    candidates = fleet(8)
+    first, second = policy(), policy()
+    assert [first.choose(ask(9), candidates, 0.0).index for _ in range(30)] == [
+        second.choose(ask(9), candidates, 0.0).index for _ in range(30)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("held", "queue", "reason"),
+    [({}, 0, "no_overlap"), ({"gone": 100}, 0, "no_overlap"), ({"e0": 900}, 0, "overlap"), ({"e0": 900}, 99, "load")],
+)
+def test_reason_says_how_the_choice_stands_to_the_cache(held: dict[str, int], queue: int, reason: str) -> None:
+    """A closed set: nobody holds anything, the best holder, or passed over for its load."""
+    candidates = fleet(2)
+    occupy(candidates[0], uncached=8000, times=queue)
+    assert policy().choose(ask(1000, held), candidates, 0.0).reason == reason
+
+
+def test_kappa_follows_the_utilisation() -> None:
+    """rho / (1 - rho): 1 at first, near 0 in a quiet pool, at most 9."""
+    subject, candidates = policy(KvAwareSettings()), fleet(1)
+    assert subject.kappa(0.0) == pytest.approx(1.0)
+    for second in range(60):
+        subject.choose(ask(2), candidates, float(second))
+    assert subject.kappa(60.0) < 0.1
+    for _ in range(100):
+        subject.choose(ask(100_000), candidates, 60.0)
+    assert subject.kappa(60.0) == pytest.approx(9.0)
+
+
+def test_without_facts_it_still_balances() -> None:
+    """No prompt length known: the shorter queue."""
+    candidates = fleet(2)
+    occupy(candidates[0], uncached=500)
+    assert chosen(PickRequest(), candidates) == "e1"
+
+
+def test_it_is_a_learner_and_forgets_who_left() -> None:
+    """Samples arrive through the protocol."""
+    subject = policy()
+    assert isinstance(subject, Learner)
+    subject.observe_sample(fleet(1)[0].id, features_of(100, 0), 0.2, 1.0)
+    assert set(subject.speeds.estimates(1.0).slowness) == {"e0"}
+    subject.forget(fleet(1)[0].id)
+    assert not subject.speeds.estimates(1.0).slowness

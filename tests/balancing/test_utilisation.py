@@ -1,0 +1,34 @@
+"""The pool's utilisation by routed work."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvproxy.balancing.utilisation import Utilisation
+
+
+def test_half_is_believed_at_first() -> None:
+    """Before anything is known the pool counts as half busy."""
+    assert Utilisation().rho(1000.0) == pytest.approx(0.5)
+
+
+def test_the_belief_gives_way_to_what_was_routed() -> None:
+    """After a full window only routed work counts: 2 endpoints, 0.4 s a second."""
+    pool = Utilisation()
+    for second in range(41):
+        pool.add(0.4, 2, float(second))
+    assert pool.rho(40.0) == pytest.approx(0.2, rel=0.06)
+
+
+def test_it_is_capped() -> None:
+    """An overloaded pool still has a finite kappa."""
+    pool = Utilisation()
+    pool.add(1e6, 1, 0.0)
+    assert pool.rho(1.0) == 0.9
+
+
+def test_a_quiet_pool_is_idle() -> None:
+    """Work of minutes ago is forgotten."""
+    pool = Utilisation()
+    pool.add(100.0, 1, 0.0)
+    assert pool.rho(65.0) == 0.0
