@@ -95,3 +95,64 @@ class EngineReportedError(UpstreamError):
 
 class BreakerOpen(KvproxyError):
     """A circuit breaker refused the call; no request was sent."""
+
+
+class ClientError(KvproxyError):
+    """A call to a helper API (an engine's own, LMCache's, KV events) failed. `reason` is a closed set and a metric label.
+
+    Texts are short and safe to log: no token lists, no prompt text, no credentials.
+    """
+
+    reason = "client_error"
+
+
+class ClientTimeout(ClientError):
+    """No complete answer within the call's own timeout."""
+
+    reason = "timeout"
+
+
+class ClientUnavailable(ClientError):
+    """No answer at all: refused, unreachable, cut off."""
+
+    reason = "unavailable"
+
+
+class BadResponse(ClientError):
+    """An answer that is not what this API sends: wrong shape, not JSON, over the bound."""
+
+    reason = "bad_response"
+
+
+class TooManyWaiting(ClientError):
+    """The line of calls for one instance is at its bound; nothing was sent."""
+
+    reason = "too_many_waiting"
+
+
+class Refused(ClientError):
+    """The API answered with an error status."""
+
+    reason = "refused"
+
+    def __init__(self, message: str, *, status: int) -> None:
+        self.status = status
+        super().__init__(message)
+
+
+class InstanceBusy(Refused):
+    """LMCache's socket to that instance is in use or stuck; the same call may work after a pause."""
+
+    reason = "busy"
+
+
+class UnknownInstance(Refused):
+    """LMCache knows no such instance (or its ranks disagree, which reads the same)."""
+
+    reason = "unknown_instance"
+
+
+class NotSupported(Refused):
+    """The service does not offer this call: route missing, switched off, or the worker cannot do it."""
+
+    reason = "not_supported"

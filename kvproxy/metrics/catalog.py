@@ -65,6 +65,13 @@ class Metrics:
         self.probes = Counter("kvproxy_health_probes", "Active probes", ["cluster", "endpoint", "outcome"], registry=r)
         self.discovery = Counter("kvproxy_discovery_updates", "Discovery results", ["cluster", "outcome"], registry=r)
 
+        # connections to endpoints
+        self.upstream_connections = Gauge("kvproxy_upstream_connections", "Connections", ["state"], registry=r)
+        self.upstream_connects = Counter("kvproxy_upstream_connects", "Connections tried", ["outcome"], registry=r)
+        self.upstream_replays = Counter(
+            "kvproxy_upstream_replays", "Requests sent again because a kept connection was dead", registry=r
+        )
+
         # bounds: what is held against what may be
         self.queue_depth = Gauge("kvproxy_queue_depth", "Entries held in a bounded place", ["queue"], registry=r)
         self.queue_limit = Gauge("kvproxy_queue_limit", "Bound of that place", ["queue"], registry=r)

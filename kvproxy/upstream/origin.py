@@ -1,0 +1,73 @@
+"""Where an engine listens: scheme, host, port and base path, with what is needed to speak to it."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass, field
+from functools import cached_property
+from urllib.parse import urlsplit
+
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """One engine's address. Equal origins share connections, so everything that shapes a connection is part of it.
+
+    `host` has no brackets (IPv6 included); `base_path` goes before every request target and has no trailing slash.
+    """
+
+    scheme: str
+    host: str
+    port: int
+    base_path: bytes = b""
+    ca_file: str = ""
+    insecure: bool = False
+    host_header: bytes = field(init=False, repr=False, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.scheme not in _DEFAULT_PORTS:
+            raise ValueError(f"scheme is http or https, not {self.scheme!r}")
+        name = f"[{self.host}]" if ":" in self.host else self.host
+        authority = name if self.port == _DEFAULT_PORTS[self.scheme] else f"{name}:{self.port}"
+        # Set once here, since both are read for every request and the generated hash costs a microsecond.
+        object.__setattr__(self, "host_header", authority.encode("idna" if not authority.isascii() else "ascii"))
+        identity = (self.scheme, self.host, self.port, self.base_path, self.ca_file, self.insecure)
+        object.__setattr__(self, "_hash", hash(identity))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @classmethod
+    def parse(cls, url: str, *, ca_file: str = "", insecure: bool = False) -> Origin:
+        """The origin of `http(s)://host[:port][/base/path]`; ValueError for anything that says more or less."""
+        parts = urlsplit(url)
+        if parts.scheme not in _DEFAULT_PORTS:
+            raise ValueError(f"expected http://... or https://..., not {url!r}")
+        if not parts.hostname:
+            raise ValueError(f"no host in {url!r}")
+        if parts.username is not None or parts.password is not None:
+            raise ValueError("no credentials in the URL of an endpoint")
+        if parts.query or parts.fragment:
+            raise ValueError(f"no query or fragment in the URL of an endpoint: {url!r}")
+        path = parts.path.rstrip("/")
+        if not path.isascii() or not path.isprintable() or " " in path:
+            raise ValueError(f"the base path must be percent-encoded: {url!r}")
+        port = parts.port if parts.port is not None else _DEFAULT_PORTS[parts.scheme]
+        return cls(parts.scheme, parts.hostname, port, path.encode("ascii"), ca_file, insecure)
+
+    @cached_property
+    def ssl_context(self) -> ssl.SSLContext | None:
+        """Made once, None for http. Certificate and host name are verified unless `insecure`."""
+        if self.scheme == "http":
+            return None
+        context = ssl.create_default_context(cafile=self.ca_file or None)
+        context.set_alpn_protocols(["http/1.1"])
+        if self.insecure:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        return context
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.host_header.decode('ascii')}{self.base_path.decode('ascii')}"

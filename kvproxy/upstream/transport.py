@@ -1,0 +1,120 @@
+"""The pool as an httpx transport, so that every httpx client of the project rides on it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+
+import httpx
+
+from kvproxy.errors import (
+    ConnectError,
+    ConnectTimeout,
+    FirstByteTimeout,
+    IdleTimeout,
+    PoolFull,
+    UnsafeRequest,
+    UpstreamDisconnected,
+    UpstreamProtocolError,
+)
+from kvproxy.upstream.origin import Origin
+from kvproxy.upstream.pool import Body, Timeouts, UpstreamPool, UpstreamResponse
+
+_MAX_ORIGINS = 1024
+
+#: Ours to theirs, the more special first.
+_ERRORS: tuple[tuple[type[Exception], type[httpx.TransportError]], ...] = (
+    (ConnectTimeout, httpx.ConnectTimeout),
+    (ConnectError, httpx.ConnectError),
+    (PoolFull, httpx.PoolTimeout),
+    (FirstByteTimeout, httpx.ReadTimeout),
+    (IdleTimeout, httpx.ReadTimeout),
+    (UpstreamDisconnected, httpx.RemoteProtocolError),
+    (UpstreamProtocolError, httpx.RemoteProtocolError),
+    (UnsafeRequest, httpx.LocalProtocolError),
+)
+
+
+class PoolTransport(httpx.AsyncBaseTransport):
+    """Sends httpx requests through `pool`, streaming both ways; closing the client leaves the pool open.
+
+    `timeouts` apply where a request brings none of its own (httpx: connect; read for first byte and silence).
+    """
+
+    def __init__(
+        self, pool: UpstreamPool, timeouts: Timeouts | None = None, *, ca_file: str = "", insecure: bool = False
+    ) -> None:
+        self._pool = pool
+        self._timeouts = timeouts or Timeouts()
+        self._ca_file = ca_file
+        self._insecure = insecure
+        self._origins: dict[tuple[str, str, int | None], Origin] = {}
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        with _as_httpx(request):
+            response = await self._pool.request(
+                self._origin(request.url),
+                request.method.encode("ascii"),
+                request.url.raw_path,
+                [(name.lower(), value) for name, value in request.headers.raw],
+                _body(request),
+                timeouts=self._timeouts_of(request),
+            )
+        return httpx.Response(
+            response.status,
+            headers=response.headers,
+            stream=_ResponseStream(response, request),
+            extensions={"http_version": b"HTTP/1.1", "reason_phrase": response.reason},
+        )
+
+    def _origin(self, url: httpx.URL) -> Origin:
+        key = (url.scheme, url.host, url.port)
+        origin = self._origins.get(key)
+        if origin is None:
+            if url.scheme not in ("http", "https"):
+                raise httpx.UnsupportedProtocol(f"http or https, not {url.scheme!r}")
+            if len(self._origins) >= _MAX_ORIGINS:
+                self._origins.clear()
+            port = url.port or (443 if url.scheme == "https" else 80)
+            host = url.raw_host.decode("ascii").strip("[]")
+            origin = Origin(url.scheme, host, port, b"", self._ca_file, self._insecure)
+            self._origins[key] = origin
+        return origin
+
+    def _timeouts_of(self, request: httpx.Request) -> Timeouts:
+        given: dict[str, float | None] | None = request.extensions.get("timeout")
+        if given is None:
+            return self._timeouts
+        read_s = given.get("read") or 0
+        return Timeouts(connect_s=given.get("connect") or 0, first_byte_s=read_s, idle_s=read_s)
+
+
+class _ResponseStream(httpx.AsyncByteStream):
+    def __init__(self, response: UpstreamResponse, request: httpx.Request) -> None:
+        self._response = response
+        self._request = request
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        with _as_httpx(self._request):
+            while data := await self._response.chunk():
+                yield data
+
+    async def aclose(self) -> None:
+        self._response.abort()
+
+
+def _body(request: httpx.Request) -> Body:
+    try:
+        return request.content or None
+    except httpx.RequestNotRead:
+        assert isinstance(request.stream, httpx.AsyncByteStream)
+        return aiter(request.stream)
+
+
+@contextlib.contextmanager
+def _as_httpx(request: httpx.Request) -> Iterator[None]:
+    try:
+        yield
+    except tuple(ours for ours, _ in _ERRORS) as error:
+        theirs = next(theirs for ours, theirs in _ERRORS if isinstance(error, ours))
+        raise theirs(str(error), request=request) from error
