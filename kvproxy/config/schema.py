@@ -121,6 +121,8 @@ class Limits(Model):
 
     body: Size = 32 * 1024 * 1024
     """Largest request body; a larger one gets 413 and is not read into memory."""
+    body_timeout: Duration = 60.0
+    """The whole body must have arrived after this long; otherwise the client gets 408."""
     connections: int = Field(default=10_000, ge=1)
     """Client connections served at once; further ones get 503."""
 

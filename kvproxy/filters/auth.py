@@ -1,0 +1,100 @@
+"""Filter `auth`: only clients with a known API key get through."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvproxy.config.filter_schema import AuthSettings
+from kvproxy.filters.api_keys import KeyRing, load_keys
+from kvproxy.filters.chain import FilterContext
+from kvproxy.filters.exchange import Exchange
+from kvproxy.filters.local_reply import local_reply
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.types import Clock, Headers
+
+_AUTHORIZATION = b"authorization"
+_API_KEY = b"x-api-key"  # Anthropic's clients
+_REFUSED_HEADERS = [(b"www-authenticate", b'Bearer realm="kvproxy"')]
+
+
+def presented_key(headers: Headers) -> tuple[bytes, str]:
+    """The key a client presents, from `authorization`, else from `x-api-key`; b"" and why when there is none."""
+    bearer = [value for name, value in headers if name == _AUTHORIZATION]
+    plain = [value for name, value in headers if name == _API_KEY]
+    if len(bearer) > 1 or len(plain) > 1:
+        return b"", "malformed"
+    if bearer:
+        scheme, _, key = bearer[0].partition(b" ")
+        key = key.strip()
+        return (key, "") if scheme.lower() == b"bearer" and key else (b"", "malformed")
+    return (plain[0], "") if plain and plain[0] else (b"", "missing")
+
+
+class AuthFilter:
+    """Names the tenant of each request, or refuses it with 401.
+
+    What the client presented does not go on to the engine unless `forward` is set. The answer is the same whatever
+    was wrong with the key; the metric tells `missing`, `malformed` and `unknown` apart.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: KeyRing,
+        exempt_paths: frozenset[str],
+        forward: bool,
+        metrics: Metrics,
+        clock: Clock,
+    ) -> None:
+        self._app = app
+        self._keys = keys
+        self._exempt_paths = exempt_paths
+        self._forward = forward
+        self._metrics = metrics
+        self._clock = clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        exchange = Exchange.of(scope, now=self._clock())
+        headers: Headers = scope["headers"]
+        if scope["path"] not in self._exempt_paths:
+            key, fault = presented_key(headers)
+            owner = self._keys.owner(key)
+            if owner is None:
+                await self._refuse(fault or "unknown", scope, send)
+                return
+            exchange.tenant = owner
+        if not self._forward:
+            kept = [item for item in headers if item[0] != _AUTHORIZATION and item[0] != _API_KEY]
+            scope = {**scope, "headers": kept}
+        await self._app(scope, receive, send)
+
+    async def _refuse(self, fault: str, scope: Scope, send: Send) -> None:
+        self._metrics.auth_failures.labels(fault).inc()
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        await local_reply(
+            scope,
+            send,
+            status=401,
+            reason="invalid_api_key",
+            message="A valid API key is required: `Authorization: Bearer <key>` or `x-api-key: <key>`.",
+            metrics=self._metrics,
+            headers=_REFUSED_HEADERS,
+        )
+
+
+def build(app: ASGIApp, settings: AuthSettings, context: FilterContext) -> ASGIApp:
+    """The filter around `app`. Raises ConfigError for keys it cannot use."""
+    return AuthFilter(
+        app,
+        keys=KeyRing(load_keys(settings.keys, settings.file)),
+        exempt_paths=frozenset(settings.exempt_paths),
+        forward=settings.forward,
+        metrics=context.metrics,
+        clock=context.clock,
+    )

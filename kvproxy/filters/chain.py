@@ -1,0 +1,126 @@
+"""The filter chain: what a filter is built from, and the chain itself, outermost filter first."""
+
+from __future__ import annotations
+
+import difflib
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter, ValidationError
+from starlette.types import ASGIApp
+
+from kvproxy.config.paths import dotted
+from kvproxy.config.schema import Config, FilterSpec
+from kvproxy.errors import ConfigError, Problem
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.types import Clock
+
+if TYPE_CHECKING:
+    from kvproxy.cluster.cluster import Cluster
+    from kvproxy.cluster.routes import Routes
+    from kvproxy.upstream.pool import UpstreamPool
+
+#: The current moment as an aware datetime.
+WallClock = Callable[[], datetime]
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """The long-lived things a terminal filter forwards with; whoever composes the proxy owns their lives."""
+
+    clusters: Mapping[str, Cluster]
+    routes: Routes
+    pool: UpstreamPool
+
+
+@dataclass(frozen=True, slots=True)
+class FilterContext:
+    """What every filter may use besides its own settings."""
+
+    config: Config
+    metrics: Metrics
+    clock: Clock
+    wall_clock: WallClock  # for log lines and `created` fields only
+    rng: random.Random
+    services: Services
+
+
+@dataclass(frozen=True, slots=True)
+class FilterType:
+    """A kind of filter.
+
+    `settings` is any type pydantic can validate a mapping into (a model, a dataclass, a TypedDict), made without
+    arguments when the configuration gives none; None: the filter takes no settings. `build(inner, settings, context)`
+    returns the ASGI app and may raise ConfigError, with paths relative to the filter's settings.
+    A `terminal` filter answers by itself: nothing may follow it.
+    """
+
+    settings: type[Any] | None
+    build: Callable[[ASGIApp, Any, FilterContext], ASGIApp]
+    terminal: bool = False
+
+
+def build_chain(
+    specs: Sequence[FilterSpec], terminal: ASGIApp, *, context: FilterContext, types: Mapping[str, FilterType]
+) -> ASGIApp:
+    """The filters of `specs` around `terminal`, the first one outermost.
+
+    `terminal` answers what no filter did. Raises ConfigError with the problems of every filter at once.
+    """
+    problems = _misplaced(specs, types)
+    app = terminal
+    for index in reversed(range(len(specs))):
+        where = f"filters[{index}].{specs[index].name}"
+        try:
+            app = _build_one(specs[index], app, context, types)
+        except ConfigError as error:
+            problems += [Problem(_join(where, p.path), p.message, p.hint) for p in error.problems]
+        except Exception as error:  # noqa: BLE001 - other people's code: whatever it raises is a problem of that filter
+            problems.append(Problem(where, f"cannot be built: {type(error).__name__}: {error}"))
+    if problems:
+        raise ConfigError(sorted(problems, key=lambda problem: problem.path))
+    return app
+
+
+def _build_one(spec: FilterSpec, inner: ASGIApp, context: FilterContext, types: Mapping[str, FilterType]) -> ASGIApp:
+    kind = types.get(spec.name)
+    if kind is None:
+        raise ConfigError([Problem("", f"no filter is called {spec.name!r}", _nearest(spec.name, types))])
+    return kind.build(inner, _typed_settings(spec, kind), context)
+
+
+def _typed_settings(spec: FilterSpec, kind: FilterType) -> Any:
+    if kind.settings is None:
+        if spec.settings:
+            raise ConfigError([Problem("", "takes no settings")])
+        return None
+    if isinstance(spec.settings, kind.settings):
+        return spec.settings
+    try:
+        return TypeAdapter(kind.settings).validate_python({} if spec.settings is None else spec.settings)
+    except ValidationError as error:
+        details = error.errors(include_input=False, include_url=False)
+        raise ConfigError([Problem(dotted(d["loc"]), d["msg"]) for d in details]) from None
+
+
+def _misplaced(specs: Sequence[FilterSpec], types: Mapping[str, FilterType]) -> list[Problem]:
+    """A terminal filter that is not the last one makes the rest unreachable."""
+    return [
+        Problem(
+            f"filters[{index}].{spec.name}", "answers by itself, so the filters after it are unreachable", "put it last"
+        )
+        for index, spec in enumerate(specs[:-1])
+        if spec.name in types and types[spec.name].terminal
+    ]
+
+
+def _nearest(name: str, types: Mapping[str, FilterType]) -> str:
+    close = difflib.get_close_matches(name, types, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(types))}"
+
+
+def _join(where: str, path: str) -> str:
+    return f"{where}.{path}" if path else where

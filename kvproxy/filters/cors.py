@@ -1,0 +1,32 @@
+"""Filter `cors`: lets browsers of other origins call, through Starlette's CORSMiddleware."""
+
+from __future__ import annotations
+
+import re
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from kvproxy.config.filter_schema import CorsSettings
+from kvproxy.errors import ConfigError, Problem
+from kvproxy.filters.chain import FilterContext
+
+
+def build(app: ASGIApp, settings: CorsSettings, context: FilterContext) -> ASGIApp:
+    """The filter around `app`. Raises ConfigError when no origin may call, or the expression is wrong."""
+    if not settings.allow_origins and not settings.allow_origin_regex:
+        raise ConfigError([Problem("allow_origins", "no origin is allowed", "name origins, or '*' for any")])
+    try:
+        re.compile(settings.allow_origin_regex)
+    except re.error as error:
+        raise ConfigError([Problem("allow_origin_regex", f"not a regular expression: {error}")]) from None
+    return CORSMiddleware(
+        app,
+        allow_origins=settings.allow_origins,
+        allow_origin_regex=settings.allow_origin_regex or None,
+        allow_methods=settings.allow_methods,
+        allow_headers=settings.allow_headers,
+        allow_credentials=settings.allow_credentials,
+        expose_headers=settings.expose_headers,
+        max_age=round(settings.max_age),
+    )

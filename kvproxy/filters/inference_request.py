@@ -1,0 +1,113 @@
+"""Filter `inference_request`: reads the body of an inference request once and parses what routing needs."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvproxy.config.filter_schema import InferenceRequestSettings
+from kvproxy.filters.body import parse_body
+from kvproxy.filters.body_reader import BodyTooLarge, BodyTooSlow, ClientLeft, read_body, replay
+from kvproxy.filters.chain import FilterContext
+from kvproxy.filters.exchange import Exchange
+from kvproxy.filters.local_reply import local_reply
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.types import Clock, RequestKind
+
+KIND_OF_PATH = {
+    "/v1/chat/completions": RequestKind.CHAT,
+    "/v1/completions": RequestKind.COMPLETION,
+    "/v1/responses": RequestKind.RESPONSES,
+    "/v1/embeddings": RequestKind.EMBEDDINGS,
+    "/v1/messages": RequestKind.MESSAGES,
+}
+
+
+class InferenceRequestFilter:
+    """Puts the raw body and the parsed `InferenceRequest` into the exchange of every request it knows.
+
+    Inner apps receive the body again, unchanged. A body over the limit gets 413, one that does not arrive in time 408;
+    a body that cannot be parsed goes on without an `InferenceRequest`. Other paths and methods pass unread.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, session_header: str, limit_bytes: int, timeout_s: float, metrics: Metrics, clock: Clock
+    ) -> None:
+        self._app = app
+        self._session_header = session_header.lower().encode()
+        self._limit_bytes = limit_bytes
+        self._timeout_s = timeout_s
+        self._metrics = metrics
+        self._clock = clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        kind = KIND_OF_PATH.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if kind is None:
+            await self._app(scope, receive, send)
+            return
+        exchange = Exchange.of(scope, now=self._clock())
+        length, encoded, session = self._headers(scope)
+        if length > self._limit_bytes:
+            await self._refuse_large(scope, receive, send)
+            return
+        try:
+            body = await read_body(receive, limit_bytes=self._limit_bytes, timeout_s=self._timeout_s)
+        except ClientLeft:
+            exchange.outcome.end = "client_disconnected"
+            return
+        except BodyTooLarge:
+            await self._refuse_large(scope, receive, send)
+            return
+        except BodyTooSlow:
+            await self._refuse_slow(scope, receive, send)
+            return
+        exchange.body = body
+        if not encoded:
+            exchange.inference = parse_body(kind, body, session=session)
+        await self._app(scope, replay(body, receive), send)
+
+    def _headers(self, scope: Scope) -> tuple[int, bool, str]:
+        """Declared length (0 when it says none), whether the body is compressed, and the session header."""
+        length, encoded, session = 0, False, ""
+        for name, value in scope["headers"]:
+            if name == b"content-length":
+                length = int(value) if value.isdigit() and len(value) < 20 else 0
+            elif name == b"content-encoding":
+                encoded = value.strip().lower() not in (b"", b"identity")
+            elif name == self._session_header:
+                session = value.decode("latin-1").strip()
+        return length, encoded, session
+
+    async def _refuse_large(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._metrics.body_refused.inc()
+        await local_reply(
+            scope,
+            send,
+            status=413,
+            reason="body_too_large",
+            message=f"The request body is larger than {self._limit_bytes} bytes.",
+            metrics=self._metrics,
+            unread=receive,
+        )
+
+    async def _refuse_slow(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await local_reply(
+            scope,
+            send,
+            status=408,
+            reason="body_timeout",
+            message=f"The request body did not arrive within {self._timeout_s:g} seconds.",
+            metrics=self._metrics,
+            unread=receive,
+        )
+
+
+def build(app: ASGIApp, settings: InferenceRequestSettings, context: FilterContext) -> ASGIApp:
+    """The filter around `app`."""
+    return InferenceRequestFilter(
+        app,
+        session_header=settings.session_header,
+        limit_bytes=context.config.limits.body,
+        timeout_s=context.config.limits.body_timeout,
+        metrics=context.metrics,
+        clock=context.clock,
+    )
