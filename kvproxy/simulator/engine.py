@@ -6,6 +6,7 @@ calculation up to the next arrival, finish or change of speed, so that virtual t
 
 from __future__ import annotations
 
+from kvproxy.simulator.block_cache import BlockCache
 from kvproxy.simulator.engine_io import (
     CacheChanged,
     EngineCounters,
@@ -29,12 +30,13 @@ class Engine:
     """Call `advance(now)` when `next_event_at()` has come (or earlier, or later), and read the outputs in order.
 
     `now` is seconds and never goes back. `submit` and `cancel` act at `now`; a request that arrives during a step
-    joins at the step's end.
+    joins at the step's end. Several engines may be given one `cache`: a pool no real fleet has, but a bound for it.
     """
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings, *, cache: BlockCache | None = None) -> None:
         self._settings = settings
-        self._scheduler = Scheduler(settings)
+        own = BlockCache(settings.capacity_blocks, record_events=settings.kv_events)
+        self._scheduler = Scheduler(settings, own if cache is None else cache)
         self._sequences: dict[str, Sequence] = {}
         self._batch: Batch | None = None
         self._stretch = Stretch(0.0, 0.0)

@@ -26,9 +26,9 @@ class Scheduler:
     """Holds the sequences and their blocks. Running ones come first and decodes before chunks; a waiting one is
     admitted in order of arrival when its whole prompt fits; when memory runs out the newest runner starts over."""
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings, cache: BlockCache) -> None:
         self._settings = settings
-        self.cache = BlockCache(settings.capacity_blocks, record_events=settings.kv_events)
+        self.cache = cache
         self.counters = EngineCounters()
         self.waiting: OrderedDict[str, Sequence] = OrderedDict()
         self.running: dict[str, Sequence] = {}

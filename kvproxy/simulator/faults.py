@@ -1,0 +1,81 @@
+"""Switches that make a simulated engine misbehave, thrown while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+class FaultError(ValueError):
+    """A fault nobody knows, or a value of the wrong kind."""
+
+
+@dataclass(slots=True)
+class FaultValues:
+    """Everything off by default. Seconds may be large: a stall ends early when the faults are changed.
+
+    `fail_next` generation requests answer `fail_status`; `busy_next` answer vLLM's 503; a stream is cut hard after
+    `cut_after_chunks` chunks (`cut_next` of them), or ends with vLLM's error event after `error_after_chunks`.
+    """
+
+    stall_head_s: float = 0.0
+    stall_first_byte_s: float = 0.0
+    stall_mid_stream_s: float = 0.0
+    stall_mid_stream_after_chunks: int = 1
+    slow_tokenize_s: float = 0.0
+    fail_next: int = 0
+    fail_status: int = 500
+    busy_next: int = 0
+    cut_next: int = 0
+    cut_after_chunks: int = 1
+    error_next: int = 0
+    error_after_chunks: int = 1
+    no_tokenize: bool = False
+    engine_dead: bool = False
+    lose_events: int = 0
+    repeat_events: int = 0
+
+
+class Faults:
+    """The values in force, and the stalls that wait for them to change."""
+
+    def __init__(self) -> None:
+        self.values = FaultValues()
+        self._changed = asyncio.Event()
+
+    def update(self, changes: dict[str, Any]) -> None:
+        """Sets the named values (`{"reset": true}` first puts everything back) and releases every stall."""
+        known = {field.name: type(field.default) for field in fields(FaultValues)}
+        values = dict(changes)
+        reset = values.pop("reset", False)
+        for name, value in values.items():
+            expected = known.get(name)
+            if expected is None:
+                raise FaultError(f"unknown fault {name!r}; known: {', '.join(known)}")
+            accepted = (int, float) if expected is float else expected
+            if not isinstance(value, accepted) or (isinstance(value, bool) and expected is not bool):
+                raise FaultError(f"fault {name!r} takes {expected.__name__}, not {value!r}")
+        if reset:
+            self.values = FaultValues()
+        for name, value in values.items():
+            setattr(self.values, name, value)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def stall(self, seconds: float) -> None:
+        """Waits that long, or until the faults change."""
+        if seconds > 0:
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._changed.wait()
+            except TimeoutError:
+                return
+
+    def take(self, name: str) -> bool:
+        """Uses up one of a counted fault; False when none is left."""
+        left: int = getattr(self.values, name)
+        if left <= 0:
+            return False
+        setattr(self.values, name, left - 1)
+        return True

@@ -1,0 +1,117 @@
+"""Publishes a simulated engine's cache events over ZMQ as vLLM does: PUB for the stream, ROUTER for replays."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import zmq
+import zmq.asyncio
+
+from kvproxy.simulator.kv_event import KvEvent
+from kvproxy.simulator.kv_event_wire import END_OF_REPLAY, EventEncoder, EventEncoding
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherSettings:
+    """Where and how events are published; port 0 picks a free one. `buffer_steps` batches can be replayed."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    replay_port: int = 0
+    topic: str = "kv-events"
+    encoding: EventEncoding = EventEncoding.V0_28
+    bytes_hashes: bool = False
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    rank: int = 0
+
+
+class KvEventPublisher:
+    """An async context manager. `lose_next` batches are numbered and kept for replay but not sent; `repeat_next`
+    are sent twice: what a subscriber must survive."""
+
+    def __init__(
+        self, settings: PublisherSettings, *, block_size: int, wall_clock: Callable[[], float], replay: bool = True
+    ) -> None:
+        self.settings = settings
+        self.lose_next = 0
+        self.repeat_next = 0
+        self._encoder = EventEncoder(
+            block_size=block_size, encoding=settings.encoding, bytes_hashes=settings.bytes_hashes
+        )
+        self._wall_clock = wall_clock
+        self._with_replay = replay
+        self._topic = settings.topic.encode()
+        self._buffer: deque[tuple[bytes, bytes]] = deque(maxlen=settings.buffer_steps)
+        self._next_seq = 0
+        self._task: asyncio.Task[None] | None = None
+        self.endpoint = ""
+        self.replay_endpoint: str | None = None
+
+    async def __aenter__(self) -> KvEventPublisher:
+        self._context = zmq.asyncio.Context()
+        self._pub = self._context.socket(zmq.PUB)
+        self._pub.set(zmq.SNDHWM, self.settings.hwm)
+        self.endpoint = self._bind(self._pub, self.settings.port)
+        if self._with_replay:
+            self._router = self._context.socket(zmq.ROUTER)
+            self.replay_endpoint = self._bind(self._router, self.settings.replay_port)
+            self._task = asyncio.create_task(self._serve_replays(), name="kv event replays")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        self._context.destroy(linger=0)
+
+    @property
+    def published(self) -> int:
+        """Batches numbered so far."""
+        return self._next_seq
+
+    async def publish(self, events: Sequence[KvEvent]) -> None:
+        """Sends one step's events as one batch."""
+        seq = self._next_seq.to_bytes(8, "big")
+        self._next_seq += 1
+        payload = self._encoder.payload(events, ts=self._wall_clock(), rank=self.settings.rank)
+        self._buffer.append((seq, payload))
+        if self.lose_next > 0:
+            self.lose_next -= 1
+            return
+        times = 1
+        if self.repeat_next > 0:
+            self.repeat_next -= 1
+            times = 2
+        for _ in range(times):
+            await self._pub.send_multipart([self._topic, seq, payload])
+
+    def restart(self) -> None:
+        """As after a crash of the engine: numbering starts again and history is gone."""
+        self._next_seq = 0
+        self._buffer.clear()
+
+    def _bind(self, socket: zmq.asyncio.Socket, port: int) -> str:
+        socket.set(zmq.LINGER, 0)
+        socket.bind(f"tcp://{self.settings.host}:{port or '*'}")
+        return str(socket.last_endpoint.decode()).rstrip("\0")
+
+    async def _serve_replays(self) -> None:
+        while True:
+            frames = await self._router.recv_multipart()
+            if len(frames) == 3 and len(frames[2]) == 8:
+                await self._replay(frames[0], int.from_bytes(frames[2], "big"))
+
+    async def _replay(self, peer: bytes, start: int) -> None:
+        topic = [self._topic] if self.settings.encoding.replay_has_topic else []
+        for seq, payload in list(self._buffer):
+            if int.from_bytes(seq, "big") >= start:
+                await self._router.send_multipart([peer, b"", *topic, seq, payload])
+        empty_topic = [b""] if topic else []
+        await self._router.send_multipart([peer, b"", *empty_topic, END_OF_REPLAY, b""])
