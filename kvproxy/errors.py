@@ -156,3 +156,7 @@ class NotSupported(Refused):
     """The service does not offer this call: route missing, switched off, or the worker cannot do it."""
 
     reason = "not_supported"
+
+
+class DiscoveryError(KvproxyError):
+    """A source of endpoints could not say which there are."""

@@ -1,0 +1,238 @@
+"""A cluster: its endpoints, and the pick of one with its reservation in a single step."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+from kvproxy.balancing.policy import Learner, Overlap, PickRequest, Policy
+from kvproxy.balancing.registry import POLICIES
+from kvproxy.cluster.decision_metrics import DecisionMetrics
+from kvproxy.cluster.discovery import Source, sources_of
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.membership import STATIC, Membership
+from kvproxy.cluster.pick import AttemptOutcome, Pick, Refusal
+from kvproxy.cluster.poller import Poller
+from kvproxy.cluster.prober import Probe, ProbeOutcome, Prober
+from kvproxy.cluster.screening import Screening, may_eject, refusal_of, why_not
+from kvproxy.config import schema
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.types import Clock, EndpointId
+
+log = logging.getLogger(__name__)
+
+_NOTHING_HELD = Overlap(device_tokens=0)
+
+
+class Cluster:
+    """Endpoints that serve the same models. Entered, it probes them and follows discovery; picking needs neither.
+
+    `apply` replaces the static endpoints. Load, health and breaker of an endpoint survive as long as its id and
+    address stay; one that is gone finishes what it has, and then its metric series go too. `now` is always the
+    present time of `clock`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        settings: schema.Cluster,
+        *,
+        metrics: Metrics,
+        clock: Clock,
+        rng: random.Random,
+        probe: Probe | None = None,
+        policy: Policy | None = None,
+        sources: Sequence[Source] | None = None,
+    ) -> None:
+        self.name = name
+        self.settings = settings
+        self.policy = POLICIES[settings.policy](rng, settings) if policy is None else policy
+        self._learner = self.policy if isinstance(self.policy, Learner) else None
+        self._metrics = metrics
+        self._clock = clock
+        self._counts = DecisionMetrics(metrics, name, settings.policy.value)
+        self._screening = Screening()
+        self._members = Membership(self._make, on_left=self._left)
+        self._prober = Prober(name, settings.health, probe=probe, on_result=self._probed, rng=rng)
+        sources = sources_of(settings.discovery) if sources is None else sources
+        self._poller = Poller(name, sources, on_update=self._update, metrics=metrics)
+        self._running = AsyncExitStack()
+        self.apply(settings.endpoints)
+
+    def __repr__(self) -> str:
+        return f"<Cluster {self.name} {len(self.endpoints)} endpoints, {self.settings.policy}>"
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as starting:
+            await starting.enter_async_context(self._poller)
+            await starting.enter_async_context(self._prober)
+            self._running = starting.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._running.aclose()
+
+    @property
+    def endpoints(self) -> Sequence[Endpoint]:
+        """The members, draining ones included, in the order of the configuration."""
+        return self._members.present
+
+    @property
+    def leaving(self) -> Sequence[Endpoint]:
+        """Endpoints no longer in the cluster that still have requests in flight."""
+        return self._members.leaving
+
+    @property
+    def models(self) -> frozenset[str]:
+        """Models some member declares."""
+        return self._screening.declared
+
+    def endpoint(self, endpoint_id: EndpointId) -> Endpoint | None:
+        """The member of this id."""
+        return self._members.get(endpoint_id)
+
+    def apply(self, endpoints: Sequence[schema.Endpoint]) -> None:
+        """These are the static endpoints from now on. ValueError for a URL that is none, and then nothing changed."""
+        self._update(STATIC, endpoints)
+
+    def drain(self, endpoint_id: EndpointId, *, draining: bool = True) -> bool:
+        """Stop (or, with False, resume) giving a member new requests; whether there is such a one."""
+        endpoint = self._members.get(endpoint_id)
+        if endpoint is not None:
+            endpoint.draining = draining
+        return endpoint is not None
+
+    def reweight(self, endpoint_id: EndpointId, weight: float) -> bool:
+        """Give a member another weight until it leaves, whatever its source says; whether there is such a one."""
+        return self._members.reweight(endpoint_id, weight)
+
+    def pick(self, request: PickRequest, *, now: float) -> Pick | None:
+        """Choose an endpoint and reserve its load in one step; None when nobody may take it (`refusal` says why).
+
+        A preferred endpoint is taken if it may serve; otherwise the policy chooses.
+        """
+        pool = self._screening.pool(request.model, now)
+        candidates = pool.usable
+        if request.excluded:
+            candidates = tuple([endpoint for endpoint in candidates if endpoint.id not in request.excluded])
+        preferred, preference = None, None
+        if request.preferred is not None:
+            preferred, preference = self._preferred(request, candidates, now)
+        if not candidates:
+            self._counts.decision(self.refusal(request, now=now).value)
+            return None
+        if preferred is not None:
+            endpoint, reason, costs = preferred, "preferred", ()  # type: Endpoint, str, Sequence[float]
+        else:
+            choice = self.policy.choose(request, candidates, now)
+            endpoint, reason, costs = candidates[choice.index], choice.reason, choice.costs
+        if pool.panic:
+            reason = "panic"
+        self._counts.decision(reason)
+        return self._reserve(endpoint, request, now, reason=reason, preference=preference, costs=costs)
+
+    def refusal(self, request: PickRequest, *, now: float) -> Refusal:
+        """Why nobody may take this request, when `pick` answered None."""
+        return refusal_of(request, self.endpoints, now)
+
+    def reused(self, pick: Pick, cached_tokens: int, now: float) -> None:
+        """The engine said how many prompt tokens it had cached; policies that learn hear of it."""
+        if self._learner is not None:
+            self._learner.observe_reuse(pick.endpoint.id, pick.reservation.cached_tokens, cached_tokens, now)
+
+    def _preferred(
+        self, request: PickRequest, candidates: Sequence[Endpoint], now: float
+    ) -> tuple[Endpoint | None, str]:
+        assert request.preferred is not None
+        endpoint = self._members.get(request.preferred)
+        followed = endpoint is not None and endpoint in candidates
+        result = "followed" if followed else why_not(endpoint, request, now)
+        self._counts.preference(result)
+        return (endpoint if followed else None), result
+
+    def _reserve(
+        self,
+        endpoint: Endpoint,
+        request: PickRequest,
+        now: float,
+        *,
+        reason: str,
+        preference: str | None,
+        costs: Sequence[float],
+    ) -> Pick:
+        facts, load, breaker = request.facts, endpoint.load, endpoint.breaker
+        overlap = facts.by_endpoint.get(endpoint.id, _NOTHING_HELD)
+        cached = min(overlap.tokens, facts.prompt_tokens)
+        reservation = load.reserve(
+            facts.prompt_tokens - cached, cached, now, lower_tokens=min(overlap.lower_tokens, cached)
+        )
+        if load.in_flight == endpoint.max_in_flight:
+            self._screening.invalidate()
+        return Pick(
+            endpoint,
+            reservation,
+            policy=self._counts.policy,
+            reason=reason,
+            preference=preference,
+            costs=costs,
+            permit=breaker.admit() if breaker.admits else None,
+            judge=self._judge,
+        )
+
+    def _judge(self, endpoint: Endpoint, outcome: AttemptOutcome, now: float) -> None:
+        if outcome is AttemptOutcome.FAILURE:
+            if endpoint.health.failure(now) and may_eject(self.endpoints, self.settings.health, now):
+                self._eject(endpoint, now)
+        elif outcome is AttemptOutcome.SUCCESS or outcome is AttemptOutcome.CLIENT_ERROR:
+            endpoint.health.success()
+        if endpoint.load.in_flight + 1 == endpoint.max_in_flight:
+            self._screening.invalidate()
+        if endpoint.removed:
+            self._members.settled(endpoint)
+
+    def _eject(self, endpoint: Endpoint, now: float) -> None:
+        length_s = endpoint.health.eject(now)
+        endpoint.metrics.ejection("failures")
+        self._screening.invalidate()
+        log.warning("%s/%s is ejected for %.1f s: requests failed in a row", self.name, endpoint.id, length_s)
+
+    def _probed(self, endpoint: Endpoint, outcome: ProbeOutcome) -> None:
+        endpoint.metrics.probe(outcome.value)
+        well = outcome is ProbeOutcome.OK
+        if endpoint.health.probe(well, self._clock()):
+            self._screening.invalidate()
+            if well:
+                log.info("%s/%s is well again", self.name, endpoint.id)
+            else:
+                endpoint.metrics.ejection("probes")
+                log.warning("%s/%s is unhealthy: probe %s", self.name, endpoint.id, outcome)
+
+    def _update(self, source: str, endpoints: Sequence[schema.Endpoint]) -> None:
+        self._members.apply(source, endpoints)
+        self._screening.replace(self.endpoints)
+        self._prober.follow(self.endpoints)
+
+    def _make(self, config: schema.Endpoint) -> Endpoint:
+        endpoint = Endpoint(
+            config,
+            self.settings,
+            cluster=self.name,
+            metrics=self._metrics,
+            clock=self._clock,
+            on_change=self._screening.invalidate,
+        )
+        if self._learner is not None:
+            endpoint.load.on_sample = partial(self._learner.observe_sample, endpoint.id)
+        return endpoint
+
+    def _left(self, endpoint: Endpoint) -> None:
+        endpoint.load.on_sample = None
+        if self._learner is not None:
+            self._learner.forget(endpoint.id)

@@ -1,0 +1,32 @@
+"""Counts what a cluster decided, without looking labels up for every request."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter
+
+from kvproxy.metrics.catalog import Metrics
+
+
+class DecisionMetrics:
+    """Children by reason; reasons are closed sets of the policy and the cluster."""
+
+    def __init__(self, metrics: Metrics, cluster: str, policy: str) -> None:
+        self.policy = policy
+        self._metrics = metrics
+        self._cluster = cluster
+        self._decisions: dict[str, Counter] = {}
+        self._preferences: dict[str, Counter] = {}
+
+    def decision(self, reason: str) -> None:
+        """A pick, or a refusal."""
+        child = self._decisions.get(reason)
+        if child is None:
+            child = self._decisions[reason] = self._metrics.picks.labels(self._cluster, self.policy, reason)
+        child.inc()
+
+    def preference(self, result: str) -> None:
+        """What became of a preferred endpoint."""
+        child = self._preferences.get(result)
+        if child is None:
+            child = self._preferences[result] = self._metrics.preferences.labels(result)
+        child.inc()

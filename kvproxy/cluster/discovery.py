@@ -1,0 +1,125 @@
+"""Where endpoints come from besides the configuration: one method, two sources shipped here."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from kvproxy.cluster.endpoint import origin_of
+from kvproxy.config import schema
+from kvproxy.errors import DiscoveryError
+
+#: Larger endpoint files are refused unread.
+MAX_FILE_BYTES = 4 * 1024 * 1024
+
+_ENDPOINTS = TypeAdapter(tuple[schema.Endpoint, ...])
+
+#: loop.getaddrinfo's shape.
+Resolve = Callable[..., Awaitable[Sequence[tuple[Any, ...]]]]
+
+
+class Discovery(Protocol):
+    """Answers with every endpoint it knows at present, or raises DiscoveryError or OSError."""
+
+    async def endpoints(self) -> Sequence[schema.Endpoint]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A discovery with the name it goes by and how often it is asked."""
+
+    name: str
+    discovery: Discovery
+    interval_s: float
+
+
+class FileDiscovery:
+    """A YAML or JSON file with a list of endpoints, or a mapping `id: url`; read off the event loop."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._text = b""
+        self._parsed: tuple[schema.Endpoint, ...] = ()
+
+    async def endpoints(self) -> Sequence[schema.Endpoint]:
+        """The file's endpoints; it is parsed only when its text changed."""
+        text = await asyncio.to_thread(self._read)
+        if text != self._text or not self._parsed:
+            self._parsed = await asyncio.to_thread(parse_endpoints, text)
+            self._text = text
+        return self._parsed
+
+    def _read(self) -> bytes:
+        with self._path.open("rb") as file:
+            text = file.read(MAX_FILE_BYTES + 1)
+        if len(text) > MAX_FILE_BYTES:
+            raise DiscoveryError(f"{self._path} is larger than {MAX_FILE_BYTES} bytes")
+        return text
+
+
+def parse_endpoints(text: bytes) -> tuple[schema.Endpoint, ...]:
+    """Endpoints from YAML or JSON; DiscoveryError for anything that is not a list of good ones with distinct ids."""
+    try:
+        data = yaml.safe_load(text)
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise DiscoveryError(f"not YAML or JSON: {' '.join(str(error).split())}") from error
+    if isinstance(data, Mapping):
+        data = [{"id": str(key), "url": url} for key, url in data.items()]
+    if not data or not isinstance(data, list):
+        raise DiscoveryError("expected a list of endpoints, and not an empty one")
+    try:
+        endpoints = _ENDPOINTS.validate_python(data)
+    except ValidationError as error:
+        problems = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_input=False))
+        raise DiscoveryError("; ".join(problems)) from None  # the cause would show the input, keys included
+    ids = [endpoint.id for endpoint in endpoints]
+    if len(set(ids)) < len(ids):
+        raise DiscoveryError(f"endpoint ids occur twice: {', '.join(sorted({i for i in ids if ids.count(i) > 1}))}")
+    for endpoint in endpoints:
+        try:
+            origin_of(endpoint)
+        except ValueError as error:
+            raise DiscoveryError(f"{endpoint.id}: {error}") from error
+    return endpoints
+
+
+class DnsDiscovery:
+    """One endpoint for each address of a name, with the id `name@address`."""
+
+    def __init__(self, settings: schema.DnsDiscovery, *, resolve: Resolve | None = None) -> None:
+        self._settings = settings
+        self._resolve = resolve
+
+    async def endpoints(self) -> Sequence[schema.Endpoint]:
+        """Every address, in a stable order; resolved off the event loop."""
+        settings = self._settings
+        resolve = self._resolve or asyncio.get_running_loop().getaddrinfo
+        found = await resolve(settings.host, settings.port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
+        addresses = sorted({str(entry[4][0]) for entry in found})
+        return tuple(self._endpoint(address) for address in addresses)
+
+    def _endpoint(self, address: str) -> schema.Endpoint:
+        settings = self._settings
+        host = f"[{address}]" if ":" in address else address
+        return schema.Endpoint(
+            id=f"{settings.host}@{address}",
+            url=f"{settings.scheme}://{host}:{settings.port}",
+            models=settings.models,
+        )
+
+
+def sources_of(settings: schema.Discovery) -> list[Source]:
+    """The sources a cluster's configuration names."""
+    sources: list[Source] = []
+    if settings.file is not None:
+        sources.append(Source("file", FileDiscovery(settings.file.path), settings.file.interval))
+    if settings.dns is not None:
+        sources.append(Source("dns", DnsDiscovery(settings.dns), settings.dns.interval))
+    return sources

@@ -1,0 +1,159 @@
+"""One engine instance with all that is known about it: where it is, how busy, how well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+
+from kvproxy.balancing.load import EndpointLoad
+from kvproxy.cluster.endpoint_metrics import EndpointMetrics
+from kvproxy.cluster.health import Health
+from kvproxy.config import schema
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.resilience.breaker import Breaker, BreakerState
+from kvproxy.types import Clock, EndpointId
+from kvproxy.upstream.origin import Origin
+
+
+class Condition(StrEnum):
+    """Whether an endpoint may be picked, and the first reason why not; shown in status."""
+
+    UP = "up"
+    DRAINING = "draining"
+    UNHEALTHY = "unhealthy"  # by its probes
+    EJECTED = "ejected"  # by its failed requests
+    BREAKER_OPEN = "breaker_open"
+    SATURATED = "saturated"
+
+
+class Endpoint:
+    """An engine instance as the cluster knows it.
+
+    Equal only to itself: an engine that moved to another address is another endpoint, even under the same id.
+    `on_change` is called whenever its condition or weight may have changed for another reason than time.
+    """
+
+    __slots__ = (
+        "_draining",
+        "_on_change",
+        "authorization",
+        "breaker",
+        "configured_weight",
+        "health",
+        "id",
+        "instance_id",
+        "labels",
+        "load",
+        "max_in_flight",
+        "metrics",
+        "models",
+        "origin",
+        "removed",
+        "retry",
+        "weight",
+    )
+
+    def __init__(
+        self,
+        config: schema.Endpoint,
+        settings: schema.Cluster,
+        *,
+        cluster: str,
+        metrics: Metrics,
+        clock: Clock,
+        on_change: Callable[[], None],
+    ) -> None:
+        self.id = EndpointId(config.id)
+        self.origin = origin_of(config)
+        self.load = EndpointLoad()
+        self.health = Health(settings.health)
+        self.breaker = Breaker(f"{cluster}/{config.id}", settings.breaker, clock=clock, on_change=self._breaker_changed)
+        self.max_in_flight = settings.max_in_flight
+        self.removed = False  # no longer in the cluster, finishing what it has
+        self._draining = False
+        self._on_change = on_change
+        self.metrics = EndpointMetrics(metrics, cluster, self.id)
+        self.configure(config)
+        self._watch(metrics, clock)
+
+    def __repr__(self) -> str:
+        return f"<Endpoint {self.id} {self.origin} in_flight={self.load.in_flight}>"
+
+    def configure(self, config: schema.Endpoint) -> None:
+        """Take over everything about it that may change while it runs."""
+        self.configured_weight = self.weight = config.weight
+        self.models = frozenset(config.models)
+        self.instance_id = config.instance_id or config.id
+        key = config.api_key.get_secret_value() if config.api_key else ""
+        self.authorization = f"Bearer {key}".encode() if key else None  # never in repr, status or logs
+        self.labels = dict(config.labels)
+        self.retry = config.retry
+        self._on_change()
+
+    @property
+    def draining(self) -> bool:
+        """An operator wants it to finish what it has and take nothing new."""
+        return self._draining
+
+    @draining.setter
+    def draining(self, draining: bool) -> None:
+        self._draining = draining
+        self._on_change()
+
+    @property
+    def saturated(self) -> bool:
+        """At its bound of requests in flight."""
+        return 0 < self.max_in_flight <= self.load.in_flight
+
+    def serves(self, model: str) -> bool:
+        """Whether it would take this model; "" is any."""
+        return not model or not self.models or model in self.models
+
+    def condition(self, now: float) -> Condition:
+        """Whether it may be picked now."""
+        if self._draining or self.removed:
+            return Condition.DRAINING
+        if not self.health.probed_well:
+            return Condition.UNHEALTHY
+        if self.health.ejected(now):
+            return Condition.EJECTED
+        if not self.breaker.admits:
+            return Condition.BREAKER_OPEN
+        return Condition.SATURATED if self.saturated else Condition.UP
+
+    def status(self, now: float) -> dict[str, object]:
+        """For people and the admin listener; no secrets."""
+        return {
+            "id": str(self.id),
+            "url": str(self.origin),
+            "condition": self.condition(now).value,
+            "weight": self.configured_weight,
+            "effective_weight": self.weight,
+            "models": sorted(self.models),
+            "instance_id": self.instance_id,
+            "labels": self.labels,
+            "in_flight": self.load.in_flight,
+            "pending_tokens": self.load.pending_tokens,
+            "resident_tokens": self.load.resident_tokens,
+            "failures_in_a_row": self.health.failures,
+            "ejected_for_s": max(0.0, self.health.ejected_until - now),
+            "breaker": self.breaker.state.value,
+        }
+
+    def _breaker_changed(self) -> None:
+        if self.breaker.state is BreakerState.OPEN:
+            self.metrics.ejection(Condition.BREAKER_OPEN.value)
+        self._on_change()
+
+    def _watch(self, metrics: Metrics, clock: Clock) -> None:
+        taking = (Condition.UP, Condition.SATURATED)
+        load, breaker = self.load, self.breaker
+        self.metrics.gauge(metrics.in_flight, lambda: load.in_flight)
+        self.metrics.gauge(metrics.pending_prompt_tokens, lambda: load.pending_tokens)
+        self.metrics.gauge(metrics.endpoint_up, lambda: self.condition(clock()) in taking)
+        self.metrics.gauge(metrics.breaker_state, lambda: breaker.state is not BreakerState.CLOSED, breaker.name)
+
+
+def origin_of(config: schema.Endpoint) -> Origin:
+    """Where the endpoint listens; ValueError when its URL is none."""
+    return Origin.parse(config.url, ca_file=config.ca_file, insecure=config.insecure)

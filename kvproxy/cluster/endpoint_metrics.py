@@ -1,0 +1,69 @@
+"""The metric series of one endpoint: children kept at hand, and removed with the endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import Counter, Gauge
+
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.types import EndpointId
+
+
+class EndpointMetrics:
+    """Series of one endpoint, made when first used, so that no request pays for a look-up of labels.
+
+    After `close` they are gone from the exposition; late observations go nowhere.
+    """
+
+    def __init__(self, metrics: Metrics, cluster: str, endpoint: EndpointId) -> None:
+        self._metrics = metrics
+        self._labels = (cluster, str(endpoint))
+        self._children: dict[tuple[Counter, str], Counter] = {}
+        self._series: list[tuple[Counter | Gauge, tuple[str, ...]]] = []
+        self._closed = False
+
+    def request(self, status: int) -> None:
+        """A request was answered from here with this status."""
+        self._count(self._metrics.requests, str(status))
+
+    def attempt_failure(self, reason: str) -> None:
+        """An attempt here failed; `reason` as UpstreamError names it."""
+        self._count(self._metrics.attempt_failures, reason)
+
+    def ejection(self, reason: str) -> None:
+        """The endpoint was taken out."""
+        self._count(self._metrics.ejections, reason)
+
+    def probe(self, outcome: str) -> None:
+        """An active probe ended."""
+        self._count(self._metrics.probes, outcome)
+
+    def gauge(self, gauge: Gauge, read: Callable[[], float], *labels: str) -> None:
+        """Read a gauge of this endpoint at scrape time; `labels` where they are not cluster and endpoint."""
+        values = labels or self._labels
+        gauge.labels(*values).set_function(read)
+        self._series.append((gauge, values))
+
+    @property
+    def closed(self) -> bool:
+        """Whether the series are gone."""
+        return self._closed
+
+    def close(self) -> None:
+        """Remove every series of this endpoint. Idempotent."""
+        self._closed = True
+        for metric, values in self._series:
+            metric.remove(*values)
+        self._series.clear()
+        self._children.clear()
+
+    def _count(self, counter: Counter, label: str) -> None:
+        child = self._children.get((counter, label))
+        if child is None:
+            if self._closed:
+                return
+            values = (*self._labels, label)
+            child = self._children[(counter, label)] = counter.labels(*values)
+            self._series.append((counter, values))
+        child.inc()

@@ -1,0 +1,113 @@
+"""Who belongs to a cluster: what the sources say, merged, against who is there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from kvproxy.cluster.endpoint import Endpoint, origin_of
+from kvproxy.config import schema
+from kvproxy.types import EndpointId
+
+log = logging.getLogger(__name__)
+
+#: The source whose endpoints come first and win over others of the same id.
+STATIC = "static"
+
+
+class Membership:
+    """Keeps an endpoint as long as its id and address stay; lets the others finish what they have.
+
+    `make` builds an endpoint; `on_left` is told when one is gone for good (or another took its id).
+    """
+
+    def __init__(self, make: Callable[[schema.Endpoint], Endpoint], *, on_left: Callable[[Endpoint], None]) -> None:
+        self._make = make
+        self._on_left = on_left
+        self._sources: dict[str, tuple[schema.Endpoint, ...]] = {STATIC: ()}
+        self._weights: dict[EndpointId, float] = {}  # an operator's, over the sources'
+        self._present: dict[EndpointId, Endpoint] = {}
+        self._leaving: list[Endpoint] = []  # each with requests in flight
+
+    @property
+    def present(self) -> tuple[Endpoint, ...]:
+        """In the order of the sources, static ones first."""
+        return tuple(self._present.values())
+
+    @property
+    def leaving(self) -> tuple[Endpoint, ...]:
+        """No longer members, still with requests in flight."""
+        return tuple(self._leaving)
+
+    def get(self, endpoint_id: EndpointId) -> Endpoint | None:
+        """The member of this id."""
+        return self._present.get(endpoint_id)
+
+    def apply(self, source: str, configs: Iterable[schema.Endpoint]) -> None:
+        """All that `source` knows now. ValueError for a URL that is none, and then nothing changed."""
+        sources = {**self._sources, source: tuple(configs)}
+        wanted = _merge(sources)
+        origins = {endpoint_id: origin_of(config) for endpoint_id, config in wanted.items()}
+        self._sources = sources
+        self._weights = {kept: weight for kept, weight in self._weights.items() if kept in wanted}
+
+        before = self._present
+        stays = {i: e for i, e in before.items() if i in wanted and e.origin == origins[i]}
+        for endpoint_id, endpoint in before.items():
+            if endpoint_id not in stays:
+                self._leave(endpoint, replaced=endpoint_id in wanted)
+        self._present = {}
+        for endpoint_id, config in wanted.items():
+            endpoint = stays.get(endpoint_id) or self._returning(endpoint_id, config) or self._make(config)
+            endpoint.configure(self._weighted(config))
+            self._present[endpoint_id] = endpoint
+
+    def reweight(self, endpoint_id: EndpointId, weight: float) -> bool:
+        """Set an operator's weight until the endpoint leaves; whether it is a member."""
+        endpoint = self._present.get(endpoint_id)
+        if endpoint is None:
+            return False
+        self._weights[endpoint_id] = weight
+        endpoint.configure(self._weighted(_merge(self._sources)[endpoint_id]))
+        return True
+
+    def settled(self, endpoint: Endpoint) -> None:
+        """A request on a leaving endpoint is over."""
+        if endpoint.load.in_flight == 0 and endpoint in self._leaving:
+            self._leaving.remove(endpoint)
+            self._bury(endpoint)
+
+    def _weighted(self, config: schema.Endpoint) -> schema.Endpoint:
+        weight = self._weights.get(EndpointId(config.id))
+        return config if weight is None else config.model_copy(update={"weight": weight})
+
+    def _returning(self, endpoint_id: EndpointId, config: schema.Endpoint) -> Endpoint | None:
+        for endpoint in self._leaving:
+            if endpoint.id == endpoint_id and endpoint.origin == origin_of(config) and not endpoint.metrics.closed:
+                self._leaving.remove(endpoint)
+                endpoint.removed = False
+                return endpoint
+        return None
+
+    def _leave(self, endpoint: Endpoint, *, replaced: bool) -> None:
+        log.info("endpoint %s at %s leaves, %d in flight", endpoint.id, endpoint.origin, endpoint.load.in_flight)
+        endpoint.removed = True
+        if replaced or endpoint.load.in_flight == 0:
+            self._bury(endpoint)
+        if endpoint.load.in_flight:
+            self._leaving.append(endpoint)
+
+    def _bury(self, endpoint: Endpoint) -> None:
+        if not endpoint.metrics.closed:
+            endpoint.metrics.close()
+            self._on_left(endpoint)
+
+
+def _merge(sources: Mapping[str, Sequence[schema.Endpoint]]) -> dict[EndpointId, schema.Endpoint]:
+    merged: dict[EndpointId, schema.Endpoint] = {}
+    for source in sorted(sources, key=lambda name: (name != STATIC, name)):
+        for config in sources[source]:
+            first = merged.setdefault(EndpointId(config.id), config)
+            if first is not config:
+                log.warning("endpoint %s of %s is ignored: another source has the same id", config.id, source)
+    return merged

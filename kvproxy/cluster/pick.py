@@ -1,0 +1,84 @@
+"""One placement: which endpoint, why, and the share of its load that is ours until the request is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+
+from kvproxy.balancing.load import Reservation
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.resilience.breaker import BreakerState, Permit
+
+
+class AttemptOutcome(StrEnum):
+    """How an attempt ended, as far as its endpoint is to be judged by it."""
+
+    SUCCESS = "success"
+    CLIENT_ERROR = "client_error"  # the engine answered 4xx: alive, the request was wrong
+    BUSY = "busy"  # the engine answered 503 "busy": alive, but try another one
+    FAILURE = "failure"  # connect errors, other 5xx, timeouts, streams that broke
+    CANCELLED = "cancelled"  # the client left
+
+
+class Refusal(StrEnum):
+    """Why a pick found nobody; a label of the picks metric."""
+
+    NO_ENDPOINTS = "no_endpoints"
+    MODEL_NOT_SERVED = "model_not_served"
+    DRAINING = "draining"
+    ALL_TRIED = "all_tried"
+    SATURATED = "saturated"
+
+
+class Pick:
+    """A reserved place on an endpoint. Whoever got it settles it on every way out, best in a `finally`."""
+
+    __slots__ = ("_judge", "_permit", "costs", "endpoint", "policy", "preference", "reason", "reservation")
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        reservation: Reservation,
+        *,
+        policy: str,
+        reason: str,
+        preference: str | None,
+        costs: Sequence[float],
+        permit: Permit | None,
+        judge: Callable[[Endpoint, AttemptOutcome, float], None],
+    ) -> None:
+        self.endpoint = endpoint
+        self.reservation = reservation
+        self.policy = policy
+        self.reason = reason  # the policy's own, "preferred" or "panic"
+        self.preference = preference  # what became of a preferred endpoint; None when there was none
+        self.costs = costs  # by candidate, from policies that know
+        self._permit = permit  # None: picked in panic past an open breaker
+        self._judge = judge
+
+    def __repr__(self) -> str:
+        return f"<Pick {self.endpoint.id} {self.policy}/{self.reason}>"
+
+    def first_token(self, now: float) -> None:
+        """The engine sent the first body byte."""
+        self.endpoint.load.first_token(self.reservation, now)
+        if self._permit is not None and self.endpoint.breaker.state is BreakerState.HALF_OPEN:
+            self._permit.success()  # a probe that streams for minutes must not hold the breaker half open so long
+
+    def settle(self, outcome: AttemptOutcome, now: float) -> None:
+        """The attempt is over. Idempotent: the first outcome stands."""
+        if self.reservation.released:
+            return
+        self.endpoint.load.release(self.reservation, now)
+        if self._permit is not None:
+            _settle_permit(self._permit, outcome)
+        self._judge(self.endpoint, outcome, now)
+
+
+def _settle_permit(permit: Permit, outcome: AttemptOutcome) -> None:
+    if outcome is AttemptOutcome.SUCCESS or outcome is AttemptOutcome.CLIENT_ERROR:
+        permit.success()
+    elif outcome is AttemptOutcome.FAILURE:
+        permit.failure()
+    else:
+        permit.cancelled()

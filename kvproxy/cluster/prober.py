@@ -1,0 +1,130 @@
+"""Active health probes: each endpoint at its own jittered pace, a few at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, Iterable
+from enum import StrEnum
+from types import TracebackType
+from typing import Self
+
+import httpx
+
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.config import schema
+from kvproxy.errors import KvproxyError
+
+log = logging.getLogger(__name__)
+
+#: Asks an endpoint whether it is well. The errors of httpx, of the upstream pool and of sockets mean no.
+Probe = Callable[[Endpoint], Awaitable[bool]]
+
+Sleep = Callable[[float], Awaitable[None]]
+
+#: Probes in flight at once.
+MAX_CONCURRENT = 16
+
+#: The first probes are spread over this long (or the interval, if shorter): soon, but not all at once.
+FIRST_PROBES_S = 1.0
+
+#: Share by which every pause varies either way, so that many proxies do not probe in step.
+JITTER = 0.1
+
+
+class ProbeOutcome(StrEnum):
+    """A metric label."""
+
+    OK = "ok"
+    FAILED = "failed"  # it answered, and not well
+    UNREACHABLE = "unreachable"
+    TIMEOUT = "timeout"
+
+
+class Prober:
+    """Owns one task an endpoint. `on_result` gets every outcome, in the event loop."""
+
+    def __init__(
+        self,
+        cluster: str,
+        settings: schema.HealthCheck,
+        *,
+        probe: Probe | None,
+        on_result: Callable[[Endpoint, ProbeOutcome], None],
+        rng: random.Random,
+        sleep: Sleep = asyncio.sleep,
+    ) -> None:
+        self._cluster = cluster
+        self._settings = settings
+        self._probe = probe if settings.active else None
+        self._on_result = on_result
+        self._rng = rng
+        self._sleep = sleep
+        self._endpoints: list[Endpoint] = []
+        self._tasks: dict[Endpoint, asyncio.Task[None]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        self._slots = asyncio.Semaphore(MAX_CONCURRENT)
+        self._running = False
+
+    async def __aenter__(self) -> Self:
+        self._running = True
+        self.follow(self._endpoints)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._running = False
+        self.follow([])
+        await asyncio.gather(*self._ending, return_exceptions=True)
+
+    def follow(self, endpoints: Iterable[Endpoint]) -> None:
+        """Probe these from now on, and nobody else."""
+        self._endpoints = list(endpoints)
+        if self._probe is None:
+            return
+        wanted = self._endpoints if self._running else []
+        for endpoint in self._tasks.keys() - set(wanted):
+            task = self._tasks.pop(endpoint)
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+            task.cancel()
+        for endpoint in wanted:
+            if endpoint not in self._tasks:
+                name = f"probe {self._cluster}/{endpoint.id}"
+                self._tasks[endpoint] = asyncio.create_task(self._run(endpoint, self._probe), name=name)
+
+    async def _run(self, endpoint: Endpoint, probe: Probe) -> None:
+        interval_s = self._settings.interval
+        await self._sleep(self._rng.random() * min(interval_s, FIRST_PROBES_S))
+        while True:
+            async with self._slots:
+                outcome = await self._ask(endpoint, probe)
+            self._on_result(endpoint, outcome)
+            await self._sleep(interval_s * self._rng.uniform(1 - JITTER, 1 + JITTER))
+
+    async def _ask(self, endpoint: Endpoint, probe: Probe) -> ProbeOutcome:
+        try:
+            async with asyncio.timeout(self._settings.timeout):
+                return ProbeOutcome.OK if await probe(endpoint) else ProbeOutcome.FAILED
+        except (TimeoutError, httpx.TimeoutException):
+            return ProbeOutcome.TIMEOUT
+        except (httpx.HTTPError, KvproxyError, OSError):
+            return ProbeOutcome.UNREACHABLE
+        except Exception:  # a probe written elsewhere must not end the probing of its endpoint
+            log.exception("the probe of %s/%s is broken", self._cluster, endpoint.id)
+            return ProbeOutcome.FAILED
+
+
+class HttpProbe:
+    """GET on the health path; any 2xx is well. Carries the endpoint's own credential, for gateways that ask for it."""
+
+    def __init__(self, client: httpx.AsyncClient, path: str) -> None:
+        self._client = client
+        self._path = path
+
+    async def __call__(self, endpoint: Endpoint) -> bool:
+        headers = {b"authorization": endpoint.authorization} if endpoint.authorization else {}
+        response = await self._client.get(f"{endpoint.origin}{self._path}", headers=headers)
+        return response.is_success

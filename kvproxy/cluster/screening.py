@@ -1,0 +1,111 @@
+"""Which endpoints may serve a model at present: worked out when something changed, not for every request."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from kvproxy.balancing.policy import PickRequest
+from kvproxy.cluster.endpoint import Condition, Endpoint
+from kvproxy.cluster.pick import Refusal
+from kvproxy.config import schema
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Endpoints for one model. The same tuple as long as nothing changed."""
+
+    usable: tuple[Endpoint, ...]
+    panic: bool = False  # nobody is well; these are all that serve the model and are not draining
+
+
+class Screening:
+    """Screens a cluster's endpoints and remembers the result until `invalidate`, or until time alone changes it.
+
+    Panic: when no endpoint of a model is well, all of them are candidates again (save draining and saturated ones).
+    Verdicts that condemn everybody say more about the network, the probes or a bad prompt than about the engines, and
+    a full outage is the one answer that is surely wrong.
+    """
+
+    def __init__(self) -> None:
+        self._endpoints: tuple[Endpoint, ...] = ()
+        self._conditions: dict[Endpoint, Condition] = {}
+        self._declared: frozenset[str] = frozenset()
+        self._pools: dict[str | None, Pool] = {}  # None: models that nobody declares
+        self._stale_at = -math.inf
+
+    @property
+    def declared(self) -> frozenset[str]:
+        """Models some endpoint names."""
+        return self._declared
+
+    def replace(self, endpoints: Collection[Endpoint]) -> None:
+        """Screen these from now on."""
+        self._endpoints = tuple(endpoints)
+        self._declared = frozenset().union(*(endpoint.models for endpoint in self._endpoints))
+        self.invalidate()
+
+    def invalidate(self) -> None:
+        """Something about an endpoint changed."""
+        self._stale_at = -math.inf
+
+    def pool(self, model: str, now: float) -> Pool:
+        """The endpoints for `model` ("": any)."""
+        if now >= self._stale_at:
+            self._refresh(now)
+        key = model if not model or model in self._declared else None
+        pool = self._pools.get(key)
+        if pool is None:
+            pool = self._pools[key] = self._screen(model)
+        return pool
+
+    def _refresh(self, now: float) -> None:
+        self._pools.clear()
+        self._conditions = {endpoint: endpoint.condition(now) for endpoint in self._endpoints}
+        stale_at = math.inf
+        for endpoint in self._endpoints:
+            endpoint.weight = endpoint.configured_weight * endpoint.health.weight_factor(now)
+            for moment in (endpoint.health.next_change(now), endpoint.breaker.reopens_at):
+                # A breaker whose time has come admits until its probe slots are taken, and that invalidates.
+                if now < moment < stale_at:
+                    stale_at = moment
+        self._stale_at = stale_at
+
+    def _screen(self, model: str) -> Pool:
+        serving = [(endpoint, self._conditions[endpoint]) for endpoint in self._endpoints if endpoint.serves(model)]
+        usable = tuple(endpoint for endpoint, condition in serving if condition is Condition.UP)
+        if usable or any(condition is Condition.SATURATED for _, condition in serving):
+            return Pool(usable)
+        rest = [endpoint for endpoint, condition in serving if condition is not Condition.DRAINING]
+        return Pool(tuple(endpoint for endpoint in rest if not endpoint.saturated), panic=bool(rest))
+
+
+def why_not(endpoint: Endpoint | None, request: PickRequest, now: float) -> str:
+    """Why a preferred endpoint is passed over; a label of the preferences metric."""
+    if endpoint is None or not endpoint.serves(request.model):
+        return "unknown"
+    if endpoint.id in request.excluded:
+        return "excluded"
+    condition = endpoint.condition(now)
+    return Condition.UNHEALTHY.value if condition is Condition.EJECTED else condition.value
+
+
+def refusal_of(request: PickRequest, endpoints: Sequence[Endpoint], now: float) -> Refusal:
+    """Why none of `endpoints` may take a request."""
+    if not endpoints:
+        return Refusal.NO_ENDPOINTS
+    serving = [endpoint for endpoint in endpoints if endpoint.serves(request.model)]
+    if not serving:
+        return Refusal.MODEL_NOT_SERVED
+    rest = [endpoint for endpoint in serving if endpoint.condition(now) is not Condition.DRAINING]
+    if not rest:
+        return Refusal.DRAINING
+    untried = [endpoint for endpoint in rest if endpoint.id not in request.excluded]
+    return Refusal.SATURATED if any(endpoint.saturated for endpoint in untried) else Refusal.ALL_TRIED
+
+
+def may_eject(endpoints: Collection[Endpoint], settings: schema.HealthCheck, now: float) -> bool:
+    """Whether one more endpoint may be ejected: within the share, and one always may."""
+    ejected = sum(endpoint.health.ejected(now) for endpoint in endpoints)
+    return ejected < max(1, math.floor(settings.max_ejected * len(endpoints)))
