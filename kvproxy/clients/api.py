@@ -1,0 +1,135 @@
+"""One bounded HTTP call: own timeout, bounded answer, errors as our own tree, never a retry."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+
+from kvproxy.clients.error_text import error_param, error_text
+from kvproxy.errors import (
+    BadResponse,
+    ClientTimeout,
+    ClientUnavailable,
+    ConnectTimeout,
+    FirstByteTimeout,
+    IdleTimeout,
+    NotSupported,
+    Refused,
+    UpstreamError,
+)
+
+T = TypeVar("T")
+
+#: Error bodies are read up to here: enough for any message, too little for an echoed prompt to matter.
+MAX_ERROR_BYTES = 64 * 1024
+
+_TIMEOUTS = (TimeoutError, httpx.TimeoutException, ConnectTimeout, FirstByteTimeout, IdleTimeout)
+
+
+class Api:
+    """An HTTP API below `base_url`, spoken over an injected client.
+
+    `service` names it in error texts. `authorization` is a whole header value; it is sent, never shown.
+    """
+
+    def __init__(
+        self, http: httpx.AsyncClient, base_url: str, *, service: str, authorization: str | None = None
+    ) -> None:
+        self._http = http
+        self._base = base_url.rstrip("/")
+        self._service = service
+        self._secret = "" if authorization is None else authorization.partition(" ")[2] or authorization
+        # No compression: a bounded body must not unpack into an unbounded one.
+        self._headers = {"accept-encoding": "identity"}
+        if authorization is not None:
+            self._headers["authorization"] = authorization
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._service})"
+
+    @property
+    def base_url(self) -> httpx.URL:
+        """Where this API lives; its host also reaches the service's other ports."""
+        return httpx.URL(self._base)
+
+    async def call(
+        self, method: str, path: str, *, timeout_s: float, body: bytes | None = None, max_bytes: int = 1 << 20
+    ) -> bytes:
+        """The body of a 2xx answer; raises ClientError for everything else. Cancellation passes through."""
+        headers = self._headers if body is None else {**self._headers, "content-type": "application/json"}
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._http.stream(
+                    method, self._base + path, content=body, headers=headers, timeout=httpx.Timeout(timeout_s)
+                ) as response,
+            ):
+                return await self._read(response, path, max_bytes)
+        except _TIMEOUTS as error:
+            raise ClientTimeout(f"{self._service} {path}: no answer within {timeout_s:g} s") from error
+        except (httpx.TransportError, UpstreamError) as error:
+            raise ClientUnavailable(f"{self._service} {path}: {type(error).__name__}") from error
+        except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
+            raise BadResponse(f"{self._service} {path}: {type(error).__name__}") from error
+
+    async def get(self, path: str, answer: type[T], *, timeout_s: float, max_bytes: int = 1 << 20) -> T:
+        """The decoded answer of a GET."""
+        return self.decode(await self.call("GET", path, timeout_s=timeout_s, max_bytes=max_bytes), answer, path)
+
+    async def post(self, path: str, body: Any, answer: type[T], *, timeout_s: float, max_bytes: int = 1 << 20) -> T:
+        """The decoded answer of a POST; `body` is raw JSON bytes or something to encode."""
+        raw = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        reply = await self.call("POST", path, timeout_s=timeout_s, body=raw, max_bytes=max_bytes)
+        return self.decode(reply, answer, path)
+
+    def decode(self, raw: bytes, answer: type[T], path: str) -> T:
+        """`raw` as `answer`; raises BadResponse. The text names the place, never the content."""
+        try:
+            return msgspec.json.decode(raw, type=answer)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise BadResponse(f"{self._service} {path}: {_decode_text(error)}") from error
+
+    async def _read(self, response: httpx.Response, path: str, max_bytes: int) -> bytes:
+        if response.is_success:
+            body = await _bounded(response, max_bytes)
+            if body is None:
+                raise BadResponse(f"{self._service} {path}: answer over {max_bytes} bytes")
+            return body
+        raise self._refusal(path, response.status_code, await _bounded(response, MAX_ERROR_BYTES) or b"")
+
+    def _refusal(self, path: str, status: int, body: bytes) -> Refused:
+        text = error_text(body, secret=self._secret)
+        message = f"{self._service} {path}: {status}" + (f" {text}" if text else "")
+        missing = status in (405, 501) or (status == 404 and _is_route_missing(body, text))
+        return (NotSupported if missing else Refused)(message, status=status)
+
+
+def _is_route_missing(body: bytes, text: str) -> bool:
+    """Whether a 404 speaks of the path and not of a thing asked for (a model, an instance)."""
+    return text in ("", "Not Found") and not error_param(body)
+
+
+async def _bounded(response: httpx.Response, max_bytes: int) -> bytes | None:
+    """The body, or None when it is longer than `max_bytes`; then the rest stays unread."""
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in response.aiter_bytes():
+        size += len(chunk)
+        if size > max_bytes:
+            return None
+        chunks.append(chunk)
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+def _decode_text(error: Exception) -> str:
+    return str(error)[:120] if isinstance(error, msgspec.ValidationError) else "not JSON"
+
+
+def quoted(pairs: Mapping[str, str | int]) -> str:
+    """A query string from the given pairs that are not empty."""
+    given = {key: value for key, value in pairs.items() if value != ""}
+    return f"?{httpx.QueryParams(given)}" if given else ""

@@ -1,0 +1,140 @@
+"""vLLM's `/metrics`, reduced to what routing and the strategies need. Pure; a scrape is 50 kB, so one quick pass."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+_PREFIX = b"vllm:"
+_CACHE_CONFIG = b"cache_config_info"
+
+#: Field of EngineMetrics -> names in order of preference; a version may show several of them, only the first counts.
+_NAMES: dict[str, tuple[bytes, ...]] = {
+    "kv_usage": (b"kv_cache_usage_perc", b"gpu_cache_usage_perc"),
+    "waiting": (b"num_requests_waiting",),
+    "running": (b"num_requests_running",),
+    "prefix_queries_tokens": (
+        b"prefix_cache_queries_total",
+        b"prefix_cache_queries",
+        b"gpu_prefix_cache_queries_total",
+        b"gpu_prefix_cache_queries",
+    ),
+    "prefix_hits_tokens": (
+        b"prefix_cache_hits_total",
+        b"prefix_cache_hits",
+        b"gpu_prefix_cache_hits_total",
+        b"gpu_prefix_cache_hits",
+    ),
+    "external_hits_tokens": (b"external_prefix_cache_hits_total",),
+    "prompt_tokens": (b"prompt_tokens_total",),
+    "prompt_tokens_cached": (b"prompt_tokens_cached_total",),
+    "generation_tokens": (b"generation_tokens_total",),
+}
+_WANTED = frozenset(name for names in _NAMES.values() for name in names) | {_CACHE_CONFIG}
+_LABEL = re.compile(rb'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """`cache_config_info` over all data-parallel ranks. None: this version does not say."""
+
+    block_tokens: int | None  # tokens a KV block holds
+    num_gpu_blocks: int | None  # summed
+    capacity_tokens: int | None  # KV cache size, summed
+    prefix_caching: bool | None  # on at every rank
+    ranks: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMetrics:
+    """One scrape, over all data-parallel ranks and models of the engine. None: this version does not say."""
+
+    kv_usage: float | None = None  # 0..1 of the fullest rank; blocks held by running requests only
+    waiting: int | None = None  # requests, summed
+    running: int | None = None
+    prefix_queries_tokens: int | None = None  # counters since the engine's start, summed
+    prefix_hits_tokens: int | None = None
+    external_hits_tokens: int | None = None
+    prompt_tokens: int | None = None
+    prompt_tokens_cached: int | None = None
+    generation_tokens: int | None = None
+    cache: CacheConfig | None = None
+
+
+def parse_engine_metrics(text: bytes) -> EngineMetrics:
+    """Reads the exposition text; lines it does not know or cannot read are passed over."""
+    samples: dict[bytes, list[float]] = {}
+    configs: list[dict[bytes, bytes]] = []
+    for line in text.split(b"\n"):
+        if not line.startswith(_PREFIX):
+            continue
+        brace = line.find(b"{")
+        end = brace if brace > 0 else line.find(b" ")
+        name = line[len(_PREFIX) : end]
+        if name not in _WANTED:
+            continue
+        if name == _CACHE_CONFIG:
+            configs.append(dict(_LABEL.findall(line)))
+        elif (value := _value(line)) is not None:
+            samples.setdefault(name, []).append(value)
+    cache = _cache_config(configs)
+    return EngineMetrics(
+        kv_usage=_fold(samples, "kv_usage", max),
+        waiting=_total(samples, "waiting"),
+        running=_total(samples, "running"),
+        prefix_queries_tokens=_total(samples, "prefix_queries_tokens"),
+        prefix_hits_tokens=_total(samples, "prefix_hits_tokens"),
+        external_hits_tokens=_total(samples, "external_hits_tokens"),
+        prompt_tokens=_total(samples, "prompt_tokens"),
+        prompt_tokens_cached=_total(samples, "prompt_tokens_cached"),
+        generation_tokens=_total(samples, "generation_tokens"),
+        cache=cache,
+    )
+
+
+def _value(line: bytes) -> float | None:
+    """The sample's value: what follows the labels; a timestamp may follow it."""
+    try:
+        value = float(line[line.rfind(b"}") + 1 :].split()[0] if b"}" in line else line.split()[1])
+    except (ValueError, IndexError):
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _fold(samples: dict[bytes, list[float]], field: str, fold: Callable[[Iterable[float]], float]) -> float | None:
+    for name in _NAMES[field]:
+        if name in samples:
+            return fold(samples[name])
+    return None
+
+
+def _total(samples: dict[bytes, list[float]], field: str) -> int | None:
+    value = _fold(samples, field, math.fsum)
+    return None if value is None else int(value)
+
+
+def _cache_config(configs: list[dict[bytes, bytes]]) -> CacheConfig | None:
+    if not configs:
+        return None
+    blocks = [_number(config, b"num_gpu_blocks") for config in configs]
+    block_tokens = next((size for config in configs if (size := _number(config, b"block_size"))), 0)
+    capacity = [
+        _number(config, b"kv_cache_size_tokens") or count * block_tokens
+        for config, count in zip(configs, blocks, strict=True)
+    ]
+    caching = {config.get(b"enable_prefix_caching") for config in configs}
+    return CacheConfig(
+        block_tokens=block_tokens or None,
+        num_gpu_blocks=sum(blocks) or None,
+        capacity_tokens=sum(capacity) or None,
+        prefix_caching=None if None in caching else caching == {b"True"},
+        ranks=len(configs),
+    )
+
+
+def _number(config: dict[bytes, bytes], label: bytes) -> int:
+    """A label's whole number; 0 when the label is missing or says `None`."""
+    text = config.get(label, b"")
+    return int(text) if text.isdigit() else 0

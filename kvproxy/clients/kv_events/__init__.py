@@ -1,0 +1,1 @@
+"""KV events of vLLM: what blocks each engine holds, followed over ZMQ."""

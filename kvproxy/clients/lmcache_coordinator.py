@@ -1,0 +1,266 @@
+"""The coordinator of LMCache's multi-process mode, over HTTP. `model` is always vLLM's `--model`, not a served name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+from urllib.parse import quote
+
+import httpx
+import msgspec
+
+from kvproxy.clients.api import Api, quoted
+from kvproxy.clients.directory import DirectoryLookup, WireDirectory, directory_lookup
+from kvproxy.clients.tokens import TokenIds, body_with_tokens
+from kvproxy.errors import NotSupported, Refused, UnknownInstance
+
+T = TypeVar("T")
+
+Tier = Literal["l1", "l2", "all"]
+
+#: Directory answers repeat each known chunk's token ids.
+_MAX_DIRECTORY_BYTES = 32 << 20
+_MAX_LISTING_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class CacheScope:
+    """Which cache entries a prompt's tokens stand for."""
+
+    model: str
+    cache_salt: str = ""
+    world_size: int = 1  # tensor-parallel ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """A registered MP server."""
+
+    instance_id: str
+    ip: str
+    http_port: int
+    registration_time: float = 0.0  # the coordinator's wall clock
+    metadata: Mapping[str, str] = msgspec.field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryModule:
+    """One compartment of memory."""
+
+    tier: str
+    backend: str
+    used_bytes: int
+    capacity_bytes: int
+    usage_ratio: float | None = None  # None: no capacity declared
+    shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceUsage:
+    """Memory of one instance: a real pressure signal."""
+
+    instance_id: str
+    registered: bool
+    declared_capacity: bool
+    modules: tuple[MemoryModule, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FleetUsage:
+    """Memory of every instance, and of pools they share."""
+
+    instances: tuple[InstanceUsage, ...] = ()
+    shared_modules: tuple[MemoryModule, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CacheChange:
+    """What a pin, unpin or delete did. `requested` counts chunks, `affected` keys: 0 means no effect."""
+
+    status: str
+    requested: int = 0
+    affected: int = 0
+    skipped: int = 0  # refused because locked or pinned
+
+
+@dataclass(frozen=True, slots=True)
+class Pins:
+    """How many keys are pinned and how often, on the asked page."""
+
+    total: int
+    pin_counts: Mapping[str, int]  # chunk hash -> pins
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetch:
+    """A submitted warm-up; `request_id` is empty when there was nothing to do (`noop`)."""
+
+    instance_id: str
+    status: str
+    request_id: str = ""
+    chunks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchStatus:
+    """Progress of a warm-up: `pending`, then `completed` once; after that the job is unknown."""
+
+    status: str
+    found_keys: int | None = None
+    total_keys: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryStats:
+    """The directory in numbers."""
+
+    num_keys: int
+    num_placements: int
+    l1_keys_by_instance: Mapping[str, int]
+    l1_size_bytes: int = 0
+    l2_size_bytes: int = 0
+
+
+class _Instances(msgspec.Struct):
+    instances: list[Instance]
+
+
+class _PinKey(msgspec.Struct):
+    chunk_hash_hex: str
+
+
+class _PinRow(msgspec.Struct):
+    key: _PinKey
+    pin_count: int = 0
+
+
+class _Pins(msgspec.Struct):
+    total: int = 0
+    pins: list[_PinRow] = []
+
+
+class _Health(msgspec.Struct):
+    status: str
+
+
+class LMCacheCoordinatorClient:
+    """One coordinator. Every method raises ClientError and nothing else; nothing is retried here."""
+
+    def __init__(
+        self,
+        http: httpx.AsyncClient,
+        base_url: str,
+        *,
+        authorization: str | None = None,
+        lookup_timeout_s: float = 2.0,
+        action_timeout_s: float = 10.0,
+    ) -> None:
+        self._api = Api(http, base_url, service="lmcache coordinator", authorization=authorization)
+        self._lookup_timeout_s = lookup_timeout_s
+        self._action_timeout_s = action_timeout_s
+
+    async def directory_lookup(
+        self, scope: CacheScope, tokens: TokenIds, *, timeout_s: float | None = None
+    ) -> DirectoryLookup:
+        """Every holder of every whole chunk; `tokens` is the whole prompt from its start (at most a million)."""
+        answer = await self._post(
+            "/directory/lookup",
+            _body(scope, tokens, {}),
+            WireDirectory,
+            timeout_s=timeout_s or self._lookup_timeout_s,
+            max_bytes=_MAX_DIRECTORY_BYTES,
+        )
+        return directory_lookup(answer, prompt_tokens=len(tokens))
+
+    async def instances(self) -> tuple[Instance, ...]:
+        """Registered MP servers."""
+        return tuple((await self._get("/instances", _Instances)).instances)
+
+    async def usage(self) -> FleetUsage:
+        """Memory of the whole fleet."""
+        return await self._get("/instances/usage", FleetUsage)
+
+    async def instance_usage(self, instance_id: str) -> InstanceUsage:
+        """Memory of one instance; UnknownInstance when it is not registered and holds nothing."""
+        return await self._get(f"/instances/{_segment(instance_id)}/usage", InstanceUsage)
+
+    async def pin(self, scope: CacheScope, tokens: TokenIds) -> CacheChange:
+        """Protects the prompt's L2 keys from eviction, fleet-wide and counted, until unpinned."""
+        return await self._change("POST", "/cache/pins", _body(scope, tokens, {}))
+
+    async def unpin(self, scope: CacheScope, tokens: TokenIds) -> CacheChange:
+        """Takes one `pin` back."""
+        return await self._change("DELETE", "/cache/pins", _body(scope, tokens, {}))
+
+    async def pins(self, *, model: str = "", cache_salt: str = "", offset: int = 0, limit: int = 1000) -> Pins:
+        """One page of the pinned keys."""
+        query = quoted({"model_name": model, "cache_salt": cache_salt, "offset": offset, "limit": limit})
+        answer = await self._get("/cache/pins" + query, _Pins)
+        return Pins(answer.total, {row.key.chunk_hash_hex: row.pin_count for row in answer.pins})
+
+    async def delete(
+        self, instance_id: str, scope: CacheScope, tokens: TokenIds, *, tier: Tier = "l1", force: bool = False
+    ) -> CacheChange:
+        """Drops the prompt's keys at one instance.
+
+        Tier `all` against a server without L2 answers 502 although its L1 keys are gone.
+        """
+        others = {"instance_id": instance_id, "tier": tier, "force": force}
+        return await self._change("POST", "/cache/delete", _body(scope, tokens, others))
+
+    async def prefetch(self, instance_id: str, scope: CacheScope, tokens: TokenIds) -> Prefetch:
+        """Starts loading the prompt's chunks from L2 into one instance's memory."""
+        body = _body(scope, tokens, {"instance_id": instance_id})
+        return await self._post("/cache/prefetches", body, Prefetch, timeout_s=self._action_timeout_s)
+
+    async def prefetch_status(self, instance_id: str, request_id: str) -> PrefetchStatus:
+        """Progress of a prefetch; UnknownInstance when instance or job are not known (any more)."""
+        return await self._get(f"/cache/prefetches/{_segment(instance_id)}/{_segment(request_id)}", PrefetchStatus)
+
+    async def stats(self) -> DirectoryStats:
+        """Size of the directory."""
+        return await self._get("/directory/stats", DirectoryStats)
+
+    async def healthz(self) -> bool:
+        """Whether the coordinator says it is healthy; False for an error status, ClientError without any answer."""
+        try:
+            return (await self._get("/healthz", _Health)).status == "healthy"
+        except Refused:
+            return False
+
+    async def _change(self, method: str, path: str, body: bytes) -> CacheChange:
+        try:
+            raw = await self._api.call(method, path, timeout_s=self._action_timeout_s, body=body)
+        except Refused as error:
+            raise _classified(error) from error
+        return self._api.decode(raw, CacheChange, path)
+
+    async def _post(self, path: str, body: bytes, answer: type[T], *, timeout_s: float, max_bytes: int = 1 << 20) -> T:
+        try:
+            return await self._api.post(path, body, answer, timeout_s=timeout_s, max_bytes=max_bytes)
+        except Refused as error:
+            raise _classified(error) from error
+
+    async def _get(self, path: str, answer: type[T]) -> T:
+        try:
+            return await self._api.get(path, answer, timeout_s=self._lookup_timeout_s, max_bytes=_MAX_LISTING_BYTES)
+        except Refused as error:
+            raise _classified(error) from error
+
+
+def _body(scope: CacheScope, tokens: TokenIds, others: Mapping[str, Any]) -> bytes:
+    named = {"model_name": scope.model, "world_size": scope.world_size, "cache_salt": scope.cache_salt}
+    return body_with_tokens("token_ids", tokens, {**named, **others})
+
+
+def _segment(name: str) -> str:
+    """A path segment; ids may hold slashes."""
+    return quote(name, safe="")
+
+
+def _classified(error: Refused) -> Refused:
+    """A 404 about something asked for; a missing route is NotSupported already."""
+    if error.status == 404 and not isinstance(error, NotSupported):
+        return UnknownInstance(str(error), status=404)
+    return error

@@ -1,0 +1,155 @@
+"""vLLM's own API besides inference: tokenize, render, health, metrics, models, event sources."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import httpx
+import msgspec
+
+from kvproxy.clients.api import Api
+from kvproxy.clients.chat_body import render_body, tokenize_body
+from kvproxy.clients.engine_metrics import EngineMetrics, parse_engine_metrics
+from kvproxy.clients.kv_events.source import KvEventSource, WireSources, sources_from_wire
+from kvproxy.clients.tokens import TokenIds, WireTokenId, token_array
+from kvproxy.errors import NotSupported, Refused
+
+#: A million tokens as JSON, with room.
+MAX_TOKENS_BYTES = 16 << 20
+MAX_METRICS_BYTES = 4 << 20
+_FORBIDDEN = 403
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """Token ids of one prompt, exactly as the engine sees them."""
+
+    tokens: TokenIds
+    max_model_len: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """One row of `/v1/models`. `root` is vLLM's `--model` (the name LMCache's coordinator knows)."""
+
+    id: str
+    root: str
+    parent: str | None  # the base model of a LoRA
+    max_model_len: int | None
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[WireTokenId]
+    max_model_len: int | None = None
+
+
+class _Rendered(msgspec.Struct):
+    token_ids: list[WireTokenId]
+
+
+class _Model(msgspec.Struct):
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Version(msgspec.Struct):
+    version: str
+
+
+class VllmClient:
+    """One engine. Every method raises ClientError and nothing else; `timeout_s` bounds each call as a whole."""
+
+    def __init__(
+        self, http: httpx.AsyncClient, base_url: str, authorization: str | None = None, *, timeout_s: float = 2.0
+    ) -> None:
+        self._api = Api(http, base_url, service="vllm", authorization=authorization)
+        self._timeout_s = timeout_s
+        #: Whether the engine renders chats: None until asked, False once it said no (then never asked again).
+        self.renders: bool | None = None
+
+    async def tokenize_prompt(self, model: str, prompt: str, *, timeout_s: float | None = None) -> Tokenized:
+        """Token ids of a completion prompt; special tokens as the engine's completion endpoint adds them."""
+        body = msgspec.json.encode({"model": model, "prompt": prompt} if model else {"prompt": prompt})
+        return await self._tokenize(body, timeout_s)
+
+    async def tokenize_chat(self, model: str, body: bytes, *, timeout_s: float | None = None) -> Tokenized:
+        """Token ids of a chat request, from its raw JSON body; `model` replaces the body's unless empty.
+
+        Raises ValueError when the body is not a chat request.
+        """
+        return await self._tokenize(tokenize_body(model, body), timeout_s)
+
+    async def render_chat(self, model: str, body: bytes, *, timeout_s: float | None = None) -> Tokenized:
+        """The same by the engine's own renderer: exact for every template input, where the engine enables it.
+
+        Raises NotSupported where it does not; `renders` then stays False.
+        """
+        path = "/v1/chat/completions/render"
+        try:
+            answer = await self._api.post(
+                path,
+                render_body(model, body),
+                _Rendered,
+                timeout_s=timeout_s or self._timeout_s,
+                max_bytes=MAX_TOKENS_BYTES,
+            )
+        except Refused as error:
+            if error.status == _FORBIDDEN:
+                self.renders = False
+                raise NotSupported(str(error), status=error.status) from error
+            if isinstance(error, NotSupported):
+                self.renders = False
+            raise
+        self.renders = True
+        return Tokenized(token_array(answer.token_ids))
+
+    async def chat_tokens(self, model: str, body: bytes, *, timeout_s: float | None = None) -> Tokenized:
+        """Token ids of a chat request by the best means this engine has: render, else tokenize."""
+        if self.renders is not False:
+            try:
+                return await self.render_chat(model, body, timeout_s=timeout_s)
+            except NotSupported:
+                pass  # answered without work by the engine; asked once only
+        return await self.tokenize_chat(model, body, timeout_s=timeout_s)
+
+    async def health(self, *, timeout_s: float | None = None) -> bool:
+        """Whether `/health` says the engine lives; False for an error status, ClientError without any answer."""
+        try:
+            await self._api.call("GET", "/health", timeout_s=timeout_s or self._timeout_s)
+        except Refused:
+            return False
+        return True
+
+    async def metrics(self, *, timeout_s: float | None = None) -> EngineMetrics:
+        """One scrape of `/metrics`; costs the engine tens of milliseconds, so never per request."""
+        timeout_s = timeout_s or self._timeout_s
+        text = await self._api.call("GET", "/metrics", timeout_s=timeout_s, max_bytes=MAX_METRICS_BYTES)
+        return parse_engine_metrics(text)
+
+    async def kv_event_sources(self, *, timeout_s: float | None = None) -> tuple[KvEventSource, ...]:
+        """Streams of KV events, one a data-parallel rank; NotSupported where the engine cannot tell."""
+        shape = cast("type[WireSources]", WireSources)
+        answer = await self._api.get("/kv_event_sources", shape, timeout_s=timeout_s or self._timeout_s)
+        return sources_from_wire(answer, host=self._api.base_url.host)
+
+    async def models(self, *, timeout_s: float | None = None) -> tuple[ModelInfo, ...]:
+        """Models and LoRA adapters the engine serves. Answers even when the engine core is dead: not a health check."""
+        answer = await self._api.get("/v1/models", _Models, timeout_s=timeout_s or self._timeout_s)
+        return tuple(ModelInfo(row.id, row.root or row.id, row.parent, row.max_model_len) for row in answer.data)
+
+    async def version(self, *, timeout_s: float | None = None) -> str:
+        """The engine's version, such as `0.32.0`."""
+        return (await self._api.get("/version", _Version, timeout_s=timeout_s or self._timeout_s)).version
+
+    async def _tokenize(self, body: bytes, timeout_s: float | None) -> Tokenized:
+        answer = await self._api.post(
+            "/tokenize", body, _Tokens, timeout_s=timeout_s or self._timeout_s, max_bytes=MAX_TOKENS_BYTES
+        )
+        return Tokenized(token_array(answer.tokens), answer.max_model_len)
