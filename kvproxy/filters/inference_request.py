@@ -21,6 +21,8 @@ KIND_OF_PATH = {
     "/v1/messages": RequestKind.MESSAGES,
 }
 
+_CLIENT_CLOSED_REQUEST = 499  # never sent: it stands in logs and metrics
+
 
 class InferenceRequestFilter:
     """Puts the raw body and the parsed `InferenceRequest` into the exchange of every request it knows.
@@ -53,6 +55,7 @@ class InferenceRequestFilter:
             body = await read_body(receive, limit_bytes=self._limit_bytes, timeout_s=self._timeout_s)
         except ClientLeft:
             exchange.outcome.end = "client_disconnected"
+            exchange.outcome.status = _CLIENT_CLOSED_REQUEST
             return
         except BodyTooLarge:
             await self._refuse_large(scope, receive, send)

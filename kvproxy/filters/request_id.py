@@ -37,6 +37,7 @@ class RequestIdFilter:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        exchange = Exchange.of(scope, now=self._clock())
         header = self._header
         given = [value for name, value in scope["headers"] if name == header]
         if self._trust_client and len(given) == 1 and _SANE.fullmatch(given[0]):
@@ -46,7 +47,7 @@ class RequestIdFilter:
             request_id = self._make_id()
             pair = (header, request_id.encode("latin-1"))
             scope = {**scope, "headers": [*(item for item in scope["headers"] if item[0] != header), pair]}
-        Exchange.of(scope, now=self._clock()).request_id = request_id
+        exchange.request_id = request_id
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

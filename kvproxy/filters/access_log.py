@@ -1,0 +1,99 @@
+"""Filter `access_log`: one line per request on the logger `kvproxy.access`."""
+
+from __future__ import annotations
+
+import logging
+import random
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvproxy.config.filter_schema import AccessLogSettings
+from kvproxy.filters.access_line import as_json, as_text, fields
+from kvproxy.filters.chain import FilterContext, WallClock
+from kvproxy.filters.exchange import Exchange
+from kvproxy.types import Clock
+
+LOGGER = "kvproxy.access"
+
+
+class AccessLogFilter:
+    """Logs a share of the successful requests, and everything that failed, once each has ended."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        sample: float,
+        json: bool,
+        clock: Clock,
+        wall_clock: WallClock,
+        rng: random.Random,
+        logger: logging.Logger | None = None,
+    ) -> None:
+        self._app = app
+        self._sample = sample
+        self._json = json
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._rng = rng
+        self._logger = logging.getLogger(LOGGER) if logger is None else logger
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange = Exchange.of(scope, now=self._clock())
+        response = _Response(send)
+        try:
+            await self._app(scope, receive, response.send)
+        finally:
+            self._ended(exchange, scope, response)
+
+    def _ended(self, exchange: Exchange, scope: Scope, response: _Response) -> None:
+        status = response.status or exchange.outcome.status
+        end = exchange.outcome.end or ("completed" if response.complete else "aborted")
+        failed = end not in ("completed", "client_disconnected") or (end == "completed" and status >= 400)
+        if not self._logger.isEnabledFor(logging.INFO) or (not failed and self._rng.random() >= self._sample):
+            return
+        line = fields(
+            exchange,
+            method=scope["method"],
+            path=scope.get("raw_path") or scope["path"].encode(),
+            status=status,
+            sent_bytes=response.sent_bytes,
+            duration_s=self._clock() - exchange.received_at,
+            end=end,
+        )
+        self._logger.info("%s", as_json(line, self._wall_clock()) if self._json else as_text(line))
+
+
+class _Response:
+    """Passes a response on and remembers its status and its body's size."""
+
+    __slots__ = ("_send", "complete", "sent_bytes", "status")
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.status = 0
+        self.sent_bytes = 0
+        self.complete = False
+
+    async def send(self, message: Message) -> None:
+        await self._send(message)
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        else:
+            self.sent_bytes += len(message.get("body", b""))
+            self.complete = not message.get("more_body", False)
+
+
+def build(app: ASGIApp, settings: AccessLogSettings, context: FilterContext) -> ASGIApp:
+    """The filter around `app`."""
+    return AccessLogFilter(
+        app,
+        sample=settings.sample,
+        json=settings.format == "json",
+        clock=context.clock,
+        wall_clock=context.wall_clock,
+        rng=context.rng,
+    )

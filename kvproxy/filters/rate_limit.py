@@ -1,0 +1,161 @@
+"""Filter `rate_limit`: requests and tokens a minute, per tenant or per client address."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import math
+from dataclasses import dataclass
+
+from cachetools import LRUCache
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvproxy.config.filter_schema import RateLimitSettings
+from kvproxy.errors import ConfigError, Problem
+from kvproxy.filters.chain import FilterContext
+from kvproxy.filters.exchange import Exchange
+from kvproxy.filters.local_reply import local_reply
+from kvproxy.filters.token_bucket import TokenBucket
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.types import Clock, Headers
+
+_BYTES_PER_TOKEN = 4
+_EVENT_END = b"\n\n"  # a stream carries about one token an event
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """One limited thing: `kind` names it in headers, errors and metrics."""
+
+    kind: str
+    per_minute: float
+    burst_minutes: float
+
+    def bucket(self, now: float) -> TokenBucket:
+        """A full bucket; it holds at least one unit, or nobody would ever be let in."""
+        capacity = max(1.0, self.per_minute * self.burst_minutes)
+        return TokenBucket(rate_per_s=self.per_minute / 60.0, capacity=capacity, now=now)
+
+    def headers(self, bucket: TokenBucket, now: float) -> Headers:
+        """`x-ratelimit-limit-*`, `-remaining-*` and `-reset-*` as OpenAI's clients read them."""
+        suffix = self.kind.encode()
+        reset_s = bucket.wait_s(bucket.capacity, now)
+        return [
+            (b"x-ratelimit-limit-" + suffix, b"%d" % self.per_minute),
+            (b"x-ratelimit-remaining-" + suffix, b"%d" % max(0.0, bucket.level(now))),
+            (b"x-ratelimit-reset-" + suffix, b"%.3fs" % reset_s),
+        ]
+
+
+class RateLimitFilter:
+    """Refuses with 429 and `retry-after` what is over a limit.
+
+    A request costs one request at once. Its tokens are charged when it is over, by the engine's count or else an
+    estimate, so that a bucket may go into debt, and nobody gets in before the debt is paid.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, limits: tuple[Limit, ...], max_keys: int, metrics: Metrics, clock: Clock
+    ) -> None:
+        self._app = app
+        self._limits = limits
+        self._buckets: LRUCache[str, tuple[TokenBucket, ...]] = LRUCache(max_keys)
+        self._metrics = metrics
+        self._clock = clock
+        self._depth = metrics.queue_depth.labels("rate_limit")
+        metrics.queue_limit.labels("rate_limit").set(max_keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        now = self._clock()
+        exchange = Exchange.of(scope, now=now)
+        buckets = self._buckets_of(bucket_key(exchange.tenant, scope), now)
+        if any(bucket.wait_s(1.0, now) for bucket in buckets):
+            await self._refuse(buckets, now, scope, send)
+            return
+        if self._limits[0].kind == "requests":
+            buckets[0].charge(1.0, now)
+        standing = self._standing(buckets, now)
+        events = 0
+
+        async def send_counted(message: Message) -> None:
+            nonlocal events
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), *standing]}
+            else:
+                events += message.get("body", b"").count(_EVENT_END)
+            await send(message)
+
+        if self._limits[-1].kind == "tokens":
+            exchange.on_complete.append(lambda done: buckets[-1].charge(tokens_used(done, events), self._clock()))
+        await self._app(scope, receive, send_counted)
+
+    def _buckets_of(self, key: str, now: float) -> tuple[TokenBucket, ...]:
+        try:
+            return self._buckets[key]
+        except KeyError:
+            buckets = self._buckets[key] = tuple(limit.bucket(now) for limit in self._limits)
+            self._depth.set(len(self._buckets))
+            return buckets
+
+    def _standing(self, buckets: tuple[TokenBucket, ...], now: float) -> Headers:
+        pairs = zip(self._limits, buckets, strict=True)
+        return [header for limit, bucket in pairs for header in limit.headers(bucket, now)]
+
+    async def _refuse(self, buckets: tuple[TokenBucket, ...], now: float, scope: Scope, send: Send) -> None:
+        wait_s, limit = max(
+            ((bucket.wait_s(1.0, now), limit) for limit, bucket in zip(self._limits, buckets, strict=True)),
+            key=lambda pair: pair[0],
+        )
+        self._metrics.rate_limited.labels(limit.kind).inc()
+        retry_after_s = math.ceil(wait_s)
+        await local_reply(
+            scope,
+            send,
+            status=429,
+            reason="rate_limit_exceeded",
+            message=f"Over the limit of {limit.per_minute:g} {limit.kind} per minute; retry in {retry_after_s} s.",
+            metrics=self._metrics,
+            headers=[(b"retry-after", b"%d" % retry_after_s), *self._standing(buckets, now)],
+        )
+
+
+def tokens_used(exchange: Exchange, events: int) -> int:
+    """Tokens to charge for a finished request.
+
+    The engine's count where it gave one. A stream without usage, or one that was cut short, is estimated from the
+    prompt's bytes and the `events` sent; what was refused before or by the engine costs nothing.
+    """
+    outcome, inference = exchange.outcome, exchange.inference
+    if outcome.prompt_tokens is not None or outcome.completion_tokens is not None:
+        return (outcome.prompt_tokens or 0) + (outcome.completion_tokens or 0)
+    refused = outcome.end == "completed" and outcome.status >= 400
+    if inference is None or refused or outcome.end == "local_reply":
+        return 0
+    prompt = inference.prompt
+    return (len(prompt.shape) + sum(map(len, prompt.parts))) // _BYTES_PER_TOKEN + events
+
+
+def bucket_key(tenant: str, scope: Scope) -> str:
+    """Whom a request counts for: its tenant, or its IPv4 address or IPv6 network of 64 bits (one customer's)."""
+    if tenant:
+        return f"tenant {tenant}"
+    client = scope.get("client")
+    host: str = client[0][:64] if client else "unknown"
+    if ":" in host:
+        with contextlib.suppress(ValueError):
+            address = ipaddress.IPv6Address(host)
+            host = str(address.ipv4_mapped) if address.ipv4_mapped else f"{int(address) >> 64:x}::/64"
+    return f"address {host}"
+
+
+def build(app: ASGIApp, settings: RateLimitSettings, context: FilterContext) -> ASGIApp:
+    """The filter around `app`. Raises ConfigError when nothing is limited."""
+    rates = (("requests", settings.requests_per_minute), ("tokens", settings.tokens_per_minute))
+    limits = tuple(Limit(kind, rate, settings.burst) for kind, rate in rates if rate)
+    if not limits:
+        hint = "set requests_per_minute or tokens_per_minute"
+        raise ConfigError([Problem("", "nothing is limited", hint)])
+    return RateLimitFilter(app, limits=limits, max_keys=settings.max_keys, metrics=context.metrics, clock=context.clock)

@@ -1,0 +1,30 @@
+"""Token buckets: pure arithmetic, the time is an argument."""
+
+from __future__ import annotations
+
+
+class TokenBucket:
+    """Fills at `rate_per_s` up to `capacity`; a charge may take it below zero, into debt."""
+
+    __slots__ = ("_at", "_level", "capacity", "rate_per_s")
+
+    def __init__(self, *, rate_per_s: float, capacity: float, now: float) -> None:
+        self.rate_per_s = rate_per_s
+        self.capacity = capacity
+        self._level = capacity
+        self._at = now
+
+    def level(self, now: float) -> float:
+        """What it holds; negative in debt."""
+        if now > self._at:
+            self._level = min(self.capacity, self._level + (now - self._at) * self.rate_per_s)
+            self._at = now
+        return self._level
+
+    def charge(self, amount: float, now: float) -> None:
+        """Take `amount`, whatever is there."""
+        self._level = self.level(now) - amount
+
+    def wait_s(self, amount: float, now: float) -> float:
+        """Seconds until it holds `amount`; 0 when it does already."""
+        return max(0.0, (min(amount, self.capacity) - self.level(now)) / self.rate_per_s)
