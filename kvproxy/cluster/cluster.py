@@ -10,7 +10,8 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
-from kvproxy.balancing.policy import Learner, Overlap, PickRequest, Policy
+from kvproxy.balancing.load import Reservation
+from kvproxy.balancing.policy import NO_FACTS, Learner, Overlap, OverlapFacts, PickRequest, Policy
 from kvproxy.balancing.registry import POLICIES
 from kvproxy.cluster.decision_metrics import DecisionMetrics
 from kvproxy.cluster.discovery import Source, sources_of
@@ -55,7 +56,7 @@ class Cluster:
         self._learner = self.policy if isinstance(self.policy, Learner) else None
         self._metrics = metrics
         self._clock = clock
-        self._counts = DecisionMetrics(metrics, name, settings.policy.value)
+        self._counts = DecisionMetrics(metrics, name, self.policy_name)
         self._screening = Screening()
         self._members = Membership(self._make, on_left=self._left)
         self._prober = Prober(name, settings.health, probe=probe, on_result=self._probed, rng=rng)
@@ -65,7 +66,7 @@ class Cluster:
         self.apply(settings.endpoints)
 
     def __repr__(self) -> str:
-        return f"<Cluster {self.name} {len(self.endpoints)} endpoints, {self.settings.policy}>"
+        return f"<Cluster {self.name} {len(self.endpoints)} endpoints, {self.policy_name}>"
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as starting:
@@ -93,6 +94,11 @@ class Cluster:
     def models(self) -> frozenset[str]:
         """Models some member declares."""
         return self._screening.declared
+
+    @property
+    def policy_name(self) -> str:
+        """As in the configuration; a metric label."""
+        return self.settings.policy.value
 
     def endpoint(self, endpoint_id: EndpointId) -> Endpoint | None:
         """The member of this id."""
@@ -133,10 +139,22 @@ class Cluster:
         else:
             choice = self.policy.choose(request, candidates, now)
             endpoint, reason, costs = candidates[choice.index], choice.reason, choice.costs
+        permit = endpoint.breaker.admit() if not pool.panic or endpoint.breaker.admits else None
         if pool.panic:
             reason = "panic"
         self._counts.decision(reason)
-        return self._reserve(endpoint, request, now, reason=reason, preference=preference, costs=costs)
+        reservation = _reserve(endpoint, request.facts, now)
+        if endpoint.load.in_flight == endpoint.max_in_flight:
+            self._screening.invalidate()
+        return Pick(
+            endpoint,
+            reservation,
+            reason=reason,
+            preference=preference,
+            costs=costs,
+            permit=permit,
+            judge=self,
+        )
 
     def refusal(self, request: PickRequest, *, now: float) -> Refusal:
         """Why nobody may take this request, when `pick` answered None."""
@@ -157,36 +175,8 @@ class Cluster:
         self._counts.preference(result)
         return (endpoint if followed else None), result
 
-    def _reserve(
-        self,
-        endpoint: Endpoint,
-        request: PickRequest,
-        now: float,
-        *,
-        reason: str,
-        preference: str | None,
-        costs: Sequence[float],
-    ) -> Pick:
-        facts, load, breaker = request.facts, endpoint.load, endpoint.breaker
-        overlap = facts.by_endpoint.get(endpoint.id, _NOTHING_HELD)
-        cached = min(overlap.tokens, facts.prompt_tokens)
-        reservation = load.reserve(
-            facts.prompt_tokens - cached, cached, now, lower_tokens=min(overlap.lower_tokens, cached)
-        )
-        if load.in_flight == endpoint.max_in_flight:
-            self._screening.invalidate()
-        return Pick(
-            endpoint,
-            reservation,
-            policy=self._counts.policy,
-            reason=reason,
-            preference=preference,
-            costs=costs,
-            permit=breaker.admit() if breaker.admits else None,
-            judge=self._judge,
-        )
-
-    def _judge(self, endpoint: Endpoint, outcome: AttemptOutcome, now: float) -> None:
+    def judge(self, endpoint: Endpoint, outcome: AttemptOutcome, now: float) -> None:
+        """Draw the conclusions of an attempt whose load has been released; called by its pick."""
         if outcome is AttemptOutcome.FAILURE:
             if endpoint.health.failure(now) and may_eject(self.endpoints, self.settings.health, now):
                 self._eject(endpoint, now)
@@ -236,3 +226,12 @@ class Cluster:
         endpoint.load.on_sample = None
         if self._learner is not None:
             self._learner.forget(endpoint.id)
+
+
+def _reserve(endpoint: Endpoint, facts: OverlapFacts, now: float) -> Reservation:
+    if facts is NO_FACTS:
+        return endpoint.load.reserve(0, 0, now)
+    overlap = facts.by_endpoint.get(endpoint.id, _NOTHING_HELD)
+    cached = min(overlap.tokens, facts.prompt_tokens)
+    lower = min(overlap.lower_tokens, cached)
+    return endpoint.load.reserve(facts.prompt_tokens - cached, cached, now, lower_tokens=lower)

@@ -11,9 +11,9 @@ class DecisionMetrics:
     """Children by reason; reasons are closed sets of the policy and the cluster."""
 
     def __init__(self, metrics: Metrics, cluster: str, policy: str) -> None:
-        self.policy = policy
         self._metrics = metrics
         self._cluster = cluster
+        self._policy = policy
         self._decisions: dict[str, Counter] = {}
         self._preferences: dict[str, Counter] = {}
 
@@ -21,7 +21,7 @@ class DecisionMetrics:
         """A pick, or a refusal."""
         child = self._decisions.get(reason)
         if child is None:
-            child = self._decisions[reason] = self._metrics.picks.labels(self._cluster, self.policy, reason)
+            child = self._decisions[reason] = self._metrics.picks.labels(self._cluster, self._policy, reason)
         child.inc()
 
     def preference(self, result: str) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
+from typing import Protocol
 
 from kvproxy.balancing.load import Reservation
 from kvproxy.cluster.endpoint import Endpoint
@@ -30,26 +31,33 @@ class Refusal(StrEnum):
     SATURATED = "saturated"
 
 
+class Judge(Protocol):
+    """The cluster, as a pick sees it."""
+
+    @property
+    def policy_name(self) -> str: ...
+
+    def judge(self, endpoint: Endpoint, outcome: AttemptOutcome, now: float) -> None: ...
+
+
 class Pick:
     """A reserved place on an endpoint. Whoever got it settles it on every way out, best in a `finally`."""
 
-    __slots__ = ("_judge", "_permit", "costs", "endpoint", "policy", "preference", "reason", "reservation")
+    __slots__ = ("_judge", "_permit", "costs", "endpoint", "preference", "reason", "reservation")
 
     def __init__(
         self,
         endpoint: Endpoint,
         reservation: Reservation,
         *,
-        policy: str,
         reason: str,
         preference: str | None,
         costs: Sequence[float],
         permit: Permit | None,
-        judge: Callable[[Endpoint, AttemptOutcome, float], None],
+        judge: Judge,
     ) -> None:
         self.endpoint = endpoint
         self.reservation = reservation
-        self.policy = policy
         self.reason = reason  # the policy's own, "preferred" or "panic"
         self.preference = preference  # what became of a preferred endpoint; None when there was none
         self.costs = costs  # by candidate, from policies that know
@@ -57,7 +65,12 @@ class Pick:
         self._judge = judge
 
     def __repr__(self) -> str:
-        return f"<Pick {self.endpoint.id} {self.policy}/{self.reason}>"
+        return f"<Pick {self.endpoint.id} {self.reason}>"
+
+    @property
+    def policy(self) -> str:
+        """Name of the policy of its cluster."""
+        return self._judge.policy_name
 
     def first_token(self, now: float) -> None:
         """The engine sent the first body byte."""
@@ -72,7 +85,7 @@ class Pick:
         self.endpoint.load.release(self.reservation, now)
         if self._permit is not None:
             _settle_permit(self._permit, outcome)
-        self._judge(self.endpoint, outcome, now)
+        self._judge.judge(self.endpoint, outcome, now)
 
 
 def _settle_permit(permit: Permit, outcome: AttemptOutcome) -> None:

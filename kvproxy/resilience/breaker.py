@@ -83,6 +83,7 @@ class Breaker:
         self._state = BreakerState.CLOSED
         self._era = 0  # counts state changes
         self._probes = 0  # running in this half-open era
+        self._spotless = True  # nothing but successes since the last failure
         self._opened_at = -math.inf
         self._record = pybreaker.CircuitBreaker(
             fail_max=settings.failure_threshold,
@@ -144,8 +145,11 @@ class Breaker:
             if answered is None and self._on_change is not None:
                 self._on_change()  # a probe slot is free again
         if answered:
-            self._record.call(_succeed)
+            if not self._spotless:  # a success after successes changes nothing, and a replay costs more than a pick
+                self._record.call(_succeed)
+                self._spotless = True
         elif answered is not None:
+            self._spotless = False
             with suppress(_Failed):
                 self._record.call(_fail)
 
