@@ -1,0 +1,71 @@
+"""A native file's mapping into a checked `Config`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvproxy.config.decode import decode
+from kvproxy.config.environment import retyped
+from kvproxy.config.fields import closest, keys_of, nearest
+from kvproxy.config.paths import Origins, Path, dotted, inside
+from kvproxy.config.schema import DEFAULT_FILTERS, FILTER_SETTINGS, Cluster, Config, FilterSpec, Model
+from kvproxy.config.shorthand import Canonical, canonical
+from kvproxy.config.verify import findings
+from kvproxy.config.verify_findings import Finding
+from kvproxy.errors import Problem
+
+
+def decode_native(
+    raw: Mapping[str, Any], *, extra_filters: Mapping[str, type[Model] | None]
+) -> tuple[Config | None, list[Problem]]:
+    """The configuration, best effort if there are errors, and every problem in the order of the checks."""
+    form = canonical(dict(raw))
+    decoded = decode(Config, form.data, form.origins)
+    problems = [*form.problems, *(_with_shorthands(problem, form) for problem in decoded.problems)]
+    filters = _filters(form, problems, {**FILTER_SETTINGS, **extra_filters})
+    if decoded.value is None:
+        return None, problems
+    config = decoded.value.model_copy(update={"filters": filters})
+    broken = [problem.path for problem in problems]
+    for finding in findings(config):
+        at = form.origins(decoded.moved.written(finding.path))
+        if not _stumbled(finding, at, broken):
+            problems.append(Problem(at, finding.message, finding.hint, finding.severity))
+    return config, problems
+
+
+def _stumbled(finding: Finding, at: str, broken: list[str]) -> bool:
+    """Whether a cross-check only met the defaults that stand in for a part that is wrong itself."""
+    return any(inside(at, path) or (finding.absence and inside(path, at)) for path in broken)
+
+
+def _with_shorthands(problem: Problem, form: Canonical) -> Problem:
+    """At the top level the short forms are keys too."""
+    if problem.message != "unknown key" or problem.path not in form.data:
+        return problem
+    return Problem(problem.path, problem.message, nearest(problem.path, [*keys_of(Config), *keys_of(Cluster)]))
+
+
+def _filters(
+    form: Canonical, problems: list[Problem], known: Mapping[str, type[Model] | None]
+) -> tuple[FilterSpec, ...]:
+    specs: list[FilterSpec] = []
+    named = form.filters or [(name, None, ("filters",)) for name in DEFAULT_FILTERS]
+    for name, settings, written in named:
+        if name not in known:
+            problems.append(Problem(dotted(written), f"unknown filter {name!r}", nearest(name, known)))
+            specs.append(FilterSpec.model_construct(name=closest(name, known) or name))  # so that the order is checked
+        else:
+            specs.append(FilterSpec(name=name, settings=_settings(known[name], settings, written, problems)))
+        form.origins.add(("filters", len(specs) - 1), written)
+    return tuple(specs)
+
+
+def _settings(kind: type[Model] | None, raw: Any, written: Path, problems: list[Problem]) -> Any:
+    raw = {} if raw is None else raw
+    if kind is None:
+        return retyped(raw)
+    decoded = decode(kind, raw, Origins([((), written)]))
+    problems.extend(decoded.problems)
+    return decoded.value

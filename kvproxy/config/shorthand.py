@@ -1,0 +1,150 @@
+"""The short forms a person may write, turned into the one form the model has.
+
+`listen: host:port`, `admin: false`, the fields of `clusters.default` at the top level, `endpoints` as a mapping or as
+`id=url` texts, filters as names or one-key mappings. What it cannot read it leaves for the model to refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvproxy.config.address import split_address
+from kvproxy.config.cluster_schema import Cluster
+from kvproxy.config.fields import keys_of
+from kvproxy.config.paths import Origins, Path, dotted
+from kvproxy.errors import Problem
+
+_FALSE = {"false", "off", "no"}
+
+
+@dataclass(slots=True)
+class Canonical:
+    """A file in the model's own form; the filters apart, as (name, raw settings, written path)."""
+
+    data: dict[str, Any]
+    filters: list[tuple[str, Any, Path]] = field(default_factory=list)
+    origins: Origins = field(default_factory=Origins)
+    problems: list[Problem] = field(default_factory=list)
+
+    def complain(self, path: Path, message: str, hint: str = "") -> None:
+        """Add a problem at a written path."""
+        self.problems.append(Problem(dotted(path), message, hint))
+
+
+def canonical(raw: dict[str, Any]) -> Canonical:
+    """The canonical form of a native file's top-level mapping, which is not changed."""
+    form = Canonical(dict(raw))
+    for key in ("listen", "admin"):
+        if key in raw:
+            form.data[key] = _listener(form, key, raw[key])
+    _filters(form, form.data.pop("filters", None))
+    _clusters(form)
+    return form
+
+
+def _listener(form: Canonical, key: str, value: Any) -> Any:
+    """`host:port`, `:port` (every interface), `[::1]:port`, a bare port, or `false` for the admin listener."""
+    if key == "admin" and (value is False or (isinstance(value, str) and value.casefold() in _FALSE)):
+        return {"enabled": False}
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        return value
+    try:
+        host, port = split_address(str(value))
+    except ValueError as error:
+        form.complain((key,), str(error))
+        return {}
+    for name in ("host", "port"):
+        form.origins.add((key, name), (key,))
+    return {"port": port} if host is None else {"host": host, "port": port}
+
+
+def _filters(form: Canonical, value: Any) -> None:
+    if value is None:
+        return
+    if not isinstance(value, list):
+        form.complain(("filters",), "must be a list of filters")
+        return
+    for index, entry in enumerate(value):
+        if isinstance(entry, str):
+            form.filters.append((entry, None, ("filters", index)))
+        elif isinstance(entry, dict) and len(entry) == 1:
+            name, settings = next(iter(entry.items()))
+            form.filters.append((name, settings, ("filters", index, name)))
+        else:
+            form.complain(("filters", index), "must be a filter's name, or one `name: {settings}`")
+
+
+def _clusters(form: Canonical) -> None:
+    """Gather the top level's cluster fields into `clusters.default`, and spell every cluster's endpoints out."""
+    given = form.data.get("clusters")
+    if given is not None and not isinstance(given, dict):
+        form.complain(("clusters",), "must be a mapping of names to clusters")
+        given = None
+    clusters = dict(given or {})
+    short = [key for key in keys_of(Cluster) if key in form.data]
+    default = clusters.get("default", {})
+    if short and isinstance(default, dict):
+        default = dict(default)
+        for key in short:
+            if key in default:
+                form.complain((key,), "given here and in clusters.default")
+            default[key] = form.data[key]
+            form.origins.add(("clusters", "default", key), (key,))
+        clusters["default"] = default
+    for key in short:
+        del form.data[key]
+    for name, cluster in clusters.items():
+        if isinstance(cluster, dict) and "endpoints" in cluster:
+            at: Path = ("clusters", name, "endpoints")
+            clusters[name] = {**cluster, "endpoints": _endpoints(form, cluster["endpoints"], at)}
+    form.data["clusters"] = clusters
+
+
+def _endpoints(form: Canonical, value: Any, at: Path) -> Any:
+    if isinstance(value, list):
+        return [_endpoint(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    written = form.origins.written(at)
+    items = []
+    for index, (name, item) in enumerate(value.items()):
+        form.origins.add((*at, index), (*written, name))
+        if isinstance(item, dict) and "id" in item and item["id"] != name:
+            form.complain((*written, name, "id"), "the endpoint's id is already given by its key")
+        items.append({**item, "id": name} if isinstance(item, dict) else {"id": name, "url": item})
+    return items
+
+
+def _endpoint(item: Any) -> Any:
+    if isinstance(item, str):
+        return endpoint_of(item)
+    if isinstance(item, dict) and "id" not in item and isinstance(item.get("url"), str):
+        return {"id": id_of(item["url"]), **item}
+    return item
+
+
+def endpoint_of(text: str) -> dict[str, str]:
+    """`id=url`, or a url whose host:port becomes the id."""
+    name, equals, url = text.partition("=")
+    if equals and "/" not in name and "?" not in name:
+        return {"id": name.strip(), "url": url.strip()}
+    return {"id": id_of(text), "url": text.strip()}
+
+
+def id_of(url: str) -> str:
+    """`host:port` of a url, without credentials; IPv6 without brackets and with a leading digit (`0::1:8000`)."""
+    try:
+        netloc = urlsplit(url.strip() if "://" in url else f"//{url.strip()}").netloc.rpartition("@")[2]
+    except ValueError:
+        return ""
+    name = netloc.replace("[", "").replace("]", "")
+    return f"0{name}" if name.startswith(":") else name
+
+
+def mapping_of(endpoints: Sequence[str], *, host: str, port: int, policy: str | None) -> dict[str, Any]:
+    """The file that `--endpoint` options stand for."""
+    raw: dict[str, Any] = {"listen": {"host": host, "port": port}, "endpoints": list(endpoints)}
+    return raw if policy is None else {**raw, "policy": policy}

@@ -1,0 +1,150 @@
+"""Checks across a decoded configuration: what each part allows alone but the whole does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path as FilePath
+
+from kvproxy.config.address import is_loopback
+from kvproxy.config.endpoint_url import same_origin, url_fault
+from kvproxy.config.paths import Path, Where, dotted
+from kvproxy.config.schema import Cluster, Config, Route
+from kvproxy.config.verify_filters import chain_findings
+from kvproxy.config.verify_findings import Finding, error, missing_file, warning
+from kvproxy.errors import Problem
+
+
+def findings(config: Config) -> list[Finding]:
+    """Everything wrong (or doubtful: severity `warning`) with the configuration as a whole."""
+    checks = (_listeners, _tls, _clusters, _routes, _intervals, chain_findings)
+    return [finding for check in checks for finding in check(config)]
+
+
+def verify(config: Config, *, where: Where = dotted) -> list[Problem]:
+    """The same as problems; `where` turns a path of the model into the text a person knows."""
+    return [Problem(where(f.path), f.message, f.hint, f.severity) for f in findings(config)]
+
+
+def _listeners(config: Config) -> Iterator[Finding]:
+    listen, admin = config.listen, config.admin
+    if not listen.host:
+        yield error(("listen", "host"), "must not be empty", "0.0.0.0 is every interface")
+    if not admin.enabled:
+        return
+    if not admin.host:
+        yield error(("admin", "host"), "must not be empty")
+    elif not is_loopback(admin.host) and admin.token is None:
+        yield error(("admin", "token"), "required when the admin listener is not on loopback")
+    wildcard = {"0.0.0.0", "::"} & {listen.host, admin.host}
+    if admin.port and admin.port == listen.port and (listen.host == admin.host or wildcard):
+        yield error(("admin", "port"), "the admin listener has the public listener's address")
+
+
+def _tls(config: Config) -> Iterator[Finding]:
+    if config.listen.tls is not None:
+        for name in ("certificate", "private_key"):
+            yield from missing_file(("listen", "tls", name), getattr(config.listen.tls, name))
+
+
+def _clusters(config: Config) -> Iterator[Finding]:
+    if not config.clusters:
+        yield error(("clusters",), "no cluster is configured", "the shortest way is `endpoints: [http://host:port]`")
+    for name, cluster in config.clusters.items():
+        at: Path = ("clusters", name)
+        discovers = cluster.discovery.file is not None or cluster.discovery.dns is not None
+        if not cluster.endpoints and not discovers:
+            yield error((*at, "endpoints"), "the cluster has no endpoints and no discovery", absence=True)
+        yield from _endpoints(cluster, (*at, "endpoints"))
+        if cluster.discovery.file is not None and not FilePath(cluster.discovery.file.path).is_file():
+            yield warning((*at, "discovery", "file", "path"), "the file does not exist yet")
+
+
+def _endpoints(cluster: Cluster, at: Path) -> Iterator[Finding]:
+    ids: set[str] = set()
+    instances: dict[str, str] = {}
+    origins: dict[tuple[str, str, int, str], str] = {}
+    for index, endpoint in enumerate(cluster.endpoints):
+        here: Path = (*at, index)
+        if endpoint.id in ids:
+            yield error((*here, "id"), f"two endpoints have the id {endpoint.id!r}")
+        ids.add(endpoint.id)
+        instance = endpoint.instance_id or endpoint.id
+        if endpoint.id != instances.setdefault(instance, endpoint.id):
+            yield warning(
+                (*here, "instance_id"),
+                f"the instance id {instance!r} also belongs to {instances[instance]!r}",
+                "right only if both share one LMCache",
+            )
+        if endpoint.ca_file:
+            yield from missing_file((*here, "ca_file"), endpoint.ca_file)
+        if endpoint.insecure:
+            yield warning((*here, "insecure"), "the endpoint's certificate is not verified")
+        fault = url_fault(endpoint.url)
+        if fault:
+            yield error((*here, "url"), fault)
+            continue
+        other = origins.setdefault(same_origin(endpoint.url), endpoint.id)
+        if other != endpoint.id:
+            yield warning((*here, "url"), f"the same engine as {other!r}: its load is counted apart")
+        if endpoint.api_key is not None and endpoint.url.startswith("http://") and not _local(endpoint.url):
+            yield warning((*here, "api_key"), "sent in clear text over http")
+        if endpoint.retry is not None and endpoint.retry.max_backoff < endpoint.retry.backoff:
+            yield error((*here, "retry", "max_backoff"), "shorter than backoff")
+
+
+def _local(url: str) -> bool:
+    return is_loopback(same_origin(url)[1])
+
+
+def _routes(config: Config) -> Iterator[Finding]:
+    earlier: list[Route] = []
+    for index, route in enumerate(config.routes):
+        at: Path = ("routes", index)
+        if route.cluster not in config.clusters:
+            names = ", ".join(sorted(config.clusters)) or "none"
+            yield error((*at, "cluster"), f"there is no cluster {route.cluster!r}", f"clusters: {names}")
+        if not route.prefix.startswith("/"):
+            yield error((*at, "prefix"), "must start with /")
+        if "*" in route.model[:-1]:
+            yield error((*at, "model"), "a * may only stand at the end")
+        if route.upstream_model and (not route.model or route.model.endswith("*")):
+            yield error((*at, "upstream_model"), "needs a `model` without *: it is the alias for that one name")
+        shadow = next((number for number, other in enumerate(earlier) if _covers(other, route)), None)
+        if shadow is not None:
+            yield error(at, f"never reached: routes[{shadow}] already matches all of it")
+        earlier.append(route)
+    if not config.routes and len(config.clusters) > 1:
+        yield error(("routes",), "with more than one cluster, routes must say which request goes where")
+    used = {route.cluster for route in config.routes}
+    for name in config.clusters if config.routes else ():
+        if name not in used:
+            yield warning(("clusters", name), "no route leads to this cluster")
+
+
+def _covers(wide: Route, narrow: Route) -> bool:
+    """Whether every request `narrow` matches is already taken by `wide`."""
+    if not narrow.prefix.startswith(wide.prefix):
+        return False
+    if wide.model in ("", "*"):
+        return True
+    if wide.model.endswith("*"):
+        return bool(narrow.model) and narrow.model.removesuffix("*").startswith(wide.model[:-1])
+    return wide.model == narrow.model
+
+
+def _intervals(config: Config) -> Iterator[Finding]:
+    if config.retry.max_backoff < config.retry.backoff:
+        yield error(("retry", "max_backoff"), "shorter than backoff")
+    if config.pool.max_idle > config.pool.max_connections:
+        yield warning(("pool", "max_idle"), "more than max_connections are never kept")
+    for name in ("connect", "first_byte", "idle"):
+        if getattr(config.timeouts, name) == 0:
+            yield error(("timeouts", name), "must be longer than 0")
+    for name, cluster in config.clusters.items():
+        health, at = cluster.health, ("clusters", name, "health")
+        if health.max_eject_for < health.eject_for:
+            yield error((*at, "max_eject_for"), "shorter than eject_for")
+        if health.active and (health.interval == 0 or health.timeout == 0):
+            yield error((*at, "timeout" if health.interval else "interval"), "must be longer than 0")
+        if not health.path.startswith("/"):
+            yield error((*at, "path"), "must start with /")

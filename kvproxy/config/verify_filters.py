@@ -1,0 +1,144 @@
+"""Checks of the filter chain: its order, and what each filter's settings need from the rest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kvproxy.config.endpoint_url import url_fault
+from kvproxy.config.paths import Path
+from kvproxy.config.schema import (
+    FILTER_SETTINGS,
+    AuthSettings,
+    Config,
+    CorsSettings,
+    KvCacheSettings,
+    RateLimitSettings,
+)
+from kvproxy.config.verify_findings import Finding, error, missing_file, warning
+
+#: (earlier, later, severity of the other order, why).
+_ORDER = (
+    ("inference_request", "kvcache", error, "kvcache needs the request that inference_request parses"),
+    ("auth", "rate_limit", warning, "rate_limit counts by client address, since auth names the tenant only later"),
+    ("auth", "kvcache", warning, "kvcache works for requests that auth then refuses"),
+    ("cors", "auth", warning, "auth refuses browsers' preflight requests before cors can answer them"),
+    ("request_id", "access_log", warning, "the access log does not know the request id yet"),
+)
+
+
+def chain_findings(config: Config) -> Iterator[Finding]:
+    """Findings about the chain as a whole, then about each filter."""
+    names = [spec.name for spec in config.filters]
+    yield from _ends_with_router(names)
+    yield from _order(names)
+    if "inference_request" not in names:
+        yield from _without_parsing(config, names)
+    for index, spec in enumerate(config.filters):
+        check = _SETTINGS.get(spec.name)
+        if check is not None and isinstance(spec.settings, FILTER_SETTINGS[spec.name]):
+            yield from check(spec.settings, ("filters", index), config)
+
+
+def _ends_with_router(names: list[str]) -> Iterator[Finding]:
+    if "router" not in names:
+        yield error(("filters",), "no filter forwards requests", "the last must be `router`")
+        return
+    for index in range(names.index("router") + 1, len(names)):
+        if names[index] != "router":
+            yield error(("filters", index), "never reached: it comes after router")
+
+
+def _order(names: list[str]) -> Iterator[Finding]:
+    first: dict[str, int] = {}
+    for index, name in enumerate(names):
+        if name in first:
+            yield error(("filters", index), f"{name} is already in the chain, at filters[{first[name]}]")
+        first.setdefault(name, index)
+    for early, late, severity, why in _ORDER:
+        if early in first and late in first and first[late] < first[early]:
+            yield severity(("filters", first[late]), why, f"put {early} before {late}")
+
+
+def _without_parsing(config: Config, names: list[str]) -> Iterator[Finding]:
+    if "kvcache" in names:
+        yield error(("filters", names.index("kvcache")), "needs inference_request before it")
+    for index, route in enumerate(config.routes):
+        if route.model:
+            yield error(("routes", index, "model"), "needs the filter inference_request: nothing else reads the model")
+
+
+def _auth(settings: AuthSettings, at: Path, _: Config) -> Iterator[Finding]:
+    if not settings.keys and not settings.file:
+        yield error((*at, "keys"), "auth has neither keys nor a file: it would refuse everything", absence=True)
+    if settings.file:
+        yield from missing_file((*at, "file"), settings.file)
+    seen: set[str] = set()
+    for index, key in enumerate(settings.keys):
+        if key.key.get_secret_value() in seen:
+            yield error((*at, "keys", index, "key"), "the same key is given twice: its owner would be ambiguous")
+        seen.add(key.key.get_secret_value())
+    for index, path in enumerate(settings.exempt_paths):
+        if not path.startswith("/"):
+            yield error((*at, "exempt_paths", index), "must start with /")
+
+
+def _cors(settings: CorsSettings, at: Path, _: Config) -> Iterator[Finding]:
+    if not settings.allow_origins and not settings.allow_origin_regex:
+        yield error((*at, "allow_origins"), "cors allows no origin")
+    if settings.allow_credentials and "*" in settings.allow_origins:
+        yield error((*at, "allow_credentials"), "with the origin * any page could act with a user's credentials")
+    try:
+        re.compile(settings.allow_origin_regex)
+    except re.error as fault:
+        yield error((*at, "allow_origin_regex"), f"not a regular expression: {fault.msg}")
+
+
+def _rate_limit(settings: RateLimitSettings, at: Path, _: Config) -> Iterator[Finding]:
+    if not settings.requests_per_minute and not settings.tokens_per_minute:
+        yield warning((*at, "requests_per_minute"), "rate_limit has no limit")
+
+
+def _kvcache(settings: KvCacheSettings, at: Path, config: Config) -> Iterator[Finding]:
+    if not settings.enabled:
+        return
+    for name in ("lmcache_endpoint", "vllm_endpoint"):
+        url = getattr(settings, name)
+        fault = url_fault(url) if url else ""
+        if fault:
+            yield error((*at, name), fault)
+    strategy, plan = settings.cache_strategy, (*at, "cache_strategy")
+    if not settings.lmcache_endpoint:
+        for name in ("enable_pinning", "enable_compression", "enable_eviction"):
+            if getattr(strategy, name):
+                yield error((*plan, name), "needs lmcache_endpoint")
+    if settings.hot_max_records < strategy.hot_content_threshold:
+        yield error((*at, "hot_max_records"), "below cache_strategy.hot_content_threshold: nothing would ever be hot")
+    if strategy.enable_pinning and strategy.pin_renewal >= strategy.pin_lease:
+        yield error((*plan, "pin_renewal"), "must be shorter than pin_lease, or pins lapse before they are renewed")
+    if settings.retry.max_backoff < settings.retry.base_backoff:
+        yield error((*at, "retry", "max_backoff"), "shorter than base_backoff")
+    if settings.lookup_routing_timeout > settings.request_timeout:
+        yield warning((*at, "lookup_routing_timeout"), "longer than request_timeout, which then ends lookups first")
+    yield from _instances(settings, plan, config)
+
+
+def _instances(settings: KvCacheSettings, plan: Path, config: Config) -> Iterator[Finding]:
+    known = {e.instance_id or e.id for cluster in config.clusters.values() for e in cluster.endpoints}
+    discovers = any(c.discovery.file or c.discovery.dns for c in config.clusters.values())
+    for name in ("pin_instance_id", "compress_instance_id", "evict_instance_id"):
+        wanted = getattr(settings.cache_strategy, name)
+        if wanted and wanted not in known:
+            severity = warning if discovers else error
+            yield severity(
+                (*plan, name), f"no endpoint has the instance id {wanted!r}", f"instances: {', '.join(sorted(known))}"
+            )
+
+
+_SETTINGS: dict[str, Callable[[Any, Path, Config], Iterator[Finding]]] = {
+    "auth": _auth,
+    "cors": _cors,
+    "kvcache": _kvcache,
+    "rate_limit": _rate_limit,
+}

@@ -1,0 +1,136 @@
+"""YAML text to plain data: YAML 1.2's scalars, text keys, anchors and merges within bounds, every duplicate key named.
+
+Only `true` and `false` are booleans and only decimal, `0x` and `0o` numbers are integers, so `no`, `22:22` and
+dates stay the text they look like.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+from yaml.resolver import Resolver
+
+from kvproxy.errors import Problem
+
+#: Bounds on what aliases may expand to, so that a few lines cannot become gigabytes.
+_MAX_NODES = 200_000
+_MAX_DEPTH = 64
+
+_TAG = "tag:yaml.org,2002:"
+_NULL = re.compile(r"~|null|Null|NULL|")
+_BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
+_INT = re.compile(r"[-+]?[0-9]+|0x[0-9a-fA-F]+|0o[0-7]+")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+
+
+class _Composer(yaml.SafeLoader):
+    """Composes nodes only; scalars keep the tag `str` and are read by `plain_scalar`."""
+
+    yaml_implicit_resolvers = {"<": Resolver.yaml_implicit_resolvers["<"]}
+
+
+def plain_scalar(text: str) -> Any:
+    """What an unquoted YAML scalar means: null, a boolean, a number, or the text itself."""
+    if _NULL.fullmatch(text):
+        return None
+    if _BOOL.fullmatch(text):
+        return text.lower() == "true"
+    if _INT.fullmatch(text):
+        return int(text, 0) if text[:2] in ("0x", "0o") else int(text)
+    if _FLOAT.fullmatch(text):
+        return float(text)
+    return text
+
+
+def parse_yaml(text: str) -> tuple[Any, list[Problem]]:
+    """Plain dicts, lists and scalars, and the problems: syntax with line and column, and every duplicate key.
+
+    After a syntax error the data is None; after the others it is usable. Messages never quote values.
+    """
+    try:
+        loader = _Composer(text)
+        try:
+            node = loader.get_single_node()
+        finally:
+            loader.dispose()
+        builder = _Builder()
+        data = None if node is None else builder.build(node, 0)
+    except yaml.reader.ReaderError as error:
+        return None, [
+            Problem(_line_of(text, error.position), f"character #x{ord(text[error.position]):02x} is not allowed")
+        ]
+    except yaml.MarkedYAMLError as error:
+        what = ": ".join(part for part in (error.context, error.problem) if part)
+        mark = error.problem_mark or error.context_mark
+        return None, [Problem(_at(mark), f"YAML syntax: {what}", _quoting_hint(text, mark))]
+    except RecursionError:
+        return None, [Problem("", f"nested more than {_MAX_DEPTH} levels deep")]
+    return data, builder.problems
+
+
+class _Builder:
+    """Nodes to data, with a list of what was wrong on the way."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+        self._nodes = 0
+
+    def build(self, node: yaml.Node, depth: int) -> Any:
+        """The data of one node; raises ComposerError beyond the bounds."""
+        self._nodes += 1
+        if self._nodes > _MAX_NODES or depth > _MAX_DEPTH:
+            bound = f"{_MAX_NODES} values" if self._nodes > _MAX_NODES else f"{_MAX_DEPTH} levels"
+            raise yaml.composer.ComposerError(None, None, f"more than {bound} (aliases included)", node.start_mark)
+        if isinstance(node, yaml.SequenceNode):
+            return [self.build(item, depth + 1) for item in node.value]
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, depth)
+        if not node.tag.startswith(_TAG):
+            self._problem(node, "tags like !name are not supported")
+        plain = isinstance(node, yaml.ScalarNode) and node.style is None and node.tag == f"{_TAG}str"
+        return plain_scalar(node.value) if plain else node.value
+
+    def _mapping(self, node: yaml.MappingNode, depth: int) -> dict[str, Any]:
+        merged: dict[str, Any] = {}
+        own: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                self._problem(key_node, "a key must be plain text")
+                continue
+            value = self.build(value_node, depth + 1)
+            if key_node.tag == f"{_TAG}merge":
+                self._merge(merged, value, key_node)
+                continue
+            if key_node.value in own:
+                self._problem(key_node, f"duplicate key {key_node.value!r}")
+            own[key_node.value] = value
+        return {**merged, **own}
+
+    def _merge(self, into: dict[str, Any], value: Any, node: yaml.Node) -> None:
+        for source in value if isinstance(value, list) else [value]:
+            if isinstance(source, dict):
+                into.update({key: item for key, item in source.items() if key not in into})
+            else:
+                self._problem(node, "<< merges mappings only")
+
+    def _problem(self, node: yaml.Node, message: str) -> None:
+        problem = Problem(_at(node.start_mark), message)
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+
+def _at(mark: yaml.Mark | None) -> str:
+    return f"line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+
+
+def _quoting_hint(text: str, mark: yaml.Mark | None) -> str:
+    lines = text.splitlines()
+    line = lines[mark.line] if mark is not None and mark.line < len(lines) else ""
+    return 'inside { } or [ ] write "${NAME}" in quotes' if "${" in line else ""
+
+
+def _line_of(text: str, position: int) -> str:
+    before = text[:position]
+    return f"line {before.count(chr(10)) + 1}, column {position - before.rfind(chr(10))}"
