@@ -64,7 +64,9 @@ class AccessLogFilter:
             duration_s=self._clock() - exchange.received_at,
             end=end,
         )
-        self._logger.info("%s", as_json(line, self._wall_clock()) if self._json else as_text(line))
+        text = as_json(line, self._wall_clock()) if self._json else as_text(line)
+        # Logger.info would look for its caller, which costs as much as the rest of the record and is always this line.
+        self._logger.handle(self._logger.makeRecord(self._logger.name, logging.INFO, __file__, 0, text, (), None))
 
 
 class _Response:

@@ -19,43 +19,50 @@ class ClientLeft(Exception):
     """The client closed the connection before its body was complete."""
 
 
-class _Deadline:
-    """Cancels the current task once `after_s` have passed; a third of what `asyncio.timeout` costs."""
+class BodyReader:
+    """Reads request bodies whole, each within the same size and time.
 
-    __slots__ = ("_expired", "_handle", "_task")
+    One loop timer watches all reads, since arming one for each costs more than the rest of a read; every read has the
+    same time, so the oldest is always the next one due.
+    """
 
-    def __init__(self, after_s: float) -> None:
-        self._expired = False
-        self._task = asyncio.current_task()
-        self._handle = asyncio.get_running_loop().call_later(after_s, self._expire)
+    def __init__(self, *, limit_bytes: int, timeout_s: float) -> None:
+        self.limit_bytes = limit_bytes
+        self.timeout_s = timeout_s
+        self._due: dict[asyncio.Task[object], float] = {}  # loop time by reading task, oldest first
+        self._timer: asyncio.TimerHandle | None = None
 
-    def cancel(self) -> None:
-        self._handle.cancel()
-
-    def claims(self) -> bool:
-        """Whether the cancellation just caught came from here and from nobody else."""
-        return self._expired and self._task is not None and self._task.uncancel() == 0
+    async def read(self, receive: Receive) -> bytes:
+        """The whole body. Raises BodyTooLarge, BodyTooSlow or ClientLeft."""
+        task = asyncio.current_task()
+        assert task is not None
+        loop = asyncio.get_running_loop()
+        self._due[task] = due = loop.time() + self.timeout_s
+        if self._timer is None:
+            self._timer = loop.call_at(due, self._expire)
+        try:
+            return await _whole(receive, self.limit_bytes)
+        except asyncio.CancelledError:
+            if task not in self._due and task.uncancel() == 0:
+                raise BodyTooSlow from None
+            raise
+        finally:
+            self._due.pop(task, None)
 
     def _expire(self) -> None:
-        self._expired = True
-        assert self._task is not None
-        self._task.cancel()
+        """Cancels the reads whose time is up, and looks again when the next one's is."""
+        self._timer = None
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for task, due in list(self._due.items()):
+            if due > now:
+                self._timer = loop.call_at(due, self._expire)
+                return
+            del self._due[task]
+            task.cancel()
 
 
-async def read_body(receive: Receive, *, limit_bytes: int, timeout_s: float) -> bytes:
-    """The whole body. Raises BodyTooLarge, BodyTooSlow or ClientLeft."""
-    deadline = _Deadline(timeout_s)
-    try:
-        return await _read(receive, limit_bytes)
-    except asyncio.CancelledError:
-        if deadline.claims():
-            raise BodyTooSlow from None
-        raise
-    finally:
-        deadline.cancel()
-
-
-async def _read(receive: Receive, limit_bytes: int) -> bytes:
+async def _whole(receive: Receive, limit_bytes: int) -> bytes:
     pieces: list[bytes] = []
     size = 0
     while True:

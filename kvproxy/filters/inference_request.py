@@ -6,7 +6,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.config.filter_schema import InferenceRequestSettings
 from kvproxy.filters.body import parse_body
-from kvproxy.filters.body_reader import BodyTooLarge, BodyTooSlow, ClientLeft, read_body, replay
+from kvproxy.filters.body_reader import BodyReader, BodyTooLarge, BodyTooSlow, ClientLeft, replay
 from kvproxy.filters.chain import FilterContext
 from kvproxy.filters.exchange import Exchange
 from kvproxy.filters.local_reply import local_reply
@@ -36,8 +36,7 @@ class InferenceRequestFilter:
     ) -> None:
         self._app = app
         self._session_header = session_header.lower().encode()
-        self._limit_bytes = limit_bytes
-        self._timeout_s = timeout_s
+        self._reader = BodyReader(limit_bytes=limit_bytes, timeout_s=timeout_s)
         self._metrics = metrics
         self._clock = clock
 
@@ -48,11 +47,11 @@ class InferenceRequestFilter:
             return
         exchange = Exchange.of(scope, now=self._clock())
         length, encoded, session = self._headers(scope)
-        if length > self._limit_bytes:
+        if length > self._reader.limit_bytes:
             await self._refuse_large(scope, receive, send)
             return
         try:
-            body = await read_body(receive, limit_bytes=self._limit_bytes, timeout_s=self._timeout_s)
+            body = await self._reader.read(receive)
         except ClientLeft:
             exchange.outcome.end = "client_disconnected"
             exchange.outcome.status = _CLIENT_CLOSED_REQUEST
@@ -87,7 +86,7 @@ class InferenceRequestFilter:
             send,
             status=413,
             reason="body_too_large",
-            message=f"The request body is larger than {self._limit_bytes} bytes.",
+            message=f"The request body is larger than {self._reader.limit_bytes} bytes.",
             metrics=self._metrics,
             unread=receive,
         )
@@ -98,7 +97,7 @@ class InferenceRequestFilter:
             send,
             status=408,
             reason="body_timeout",
-            message=f"The request body did not arrive within {self._timeout_s:g} seconds.",
+            message=f"The request body did not arrive within {self._reader.timeout_s:g} seconds.",
             metrics=self._metrics,
             unread=receive,
         )
