@@ -10,15 +10,13 @@ from enum import StrEnum
 from types import TracebackType
 from typing import Self
 
-import httpx
-
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config import schema
-from kvproxy.errors import KvproxyError
+from kvproxy.errors import ConnectTimeout, FirstByteTimeout, IdleTimeout, KvproxyError
 
 log = logging.getLogger(__name__)
 
-#: Asks an endpoint whether it is well. The errors of httpx, of the upstream pool and of sockets mean no.
+#: Asks an endpoint whether it is well. KvproxyError and OSError mean no.
 Probe = Callable[[Endpoint], Awaitable[bool]]
 
 Sleep = Callable[[float], Awaitable[None]]
@@ -108,23 +106,10 @@ class Prober:
         try:
             async with asyncio.timeout(self._settings.timeout):
                 return ProbeOutcome.OK if await probe(endpoint) else ProbeOutcome.FAILED
-        except (TimeoutError, httpx.TimeoutException):
+        except (TimeoutError, ConnectTimeout, FirstByteTimeout, IdleTimeout):
             return ProbeOutcome.TIMEOUT
-        except (httpx.HTTPError, KvproxyError, OSError):
+        except (KvproxyError, OSError):
             return ProbeOutcome.UNREACHABLE
         except Exception:  # a probe written elsewhere must not end the probing of its endpoint
             log.exception("the probe of %s/%s is broken", self._cluster, endpoint.id)
             return ProbeOutcome.FAILED
-
-
-class HttpProbe:
-    """GET on the health path; any 2xx is well. Carries the endpoint's own credential, for gateways that ask for it."""
-
-    def __init__(self, client: httpx.AsyncClient, path: str) -> None:
-        self._client = client
-        self._path = path
-
-    async def __call__(self, endpoint: Endpoint) -> bool:
-        headers = {b"authorization": endpoint.authorization} if endpoint.authorization else {}
-        response = await self._client.get(f"{endpoint.origin}{self._path}", headers=headers)
-        return response.is_success
