@@ -1,0 +1,96 @@
+"""The request head: complete, unambiguous, and nothing of the client's can break out of its line."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvproxy.errors import UnsafeRequest
+from kvproxy.types import Headers
+from kvproxy.upstream.head import Head, encode_head
+from kvproxy.upstream.origin import Origin
+
+ORIGIN = Origin("http", "engine", 8000, b"/base")
+
+
+def encode(
+    headers: Headers, *, method: bytes = b"POST", target: bytes = b"/v1?x=1", size: int | None = 3, body: bool = True
+) -> Head:
+    return encode_head(ORIGIN, method, target=target, headers=headers, body_bytes=size, has_body=body)
+
+
+def test_host_and_length_are_written_when_absent() -> None:
+    """The pool completes the head; the base path goes before the target."""
+    expected = b"POST /base/v1?x=1 HTTP/1.1\r\nhost: engine:8000\r\na: b\r\ncontent-length: 3\r\n\r\n"
+    assert encode([(b"a", b"b")]) == Head(expected, 3)
+
+
+def test_given_host_and_length_stand() -> None:
+    """Headers of the caller are not doubled."""
+    head = encode([(b"host", b"other"), (b"content-length", b"3")])
+    assert head.data == b"POST /base/v1?x=1 HTTP/1.1\r\nhost: other\r\ncontent-length: 3\r\n\r\n"
+
+
+def test_unknown_length_is_chunked() -> None:
+    """A body that arrives piece by piece is chunked unless its length is stated."""
+    head = encode([], size=None)
+    assert head.data.endswith(b"transfer-encoding: chunked\r\n\r\n")
+    assert head.length_bytes is None
+    assert encode([(b"content-length", b"77")], size=None).length_bytes == 77
+
+
+@pytest.mark.parametrize(("method", "stated"), [(b"POST", True), (b"PUT", True), (b"GET", False), (b"DELETE", False)])
+def test_no_body_states_zero_only_where_one_is_expected(method: bytes, stated: bool) -> None:
+    """RFC 9110 8.6: content-length: 0 for POST without content, nothing for GET."""
+    assert (b"content-length: 0" in encode([], method=method, size=0, body=False).data) is stated
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [(b"a", b"b\r\nx: y")],
+        [(b"a", b"b\nx: y")],
+        [(b"a", b"b\0")],
+        [(b"a", b"b\x7f")],
+        [(b"a\r\nx", b"b")],
+        [(b"a b", b"c")],
+        [(b"a:", b"c")],
+        [(b"", b"c")],
+        [(b"host", b"a"), (b"host", b"b")],
+        [(b"content-length", b"4")],
+        [(b"content-length", b"+3")],
+        [(b"content-length", b"3, 3")],
+        [(b"content-length", b"3"), (b"content-length", b"3")],
+        [(b"content-length", b"3"), (b"transfer-encoding", b"chunked")],
+        [(b"transfer-encoding", b"gzip, chunked")],
+        [(b"transfer-encoding", b"chunked"), (b"transfer-encoding", b"chunked")],
+    ],
+)
+def test_what_could_smuggle_is_refused(headers: Headers) -> None:
+    """CR, LF, NUL, non-tokens and contradicting lengths never reach the wire."""
+    with pytest.raises(UnsafeRequest):
+        encode(headers)
+
+
+@pytest.mark.parametrize("target", [b"", b"v1", b"/a b", b"/a\r\nx: y", b"/a\n", b"/\0", b"http://other/"])
+def test_a_broken_target_is_refused(target: bytes) -> None:
+    """The request line has exactly two spaces."""
+    with pytest.raises(UnsafeRequest):
+        encode([], target=target)
+
+
+@pytest.mark.parametrize("method", [b"", b"PO ST", b"GET / HTTP/1.1\r\nx:"])
+def test_a_broken_method_is_refused(method: bytes) -> None:
+    """The method is a token."""
+    with pytest.raises(UnsafeRequest):
+        encode([], method=method)
+
+
+def test_chunked_without_a_body_is_refused() -> None:
+    """It would leave the engine waiting for chunks that never come."""
+    with pytest.raises(UnsafeRequest):
+        encode([(b"transfer-encoding", b"chunked")], size=0, body=False)
+
+
+def test_tabs_and_latin_values_pass() -> None:
+    """Field values may hold what RFC 9110 5.5 lets them hold."""
+    assert b"a: b\tc \xe9\r\n" in encode([(b"a", b"b\tc \xe9")]).data
