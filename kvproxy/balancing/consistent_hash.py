@@ -32,18 +32,18 @@ class ConsistentHash:
         indexes = self._ring.follow(candidates)
         in_flight, weight = totals(candidates)
         share = LOAD_FACTOR * (in_flight + 1) / weight
-        key = key_of(request)
-        choices = self._owner if key else self._keyless
-        for member in self._ring.walk(key or self._rng.randbytes(8)):
-            index = indexes.get(member)
-            if index is None:
-                continue
+
+        def has_room(index: int) -> bool:
             candidate = candidates[index]
-            if candidate.load.in_flight < math.ceil(share * candidate.weight):
-                return choices[index]
-            if key:
-                choices = self._next
-        raise AssertionError("the bounds add up to more than the load")  # so some candidate is under its own
+            return candidate.load.in_flight < math.ceil(share * candidate.weight)
+
+        key = key_of(request)
+        ranked = (indexes[member] for member in self._ring.walk(key or self._rng.randbytes(8)) if member in indexes)
+        owner = next(ranked)
+        if has_room(owner):
+            return (self._owner if key else self._keyless)[owner]
+        # Somebody has room, because the bounds add up to more than the load.
+        return (self._next if key else self._keyless)[next(index for index in ranked if has_room(index))]
 
 
 def key_of(request: PickRequest) -> bytes:
