@@ -8,7 +8,7 @@ from pathlib import Path as FilePath
 from kvproxy.config.address import is_loopback
 from kvproxy.config.endpoint_url import same_origin, url_fault
 from kvproxy.config.paths import Path, Where, dotted
-from kvproxy.config.schema import Cluster, Config, Route
+from kvproxy.config.schema import Cluster, Config, Discovery, Route
 from kvproxy.config.verify_filters import chain_findings
 from kvproxy.config.verify_findings import Finding, error, missing_file, warning
 from kvproxy.errors import Problem
@@ -113,8 +113,9 @@ def _routes(config: Config) -> Iterator[Finding]:
         if shadow is not None:
             yield error(at, f"never reached: routes[{shadow}] already matches all of it")
         earlier.append(route)
-    if not config.routes and len(config.clusters) > 1:
-        yield error(("routes",), "with more than one cluster, routes must say which request goes where")
+    for name, cluster in config.clusters.items() if not config.routes and len(config.clusters) > 1 else ():
+        if not any(endpoint.models for endpoint in cluster.endpoints) and cluster.discovery == Discovery():
+            yield error(("clusters", name), "no route leads here and no endpoint declares its models")
     used = {route.cluster for route in config.routes}
     for name in config.clusters if config.routes else ():
         if name not in used:
@@ -123,13 +124,13 @@ def _routes(config: Config) -> Iterator[Finding]:
 
 def _covers(wide: Route, narrow: Route) -> bool:
     """Whether every request `narrow` matches is already taken by `wide`."""
-    if not narrow.prefix.startswith(wide.prefix):
+    if not f"{narrow.prefix.rstrip('/')}/".startswith(f"{wide.prefix.rstrip('/')}/"):
         return False
-    if wide.model in ("", "*"):
-        return True
+    if not wide.model and not narrow.model:
+        return wide.cluster == narrow.cluster  # otherwise the models that the clusters' endpoints declare decide
     if wide.model.endswith("*"):
         return bool(narrow.model) and narrow.model.removesuffix("*").startswith(wide.model[:-1])
-    return wide.model == narrow.model
+    return not wide.model or wide.model == narrow.model
 
 
 def _intervals(config: Config) -> Iterator[Finding]:
