@@ -8,7 +8,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "kvproxy"
 
-#: From top to bottom. A room may import its own row's room and every row below; rooms on one row do not know each other.
+#: From top to bottom. A room imports from the rows below it; rooms on one row do not know each other.
 ROWS: tuple[frozenset[str], ...] = (
     frozenset({"__main__"}),
     frozenset({"cli"}),

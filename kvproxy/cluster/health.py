@@ -99,7 +99,7 @@ class Health:
 
     def weight_factor(self, now: float) -> float:
         """Share of its own weight: below 1 while it starts slowly after coming back."""
-        since_s = now - self._came_back_at(now)
+        since_s = max(0.0, now - self._came_back_at(now))
         slow_s = self._settings.slow_start
         if since_s >= slow_s:
             return 1.0
@@ -110,7 +110,7 @@ class Health:
         """When time alone will change an answer of this object; infinite if it will not."""
         if now < self._ejected_until:
             return self._ejected_until
-        since_s = now - self._came_back_at(now)
+        since_s = max(0.0, now - self._came_back_at(now))
         slow_s = self._settings.slow_start
         return now + slow_s / _SLOW_START_STEPS if since_s < slow_s else math.inf
 

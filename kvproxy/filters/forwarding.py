@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from starlette.types import Send
 
 from kvproxy.balancing.policy import NO_FACTS, PickRequest
-from kvproxy.cluster.cluster import AttemptOutcome, Cluster, Pick
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.pick import AttemptOutcome, Pick, Refusal
 from kvproxy.config.schema import Retry
 from kvproxy.errors import ConnectError, FirstByteTimeout, IdleTimeout, PoolFull, UpstreamError
+from kvproxy.filters.decision import describe
 from kvproxy.filters.exchange import Exchange
 from kvproxy.filters.forward_headers import response_headers, with_credential
 from kvproxy.filters.relay import ERROR_EVENT, Relay
@@ -21,8 +23,7 @@ from kvproxy.metrics.catalog import Metrics
 from kvproxy.resilience.budget import RetryBudget
 from kvproxy.resilience.retry import full_jitter_s
 from kvproxy.types import Clock, EndpointId, Headers
-from kvproxy.upstream.pool import Timeouts, UpstreamPool
-from kvproxy.upstream.response import UpstreamResponse
+from kvproxy.upstream.pool import Timeouts, UpstreamPool, UpstreamResponse
 
 #: An error answer kept while another endpoint is tried is no longer than this; a longer one goes down as it comes.
 _MAX_HELD_BYTES = 64 * 1024
@@ -40,11 +41,11 @@ class HeldReply:
 
 
 class GaveUp(Exception):
-    """No endpoint delivered; nothing was sent downstream. `last` is the last failure, None when nobody was tried."""
+    """No endpoint delivered; nothing was sent downstream. `why` is the last failure, or why nobody could be tried."""
 
-    def __init__(self, last: UpstreamError | HeldReply | None) -> None:
+    def __init__(self, why: UpstreamError | HeldReply | Refusal) -> None:
         super().__init__("no endpoint delivered")
-        self.last = last
+        self.why = why
 
 
 class _Next(enum.Enum):
@@ -75,6 +76,7 @@ class Forwarding:
         exchange: Exchange,
         *,
         cluster: Cluster,
+        model: str,
         method: str,
         target: bytes,
         headers: Headers,
@@ -85,6 +87,7 @@ class Forwarding:
         self._shared = shared
         self._exchange = exchange
         self._cluster = cluster
+        self._model = model
         self._method = method
         self._target = target
         self._headers = headers
@@ -92,7 +95,7 @@ class Forwarding:
         self._send = send
         self._debug = debug
         self._tried: set[EndpointId] = set()
-        self._last: UpstreamError | HeldReply | None = None
+        self._last: UpstreamError | HeldReply | Refusal = Refusal.NO_ENDPOINTS
         self._rounds = 0
 
     async def run(self) -> None:
@@ -101,8 +104,8 @@ class Forwarding:
         while True:
             pick = self._cluster.pick(self._pick_request(), now=self._shared.clock())
             if pick is None:
-                if not self._tried or not self._body.replayable:
-                    raise GaveUp(self._last)
+                if not self._tried:
+                    raise GaveUp(self._last if self._exchange.outcome.attempts else self._refusal())
                 await self._pause_before_another_round()
                 continue
             self._note(pick)
@@ -121,7 +124,7 @@ class Forwarding:
             return PickRequest(facts=facts, preferred=exchange.preferred, excluded=frozenset(self._tried))
         parts = inference.prompt.parts
         return PickRequest(
-            model=inference.model,
+            model=self._model,
             session_key=inference.session_key,
             facts=facts,
             preferred=exchange.preferred,
@@ -129,11 +132,14 @@ class Forwarding:
             prompt_head=parts[0][:_PROMPT_HEAD_BYTES] if parts else b"",
         )
 
+    def _refusal(self) -> Refusal:
+        return self._cluster.refusal(self._pick_request(), now=self._shared.clock())
+
     def _note(self, pick: Pick) -> None:
         outcome = self._exchange.outcome
         outcome.attempts += 1
         outcome.endpoint = pick.endpoint.id
-        outcome.policy = pick.policy
+        outcome.policy = self._cluster.policy_name
         outcome.pick_reason = pick.reason
 
     async def _pause_before_another_round(self) -> None:
@@ -158,9 +164,9 @@ class Forwarding:
             )
             first = await response.chunk()
             if response.status >= 500 or first.startswith(ERROR_EVENT):
-                verdict = await self._server_error(pick, response, first)
-                if verdict is not None:
-                    return verdict
+                first = await _read_short(response, first)
+                if response.complete:
+                    return self._server_error(pick, response, first)
             return await self._deliver(pick, response, first)
         except UpstreamError as error:
             return self._failed(pick, error)
@@ -179,17 +185,11 @@ class Forwarding:
         shared.metrics.attempt_failures.labels(self._cluster.name, pick.endpoint.id, error.reason).inc()
         return self._retry_or_give_up(error.reason, unprocessed=isinstance(error, ConnectError | PoolFull))
 
-    async def _server_error(self, pick: Pick, response: UpstreamResponse, first: bytes) -> _Next | None:
+    def _server_error(self, pick: Pick, response: UpstreamResponse, body: bytes) -> _Next:
         """A 5xx, or a 200 whose first event is an error (an engine that died in its prefill answers so).
 
-        Keeps a short answer and tries elsewhere if allowed; None when it is to be delivered as it comes.
+        The short answer is kept and another endpoint tried if that is allowed.
         """
-        body = first
-        while first and not response.complete and len(body) <= _MAX_HELD_BYTES:
-            first = await response.chunk()
-            body += first
-        if not response.complete:
-            return None
         busy = response.status == 503
         pick.settle(AttemptOutcome.BUSY if busy else AttemptOutcome.FAILURE, now=self._shared.clock())
         endpoint = pick.endpoint.id
@@ -220,12 +220,25 @@ class Forwarding:
         relay = Relay(self._exchange, response, send=self._send)
         headers = response_headers(response.headers, endpoint=pick.endpoint.id.encode())
         if self._debug:
-            headers.append((b"x-kvproxy-decision", pick.describe(self._exchange.facts).encode()))
+            headers.append(
+                (b"x-kvproxy-decision", describe(pick, self._cluster.policy_name, self._exchange.facts).encode())
+            )
         error = await relay.run(headers, first)
         if error is not None:
             self._shared.metrics.attempt_failures.labels(self._cluster.name, pick.endpoint.id, error.reason).inc()
-        pick.settle(_verdict(response.status, error), now=self._shared.clock())
+        now = self._shared.clock()
+        pick.settle(_verdict(response.status, error), now=now)
+        if (cached_tokens := self._exchange.outcome.cached_tokens) is not None:
+            self._cluster.reused(pick, cached_tokens, now)
         return _Next.DELIVERED
+
+
+async def _read_short(response: UpstreamResponse, first: bytes) -> bytes:
+    """The whole body when it is short; else as much as was read to find out."""
+    body = first
+    while not response.complete and len(body) <= _MAX_HELD_BYTES:
+        body += await response.chunk()
+    return body + (response.take() or b"") if response.complete else body
 
 
 def _verdict(status: int, error: UpstreamError | None) -> AttemptOutcome:
@@ -234,10 +247,10 @@ def _verdict(status: int, error: UpstreamError | None) -> AttemptOutcome:
     return AttemptOutcome.CLIENT_ERROR if status >= 400 else AttemptOutcome.SUCCESS
 
 
-def local_status(last: UpstreamError | HeldReply | None) -> int:
+def local_status(why: UpstreamError | Refusal) -> int:
     """The status of the proxy's own answer: 504 for an engine too slow, 502 for a broken one, 503 for none or full."""
-    if isinstance(last, FirstByteTimeout | IdleTimeout):
+    if isinstance(why, Refusal):
+        return 404 if why is Refusal.MODEL_NOT_SERVED else 503
+    if isinstance(why, FirstByteTimeout | IdleTimeout):
         return 504
-    if last is None or isinstance(last, PoolFull):
-        return 503
-    return 502
+    return 503 if isinstance(why, PoolFull) else 502

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from starlette.types import Send
+from starlette.types import Scope, Send
 
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
@@ -16,8 +16,7 @@ from kvproxy.errors import UpstreamError
 from kvproxy.filters.local_reply import local_reply
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.types import Clock
-from kvproxy.upstream.pool import UpstreamPool
-from kvproxy.upstream.response import Timeouts
+from kvproxy.upstream.pool import Timeouts, UpstreamPool
 
 PATH = "/v1/models"
 _TIMEOUTS = Timeouts(connect_s=1.0, first_byte_s=2.0, idle_s=2.0)
@@ -36,7 +35,13 @@ class ModelList:
     """Merges the engines' own lists; an engine that does not answer is left out, never waited for."""
 
     def __init__(
-        self, clusters: Sequence[Cluster], routes: Sequence[Route], *, pool: UpstreamPool, metrics: Metrics, clock: Clock
+        self,
+        clusters: Sequence[Cluster],
+        routes: Sequence[Route],
+        *,
+        pool: UpstreamPool,
+        metrics: Metrics,
+        clock: Clock,
     ) -> None:
         self._clusters = clusters
         self._aliases = [route for route in routes if route.upstream_model and not route.model.endswith("*")]
@@ -47,20 +52,20 @@ class ModelList:
         self._fresh_until = float("-inf")
         self._asking: asyncio.Task[dict[str, Row]] | None = None
 
-    async def answer(self, path: str, send: Send) -> None:
+    async def answer(self, scope: Scope, send: Send) -> None:
         """The list, or one model of it (`/v1/models/NAME`); 404 for an unknown one, 503 when no engine answered."""
         rows = await self._current()
-        wanted = path[len(PATH) + 1 :]
+        wanted = scope["path"][len(PATH) + 1 :]
         if not rows:
-            await local_reply(send, status=503, message="No engine answered for its models.", reason="no_endpoint",
-                              metrics=self._metrics)  # fmt: skip
+            message = "No engine answered for its models."
+            await local_reply(scope, send, status=503, reason="no_endpoint", message=message, metrics=self._metrics)
         elif not wanted:
             await _send_json(send, {"object": "list", "data": list(rows.values())})
         elif wanted in rows:
             await _send_json(send, rows[wanted])
         else:
-            await local_reply(send, status=404, message=f"The model `{wanted[:200]}` does not exist.",
-                              reason="unknown_model", metrics=self._metrics)  # fmt: skip
+            message = f"The model `{wanted[:200]}` does not exist."
+            await local_reply(scope, send, status=404, reason="unknown_model", message=message, metrics=self._metrics)
 
     async def _current(self) -> dict[str, Row]:
         """The merged rows, asked for once however many clients want them."""
@@ -78,7 +83,7 @@ class ModelList:
             self._fresh_until = self._clock() + (_FRESH_S if self._rows else 0.0)
 
     async def _ask_all(self) -> dict[str, Row]:
-        endpoints = [endpoint for cluster in self._clusters for endpoint in cluster.endpoints.values()]
+        endpoints = [endpoint for cluster in self._clusters for endpoint in cluster.endpoints]
         lists = await asyncio.gather(*(self._ask(endpoint) for endpoint in endpoints))
         rows: dict[str, Row] = {}
         for listed in lists:

@@ -12,9 +12,10 @@ from kvproxy.config.filter_schema import (
     InferenceRequestSettings,
     RateLimitSettings,
     RequestIdSettings,
+    RouterSettings,
 )
 from kvproxy.errors import ConfigError, Problem
-from kvproxy.filters import access_log, auth, cors, inference_request, rate_limit, request_id
+from kvproxy.filters import access_log, auth, cors, inference_request, rate_limit, request_id, router
 from kvproxy.filters.chain import FilterType
 
 GROUP = "kvproxy.filters"
@@ -26,6 +27,7 @@ FILTERS: dict[str, FilterType] = {
     "inference_request": FilterType(InferenceRequestSettings, inference_request.build),
     "rate_limit": FilterType(RateLimitSettings, rate_limit.build),
     "request_id": FilterType(RequestIdSettings, request_id.build),
+    "router": FilterType(RouterSettings, router.build, terminal=True),
 }
 
 

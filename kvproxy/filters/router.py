@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvproxy.cluster.pick import Refusal
 from kvproxy.cluster.routes import Routes, RouteTarget
+from kvproxy.config.schema import RequestIdSettings, RouterSettings
+from kvproxy.errors import UnsafeRequest
 from kvproxy.filters import models
 from kvproxy.filters.alias import with_model
+from kvproxy.filters.chain import FilterContext
 from kvproxy.filters.disconnect import DisconnectWatcher
 from kvproxy.filters.exchange import Exchange
 from kvproxy.filters.forward_headers import RequestHeaders
@@ -20,13 +23,16 @@ from kvproxy.filters.local_reply import local_reply
 from kvproxy.filters.models import ModelList
 from kvproxy.filters.request_body import ClientGone, RequestBody
 from kvproxy.filters.route_metrics import RouteMetrics
-from kvproxy.types import RequestKind
+from kvproxy.resilience.budget import RetryBudget
+from kvproxy.types import Headers
+from kvproxy.upstream.pool import Timeouts
 
 logger = logging.getLogger("kvproxy.router")
 
 #: nginx's word for it; never on the wire, only in logs and metrics.
 _CLIENT_CLOSED_REQUEST = 499
 _MESSAGES = {
+    404: "No engine serves this model.",
     502: "The engine failed before it answered.",
     503: "No engine can take this request now.",
     504: "The engine did not answer in time.",
@@ -45,6 +51,38 @@ class RouterParts:
     debug_header: bytes
 
 
+def build(inner: ASGIApp, settings: RouterSettings, context: FilterContext) -> RouterFilter:
+    """The router for these settings; `inner` is never called, since the router answers everything."""
+    config, services, metrics = context.config, context.services, context.metrics
+    retry = config.retry
+    request_id = next((spec.settings for spec in config.filters if spec.name == "request_id"), None)
+    id_header = request_id.header if isinstance(request_id, RequestIdSettings) else RequestIdSettings().header
+    return RouterFilter(
+        RouterParts(
+            routes=services.routes,
+            forwarder=Forwarder(
+                pool=services.pool,
+                timeouts=Timeouts(config.timeouts.connect, config.timeouts.first_byte, config.timeouts.idle),
+                retry=retry,
+                budget=RetryBudget(share=retry.budget, min_per_second=retry.min_per_second),
+                metrics=metrics,
+                clock=context.clock,
+                rng=context.rng,
+            ),
+            models=ModelList(
+                tuple(services.clusters.values()),
+                config.routes,
+                pool=services.pool,
+                metrics=metrics,
+                clock=context.clock,
+            ),
+            headers=RequestHeaders(request_id_header=id_header.lower().encode()),
+            metrics=RouteMetrics(metrics),
+            debug_header=settings.debug_header.lower().encode(),
+        )
+    )
+
+
 class RouterFilter:
     """Terminal ASGI app of the chain."""
 
@@ -58,13 +96,13 @@ class RouterFilter:
         path: str = scope["path"]
         exchange = Exchange.of(scope, now=parts.forwarder.clock())
         if path.startswith(models.PATH) and scope["method"] == "GET" and path[len(models.PATH) :][:1] in ("", "/"):
-            await parts.models.answer(path, send)
+            await parts.models.answer(scope, send)
             return
         inference = exchange.inference
         target = parts.routes.resolve(path, inference.model if inference else "")
         try:
             if target is None:
-                await self._no_route(exchange, send)
+                await self._no_route(exchange, scope, send)
             else:
                 exchange.outcome.cluster = target.cluster.name
                 await self._forward(exchange, target, scope, receive, send)
@@ -76,7 +114,7 @@ class RouterFilter:
         self, exchange: Exchange, target: RouteTarget, scope: Scope, receive: Receive, send: Send
     ) -> None:
         parts = self._parts
-        received: Sequence[tuple[bytes, bytes]] = scope["headers"]
+        received: Headers = scope["headers"]
         whole = exchange.body
         if whole is not None and target.upstream_model:
             whole = with_model(whole, target.upstream_model)
@@ -87,6 +125,7 @@ class RouterFilter:
             parts.forwarder,
             exchange,
             cluster=target.cluster,
+            model=target.upstream_model or (exchange.inference.model if exchange.inference else ""),
             method=scope["method"],
             target=raw_path + b"?" + query if query else raw_path,
             headers=parts.headers.build(scope, request_id=exchange.request_id),
@@ -100,7 +139,11 @@ class RouterFilter:
         try:
             await forwarding.run()
         except GaveUp as error:
-            await self._give_up(exchange, error, send)
+            await self._give_up(exchange, error, scope, send)
+        except UnsafeRequest as error:
+            message = f"This request cannot be forwarded safely: {error}"
+            metrics = parts.metrics.catalog
+            await local_reply(scope, send, status=400, reason="unsafe_request", message=message, metrics=metrics)
         except ClientGone:
             _client_gone(exchange)
         except asyncio.CancelledError:
@@ -110,38 +153,31 @@ class RouterFilter:
         finally:
             watcher.disarm()
 
-    async def _no_route(self, exchange: Exchange, send: Send) -> None:
-        exchange.outcome.status, exchange.outcome.end = 404, "local_reply"
+    async def _no_route(self, exchange: Exchange, scope: Scope, send: Send) -> None:
         model = exchange.inference.model if exchange.inference else ""
         message = f"The model `{model[:200]}` does not exist." if model else "No route leads there."
         reason = "unknown_model" if model else "no_route"
-        await local_reply(send, status=404, message=message, reason=reason, metrics=self._parts.metrics.catalog,
-                          anthropic=_speaks_anthropic(exchange))  # fmt: skip
+        metrics = self._parts.metrics.catalog
+        await local_reply(scope, send, status=404, reason=reason, message=message, metrics=metrics)
 
-    async def _give_up(self, exchange: Exchange, error: GaveUp, send: Send) -> None:
+    async def _give_up(self, exchange: Exchange, error: GaveUp, scope: Scope, send: Send) -> None:
         """An engine's own error answer if there is one, else ours."""
-        last = error.last
-        outcome = exchange.outcome
-        outcome.end = "local_reply"
-        if isinstance(last, HeldReply):
-            outcome.status, outcome.end = last.status, "completed"
-            await send({"type": "http.response.start", "status": last.status, "headers": last.headers})
-            await send({"type": "http.response.body", "body": last.body})
+        why = error.why
+        if isinstance(why, HeldReply):
+            exchange.outcome.status, exchange.outcome.end = why.status, "completed"
+            await send({"type": "http.response.start", "status": why.status, "headers": why.headers})
+            await send({"type": "http.response.body", "body": why.body})
             return
-        status = outcome.status = local_status(last)
+        status = local_status(why)
         await local_reply(
+            scope,
             send,
             status=status,
+            reason=why.value if isinstance(why, Refusal) else why.reason,
             message=_MESSAGES[status],
-            reason="no_endpoint" if last is None else last.reason,
             metrics=self._parts.metrics.catalog,
-            anthropic=_speaks_anthropic(exchange),
-            headers=[(b"retry-after", b"1")] if status == 503 else [],
+            headers=[(b"retry-after", b"1")] if status == 503 else None,
         )
-
-
-def _speaks_anthropic(exchange: Exchange) -> bool:
-    return exchange.inference is not None and exchange.inference.kind is RequestKind.MESSAGES
 
 
 def _client_gone(exchange: Exchange) -> None:

@@ -1,0 +1,95 @@
+"""The command line: argument parsing and output only."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from kvproxy import __version__
+from kvproxy.errors import ConfigError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; its exit status (2 for a wrong command line)."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        status: int = args.run(args)
+    except ConfigError as error:
+        for problem in error.problems:
+            print(f"kvproxy: {problem.severity}: {problem}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"kvproxy: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kvproxy", description="KV-cache-aware reverse proxy for LLM engines.")
+    parser.add_argument("--version", action="version", version=f"kvproxy {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_serve(commands)
+    _add_check(commands)
+    _add_demo(commands)
+    return parser
+
+
+def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    serve = commands.add_parser("serve", help="run the proxy", description="Run the proxy until SIGTERM.")
+    serve.add_argument("-c", "--config", metavar="FILE", help="configuration (native or Pixiu dialect)")
+    serve.add_argument("--host", help="address of the public listener (without a file: 127.0.0.1)")
+    serve.add_argument("--port", type=int, help="its port (without a file: 8888); 0 takes a free one")
+    serve.add_argument("--endpoint", action="append", default=[], metavar="ID=URL", help="an engine; repeat for more")
+    serve.add_argument("--policy", help="balancing policy (with --endpoint)")
+    serve.add_argument("--no-admin", action="store_true", help="no admin listener (with --endpoint)")
+    serve.add_argument(
+        "--lenient", action="store_true", help="warn about unknown keys of a Pixiu file instead of failing"
+    )
+    serve.set_defaults(run=_serve)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from kvproxy.commands import serve
+
+    return serve.run(serve.load(args.config, endpoints=args.endpoint, host=args.host, port=args.port,
+                                policy=args.policy, admin=not args.no_admin, lenient=args.lenient))  # fmt: skip
+
+
+def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    check = commands.add_parser("check", help="find every problem of a configuration at once")
+    check.add_argument("file", nargs="?", metavar="FILE")
+    check.add_argument("--schema", action="store_true", help="print the JSON Schema of the native dialect instead")
+    check.add_argument(
+        "--lenient", action="store_true", help="warn about unknown keys of a Pixiu file instead of failing"
+    )
+    check.set_defaults(run=_check)
+
+
+def _check(args: argparse.Namespace) -> int:
+    from kvproxy.commands import check
+
+    if args.schema:
+        return check.print_schema(sys.stdout)
+    if not args.file:
+        print("kvproxy check: a FILE (or --schema) is required", file=sys.stderr)
+        return 2
+    return check.run(args.file, lenient=args.lenient, out=sys.stdout)
+
+
+def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    demo = commands.add_parser("demo", help="simulated engines, a controller and the proxy, with real traffic")
+    demo.add_argument("--engines", type=int, default=3, help="simulated engines (default 3)")
+    demo.add_argument("--sessions", type=int, default=12, help="conversations (default 12)")
+    demo.add_argument("--turns", type=int, default=4, help="turns of each (default 4)")
+    demo.add_argument("--stay", action="store_true", help="leave everything running until Ctrl-C")
+    demo.set_defaults(run=_demo)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from kvproxy.commands import demo
+
+    return demo.run(engines=args.engines, sessions=args.sessions, turns=args.turns, stay=args.stay, out=sys.stdout)

@@ -1,0 +1,57 @@
+"""Token counts are found at the end of every API's answers, and nowhere else."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvproxy.filters.usage import Usage, read_usage
+
+CHAT = (
+    b'"usage":{"prompt_tokens":96,"total_tokens":98,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":64}}'
+)
+
+
+@pytest.mark.parametrize(
+    ("tail", "expected"),
+    [
+        (b'{"choices":[],' + CHAT + b',"kv_transfer_params":null}', Usage(96, 64, 2)),
+        (b'data: {"choices":[],' + CHAT + b"}\n\ndata: [DONE]\n\n", Usage(96, 64, 2)),
+        (b'{"usage": {"prompt_tokens": 5, "completion_tokens": 1, "prompt_tokens_details": null}}', Usage(5, None, 1)),
+        (
+            b'{"response":{"usage":{"input_tokens":7,"input_tokens_details":{"cached_tokens":3},"output_tokens":2}}}',
+            Usage(7, 3, 2),
+        ),
+        (b'{"usage":{"input_tokens":7,"cache_read_input_tokens":4,"output_tokens":2}}', Usage(7, 4, 2)),
+    ],
+)
+def test_usage_of_each_api(tail: bytes, expected: Usage) -> None:
+    """Chat, its stream, null details, responses, Anthropic."""
+    assert read_usage(tail) == expected
+
+
+def test_a_null_usage_of_an_earlier_event_is_passed_over() -> None:
+    """Chunks of a stream may carry `"usage":null` after the real one was sent."""
+    assert read_usage(b'data: {"a":1,' + CHAT + b'}\n\ndata: {"usage":null}\n\n') == Usage(96, 64, 2)
+
+
+def test_anthropic_streams_say_the_prompt_first_and_the_rest_last() -> None:
+    """message_start has the input, message_delta the output."""
+    head = b'event: message_start\ndata: {"message":{"usage":{"input_tokens":9,"cache_read_input_tokens":6}}}\n\n'
+    tail = b'event: message_delta\ndata: {"usage":{"output_tokens":5}}\n\n'
+    assert read_usage(tail, head) == Usage(9, 6, 5)
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        b"",
+        b'{"choices":[]}',
+        b'"usage":',
+        b'"usage":{',
+        b'"usage":{"prompt_tokens":"many"}',
+        b'"usage":{' + b" " * 5000 + b"}",
+    ],
+)
+def test_no_usage_is_no_error(tail: bytes) -> None:
+    """Engines that do not say, truncated tails, wrong types, and objects too large to be one."""
+    assert read_usage(tail) is None

@@ -1,0 +1,32 @@
+"""What a filter is built from, on a fake clock and without clusters."""
+
+from __future__ import annotations
+
+import random
+from datetime import UTC, datetime
+
+from kvproxy.cluster.routes import Routes
+from kvproxy.config.schema import Config, Limits
+from kvproxy.filters.chain import FilterContext, Services
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.upstream.pool import UpstreamPool
+from tests.support.clock import FakeClock
+
+NOON = datetime(2026, 1, 2, 12, 0, 0, tzinfo=UTC)
+
+
+def filter_context(*, clock: FakeClock | None = None, limits: Limits | None = None) -> FilterContext:
+    """A context whose wall clock stands at NOON."""
+    return FilterContext(
+        config=Config(limits=limits or Limits()),
+        metrics=Metrics(),
+        clock=clock or FakeClock(),
+        wall_clock=lambda: NOON,
+        rng=random.Random(1),
+        services=Services(clusters={}, routes=Routes([]), pool=UpstreamPool()),
+    )
+
+
+def counted(context: FilterContext, name: str, **labels: str) -> float:
+    """A sample of the context's metrics; 0 when it was never counted."""
+    return context.metrics.registry.get_sample_value(name, labels) or 0.0

@@ -1,0 +1,45 @@
+"""A whole proxy on loopback in front of given upstream URLs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from kvproxy.app import Proxy
+from kvproxy.config.load import load_mapping
+from kvproxy.listener.server import Server
+
+
+@dataclass
+class RunningProxy:
+    """A proxy that serves, and a client that talks to it."""
+
+    proxy: Proxy
+    url: str
+    client: httpx.AsyncClient
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A sample's value; 0 when it was never counted."""
+        return self.proxy.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+@contextlib.asynccontextmanager
+async def running_proxy(endpoints: Mapping[str, str] | list[dict[str, Any]], **config: Any) -> AsyncIterator[RunningProxy]:
+    """`config` is native configuration besides the endpoints; probes are off unless it says otherwise."""
+    raw: dict[str, Any] = {"endpoints": endpoints, "policy": "round_robin", "health": {"active": False}, **config}
+    drain_s = 2.0
+    async with (
+        Proxy(load_mapping(raw)) as proxy,
+        Server(proxy, drain_s=drain_s) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=10) as client,
+    ):
+        yield RunningProxy(proxy, server.url, client)
+
+
+def chat(content: str = "hello", *, stream: bool = False, **fields: Any) -> dict[str, Any]:
+    """A chat completion body."""
+    return {"model": "m", "messages": [{"role": "user", "content": content}], "stream": stream, **fields}

@@ -1,0 +1,182 @@
+"""Another endpoint before the first byte; never a second answer after it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import pytest
+from starlette.types import Send
+
+from kvproxy.listener.server import serve
+from tests.support.fake_engine import Call, FakeEngine, answer_ok, event, reply, start_stream
+from tests.support.proxy import chat, running_proxy
+
+BUSY = b'{"error":{"message":"The engine is currently busy","type":"Service Unavailable","param":null,"code":503}}'
+
+
+async def answer_500(engine: FakeEngine, call: Call, send: Send) -> None:
+    await reply(send, 500, b'{"error":{"message":"boom"}}')
+
+
+async def answer_busy(engine: FakeEngine, call: Call, send: Send) -> None:
+    await reply(send, 503, BUSY)
+
+
+async def answer_400(engine: FakeEngine, call: Call, send: Send) -> None:
+    await reply(send, 400, b'{"error":{"message":"bad temperature"}}')
+
+
+async def die_after_the_head(engine: FakeEngine, call: Call, send: Send) -> None:
+    """vLLM sends its 200 at once and the data only after the prefill; this one dies in between."""
+    await start_stream(send)
+    raise ConnectionAbortedError
+
+
+async def error_as_first_event(engine: FakeEngine, call: Call, send: Send) -> None:
+    """What vLLM does when its engine core dies during the prefill."""
+    await start_stream(send)
+    await event(send, b'{"error": {"message": "EngineCore encountered an issue","code":500}}')
+    await event(send, b"[DONE]")
+    await send({"type": "http.response.body", "body": b""})
+
+
+def closed_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{probe.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("broken", [answer_500, answer_busy, die_after_the_head, error_as_first_event])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_failure_before_the_first_byte_is_served_elsewhere(broken: Any, stream: bool) -> None:
+    """The client sees one good answer and never learns of the first attempt."""
+    bad, good = FakeEngine("bad", broken), FakeEngine("good")
+    async with serve(bad) as bad_url, serve(good) as good_url, running_proxy({"a": bad_url, "b": good_url}) as proxy:
+        for _ in range(2):  # round robin: one of the two starts at the broken engine
+            answer = await proxy.client.post("/v1/chat/completions", json=chat(stream=stream))
+            assert answer.status_code == 200
+            assert answer.json()["served_by"] == "good"
+            assert answer.headers["x-kvproxy-endpoint"] == "b"
+    assert len(bad.calls) == 1
+    assert bad.calls[0].body == good.calls[0].body
+
+
+async def test_a_refused_connection_is_served_elsewhere() -> None:
+    """A dead engine costs its clients nothing."""
+    good = FakeEngine("good")
+    async with serve(good) as url, running_proxy({"dead": closed_port(), "b": url}) as proxy:
+        statuses = [(await proxy.client.post("/v1/completions", json={"prompt": "x"})).status_code for _ in range(6)]
+        assert statuses == [200] * 6
+        assert proxy.metric("kvproxy_retries_total", reason="connect_error") >= 1
+
+
+async def test_when_every_endpoint_fails_the_engines_own_answer_is_given() -> None:
+    """The last 5xx, body and headers, rather than one of ours."""
+    engines = [FakeEngine(name, answer_500) for name in "ab"]
+    retry = {"attempts": 3, "backoff": "1ms"}
+    async with (
+        serve(engines[0]) as a,
+        serve(engines[1]) as b,
+        running_proxy({"a": a, "b": b}, retry=retry) as proxy,
+    ):
+        answer = await proxy.client.post("/v1/chat/completions", json=chat())
+    assert answer.status_code == 500
+    assert answer.json()["error"]["message"] == "boom"
+    assert sum(len(engine.calls) for engine in engines) == 3
+
+
+async def test_client_errors_are_never_retried() -> None:
+    """A 400 is the client's to mend, and nobody's health suffers."""
+    engines = [FakeEngine(name, answer_400) for name in "ab"]
+    async with serve(engines[0]) as a, serve(engines[1]) as b, running_proxy({"a": a, "b": b}) as proxy:
+        answers = [await proxy.client.post("/v1/chat/completions", json=chat()) for _ in range(8)]
+        assert {answer.status_code for answer in answers} == {400}
+        assert all(endpoint.health.failures == 0 for endpoint in proxy.proxy.clusters["default"].endpoints)
+    assert sum(len(engine.calls) for engine in engines) == 8
+
+
+async def test_no_retry_beyond_the_budget() -> None:
+    """When everything fails, the proxy does not multiply the load on it."""
+    engines = [FakeEngine(name, answer_500) for name in "ab"]
+    retry = {"attempts": 3, "budget": 0, "min_per_second": 0}
+    async with (
+        serve(engines[0]) as a,
+        serve(engines[1]) as b,
+        running_proxy({"a": a, "b": b}, retry=retry) as proxy,
+    ):
+        for _ in range(4):
+            assert (await proxy.client.post("/v1/chat/completions", json=chat())).status_code == 500
+        assert proxy.metric("kvproxy_retries_refused_total", reason="budget") == 4
+    assert sum(len(engine.calls) for engine in engines) == 4
+
+
+async def test_what_is_not_inference_is_not_sent_twice_after_it_was_processed() -> None:
+    """A POST of unknown meaning may have had its effect."""
+    engines = [FakeEngine(name, answer_500) for name in "ab"]
+    async with serve(engines[0]) as a, serve(engines[1]) as b, running_proxy({"a": a, "b": b}) as proxy:
+        assert (await proxy.client.post("/reset_prefix_cache", content=b"x")).status_code == 500
+    assert sum(len(engine.calls) for engine in engines) == 1
+
+
+async def test_a_break_after_the_first_byte_is_told_and_not_retried() -> None:
+    """An SSE client gets an error event it understands; the reason is counted."""
+
+    async def dies(engine: FakeEngine, call: Call, send: Send) -> None:
+        await start_stream(send)
+        await event(send, b'{"choices":[{"delta":{"content":"one"}}]}')
+        await asyncio.sleep(0.01)
+        raise ConnectionAbortedError
+
+    engines = [FakeEngine(name, dies) for name in "ab"]
+    async with serve(engines[0]) as a, serve(engines[1]) as b, running_proxy({"a": a, "b": b}) as proxy:
+        answer = await proxy.client.post("/v1/chat/completions", json=chat(stream=True))
+        assert answer.status_code == 200
+        events = [line for line in answer.text.split("\n\n") if line]
+        assert '"content":"one"' in events[0]
+        assert '"error"' in events[1]
+        assert '"upstream_disconnected"' in events[1]
+        assert events[2] == "data: [DONE]"
+        assert proxy.metric("kvproxy_request_ends_total", end="upstream_died") == 1
+    assert sum(len(engine.calls) for engine in engines) == 1
+
+
+async def test_credentials_stay_with_their_endpoint() -> None:
+    """The second attempt carries the second endpoint's key, or the client's own where it has none."""
+    bad, good = FakeEngine("bad", answer_500), FakeEngine("good")
+    async with serve(bad) as bad_url, serve(good) as good_url:
+        own: list[dict[str, Any]] = [{"id": "a", "url": bad_url, "api_key": "key-of-a"}, {"id": "b", "url": good_url}]
+        async with running_proxy(own) as proxy:
+            headers = {"authorization": "Bearer client"}
+            await proxy.client.post("/v1/chat/completions", json=chat(), headers=headers)
+    assert bad.calls[0].header("authorization") == "Bearer key-of-a"
+    assert good.calls[0].header("authorization") == "Bearer client"
+
+
+async def test_an_engine_that_never_answers_gives_504() -> None:
+    """The first-byte timeout bounds the wait on each endpoint."""
+
+    async def silent(engine: FakeEngine, call: Call, send: Send) -> None:
+        await call.gone.wait()
+
+    engine = FakeEngine("a", silent)
+    async with (
+        serve(engine) as url,
+        running_proxy({"a": url}, timeouts={"first_byte": "50ms"}, retry={"attempts": 1}) as proxy,
+    ):
+        answer = await proxy.client.post("/v1/chat/completions", json=chat())
+        assert answer.status_code == 504
+        assert answer.json()["error"]["code"] == "first_byte_timeout"
+
+
+async def test_no_endpoint_at_all_gives_503_with_retry_after() -> None:
+    """And it says so in OpenAI's shape."""
+    engine = FakeEngine("a", answer_ok)
+    async with serve(engine) as url, running_proxy({"a": url}) as proxy:
+        proxy.proxy.clusters["default"].drain("a")  # type: ignore[arg-type]
+        answer = await proxy.client.post("/v1/chat/completions", json=chat())
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"] == "1"
+        assert answer.json()["error"]["code"] == "draining"
+    assert not engine.calls
