@@ -17,7 +17,7 @@ OnOutput = Callable[["Generation", EngineOutput], None]
 
 
 class Generation:
-    """What a client of the engine sees of one sequence: always the latest state, so that a slow reader costs nothing."""
+    """One sequence as its client sees it: always the latest state, so that a slow reader costs nothing."""
 
     def __init__(self, request: SimRequest, changed: asyncio.Event) -> None:
         self.request = request

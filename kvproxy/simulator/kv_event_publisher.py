@@ -100,7 +100,8 @@ class KvEventPublisher:
     def _bind(self, socket: zmq.asyncio.Socket, port: int) -> str:
         socket.set(zmq.LINGER, 0)
         socket.bind(f"tcp://{self.settings.host}:{port or '*'}")
-        return str(socket.last_endpoint.decode()).rstrip("\0")
+        address = socket.get(zmq.LAST_ENDPOINT)
+        return address.decode() if isinstance(address, bytes) else str(address)
 
     async def _serve_replays(self) -> None:
         while True:

@@ -28,12 +28,24 @@ def model_not_found(model: str, known: Sequence[str]) -> VllmError:
     return VllmError(message, kind="NotFoundError", param="model", code=404)
 
 
-def prompt_too_long(limit: int) -> VllmError:
+def prompt_too_long(prompt_tokens: int, limit: int) -> VllmError:
     """400; vLLM counts no further than one over the limit."""
+    seen = min(prompt_tokens, limit + 1)
     message = (
-        f"This model's maximum context length is {limit} tokens. However, your prompt contains at least {limit + 1} "
+        f"This model's maximum context length is {limit} tokens. However, your prompt contains at least {seen} "
         "input tokens, which exceeds this limit even without any output tokens. Please reduce the length of the input "
-        f"prompt. (parameter=input_tokens, value={limit + 1})"
+        f"prompt. (parameter=input_tokens, value={seen})"
+    )
+    return VllmError(message, param="input_tokens")
+
+
+def request_too_long(prompt_tokens: int, output_tokens: int, limit: int) -> VllmError:
+    """400 when prompt and answer together do not fit the context."""
+    message = (
+        f"This model's maximum context length is {limit} tokens. However, you requested {output_tokens} output tokens "
+        f"and your prompt contains at least {prompt_tokens} input tokens, for a total of at least "
+        f"{prompt_tokens + output_tokens} tokens. Please reduce the length of the input prompt or the number of "
+        f"requested output tokens. (parameter=input_tokens, value={prompt_tokens})"
     )
     return VllmError(message, param="input_tokens")
 

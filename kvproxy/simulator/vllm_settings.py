@@ -36,6 +36,11 @@ class VllmSettings:
             raise ValueError("a streaming server needs an engine with token_outputs")
 
     @property
+    def context_tokens(self) -> int:
+        """The longest sequence served: the model's bound, or what the cache can hold."""
+        return min(self.max_model_len, self.engine.capacity_blocks * self.engine.block_size)
+
+    @property
     def models(self) -> tuple[str, ...]:
         """Every name a request may use, the base model first."""
         return (self.model, *self.loras)

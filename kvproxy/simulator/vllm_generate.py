@@ -1,0 +1,203 @@
+"""The routes of a simulated vLLM that generate: answered whole or as a stream, with the faults that are switched on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvproxy.simulator.answer import Answer, Delta
+from kvproxy.simulator.engine_runner import GenerationGroup
+from kvproxy.simulator.generation_request import GenerationPlan
+from kvproxy.simulator.http_call import EVENT_STREAM, HttpCall
+from kvproxy.simulator.vllm_errors import (
+    VllmError,
+    bad_json,
+    busy,
+    engine_dead,
+    unsupported_media_type,
+    validation_errors,
+)
+from kvproxy.simulator.vllm_state import VllmState
+
+KEEP_ALIVE = b": keep-alive\n\n"
+
+
+class Shape(Protocol):
+    """One API's words for an answer."""
+
+    def complete(self, answer: Answer) -> dict[str, Any]:
+        """The whole body."""
+
+    def stream(self, answer: Answer, deltas: list[Delta], *, last: bool) -> Iterator[bytes]:
+        """Events for what is new; `last` adds the end."""
+
+    def error(self, body: Any) -> Iterator[bytes]:
+        """Events that end a stream whose engine died."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRoute:
+    """How one API differs: where its prompts are, and how its answers look."""
+
+    prompts: Callable[[VllmState, Mapping[str, Any]], list[list[int]]]
+    shape: Callable[[VllmState], Shape]
+
+
+async def read_json(call: HttpCall) -> dict[str, Any]:
+    """The body as an object, or vLLM's complaint about it."""
+    raw = await call.read()
+    if "application/json" not in call.headers.get("content-type", ""):
+        raise unsupported_media_type()
+    try:
+        body = json.loads(raw)
+    except json.JSONDecodeError as error:
+        raise bad_json(error) from error
+    except UnicodeDecodeError as error:
+        raise VllmError("There was an error parsing the body", kind="Bad Request") from error
+    if not isinstance(body, dict):
+        problem = {"type": "model_attributes_type", "loc": "body", "msg": "Input should be a valid dictionary"}
+        raise validation_errors([problem])
+    return body
+
+
+async def generate(state: VllmState, call: HttpCall, route: GenerateRoute) -> None:
+    """One generation from body to last byte; a client that leaves frees the engine at once."""
+    body = await read_json(call)
+    state.planner.check_model(body)
+    plan_id = call.headers.get("x-request-id") or body.get("request_id") or state.new_id()
+    plan = state.planner.plan(body, route.prompts(state, body), str(plan_id))
+    _admit(state)
+    record = state.remember(call.path, plan)
+    call.reply_headers |= orca_header(state, call)
+    state.in_flight += 1
+    try:
+        finished = await call.while_connected(_answer(state, call, plan, route.shape(state), record))
+        if not finished:
+            record["outcome"] = "disconnected"
+    except VllmError:
+        record["outcome"] = "error"
+        raise
+    finally:
+        state.in_flight -= 1
+        for request in plan.requests:
+            state.metrics.forget(request.id)
+
+
+def orca_header(state: VllmState, call: HttpCall) -> dict[str, str]:
+    """The engine's load in the format the client asked for, if it asked."""
+    wanted = call.headers.get("endpoint-load-metrics-format", "").upper()
+    load = state.runner.engine.load
+    figures = {"num_requests_waiting": float(load.waiting), "kv_cache_usage_perc": load.kv_usage}
+    if wanted == "JSON":
+        return {"endpoint-load-metrics": f"JSON {json.dumps({'named_metrics': figures})}"}
+    if wanted == "TEXT":
+        text = ", ".join(f"named_metrics.{name}={value}" for name, value in figures.items())
+        return {"endpoint-load-metrics": f"TEXT {text}"}
+    return {}
+
+
+def _admit(state: VllmState) -> None:
+    """Faults and queue bounds that turn a request away."""
+    faults = state.faults
+    if faults.values.engine_dead:
+        raise engine_dead()
+    if faults.take("fail_next"):
+        status = faults.values.fail_status
+        raise VllmError("Internal Server Error", kind="InternalServerError", code=status)
+    if faults.take("busy_next"):
+        raise busy()
+    limit = state.settings.max_num_queued_reqs
+    if limit is not None and state.runner.engine.load.waiting >= limit:
+        state.metrics.rejected("max_num_queued_reqs")
+        raise busy()
+
+
+async def _answer(state: VllmState, call: HttpCall, plan: GenerationPlan, shape: Shape, record: dict[str, Any]) -> None:
+    await state.faults.stall(state.faults.values.stall_head_s)
+    with _submitted(state, plan) as group:
+        answer = Answer(
+            plan,
+            group,
+            tokenizer=state.tokenizer,
+            block_size=state.settings.engine.block_size,
+            created=int(state.wall_clock()),
+        )
+        if plan.stream:
+            record["outcome"] = await _Stream(state, call, answer, group, shape).run()
+        else:
+            record["outcome"] = await _whole(state, call, answer, group, shape)
+        record["cached_tokens"] = answer.usage().cached_tokens
+
+
+@contextlib.contextmanager
+def _submitted(state: VllmState, plan: GenerationPlan) -> Iterator[GenerationGroup]:
+    try:
+        with state.runner.running(plan.requests) as group:
+            yield group
+    except ValueError as error:
+        raise VllmError(str(error)) from error
+
+
+async def _whole(state: VllmState, call: HttpCall, answer: Answer, group: GenerationGroup, shape: Shape) -> str:
+    while not group.ended:
+        await group.changed()
+    if group.failed:
+        raise engine_dead()
+    await state.faults.stall(state.faults.values.stall_first_byte_s)
+    await call.reply_json(shape.complete(answer))
+    return "finished"
+
+
+class _Stream:
+    """One streamed answer: the head goes out at once, data when there is some."""
+
+    def __init__(self, state: VllmState, call: HttpCall, answer: Answer, group: GenerationGroup, shape: Shape) -> None:
+        self._state = state
+        self._call = call
+        self._answer = answer
+        self._group = group
+        self._shape = shape
+        self._chunks = 0
+        values, take = state.faults.values, state.faults.take
+        self._cut_after = values.cut_after_chunks if take("cut_next") else None
+        self._error_after = values.error_after_chunks if take("error_next") else None
+
+    async def run(self) -> str:
+        """How it went: finished, cut or error."""
+        await self._call.start(200, EVENT_STREAM)
+        await self._state.faults.stall(self._state.faults.values.stall_first_byte_s)
+        ended = False
+        while not ended:
+            if not await self._group.changed(self._state.settings.sse_keep_alive_interval_s):
+                await self._call.write(KEEP_ALIVE)
+                continue
+            ended = self._group.ended
+            if self._group.failed:
+                return await self._die()
+            for event in self._shape.stream(self._answer, self._answer.deltas(), last=ended):
+                outcome = await self._faulted()
+                if outcome is not None:
+                    return outcome
+                await self._call.write(event)
+                self._chunks += 1
+        await self._call.finish()
+        return "finished"
+
+    async def _faulted(self) -> str | None:
+        values = self._state.faults.values
+        if self._cut_after is not None and self._chunks >= self._cut_after:
+            return "cut"
+        if self._error_after is not None and self._chunks >= self._error_after:
+            return await self._die()
+        if self._chunks == values.stall_mid_stream_after_chunks:
+            await self._state.faults.stall(values.stall_mid_stream_s)
+        return None
+
+    async def _die(self) -> str:
+        for event in self._shape.error(engine_dead().body):
+            await self._call.write(event)
+        await self._call.finish()
+        return "error"

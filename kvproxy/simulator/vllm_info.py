@@ -1,0 +1,257 @@
+"""The routes of a simulated vLLM that tell or change something without generating."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import xxhash
+
+from kvproxy.simulator.faults import FaultError
+from kvproxy.simulator.generation_request import GenerationPlan
+from kvproxy.simulator.http_call import HttpCall
+from kvproxy.simulator.vllm_errors import SCALE_OUT_DISABLED, VllmError, engine_dead, missing_fields
+from kvproxy.simulator.vllm_generate import read_json
+from kvproxy.simulator.vllm_state import VllmState
+
+_EMBEDDING_SIZE = 16
+
+
+async def tokenize(state: VllmState, call: HttpCall) -> None:
+    """Ids of a prompt or of a rendered conversation; there is no length limit."""
+    body = await read_json(call)
+    if state.faults.values.no_tokenize:
+        await call.reply_json({"detail": "Not Found"}, 404)
+        return
+    await state.faults.stall(state.faults.values.slow_tokenize_s)
+    state.planner.check_model(body)
+    tokens = state.prompts.tokenize(body)
+    strings = state.tokenizer.token_strings(tokens) if body.get("return_token_strs") else None
+    limit = state.settings.max_model_len
+    await call.reply_json({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings})
+
+
+async def detokenize(state: VllmState, call: HttpCall) -> None:
+    """The text of ids."""
+    body = await read_json(call)
+    if not isinstance(body.get("tokens"), list):
+        raise missing_fields(body, "tokens")
+    try:
+        prompt = state.tokenizer.decode(body["tokens"])
+    except (ValueError, TypeError) as error:
+        raise VllmError(str(error)) from error
+    await call.reply_json({"prompt": prompt})
+
+
+async def models(state: VllmState, call: HttpCall) -> None:
+    """The base model and its adapters; answers even when the engine is dead."""
+    settings = state.settings
+    rows = [
+        {
+            "id": name,
+            "object": "model",
+            "created": int(state.started_at),
+            "owned_by": "vllm",
+            "root": settings.root if name == settings.model else name,
+            "parent": None if name == settings.model else settings.model,
+            "max_model_len": settings.max_model_len if name == settings.model else None,
+            "permission": [_permission(state)],
+        }
+        for name in settings.models
+    ]
+    await call.reply_json({"object": "list", "data": rows})
+
+
+async def version(state: VllmState, call: HttpCall) -> None:
+    """The vLLM version stood in for."""
+    await call.reply_json({"version": state.settings.version})
+
+
+async def health(state: VllmState, call: HttpCall) -> None:
+    """Empty 200, or empty 503 when the engine is dead."""
+    await call.reply(503 if state.faults.values.engine_dead else 200)
+
+
+async def load(state: VllmState, call: HttpCall) -> None:
+    """Requests in flight, where tracking is on; otherwise always 0."""
+    tracked = state.in_flight if state.settings.enable_server_load_tracking else 0
+    await call.reply_json({"server_load": tracked})
+
+
+async def metrics(state: VllmState, call: HttpCall) -> None:
+    """Prometheus text."""
+    text = state.metrics.exposition()
+    await call.reply(200, text, {"content-type": "text/plain; version=1.0.0; charset=utf-8"})
+
+
+async def kv_event_sources(state: VllmState, call: HttpCall) -> None:
+    """Where cache events are published, by data-parallel rank."""
+    publisher = state.publisher
+    if publisher is None:
+        await call.reply_json({})
+        return
+    settings = publisher.settings
+    source = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": publisher.endpoint,
+        "replay_endpoint": publisher.replay_endpoint,
+        "buffer_steps": settings.buffer_steps,
+        "hwm": settings.hwm,
+        "max_queue_size": 100_000,
+        "topic": settings.topic,
+    }
+    await call.reply_json({str(settings.rank): source})
+
+
+async def reset_prefix_cache(state: VllmState, call: HttpCall) -> None:
+    """Forgets the prefixes unless something runs."""
+    await call.reply_json({"success": state.runner.engine.reset_prefix_cache()})
+
+
+async def count_tokens(state: VllmState, call: HttpCall) -> None:
+    """Anthropic's count."""
+    body = await read_json(call)
+    state.planner.check_model(body)
+    count = len(state.prompts.anthropic(body))
+    await call.reply_json({"input_tokens": count, "context_management": {"original_input_tokens": count}})
+
+
+async def chat_render(state: VllmState, call: HttpCall) -> None:
+    """The exact ids a chat would be run with, where scale-out is enabled."""
+    body = await _scale_out_body(state, call)
+    plan = state.planner.plan(body, [state.prompts.chat(body)], state.new_id())
+    await call.reply_json(_rendered(f"chatcmpl-{plan.id}", plan, 0))
+
+
+async def completion_render(state: VllmState, call: HttpCall) -> None:
+    """As `chat_render`, one entry a prompt."""
+    body = await _scale_out_body(state, call)
+    plan = state.planner.plan(body, state.prompts.completion(body), state.new_id())
+    await call.reply_json([_rendered(f"cmpl-{plan.id}", plan, number) for number in range(len(plan.prompts))])
+
+
+async def embeddings(state: VllmState, call: HttpCall) -> None:
+    """Deterministic unit vectors, after the prefill their prompts cost."""
+    if not state.settings.enable_embeddings:
+        await call.reply_json({"detail": "Not Found"}, 404)
+        return
+    body = await read_json(call)
+    prompts = state.prompts.embeddings(body)
+    plan = state.planner.plan({**body, "max_tokens": 1}, prompts, state.new_id())
+    with state.runner.running(plan.requests) as group:
+        while not group.ended:
+            await group.changed()
+    if group.failed:
+        raise engine_dead()
+    await call.reply_json(
+        {
+            "id": f"embd-{plan.id}",
+            "object": "list",
+            "created": int(state.wall_clock()),
+            "model": plan.model,
+            "data": [
+                {"index": number, "object": "embedding", "embedding": _embedding(prompt)}
+                for number, prompt in enumerate(plan.prompts)
+            ],
+            "usage": {"prompt_tokens": plan.prompt_tokens, "total_tokens": plan.prompt_tokens, "completion_tokens": 0},
+        }
+    )
+
+
+async def set_faults(state: VllmState, call: HttpCall) -> None:
+    """The simulator's own: throws the switches named in the body, answers with all of them."""
+    body = await read_json(call)
+    try:
+        state.faults.update(body)
+    except FaultError as error:
+        raise VllmError(str(error)) from error
+    values = state.faults.values
+    if values.engine_dead:
+        state.runner.kill()
+    if state.publisher is not None:
+        state.publisher.lose_next = values.lose_events
+        state.publisher.repeat_next = values.repeat_events
+    await call.reply_json(dataclasses.asdict(values))
+
+
+async def simulator_state(state: VllmState, call: HttpCall) -> None:
+    """The simulator's own: load, calls a route, latest generations."""
+    figures = state.runner.engine.load
+    await call.reply_json(
+        {
+            "running": figures.running,
+            "waiting": figures.waiting,
+            "kv_usage": figures.kv_usage,
+            "in_flight": state.in_flight,
+            "calls": dict(state.calls),
+            "requests": list(state.requests),
+            "published_batches": 0 if state.publisher is None else state.publisher.published,
+            "faults": dataclasses.asdict(state.faults.values),
+        }
+    )
+
+
+async def _scale_out_body(state: VllmState, call: HttpCall) -> dict[str, Any]:
+    body = await read_json(call)
+    if not state.settings.enable_scale_out:
+        raise VllmError(SCALE_OUT_DISABLED, kind="PermissionDeniedError", code=403)
+    return body
+
+
+def _rendered(request_id: str, plan: GenerationPlan, number: int) -> dict[str, Any]:
+    body = plan.body
+    sampling = {
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "temperature": float(body.get("temperature", 1.0)),
+        "top_p": float(body.get("top_p", 1.0)),
+        "min_p": 0.0,
+        "stop": [],
+        "stop_token_ids": [],
+        "max_tokens": plan.max_tokens,
+        "output_kind": 2,
+        "skip_clone": True,
+        "bad_words": [],
+        "skip_reading_prefix_cache": False,
+    }
+    empty = dict.fromkeys(("token_offsets", "features", "content_parts"))
+    reasoning = dict.fromkeys(("reasoning_ended", "reasoning_parser_kwargs", "return_token_ids"))
+    return {
+        "request_id": request_id,
+        "token_ids": plan.prompts[number],
+        **empty,
+        "sampling_params": sampling,
+        "model": plan.model,
+        **reasoning,
+        "output_mode": "tokens",
+        "stream": plan.stream,
+        "stream_options": body.get("stream_options"),
+        "cache_salt": body.get("cache_salt"),
+        "priority": 0,
+        "kv_transfer_params": None,
+        "ec_transfer_params": None,
+    }
+
+
+def _permission(state: VllmState) -> dict[str, Any]:
+    denied = dict.fromkeys(("allow_create_engine", "allow_search_indices", "allow_fine_tuning", "is_blocking"), False)
+    allowed = dict.fromkeys(("allow_sampling", "allow_logprobs", "allow_view"), True)
+    return {
+        "id": f"modelperm-{state.new_id()}",
+        "object": "model_permission",
+        "created": int(state.started_at),
+        **denied,
+        **allowed,
+        "organization": "*",
+        "group": None,
+    }
+
+
+def _embedding(prompt: tuple[int, ...]) -> list[float]:
+    raw = repr(prompt).encode()
+    values = [xxhash.xxh3_64_intdigest(raw, seed=axis) / 2**63 - 1 for axis in range(_EMBEDDING_SIZE)]
+    length = math.sqrt(sum(value * value for value in values))
+    return [value / length for value in values]

@@ -1,0 +1,176 @@
+"""A simulated vLLM server as an ASGI app: routes, error answers, and the life of its engine."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC, datetime
+from types import TracebackType
+
+from kvproxy.simulator import vllm_info as info
+from kvproxy.simulator.anthropic_shape import AnthropicShape
+from kvproxy.simulator.engine import Engine
+from kvproxy.simulator.engine_io import EngineOutput, FirstToken
+from kvproxy.simulator.engine_runner import EngineRunner, Generation
+from kvproxy.simulator.faults import Faults
+from kvproxy.simulator.generation_request import Planner
+from kvproxy.simulator.http_call import ClientGone, HttpCall, Receive, Scope, Send
+from kvproxy.simulator.kv_event import KvEvent
+from kvproxy.simulator.kv_event_publisher import KvEventPublisher
+from kvproxy.simulator.openai_shapes import ChatShape, CompletionShape
+from kvproxy.simulator.prompts import Prompts
+from kvproxy.simulator.responses_shape import ResponsesShape
+from kvproxy.simulator.tokenizer import Tokenizer
+from kvproxy.simulator.vllm_errors import VllmError
+from kvproxy.simulator.vllm_generate import GenerateRoute, generate
+from kvproxy.simulator.vllm_metrics import VllmMetrics
+from kvproxy.simulator.vllm_settings import VllmSettings
+from kvproxy.simulator.vllm_state import OnPrefilled, Prefilled, VllmState
+from kvproxy.types import Clock
+
+Handler = Callable[[VllmState, HttpCall], Awaitable[None]]
+
+_GENERATE: dict[str, GenerateRoute] = {
+    "/v1/chat/completions": GenerateRoute(
+        lambda state, body: [state.prompts.chat(body)],
+        lambda state: ChatShape(details=state.settings.enable_prompt_tokens_details, fingerprint=state.fingerprint),
+    ),
+    "/v1/completions": GenerateRoute(
+        lambda state, body: state.prompts.completion(body),
+        lambda state: CompletionShape(
+            details=state.settings.enable_prompt_tokens_details, fingerprint=state.fingerprint
+        ),
+    ),
+    "/v1/responses": GenerateRoute(lambda state, body: [state.prompts.responses(body)], lambda state: ResponsesShape()),
+    "/v1/messages": GenerateRoute(lambda state, body: [state.prompts.anthropic(body)], lambda state: AnthropicShape()),
+}
+
+_HANDLERS: dict[str, dict[str, Handler]] = {
+    "/tokenize": {"POST": info.tokenize},
+    "/detokenize": {"POST": info.detokenize},
+    "/v1/models": {"GET": info.models},
+    "/version": {"GET": info.version},
+    "/health": {"GET": info.health},
+    "/ping": {"GET": info.health, "POST": info.health},
+    "/load": {"GET": info.load},
+    "/metrics": {"GET": info.metrics},
+    "/kv_event_sources": {"GET": info.kv_event_sources},
+    "/reset_prefix_cache": {"POST": info.reset_prefix_cache},
+    "/v1/messages/count_tokens": {"POST": info.count_tokens},
+    "/v1/chat/completions/render": {"POST": info.chat_render},
+    "/v1/completions/render": {"POST": info.completion_render},
+    "/v1/embeddings": {"POST": info.embeddings},
+    "/sim/faults": {"POST": info.set_faults},
+    "/sim/state": {"GET": info.simulator_state},
+}
+
+
+def utc_seconds() -> float:
+    """Wall-clock seconds since 1970."""
+    return datetime.now(UTC).timestamp()
+
+
+class VllmApp:
+    """Serve it (it is an ASGI app) while it is entered (it is an async context manager)."""
+
+    def __init__(
+        self,
+        settings: VllmSettings,
+        *,
+        clock: Clock,
+        wall_clock: Callable[[], float],
+        rng: random.Random,
+        on_prefilled: OnPrefilled | None,
+    ) -> None:
+        self._on_prefilled = on_prefilled
+        tokenizer, engine = Tokenizer(), Engine(settings.engine)
+        self._publisher = self._build_publisher(settings, wall_clock)
+        self._runner = EngineRunner(engine, clock=clock, on_events=self._publish, on_output=self._observe)
+        self.state = VllmState(
+            settings=settings,
+            tokenizer=tokenizer,
+            prompts=Prompts(tokenizer),
+            planner=Planner(settings, tokenizer),
+            runner=self._runner,
+            metrics=VllmMetrics(settings, engine),
+            faults=Faults(),
+            publisher=self._publisher,
+            wall_clock=wall_clock,
+            rng=rng,
+            fingerprint=f"vllm-{settings.version}-{rng.getrandbits(32):08x}",
+            started_at=wall_clock(),
+        )
+        self._stack = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> VllmApp:
+        if self._publisher is not None:
+            await self._stack.enter_async_context(self._publisher)
+        await self._stack.enter_async_context(self._runner)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"no {scope['type']} here")
+        call = HttpCall(scope, receive, send)
+        with contextlib.suppress(ClientGone):
+            try:
+                await self._route(call)
+            except VllmError as error:
+                await call.reply_json(error.body, error.code)
+
+    async def _route(self, call: HttpCall) -> None:
+        generating = _GENERATE.get(call.path)
+        methods = {"POST": None} if generating is not None else _HANDLERS.get(call.path)
+        if methods is None:
+            self.state.calls["unknown"] += 1
+            await call.reply_json({"detail": "Not Found"}, 404)
+        elif call.method not in methods:
+            self.state.calls["wrong method"] += 1
+            await call.reply_json({"detail": "Method Not Allowed"}, 405, {"allow": ", ".join(methods)})
+        else:
+            self.state.calls[f"{call.method} {call.path}"] += 1
+            if generating is not None:
+                await generate(self.state, call, generating)
+            else:
+                await _HANDLERS[call.path][call.method](self.state, call)
+
+    def _build_publisher(self, settings: VllmSettings, wall_clock: Callable[[], float]) -> KvEventPublisher | None:
+        if settings.kv_events is None:
+            return None
+        return KvEventPublisher(
+            settings.kv_events,
+            block_size=settings.engine.block_size,
+            wall_clock=wall_clock,
+            replay=settings.kv_events_replay,
+        )
+
+    async def _publish(self, events: Sequence[KvEvent]) -> None:
+        if self._publisher is not None:
+            await self._publisher.publish(events)
+
+    def _observe(self, generation: Generation, output: EngineOutput) -> None:
+        self.state.metrics.observe(generation, output)
+        if isinstance(output, FirstToken) and self._on_prefilled is not None:
+            request = generation.request
+            tokens = request.token_ids[: request.prompt_tokens]
+            model = request.lora_name or self.state.settings.root
+            self._on_prefilled(Prefilled(tokens, model, request.cache_salt or ""))
+
+
+def create_engine_app(
+    settings: VllmSettings,
+    *,
+    clock: Clock = time.monotonic,
+    wall_clock: Callable[[], float] = utc_seconds,
+    rng: random.Random | None = None,
+    on_prefilled: OnPrefilled | None = None,
+) -> VllmApp:
+    """A server that is ready to be entered and served; `on_prefilled` hears of every prompt whose KV exists now."""
+    return VllmApp(settings, clock=clock, wall_clock=wall_clock, rng=rng or random.Random(), on_prefilled=on_prefilled)

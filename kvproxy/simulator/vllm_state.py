@@ -1,0 +1,70 @@
+"""What the handlers of one simulated vLLM server share."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvproxy.simulator.engine_runner import EngineRunner
+from kvproxy.simulator.faults import Faults
+from kvproxy.simulator.generation_request import GenerationPlan, Planner
+from kvproxy.simulator.kv_event_publisher import KvEventPublisher
+from kvproxy.simulator.prompts import Prompts
+from kvproxy.simulator.tokenizer import Tokenizer
+from kvproxy.simulator.vllm_metrics import VllmMetrics
+from kvproxy.simulator.vllm_settings import VllmSettings
+
+_KEPT_REQUESTS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A prompt whose KV the engine has now: what an offloading connector is told."""
+
+    token_ids: Sequence[int]
+    model: str
+    cache_salt: str
+
+
+OnPrefilled = Callable[[Prefilled], None]
+
+
+@dataclass(slots=True)
+class VllmState:
+    """One server's parts. `calls` counts exchanges by method and route, `requests` keeps the latest generations."""
+
+    settings: VllmSettings
+    tokenizer: Tokenizer
+    prompts: Prompts
+    planner: Planner
+    runner: EngineRunner
+    metrics: VllmMetrics
+    faults: Faults
+    publisher: KvEventPublisher | None
+    wall_clock: Callable[[], float]
+    rng: random.Random
+    fingerprint: str
+    started_at: float
+    calls: Counter[str] = field(default_factory=Counter)
+    in_flight: int = 0
+    requests: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_KEPT_REQUESTS))
+
+    def new_id(self) -> str:
+        """Sixteen hexadecimal digits, as vLLM's ids have."""
+        return f"{self.rng.getrandbits(64):016x}"
+
+    def remember(self, path: str, plan: GenerationPlan) -> dict[str, Any]:
+        """Opens the record of one generation; the handler fills in how it went."""
+        record: dict[str, Any] = {
+            "path": path,
+            "id": plan.id,
+            "model": plan.model,
+            "prompt_tokens": plan.prompt_tokens,
+            "stream": plan.stream,
+            "outcome": "running",
+        }
+        self.requests.append(record)
+        return record
