@@ -114,7 +114,7 @@ class LMCacheControllerClient:
         try:
             answer = await self._call("/query_instance", {"event_id": "kvproxy", "ip": ip}, WireInstance)
         except Refused as error:
-            if error.status == 500 and not isinstance(error, NotSupported):
+            if type(error) is Refused and error.status == 500:
                 return None
             raise
         return answer.res

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
 import httpx
-import msgspec
 
 from kvproxy.clients.api import Api, quoted
+from kvproxy.clients.coordinator_wire import (
+    CacheChange,
+    CacheScope,
+    DirectoryStats,
+    FleetUsage,
+    Instance,
+    InstanceUsage,
+    Pins,
+    Prefetch,
+    PrefetchStatus,
+    WireHealth,
+    WireInstances,
+    WirePins,
+)
 from kvproxy.clients.directory import DirectoryLookup, WireDirectory, directory_lookup
 from kvproxy.clients.tokens import TokenIds, body_with_tokens
 from kvproxy.errors import NotSupported, Refused, UnknownInstance
@@ -22,126 +34,6 @@ Tier = Literal["l1", "l2", "all"]
 #: Directory answers repeat each known chunk's token ids.
 _MAX_DIRECTORY_BYTES = 32 << 20
 _MAX_LISTING_BYTES = 16 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class CacheScope:
-    """Which cache entries a prompt's tokens stand for."""
-
-    model: str
-    cache_salt: str = ""
-    world_size: int = 1  # tensor-parallel ranks
-
-
-@dataclass(frozen=True, slots=True)
-class Instance:
-    """A registered MP server."""
-
-    instance_id: str
-    ip: str
-    http_port: int
-    registration_time: float = 0.0  # the coordinator's wall clock
-    metadata: Mapping[str, str] = msgspec.field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryModule:
-    """One compartment of memory."""
-
-    tier: str
-    backend: str
-    used_bytes: int
-    capacity_bytes: int
-    usage_ratio: float | None = None  # None: no capacity declared
-    shared: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class InstanceUsage:
-    """Memory of one instance: a real pressure signal."""
-
-    instance_id: str
-    registered: bool
-    declared_capacity: bool
-    modules: tuple[MemoryModule, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class FleetUsage:
-    """Memory of every instance, and of pools they share."""
-
-    instances: tuple[InstanceUsage, ...] = ()
-    shared_modules: tuple[MemoryModule, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class CacheChange:
-    """What a pin, unpin or delete did. `requested` counts chunks, `affected` keys: 0 means no effect."""
-
-    status: str
-    requested: int = 0
-    affected: int = 0
-    skipped: int = 0  # refused because locked or pinned
-
-
-@dataclass(frozen=True, slots=True)
-class Pins:
-    """How many keys are pinned and how often, on the asked page."""
-
-    total: int
-    pin_counts: Mapping[str, int]  # chunk hash -> pins
-
-
-@dataclass(frozen=True, slots=True)
-class Prefetch:
-    """A submitted warm-up; `request_id` is empty when there was nothing to do (`noop`)."""
-
-    instance_id: str
-    status: str
-    request_id: str = ""
-    chunks: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PrefetchStatus:
-    """Progress of a warm-up: `pending`, then `completed` once; after that the job is unknown."""
-
-    status: str
-    found_keys: int | None = None
-    total_keys: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class DirectoryStats:
-    """The directory in numbers."""
-
-    num_keys: int
-    num_placements: int
-    l1_keys_by_instance: Mapping[str, int]
-    l1_size_bytes: int = 0
-    l2_size_bytes: int = 0
-
-
-class _Instances(msgspec.Struct):
-    instances: list[Instance]
-
-
-class _PinKey(msgspec.Struct):
-    chunk_hash_hex: str
-
-
-class _PinRow(msgspec.Struct):
-    key: _PinKey
-    pin_count: int = 0
-
-
-class _Pins(msgspec.Struct):
-    total: int = 0
-    pins: list[_PinRow] = []
-
-
-class _Health(msgspec.Struct):
-    status: str
 
 
 class LMCacheCoordinatorClient:
@@ -175,7 +67,7 @@ class LMCacheCoordinatorClient:
 
     async def instances(self) -> tuple[Instance, ...]:
         """Registered MP servers."""
-        return tuple((await self._get("/instances", _Instances)).instances)
+        return tuple((await self._get("/instances", WireInstances)).instances)
 
     async def usage(self) -> FleetUsage:
         """Memory of the whole fleet."""
@@ -196,7 +88,7 @@ class LMCacheCoordinatorClient:
     async def pins(self, *, model: str = "", cache_salt: str = "", offset: int = 0, limit: int = 1000) -> Pins:
         """One page of the pinned keys."""
         query = quoted({"model_name": model, "cache_salt": cache_salt, "offset": offset, "limit": limit})
-        answer = await self._get("/cache/pins" + query, _Pins)
+        answer = await self._get("/cache/pins" + query, WirePins)
         return Pins(answer.total, {row.key.chunk_hash_hex: row.pin_count for row in answer.pins})
 
     async def delete(
@@ -225,7 +117,7 @@ class LMCacheCoordinatorClient:
     async def healthz(self) -> bool:
         """Whether the coordinator says it is healthy; False for an error status, ClientError without any answer."""
         try:
-            return (await self._get("/healthz", _Health)).status == "healthy"
+            return (await self._get("/healthz", WireHealth)).status == "healthy"
         except Refused:
             return False
 

@@ -1,4 +1,4 @@
-"""One call at a time per key: LMCache's controller has one unlocked socket per worker, parallel calls break each other."""
+"""One call at a time per key: the LMCache controller has one unlocked socket per worker."""
 
 from __future__ import annotations
 

@@ -72,6 +72,24 @@ class Metrics:
             "kvproxy_upstream_replays", "Requests sent again because a kept connection was dead", registry=r
         )
 
+        # KV events: one stream per endpoint and data-parallel rank
+        self.kv_event_batches = Counter(
+            "kvproxy_kv_event_batches", "Batches by what became of them", ["endpoint", "outcome"], registry=r
+        )  # applied, replayed, duplicate, malformed
+        self.kv_event_blocks = Counter("kvproxy_kv_event_blocks", "Blocks in events", ["endpoint", "kind"], registry=r)
+        self.kv_events_skipped = Counter(
+            "kvproxy_kv_events_skipped", "Events that could not be used", ["endpoint", "reason"], registry=r
+        )  # unknown_type, malformed
+        self.kv_event_gaps = Counter(
+            "kvproxy_kv_event_gaps", "Breaks in the numbering", ["endpoint", "outcome"], registry=r
+        )  # filled, lost, restart
+        self.kv_event_lag = Gauge(
+            "kvproxy_kv_event_lag_seconds", "Published to applied, last batch", ["endpoint", "rank"], registry=r
+        )
+        self.kv_event_state = Gauge(
+            "kvproxy_kv_event_stream_state", "1: the stream is in this state", ["endpoint", "rank", "state"], registry=r
+        )  # connecting, exact, degraded, approximate
+
         # bounds: what is held against what may be
         self.queue_depth = Gauge("kvproxy_queue_depth", "Entries held in a bounded place", ["queue"], registry=r)
         self.queue_limit = Gauge("kvproxy_queue_limit", "Bound of that place", ["queue"], registry=r)

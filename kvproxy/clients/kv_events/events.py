@@ -1,0 +1,77 @@
+"""KV events as the rest of kvproxy sees them, whatever version published them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvproxy.clients.tokens import TokenIds
+
+#: How the engine names a block: the low 64 bits of its hash, or the whole digest. Only comparable within one stream.
+EngineHash = int | bytes
+
+#: What besides its tokens shapes one block (cache salt, LoRA name, media), hashable; None: nothing.
+BlockExtra = tuple[object, ...] | None
+
+FULL_ATTENTION = "full_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    """A run of consecutive blocks became reusable. Idempotent: engines re-publish blocks they already hold."""
+
+    block_hashes: tuple[EngineHash, ...]
+    parent: EngineHash | None  # block before the first one; None at the start, or unknown chain in a re-report
+    token_ids: TokenIds
+    block_tokens: int
+    lora_name: str | None = None
+    lora_id: int | None = None  # all that versions before 0.16 say about a LoRA
+    medium: str = "GPU"  # GPU, CPU, STORAGE, ... ("GPU" is also what CPU builds say)
+    extra: tuple[BlockExtra, ...] | None = None  # one a block; None: no block has any
+    group: int | None = None  # KV cache group of a hybrid model
+    spec_kind: str | None = None
+
+    @property
+    def uniform(self) -> bool:
+        """Whether every block has its own `block_tokens` tokens here (not so in some Mamba and windowed groups)."""
+        return len(self.token_ids) == len(self.block_hashes) * self.block_tokens > 0
+
+    @property
+    def indexable(self) -> bool:
+        """Whether a prefix index may use it: full attention (or a version that knows nothing else), tokens complete."""
+        return self.spec_kind in (None, FULL_ATTENTION) and self.uniform
+
+    @property
+    def blocks(self) -> int:
+        return len(self.block_hashes)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """Blocks left one medium; copies on others stay."""
+
+    block_hashes: tuple[EngineHash, ...]
+    medium: str = "GPU"
+    group: int | None = None
+
+    @property
+    def blocks(self) -> int:
+        return len(self.block_hashes)
+
+
+@dataclass(frozen=True, slots=True)
+class AllBlocksCleared:
+    """The whole prefix cache of this rank was dropped."""
+
+    @property
+    def blocks(self) -> int:
+        return 0
+
+
+KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+@dataclass(slots=True)
+class Skipped:
+    """Events that could not be used, by reason; `unknown_type` is harmless, `malformed` may leave the index wrong."""
+
+    counts: dict[str, int] = field(default_factory=lambda: {"unknown_type": 0, "malformed": 0})

@@ -1,0 +1,60 @@
+"""What one stream of KV events counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvproxy.clients.kv_events.events import BlockRemoved, BlockStored, KvEvent, Skipped
+from kvproxy.clients.kv_events.status import StreamState, StreamStatus
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.types import Clock, EndpointId
+
+
+class StreamMeter:
+    """The catalogue's KV event metrics, bound to one endpoint and data-parallel rank."""
+
+    def __init__(self, metrics: Metrics, endpoint: EndpointId, dp_rank: int, *, wall_clock: Clock) -> None:
+        self._metrics = metrics
+        self._endpoint = endpoint
+        self._rank = str(dp_rank)
+        self._wall_clock = wall_clock
+        self._stored = metrics.kv_event_blocks.labels(endpoint, "stored")
+        self._removed = metrics.kv_event_blocks.labels(endpoint, "removed")
+        self._lag = metrics.kv_event_lag.labels(endpoint, self._rank)
+
+    def batch(self, outcome: str) -> None:
+        """One batch: applied, replayed, duplicate or malformed."""
+        self._metrics.kv_event_batches.labels(self._endpoint, outcome).inc()
+
+    def events(self, events: Sequence[KvEvent]) -> int:
+        """Events that were applied; returns their blocks."""
+        stored = sum(event.blocks for event in events if isinstance(event, BlockStored))
+        removed = sum(event.blocks for event in events if isinstance(event, BlockRemoved))
+        self._stored.inc(stored)
+        self._removed.inc(removed)
+        return stored + removed
+
+    def skipped(self, skipped: Skipped) -> None:
+        """Events that could not be used."""
+        for reason, count in skipped.counts.items():
+            if count:
+                self._metrics.kv_events_skipped.labels(self._endpoint, reason).inc(count)
+
+    def gap(self, outcome: str) -> None:
+        """A break in the numbering: filled, lost, or a restart of the engine."""
+        self._metrics.kv_event_gaps.labels(self._endpoint, outcome).inc()
+
+    def lag(self, published_at: float) -> None:
+        """Seconds from publishing to having applied; includes the clocks' difference between the hosts."""
+        self._lag.set(max(0.0, self._wall_clock() - published_at))
+
+    def state(self, status: StreamStatus) -> None:
+        """The stream's state now."""
+        for state in StreamState:
+            self._metrics.kv_event_state.labels(self._endpoint, self._rank, state.value).set(state is status.state)
+
+    def close(self) -> None:
+        """The stream is no more: its gauges go, its counters stay."""
+        self._metrics.kv_event_lag.remove(self._endpoint, self._rank)
+        for state in StreamState:
+            self._metrics.kv_event_state.remove(self._endpoint, self._rank, state.value)

@@ -1,0 +1,124 @@
+"""The ZMQ sockets of one stream: the subscription with its connection monitor, and a replay."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+from kvproxy.clients.kv_events.codec import END_OF_REPLAY, MAX_PAYLOAD_BYTES
+from kvproxy.clients.kv_events.source import KvEventSource
+from kvproxy.errors import BadResponse, ClientTimeout
+
+#: Batches ZMQ holds for us while we are busy; beyond it batches are lost, which shows as a gap and is replayed.
+QUEUED_BATCHES = 2000
+
+#: More batches than any engine's replay buffer holds: a replay that goes on beyond is broken.
+MAX_REPLAYED_BATCHES = 200_000
+
+_RECONNECT_MS, _RECONNECT_MAX_MS = 100, 5000
+_HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 5000, 15_000
+
+
+class Subscription:
+    """A SUB socket that says when its connection comes and goes. ZMQ reconnects by itself."""
+
+    def __init__(self, context: zmq.asyncio.Context, source: KvEventSource) -> None:
+        self._socket = context.socket(zmq.SUB)
+        try:
+            self._configure(source)
+        except BaseException:
+            self._socket.close(linger=0)
+            raise
+        # Draining goes through plain sockets: a future for every message would cost more than the message.
+        self._plain = zmq.Socket.shadow(self._socket)
+        self._plain_monitor = zmq.Socket.shadow(self._monitor)
+        self._poller = zmq.asyncio.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+
+    async def wait(self, timeout_s: float | None) -> None:
+        """Returns when something happened, or after `timeout_s`."""
+        await self._poller.poll(None if timeout_s is None else max(1, round(timeout_s * 1000)))
+
+    def connections(self) -> list[bool]:
+        """What happened to the connection since the last call: True for up, False for down."""
+        changes: list[bool] = []
+        with contextlib.suppress(zmq.Again):
+            while True:
+                event = parse_monitor_message(self._plain_monitor.recv_multipart(zmq.NOBLOCK))
+                changes.append(event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        return changes
+
+    def message(self) -> list[bytes] | None:
+        """The next message, if there is one."""
+        try:
+            return self._plain.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    def discard(self) -> None:
+        """Drops what waits: messages of a connection that is gone."""
+        for _ in range(2 * QUEUED_BATCHES):
+            if self.message() is None:
+                return
+
+    def close(self) -> None:
+        """Ends the subscription."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
+
+    def _configure(self, source: KvEventSource) -> None:
+        options: dict[Any, int] = {
+            zmq.RCVHWM: QUEUED_BATCHES,
+            zmq.MAXMSGSIZE: MAX_PAYLOAD_BYTES,
+            zmq.RECONNECT_IVL: _RECONNECT_MS,
+            zmq.RECONNECT_IVL_MAX: _RECONNECT_MAX_MS,
+            zmq.HEARTBEAT_IVL: _HEARTBEAT_MS,
+            zmq.HEARTBEAT_TIMEOUT: _HEARTBEAT_TIMEOUT_MS,
+            zmq.IPV6: "[" in source.endpoint,
+        }
+        for option, value in options.items():
+            self._socket.setsockopt(option, value)
+        self._socket.setsockopt(zmq.SUBSCRIBE, source.topic.encode())
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        try:
+            self._socket.connect(source.endpoint)
+        except BaseException:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            raise
+
+
+async def replayed(
+    context: zmq.asyncio.Context, address: str, start: int, *, idle_timeout_s: float
+) -> AsyncGenerator[list[bytes], None]:
+    """Messages of a replay from batch `start` on, the end marker last.
+
+    Raises ClientTimeout when nothing comes for `idle_timeout_s`, BadResponse when it has no end.
+    """
+    socket = context.socket(zmq.DEALER)
+    try:
+        socket.setsockopt(zmq.RCVHWM, MAX_REPLAYED_BATCHES)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
+        socket.setsockopt(zmq.IPV6, "[" in address)
+        socket.connect(address)
+        await socket.send_multipart([b"", start.to_bytes(8, "big")])
+        for _ in range(MAX_REPLAYED_BATCHES):
+            try:
+                async with asyncio.timeout(idle_timeout_s):
+                    frames = await socket.recv_multipart()
+            except TimeoutError as error:
+                raise ClientTimeout(f"kv events: replay silent for {idle_timeout_s:g} s") from error
+            yield frames
+            if len(frames) > 1 and frames[-2] == END_OF_REPLAY:
+                return
+        raise BadResponse("kv events: a replay without end")
+    finally:
+        socket.close(linger=0)

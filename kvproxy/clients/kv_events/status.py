@@ -1,0 +1,133 @@
+"""How far one stream of KV events can be trusted, and why. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvproxy.types import Clock
+
+
+class StreamState(StrEnum):
+    """What an index fed by this stream is worth; a metric label."""
+
+    CONNECTING = "connecting"  # nothing known yet
+    EXACT = "exact"  # every change since the engine's start (or its last clear) was applied
+    DEGRADED = "degraded"  # followed, but something is missing or stale
+    APPROXIMATE = "approximate"  # no usable stream: rely on what was routed
+
+
+class StreamReason(StrEnum):
+    """Why the stream is in its state."""
+
+    STARTING = "starting"
+    SYNCHRONISING = "synchronising"
+    FOLLOWING = "following"
+    DISCONNECTED = "disconnected"
+    PARTIAL_HISTORY = "partial_history"  # the engine's replay buffer starts later than its cache
+    NO_REPLAY = "no_replay"  # joined late, and the engine offers no replay
+    LOST_EVENTS = "lost_events"  # a gap that replay could not fill
+    REPLAY_FAILED = "replay_failed"  # will be tried again
+    MALFORMED = "malformed"  # an event could not be read
+    SILENT = "silent"  # the engine prefills, but publishes nothing
+    FAILED = "failed"  # the subscription or its consumer raised; both start over
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStatus:
+    """State and reason of one stream."""
+
+    state: StreamState
+    reason: StreamReason
+
+
+class StreamHealth:
+    """The facts a status follows from; `changed` is called once for each new status."""
+
+    def __init__(
+        self, *, changed: Callable[[StreamStatus], None], clock: Clock, silence_s: float, block_tokens: int
+    ) -> None:
+        self._changed = changed
+        self._clock = clock
+        self._silence_s = silence_s
+        self._block_tokens = block_tokens
+        self._ever_connected = False
+        self._connected = False
+        self._synchronised = False
+        self._failed = False
+        self._missing: StreamReason | None = None
+        self._unanswered_since: float | None = None
+        self._unanswered_blocks = 0
+        self._silent = False
+        self.status = StreamStatus(StreamState.CONNECTING, StreamReason.STARTING)
+
+    def connected(self) -> None:
+        """The connection is up; a synchronisation follows."""
+        self._ever_connected = self._connected = True
+        self._settle()
+
+    def disconnected(self) -> None:
+        """The connection is gone: what is known grows stale."""
+        self._connected = self._synchronised = False
+        self._settle()
+
+    def synchronised(self, missing: StreamReason | None) -> None:
+        """The stream is followed again; `missing` says what of its history is not known."""
+        self._synchronised = True
+        self._failed = False
+        self._missing = missing
+        self._settle()
+
+    def failed(self) -> None:
+        """The subscription ended by an error; nothing applied so far counts."""
+        self._connected = self._synchronised = False
+        self._failed = True
+        self._settle()
+
+    def incomplete(self, missing: StreamReason | None) -> None:
+        """What of the history is not known has changed."""
+        self._missing = missing
+        self._settle()
+
+    def heard(self) -> None:
+        """A batch arrived."""
+        self._unanswered_since = None
+        self._unanswered_blocks = 0
+        if self._silent:
+            self._silent = False
+            self._settle()
+
+    def traffic(self, uncached_tokens: int) -> None:
+        """The engine prefilled these many tokens: it must have stored their whole blocks and said so."""
+        blocks = uncached_tokens // self._block_tokens
+        if blocks <= 0:
+            return
+        now = self._clock()
+        if self._unanswered_since is None:
+            self._unanswered_since = now
+        self._unanswered_blocks += blocks
+        if self._unanswered_blocks >= 4 and now - self._unanswered_since >= self._silence_s:
+            self._silent = True
+            self._settle()
+
+    def _settle(self) -> None:
+        status = self._derived()
+        if status != self.status:
+            self.status = status
+            self._changed(status)
+
+    def _derived(self) -> StreamStatus:
+        if self._silent:
+            return StreamStatus(StreamState.APPROXIMATE, StreamReason.SILENT)
+        if self._failed:
+            return StreamStatus(StreamState.DEGRADED, StreamReason.FAILED)
+        if not self._ever_connected:
+            return StreamStatus(StreamState.CONNECTING, StreamReason.STARTING)
+        if not self._connected:
+            return StreamStatus(StreamState.DEGRADED, StreamReason.DISCONNECTED)
+        if not self._synchronised:
+            return StreamStatus(StreamState.CONNECTING, StreamReason.SYNCHRONISING)
+        if self._missing is not None:
+            return StreamStatus(StreamState.DEGRADED, self._missing)
+        return StreamStatus(StreamState.EXACT, StreamReason.FOLLOWING)

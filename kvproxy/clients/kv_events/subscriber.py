@@ -1,0 +1,180 @@
+"""Follows the KV events of one engine's data-parallel rank and tells a consumer, for as long as it is open."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from types import TracebackType
+from typing import Protocol
+
+import zmq
+import zmq.asyncio
+
+from kvproxy.clients.kv_events.events import KvEvent
+from kvproxy.clients.kv_events.follower import StreamFollower
+from kvproxy.clients.kv_events.meter import StreamMeter
+from kvproxy.clients.kv_events.sockets import QUEUED_BATCHES, Subscription, replayed
+from kvproxy.clients.kv_events.source import KvEventSource
+from kvproxy.clients.kv_events.status import StreamHealth, StreamReason, StreamStatus
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.types import Clock, EndpointId
+
+log = logging.getLogger(__name__)
+
+_BACKOFF_S, _BACKOFF_MAX_S = 1.0, 30.0
+
+
+class KvEventConsumer(Protocol):
+    """Who wants to know (a precise index). Calls come from one task, in order, and must not block."""
+
+    def apply(self, endpoint: EndpointId, dp_rank: int, events: Sequence[KvEvent]) -> None:
+        """Events in order, at most a slice of blocks at once; stores may repeat what is known."""
+        ...
+
+    def cleared(self, endpoint: EndpointId, dp_rank: int) -> None:
+        """Forget everything about this rank: the engine restarted, or its history is void."""
+        ...
+
+    def state_changed(self, endpoint: EndpointId, dp_rank: int, status: StreamStatus) -> None:
+        """How far the stream can be trusted from now on."""
+        ...
+
+
+class KvEventSubscriber:
+    """One stream. An async context manager: inside it a task subscribes, reconnects, replays and applies.
+
+    `wall_clock` gives seconds since the epoch, to tell the lag. `block_tokens` (any size not below the engine's) and
+    `silence_s` decide when an engine that prefills without publishing counts as silent.
+    """
+
+    def __init__(
+        self,
+        endpoint: EndpointId,
+        source: KvEventSource,
+        *,
+        consumer: KvEventConsumer,
+        context: zmq.asyncio.Context,
+        metrics: Metrics,
+        clock: Clock,
+        wall_clock: Clock,
+        slice_blocks: int = 512,
+        replay_timeout_s: float = 5.0,
+        silence_s: float = 30.0,
+        block_tokens: int = 128,
+        retry_s: float = _BACKOFF_S,
+    ) -> None:
+        self.endpoint = endpoint
+        self.source = source
+        self._consumer = consumer
+        self._context = context
+        self._replay_timeout_s = replay_timeout_s
+        self._retry_s = retry_s
+        self._clock = clock
+        self._meter = StreamMeter(metrics, endpoint, source.dp_rank, wall_clock=wall_clock)
+        self._health = StreamHealth(
+            changed=self._state_changed, clock=clock, silence_s=silence_s, block_tokens=block_tokens
+        )
+        self._follower = StreamFollower(
+            apply=lambda events: consumer.apply(endpoint, source.dp_rank, events),
+            cleared=lambda: consumer.cleared(endpoint, source.dp_rank),
+            replay=self._replay if source.replay_endpoint else None,
+            health=self._health,
+            meter=self._meter,
+            pause=lambda: asyncio.sleep(0),
+            slice_blocks=slice_blocks,
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def status(self) -> StreamStatus:
+        """How far the stream can be trusted now."""
+        return self._health.status
+
+    def note_traffic(self, uncached_tokens: int) -> None:
+        """The engine prefilled this many tokens of one request; blocks for them should have been announced."""
+        self._health.traffic(uncached_tokens)
+
+    async def __aenter__(self) -> KvEventSubscriber:
+        self._meter.state(self.status)
+        self._task = asyncio.create_task(self._run(), name=f"kv events {self.endpoint}/{self.source.dp_rank}")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        self._meter.close()
+
+    async def _run(self) -> None:
+        pause_s = self._retry_s
+        while True:
+            started = self._clock()
+            try:
+                await self._follow()
+            except Exception:  # whatever the consumer raises: the stream is rebuilt, and its index with it
+                log.exception("[kvcache] KV events of %s/%d: starting over", self.endpoint, self.source.dp_rank)
+                self._follower.forget()
+                self._health.failed()
+            pause_s = self._retry_s if self._clock() - started > _BACKOFF_MAX_S else min(2 * pause_s, _BACKOFF_MAX_S)
+            await asyncio.sleep(pause_s)
+
+    async def _follow(self) -> None:
+        """Serves one subscription; ends only by an error."""
+        subscription = Subscription(self._context, self.source)
+        retry_at: float | None = None
+        pause_s = self._retry_s
+        try:
+            while True:
+                await subscription.wait(None if retry_at is None else max(0.0, retry_at - self._clock()))
+                reconnected = self._note_connections(subscription.connections())
+                if reconnected and self.source.replay_endpoint:
+                    subscription.discard()  # perhaps another process' batches; the replay brings all that counts
+                if reconnected or (retry_at is not None and self._clock() >= retry_at):
+                    await self._follower.synchronise()
+                await self._drain(subscription)
+                if not self._follower.wants_retry:
+                    retry_at, pause_s = None, self._retry_s
+                elif retry_at is None or self._clock() >= retry_at:
+                    retry_at, pause_s = self._clock() + pause_s, min(2 * pause_s, _BACKOFF_MAX_S)
+        finally:
+            subscription.close()
+
+    def _note_connections(self, changes: list[bool]) -> bool:
+        for up in changes:
+            if up:
+                self._health.connected()
+            else:
+                self._health.disconnected()
+        return True in changes and changes[-1]
+
+    async def _drain(self, subscription: Subscription) -> None:
+        for _ in range(QUEUED_BATCHES):
+            frames = subscription.message()
+            if frames is None:
+                return
+            await self._follower.on_message(frames)
+
+    def _replay(self, start: int) -> AsyncGenerator[list[bytes], None]:
+        address = self.source.replay_endpoint
+        assert address is not None
+        return replayed(self._context, address, start, idle_timeout_s=self._replay_timeout_s)
+
+    def _state_changed(self, status: StreamStatus) -> None:
+        self._meter.state(status)
+        log.log(
+            logging.INFO if status.reason is not StreamReason.SILENT else logging.WARNING,
+            "[kvcache] KV events of %s/%d: %s (%s)",
+            self.endpoint,
+            self.source.dp_rank,
+            status.state,
+            status.reason,
+        )
+        try:
+            self._consumer.state_changed(self.endpoint, self.source.dp_rank, status)
+        except Exception:  # a consumer's mistake must not end the stream
+            log.exception("[kvcache] KV events of %s/%d: state not taken", self.endpoint, self.source.dp_rank)
