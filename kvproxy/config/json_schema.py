@@ -13,7 +13,7 @@ _PLACEHOLDER = {"type": "string", "pattern": r"\$\{"}
 _TYPED = {"integer", "number", "boolean"}
 
 
-def json_schema() -> dict[str, Any]:
+def file_schema() -> dict[str, Any]:
     """Draft 2020-12 schema of a configuration file as a person writes it."""
     schema = Config.model_json_schema()
     definitions = schema["$defs"]
