@@ -57,11 +57,13 @@ async def local_reply(
     metrics: Metrics,
     headers: Sequence[tuple[bytes, bytes]] | None = None,
     unread: Receive | None = None,
+    linger_s: float = LINGER_S,
 ) -> None:
     """Answers with a JSON error and counts it under `reason` (a closed set: it is a metric label).
 
     The exchange of the scope, where there is one, notes the status and `end="local_reply"`. With `unread`, the receive
-    of a request whose body is not wanted, the connection is closed afterwards instead of reading that body.
+    of a request whose body is not wanted, the connection is closed instead of reading that body: only a bounded part is
+    dropped, for at most `linger_s`.
     """
     exchange = scope.get(SCOPE_KEY)
     if exchange is not None:
@@ -75,19 +77,19 @@ async def local_reply(
     await send({"type": "http.response.start", "status": status, "headers": head})
     if unread is not None:
         await send({"type": "http.response.body", "body": body, "more_body": True})
-        await _linger(unread)
+        await _linger(unread, linger_s)
         body = b""
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-async def _linger(receive: Receive) -> None:
+async def _linger(receive: Receive, linger_s: float) -> None:
     """Drops what the client is still sending, within bounds.
 
     Closing a socket with bytes left unread resets it, and a client that is busy writing may then never see the answer.
     """
     dropped = 0
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(LINGER_S):
+        async with asyncio.timeout(linger_s):
             while dropped < LINGER_BYTES:
                 message = await receive()
                 dropped += len(message.get("body", b""))

@@ -1,0 +1,259 @@
+"""Filter inference_request: one bounded read, one parse, and the same bytes for whoever comes after."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import socket
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from starlette.types import ASGIApp, Message
+
+from kvproxy.config.filter_schema import InferenceRequestSettings
+from kvproxy.config.schema import Limits
+from kvproxy.filters.body_reader import BodyReader, BodyTooSlow
+from kvproxy.filters.chain import FilterContext
+from kvproxy.filters.inference_request import KIND_OF_PATH, build
+from kvproxy.types import RequestKind
+from tests.support.asgi import Inner, call, http_scope
+from tests.support.filter_context import counted, filter_context
+from tests.support.loopback import serve
+
+CHAT = "/v1/chat/completions"
+BODY = b'{"model": "m", "messages": [{"role": "user"}], "user": "u"}'
+
+
+def filter_around(inner: ASGIApp, *, context: FilterContext | None = None) -> ASGIApp:
+    return build(inner, InferenceRequestSettings(), context or filter_context())
+
+
+def post(path: str = CHAT, **headers: str) -> dict[str, Any]:
+    pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    return http_scope(path, method="POST", headers=pairs)
+
+
+@pytest.mark.parametrize(("path", "kind"), KIND_OF_PATH.items())
+async def test_every_known_path_is_parsed(path: str, kind: RequestKind) -> None:
+    """The exchange has the raw body and its meaning; the inner app receives the same bytes."""
+    inner = Inner()
+    await call(filter_around(inner), post(path), body=BODY)
+    assert inner.exchange.body == BODY
+    assert inner.exchange.inference is not None
+    assert (inner.exchange.inference.kind, inner.exchange.inference.model) == (kind, "m")
+    assert inner.bodies == [BODY]
+
+
+@pytest.mark.parametrize(
+    "scope",
+    [
+        http_scope("/v1/audio/transcriptions", method="POST"),
+        http_scope("/chat/completions", method="POST"),
+        http_scope("/v1/messages/count_tokens", method="POST"),
+        http_scope(CHAT, method="GET"),
+    ],
+    ids=lambda scope: f"{scope['method']} {scope['path']}",
+)
+async def test_everything_else_passes_unread(scope: dict[str, Any]) -> None:
+    """Not a byte is read of what this filter does not know."""
+    inner = Inner(reads=False)
+    reads = 0
+
+    async def receive() -> Message:
+        nonlocal reads
+        reads += 1
+        return {"type": "http.request"}
+
+    async def send(message: Message) -> None: ...
+
+    await filter_around(inner)(scope, receive, send)
+    assert (reads, len(inner.scopes)) == (0, 1)
+    assert inner.scopes[0] is scope
+
+
+async def test_other_scope_types_pass() -> None:
+    """The lifespan is not this filter's."""
+    inner = Inner()
+    await call(filter_around(inner), {"type": "lifespan", "path": CHAT})
+    assert inner.scopes == [{"type": "lifespan", "path": CHAT}]
+
+
+async def test_a_body_in_pieces_is_joined_and_replayed_whole_then_the_client_is_heard_again() -> None:
+    """After the body the inner app sees what really comes next: the disconnect."""
+    heard: list[Message] = []
+
+    async def inner(scope: Any, receive: Any, send: Any) -> None:
+        heard.extend([await receive(), await receive()])
+
+    pieces = [{"type": "http.request", "body": BODY[i : i + 7], "more_body": True} for i in range(0, len(BODY), 7)]
+    await call(filter_around(inner), post(), *pieces, {"type": "http.request"})
+    assert heard == [{"type": "http.request", "body": BODY, "more_body": False}, {"type": "http.disconnect"}]
+
+
+@pytest.mark.parametrize("body", [b"{", b"[1]", b"", b'{"messages": 5}'])
+async def test_what_cannot_be_parsed_goes_on_untouched(body: bytes) -> None:
+    """The engine's own error is what the client should see."""
+    inner = Inner()
+    reply = await call(filter_around(inner), post(), body=body)
+    assert (reply.status, inner.bodies, inner.exchange.inference) == (200, [body], None)
+
+
+@pytest.mark.parametrize(("encoding", "understood"), [("gzip", False), ("identity", True)])
+async def test_compressed_bodies_go_on_unparsed(encoding: str, understood: bool) -> None:
+    """Nothing is unpacked here: the bytes go up as they came."""
+    inner = Inner()
+    body = gzip.compress(BODY) if encoding == "gzip" else BODY
+    await call(filter_around(inner), post(content_encoding=encoding), body=body)
+    assert inner.bodies == [body]
+    assert (inner.exchange.inference is not None) is understood
+
+
+@pytest.mark.parametrize(
+    ("settings", "headers", "key"),
+    [
+        ({}, {"x_session_id": " s1 "}, "s1"),
+        ({"session_header": "X-Chat"}, {"x_chat": "c", "x_session_id": "s1"}, "c"),
+        ({}, {}, "u"),
+    ],
+)
+async def test_session_header(settings: dict[str, str], headers: dict[str, str], key: str) -> None:
+    """The configured header names the session before the body does."""
+    inner = Inner()
+    app = build(inner, InferenceRequestSettings.model_validate(settings), filter_context())
+    await call(app, post(**headers), body=BODY)
+    assert inner.exchange.inference is not None
+    assert inner.exchange.inference.session_key == key
+
+
+@pytest.mark.parametrize(("path", "field"), [(CHAT, "code"), ("/v1/messages", "type")])
+async def test_a_declared_length_over_the_limit_is_refused_unread(path: str, field: str) -> None:
+    """413 in the API's own shape; the inner app never runs."""
+    inner, context = Inner(), filter_context(limits=Limits(body=100))
+    reply = await call(filter_around(inner, context=context), post(path, content_length="101"), body=b"x" * 101)
+    assert (reply.status, inner.scopes, reply.headers[b"connection"]) == (413, [], b"close")
+    assert reply.json["error"][field] == ("body_too_large" if field == "code" else "request_too_large")
+    assert counted(context, "kvproxy_bodies_refused_total") == 1
+    assert counted(context, "kvproxy_local_replies_total", status="413", reason="body_too_large") == 1
+
+
+@pytest.mark.parametrize("headers", [{}, {"content_length": "junk"}, {"content_length": "9" * 5000}])
+async def test_undeclared_lengths_are_counted(headers: dict[str, str]) -> None:
+    """Reading stops at the limit, whatever was declared."""
+    inner = Inner()
+    chunk = {"type": "http.request", "body": b"x" * 40, "more_body": True}
+    app = filter_around(inner, context=filter_context(limits=Limits(body=100)))
+    reply = await call(app, post(**headers), chunk, chunk, chunk, {"type": "http.disconnect"})
+    assert (reply.status, inner.scopes) == (413, [])
+
+
+async def test_a_body_of_exactly_the_limit_passes() -> None:
+    """The limit itself is allowed."""
+    inner = Inner()
+    app = filter_around(inner, context=filter_context(limits=Limits(body=len(BODY))))
+    reply = await call(app, post(content_length=str(len(BODY))), body=BODY)
+    assert (reply.status, inner.bodies) == (200, [BODY])
+
+
+async def test_a_client_that_leaves_while_sending_is_not_forwarded() -> None:
+    """Half a body goes nowhere, and the log will say why."""
+    inner, scope = Inner(), post()
+    reply = await call(filter_around(inner), scope, {"type": "http.request", "body": b"{", "more_body": True})
+    assert (reply.messages, inner.scopes) == ([], [])
+    assert (scope["kvproxy"].outcome.end, scope["kvproxy"].outcome.status) == ("client_disconnected", 499)
+
+
+async def test_a_body_that_does_not_arrive_gets_408() -> None:
+    """A client cannot hold a request open by sending nothing."""
+    inner, context = Inner(), filter_context(limits=Limits(body_timeout=0.01))
+    async with serve(filter_around(inner, context=context)) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
+        head = await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert inner.scopes == []
+    assert counted(context, "kvproxy_local_replies_total", status="408", reason="body_timeout") == 1
+
+
+async def test_reads_time_out_one_by_one() -> None:
+    """One timer serves all reads, and each read has its own full time."""
+    reader = BodyReader(limit_bytes=10, timeout_s=0.02)
+    silence = asyncio.Event()
+
+    async def receive() -> Message:
+        await silence.wait()
+        return {"type": "http.request", "body": b"late"}
+
+    async def start() -> asyncio.Task[bytes]:
+        task = asyncio.create_task(reader.read(receive))
+        await asyncio.sleep(0)
+        return task
+
+    first = await start()
+    await asyncio.sleep(0.01)
+    second, third = await start(), await start()
+    with pytest.raises(BodyTooSlow):
+        await first
+    assert not second.done()
+    third.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await third
+    silence.set()
+    assert await second == b"late"
+
+
+async def pour(writer: asyncio.StreamWriter, size: int) -> int:
+    """How many of `size` bytes the other side let us send before it broke the connection."""
+    sent = 0
+    with contextlib.suppress(ConnectionError):
+        while sent < size:
+            writer.write(b"x" * 65536)
+            await writer.drain()
+            sent += 65536
+    return sent
+
+
+async def test_a_hundred_megabytes_are_refused_at_once_over_a_socket() -> None:
+    """The answer comes while the client is still sending, the connection ends, and next to nothing was read."""
+    inner, context = Inner(), filter_context(limits=Limits(body=1000))
+    async with serve(filter_around(inner, context=context)) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100000000\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        sent = await pour(writer, 100_000_000)
+        writer.transport.abort()
+    assert head.startswith(b"HTTP/1.1 413 ")
+    assert b"connection: close" in head
+    assert sent < 50_000_000
+    assert inner.scopes == []
+
+
+async def test_httpx_sees_the_refusal_of_a_streamed_body() -> None:
+    """A client in the middle of a chunked upload gets the answer, not a reset."""
+
+    async def upload() -> Any:
+        for _ in range(8):
+            yield b"x" * 1000
+
+    app = filter_around(Inner(), context=filter_context(limits=Limits(body=1000)))
+    async with serve(app) as url, httpx.AsyncClient() as client:
+        reply = await client.post(f"{url}/v1/messages", content=upload())
+    assert reply.status_code == 413
+    assert msgspec.json.decode(reply.content)["error"]["type"] == "request_too_large"
+
+
+async def test_no_continue_is_sent_to_a_client_that_asked_first() -> None:
+    """A client that waits for `100 Continue` gets the refusal instead."""
+    app = filter_around(Inner(), context=filter_context(limits=Limits(body=10)))
+    async with serve(app) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 99\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        writer.get_extra_info("socket").shutdown(socket.SHUT_WR)
+        rest = await reader.read()
+        writer.close()
+    assert head.startswith(b"HTTP/1.1 413 ")
+    assert b"100 Continue" not in rest
