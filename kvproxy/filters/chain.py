@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 from starlette.types import ASGIApp
 
+from kvproxy.config.model import Model
 from kvproxy.config.paths import dotted
 from kvproxy.config.schema import Config, FilterSpec
 from kvproxy.errors import ConfigError, Problem
@@ -52,13 +53,13 @@ class FilterContext:
 class FilterType:
     """A kind of filter.
 
-    `settings` is any type pydantic can validate a mapping into (a model, a dataclass, a TypedDict), made without
-    arguments when the configuration gives none; None: the filter takes no settings. `build(inner, settings, context)`
-    returns the ASGI app and may raise ConfigError, with paths relative to the filter's settings.
-    A `terminal` filter answers by itself: nothing may follow it.
+    `settings` is the model its settings are decoded into (its defaults when the configuration gives none); None:
+    `build` gets whatever the configuration says, as plain data. `build(inner, settings, context)` returns the ASGI app
+    and may raise ConfigError, with paths relative to the filter's settings. A `terminal` filter answers by itself:
+    nothing may follow it.
     """
 
-    settings: type[Any] | None
+    settings: type[Model] | None
     build: Callable[[ASGIApp, Any, FilterContext], ASGIApp]
     terminal: bool = False
 
@@ -93,14 +94,10 @@ def _build_one(spec: FilterSpec, inner: ASGIApp, context: FilterContext, types: 
 
 
 def _typed_settings(spec: FilterSpec, kind: FilterType) -> Any:
-    if kind.settings is None:
-        if spec.settings:
-            raise ConfigError([Problem("", "takes no settings")])
-        return None
-    if isinstance(spec.settings, kind.settings):
+    if kind.settings is None or isinstance(spec.settings, kind.settings):
         return spec.settings
     try:
-        return TypeAdapter(kind.settings).validate_python({} if spec.settings is None else spec.settings)
+        return kind.settings.model_validate({} if spec.settings is None else spec.settings)
     except ValidationError as error:
         details = error.errors(include_input=False, include_url=False)
         raise ConfigError([Problem(dotted(d["loc"]), d["msg"]) for d in details]) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.config.filter_schema import FILTER_SETTINGS
+from kvproxy.config.model import Model
 from kvproxy.config.schema import FilterSpec
 from kvproxy.errors import ConfigError, Problem
 from kvproxy.filters.chain import FilterContext, FilterType, build_chain
@@ -18,8 +18,9 @@ from tests.support.asgi import Inner, call, http_scope
 from tests.support.filter_context import filter_context
 
 
-@dataclass
-class TagSettings:
+class TagSettings(Model):
+    """Settings of the filter under test."""
+
     tag: str = "-"
     times: int = 1
 
@@ -81,8 +82,17 @@ async def test_no_filter_leaves_the_terminal_app() -> None:
 
 async def test_settings_as_mapping_object_or_nothing() -> None:
     """A mapping is validated into the filter's own type; nothing gives its defaults; an object is taken as it is."""
-    ready = FilterSpec(name="tag", settings=TagSettings("x", 3))
+    ready = FilterSpec(name="tag", settings=TagSettings(tag="x", times=3))
     assert await tags(spec("tag"), spec("tag", tag="b", times="2"), ready) == ["-", "bb", "xxx"]
+
+
+def test_settings_without_a_type_are_plain_data() -> None:
+    """A filter that names no settings type gets what the file says."""
+    got: list[Any] = []
+    kind = FilterType(None, lambda app, settings, context: got.append(settings) or app)  # type: ignore[func-returns-value]
+    specs = [spec("any", a=[1]), spec("any")]
+    build_chain(specs, Inner(), context=filter_context(), types={"any": kind})
+    assert got == [None, {"a": [1]}]
 
 
 def problems_of(*specs: FilterSpec) -> list[str]:
@@ -96,7 +106,7 @@ def problems_of(*specs: FilterSpec) -> list[str]:
     [
         ([spec("tagg")], ["filters[0].tagg: no filter is called 'tagg' (did you mean 'tag'?)"]),
         ([spec("zzz")], ["filters[0].zzz: no filter is called 'zzz' (known: crash, end, plain, refuse, tag)"]),
-        ([spec("plain", a=1)], ["filters[0].plain: takes no settings"]),
+        ([spec("tag", tug="x")], ["filters[0].tag.tug: Extra inputs are not permitted"]),
         ([spec("crash")], ["filters[0].crash: cannot be built: RuntimeError: boom"]),
         (
             [spec("plain"), spec("refuse")],
