@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from types import TracebackType
@@ -49,6 +50,7 @@ class Cluster:
         probe: Probe | None = None,
         policy: Policy | None = None,
         sources: Sequence[Source] | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.name = name
         self.settings = settings
@@ -59,9 +61,9 @@ class Cluster:
         self._counts = DecisionMetrics(metrics, name, self.policy_name)
         self._screening = Screening()
         self._members = Membership(self._make, on_left=self._left)
-        self._prober = Prober(name, settings.health, probe=probe, on_result=self._probed, rng=rng)
+        self._prober = Prober(name, settings.health, probe=probe, on_result=self._probed, rng=rng, sleep=sleep)
         sources = sources_of(settings.discovery) if sources is None else sources
-        self._poller = Poller(name, sources, on_update=self._update, metrics=metrics)
+        self._poller = Poller(name, sources, on_update=self._update, metrics=metrics, sleep=sleep)
         self._running = AsyncExitStack()
         self.apply(settings.endpoints)
 

@@ -11,8 +11,8 @@ from kvproxy.upstream.pool import Timeouts, UpstreamPool
 class HttpProbe:
     """Any 2xx is well. Carries the endpoint's own credential, for gateways that ask for it.
 
-    `pool` is best one of its own: where requests fill every connection a probe would wait for one, and a busy endpoint
-    would look dead.
+    `pool` is best one of its own that keeps no connections: where requests fill every connection a probe would wait for
+    one, and a busy endpoint would look dead; and a kept connection does not show that new ones are still accepted.
     """
 
     def __init__(self, pool: UpstreamPool, settings: schema.HealthCheck) -> None:
@@ -27,5 +27,5 @@ class HttpProbe:
         response = await self._pool.request(
             endpoint.origin, b"GET", self._target, headers, None, timeouts=self._timeouts
         )
-        response.abort()  # the status says it all, and a kept connection would only prove that it is kept
+        response.abort()  # the status says it all
         return 200 <= response.status < 300

@@ -1,0 +1,93 @@
+"""A cluster on a fake clock, and words to speak about it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from kvproxy.balancing.policy import PickRequest
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.pick import AttemptOutcome, Pick
+from kvproxy.config import schema
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.types import EndpointId
+from tests.support.clock import FakeClock
+
+MakeCluster = Callable[..., "Bench"]
+
+
+def configs(*ids: str, **fields: Any) -> tuple[schema.Endpoint, ...]:
+    """Endpoints on ports of their own, the same for the same id."""
+    return tuple(schema.Endpoint(id=i, url=f"http://127.0.0.1:{1000 + sum(i.encode())}", **fields) for i in ids)
+
+
+class Bench:
+    """A cluster with its clock and its metrics."""
+
+    def __init__(self, cluster: Cluster, clock: FakeClock, metrics: Metrics) -> None:
+        self.cluster = cluster
+        self.clock = clock
+        self.metrics = metrics
+
+    def pick(self, **request: Any) -> Pick | None:
+        """Pick now."""
+        return self.cluster.pick(PickRequest(**request), now=self.clock())
+
+    def picked(self, **request: Any) -> Pick:
+        """Pick now; somebody must be there."""
+        pick = self.pick(**request)
+        assert pick is not None
+        return pick
+
+    def endpoint(self, name: str) -> Endpoint:
+        """A member."""
+        endpoint = self.cluster.endpoint(EndpointId(name))
+        assert endpoint is not None
+        return endpoint
+
+    def outcomes(self, name: str, outcome: AttemptOutcome, times: int = 1) -> None:
+        """Concurrent requests on one endpoint that end so."""
+        picks = [self.picked(preferred=EndpointId(name)) for _ in range(times)]
+        for pick in picks:
+            assert pick.endpoint.id == name
+            pick.settle(outcome, self.clock())
+
+    def ids(self, count: int = 12) -> set[str]:
+        """Who gets requests now."""
+        picks = [self.picked() for _ in range(count)]
+        for pick in picks:
+            pick.settle(AttemptOutcome.CANCELLED, self.clock())
+        return {str(pick.endpoint.id) for pick in picks}
+
+    def sample(self, name: str, **labels: str) -> float | None:
+        """A metric's value, None when there is no such series."""
+        return self.metrics.registry.get_sample_value(name, labels)
+
+    def series(self, endpoint: str) -> list[str]:
+        """Names of the series that carry this endpoint."""
+        return sorted(
+            sample.name
+            for metric in self.metrics.registry.collect()
+            for sample in metric.samples
+            if sample.labels.get("endpoint") == endpoint or sample.labels.get("breaker") == f"c/{endpoint}"
+        )
+
+
+@pytest.fixture
+def make_cluster(clock: FakeClock) -> MakeCluster:
+    """Builds a cluster named c; keywords are its settings, `with_` those of the constructor."""
+
+    def make(*ids: str, with_: Mapping[str, Any] | None = None, **settings: Any) -> Bench:
+        settings.setdefault("policy", schema.PolicyName.ROUND_ROBIN)
+        settings.setdefault("endpoints", configs(*ids))
+        metrics = Metrics()
+        cluster = Cluster(
+            "c", schema.Cluster(**settings), metrics=metrics, clock=clock, rng=random.Random(1), **(with_ or {})
+        )
+        return Bench(cluster, clock, metrics)
+
+    return make

@@ -1,0 +1,267 @@
+"""Endpoints from files and DNS, and the polling that keeps the last good answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.discovery import (
+    MAX_FILE_BYTES,
+    DnsDiscovery,
+    FileDiscovery,
+    Source,
+    parse_endpoints,
+    sources_of,
+)
+from kvproxy.cluster.poller import Poller
+from kvproxy.config import schema
+from kvproxy.errors import DiscoveryError
+from kvproxy.metrics.catalog import Metrics
+from tests.cluster.conftest import MakeCluster, configs
+from tests.support.clock import FakeClock
+
+LIST = "- {id: a, url: 'http://127.0.0.1:1'}\n- {id: b, url: 'http://127.0.0.1:2', weight: 2}\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        LIST,
+        json.dumps([{"id": "a", "url": "http://127.0.0.1:1"}, {"id": "b", "url": "http://127.0.0.1:2", "weight": 2}]),
+    ],
+)
+def test_yaml_and_json_are_read(text: str) -> None:
+    """A list of endpoints as in the configuration."""
+    endpoints = parse_endpoints(text.encode())
+    assert [(e.id, e.url, e.weight) for e in endpoints] == [
+        ("a", "http://127.0.0.1:1", 1),
+        ("b", "http://127.0.0.1:2", 2),
+    ]
+
+
+def test_a_mapping_of_urls_is_read() -> None:
+    """The short form of the configuration."""
+    assert [e.id for e in parse_endpoints(b"a: http://127.0.0.1:1\n7: http://127.0.0.1:2\n")] == ["a", "7"]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (b"", "not an empty one"),
+        (b"[]", "not an empty one"),
+        (b"{}", "not an empty one"),
+        (b"just words", "expected a list"),
+        (b"- {id: a", "not YAML or JSON"),
+        (b"\xff\xfe\xff", "not YAML or JSON"),
+        (b"[" * 600, "not YAML or JSON"),
+        (b"- {id: a}", "0.url: Field required"),
+        (b"- {id: a, url: 'http://x', wait: 1}", "0.wait: Extra inputs"),
+        (b"- {id: a, url: 'ftp://x'}", "a: expected http"),
+        (b"- {id: a, url: 'http://x'}\n- {id: a, url: 'http://y'}", "occur twice: a"),
+    ],
+)
+def test_a_bad_file_says_why(text: bytes, complaint: str) -> None:
+    """With the place where it is wrong."""
+    with pytest.raises(DiscoveryError, match=complaint):
+        parse_endpoints(text)
+
+
+def test_complaints_show_no_keys() -> None:
+    """A typing error beside a secret must not print the secret."""
+    with pytest.raises(DiscoveryError) as caught:
+        parse_endpoints(b"- {id: a, url: 'http://x', api_key: [sk-secret], wait: sk-other}")
+    assert "sk-" not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+async def test_a_file_is_parsed_when_its_text_changes(tmp_path: Path) -> None:
+    """Looking at an unchanged file costs one read."""
+    path = tmp_path / "endpoints.yaml"
+    path.write_text(LIST)
+    discovery = FileDiscovery(path)
+    first = await discovery.endpoints()
+    assert await discovery.endpoints() is first
+    path.write_text(LIST.replace("weight: 2", "weight: 3"))
+    assert [e.weight for e in await discovery.endpoints()] == [1, 3]
+
+
+async def test_missing_and_huge_files_are_errors(tmp_path: Path) -> None:
+    """A huge one is not even parsed."""
+    with pytest.raises(FileNotFoundError):
+        await FileDiscovery(tmp_path / "none").endpoints()
+    path = tmp_path / "huge"
+    path.write_bytes(b"#" * (MAX_FILE_BYTES + 1))
+    with pytest.raises(DiscoveryError, match="larger than"):
+        await FileDiscovery(path).endpoints()
+
+
+async def test_dns_makes_one_endpoint_an_address() -> None:
+    """Every address once, in a stable order, IPv6 in brackets."""
+    asked: list[Any] = []
+
+    async def resolve(*args: Any, **kwargs: Any) -> Sequence[tuple[Any, ...]]:
+        asked.append((args, kwargs))
+        addresses = ["10.0.0.2", "10.0.0.1", "::1", "10.0.0.2"]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 8000)) for address in addresses]
+
+    settings = schema.DnsDiscovery(host="engines.local", port=8000, models=("m",))
+    endpoints = await DnsDiscovery(settings, resolve=resolve).endpoints()
+    assert [(e.id, e.url) for e in endpoints] == [
+        ("engines.local@10.0.0.1", "http://10.0.0.1:8000"),
+        ("engines.local@10.0.0.2", "http://10.0.0.2:8000"),
+        ("engines.local@::1", "http://[::1]:8000"),
+    ]
+    assert {e.models for e in endpoints} == {("m",)}
+    assert asked[0][0] == ("engines.local", 8000)
+
+
+async def test_dns_asks_the_system_by_default() -> None:
+    """Through the loop's executor."""
+    endpoints = await DnsDiscovery(schema.DnsDiscovery(host="127.0.0.1", port=81, scheme="https")).endpoints()
+    assert [e.url for e in endpoints] == ["https://127.0.0.1:81"]
+
+
+def test_sources_follow_the_configuration() -> None:
+    """Each with its interval."""
+    settings = schema.Discovery(
+        file=schema.FileDiscovery(path="x", interval=3), dns=schema.DnsDiscovery(host="h", port=1, interval=7)
+    )
+    assert [(source.name, source.interval_s) for source in sources_of(settings)] == [("file", 3), ("dns", 7)]
+    assert sources_of(schema.Discovery()) == []
+
+
+class Scripted:
+    """A discovery that answers or raises what it is told."""
+
+    def __init__(self, answer: Sequence[schema.Endpoint] | Exception) -> None:
+        self.answer = answer
+
+    async def endpoints(self) -> Sequence[schema.Endpoint]:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+class Bell:
+    """A sleep that ends when rung; `rung` waits until the poller sleeps again."""
+
+    def __init__(self) -> None:
+        self._ring = asyncio.Event()
+        self._asleep = asyncio.Event()
+        self.asked: list[float] = []
+
+    async def __call__(self, seconds: float) -> None:
+        self.asked.append(seconds)
+        self._asleep.set()
+        await self._ring.wait()
+        self._ring.clear()
+
+    async def rung(self) -> None:
+        self._asleep.clear()
+        self._ring.set()
+        await asyncio.wait_for(self._asleep.wait(), 5)
+
+
+async def test_a_poller_passes_on_what_changed(caplog: pytest.LogCaptureFixture) -> None:
+    """A failure, an empty answer or a refused one changes nothing; each reason is said once."""
+    metrics, bell, updates = Metrics(), Bell(), []
+    discovery = Scripted(configs("a"))
+
+    def take(source: str, endpoints: Sequence[schema.Endpoint]) -> None:
+        if any(endpoint.id == "bad" for endpoint in endpoints):
+            raise ValueError("bad is bad")
+        updates.append((source, [endpoint.id for endpoint in endpoints]))
+
+    poller = Poller("c", [Source("s", discovery, 3)], on_update=take, metrics=metrics, sleep=bell)
+    with caplog.at_level(logging.INFO, logger="kvproxy"):
+        async with poller:
+            assert updates == [("s", ["a"])]
+            await asyncio.sleep(0)
+            for answer in (
+                configs("a"),
+                OSError("no such host"),
+                OSError("no such host"),
+                (),
+                configs("bad"),
+                KeyError("a bug"),
+                TimeoutError(),
+                configs("a"),
+                configs("a", "b"),
+            ):
+                discovery.answer = answer
+                await bell.rung()
+    assert updates == [("s", ["a"]), ("s", ["a", "b"])]
+    complaints = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert [complaint.removeprefix("discovery c/s: ").split(";")[0] for complaint in complaints] == [
+        "no such host",
+        "it knows no endpoint",
+        "bad is bad",
+        "KeyError('a bug')",
+        "TimeoutError",
+    ]
+    assert "discovery c/s answers again" in caplog.text
+    assert set(bell.asked) == {3}
+    counted = {
+        outcome: metrics.registry.get_sample_value(
+            "kvproxy_discovery_updates_total", {"cluster": "c", "outcome": outcome}
+        )
+        for outcome in ("changed", "unchanged", "failed")
+    }
+    assert counted == {"changed": 2, "unchanged": 2, "failed": 6}
+
+
+async def test_a_refused_answer_is_tried_again() -> None:
+    """It never counts as the last good one."""
+    bell, tried = Bell(), 0
+
+    def refuse(_source: str, _endpoints: Sequence[schema.Endpoint]) -> None:
+        nonlocal tried
+        tried += 1
+        raise ValueError("no")
+
+    source = Source("s", Scripted(configs("a")), 1)
+    async with Poller("c", [source], on_update=refuse, metrics=Metrics(), sleep=bell):
+        await asyncio.sleep(0)
+        await bell.rung()
+    assert tried == 2
+
+
+async def test_a_cluster_follows_its_file(tmp_path: Path, make_cluster: MakeCluster) -> None:
+    """The first request finds the endpoints; later changes arrive; a broken file changes nothing."""
+    path = tmp_path / "endpoints.yaml"
+    path.write_text(LIST)
+    bell = Bell()
+    cluster = Cluster(
+        "c",
+        schema.Cluster(discovery=schema.Discovery(file=schema.FileDiscovery(path=str(path)))),
+        metrics=Metrics(),
+        clock=FakeClock(),
+        rng=random.Random(1),
+        sleep=bell,
+    )
+
+    def ids() -> list[str]:
+        return [str(endpoint.id) for endpoint in cluster.endpoints]
+
+    assert ids() == []
+    async with cluster:
+        assert ids() == ["a", "b"]
+        await asyncio.sleep(0)
+        path.write_text("- {id: b, url: 'http://127.0.0.1:2'}\n")
+        await bell.rung()
+        assert ids() == ["b"]
+        path.write_text("- {")
+        await bell.rung()
+        assert ids() == ["b"]
+        cluster.apply(configs("z"))
+        assert ids() == ["z", "b"]
+    assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("discovery")]

@@ -1,0 +1,145 @@
+"""The health of one endpoint: a state machine with time as an argument."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from kvproxy.cluster.health import Health
+from kvproxy.config import schema
+
+
+def health(**settings: Any) -> Health:
+    return Health(schema.HealthCheck(**settings))
+
+
+@pytest.mark.parametrize(
+    ("probes", "verdict"),
+    [
+        ("", True),
+        ("-", False),  # never seen well: the first failure counts
+        ("+-", True),
+        ("+--", False),
+        ("+-+-", True),  # not in a row
+        ("+--+", True),
+        ("-+", True),
+    ],
+)
+def test_probes_decide_by_runs(probes: str, verdict: bool) -> None:
+    """Two failures in a row take it out, one success brings it back."""
+    subject = health(unhealthy_threshold=2, healthy_threshold=1)
+    for mark in probes:
+        subject.probe(mark == "+", 0.0)
+    assert subject.probed_well is verdict
+
+
+def test_it_comes_back_after_enough_good_probes() -> None:
+    """`probe` says when the verdict changed, and only then."""
+    subject = health(unhealthy_threshold=1, healthy_threshold=3)
+    said = [subject.probe(mark == "+", 0.0) for mark in "+-++-+++"]
+    assert said == [False, True, False, False, False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("eject_after", "failures", "deserves"), [(3, 2, False), (3, 3, True), (1, 1, True), (0, 99, False)]
+)
+def test_failed_requests_in_a_row_deserve_ejection(eject_after: int, failures: int, deserves: bool) -> None:
+    """0 never ejects."""
+    subject = health(eject_after=eject_after)
+    assert [subject.failure(0.0) for _ in range(failures)][-1] is deserves
+
+
+def test_a_success_forgets_the_failures_before_it() -> None:
+    """Only failures in a row count."""
+    subject = health(eject_after=2)
+    for _ in range(5):
+        assert not subject.failure(0.0)
+        subject.success()
+    assert subject.failures == 0
+
+
+def test_an_ejection_ends_by_itself() -> None:
+    """Exactly `eject_for` later."""
+    subject = health(eject_for=10)
+    assert subject.eject(100.0) == 10
+    assert subject.ejected(109.999)
+    assert not subject.ejected(110.0)
+
+
+def test_ejections_double_up_to_their_bound() -> None:
+    """One right after the other."""
+    subject, now, lengths = health(eject_for=10, max_eject_for=75), 0.0, []
+    for _ in range(5):
+        lengths.append(subject.eject(now))
+        now = subject.ejected_until
+    assert lengths == [10, 20, 40, 75, 75]
+
+
+@pytest.mark.parametrize(("good_s", "length_s"), [(0, 80), (9.9, 80), (10, 40), (29, 20), (1000, 10)])
+def test_good_behaviour_takes_doublings_back(good_s: float, length_s: float) -> None:
+    """One for each `eject_for` since the last ejection ended."""
+    subject, now = health(eject_for=10), 0.0
+    for _ in range(3):
+        subject.eject(now)
+        now = subject.ejected_until
+    assert subject.eject(now + good_s) == length_s
+
+
+def test_an_ejection_of_no_length_never_keeps_anybody_out() -> None:
+    """`eject_for: 0` is allowed and harmless."""
+    subject = health(eject_for=0)
+    assert [subject.eject(1.0), subject.eject(2.0)] == [0, 0]
+    assert not subject.ejected(2.0)
+
+
+def test_ejections_stay_bounded_after_very_many() -> None:
+    """No overflow in the thousandth."""
+    subject, now = health(eject_for=10, max_eject_for=300), 0.0
+    for _ in range(2000):
+        subject.eject(now)
+        now = subject.ejected_until
+    assert subject.ejected_until - 300 <= now
+
+
+def test_requests_failing_late_do_not_prolong_an_ejection() -> None:
+    """What was in flight at the ejection fails after it; that is no new evidence."""
+    subject = health(eject_after=1, eject_for=10)
+    subject.eject(0.0)
+    assert not any(subject.failure(5.0) for _ in range(50))
+    assert subject.failures == 0
+
+
+def test_slow_start_grows_the_weight_from_a_tenth() -> None:
+    """In steps, each announced by `next_change`."""
+    subject = health(slow_start=20, eject_for=10)
+    assert subject.weight_factor(0.0) == 1.0
+    subject.eject(0.0)
+    assert subject.weight_factor(10.0) == pytest.approx(0.1)
+    assert subject.weight_factor(20.0) == pytest.approx(0.55)
+    assert subject.weight_factor(30.0) == 1.0
+    now, seen = 10.0, []
+    while now < math.inf:
+        seen.append(subject.weight_factor(now))
+        now = subject.next_change(now)
+    assert seen == sorted(seen)
+    assert seen[-1] == 1.0
+    assert 15 < len(seen) < 25
+
+
+def test_slow_start_follows_a_good_probe_too() -> None:
+    """Coming back is coming back."""
+    subject = health(slow_start=20, unhealthy_threshold=1)
+    subject.probe(False, 0.0)
+    subject.probe(True, 50.0)
+    assert subject.weight_factor(50.0) == pytest.approx(0.1)
+
+
+def test_next_change_is_the_end_of_an_ejection() -> None:
+    """Otherwise there is none."""
+    subject = health(eject_for=10)
+    assert subject.next_change(0.0) == math.inf
+    subject.eject(0.0)
+    assert subject.next_change(5.0) == 10.0
+    assert subject.next_change(10.0) == math.inf

@@ -1,0 +1,377 @@
+"""Picking: screening, preference, reservation, and what outcomes teach."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from kvproxy.balancing.load import Features
+from kvproxy.balancing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest
+from kvproxy.cluster.endpoint import Condition
+from kvproxy.cluster.pick import AttemptOutcome, Refusal
+from kvproxy.config import schema
+from kvproxy.types import EndpointId
+from tests.cluster.conftest import MakeCluster, configs
+
+A, B, C = EndpointId("a"), EndpointId("b"), EndpointId("c")
+FAILURE, SUCCESS, CANCELLED = AttemptOutcome.FAILURE, AttemptOutcome.SUCCESS, AttemptOutcome.CANCELLED
+
+
+def test_a_burst_in_one_turn_spreads(make_cluster: MakeCluster) -> None:
+    """The reservation is made in the same step as the pick, so nobody herds onto the endpoint that looked idle."""
+    bench = make_cluster("a", "b", "c", "d", policy="least_request")
+    burst = Counter(bench.picked().endpoint.id for _ in range(100))
+    assert set(burst.values()) == {25}
+
+
+def test_a_pick_counts_its_tokens_by_what_its_endpoint_holds(make_cluster: MakeCluster) -> None:
+    """Uncached tokens are pending until the first token; all are resident until the end."""
+    bench = make_cluster("a", "b")
+    facts = OverlapFacts(1000, {A: Overlap(600, 100)})
+    pick = bench.picked(preferred=A, facts=facts)
+    load = pick.endpoint.load
+    assert (load.in_flight, load.pending_tokens, load.resident_tokens) == (1, 300, 1000)
+    assert pick.reservation.lower_tokens == 100
+    pick.first_token(bench.clock())
+    assert (load.in_flight, load.pending_tokens, load.resident_tokens) == (1, 0, 1000)
+    pick.settle(SUCCESS, bench.clock())
+    assert (load.in_flight, load.pending_tokens, load.resident_tokens) == (0, 0, 0)
+    other = bench.picked(preferred=B, facts=facts)
+    assert (other.reservation.uncached_tokens, other.reservation.cached_tokens) == (1000, 0)
+
+
+def test_facts_never_exceed_the_prompt(make_cluster: MakeCluster) -> None:
+    """A source that claims more than the prompt has does not make negative work."""
+    bench = make_cluster("a")
+    reservation = bench.picked(facts=OverlapFacts(100, {A: Overlap(80, 500)})).reservation
+    assert (reservation.uncached_tokens, reservation.cached_tokens, reservation.lower_tokens) == (0, 100, 100)
+
+
+def test_settling_twice_counts_once(make_cluster: MakeCluster) -> None:
+    """The first outcome stands."""
+    bench = make_cluster("a", "b", health={"eject_after": 1})
+    pick = bench.picked(preferred=A)
+    pick.settle(CANCELLED, bench.clock())
+    pick.settle(FAILURE, bench.clock())
+    assert pick.endpoint.load.in_flight == 0
+    assert pick.endpoint.condition(bench.clock()) is Condition.UP
+
+
+@pytest.mark.parametrize(
+    ("outcome", "condition"),
+    [
+        (AttemptOutcome.SUCCESS, Condition.UP),
+        (AttemptOutcome.CLIENT_ERROR, Condition.UP),
+        (AttemptOutcome.BUSY, Condition.UP),
+        (AttemptOutcome.CANCELLED, Condition.UP),
+        (AttemptOutcome.FAILURE, Condition.EJECTED),
+    ],
+)
+def test_only_failures_take_an_endpoint_out(
+    make_cluster: MakeCluster, outcome: AttemptOutcome, condition: Condition
+) -> None:
+    """Never 4xx, never a client that leaves, never an engine that says it is busy."""
+    bench = make_cluster("a", "b", health={"eject_after": 3})
+    bench.outcomes("a", outcome, times=3)
+    assert bench.endpoint("a").condition(bench.clock()) is condition
+    assert bench.ids() == ({"b"} if condition is Condition.EJECTED else {"a", "b"})
+
+
+def test_an_ejected_endpoint_comes_back_by_time_alone(make_cluster: MakeCluster) -> None:
+    """Nothing has to happen for the screening to notice."""
+    bench = make_cluster("a", "b", health={"eject_after": 1, "eject_for": 10})
+    bench.outcomes("a", FAILURE)
+    assert bench.sample("kvproxy_ejections_total", cluster="c", endpoint="a", reason="failures") == 1
+    bench.clock.advance(9.9)
+    assert bench.ids() == {"b"}
+    bench.clock.advance(0.1)
+    assert bench.ids() == {"a", "b"}
+
+
+@pytest.mark.parametrize(("count", "share", "ejectable"), [(1, 0.5, 1), (2, 0.5, 1), (4, 0.5, 2), (4, 0, 1), (5, 1, 5)])
+def test_ejection_takes_out_a_share_at_most(
+    make_cluster: MakeCluster, count: int, share: float, ejectable: int
+) -> None:
+    """But one endpoint may always be ejected."""
+    names = "abcde"[:count]
+    bench = make_cluster(*names, health={"eject_after": 1, "max_ejected": share}, breaker={"failure_threshold": 99})
+    for name in names:
+        bench.outcomes(name, FAILURE, times=2)
+    now = bench.clock()
+    assert sum(e.condition(now) is Condition.EJECTED for e in bench.cluster.endpoints) == ejectable
+
+
+def test_a_breaker_opens_and_lets_probes_through(make_cluster: MakeCluster) -> None:
+    """While half open only its probe slots are used, and one that answers closes it."""
+    bench = make_cluster(
+        "a",
+        "b",
+        health={"eject_after": 0},
+        breaker={"failure_threshold": 3, "recovery_timeout": 10, "half_open_max_calls": 1},
+    )
+    bench.outcomes("a", FAILURE, times=3)
+    assert bench.endpoint("a").condition(bench.clock()) is Condition.BREAKER_OPEN
+    assert bench.sample("kvproxy_ejections_total", cluster="c", endpoint="a", reason="breaker_open") == 1
+    assert bench.sample("kvproxy_breaker_open", breaker="c/a") == 1
+    assert bench.ids() == {"b"}
+    bench.clock.advance(10)
+    probe = bench.picked(preferred=A)
+    assert probe.endpoint.id == A
+    assert bench.picked(preferred=A).endpoint.id == B
+    probe.first_token(bench.clock())  # a stream that goes on for minutes closes it with its first token
+    assert bench.ids() == {"a", "b"}
+    assert bench.sample("kvproxy_breaker_open", breaker="c/a") == 0
+
+
+def test_a_cancelled_probe_request_frees_its_slot(make_cluster: MakeCluster) -> None:
+    """Otherwise a client that leaves would keep the endpoint out for ever."""
+    bench = make_cluster(
+        "a",
+        "b",
+        health={"eject_after": 0},
+        breaker={"failure_threshold": 1, "recovery_timeout": 10, "half_open_max_calls": 1},
+    )
+    bench.outcomes("a", FAILURE)
+    bench.clock.advance(10)
+    for _ in range(3):
+        bench.outcomes("a", CANCELLED)
+
+
+def test_excluded_endpoints_are_not_tried_again(make_cluster: MakeCluster) -> None:
+    """A retry goes elsewhere; when all were tried there is no pick."""
+    bench = make_cluster("a", "b")
+    assert {bench.picked(excluded=frozenset({A})).endpoint.id for _ in range(4)} == {B}
+    assert bench.pick(excluded=frozenset({A, B})) is None
+
+
+def test_saturated_endpoints_are_passed_over(make_cluster: MakeCluster) -> None:
+    """With `max_in_flight` requests there an endpoint takes no more until one ends."""
+    bench = make_cluster("a", "b", max_in_flight=2)
+    picks = [bench.picked() for _ in range(4)]
+    assert bench.endpoint("a").condition(bench.clock()) is Condition.SATURATED
+    assert bench.pick() is None
+    assert bench.sample("kvproxy_endpoint_up", cluster="c", endpoint="a") == 1
+    picks[0].settle(SUCCESS, bench.clock())
+    assert bench.picked().endpoint is picks[0].endpoint
+
+
+def test_draining_endpoints_get_nothing_new(make_cluster: MakeCluster) -> None:
+    """What they have goes on."""
+    bench = make_cluster("a", "b")
+    running = bench.picked(preferred=A)
+    assert bench.cluster.drain(A)
+    assert bench.ids() == {"b"}
+    assert running.endpoint.load.in_flight == 1
+    assert bench.cluster.drain(A, draining=False)
+    assert bench.ids() == {"a", "b"}
+    assert not bench.cluster.drain(EndpointId("nobody"))
+
+
+def test_models_are_screened(make_cluster: MakeCluster) -> None:
+    """An endpoint that declares models serves those; one that declares none serves any; "" is any model."""
+    endpoints = (*configs("a", models=("x", "y")), *configs("b", models=("x",)), *configs("c"))
+    bench = make_cluster(endpoints=endpoints)
+
+    def served_by(model: str) -> set[str]:
+        return {str(bench.picked(model=model).endpoint.id) for _ in range(6)}
+
+    assert served_by("x") == {"a", "b", "c"}
+    assert served_by("y") == {"a", "c"}
+    assert served_by("z") == {"c"}
+    assert served_by("") == {"a", "b", "c"}
+    assert bench.cluster.models == {"x", "y"}
+
+
+def test_models_from_clients_are_not_remembered(make_cluster: MakeCluster) -> None:
+    """A client that makes names up does not grow the memory."""
+    bench = make_cluster(endpoints=(*configs("a", models=("x",)), *configs("b")))
+    for number in range(1000):
+        assert bench.picked(model=f"m{number}").endpoint.id == B
+    assert len(bench.cluster._screening._pools) <= 3
+
+
+def preferred_result(bench: Any, **request: Any) -> str | None:
+    pick = bench.picked(preferred=A, **request)
+    followed = pick.endpoint.id == A
+    assert followed is (pick.preference == "followed")
+    assert (pick.reason == "preferred") is followed
+    assert bench.sample("kvproxy_preferences_total", result=pick.preference) == 1
+    return str(pick.preference)
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["followed", "unknown", "unhealthy", "ejected", "draining", "saturated", "excluded", "breaker_open", "model"],
+)
+def test_a_preference_is_soft_and_its_fate_counted(make_cluster: MakeCluster, case: str) -> None:
+    """A preferred endpoint that may not serve is passed over, and the reason is a label."""
+    endpoints = configs("b") if case == "unknown" else (*configs("a", models=("x",)), *configs("b"))
+    bench = make_cluster(
+        endpoints=endpoints,
+        max_in_flight=1 if case == "saturated" else 0,
+        health={"eject_after": 1 if case == "ejected" else 0},
+        breaker={"failure_threshold": 1 if case == "breaker_open" else 9},
+    )
+    if case in ("ejected", "breaker_open"):
+        pick = bench.picked()
+        assert pick.endpoint.id == A
+        pick.settle(FAILURE, bench.clock())
+    elif case == "unhealthy":
+        bench.endpoint("a").health.probe(False, bench.clock())
+        bench.cluster._screening.invalidate()
+    elif case == "draining":
+        bench.cluster.drain(A)
+    elif case == "saturated":
+        assert bench.picked().endpoint.id == A
+    expected = {"ejected": "unhealthy", "model": "unknown"}.get(case, case)
+    request = {"excluded": {"excluded": frozenset({A})}, "model": {"model": "other"}}.get(case, {})
+    assert preferred_result(bench, **request) == expected
+
+
+def test_panic_when_nobody_is_well(make_cluster: MakeCluster) -> None:
+    """Verdicts that condemn everybody are not believed: all but draining endpoints serve again, and it is counted."""
+    bench = make_cluster("a", "b", "c", health={"eject_after": 0}, breaker={"failure_threshold": 1})
+    bench.cluster.drain(C)
+    bench.outcomes("a", FAILURE)
+    bench.outcomes("b", FAILURE)
+    picks = [bench.picked() for _ in range(4)]
+    assert {pick.endpoint.id for pick in picks} == {A, B}
+    assert {pick.reason for pick in picks} == {"panic"}
+    assert bench.sample("kvproxy_picks_total", cluster="c", policy="round_robin", reason="panic") == 4
+    assert bench.picked(excluded=frozenset({A})).endpoint.id == B
+    for pick in picks:
+        pick.settle(SUCCESS, bench.clock())  # tells an open breaker nothing
+    assert bench.endpoint("a").condition(bench.clock()) is Condition.BREAKER_OPEN
+
+
+def test_panic_ends_with_the_first_endpoint_that_is_well(make_cluster: MakeCluster) -> None:
+    """Then only that one serves."""
+    bench = make_cluster("a", "b", health={"eject_after": 1, "eject_for": 10, "max_ejected": 1})
+    bench.outcomes("a", FAILURE)
+    bench.clock.advance(5)
+    bench.outcomes("b", FAILURE)
+    assert bench.ids() == {"a", "b"}
+    bench.clock.advance(5)
+    assert bench.ids() == {"a"}
+
+
+def test_panic_follows_a_preference(make_cluster: MakeCluster) -> None:
+    """All are equally unwell, and one of them has the cache."""
+    bench = make_cluster("a", "b", health={"eject_after": 1, "max_ejected": 1})
+    bench.outcomes("b", FAILURE)
+    bench.outcomes("a", FAILURE)
+    picks = [bench.picked(preferred=B) for _ in range(3)]
+    assert {(pick.endpoint.id, pick.reason, pick.preference) for pick in picks} == {(B, "panic", "followed")}
+
+
+def test_panic_is_not_for_the_saturated(make_cluster: MakeCluster) -> None:
+    """One that is well but full is no outage; and in panic the bound on requests still holds."""
+    bench = make_cluster("a", "b", max_in_flight=1, health={"eject_after": 1, "max_ejected": 1})
+    bench.outcomes("b", FAILURE)
+    bench.picked(preferred=A)
+    assert bench.pick() is None
+    assert bench.cluster.refusal(PickRequest(), now=bench.clock()) is Refusal.SATURATED
+
+
+@pytest.mark.parametrize(
+    ("refusal", "request_"),
+    [
+        (Refusal.NO_ENDPOINTS, PickRequest()),
+        (Refusal.MODEL_NOT_SERVED, PickRequest(model="other")),
+        (Refusal.DRAINING, PickRequest()),
+        (Refusal.ALL_TRIED, PickRequest(excluded=frozenset({A}))),
+        (Refusal.SATURATED, PickRequest()),
+    ],
+)
+def test_a_refusal_has_its_reason(make_cluster: MakeCluster, refusal: Refusal, request_: PickRequest) -> None:
+    """So that the client's error says what is wrong; it is counted as a decision."""
+    endpoints = () if refusal is Refusal.NO_ENDPOINTS else configs("a", models=("x",))
+    bench = make_cluster(endpoints=endpoints, max_in_flight=1)
+    if refusal is Refusal.DRAINING:
+        bench.cluster.drain(A)
+    elif refusal is Refusal.SATURATED:
+        bench.picked()
+    assert bench.cluster.pick(request_, now=bench.clock()) is None
+    assert bench.cluster.refusal(request_, now=bench.clock()) is refusal
+    assert bench.sample("kvproxy_picks_total", cluster="c", policy="round_robin", reason=refusal.value) == 1
+
+
+def test_slow_start_gives_a_returning_endpoint_little(make_cluster: MakeCluster) -> None:
+    """A tenth of its weight at first, all of it in the end."""
+    bench = make_cluster("a", "b", health={"eject_after": 1, "eject_for": 10, "slow_start": 20})
+    bench.outcomes("a", FAILURE)
+    bench.clock.advance(10)
+    counts = Counter(bench.picked().endpoint.id for _ in range(110))
+    assert counts[A] == 10
+    bench.clock.advance(20)
+    counts = Counter(bench.picked().endpoint.id for _ in range(100))
+    assert counts[A] == 50
+
+
+class Learning:
+    """A policy that notes what it is taught."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[Any, ...]] = []
+
+    def choose(self, request: PickRequest, candidates: Any, now: float) -> Choice:
+        first: Candidate = candidates[0]
+        return Choice(0, "first", [float(first.load.in_flight)])
+
+    def observe_sample(self, endpoint: EndpointId, work: Features, busy_s: float, now: float) -> None:
+        self.heard.append(("sample", endpoint, work[1], busy_s))
+
+    def observe_reuse(self, endpoint: EndpointId, predicted_tokens: int, cached_tokens: int, now: float) -> None:
+        self.heard.append(("reuse", endpoint, predicted_tokens, cached_tokens))
+
+    def forget(self, endpoint: EndpointId) -> None:
+        self.heard.append(("forget", endpoint))
+
+
+def test_a_learning_policy_is_taught(make_cluster: MakeCluster) -> None:
+    """Samples of the load ledger, the engines' own count of cached tokens, and who left; costs are handed on."""
+    policy = Learning()
+    bench = make_cluster("a", with_={"policy": policy})
+    pick = bench.picked(facts=OverlapFacts(1000, {A: Overlap(600)}))
+    assert (pick.reason, list(pick.costs)) == ("first", [0.0])
+    bench.clock.advance(2)
+    pick.first_token(bench.clock())
+    bench.cluster.reused(pick, 512, bench.clock())
+    pick.settle(SUCCESS, bench.clock())
+    bench.cluster.apply(())
+    assert policy.heard == [("sample", A, 400.0, 2.0), ("reuse", A, 600, 512), ("forget", A)]
+
+
+def test_other_policies_hear_nothing_of_reuse(make_cluster: MakeCluster) -> None:
+    """Telling them is harmless."""
+    bench = make_cluster("a")
+    pick = bench.picked()
+    bench.cluster.reused(pick, 5, bench.clock())
+    assert pick.policy == "round_robin"
+    assert repr(pick) == "<Pick a round_robin>"
+
+
+def test_counts_are_metrics(make_cluster: MakeCluster) -> None:
+    """Gauges are read at scrape time, so they cost a request nothing."""
+    bench = make_cluster("a", "b")
+    bench.picked(preferred=A, facts=OverlapFacts(700))
+    assert bench.sample("kvproxy_in_flight", cluster="c", endpoint="a") == 1
+    assert bench.sample("kvproxy_pending_prompt_tokens", cluster="c", endpoint="a") == 700
+    assert bench.sample("kvproxy_endpoint_up", cluster="c", endpoint="a") == 1
+    bench.cluster.drain(A)
+    assert bench.sample("kvproxy_endpoint_up", cluster="c", endpoint="a") == 0
+
+
+def test_status_shows_no_secret(make_cluster: MakeCluster) -> None:
+    """Neither do reprs."""
+    key = "sk-very-secret"
+    bench = make_cluster(endpoints=configs("a", api_key=key, labels={"rack": "7"}))
+    endpoint = bench.endpoint("a")
+    assert endpoint.authorization == b"Bearer sk-very-secret"
+    shown = f"{endpoint!r} {endpoint.status(bench.clock())} {bench.cluster!r}"
+    assert key not in shown
+    assert endpoint.status(bench.clock())["labels"] == {"rack": "7"}
+    assert endpoint.instance_id == "a"
+    assert isinstance(bench.cluster.settings, schema.Cluster)

@@ -1,0 +1,263 @@
+"""Active probing: paced, bounded, judged; over real sockets where the answer matters."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from kvproxy.cluster.endpoint import Condition, Endpoint
+from kvproxy.cluster.http_probe import HttpProbe
+from kvproxy.cluster.prober import FIRST_PROBES_S, MAX_CONCURRENT, ProbeOutcome, Prober
+from kvproxy.config import schema
+from kvproxy.errors import ConnectError, FirstByteTimeout
+from kvproxy.upstream.pool import UpstreamPool
+from tests.cluster.conftest import MakeCluster, configs
+from tests.support.loopback import serve
+
+SETTINGS = schema.HealthCheck(interval=5, timeout=0.02)
+
+
+class Pauses:
+    """A sleep that lasts until it is let go on; every pause is noted."""
+
+    def __init__(self) -> None:
+        self.asked: list[float] = []
+        self._waiting: list[asyncio.Event] = []
+
+    async def __call__(self, seconds: float) -> None:
+        self.asked.append(seconds)
+        event = asyncio.Event()
+        self._waiting.append(event)
+        await event.wait()
+
+    def go_on(self) -> None:
+        """End every pause that began so far."""
+        waiting, self._waiting = self._waiting, []
+        for event in waiting:
+            event.set()
+
+
+async def turns(count: int = 20) -> None:
+    """Let every task run as far as it can."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+class Results:
+    """What a prober said."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, ProbeOutcome]] = []
+        self.new = asyncio.Event()
+
+    def __call__(self, endpoint: Endpoint, outcome: ProbeOutcome) -> None:
+        self.seen.append((str(endpoint.id), outcome))
+        self.new.set()
+
+
+def prober_of(
+    probe: Callable[[Endpoint], Awaitable[bool]] | None,
+    results: Results,
+    pauses: Pauses,
+    settings: schema.HealthCheck = SETTINGS,
+) -> Prober:
+    return Prober("c", settings, probe=probe, on_result=results, rng=random.Random(1), sleep=pauses)
+
+
+async def well(_endpoint: Endpoint) -> bool:
+    return True
+
+
+async def test_every_endpoint_is_probed_at_its_own_pace(make_cluster: MakeCluster) -> None:
+    """First probes are spread over a second, later ones jittered around the interval."""
+    results, pauses = Results(), Pauses()
+    bench = make_cluster(*"abcdefgh")
+    async with prober_of(well, results, pauses) as prober:
+        prober.follow(bench.cluster.endpoints)
+        await turns()
+        assert results.seen == []
+        first = list(pauses.asked)
+        assert len(set(first)) == 8
+        assert all(0 <= pause <= FIRST_PROBES_S for pause in first)
+        assert max(first) - min(first) > 0.3
+        for rounds in (1, 2):
+            pauses.go_on()
+            await turns()
+            assert len(results.seen) == 8 * rounds
+        later = pauses.asked[8:]
+        assert len(set(later)) == 16
+        assert all(4.5 <= pause <= 5.5 for pause in later)
+
+
+async def test_a_few_are_probed_at_once(make_cluster: MakeCluster) -> None:
+    """A large fleet does not send all its probes in one go."""
+    running, most = 0, 0
+    let_go = asyncio.Event()
+
+    async def slow(_endpoint: Endpoint) -> bool:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await let_go.wait()
+        running -= 1
+        return True
+
+    results, pauses = Results(), Pauses()
+    names = [f"e{number}" for number in range(40)]
+    async with prober_of(slow, results, pauses, schema.HealthCheck(timeout=60)) as prober:
+        prober.follow(make_cluster(*names).cluster.endpoints)
+        await turns()
+        pauses.go_on()
+        await turns()
+        assert running == MAX_CONCURRENT
+        let_go.set()
+        await turns(200)
+    assert most == MAX_CONCURRENT
+    assert len(results.seen) == 40
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (ConnectError("refused"), ProbeOutcome.UNREACHABLE),
+        (ConnectionResetError(), ProbeOutcome.UNREACHABLE),
+        (FirstByteTimeout("slow"), ProbeOutcome.TIMEOUT),
+        (KeyError("a bug in a probe"), ProbeOutcome.FAILED),
+    ],
+)
+async def test_errors_are_outcomes(make_cluster: MakeCluster, error: Exception, outcome: ProbeOutcome) -> None:
+    """Not even a broken probe ends the probing."""
+
+    async def failing(_endpoint: Endpoint) -> bool:
+        raise error
+
+    results, pauses = Results(), Pauses()
+    async with prober_of(failing, results, pauses) as prober:
+        prober.follow(make_cluster("a").cluster.endpoints)
+        for _ in range(3):
+            await turns()
+            pauses.go_on()
+        await turns()
+    assert results.seen == [("a", outcome)] * 3
+
+
+async def test_a_probe_that_hangs_ends_at_its_timeout(make_cluster: MakeCluster) -> None:
+    """And is a failed one."""
+
+    async def hang(_endpoint: Endpoint) -> bool:
+        await asyncio.Event().wait()
+        return True
+
+    results, pauses = Results(), Pauses()
+    async with prober_of(hang, results, pauses) as prober:
+        prober.follow(make_cluster("a").cluster.endpoints)
+        await turns()
+        pauses.go_on()
+        await asyncio.wait_for(results.new.wait(), 5)
+    assert results.seen == [("a", ProbeOutcome.TIMEOUT)]
+
+
+async def test_tasks_follow_the_endpoints(make_cluster: MakeCluster) -> None:
+    """One named task each; none for who left; none at all once the prober is closed."""
+
+    def names() -> set[str]:
+        return {task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("probe ")}
+
+    bench = make_cluster("a", "b")
+    prober = prober_of(well, Results(), Pauses())
+    prober.follow(bench.cluster.endpoints)
+    assert names() == set()
+    async with prober:
+        assert names() == {"probe c/a", "probe c/b"}
+        bench.cluster.apply(configs("b", "d"))
+        prober.follow(bench.cluster.endpoints)
+        await turns()
+        assert names() == {"probe c/b", "probe c/d"}
+    assert names() == set()
+
+
+@pytest.mark.parametrize("probe", [None, well])
+async def test_without_a_probe_or_with_probing_off_nothing_runs(
+    make_cluster: MakeCluster, probe: Callable[[Endpoint], Awaitable[bool]] | None
+) -> None:
+    """`active: false`."""
+    pauses = Pauses()
+    async with prober_of(probe, Results(), pauses, schema.HealthCheck(active=probe is None)) as prober:
+        prober.follow(make_cluster("a").cluster.endpoints)
+        await turns()
+    assert pauses.asked == []
+
+
+async def test_probes_decide_about_endpoints(make_cluster: MakeCluster) -> None:
+    """The cluster takes the verdict over, counts it, and forgets it when the probe answers again."""
+    sick: set[str] = {"a"}
+    asked = asyncio.Event()
+
+    async def probe(endpoint: Endpoint) -> bool:
+        asked.set()
+        return str(endpoint.id) not in sick
+
+    health = {"interval": 0.002, "unhealthy_threshold": 2, "healthy_threshold": 1}
+    bench = make_cluster("a", "b", health=health, with_={"probe": probe})
+    endpoint = bench.endpoint("a")
+
+    async def until(condition: Condition) -> None:
+        while endpoint.condition(bench.clock()) is not condition:
+            asked.clear()
+            await asked.wait()
+
+    async with bench.cluster:
+        await asyncio.wait_for(until(Condition.UNHEALTHY), 5)
+        assert bench.ids() == {"b"}
+        assert bench.sample("kvproxy_ejections_total", cluster="c", endpoint="a", reason="probes") == 1
+        assert bench.sample("kvproxy_endpoint_up", cluster="c", endpoint="a") == 0
+        sick.clear()
+        await asyncio.wait_for(until(Condition.UP), 5)
+        assert bench.ids() == {"a", "b"}
+    assert (bench.sample("kvproxy_health_probes_total", cluster="c", endpoint="a", outcome="ok") or 0) >= 1
+    assert (bench.sample("kvproxy_health_probes_total", cluster="c", endpoint="a", outcome="failed") or 0) >= 1
+
+
+class Engine:
+    """Answers its health path with a status and notes what it was asked."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+        self.asked: list[tuple[str, str | None]] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        headers = dict(scope["headers"])
+        self.asked.append((scope["path"], headers.get(b"authorization", b"").decode() or None))
+        await send({"type": "http.response.start", "status": self.status, "headers": []})
+        await send({"type": "http.response.body", "body": b"" if self.status == 204 else b"x" * 100_000})
+
+
+@pytest.mark.parametrize(("status", "verdict"), [(200, True), (204, True), (301, False), (404, False), (503, False)])
+async def test_any_2xx_is_well(make_cluster: MakeCluster, status: int, verdict: bool) -> None:
+    """On the configured path below the endpoint's base path, with the endpoint's own credential."""
+    engine = Engine(status)
+    async with serve(engine) as url, UpstreamPool(max_idle=0) as pool:
+        endpoint = make_cluster(endpoints=(schema.Endpoint(id="a", url=f"{url}/base", api_key="k"),)).endpoint("a")
+        assert await HttpProbe(pool, schema.HealthCheck(path="/healthz"))(endpoint) is verdict
+    assert engine.asked == [("/base/healthz", "Bearer k")]
+
+
+async def test_an_http_probe_of_nobody_is_unreachable(make_cluster: MakeCluster) -> None:
+    """A refused connection is an outcome like another."""
+    async with serve(Engine(200)) as url:
+        pass
+    results, pauses = Results(), Pauses()
+    async with UpstreamPool() as pool:
+        probe = HttpProbe(pool, schema.HealthCheck())
+        async with prober_of(probe, results, pauses, schema.HealthCheck(timeout=5)) as prober:
+            prober.follow(make_cluster(endpoints=(schema.Endpoint(id="a", url=url),)).cluster.endpoints)
+            await turns()
+            pauses.go_on()
+            await asyncio.wait_for(results.new.wait(), 5)
+    assert results.seen == [("a", ProbeOutcome.UNREACHABLE)]
