@@ -16,6 +16,8 @@ from kvproxy.errors import Problem
 
 M = TypeVar("M", bound=Any)
 
+UNKNOWN_KEY = "unknown key"
+
 _ROUNDS = 8
 _NOT_A_MAPPING = {"model_type", "model_attributes_type", "dict_type", "mapping_type"}
 _TEXTS = {
@@ -72,7 +74,7 @@ def problem_of(model: type[Any], detail: ErrorDetails, where: Where) -> Problem:
     if kind == "extra_forbidden":
         parent = model_at(model, path[:-1])
         hint = nearest(str(path[-1]), keys_of(parent)) if parent is not None else ""
-        return Problem(where(path), "unknown key", hint)
+        return Problem(where(path), UNKNOWN_KEY, hint)
     text = _TEXTS.get(kind)
     if text is None:
         text = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from kvproxy.config.environment import substitute
 from kvproxy.config.native import decode_native
 from kvproxy.config.paths import dotted
+from kvproxy.config.pixiu import decode_pixiu, is_pixiu
 from kvproxy.config.schema import Config, Model
 from kvproxy.config.shorthand import mapping_of
 from kvproxy.config.yaml_text import parse_yaml
@@ -74,7 +75,10 @@ def check_file(
     extra_filters: ExtraFilters = NO_EXTRA_FILTERS,
     lenient: bool = False,
 ) -> Checked:
-    """The configuration in a file, None if any problem is an error, and all problems: errors, warnings, notes."""
+    """The configuration in a file, None if any problem is an error, and all problems: errors, warnings, notes.
+
+    With `lenient`, what a Pixiu file says and we do not know is a warning.
+    """
     try:
         with FilePath(path).open("rb") as file:
             raw = file.read(_MAX_FILE_BYTES + 1)
@@ -114,7 +118,10 @@ def check_mapping(
     if not isinstance(raw, dict) or not raw:
         return None, [Problem("", "a configuration is a mapping; the shortest is `endpoints: [http://host:port]`")]
     tree, missing = substitute(raw, env, dotted)
-    config, problems = decode_native(tree, extra_filters=extra_filters)
+    if is_pixiu(tree):
+        config, problems = decode_pixiu(tree, extra_filters=extra_filters, lenient=lenient)
+    else:
+        config, problems = decode_native(tree, extra_filters=extra_filters)
     unset = {problem.path for problem in missing}
     problems = [*missing, *(problem for problem in problems if problem.path not in unset)]
     return (None if any(problem.severity == "error" for problem in problems) else config), problems

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvproxy.config.decode import decode
+from kvproxy.config.decode import UNKNOWN_KEY, decode
 from kvproxy.config.environment import retyped
 from kvproxy.config.fields import closest, keys_of, nearest
-from kvproxy.config.paths import Origins, Path, dotted, inside
+from kvproxy.config.paths import Origins, Path, inside
 from kvproxy.config.schema import DEFAULT_FILTERS, FILTER_SETTINGS, Cluster, Config, FilterSpec, Model
 from kvproxy.config.shorthand import Canonical, canonical
 from kvproxy.config.verify import findings
@@ -20,19 +20,26 @@ def decode_native(
     raw: Mapping[str, Any], *, extra_filters: Mapping[str, type[Model] | None]
 ) -> tuple[Config | None, list[Problem]]:
     """The configuration, best effort if there are errors, and every problem in the order of the checks."""
-    form = canonical(dict(raw))
+    return decode_form(canonical(dict(raw)), extra_filters=extra_filters)
+
+
+def decode_form(
+    form: Canonical, *, extra_filters: Mapping[str, type[Model] | None]
+) -> tuple[Config | None, list[Problem]]:
+    """The same for a form that another dialect produced."""
     decoded = decode(Config, form.data, form.origins)
-    problems = [*form.problems, *(_with_shorthands(problem, form) for problem in decoded.problems)]
-    filters = _filters(form, problems, {**FILTER_SETTINGS, **extra_filters})
+    for problem in decoded.problems:
+        form.add(_with_shorthands(problem, form))
+    filters = _filters(form, {**FILTER_SETTINGS, **extra_filters})
     if decoded.value is None:
-        return None, problems
+        return None, form.problems
     config = decoded.value.model_copy(update={"filters": filters})
-    broken = [problem.path for problem in problems]
+    broken = [problem.path for problem in form.problems if problem.severity == "error"]
     for finding in findings(config):
         at = form.origins(decoded.moved.written(finding.path))
         if not _stumbled(finding, at, broken):
-            problems.append(Problem(at, finding.message, finding.hint, finding.severity))
-    return config, problems
+            form.add(Problem(at, finding.message, finding.hint, finding.severity))
+    return config, form.problems
 
 
 def _stumbled(finding: Finding, at: str, broken: list[str]) -> bool:
@@ -42,30 +49,29 @@ def _stumbled(finding: Finding, at: str, broken: list[str]) -> bool:
 
 def _with_shorthands(problem: Problem, form: Canonical) -> Problem:
     """At the top level the short forms are keys too."""
-    if problem.message != "unknown key" or problem.path not in form.data:
+    if problem.message != UNKNOWN_KEY or problem.path not in form.data:
         return problem
     return Problem(problem.path, problem.message, nearest(problem.path, [*keys_of(Config), *keys_of(Cluster)]))
 
 
-def _filters(
-    form: Canonical, problems: list[Problem], known: Mapping[str, type[Model] | None]
-) -> tuple[FilterSpec, ...]:
+def _filters(form: Canonical, known: Mapping[str, type[Model] | None]) -> tuple[FilterSpec, ...]:
     specs: list[FilterSpec] = []
     named = form.filters or [(name, None, ("filters",)) for name in DEFAULT_FILTERS]
     for name, settings, written in named:
-        if name not in known:
-            problems.append(Problem(dotted(written), f"unknown filter {name!r}", nearest(name, known)))
-            specs.append(FilterSpec.model_construct(name=closest(name, known) or name))  # so that the order is checked
+        if name in known:
+            specs.append(FilterSpec(name=name, settings=_settings(form, known[name], settings, written)))
         else:
-            specs.append(FilterSpec(name=name, settings=_settings(known[name], settings, written, problems)))
+            form.complain(written, f"unknown filter {name!r}", nearest(name, known))
+            specs.append(FilterSpec.model_construct(name=closest(name, known) or name))  # so that the order is checked
         form.origins.add(("filters", len(specs) - 1), written)
     return tuple(specs)
 
 
-def _settings(kind: type[Model] | None, raw: Any, written: Path, problems: list[Problem]) -> Any:
+def _settings(form: Canonical, kind: type[Model] | None, raw: Any, written: Path) -> Any:
     raw = {} if raw is None else raw
     if kind is None:
         return retyped(raw)
     decoded = decode(kind, raw, Origins([((), written)]))
-    problems.extend(decoded.problems)
+    for problem in decoded.problems:
+        form.add(problem, tolerable=problem.message == UNKNOWN_KEY)
     return decoded.value

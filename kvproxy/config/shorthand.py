@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,10 +28,17 @@ class Canonical:
     filters: list[tuple[str, Any, Path]] = field(default_factory=list)
     origins: Origins = field(default_factory=Origins)
     problems: list[Problem] = field(default_factory=list)
+    lenient: bool = False
+    """Unknown filter settings are warnings."""
 
     def complain(self, path: Path, message: str, hint: str = "") -> None:
-        """Add a problem at a written path."""
-        self.problems.append(Problem(dotted(path), message, hint))
+        """Add an error at a written path."""
+        self.add(Problem(dotted(path), message, hint))
+
+    def add(self, problem: Problem, *, tolerable: bool = False) -> None:
+        """Add a problem; a tolerable one is only a warning if the form is lenient."""
+        relaxed = self.lenient and tolerable
+        self.problems.append(replace(problem, severity="warning") if relaxed else problem)
 
 
 def canonical(raw: dict[str, Any]) -> Canonical:

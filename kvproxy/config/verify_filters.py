@@ -126,14 +126,11 @@ def _kvcache(settings: KvCacheSettings, at: Path, config: Config) -> Iterator[Fi
 
 def _instances(settings: KvCacheSettings, plan: Path, config: Config) -> Iterator[Finding]:
     known = {e.instance_id or e.id for cluster in config.clusters.values() for e in cluster.endpoints}
-    discovers = any(c.discovery.file or c.discovery.dns for c in config.clusters.values())
     for name in ("pin_instance_id", "compress_instance_id", "evict_instance_id"):
         wanted = getattr(settings.cache_strategy, name)
         if wanted and wanted not in known:
-            severity = warning if discovers else error
-            yield severity(
-                (*plan, name), f"no endpoint has the instance id {wanted!r}", f"instances: {', '.join(sorted(known))}"
-            )
+            hint = f"instances: {', '.join(sorted(known))}"
+            yield warning((*plan, name), f"no endpoint has the instance id {wanted!r}", hint)
 
 
 _SETTINGS: dict[str, Callable[[Any, Path, Config], Iterator[Finding]]] = {

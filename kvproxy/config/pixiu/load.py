@@ -1,0 +1,116 @@
+"""A whole Pixiu file into a checked `Config`: listener, metrics, shutdown; the rest is in the modules beside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvproxy.config.native import decode_form
+from kvproxy.config.paths import Path
+from kvproxy.config.pixiu.chain import translate_chain
+from kvproxy.config.pixiu.clusters import translate_clusters
+from kvproxy.config.pixiu.schema import ConnectionManager, PixiuFile, PixiuListener, Resources
+from kvproxy.config.pixiu.translation import Translation
+from kvproxy.config.schema import Config, Model
+from kvproxy.errors import Problem
+
+_MANAGER = "dgp.filter.httpconnectionmanager"
+
+
+def is_pixiu(raw: Mapping[str, Any]) -> bool:
+    """Whether the file has Pixiu's shape: `static_resources`, or listeners with filter chains."""
+    listeners = raw.get("listeners")
+    return "static_resources" in raw or (
+        isinstance(listeners, list) and any(isinstance(item, dict) and "filter_chains" in item for item in listeners)
+    )
+
+
+def decode_pixiu(
+    raw: Mapping[str, Any], *, extra_filters: Mapping[str, type[Model] | None], lenient: bool
+) -> tuple[Config | None, list[Problem]]:
+    """The configuration, best effort if there are errors, with errors, warnings and notes."""
+    translation = Translation(lenient=lenient)
+    file = translation.decode(PixiuFile, raw, ())
+    if file is None:
+        return None, translation.form.problems
+    resources, at = (file.static_resources, ("static_resources",)) if file.static_resources else (file, ())
+    _unsupported(translation, file, resources, at)
+    _metric(translation, file)
+    if resources.shutdown_config is not None:
+        translation.put("shutdown", "drain", resources.shutdown_config.timeout, (*at, "shutdown_config", "timeout"))
+        translation.note(
+            (*at, "shutdown_config"),
+            "step_timeout and reject_policy have no counterpart: new requests are refused at once, running ones "
+            "have the whole timeout to finish",
+        )
+    scheme = _listeners(translation, resources, at)
+    translate_clusters(translation, resources.clusters, (*at, "clusters"), scheme=scheme)
+    return decode_form(translation.form, extra_filters=extra_filters)
+
+
+def _unsupported(translation: Translation, file: PixiuFile, resources: Resources, at: Path) -> None:
+    if file.dynamic_resources is not None:
+        translation.unsupported(("dynamic_resources",), "dynamic resources are not supported", "list the clusters")
+    if resources.adapters is not None:
+        translation.unsupported((*at, "adapters"), "adapters (registries) are not supported", "list the endpoints")
+    if resources.pprof is not None:
+        translation.note((*at, "pprofConf"), "ignored: there is no Go profiler here")
+    if file.node is not None:
+        translation.note(("node",), "ignored: it only names Pixiu to its control plane")
+
+
+def _metric(translation: Translation, file: PixiuFile) -> None:
+    if file.metric is None:
+        return
+    if not file.metric.enable:
+        translation.put("admin", "enabled", False, ("metric", "enable"))
+        return
+    translation.put("admin", "port", file.metric.prometheus_port, ("metric", "prometheus_port"))
+    translation.note(
+        ("metric", "prometheus_port"),
+        "metrics are served on loopback only, beside health and status; the native `admin` opens them with a token",
+    )
+
+
+def _listeners(translation: Translation, resources: Resources, at: Path) -> str:
+    """The first listener and its chain; the scheme its proxy filter speaks to endpoints."""
+    if not resources.listeners:
+        translation.error((*at, "listeners"), "a listener is required")
+        return "http"
+    for index in range(1, len(resources.listeners)):
+        translation.unsupported((*at, "listeners", index), "only one listener is supported")
+    here: Path = (*at, "listeners", 0)
+    listener = resources.listeners[0]
+    if listener.protocol_type.upper() != "HTTP":
+        translation.unsupported(
+            (*here, "protocol_type"), "only HTTP listeners are supported", "the native `listen.tls` serves https"
+        )
+    _address(translation, listener, here)
+    manager_at: Path = (*here, "filter_chains", "filters")
+    manager = None
+    for index, item in enumerate(listener.filter_chains.filters):
+        if item.name != _MANAGER:
+            translation.unsupported((*manager_at, index, "name"), "not an HTTP filter chain", f"known: {_MANAGER}")
+        elif manager is None:
+            manager_at = (*manager_at, index, "config")
+            manager = translation.decode(ConnectionManager, item.config, manager_at)
+    if manager is None:
+        translation.error((*here, "filter_chains", "filters"), f"no {_MANAGER}")
+        return "http"
+    return translate_chain(translation, manager, manager_at, has_clusters=bool(resources.clusters))
+
+
+def _address(translation: Translation, listener: PixiuListener, here: Path) -> None:
+    socket, at = listener.address.socket_address, (*here, "address", "socket_address")
+    translation.put("listen", "host", socket.address or "0.0.0.0", (*at, "address"))
+    if socket.port is None:
+        translation.error((*at, "port"), "required")
+    else:
+        translation.put("listen", "port", socket.port, (*at, "port"))
+    if listener.config is not None:
+        if listener.config.read_timeout:
+            translation.put("limits", "body_timeout", listener.config.read_timeout, (*here, "config", "read_timeout"))
+        translation.note(
+            (*here, "config"),
+            "write_timeout and idle_timeout are not applied: they would cut long streams; read_timeout bounds bodies",
+        )

@@ -1,0 +1,49 @@
+"""A Pixiu file on its way into our form: what was translated so far, and what was said about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from kvproxy.config.decode import UNKNOWN_KEY, decode
+from kvproxy.config.model import Model
+from kvproxy.config.paths import Origins, Path, dotted
+from kvproxy.config.shorthand import Canonical
+from kvproxy.errors import Problem
+
+K = TypeVar("K", bound=Model)
+
+
+class Translation:
+    """The form being built. With `lenient`, what we do not have is a warning instead of an error."""
+
+    def __init__(self, *, lenient: bool) -> None:
+        self.form = Canonical({}, lenient=lenient)
+
+    def decode(self, kind: type[K], raw: Mapping[str, Any] | None, at: Path) -> K | None:
+        """`raw` (nothing: defaults) as `kind`; its problems are kept."""
+        decoded = decode(kind, raw or {}, Origins([((), at)]))
+        for problem in decoded.problems:
+            self.form.add(problem, tolerable=problem.message == UNKNOWN_KEY)
+        return decoded.value
+
+    def put(self, section: str, key: str, value: Any, at: Path) -> None:
+        """Set one of our settings, written at `at`."""
+        self.form.data.setdefault(section, {})[key] = value
+        self.form.origins.add((section, key), at)
+
+    def note(self, at: Path, message: str) -> None:
+        """We knowingly do this otherwise."""
+        self.form.add(Problem(dotted(at), message, severity="note"))
+
+    def warn(self, at: Path, message: str, hint: str = "") -> None:
+        """Loads, but is probably not what was meant."""
+        self.form.add(Problem(dotted(at), message, hint, "warning"))
+
+    def error(self, at: Path, message: str, hint: str = "") -> None:
+        """Cannot be used."""
+        self.form.complain(at, message, hint)
+
+    def unsupported(self, at: Path, message: str, hint: str = "") -> None:
+        """Pixiu has it, we do not."""
+        self.form.add(Problem(dotted(at), message, hint), tolerable=True)
