@@ -1,0 +1,91 @@
+"""The filter in docs/filters/README.md, installed as its distribution would be and run in its documented chain."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvproxy.config.load import load_text
+from kvproxy.config.schema import FilterSpec
+from kvproxy.filters.chain import build_chain
+from kvproxy.filters.registry import FILTERS, discover
+from tests.support.asgi import Inner, call, http_scope
+from tests.support.filter_context import counted, filter_context
+
+DOCS = Path(__file__).parents[2] / "docs" / "filters"
+
+
+def block(language: str, *, containing: str) -> str:
+    """The code block of the page that contains some text."""
+    blocks = re.findall(rf"```{language}\n(.*?)```", (DOCS / "README.md").read_text(), re.DOTALL)
+    (found,) = [text for text in blocks if containing in text]
+    return str(found)
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The example's module and metadata on the import path, as an installer leaves them."""
+    (tmp_path / "model_policy.py").write_text(block("python", containing="model_policy.py"))
+    info = tmp_path / "model_policy-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: model-policy\nVersion: 1.0\n")
+    line = block("toml", containing="entry-points").splitlines()[1].replace('"', "")
+    (info / "entry_points.txt").write_text(f"[kvproxy.filters]\n{line}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("model_policy", None)
+
+
+async def answer(key: str, model: str) -> tuple[int, object, float]:
+    """Status, error code and count of refusals of one request through the documented chain (all but its router)."""
+    types = {**FILTERS, **discover({"model_policy"})}
+    config = load_text(
+        block("yaml", containing="model_policy"),
+        extra_filters={"model_policy": types["model_policy"].settings},
+    )
+    context = filter_context()
+    specs: list[FilterSpec] = [spec for spec in config.filters if spec.name != "router"]
+    assert [spec.name for spec in specs] == ["auth", "inference_request", "model_policy"]
+    chain = build_chain(specs, Inner(chunks=(b"{}",)), context=context, types=types)
+    scope = http_scope("/v1/chat/completions", method="POST", headers=[(b"authorization", b"Bearer " + key.encode())])
+    reply = await call(chain, scope, body=json.dumps({"model": model, "messages": []}).encode())
+    refused = counted(context, "kvproxy_local_replies_total", status="403", reason="model_not_allowed")
+    return reply.status, reply.json.get("error", {}).get("code"), refused
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("key", "model", "expected"),
+    [
+        ("sk-alice", "large-1", (200, None, 0.0)),
+        ("sk-bob", "small-1", (200, None, 0.0)),
+        ("sk-bob", "large-1", (403, "model_not_allowed", 1.0)),
+        ("sk-eve", "small-1", (401, "invalid_api_key", 0.0)),
+    ],
+)
+async def test_the_documented_filter_works(key: str, model: str, expected: tuple[int, object, float]) -> None:
+    """What a reader copies from the page does what the page says."""
+    assert await answer(key, model) == expected
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+def test_every_documented_configuration_loads(page: Path, tmp_path: Path) -> None:
+    """Pages show settings that exist; endpoints and router are added where a page leaves them out."""
+    (tmp_path / "keys").write_text("bob: sk-b\n")
+    env = {"ALICE_KEY": "sk-a", "KEYS_FILE": str(tmp_path / "keys")}
+    for text in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL):
+        whole = text if "endpoints:" in text else f"endpoints: [http://127.0.0.1:8000]\n{text}"
+        whole = whole if "router" in whole else re.sub(r"(filters:\n(?:  .*\n)+)", r"\1  - router\n", whole)
+        load_text(whole, env=env, extra_filters={"model_policy": None})
+
+
+def test_every_shipped_filter_has_a_page() -> None:
+    """The table of the chain links to a page for each filter it has one for, and none is missing."""
+    linked = set(re.findall(r"\]\((\w+)\.md\)", (DOCS / "README.md").read_text()))
+    assert linked == {page.stem for page in DOCS.glob("*.md")} - {"README"}
+    assert {"access_log", "request_id", "cors", "auth", "rate_limit", "inference_request"} <= linked
