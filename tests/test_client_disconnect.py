@@ -10,6 +10,7 @@ from starlette.types import Send
 from kvproxy.listener.server import serve
 from tests.support.fake_engine import Call, FakeEngine, event, start_stream
 from tests.support.proxy import RunningProxy, chat, running_proxy
+from tests.support.until import until
 
 
 async def prefill_for_ever(engine: FakeEngine, call: Call, send: Send) -> None:
@@ -35,8 +36,7 @@ async def post_and_leave(proxy: RunningProxy, engine: FakeEngine, *, stream: boo
     reader, writer = await asyncio.open_connection(host, int(port))
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(request.content)}\r\n\r\n"
     writer.write(head.encode() + request.content)
-    while not engine.calls:
-        await asyncio.sleep(0.002)
+    await until(lambda: engine.calls)
     if engine.behave is stream_for_ever:
         assert await reader.read(1)
     writer.close()
@@ -52,10 +52,8 @@ async def test_the_engine_notices_at_once(behave: object, stream: bool) -> None:
         await post_and_leave(proxy, engine, stream=stream)
         await asyncio.wait_for(engine.calls[0].gone.wait(), timeout=5)
         endpoint = proxy.proxy.clusters["default"].endpoints[0]
-        while endpoint.load.in_flight:
-            await asyncio.sleep(0.002)
-        while not proxy.metric("kvproxy_request_ends_total", end="client_disconnected"):
-            await asyncio.sleep(0.002)
+        await until(lambda: not endpoint.load.in_flight)
+        await until(lambda: proxy.metric("kvproxy_request_ends_total", end="client_disconnected"))
         assert endpoint.health.failures == 0
         assert endpoint.breaker.state == "closed"
     assert len(engine.calls) == 1, "a cancelled request is not retried"
@@ -68,9 +66,7 @@ async def test_a_client_that_leaves_while_its_body_goes_up() -> None:
         host, port = proxy.url.removeprefix("http://").split(":")
         _, writer = await asyncio.open_connection(host, int(port))
         writer.write(b"POST /other HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\nhalf")
-        while not engine.calls:
-            await asyncio.sleep(0.002)
+        await until(lambda: engine.calls)
         writer.close()
-        while not proxy.metric("kvproxy_request_ends_total", end="client_disconnected"):
-            await asyncio.sleep(0.002)
+        await until(lambda: proxy.metric("kvproxy_request_ends_total", end="client_disconnected"))
         assert proxy.proxy.clusters["default"].endpoints[0].load.in_flight == 0

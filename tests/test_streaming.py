@@ -192,14 +192,17 @@ async def test_a_slow_reader_holds_the_engine_back() -> None:
             sent += 65536
 
     engine = FakeEngine("a", firehose)
-    async with serve(engine) as url, running_proxy({"a": url}) as proxy:
-        async with proxy.client.stream("POST", "/v1/chat/completions", json=chat(stream=True)) as answer:
-            before = -1
-            while sent != before:  # until the engine stands still
-                before = sent
-                await asyncio.sleep(0.05)
-            assert sent < 32 * 1024 * 1024
-            assert answer.status_code == 200
+    async with (
+        serve(engine) as url,
+        running_proxy({"a": url}) as proxy,
+        proxy.client.stream("POST", "/v1/chat/completions", json=chat(stream=True)) as answer,
+    ):
+        before = -1
+        while sent != before:  # until the engine stands still
+            before = sent
+            await asyncio.sleep(0.05)
+        assert sent < 32 * 1024 * 1024
+        assert answer.status_code == 200
 
 
 async def test_models_of_all_endpoints_are_one_list() -> None:

@@ -28,7 +28,9 @@ class RunningProxy:
 
 
 @contextlib.asynccontextmanager
-async def running_proxy(endpoints: Mapping[str, str] | list[dict[str, Any]], **config: Any) -> AsyncIterator[RunningProxy]:
+async def running_proxy(
+    endpoints: Mapping[str, str] | list[dict[str, Any]], **config: Any
+) -> AsyncIterator[RunningProxy]:
     """`config` is native configuration besides the endpoints; probes are off unless it says otherwise."""
     raw: dict[str, Any] = {"endpoints": endpoints, "policy": "round_robin", "health": {"active": False}, **config}
     drain_s = 2.0

@@ -1,0 +1,143 @@
+"""The demo's clients: conversations that grow turn by turn, streamed and not, and what they saw."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+_WORDS = tuple(
+    "the engine keeps keys and values of every token it has read so that the next turn of a conversation need not be "
+    "computed again when it arrives at the same place with the same beginning and a few new words at its end".split(" ")
+)
+_ROLES = ("travel agent", "code reviewer", "support desk")
+_PAUSE_S = 0.15
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One answered request, as its client saw it."""
+
+    turn: int
+    endpoint: str
+    streamed: bool
+    ttft_s: float
+    prompt_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """How much traffic: `sessions` conversations of `turns` turns, all of them at the same time."""
+
+    model: str
+    sessions: int
+    turns: int
+    system_words: int = 1200
+    turn_words: int = 120
+    reply_tokens: int = 24
+    seed: int = 7
+
+    @property
+    def requests(self) -> int:
+        """How many requests that makes."""
+        return self.sessions * self.turns
+
+
+async def run_mix(mix: Mix, client: httpx.AsyncClient, *, on_reply: Callable[[Reply], None]) -> list[Reply]:
+    """Play every conversation. Raises httpx.HTTPError when a request fails."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(_conversation(mix, number, client, on_reply), name=f"conversation {number}")
+            for number in range(mix.sessions)
+        ]
+    return [reply for task in tasks for reply in task.result()]
+
+
+async def _conversation(
+    mix: Mix, number: int, client: httpx.AsyncClient, on_reply: Callable[[Reply], None]
+) -> list[Reply]:
+    """One chat; every fourth is a growing document sent to /v1/completions instead."""
+    rng = random.Random(mix.seed * 1000 + number)
+    role = _ROLES[number % len(_ROLES)]
+    system = f"You are a {role}. " + _text(random.Random(role), mix.system_words)
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}]
+    replies = []
+    await asyncio.sleep(rng.random() * _PAUSE_S * 4)
+    for turn in range(1, mix.turns + 1):
+        messages.append({"role": "user", "content": _text(rng, mix.turn_words)})
+        completion = number % 4 == 3
+        streamed = (number + turn) % 3 != 0
+        path, body = _request(mix, messages, completion=completion, streamed=streamed)
+        reply, text = await (_streamed if streamed else _whole)(client, path, body, turn)
+        messages.append({"role": "assistant", "content": text})
+        replies.append(reply)
+        on_reply(reply)
+        await asyncio.sleep(_PAUSE_S * (0.5 + rng.random()))
+    return replies
+
+
+def _request(
+    mix: Mix, messages: list[dict[str, Any]], *, completion: bool, streamed: bool
+) -> tuple[str, dict[str, Any]]:
+    body: dict[str, Any] = {"model": mix.model, "max_tokens": mix.reply_tokens, "stream": streamed}
+    if streamed:
+        body["stream_options"] = {"include_usage": True}
+    if completion:
+        text = "\n\n".join(message["content"] for message in messages)
+        return "/v1/completions", body | {"prompt": text}
+    return "/v1/chat/completions", body | {"messages": messages}
+
+
+async def _streamed(client: httpx.AsyncClient, path: str, body: dict[str, Any], turn: int) -> tuple[Reply, str]:
+    started = time.perf_counter()
+    ttft_s = 0.0
+    usage: dict[str, Any] = {}
+    parts: list[str] = []
+    async with client.stream("POST", path, json=body) as response:
+        response.raise_for_status()
+        async for line in response.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            ttft_s = ttft_s or time.perf_counter() - started
+            event = json.loads(line[6:])
+            usage = event.get("usage") or usage
+            parts += [_text_of(choice) for choice in event.get("choices", [])]
+    return _reply(response, usage, ttft_s, turn=turn, streamed=True), "".join(parts)
+
+
+async def _whole(client: httpx.AsyncClient, path: str, body: dict[str, Any], turn: int) -> tuple[Reply, str]:
+    """Without a stream the first token cannot be told from the last: the time is the whole answer's."""
+    started = time.perf_counter()
+    response = await client.post(path, json=body)
+    response.raise_for_status()
+    answer = response.json()
+    reply = _reply(response, answer["usage"], time.perf_counter() - started, turn=turn, streamed=False)
+    return reply, _text_of(answer["choices"][0])
+
+
+def _reply(response: httpx.Response, usage: dict[str, Any], ttft_s: float, *, turn: int, streamed: bool) -> Reply:
+    details = usage.get("prompt_tokens_details") or {}
+    return Reply(
+        turn=turn,
+        endpoint=response.headers.get("x-kvproxy-endpoint", "?"),
+        streamed=streamed,
+        ttft_s=ttft_s,
+        prompt_tokens=usage.get("prompt_tokens", 0),
+        cached_tokens=details.get("cached_tokens") or 0,
+    )
+
+
+def _text_of(choice: dict[str, Any]) -> str:
+    message = choice.get("delta") or choice.get("message") or choice
+    return message.get("content") or message.get("text") or ""
+
+
+def _text(rng: random.Random, words: int) -> str:
+    return " ".join(rng.choices(_WORDS, k=words))

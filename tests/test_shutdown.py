@@ -1,0 +1,95 @@
+"""SIGTERM: nothing new is taken, everything running finishes, and the process ends."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+from starlette.types import Send
+
+from kvproxy.listener.server import serve
+from tests.support.fake_engine import Call, FakeEngine, event, start_stream
+from tests.support.process import kvproxy_serve
+from tests.support.proxy import chat
+from tests.support.until import until
+
+
+async def test_a_hundred_streams_finish_after_sigterm() -> None:
+    """They began before the signal, so they end with [DONE]; the exit status is 0."""
+    go_on = asyncio.Event()
+
+    async def half_then_rest(engine: FakeEngine, call: Call, send: Send) -> None:
+        await start_stream(send)
+        await event(send, b'{"n":1}')
+        await go_on.wait()
+        await event(send, b'{"n":2}')
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+    engine = FakeEngine("a", half_then_rest)
+    started = 0
+
+    async def read_one(client: httpx.AsyncClient) -> str:
+        nonlocal started
+        text = ""
+        async with client.stream("POST", "/v1/chat/completions", json=chat(stream=True)) as answer:
+            async for piece in answer.aiter_text():
+                started += not text
+                text += piece
+        return text
+
+    async with serve(engine) as url, kvproxy_serve("--endpoint", f"a={url}", "--port", "0", "--no-admin") as kvproxy:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=kvproxy.url, timeout=30, limits=limits) as client:
+            reading = [asyncio.create_task(read_one(client)) for _ in range(100)]
+            await until(lambda: started == 100, within_s=20)
+            kvproxy.terminate()
+            await until(lambda: any("no new requests" in line for line in kvproxy.lines))
+            go_on.set()
+            texts = await asyncio.gather(*reading)
+        assert await asyncio.wait_for(kvproxy.process.wait(), 10) == 0
+    assert all(text.endswith("data: [DONE]\n\n") for text in texts)
+
+
+async def test_a_second_signal_ends_the_drain() -> None:
+    """An operator in a hurry does not wait for a stream that never ends."""
+
+    async def endless(engine: FakeEngine, call: Call, send: Send) -> None:
+        await start_stream(send)
+        await event(send, b"{}")
+        await call.gone.wait()
+
+    engine = FakeEngine("a", endless)
+    async with serve(engine) as url, kvproxy_serve("--endpoint", f"a={url}", "--port", "0", "--no-admin") as kvproxy:
+        async with (
+            httpx.AsyncClient(base_url=kvproxy.url, timeout=30) as client,
+            client.stream("POST", "/v1/chat/completions", json=chat(stream=True)),
+        ):
+            kvproxy.terminate()
+            await until(lambda: any("no new requests" in line for line in kvproxy.lines))
+            kvproxy.terminate()
+            assert await asyncio.wait_for(kvproxy.process.wait(), 10) == 0
+        await asyncio.wait_for(engine.calls[0].gone.wait(), 5)
+
+
+async def test_a_taken_port_is_a_clear_error() -> None:
+    """What, where, and exit status 1; no traceback."""
+    server = await asyncio.start_server(lambda r, w: None, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *_python(), "serve", "--endpoint", "a=http://127.0.0.1:9", "--port", str(port), "--no-admin",
+            stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        _, stderr = await asyncio.wait_for(process.communicate(), 20)
+    finally:
+        server.close()
+    text = stderr.decode()
+    assert process.returncode == 1
+    assert f"127.0.0.1:{port}" in text
+    assert "Traceback" not in text
+
+
+def _python() -> tuple[str, ...]:
+    import sys
+
+    return sys.executable, "-m", "kvproxy"
