@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ class Planner:
     def __init__(self, settings: VllmSettings, tokenizer: Tokenizer) -> None:
         self._settings = settings
         self._tokenizer = tokenizer
+        self._numbers = itertools.count()
 
     def check_model(self, body: Mapping[str, Any]) -> str:
         """The model's name; a request without one means the base model."""
@@ -68,8 +70,8 @@ class Planner:
         self._check_sampling(body)
         choices = body.get("n") or 1
         requests = [
-            self._request(body, model, prompt, f"{plan_id}-{number * choices + choice}", choice)
-            for number, prompt in enumerate(prompts)
+            self._request(body, model, prompt, f"{plan_id}-{next(self._numbers)}", choice)  # a client may reuse its id
+            for prompt in prompts
             for choice in range(choices)
         ]
         return GenerationPlan(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -117,7 +116,7 @@ def _admit(state: VllmState) -> None:
 
 async def _answer(state: VllmState, call: HttpCall, plan: GenerationPlan, shape: Shape, record: dict[str, Any]) -> None:
     await state.faults.stall(state.faults.values.stall_head_s)
-    with _submitted(state, plan) as group:
+    with state.runner.running(plan.requests) as group:
         answer = Answer(
             plan,
             group,
@@ -130,15 +129,6 @@ async def _answer(state: VllmState, call: HttpCall, plan: GenerationPlan, shape:
         else:
             record["outcome"] = await _whole(state, call, answer, group, shape)
         record["cached_tokens"] = answer.usage().cached_tokens
-
-
-@contextlib.contextmanager
-def _submitted(state: VllmState, plan: GenerationPlan) -> Iterator[GenerationGroup]:
-    try:
-        with state.runner.running(plan.requests) as group:
-            yield group
-    except ValueError as error:
-        raise VllmError(str(error)) from error
 
 
 async def _whole(state: VllmState, call: HttpCall, answer: Answer, group: GenerationGroup, shape: Shape) -> str:

@@ -237,16 +237,19 @@ def _rendered(request_id: str, plan: GenerationPlan, number: int) -> dict[str, A
 
 
 def _permission(state: VllmState) -> dict[str, Any]:
-    denied = dict.fromkeys(("allow_create_engine", "allow_search_indices", "allow_fine_tuning", "is_blocking"), False)
-    allowed = dict.fromkeys(("allow_sampling", "allow_logprobs", "allow_view"), True)
     return {
         "id": f"modelperm-{state.new_id()}",
         "object": "model_permission",
         "created": int(state.started_at),
-        **denied,
-        **allowed,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
         "organization": "*",
         "group": None,
+        "is_blocking": False,
     }
 
 
