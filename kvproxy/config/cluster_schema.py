@@ -30,7 +30,11 @@ class PolicyName(StrEnum):
 
 
 class HealthCheck(Model):
-    """Active probing and passive ejection of endpoints."""
+    """Active probing and passive ejection of endpoints.
+
+    When no endpoint of a model is well, all of them are used again (panic), so that verdicts that condemn everybody
+    never make a full outage. An endpoint that never passed a probe is out after the first failed one.
+    """
 
     active: bool = True
     """Probe each endpoint."""

@@ -111,6 +111,14 @@ def test_requests_failing_late_do_not_prolong_an_ejection() -> None:
     assert subject.failures == 0
 
 
+def test_failures_count_from_nothing_after_an_ejection() -> None:
+    """Coming back it gets a whole run of chances again."""
+    subject = health(eject_after=3, eject_for=10)
+    assert [subject.failure(0.0) for _ in range(3)] == [False, False, True]
+    subject.eject(0.0)
+    assert [subject.failure(10.0) for _ in range(3)] == [False, False, True]
+
+
 def test_slow_start_grows_the_weight_from_a_tenth() -> None:
     """In steps, each announced by `next_change`."""
     subject = health(slow_start=20, eject_for=10)
