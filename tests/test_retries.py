@@ -180,3 +180,27 @@ async def test_no_endpoint_at_all_gives_503_with_retry_after() -> None:
         assert answer.headers["retry-after"] == "1"
         assert answer.json()["error"]["code"] == "draining"
     assert not engine.calls
+
+
+async def test_an_endpoints_own_retries_come_first() -> None:
+    """`retry.attempts` of an endpoint are made on it in a row, then the next endpoint is tried."""
+    bad, good = FakeEngine("bad", answer_500), FakeEngine("good")
+    own = {"attempts": 3, "backoff": "1ms"}
+    async with serve(bad) as bad_url, serve(good) as good_url:
+        endpoints = [{"id": "a", "url": bad_url, "retry": own}, {"id": "b", "url": good_url}]
+        async with running_proxy(endpoints, retry={"attempts": 5}) as proxy:
+            answer = await proxy.client.post("/v1/chat/completions", json=chat())
+    assert answer.json()["served_by"] == "good"
+    assert (len(bad.calls), len(good.calls)) == (3, 1)
+
+
+async def test_without_fallback_an_endpoints_failure_is_the_answer() -> None:
+    """Some operators prefer an error to another engine."""
+    bad, good = FakeEngine("bad", answer_500), FakeEngine("good")
+    own = {"attempts": 2, "backoff": "1ms", "fallback": False}
+    async with serve(bad) as bad_url, serve(good) as good_url:
+        endpoints = [{"id": "a", "url": bad_url, "retry": own}, {"id": "b", "url": good_url}]
+        async with running_proxy(endpoints, retry={"attempts": 5}) as proxy:
+            answer = await proxy.client.post("/v1/chat/completions", json=chat())
+    assert answer.status_code == 500
+    assert (len(bad.calls), len(good.calls)) == (2, 0)

@@ -14,6 +14,7 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.pick import AttemptOutcome, Pick, Refusal
 from kvproxy.config.schema import Retry
 from kvproxy.errors import ConnectError, FirstByteTimeout, IdleTimeout, PoolFull, UpstreamError
+from kvproxy.filters.attempts import Attempts
 from kvproxy.filters.decision import describe
 from kvproxy.filters.exchange import Exchange
 from kvproxy.filters.forward_headers import response_headers, with_credential
@@ -21,8 +22,7 @@ from kvproxy.filters.relay import ERROR_EVENT, Relay
 from kvproxy.filters.request_body import RequestBody
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.resilience.budget import RetryBudget
-from kvproxy.resilience.retry import full_jitter_s
-from kvproxy.types import Clock, EndpointId, Headers
+from kvproxy.types import Clock, Headers
 from kvproxy.upstream.pool import Timeouts, UpstreamPool, UpstreamResponse
 
 #: An error answer kept while another endpoint is tried is no longer than this; a longer one goes down as it comes.
@@ -94,41 +94,39 @@ class Forwarding:
         self._body = body
         self._send = send
         self._debug = debug
-        self._tried: set[EndpointId] = set()
+        self._attempts = Attempts(shared.retry, rng=shared.rng)
         self._last: UpstreamError | HeldReply | Refusal = Refusal.NO_ENDPOINTS
-        self._rounds = 0
 
     async def run(self) -> None:
-        """Attempt, and attempt elsewhere, within the attempts, the retry budget and what may safely be sent twice."""
+        """Attempt, and attempt again, within the attempts, the retry budget and what may safely be sent twice."""
         self._shared.budget.request(self._shared.clock())
         while True:
             pick = self._cluster.pick(self._pick_request(), now=self._shared.clock())
             if pick is None:
-                if not self._tried:
+                pause_s = self._attempts.next_round()
+                if pause_s is None:
                     raise GaveUp(self._last if self._exchange.outcome.attempts else self._refusal())
-                await self._pause_before_another_round()
-                continue
-            self._note(pick)
-            verdict = await self._attempt(pick)
-            if verdict is _Next.DELIVERED:
-                return
-            if verdict is _Next.GIVE_UP:
-                raise GaveUp(self._last)
-            self._tried.add(pick.endpoint.id)
+            else:
+                self._note(pick)
+                verdict = await self._attempt(pick)
+                if verdict is _Next.DELIVERED:
+                    return
+                pause_s = self._attempts.failed(pick.endpoint) if verdict is _Next.RETRY else None
+                if pause_s is None:
+                    raise GaveUp(self._last)
+            if pause_s:
+                await asyncio.sleep(pause_s)
 
     def _pick_request(self) -> PickRequest:
         exchange = self._exchange
         inference = exchange.inference
-        facts = exchange.facts or NO_FACTS
-        if inference is None:
-            return PickRequest(facts=facts, preferred=exchange.preferred, excluded=frozenset(self._tried))
-        parts = inference.prompt.parts
+        parts = inference.prompt.parts if inference else ()
         return PickRequest(
             model=self._model,
-            session_key=inference.session_key,
-            facts=facts,
-            preferred=exchange.preferred,
-            excluded=frozenset(self._tried),
+            session_key=inference.session_key if inference else None,
+            facts=exchange.facts or NO_FACTS,
+            preferred=self._attempts.again or exchange.preferred,
+            excluded=self._attempts.excluded,
             prompt_head=parts[0][:_PROMPT_HEAD_BYTES] if parts else b"",
         )
 
@@ -141,15 +139,6 @@ class Forwarding:
         outcome.endpoint = pick.endpoint.id
         outcome.policy = self._cluster.policy_name
         outcome.pick_reason = pick.reason
-
-    async def _pause_before_another_round(self) -> None:
-        """Every endpoint was tried once: pause with full jitter, then all are eligible again."""
-        retry = self._shared.retry
-        self._rounds += 1
-        await asyncio.sleep(
-            full_jitter_s(self._rounds, base_s=retry.backoff, max_s=retry.max_backoff, rng=self._shared.rng)
-        )
-        self._tried.clear()
 
     async def _attempt(self, pick: Pick) -> _Next:
         response: UpstreamResponse | None = None
