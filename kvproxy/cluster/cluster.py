@@ -163,8 +163,9 @@ class Cluster:
         return refusal_of(request, self.endpoints, now)
 
     def reused(self, pick: Pick, cached_tokens: int, now: float) -> None:
-        """The engine said how many prompt tokens it had cached; policies that learn hear of it."""
-        if self._learner is not None:
+        """The engine said how many prompt tokens it had cached; a policy that learns hears of it, unless it has already
+        been told to forget that endpoint."""
+        if self._learner is not None and not pick.endpoint.metrics.closed:
             self._learner.observe_reuse(pick.endpoint.id, pick.reservation.cached_tokens, cached_tokens, now)
 
     def _preferred(

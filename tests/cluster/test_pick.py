@@ -341,6 +341,7 @@ def test_a_learning_policy_is_taught(make_cluster: MakeCluster) -> None:
     bench.cluster.reused(pick, 512, bench.clock())
     pick.settle(SUCCESS, bench.clock())
     bench.cluster.apply(())
+    bench.cluster.reused(pick, 512, bench.clock())  # too late: it is forgotten
     assert policy.heard == [("sample", A, 400.0, 2.0), ("reuse", A, 600, 512), ("forget", A)]
 
 
