@@ -4,45 +4,112 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import socket
 from collections.abc import AsyncIterator, Iterator
 from types import TracebackType
 from typing import Any
 
 import uvicorn
 
+from kvproxy.config.schema import ListenerTls
+from kvproxy.listener.limits import ListenerLimits
+from kvproxy.listener.protocol import http_protocol
+
+logger = logging.getLogger(__name__)
+
+_LOOK_AGAIN_S = 0.005
+
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: who starts it decides when it ends."""
+    """uvicorn without its signal handlers and its ticking: who starts it decides when it ends."""
+
+    def __init__(
+        self, config: uvicorn.Config, *, drain_s: float, cut_grace_s: float, hurry: asyncio.Event | None
+    ) -> None:
+        super().__init__(config)
+        self.stop = asyncio.Event()
+        self._drain_s = drain_s
+        self._cut_grace_s = cut_grace_s
+        self._hurry = hurry or asyncio.Event()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def main_loop(self) -> None:
+        await self.stop.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Idle connections end now, requests within the drain time, everything else after it."""
+        state = self.server_state
+        for server in self.servers:
+            server.close()
+        for connection in list(state.connections):
+            connection.shutdown()
+        await self._quiet(self._drain_s, self._hurry)
+        if state.connections or state.tasks:
+            logger.warning("cut %d connections that outlived the drain", len(state.connections))
+        for connection in list(state.connections):
+            connection.transport.abort()
+        await self._quiet(self._cut_grace_s, asyncio.Event())  # their apps see the disconnect and end by themselves
+        for task in list(state.tasks):
+            task.cancel()
+        await asyncio.gather(*state.tasks, return_exceptions=True)
+        for server in self.servers:
+            await server.wait_closed()
+
+    async def _quiet(self, limit_s: float, hurry: asyncio.Event) -> None:
+        """Returns once no request runs and no connection is open, at `limit_s`, or in a hurry."""
+        state = self.server_state
+        loop = asyncio.get_running_loop()
+        end = loop.time() + limit_s
+        while (state.connections or state.tasks) and loop.time() < end and not hurry.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_AGAIN_S)  # since uvicorn tells nobody when a connection ends
+
 
 class Server:
-    """Serves `app` from `__aenter__` on; leaving drains open requests for at most `drain_s`, then cancels them."""
+    """Serves `app` from `__aenter__` on.
+
+    Leaving stops accepting, closes idle connections, lets running requests end for at most `drain_s` (or until `hurry`
+    is set), then cuts what is left and gives its apps `cut_grace_s` to notice before they are cancelled. `limits` bound
+    what clients may hold, `max_connections` among them.
+    """
 
     def __init__(
-        self, app: Any, *, host: str = "127.0.0.1", port: int = 0, drain_s: float = 5.0, **options: Any
+        self,
+        app: Any,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        drain_s: float = 5.0,
+        cut_grace_s: float = 1.0,
+        hurry: asyncio.Event | None = None,
+        tls: ListenerTls | None = None,
+        limits: ListenerLimits | None = None,
+        max_connections: int | None = None,
+        **options: Any,
     ) -> None:
         self._host = host
-        config = uvicorn.Config(
-            app,
-            host=host,
-            port=port,
-            http="httptools",
-            loop="none",
-            ws="none",
-            lifespan="off",
-            access_log=False,
-            log_config=None,
-            server_header=False,
-            date_header=False,
-            timeout_graceful_shutdown=max(1, round(drain_s)),
-            **options,
-        )
-        self._tls = config.ssl_certfile is not None
-        self._server = _Server(config)
+        self._tls = tls is not None
+        if tls is not None:
+            options |= {"ssl_certfile": tls.certificate, "ssl_keyfile": tls.private_key}
+        bounds = limits or ListenerLimits()
+        if max_connections is not None:
+            bounds = bounds.with_connections(max_connections)
+        defaults: dict[str, Any] = {
+            "http": http_protocol(bounds),
+            "loop": "none",
+            "ws": "none",
+            "lifespan": "off",
+            "access_log": False,
+            "log_config": None,
+            "server_header": False,
+            "date_header": False,
+            "proxy_headers": False,  # the router filter decides whom to believe
+        }
+        config = uvicorn.Config(app, host=host, port=port, **(defaults | options))
+        self._server = _Server(config, drain_s=drain_s, cut_grace_s=cut_grace_s, hurry=hurry)
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -54,10 +121,11 @@ class Server:
     @property
     def url(self) -> str:
         """Base URL."""
-        return f"{'https' if self._tls else 'http'}://{self._host}:{self.port}"
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"{'https' if self._tls else 'http'}://{host}:{self.port}"
 
     async def __aenter__(self) -> Server:
-        self._task = asyncio.create_task(self._server.serve(), name=f"server {self._host}")
+        self._task = asyncio.create_task(self._serve(), name=f"server {self._host}")
         while not self._server.started:
             if self._task.done():
                 await self._task
@@ -68,9 +136,15 @@ class Server:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        self._server.should_exit = True
+        self._server.stop.set()
         if self._task is not None:
             await self._task
+
+    async def _serve(self) -> None:
+        try:
+            await self._server.serve()
+        except SystemExit as error:  # uvicorn's word for "cannot bind"; it has logged why
+            raise OSError(f"cannot listen on {self._host}:{self._server.config.port}") from error
 
 
 @contextlib.asynccontextmanager

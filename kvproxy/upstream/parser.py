@@ -122,15 +122,20 @@ class ResponseParser:
 
     def _settle_framing(self, status: int) -> None:
         """How this response ends, as far as httptools does not say it: at once, or with the connection."""
-        codings = [value for name, value in self.headers if name == b"transfer-encoding"]
-        if codings and (len(codings) > 1 or codings[0].strip().lower() != b"chunked"):
-            raise UpstreamProtocolError("a transfer coding nobody asked for")  # we drop the header, so it must be ours
+        chunked = framed = False
+        for name, value in self.headers:
+            if name == b"content-length":
+                framed = True
+            elif name == b"transfer-encoding":
+                if chunked or value.strip().lower() != b"chunked":  # the header is dropped, so the coding must be ours
+                    raise UpstreamProtocolError("a transfer coding nobody asked for")
+                chunked = framed = True
         if not self.reusable and self._parser.get_http_version() not in ("1.0", "1.1"):
             raise UpstreamProtocolError("not HTTP/1")
         if self._head_request:
             self.complete = True
-        elif not codings and status not in _BODILESS:
-            self._until_eof = not any(name == b"content-length" for name, _ in self.headers)
+        elif status not in _BODILESS:
+            self._until_eof = not framed
 
 
 def _size(headers: Headers) -> int:

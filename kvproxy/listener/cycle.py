@@ -1,0 +1,155 @@
+"""One request and its response on a client's connection, with the response head and its first piece in one write."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
+
+_TOKEN = b"!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_VALUE = b"\t " + bytes(range(0x21, 0x7F)) + bytes(range(0x80, 0x100))
+_BODILESS = frozenset({204, 304})
+
+
+class Signal:
+    """What uvicorn needs of asyncio.Event, for one waiter and without its cost."""
+
+    __slots__ = ("_set", "_waiter")
+
+    def __init__(self) -> None:
+        self._set = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def set(self) -> None:
+        self._set = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def clear(self) -> None:
+        self._set = False
+
+    async def wait(self) -> None:
+        if not self._set:
+            self._waiter = waiter = asyncio.get_running_loop().create_future()
+            try:
+                await waiter
+            finally:
+                self._waiter = None
+
+
+class CoalescingCycle(RequestResponseCycle):
+    """uvicorn's cycle with its own way of writing, and of handing the request body over without copying it twice.
+
+    The head is held until the first piece of the body or the end of the loop's present turn, whichever comes first:
+    one system call for a short response, and no delay for a head whose body takes long.
+    """
+
+    def __init__(self, *, loop: asyncio.AbstractEventLoop, **kwargs: Any) -> None:
+        super().__init__(message_event=cast("asyncio.Event", Signal()), **kwargs)
+        self.pieces: list[bytes] = []
+        self.buffered_bytes = 0
+        self._loop = loop
+        self._head = b""
+        self._bodiless = False
+        self._until_close = False
+
+    async def receive(self) -> Any:
+        """The next part of the request: everything of its body that arrived, or that the client is gone."""
+        if self.waiting_for_100_continue and not self.transport.is_closing():
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.waiting_for_100_continue = False
+        if not self.disconnected and not self.response_complete:
+            self.flow.resume_reading()
+            await self.message_event.wait()
+            self.message_event.clear()
+        if self.disconnected or self.response_complete:
+            return {"type": "http.disconnect"}
+        pieces, self.pieces, self.buffered_bytes = self.pieces, [], 0
+        body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return {"type": "http.request", "body": body, "more_body": self.more_body}
+
+    async def send(self, message: Any) -> None:
+        """Writes once the client takes more; a client that is gone takes everything."""
+        if self.flow.write_paused and not self.disconnected:
+            await self.flow.drain()
+        if self.disconnected:
+            return
+        kind = message["type"]
+        if kind == "http.response.body" and self.response_started and not self.response_complete:
+            self._write_body(message.get("body", b""), more=message.get("more_body", False))
+        elif kind == "http.response.start" and not self.response_started:
+            self._start(message["status"], list(message.get("headers", ())))
+        else:
+            raise RuntimeError(f"unexpected ASGI message {kind!r}")
+
+    def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        _refuse_unsafe(headers)
+        self._bodiless = self.scope["method"] == "HEAD" or status in _BODILESS
+        lines = [STATUS_LINE[status]]
+        lines += [b"%b: %b\r\n" % pair for pair in self.default_headers]
+        says_close = False
+        for name, value in headers:
+            lower = name.lower()
+            if lower == b"content-length":
+                self.chunked_encoding = False
+                self.expected_content_length = int(value)
+            elif lower == b"transfer-encoding":
+                continue  # ours to say
+            elif lower == b"connection":
+                says_close = b"close" in value.lower()
+                self.keep_alive = self.keep_alive and not says_close
+            lines.append(b"%b: %b\r\n" % (lower, value))
+        if self.chunked_encoding is None and not self._bodiless:
+            self._until_close = self.scope["http_version"] == "1.0"
+            self.chunked_encoding = not self._until_close
+            if self.chunked_encoding:
+                lines.append(b"transfer-encoding: chunked\r\n")
+        if not self.keep_alive and not says_close:
+            lines.append(b"connection: close\r\n")
+        lines.append(b"\r\n")
+        self._head = b"".join(lines)
+        self.response_started = True
+        self.waiting_for_100_continue = False
+        self._loop.call_soon(self._flush_head)
+
+    def _flush_head(self) -> None:
+        head, self._head = self._head, b""
+        if head and not self.disconnected:
+            self.transport.write(head)
+
+    def _write_body(self, body: bytes, *, more: bool) -> None:
+        data = self._head + self._frame(body, more=more) if self._head else self._frame(body, more=more)
+        self._head = b""
+        if data:
+            self.transport.write(data)
+        if not more:
+            self._end()
+
+    def _frame(self, body: bytes, *, more: bool) -> bytes:
+        if self._bodiless:
+            return b""
+        if self.chunked_encoding:
+            end = b"" if more else b"0\r\n\r\n"
+            return b"%x\r\n%b\r\n%b" % (len(body), body, end) if body else end
+        if not self._until_close:
+            self.expected_content_length -= len(body)
+            if self.expected_content_length < 0:
+                raise RuntimeError("the response body is longer than its content-length")
+        return body
+
+    def _end(self) -> None:
+        if self.expected_content_length and not self._bodiless:
+            raise RuntimeError("the response body is shorter than its content-length")
+        self.response_complete = True
+        self.message_event.set()
+        if not self.keep_alive:
+            self.transport.close()
+        self.on_response()
+
+
+def _refuse_unsafe(headers: list[tuple[bytes, bytes]]) -> None:
+    names = b"".join([name for name, _ in headers])
+    values = b"".join([value for _, value in headers])
+    if names.translate(None, _TOKEN) or values.translate(None, _VALUE):
+        raise RuntimeError("a response header with characters that are not allowed")

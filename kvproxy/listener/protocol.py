@@ -1,0 +1,272 @@
+"""uvicorn's httptools protocol with bounds on clients, and with cheaper writing (see cycle.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import unquote
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from kvproxy.listener.cycle import CoalescingCycle
+from kvproxy.listener.limits import ListenerLimits
+from kvproxy.listener.replies import error_reply, raw_error
+
+logger = logging.getLogger(__name__)
+
+#: Unread request body held for a slow app before reading from the client pauses.
+_HIGH_WATER_BYTES = 64 * 1024
+#: Connections beyond the bound that still get a 503; further ones are closed without a word.
+_REFUSED_POLITELY = 256
+
+
+class Protocol(HttpToolsProtocol):
+    """One client connection. Everything not said here is uvicorn's."""
+
+    def __init__(self, *args: Any, limits: ListenerLimits, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.timeout_keep_alive = limits.keep_alive_s  # type: ignore[assignment]
+        self._limits = limits
+        self._refused = False  # came when every place was taken
+        self._in_head = True
+        self._head_bytes = 0
+        self._head_since = 0.0
+        self._running: CoalescingCycle | None = None  # `cycle` is the one whose request is being read
+        self._watchdog: asyncio.TimerHandle | None = None
+        self._stall: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        over = len(self.connections) - self._limits.max_connections
+        self._refused = over > 0
+        if over > _REFUSED_POLITELY:
+            transport.abort()
+            return
+        self._head_since = self.loop.time()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for handle in (self._watchdog, self._stall):
+            if handle is not None:
+                handle.cancel()
+        for cycle in (self._running, *(cycle for cycle, _ in self.pipeline)):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self.pipeline.clear()
+        super().connection_lost(exc)
+        self._running = None
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        self._head_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._decline_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError as error:
+            self._reject(_status_of(error), _text_of(error))
+        else:
+            if not self._in_head:
+                self._head_bytes = 0
+            elif self._head_bytes > self._limits.max_head_bytes:
+                self._reject(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "the request head is too large")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
+        self._head_since = self.loop.time()
+
+    def on_headers_complete(self) -> None:
+        parser = self.parser
+        if parser.should_upgrade():
+            return  # declined by data_received once the parser let go of it
+        self._in_head = False
+        limits = self._limits
+        if len(self.headers) > limits.max_headers or (
+            self._head_bytes > limits.max_head_bytes and self._head_size() > limits.max_head_bytes
+        ):
+            raise _TooLarge
+        self._fill_scope()
+        keep_alive = self.scope["http_version"] != "1.0" and parser.should_keep_alive()
+        waiting = self.cycle is not None and not self.cycle.response_complete
+        self.cycle = cycle = self._new_cycle(keep_alive=keep_alive)
+        app = _no_place if self._refused else self.app
+        if waiting:  # pipelined: answered in order
+            self.flow.pause_reading()
+            self.pipeline.appendleft((cycle, app))
+        else:
+            self._start_asgi_task(cycle, app)
+
+    def on_body(self, body: bytes) -> None:
+        cycle = self.cycle
+        if cycle.response_complete:
+            return
+        assert isinstance(cycle, CoalescingCycle)
+        cycle.pieces.append(body)
+        cycle.buffered_bytes += len(body)
+        if cycle.buffered_bytes > _HIGH_WATER_BYTES:
+            self.flow.pause_reading()
+        cycle.message_event.set()
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._limits.stall_timeout_s:
+            self._stall = self.loop.call_later(self._limits.stall_timeout_s, self._stalled)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
+    def send_400_response(self, msg: str) -> None:
+        self._reject(HTTPStatus.BAD_REQUEST, msg)
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _fill_scope(self) -> None:
+        scope = self.scope
+        url = httptools.parse_url(self.url)
+        raw_path = url.path or b"/"
+        path = raw_path.decode("latin-1")
+        scope["method"] = self.parser.get_method().decode("ascii")
+        scope["http_version"] = self.parser.get_http_version()
+        scope["path"] = self.root_path + (unquote(path) if "%" in path else path)
+        scope["raw_path"] = self.root_path.encode("ascii") + raw_path
+        scope["query_string"] = url.query or b""
+
+    def _new_cycle(self, *, keep_alive: bool) -> CoalescingCycle:
+        return CoalescingCycle(
+            scope=self.scope,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=False,
+            default_headers=self.server_state.default_headers,
+            expect_100_continue=self.expect_100_continue,
+            keep_alive=keep_alive,
+            on_response=self.on_response_complete,
+            loop=self.loop,
+        )
+
+    def _head_size(self) -> int:
+        return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+
+    def _decline_upgrade(self, rest: bytes) -> None:
+        """Goes on as if nobody had asked for another protocol (RFC 9110 7.8); httptools alone would lose the body."""
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            self._reject(HTTPStatus.METHOD_NOT_ALLOWED, "this is not a forward proxy")
+            return
+        lines = [b"%b %b HTTP/1.1" % (method, self.url)]
+        lines += [b"%b: %b" % pair for pair in self.headers if pair[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.data_received(b"\r\n".join([*lines, b"", rest]))
+
+    def _reject(self, status: HTTPStatus, message: str) -> None:
+        """Answers and closes; with a response already on its way there is nothing left but to cut the connection."""
+        running = self._running
+        if running is not None and not running.response_complete and running.response_started:
+            self.transport.abort()
+            return
+        if running is not None:
+            running.disconnected = True
+            running.message_event.set()
+        if not self.transport.is_closing():
+            self.transport.write(raw_error(status, message))
+            self.transport.close()
+
+    def _watch(self) -> None:
+        """Looks now and then whether a head has been on its way for too long, since a timer each would cost more."""
+        self._watchdog = None
+        limit_s = self._limits.head_timeout_s
+        if not limit_s:
+            return
+        left_s = limit_s
+        if self._in_head and self._head_since:
+            left_s = self._head_since + limit_s - self.loop.time()
+            if left_s <= 0:
+                self._reject(HTTPStatus.REQUEST_TIMEOUT, f"no complete request head within {limit_s:g} s")
+                return
+        self._watchdog = self.loop.call_later(left_s, self._watch)
+
+    def _stalled(self) -> None:
+        self._stall = None
+        self.transport.abort()
+
+
+class _TooLarge(Exception):
+    """Stops the parser: the head is over a bound."""
+
+
+def _status_of(error: Exception) -> HTTPStatus:
+    if isinstance(error.__context__, _TooLarge):
+        return HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+    return HTTPStatus.BAD_REQUEST
+
+
+def _text_of(error: Exception) -> str:
+    return "the request head is too large" if isinstance(error.__context__, _TooLarge) else f"not HTTP: {error}"
+
+
+async def _no_place(scope: Any, receive: Any, send: Any) -> None:
+    """The app of a connection beyond the bound."""
+    headers, body = error_reply(
+        HTTPStatus.SERVICE_UNAVAILABLE, "every client connection is taken", kind="overloaded_error"
+    )
+    await send({"type": "http.response.start", "status": 503, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+_CYCLE_ARGUMENTS = {
+    "scope", "transport", "flow", "logger", "access_logger", "access_log", "default_headers", "message_event",
+    "expect_100_continue", "keep_alive", "on_response",
+}  # fmt: skip
+_CYCLE_ATTRIBUTES = {
+    "disconnected", "keep_alive", "waiting_for_100_continue", "more_body", "response_started", "response_complete",
+    "chunked_encoding", "expected_content_length",
+}  # fmt: skip
+_PROTOCOL_ATTRIBUTES = {
+    "parser", "root_path", "server_state", "connections", "transport", "flow", "pipeline", "scope", "headers",
+    "expect_100_continue", "cycle", "loop", "app", "timeout_keep_alive",
+}  # fmt: skip
+_PROTOCOL_METHODS = (
+    "_start_asgi_task", "_unset_keepalive_if_required", "on_message_begin", "on_message_complete", "send_400_response",
+    "on_response_complete",
+)  # fmt: skip
+
+
+def difference(cycle: type = RequestResponseCycle, protocol: type = HttpToolsProtocol) -> str:
+    """What of uvicorn is not as this module needs it; "" when nothing is."""
+    arguments = set(inspect.signature(cycle).parameters)
+    if arguments != _CYCLE_ARGUMENTS:
+        return f"RequestResponseCycle takes {sorted(arguments ^ _CYCLE_ARGUMENTS)} differently"
+    for kind, needed in ((cycle, _CYCLE_ATTRIBUTES), (protocol, _PROTOCOL_ATTRIBUTES)):
+        missing = needed - set(vars(kind)["__init__"].__code__.co_names)
+        if missing:
+            return f"{kind.__name__} has no {sorted(missing)}"
+    absent = [name for name in _PROTOCOL_METHODS if not hasattr(protocol, name)]
+    return f"{protocol.__name__} has no {absent}" if absent else ""
+
+
+def http_protocol(limits: ListenerLimits, *, check: Callable[[], str] = difference) -> Any:
+    """What uvicorn's `http=` gets: ours, or its own when it is not the uvicorn we know (said once in the log)."""
+    problem = check()
+    if not problem:
+        return functools.partial(Protocol, limits=limits)
+    logger.warning("plain uvicorn protocol, without our bounds on clients: %s", problem)
+    return "httptools"

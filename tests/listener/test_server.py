@@ -1,0 +1,138 @@
+"""The listener's life: starting, draining, cutting, TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvproxy.config.schema import ListenerTls
+from kvproxy.listener.server import Server, serve
+from tests.listener.client import connect, echo, opened
+from tests.support.certificates import make_certificate
+
+GET = b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+class Held:
+    """An app whose response ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.running = asyncio.Event()
+        self.go = asyncio.Event()
+        self.told: list[str] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.running.set()
+        await self.go.wait()
+        await echo(scope, receive, send)
+
+
+async def test_a_taken_port_is_an_os_error(caplog: pytest.LogCaptureFixture) -> None:
+    """Not an exit of the whole process."""
+    with caplog.at_level(logging.CRITICAL):
+        async with Server(echo) as first:
+            with pytest.raises(OSError, match="cannot listen on"):
+                async with Server(echo, port=first.port):
+                    pass
+
+
+async def test_idle_connections_end_at_once() -> None:
+    """Leaving does not wait for clients that have nothing to do."""
+    async with asyncio.timeout(5):
+        async with serve(echo, drain_s=60) as url:
+            client = await opened(url)
+            await client.send(GET)
+            await client.response()
+            fresh = await opened(url)
+            await asyncio.sleep(0.01)
+        assert await client.rest() == await fresh.rest() == b""
+        client.writer.close()
+        fresh.writer.close()
+
+
+async def test_running_requests_finish_and_say_close() -> None:
+    """Nobody new is let in, who is in gets the whole response, and `connection: close` with it."""
+    held = Held()
+    server = Server(held, drain_s=60)
+    await server.__aenter__()
+    async with connect(server.url) as client:
+        await client.send(GET)
+        await held.running.wait()
+        url = server.url
+        leaving = asyncio.create_task(server.__aexit__(None, None, None))
+        await asyncio.sleep(0.02)
+        assert not leaving.done()
+        with pytest.raises(OSError):
+            await opened(url)
+        held.go.set()
+        head, body = await client.response()
+        assert b"\r\nconnection: close\r\n" in head
+        assert body == b"GET /a? "
+        async with asyncio.timeout(5):
+            await leaving
+
+
+@pytest.mark.parametrize("how", ["time", "hurry"])
+async def test_what_does_not_end_is_cut(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    """After drain_s, or at once when somebody is in a hurry; the app is told through receive()."""
+    ended: list[str] = []
+    running = asyncio.Event()
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        running.set()
+        ended.append((await receive())["type"])
+
+    hurry = asyncio.Event()
+    async with asyncio.timeout(5):
+        async with Server(endless, drain_s=0.03 if how == "time" else 60, hurry=hurry) as server:
+            client = await opened(server.url)
+            await client.send(GET)
+            await running.wait()
+            if how == "hurry":
+                hurry.set()
+    assert ended == ["http.disconnect"]
+    assert "cut 1 connections that outlived the drain" in caplog.text
+    client.writer.close()
+
+
+async def test_an_app_that_ignores_the_disconnect_is_cancelled(caplog: pytest.LogCaptureFixture) -> None:
+    """Leaving is bounded whatever an app does."""
+    held = Held()
+    with caplog.at_level(logging.CRITICAL):
+        async with asyncio.timeout(5):
+            async with Server(held, drain_s=0.01, cut_grace_s=0.02) as server:
+                client = await opened(server.url)
+                await client.send(GET)
+                await held.running.wait()
+    client.writer.close()
+
+
+async def test_https(tmp_path: Path) -> None:
+    """With the certificate of the configuration."""
+    files = make_certificate(tmp_path, "127.0.0.1")
+    tls = ListenerTls(certificate=str(files.certificate), private_key=str(files.private_key))
+    async with serve(echo, tls=tls) as url:
+        assert url.startswith("https://127.0.0.1:")
+        async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=files.certificate)) as client:
+            response = await client.post(url + "/a", content=b"hello")
+            assert response.text == "POST /a? hello"
+
+
+async def test_ipv6_urls_have_brackets() -> None:
+    """The URL can be used as it is."""
+    server = Server(echo, host="::1")
+    try:
+        await server.__aenter__()
+    except OSError:
+        pytest.skip("no IPv6 loopback here")
+    assert server.url.startswith("http://[::1]:")
+    await server.__aexit__(None, None, None)
