@@ -19,9 +19,14 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = CollectorRegistry() if registry is None else registry
-        r = self.registry
+        self._add_requests(self.registry)
+        self._add_endpoints(self.registry)
+        self._add_connections(self.registry)
+        self._add_kv_events(self.registry)
+        self._add_bounds(self.registry)
 
-        # the request path
+    def _add_requests(self, r: CollectorRegistry) -> None:
+        """The request path."""
         self.requests = Counter("kvproxy_requests", "Requests finished", ["cluster", "endpoint", "status"], registry=r)
         self.request_ends = Counter("kvproxy_request_ends", "How forwarded requests ended", ["end"], registry=r)
         self.picks = Counter("kvproxy_picks", "Routing decisions", ["cluster", "policy", "reason"], registry=r)
@@ -52,7 +57,8 @@ class Metrics:
         )
         self.completion_tokens = Counter("kvproxy_completion_tokens", "Tokens generated", ["cluster"], registry=r)
 
-        # endpoints
+    def _add_endpoints(self, r: CollectorRegistry) -> None:
+        """Endpoints."""
         self.in_flight = Gauge("kvproxy_in_flight", "Requests in flight", ["cluster", "endpoint"], registry=r)
         self.pending_prompt_tokens = Gauge(
             "kvproxy_pending_prompt_tokens", "Uncached prompt tokens without a first token", ["cluster", "endpoint"],
@@ -65,14 +71,16 @@ class Metrics:
         self.probes = Counter("kvproxy_health_probes", "Active probes", ["cluster", "endpoint", "outcome"], registry=r)
         self.discovery = Counter("kvproxy_discovery_updates", "Discovery results", ["cluster", "outcome"], registry=r)
 
-        # connections to endpoints
+    def _add_connections(self, r: CollectorRegistry) -> None:
+        """Connections to endpoints."""
         self.upstream_connections = Gauge("kvproxy_upstream_connections", "Connections", ["state"], registry=r)
         self.upstream_connects = Counter("kvproxy_upstream_connects", "Connections tried", ["outcome"], registry=r)
         self.upstream_replays = Counter(
             "kvproxy_upstream_replays", "Requests sent again because a kept connection was dead", registry=r
         )
 
-        # KV events: one stream per endpoint and data-parallel rank
+    def _add_kv_events(self, r: CollectorRegistry) -> None:
+        """KV events: one stream per endpoint and data-parallel rank."""
         self.kv_event_batches = Counter(
             "kvproxy_kv_event_batches", "Batches by what became of them", ["endpoint", "outcome"], registry=r
         )  # applied, replayed, duplicate, malformed
@@ -90,7 +98,8 @@ class Metrics:
             "kvproxy_kv_event_stream_state", "1: the stream is in this state", ["endpoint", "rank", "state"], registry=r
         )  # connecting, exact, degraded, approximate
 
-        # bounds: what is held against what may be
+    def _add_bounds(self, r: CollectorRegistry) -> None:
+        """Bounds: what is held against what may be."""
         self.queue_depth = Gauge("kvproxy_queue_depth", "Entries held in a bounded place", ["queue"], registry=r)
         self.queue_limit = Gauge("kvproxy_queue_limit", "Bound of that place", ["queue"], registry=r)
         self.rate_limited = Counter("kvproxy_rate_limited", "Requests refused by rate_limit", ["kind"], registry=r)
