@@ -1,0 +1,282 @@
+"""The approximate index: who holds which prefix, guessed from what was routed where and corrected by responses."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+
+from kvproxy.prefix.holding import Claim, Holding, Run
+from kvproxy.prefix.radix import RadixTree
+from kvproxy.prefix.residency import Slots, slots_of
+from kvproxy.types import EndpointId
+
+#: Runs given up per operation while an endpoint is over its capacity or gone, so that no single call takes long.
+STEP_RUNS = 256
+
+
+class ApproximateIndex:
+    """Block hashes (`array('Q')`, chained) by endpoint, each endpoint an LRU of its engine's capacity in blocks.
+
+    Every endpoint's blocks are closed under prefixes, so the longest match is found run by run.
+    """
+
+    def __init__(self, *, capacity_blocks: int = 65_536, max_endpoints: int = 512) -> None:
+        self.default_capacity = capacity_blocks
+        self._tree: RadixTree[Run] = RadixTree(Run)
+        self._slots: Slots[EndpointId] = Slots(limit=max_endpoints)
+        self._holdings: dict[int, Holding] = {}  # by slot, retired ones too while their bits remain
+        self._retired: deque[Holding] = deque()
+        self._claims = 0
+
+    # what is known
+
+    def lookup(self, hashes: array[int]) -> dict[EndpointId, int]:
+        """Leading blocks each endpoint holds; endpoints that hold none are absent."""
+        path, _, partial, inside = self._tree.walk(hashes)
+        found: dict[EndpointId, int] = {}
+        alive = self._slots.active
+        depth = 0
+        for run in path:
+            gone = alive & ~run.mask
+            if gone:
+                self._report(found, gone, depth)
+                alive ^= gone
+                if not alive:
+                    return found
+            depth += len(run.hashes)
+        if partial is not None:
+            gone = alive & ~partial.mask
+            self._report(found, alive ^ gone, depth + inside)
+            alive = gone
+        self._report(found, alive, depth)
+        return found
+
+    def _report(self, found: dict[EndpointId, int], mask: int, depth: int) -> None:
+        if depth:
+            for slot in slots_of(mask):
+                found[self._slots.member(slot)] = depth
+
+    @property
+    def entries(self) -> int:
+        """(endpoint, block) pairs held, those of endpoints that left included until they are swept."""
+        return sum(holding.blocks for holding in self._holdings.values())
+
+    @property
+    def runs(self) -> int:
+        """Runs the blocks are compressed into."""
+        return len(self._tree)
+
+    @property
+    def endpoints(self) -> tuple[EndpointId, ...]:
+        """Endpoints with a place in the index."""
+        return tuple(self._slots)
+
+    def blocks(self, endpoint: EndpointId) -> int:
+        """Blocks the endpoint is believed to hold."""
+        holding = self._known(endpoint)
+        return 0 if holding is None else holding.blocks
+
+    def capacity(self, endpoint: EndpointId) -> int:
+        """The endpoint's capacity in blocks."""
+        holding = self._known(endpoint)
+        return self.default_capacity if holding is None else holding.capacity
+
+    def younger_blocks(self, endpoint: EndpointId, hashes: array[int], block: int) -> int | None:
+        """Blocks the endpoint was asked for since it was last asked for `hashes[block]`; None if it is not held.
+
+        An engine that has evicted that block has room for at most so many. Walks all its runs: not for every request.
+        """
+        holding = self._known(endpoint)
+        run = self._run_at(hashes, block)
+        if holding is None or run is None or run not in holding.stamps:
+            return None
+        return holding.younger_blocks(run)
+
+    def recency(self, endpoint: EndpointId) -> list[Run]:
+        """Last runs of the confirmed paths the endpoint holds, least recently asked for first."""
+        holding = self._known(endpoint)
+        return [] if holding is None else holding.tips()
+
+    # what changes it
+
+    def route(self, endpoint: EndpointId, hashes: array[int]) -> Claim:
+        """A request goes to the endpoint: from now on it counts as holding the prompt, until the claim is settled."""
+        self._claims += 1
+        holding = self._holding(endpoint)
+        if holding is None or not hashes:
+            return Claim(endpoint, hashes, 0, self._claims, None)
+        before = holding.blocks
+        path = self._path(hashes)
+        for run in path:
+            if not run.mask & holding.mask:
+                holding.take(run)
+                holding.claims[run] = {self._claims}
+            elif run in holding.claims:
+                holding.claims[run].add(self._claims)
+        claim = Claim(endpoint, hashes, holding.blocks - before, self._claims, holding)
+        holding.touch(path)
+        self._step(holding)
+        return claim
+
+    def confirm(self, claim: Claim) -> None:
+        """The engine answered: it does hold the prompt now. Idempotent."""
+        holding, claim.holding = claim.holding, None
+        if holding is not None and self._known(claim.endpoint) is holding:
+            self._insert(holding, claim.hashes)
+
+    def rollback(self, claim: Claim) -> None:
+        """The request failed: forget what it inserted and no other request vouches for. Idempotent."""
+        holding, claim.holding = claim.holding, None
+        if holding is None or self._known(claim.endpoint) is not holding:
+            return
+        for run in reversed(self._tree.walk(claim.hashes)[0]):
+            vouching = holding.claims.get(run)
+            if vouching is None:
+                continue
+            vouching.discard(claim.number)
+            if not vouching:
+                self._drop(holding, run)
+
+    def insert(self, endpoint: EndpointId, hashes: array[int]) -> None:
+        """The endpoint is known to hold these blocks."""
+        holding = self._holding(endpoint)
+        if holding is not None and hashes:
+            self._insert(holding, hashes)
+
+    def contradict(self, endpoint: EndpointId, hashes: array[int], cached_blocks: int) -> int:
+        """The engine had only the first `cached_blocks`: drop the rest and all that extends it. Returns blocks dropped.
+
+        An engine evicts from the end, so what extends a missing block is missing too. Where the request itself was
+        served, a `confirm` afterwards re-enters its own prompt.
+        """
+        holding = self._known(endpoint)
+        run = self._run_at(hashes, cached_blocks)
+        if holding is None or run is None or not run.mask & holding.mask:
+            return 0
+        before = holding.blocks
+        first = self._path(hashes[:cached_blocks]) if cached_blocks else []
+        start = self._run_at(hashes, cached_blocks)  # the cut may have split it
+        assert start is not None
+        assert start.parent is (first[-1] if first else None)
+        for below in reversed(self._tree.subtree(start)):
+            if below.mask & holding.mask:
+                self._drop(holding, below)
+        return before - holding.blocks
+
+    def set_capacity(self, endpoint: EndpointId, blocks: int) -> None:
+        """The engine's capacity as now known; what is over it is given up step by step, oldest first."""
+        holding = self._holding(endpoint)
+        if holding is not None:
+            holding.capacity = max(0, blocks)
+            self._step(holding)
+
+    def clear(self, endpoint: EndpointId) -> None:
+        """The engine lost its cache (a restart): it holds nothing from now on, its capacity stays."""
+        capacity = self.capacity(endpoint)
+        self.remove(endpoint)
+        self.set_capacity(endpoint, capacity)
+
+    def remove(self, endpoint: EndpointId) -> None:
+        """The endpoint left. Its entries mean nothing at once and are swept step by step."""
+        slot = self._slots.retire(endpoint)
+        if slot is not None:
+            self._holdings[slot].capacity = 0
+            self._retired.append(self._holdings[slot])
+            self.sweep(STEP_RUNS)
+
+    def sweep(self, runs: int) -> bool:
+        """Give up at most so many runs of endpoints that left; True when nothing is left to sweep."""
+        while self._retired and runs > 0:
+            runs -= self._evict(self._retired[0], runs)
+            if not self._retired[0].blocks:
+                holding = self._retired.popleft()
+                del self._holdings[holding.slot]
+                self._slots.release(holding.slot)
+        return not self._retired
+
+    # how
+
+    def _known(self, endpoint: EndpointId) -> Holding | None:
+        slot = self._slots.get(endpoint)
+        return None if slot is None else self._holdings[slot]
+
+    def _holding(self, endpoint: EndpointId) -> Holding | None:
+        slot = self._slots.assign(endpoint)
+        if slot is None:
+            return None
+        holding = self._holdings.get(slot)
+        if holding is None:
+            holding = self._holdings[slot] = Holding(slot, self.default_capacity)
+        return holding
+
+    def _insert(self, holding: Holding, hashes: array[int]) -> None:
+        path = self._path(hashes)
+        for run in path:
+            if not run.mask & holding.mask:
+                holding.take(run)
+            elif holding.claims:
+                holding.claims.pop(run, None)
+        while len(path) > 1 and self._mergeable(path[-2], path[-1], holding):
+            leaf = path.pop()
+            self._tree.absorb(path[-1], leaf)
+            holding.stamps.pop(leaf, None)
+        holding.touch(path)
+        self._step(holding)
+
+    def _mergeable(self, run: Run, leaf: Run, holding: Holding) -> bool:
+        """Only this endpoint holds them and nothing else branches off: a chat that grew."""
+        return run.mask == leaf.mask == holding.mask and leaf.child is None and leaf.next is leaf.previous is None
+
+    def _path(self, hashes: array[int]) -> list[Run]:
+        """Runs that cover exactly these hashes, split and grown as needed."""
+        path, depth, partial, inside = self._tree.walk(hashes)
+        if partial is not None:
+            path.append(self._split(partial, inside))
+            depth += inside
+        if depth < len(hashes):
+            path.append(self._tree.grow(path[-1] if path else None, hashes[depth:]))
+        return path
+
+    def _run_at(self, hashes: array[int], block: int) -> Run | None:
+        """The run that contains `hashes[block]`."""
+        path, depth, partial, inside = self._tree.walk(hashes[: block + 1])
+        if block >= len(hashes):
+            return None
+        if partial is not None:
+            return partial if depth + inside > block else None
+        return path[-1] if path and depth > block else None
+
+    def _split(self, run: Run, at: int) -> Run:
+        head = self._tree.split(run, at)
+        head.mask = run.mask
+        for slot in slots_of(run.mask):
+            self._holdings[slot].cover(head, run)
+        return head
+
+    def _drop(self, holding: Holding, run: Run) -> None:
+        holding.drop(run)
+        if not run.mask:
+            self._tree.remove(run)
+
+    def _step(self, holding: Holding) -> None:
+        if holding.blocks > holding.capacity:
+            self._evict(holding, STEP_RUNS)
+        if self._retired:
+            self.sweep(STEP_RUNS)
+
+    def _evict(self, holding: Holding, runs: int) -> int:
+        """Bring the holding down to its capacity in at most so many steps; returns the steps taken (at least one)."""
+        steps = 0
+        while steps < runs and (surplus := holding.blocks - holding.capacity) > 0:
+            run = holding.oldest()
+            assert run is not None
+            steps += 1
+            if len(run.hashes) <= surplus:
+                self._drop(holding, run)
+            elif run.mask == holding.mask:
+                self._tree.cut(run, len(run.hashes) - surplus)
+                holding.blocks -= surplus
+            else:
+                self._split(run, len(run.hashes) - surplus)
+                self._drop(holding, run)
+        return max(steps, 1)

@@ -1,0 +1,124 @@
+"""What one endpoint holds in the approximate index, in the order its engine would evict it. Pure bookkeeping."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from dataclasses import dataclass
+
+from kvproxy.prefix.radix import Node
+from kvproxy.types import EndpointId
+
+
+class Run(Node):
+    """A run of blocks and the endpoints that hold all of it."""
+
+    __slots__ = ("mask",)
+
+    def __init__(self, hashes: array[int]) -> None:
+        super().__init__(hashes)
+        self.mask = 0
+
+
+class Holding:
+    """Recency by touch: touch number n is record n, and a run's stamp is its latest touch.
+
+    A touch covers a whole path, so an ancestor is never older than what is below it, and the oldest record leads to the
+    run that engines evict first: the end of the prompt that was not asked for longest.
+    """
+
+    __slots__ = ("_front", "_records", "blocks", "capacity", "claims", "mask", "slot", "stamps")
+
+    def __init__(self, slot: int, capacity: int) -> None:
+        self.slot = slot
+        self.mask = 1 << slot
+        self.capacity = capacity
+        self.blocks = 0
+        self.stamps: dict[Run, int] = {}
+        self.claims: dict[Run, set[int]] = {}  # runs no response confirmed yet, and the requests that vouch for them
+        self._records: deque[Run] = deque()  # last run of each touched path
+        self._front = 0  # number of the first record
+
+    def touch(self, path: list[Run]) -> None:
+        """The path was asked for just now."""
+        stamp = self._front + len(self._records)
+        for run in path:
+            self.stamps[run] = stamp
+        self._records.append(path[-1])
+        if len(self._records) > 2 * len(self.stamps) + 64:
+            self._compact()
+
+    def take(self, run: Run) -> None:
+        """Count the run in; a touch follows."""
+        run.mask |= self.mask
+        self.blocks += len(run.hashes)
+
+    def drop(self, run: Run) -> None:
+        """Count the run out. Nothing below it may be held."""
+        run.mask &= ~self.mask
+        self.blocks -= len(run.hashes)
+        del self.stamps[run]
+        self.claims.pop(run, None)
+
+    def cover(self, head: Run, tail: Run) -> None:
+        """`head` was split off `tail`: same recency, same claims."""
+        self.stamps[head] = self.stamps[tail]
+        claims = self.claims.get(tail)
+        if claims is not None:
+            self.claims[head] = set(claims)
+
+    def oldest(self) -> Run | None:
+        """The run to evict next; nothing below it is held."""
+        while self._records:
+            run = self._tip(self._front, self._records[0])
+            if run is not None:
+                return run
+            self._records.popleft()
+            self._front += 1
+        return None
+
+    def tips(self) -> list[Run]:
+        """Confirmed ends of touched paths, oldest first."""
+        found = []
+        for stamp, last in enumerate(self._records, self._front):
+            run = self._tip(stamp, last)
+            while run is not None and run in self.claims:
+                run = run.parent
+            if run is not None:
+                found.append(run)
+        return found
+
+    def _tip(self, stamp: int, run: Run | None) -> Run | None:
+        """What is left of the path that touch number `stamp` ended with, if nothing touched it since."""
+        while run is not None and run not in self.stamps:  # dropped since: its ancestors may be as old
+            run = run.parent
+        return run if run is not None and self.stamps[run] == stamp else None
+
+    def younger_blocks(self, run: Run) -> int:
+        """Blocks touched more recently than the run: an engine that evicted it has room for fewer than these."""
+        stamp = self.stamps[run]
+        return sum(len(other.hashes) for other, touched in self.stamps.items() if touched > stamp)
+
+    def _compact(self) -> None:
+        """Forget records no run's stamp refers to, and number the rest anew."""
+        live = set(self.stamps.values())
+        kept: deque[Run] = deque()
+        number = {}
+        for stamp, run in enumerate(self._records, self._front):
+            if stamp in live:
+                number[stamp] = len(kept)
+                kept.append(run)
+        self.stamps = {run: number[stamp] for run, stamp in self.stamps.items()}
+        self._records = kept
+        self._front = 0
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    """One routed request's speculative entry: confirm it or roll it back, once."""
+
+    endpoint: EndpointId
+    hashes: array[int]
+    new_blocks: int  # that the endpoint was not believed to hold before
+    number: int
+    holding: Holding | None  # None once settled, or when the index had no room for the endpoint

@@ -1,0 +1,271 @@
+"""The precise index: follows the engines' KV events, block by block and tier by tier.
+
+Blocks are named by our own chained hash over the event's tokens, so no engine has to agree with us on a hash.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from xxhash import xxh3_64_intdigest
+
+from kvproxy.clients.kv_events.events import FULL_ATTENTION, BlockRemoved, BlockStored, EngineHash, KvEvent
+from kvproxy.prefix.block_table import DEVICE, MAX_TIERS, BlockTable, Tier
+from kvproxy.prefix.hashing import mix_keys, root_seed, token_blocks
+from kvproxy.prefix.orphans import Orphan, Orphans
+from kvproxy.prefix.prefix_match import contiguous_depths, run_length
+from kvproxy.prefix.residency import Slots, slots_of
+from kvproxy.types import EndpointId
+
+#: Rows of sources that were cleared or left, given up per operation.
+STEP_ROWS = 1024
+
+_U64 = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class PreciseMatch:
+    """Leading tokens one endpoint holds: in engine memory, then further ones on lower tiers; on its best rank."""
+
+    device_tokens: int
+    lower_tokens: int
+    dp_rank: int
+
+
+@dataclass(slots=True)
+class PreciseCounts:
+    """What became of events, in blocks (`malformed` and `other_groups`: events)."""
+
+    stored: int = 0
+    removed: int = 0
+    removed_unknown: int = 0
+    orphaned: int = 0
+    adopted: int = 0
+    orphans_dropped: int = 0
+    over_bound: int = 0
+    malformed: int = 0
+    other_groups: int = 0
+
+
+class _Source(NamedTuple):
+    endpoint: EndpointId
+    dp_rank: int
+    group: int
+
+
+class PreciseIndex:
+    """Bounded by `max_blocks` rows a source (endpoint, data-parallel rank, KV cache group) and `max_sources`."""
+
+    def __init__(
+        self, *, max_blocks: int = 4_000_000, max_orphan_blocks: int = 16_384, max_ghosts: int = 16_384,
+        max_sources: int = 4096,
+    ) -> None:  # fmt: skip
+        self.counts = PreciseCounts()
+        self._max_blocks = max_blocks
+        self._max_orphan_blocks = max_orphan_blocks
+        self._max_ghosts = max_ghosts
+        self._tiers = [Tier("GPU")]
+        self._slots: Slots[_Source] = Slots(limit=max_sources)
+        self._tables: dict[_Source, BlockTable] = {}
+        self._orphans: dict[_Source, Orphans] = {}
+        self._swept: deque[BlockTable] = deque()
+
+    # events
+
+    def apply(self, endpoint: EndpointId, dp_rank: int, events: Iterable[KvEvent]) -> None:
+        """Follow the events of one rank, in order. Their number is the caller's to bound."""
+        for event in events:
+            if isinstance(event, BlockStored):
+                self._stored(endpoint, dp_rank, event)
+            elif isinstance(event, BlockRemoved):
+                self._removed(_Source(endpoint, dp_rank, event.group or 0), event)
+            else:
+                self.cleared(endpoint, dp_rank)
+
+    def cleared(self, endpoint: EndpointId, dp_rank: int) -> None:
+        """The engine's rank holds nothing any more, on any tier."""
+        for source in [each for each in self._tables if each.endpoint == endpoint and each.dp_rank == dp_rank]:
+            self._retire(source)
+
+    def remove(self, endpoint: EndpointId) -> None:
+        """The endpoint left, or its event stream cannot be trusted any more."""
+        for source in [each for each in self._tables if each.endpoint == endpoint]:
+            self._retire(source)
+
+    def sweep(self, rows: int = STEP_ROWS) -> bool:
+        """Give up at most so many rows of retired sources; True when nothing is left to sweep."""
+        while self._swept and rows > 0:
+            before = len(self._swept[0])
+            rows -= max(1, before - self._swept[0].sweep(rows))
+            if not len(self._swept[0]):
+                self._slots.release(self._swept.popleft().slot)
+        return not self._swept
+
+    # what is known
+
+    @property
+    def block_sizes(self) -> frozenset[int]:
+        """Block sizes in use; a lookup needs the prompt hashed in each."""
+        return frozenset(table.block_size for table in self._tables.values())
+
+    @property
+    def orphan_blocks(self) -> int:
+        """Blocks parked until their parent comes."""
+        return sum(len(orphans) for orphans in self._orphans.values())
+
+    def rows(self, endpoint: EndpointId) -> int:
+        """Blocks kept for the endpoint, over ranks and groups."""
+        return sum(len(table) for source, table in self._tables.items() if source.endpoint == endpoint)
+
+    def lookup(self, hashes_at: Callable[[int], array[int]]) -> dict[EndpointId, PreciseMatch]:
+        """The match of each endpoint that holds anything. `hashes_at(block_size)` gives the prompt's token blocks,
+        chained from `precise_root`.
+        """
+        ranks: dict[tuple[EndpointId, int], tuple[int, int]] = {}  # device and total tokens, the least over groups
+        for size in self.block_sizes:
+            for source, device, total in self._matches(size, hashes_at(size)):
+                known = ranks.get((source.endpoint, source.dp_rank), (device, total))
+                ranks[source.endpoint, source.dp_rank] = (min(device, known[0]), min(total, known[1]))
+        best: dict[EndpointId, PreciseMatch] = {}
+        for (endpoint, dp_rank), (device, total) in sorted(ranks.items()):
+            known_best = best.get(endpoint)
+            better = known_best is None or (total, device) > (
+                known_best.device_tokens + known_best.lower_tokens,
+                known_best.device_tokens,
+            )
+            if total and better:
+                best[endpoint] = PreciseMatch(device, total - device, dp_rank)
+        return best
+
+    def _matches(self, size: int, hashes: array[int]) -> Iterator[tuple[_Source, int, int]]:
+        """Device and total tokens of every source with this block size, those that hold nothing included."""
+        closed = gapped = 0
+        for table in self._tables.values():
+            if table.block_size == size and table.gaps:
+                gapped |= 1 << table.slot
+            elif table.block_size == size:
+                closed |= 1 << table.slot
+        depths = contiguous_depths(self._tiers[DEVICE].masks, hashes, closed, gapped)
+        lower = [tier.masks for tier in self._tiers[1:] if tier.masks]
+        for slot in slots_of(closed | gapped):
+            depth = depths.get(slot, 0)
+            below = run_length(lower, hashes, depth, 1 << slot) if lower else 0
+            yield self._slots.member(slot), depth * size, (depth + below) * size
+
+    # how
+
+    def _stored(self, endpoint: EndpointId, dp_rank: int, event: BlockStored) -> None:
+        if event.spec_kind not in (None, FULL_ATTENTION):
+            self.counts.other_groups += 1
+            return
+        tier = self._tier(event.medium)
+        if tier is None or not event.uniform or (event.extra is not None and len(event.extra) != event.blocks):
+            self.counts.malformed += 1
+            return
+        source = _Source(endpoint, dp_rank, event.group or 0)
+        table = self._table(source, event.block_tokens)
+        if table is None:
+            self.counts.over_bound += event.blocks
+            return
+        self._store(source, table, _parkable(event, tier))
+        if self._swept:
+            self.sweep()
+
+    def _removed(self, source: _Source, event: BlockRemoved) -> None:
+        table = self._tables.get(source)
+        tier = self._tier(event.medium)
+        if table is None or tier is None:
+            self.counts.removed_unknown += event.blocks
+            return
+        orphans = self._orphans[source]
+        for each in event.block_hashes:
+            key = _key(each)
+            if table.remove(key, tier) or (len(orphans) and orphans.remove(key, tier)):
+                self.counts.removed += 1
+            else:
+                self.counts.removed_unknown += 1
+
+    def _store(self, source: _Source, table: BlockTable, first: Orphan) -> None:
+        """Store a run and every parked one that waited for it."""
+        orphans = self._orphans[source]
+        todo = [first]
+        while todo:
+            run = todo.pop()
+            seed = (
+                root_seed(block_size=table.block_size, lora=run.lora) if run.parent is None else table.find(run.parent)
+            )
+            if seed is None:
+                self.counts.orphaned += len(run.keys)
+                self.counts.orphans_dropped += orphans.park(run)
+                continue
+            stored = table.store(run.keys, _chain(run, table.block_size, seed), run.parent, run.tier)
+            self.counts.stored += stored
+            self.counts.over_bound += len(run.keys) - stored
+            if len(orphans):
+                adopted = orphans.claim(run.keys)
+                self.counts.adopted += sum(len(each.keys) for each in adopted)
+                todo += adopted
+
+    def _table(self, source: _Source, block_size: int) -> BlockTable | None:
+        table = self._tables.get(source)
+        if table is not None and table.block_size != block_size:  # the engine was restarted with another block size
+            self._retire(source)
+            table = None
+        if table is None:
+            slot = self._slots.assign(source)
+            if slot is None:
+                return None
+            table = BlockTable(slot, block_size, self._tiers, max_rows=self._max_blocks, max_ghosts=self._max_ghosts)
+            self._tables[source] = table
+            self._orphans[source] = Orphans(max_blocks=self._max_orphan_blocks)
+        return table
+
+    def _retire(self, source: _Source) -> None:
+        self._slots.retire(source)
+        del self._orphans[source]
+        self._swept.append(self._tables.pop(source))
+        self.sweep()
+
+    def _tier(self, medium: str | None) -> int | None:
+        """Index of the medium's tier, made on first sight; None beyond the bound."""
+        name = (medium or "GPU").upper()
+        for index, tier in enumerate(self._tiers):
+            if tier.name == name:
+                return index
+        if len(self._tiers) == MAX_TIERS:
+            return None
+        self._tiers.append(Tier(name))
+        return len(self._tiers) - 1
+
+
+def precise_root(block_size: int, *, lora: str = "", cache_salt: str | None = None) -> int:
+    """Where a prompt's chain starts, so that it meets the blocks engines report for it."""
+    return root_seed(block_size=block_size, lora=lora, cache_salt=cache_salt)
+
+
+def _key(engine_hash: EngineHash) -> int:
+    """Engines publish 64-bit integers (old ones signed) or whole digests."""
+    return engine_hash & _U64 if isinstance(engine_hash, int) else xxh3_64_intdigest(engine_hash)
+
+
+def _parkable(event: BlockStored, tier: int) -> Orphan:
+    parent = None if event.parent is None else _key(event.parent)
+    lora = event.lora_name or (f"lora_id {event.lora_id}" if event.lora_id is not None else "")
+    return Orphan(parent, [_key(each) for each in event.block_hashes], event.token_ids, event.extra, lora, tier)
+
+
+def _chain(run: Orphan, block_size: int, seed: int) -> Sequence[int]:
+    """Our hashes of the run's blocks."""
+    if run.extra is None:
+        return token_blocks(run.token_ids, block_size, seed)
+    blocks = []
+    for index, keys in enumerate(run.extra):
+        if keys:  # the LoRA's name is in the root already, and older engines do not list it here
+            seed = mix_keys(seed, (key for key in keys if key != run.lora))
+        seed = token_blocks(run.token_ids[index * block_size : (index + 1) * block_size], block_size, seed)[0]
+        blocks.append(seed)
+    return blocks

@@ -1,0 +1,181 @@
+"""The approximate index against a naive one, over random interleavings."""
+
+from __future__ import annotations
+
+from array import array
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
+
+from kvproxy.prefix.approximate import ApproximateIndex
+from kvproxy.prefix.holding import Claim
+from kvproxy.types import EndpointId
+from tests.prefix.support import A, B, C, chained
+
+Path = tuple[int, ...]
+PATHS = st.lists(st.integers(0, 2), max_size=7).map(tuple)
+ENDPOINTS = st.sampled_from([A, B, C])
+START_CAPACITY = 12
+
+
+class NaiveEndpoint:
+    """Every block with the number of its last touch; claims beside."""
+
+    def __init__(self) -> None:
+        self.capacity = START_CAPACITY
+        self.touched: dict[Path, int] = {}
+        self.claims: dict[Path, set[int]] = {}
+
+    def drop(self, block: Path) -> None:
+        del self.touched[block]
+        self.claims.pop(block, None)
+
+    def evict(self) -> None:
+        while len(self.touched) > self.capacity:
+            self.drop(min(self.touched, key=lambda block: (self.touched[block], -len(block))))
+
+
+def blocks_of(path: Path) -> list[Path]:
+    return [path[: i + 1] for i in range(len(path))]
+
+
+class ApproximateAgainstNaive(RuleBasedStateMachine):
+    claims = Bundle("claims")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = ApproximateIndex(capacity_blocks=START_CAPACITY, max_endpoints=8)
+        self.naive: dict[EndpointId, NaiveEndpoint] = {}
+        self.time = 0
+        self.seen: set[Path] = set()
+
+    def at(self, endpoint: EndpointId) -> NaiveEndpoint:
+        return self.naive.setdefault(endpoint, NaiveEndpoint())
+
+    def touch(self, known: NaiveEndpoint, path: Path) -> None:
+        self.time += 1
+        self.seen.add(path)
+        known.touched.update(dict.fromkeys(blocks_of(path), self.time))
+        known.evict()
+
+    @rule(target=claims, endpoint=ENDPOINTS, path=PATHS)
+    def route(self, endpoint: EndpointId, path: Path) -> object:
+        claim = self.index.route(endpoint, chained(path))
+        known = self.at(endpoint)
+        new = [block for block in blocks_of(path) if block not in known.touched]
+        assert claim.new_blocks == len(new)
+        for block in blocks_of(path):
+            if block in new or block in known.claims:
+                known.claims.setdefault(block, set()).add(claim.number)
+        if path:
+            self.touch(known, path)
+        return claim, known, path
+
+    @rule(claim=claims)
+    def confirm(self, claim: tuple[Claim, NaiveEndpoint, Path]) -> None:
+        made, known, path = claim
+        settled = made.holding is None
+        self.index.confirm(made)
+        if not settled and self.naive.get(made.endpoint) is known:
+            self.insert_naive(known, path)
+
+    @rule(claim=claims)
+    def rollback(self, claim: tuple[Claim, NaiveEndpoint, Path]) -> None:
+        made, known, path = claim
+        settled = made.holding is None
+        self.index.rollback(made)
+        if settled or self.naive.get(made.endpoint) is not known:
+            return
+        for block in blocks_of(path):
+            if block in known.claims:
+                known.claims[block].discard(made.number)
+                if not known.claims[block]:
+                    known.drop(block)
+
+    @rule(endpoint=ENDPOINTS, path=PATHS)
+    def insert(self, endpoint: EndpointId, path: Path) -> None:
+        self.index.insert(endpoint, chained(path))
+        self.insert_naive(self.at(endpoint), path)
+
+    def insert_naive(self, known: NaiveEndpoint, path: Path) -> None:
+        for block in blocks_of(path):
+            known.claims.pop(block, None)
+        if path:
+            self.touch(known, path)
+
+    @rule(endpoint=ENDPOINTS, path=PATHS, cached=st.integers(0, 7))
+    def contradict(self, endpoint: EndpointId, path: Path, cached: int) -> None:
+        dropped = self.index.contradict(endpoint, chained(path), cached)
+        known = self.naive.get(endpoint)
+        gone = []
+        if known is not None and cached < len(path):
+            gone = [block for block in known.touched if block[: cached + 1] == path[: cached + 1]]
+            for block in gone:
+                known.drop(block)
+        assert dropped == len(gone)
+
+    @rule(endpoint=ENDPOINTS, capacity=st.integers(0, 20))
+    def set_capacity(self, endpoint: EndpointId, capacity: int) -> None:
+        self.index.set_capacity(endpoint, capacity)
+        self.at(endpoint).capacity = capacity
+        self.at(endpoint).evict()
+
+    @rule(endpoint=ENDPOINTS)
+    def clear(self, endpoint: EndpointId) -> None:
+        self.index.clear(endpoint)
+        old = self.naive.get(endpoint, NaiveEndpoint())
+        self.naive[endpoint] = NaiveEndpoint()
+        self.naive[endpoint].capacity = old.capacity
+
+    @rule(endpoint=ENDPOINTS)
+    def remove(self, endpoint: EndpointId) -> None:
+        self.index.remove(endpoint)
+        self.naive.pop(endpoint, None)
+
+    @rule(target=claims)
+    def nothing(self) -> object:
+        return multiple()
+
+    @rule(path=PATHS)
+    def look(self, path: Path) -> None:
+        assert self.index.lookup(chained(path)) == self.expected(path)
+
+    @invariant()
+    def same_blocks(self) -> None:
+        assert self.index.entries == sum(len(known.touched) for known in self.naive.values())
+        for path in self.seen:
+            assert self.index.lookup(chained(path)) == self.expected(path)
+        for endpoint, known in self.naive.items():
+            assert self.index.blocks(endpoint) == len(known.touched) <= known.capacity
+            self.check_recency(endpoint, known)
+
+    def check_recency(self, endpoint: EndpointId, known: NaiveEndpoint) -> None:
+        for path in self.seen:
+            for at, block in enumerate(blocks_of(path)):
+                expected = None
+                if block in known.touched:
+                    expected = sum(touched > known.touched[block] for touched in known.touched.values())
+                assert self.index.younger_blocks(endpoint, chained(path), at) == expected
+
+    def expected(self, path: Path) -> dict[EndpointId, int]:
+        found = {}
+        for endpoint, known in self.naive.items():
+            depth = 0
+            while depth < len(path) and path[: depth + 1] in known.touched:
+                depth += 1
+            if depth:
+                found[endpoint] = depth
+        return found
+
+
+ApproximateAgainstNaive.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+test_the_index_agrees_with_a_naive_one = ApproximateAgainstNaive.TestCase
+
+
+def test_empty_hashes_match_nobody() -> None:
+    """A prompt without a full block leaves no trace."""
+    index = ApproximateIndex()
+    index.confirm(index.route(A, array("Q")))
+    index.insert(A, array("Q"))
+    assert (index.lookup(array("Q")), index.entries) == ({}, 0)
