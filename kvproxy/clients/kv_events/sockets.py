@@ -36,8 +36,8 @@ class Subscription:
             self._socket.close(linger=0)
             raise
         # Draining goes through plain sockets: a future for every message would cost more than the message.
-        self._plain = zmq.Socket.shadow(self._socket)
-        self._plain_monitor = zmq.Socket.shadow(self._monitor)
+        self._plain: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
+        self._plain_monitor: zmq.Socket[bytes] = zmq.Socket.shadow(self._monitor)
         self._poller = zmq.asyncio.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)

@@ -1,0 +1,79 @@
+"""What of a chat request reaches `/tokenize`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kvproxy.clients.chat_body import render_body, tokenize_body
+
+MESSAGES = [{"role": "user", "content": "Hällo  "}]
+
+
+def tokenized(body: dict[str, Any], *, model: str = "") -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(tokenize_body(model, json.dumps(body).encode()))
+    return result
+
+
+def test_only_what_shapes_the_prompt_is_sent() -> None:
+    """Sampling parameters, streaming and stray fields stay away."""
+    body = {"model": "m", "messages": MESSAGES, "stream": True, "temperature": 1, "prompt": "x", "tools": [{"a": 1}]}
+    assert tokenized(body) == {"model": "m", "messages": MESSAGES, "tools": [{"a": 1}]}
+
+
+def test_parts_keep_their_very_bytes() -> None:
+    """Nothing is re-serialised: escapes and spacing of the client arrive as they are."""
+    raw = b'{"messages":[ {"role":"user","content":"h\\u00e4 \\/"} ],"add_generation_prompt": false}'
+    assert b'[ {"role":"user","content":"h\\u00e4 \\/"} ]' in tokenize_body("", raw)
+
+
+def test_an_alias_is_replaced() -> None:
+    """The engine must see the name it knows."""
+    assert tokenized({"model": "alias", "messages": MESSAGES}, model="real")["model"] == "real"
+    assert "model" not in tokenized({"messages": MESSAGES})
+
+
+@pytest.mark.parametrize(("effort", "thinks"), [("high", True), ("none", False)])
+def test_reasoning_effort_goes_into_the_template(effort: str, thinks: bool) -> None:
+    """The chat endpoint does so by itself and derives enable_thinking from it; `/tokenize` does not."""
+    kwargs = tokenized({"messages": MESSAGES, "reasoning_effort": effort})["chat_template_kwargs"]
+    assert kwargs == {"reasoning_effort": effort, "enable_thinking": thinks}
+
+
+def test_given_template_kwargs_are_completed_as_the_engine_does() -> None:
+    """The request's own fields win; an explicit enable_thinking stays."""
+    body = {
+        "messages": MESSAGES,
+        "reasoning_effort": "low",
+        "documents": [{"text": "d"}],
+        "chat_template_kwargs": {"enable_thinking": False, "reasoning_effort": "high", "x": 1},
+    }
+    assert tokenized(body)["chat_template_kwargs"] == {
+        "enable_thinking": False,
+        "reasoning_effort": "low",
+        "documents": [{"text": "d"}],
+        "x": 1,
+    }
+
+
+def test_null_means_not_given() -> None:
+    """As the engine reads it."""
+    body = {"messages": MESSAGES, "reasoning_effort": None, "documents": None, "chat_template_kwargs": None}
+    assert tokenized(body)["chat_template_kwargs"] is None
+    assert tokenized({**body, "documents": []})["chat_template_kwargs"] == {"documents": []}
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"model":"m"}', b'{"messages":', b"[" * 100_000])
+def test_what_is_no_chat_request_is_refused(body: bytes) -> None:
+    """Before anything is sent."""
+    with pytest.raises(ValueError, match="not a"):
+        tokenize_body("m", body)
+
+
+def test_render_takes_the_body_as_it_is() -> None:
+    """Every field may shape the prompt there; only an alias changes."""
+    raw = b'{"model": "alias", "messages": [], "stream": true}'
+    assert render_body("", raw) is raw
+    assert json.loads(render_body("real", raw)) == {"model": "real", "messages": [], "stream": True}

@@ -1,0 +1,106 @@
+"""Placements of chunks become contiguous prefixes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvproxy.clients.directory import DirectoryLookup, HeldPrefix, WireDirectory, directory_lookup
+
+Place = tuple[str, str, bool]  # instance, tier, shared
+
+
+def answer(
+    *chunks: list[Place] | list[list[Place]], ranks: int = 1, token_ids: list[int] | None = None
+) -> dict[str, Any]:
+    """The wire form: each chunk's placements, or for several ranks a list of placements per rank."""
+    results = []
+    for number, chunk in enumerate(chunks):
+        for rank, places in enumerate(chunk if ranks > 1 else [chunk]):
+            placements = [
+                {"instance_id": name, "incarnation": 0, "tier": tier, "backend": "b", "size_bytes": 1, "shared": shared}
+                for name, tier, shared in places  # type: ignore[misc]
+            ]
+            key = {"chunk_hash_hex": f"{number:04x}", "model_name": "m", "kv_rank": rank}
+            results.append({"key": key, "placements": placements, "token_ids": token_ids or [], "access_count": 0})
+    return {"chunks": len(chunks), "results": results}
+
+
+def looked_up(wire: dict[str, Any], *, prompt_tokens: int | None = None) -> DirectoryLookup:
+    decoded = msgspec.json.decode(msgspec.json.encode(wire), type=WireDirectory)
+    return directory_lookup(decoded, prompt_tokens=prompt_tokens or wire["chunks"] * 256 + 10)
+
+
+def l1(name: str) -> Place:
+    return (name, "l1", False)
+
+
+def test_all_holders_and_their_contiguous_prefixes() -> None:
+    """The run recorded with two real servers: A on mp-1, its beginning on mp-2 as well."""
+    both = [l1("mp-1"), l1("mp-2")]
+    found = looked_up(answer(both, both, [l1("mp-1")], [l1("mp-1")]))
+    assert found.by_instance == {"mp-1": HeldPrefix(1024, 1024), "mp-2": HeldPrefix(512, 512)}
+    assert found.holders[1] == {"mp-1", "mp-2"}
+    assert (found.chunks, found.chunk_tokens, found.shared_tokens) == (4, 256, 0)
+
+
+def test_a_hole_ends_the_prefix() -> None:
+    """Chunks after a missing one are of no use; an instance without the first has nothing."""
+    found = looked_up(answer([l1("a")], [l1("b")], [l1("a"), l1("b")]))
+    assert found.by_instance == {"a": HeldPrefix(256, 256)}
+
+
+def test_lower_tiers_extend_the_prefix() -> None:
+    """L1 counts alone and with the instance's own L2."""
+    found = looked_up(answer([l1("a")], [("a", "l2", False)], [l1("a")]))
+    assert found.by_instance == {"a": HeldPrefix(l1_tokens=256, tokens=768)}
+
+
+def test_a_shared_pool_serves_everyone() -> None:
+    """Whoever reported it: any instance can load from it."""
+    pool: Place = ("b", "l2", True)
+    found = looked_up(answer([l1("a"), pool], [pool], [l1("a")]))
+    assert found.shared_tokens == 512
+    assert found.by_instance == {"a": HeldPrefix(l1_tokens=256, tokens=768)}
+
+
+def test_every_rank_must_hold_the_chunk() -> None:
+    """Half a tensor-parallel chunk cannot be loaded."""
+    found = looked_up(answer([[l1("a")], [l1("a")]], [[l1("a")], [l1("b")]], ranks=2))
+    assert found.by_instance == {"a": HeldPrefix(256, 256)}
+    assert found.holders == (frozenset({"a"}), frozenset())
+
+
+def test_nothing_known() -> None:
+    """Unknown keys come back with no placements; a prompt under one chunk with no result."""
+    assert looked_up(answer([], [])).by_instance == {}
+    assert looked_up(answer(), prompt_tokens=10) == DirectoryLookup(0, 256, (), {}, 0)
+
+
+def test_the_chunk_size_is_read_off_the_answer() -> None:
+    """From a known chunk's ids; else from how many whole chunks the prompt has; 256 where that fits."""
+    told = answer([], [l1("a")], token_ids=list(range(64)))
+    assert looked_up(told, prompt_tokens=130).chunk_tokens == 64
+    assert looked_up(answer([], []), prompt_tokens=600).chunk_tokens == 256
+    assert looked_up(answer([], []), prompt_tokens=300).chunk_tokens == 128
+    assert looked_up(answer(*[[]] * 10), prompt_tokens=505).chunk_tokens == 50
+    assert looked_up(answer([]), prompt_tokens=1).chunk_tokens == 1
+
+
+@given(st.lists(st.sets(st.tuples(st.sampled_from("abc"), st.sampled_from(["l1", "l2"]), st.booleans())), max_size=8))
+def test_prefixes_agree_with_a_naive_walk(chunks: list[set[Place]]) -> None:
+    """For any placements: walk each instance's chunks from the start until one is missing."""
+    found = looked_up(answer(*[sorted(chunk) for chunk in chunks]))
+    for name in "abc":
+        naive = {"l1": 0, "all": 0}
+        for kind, held in (
+            ("l1", [(name, "l1", False) in chunk for chunk in chunks]),
+            ("all", [any(shared or who == name for who, _, shared in chunk) for chunk in chunks]),
+        ):
+            naive[kind] = [*held, False].index(False)
+        owns = any(who == name and not shared for chunk in chunks for who, _, shared in chunk)
+        expected = HeldPrefix(naive["l1"] * 256, naive["all"] * 256) if owns and naive["all"] else None
+        assert found.by_instance.get(name) == expected

@@ -1,0 +1,92 @@
+"""The scrape parser against a real page, old names, several ranks and hostile lines."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvproxy.clients.engine_metrics import CacheConfig, EngineMetrics, parse_engine_metrics
+from tests.clients.support import FIXTURES
+
+PAGE = (FIXTURES / "vllm_http/metrics.txt").read_bytes()
+
+
+def test_a_real_page_agrees_with_the_slow_parser() -> None:
+    """Ours reads the same numbers as prometheus_client's."""
+    slow = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(PAGE.decode())
+        for sample in family.samples
+        if sample.name.startswith("vllm:")
+    }
+    ours = parse_engine_metrics(PAGE)
+    assert ours.prompt_tokens == slow["vllm:prompt_tokens_total"] == 119
+    assert ours.generation_tokens == slow["vllm:generation_tokens_total"] == 8202
+    assert ours.prefix_queries_tokens == slow["vllm:prefix_cache_queries_total"] == 119
+    assert (ours.kv_usage, ours.waiting, ours.running) == (0.0, 0, 0)
+    assert ours.cache == CacheConfig(128, 32768, 4_194_304, True, 1)
+
+
+def test_ranks_are_summed_and_the_fullest_counts() -> None:
+    """Load adds up over data-parallel ranks; pressure is the fullest rank's."""
+    page = b"""
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.2
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.9
+vllm:num_requests_waiting{engine="0",model_name="m"} 3.0
+vllm:num_requests_waiting{engine="1",model_name="m"} 4.0
+vllm:num_requests_running{engine="0",model_name="m"} 1.0
+vllm:num_requests_running{engine="1",model_name="m"} 2.0
+vllm:prompt_tokens_total{engine="0",model_name="m"} 1e+06
+vllm:prompt_tokens_total{engine="1",model_name="m"} 5.0
+vllm:cache_config_info{block_size="16",enable_prefix_caching="True",engine="0",num_gpu_blocks="100"} 1.0
+vllm:cache_config_info{block_size="16",enable_prefix_caching="True",engine="1",num_gpu_blocks="100"} 1.0
+"""
+    metrics = parse_engine_metrics(page)
+    assert (metrics.kv_usage, metrics.waiting, metrics.running) == (0.9, 7, 3)
+    assert metrics.prompt_tokens == 1_000_005
+    assert metrics.cache == CacheConfig(16, 200, 3200, True, 2)
+
+
+def test_old_names_are_understood_and_never_counted_twice() -> None:
+    """0.11 shows old and new names side by side: one of them counts."""
+    old = (
+        b'vllm:gpu_cache_usage_perc{m="x"} 0.5\nvllm:gpu_prefix_cache_queries_total 10\nvllm:gpu_prefix_cache_hits 4\n'
+    )
+    assert parse_engine_metrics(old) == EngineMetrics(kv_usage=0.5, prefix_queries_tokens=10, prefix_hits_tokens=4)
+    both = old + b'vllm:kv_cache_usage_perc{m="x"} 0.25\nvllm:prefix_cache_queries_total 11\n'
+    assert parse_engine_metrics(both).kv_usage == 0.25
+    assert parse_engine_metrics(both).prefix_queries_tokens == 11
+
+
+def test_what_a_version_does_not_say_is_none() -> None:
+    """Absent is not zero."""
+    assert parse_engine_metrics(b"") == EngineMetrics()
+    config = parse_engine_metrics(b'vllm:cache_config_info{block_size="None",num_gpu_blocks="None"} 1').cache
+    assert config == CacheConfig(None, None, None, None, 1)
+    off = parse_engine_metrics(b'vllm:cache_config_info{enable_prefix_caching="False"} 1').cache
+    assert off is not None
+    assert off.prefix_caching is False
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"vllm:num_requests_waiting",
+        b"vllm:num_requests_waiting{} ",
+        b"vllm:num_requests_waiting NaN",
+        b"vllm:num_requests_waiting +Inf",
+        b"vllm:num_requests_waiting seven",
+        b"vllm:num_requests_waiting_by_reason 9",
+        b"other:num_requests_waiting 9",
+    ],
+)
+def test_lines_that_cannot_be_read_are_passed_over(line: bytes) -> None:
+    """One bad line does not spoil a scrape."""
+    metrics = parse_engine_metrics(line + b"\nvllm:num_requests_running 2\n")
+    assert (metrics.waiting, metrics.running) == (None, 2)
+
+
+def test_labels_may_hold_anything() -> None:
+    """Braces and escaped quotes in a model's name, a timestamp after the value."""
+    metrics = parse_engine_metrics(b'vllm:num_requests_waiting{model_name="a\\"}{ b"} 3.0 1795252803\n')
+    assert metrics.waiting == 3
