@@ -9,7 +9,6 @@ from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from types import TracebackType
 
-import httpx
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.admin.app import AdminApp
@@ -23,7 +22,6 @@ from kvproxy.filters.registry import FILTERS, discover
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.types import Clock
 from kvproxy.upstream.pool import UpstreamPool
-from kvproxy.upstream.transport import PoolTransport
 
 
 def _utc_now() -> datetime:
@@ -60,7 +58,6 @@ class Proxy:
             metrics=self.metrics,
         )
         self._probes = UpstreamPool(max_connections=4, max_idle=0, clock=clock)  # a full pool must not starve probes
-        self._client = httpx.AsyncClient(transport=PoolTransport(self._pool), trust_env=False)
         self.clusters: dict[str, Cluster] = {
             name: Cluster(
                 name,
@@ -74,8 +71,9 @@ class Proxy:
         }
         services = Services(self.clusters, Routes.from_config(config, self.clusters), self._pool)
         context = FilterContext(config, self.metrics, clock, wall_clock, rng, services)
-        types = {**(discover() if extra_filters is None else extra_filters), **FILTERS}
         specs = config.filters or tuple(FilterSpec(name=name) for name in DEFAULT_FILTERS)
+        installed = discover({spec.name for spec in specs}) if extra_filters is None else extra_filters
+        types = {**installed, **FILTERS}
         self._chain = build_chain(specs, self._not_found, context=context, types=types)
         self.admin: ASGIApp = AdminApp(
             self.clusters, metrics=self.metrics, ready=lambda: not self.draining, clock=clock
@@ -85,7 +83,6 @@ class Proxy:
     async def __aenter__(self) -> Proxy:
         await self._running.enter_async_context(self._pool)
         await self._running.enter_async_context(self._probes)
-        await self._running.enter_async_context(self._client)
         for cluster in self.clusters.values():
             await self._running.enter_async_context(cluster)
         return self

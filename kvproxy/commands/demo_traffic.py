@@ -12,10 +12,11 @@ from typing import Any
 
 import httpx
 
-_WORDS = tuple(
+_SENTENCE = (
     "the engine keeps keys and values of every token it has read so that the next turn of a conversation need not be "
-    "computed again when it arrives at the same place with the same beginning and a few new words at its end".split(" ")
+    "computed again when it arrives at the same place with the same beginning and a few new words at its end"
 )
+_WORDS = _SENTENCE.split()
 _ROLES = ("travel agent", "code reviewer", "support desk")
 _PAUSE_S = 0.15
 

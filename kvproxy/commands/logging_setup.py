@@ -14,12 +14,15 @@ from typing import Any, TextIO
 from kvproxy.config.schema import Log
 
 _MAX_WAITING_RECORDS = 10_000
+_COMPLETE = frozenset({"kvproxy.access", "kvproxy.audit"})
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line."""
+    """One JSON object a line; access and audit lines that are one already stay as they are."""
 
     def format(self, record: logging.LogRecord) -> str:
+        if record.name in _COMPLETE and record.getMessage().startswith("{"):
+            return record.getMessage()
         fields: dict[str, Any] = {
             "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S"),
             "level": record.levelname.lower(),
@@ -29,6 +32,16 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return json.dumps(fields, ensure_ascii=False)
+
+
+class ConsoleFormatter(logging.Formatter):
+    """Time, level and message for people. Lines of the access log and the audit log are complete as they are."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return record.getMessage() if record.name in _COMPLETE else super().format(record)
 
 
 class _DroppingQueueHandler(logging.handlers.QueueHandler):
@@ -48,11 +61,7 @@ def logging_to(settings: Log, *, stream: TextIO = sys.stderr) -> Iterator[None]:
     """Log to `stream` for the length of the block; what waits is written before it ends."""
     waiting: queue.Queue[logging.LogRecord] = queue.Queue(_MAX_WAITING_RECORDS)
     writer = logging.StreamHandler(stream)
-    writer.setFormatter(
-        JsonFormatter()
-        if settings.format == "json"
-        else logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
-    )
+    writer.setFormatter(JsonFormatter() if settings.format == "json" else ConsoleFormatter())
     listener = logging.handlers.QueueListener(waiting, writer)
     handler = _DroppingQueueHandler(waiting)
     root = logging.getLogger()
