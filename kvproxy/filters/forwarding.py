@@ -11,6 +11,7 @@ from starlette.types import Send
 
 from kvproxy.balancing.policy import NO_FACTS, PickRequest
 from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import AttemptOutcome, Pick, Refusal
 from kvproxy.config.schema import Retry
 from kvproxy.errors import ConnectError, FirstByteTimeout, IdleTimeout, PoolFull, UpstreamError
@@ -27,6 +28,8 @@ from kvproxy.upstream.pool import Timeouts, UpstreamPool, UpstreamResponse
 
 #: An error answer kept while another endpoint is tried is no longer than this; a longer one goes down as it comes.
 _MAX_HELD_BYTES = 64 * 1024
+#: nginx's word for it; never on the wire, only in logs and metrics.
+CLIENT_CLOSED_REQUEST = 499
 _IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
 _PROMPT_HEAD_BYTES = 1024
 
@@ -35,6 +38,7 @@ _PROMPT_HEAD_BYTES = 1024
 class HeldReply:
     """An engine's 5xx answer, kept in case no other endpoint does better."""
 
+    endpoint: Endpoint
     status: int
     headers: Headers
     body: bytes
@@ -162,7 +166,9 @@ class Forwarding:
         finally:
             if response is not None:
                 response.abort()
-            pick.settle(AttemptOutcome.CANCELLED, now=self._shared.clock())
+            if not pick.reservation.released:
+                pick.endpoint.metrics.request(CLIENT_CLOSED_REQUEST)
+                pick.settle(AttemptOutcome.CANCELLED, now=self._shared.clock())
 
     def _failed(self, pick: Pick, error: UpstreamError) -> _Next:
         """Nothing reached the client yet (a relay in progress ends its own failures)."""
@@ -171,7 +177,7 @@ class Forwarding:
         blameless = isinstance(error, PoolFull)
         pick.settle(AttemptOutcome.BUSY if blameless else AttemptOutcome.FAILURE, now=now)
         self._last = error
-        shared.metrics.attempt_failures.labels(self._cluster.name, pick.endpoint.id, error.reason).inc()
+        pick.endpoint.metrics.attempt_failure(error.reason)
         return self._retry_or_give_up(error.reason, unprocessed=isinstance(error, ConnectError | PoolFull))
 
     def _server_error(self, pick: Pick, response: UpstreamResponse, body: bytes) -> _Next:
@@ -181,10 +187,10 @@ class Forwarding:
         """
         busy = response.status == 503
         pick.settle(AttemptOutcome.BUSY if busy else AttemptOutcome.FAILURE, now=self._shared.clock())
-        endpoint = pick.endpoint.id
-        self._last = HeldReply(response.status, response_headers(response.headers, endpoint=endpoint.encode()), body)
+        headers = response_headers(response.headers, endpoint=pick.endpoint.id.encode())
+        self._last = HeldReply(pick.endpoint, response.status, headers, body)
         reason = "busy" if busy else "status_5xx"
-        self._shared.metrics.attempt_failures.labels(self._cluster.name, endpoint, reason).inc()
+        pick.endpoint.metrics.attempt_failure(reason)
         return self._retry_or_give_up(reason, unprocessed=busy)
 
     def _retry_or_give_up(self, reason: str, *, unprocessed: bool) -> _Next:
@@ -214,8 +220,9 @@ class Forwarding:
             )
         error = await relay.run(headers, first)
         if error is not None:
-            self._shared.metrics.attempt_failures.labels(self._cluster.name, pick.endpoint.id, error.reason).inc()
+            pick.endpoint.metrics.attempt_failure(error.reason)
         now = self._shared.clock()
+        pick.endpoint.metrics.request(response.status)
         pick.settle(_verdict(response.status, error), now=now)
         if (cached_tokens := self._exchange.outcome.cached_tokens) is not None:
             self._cluster.reused(pick, cached_tokens, now)

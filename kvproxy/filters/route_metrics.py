@@ -20,22 +20,16 @@ class _ClusterSeries:
 
 
 class RouteMetrics:
-    """Observes finished requests; the numbers of series are bounded by clusters, endpoints and status codes."""
+    """Observes finished requests by cluster; what belongs to an endpoint is counted there, and goes with it."""
 
     def __init__(self, catalog: Metrics) -> None:
         self.catalog = catalog
         self._clusters: dict[str, _ClusterSeries] = {}
-        self._requests: dict[tuple[str, str, int], Counter] = {}
         self._ends: dict[str, Counter] = {}
 
     def observe(self, exchange: Exchange, now: float) -> None:
         """Count one request out."""
         outcome = exchange.outcome
-        key = (outcome.cluster, outcome.endpoint or "", outcome.status)
-        requests = self._requests.get(key)
-        if requests is None:
-            requests = self._requests[key] = self.catalog.requests.labels(key[0], key[1], str(key[2]))
-        requests.inc()
         end = self._ends.get(outcome.end)
         if end is None:
             end = self._ends[outcome.end] = self.catalog.request_ends.labels(outcome.end)

@@ -18,7 +18,7 @@ from kvproxy.filters.chain import FilterContext
 from kvproxy.filters.disconnect import DisconnectWatcher
 from kvproxy.filters.exchange import Exchange
 from kvproxy.filters.forward_headers import RequestHeaders
-from kvproxy.filters.forwarding import Forwarder, Forwarding, GaveUp, HeldReply, local_status
+from kvproxy.filters.forwarding import CLIENT_CLOSED_REQUEST, Forwarder, Forwarding, GaveUp, HeldReply, local_status
 from kvproxy.filters.local_reply import local_reply
 from kvproxy.filters.models import ModelList
 from kvproxy.filters.request_body import ClientGone, RequestBody
@@ -29,8 +29,6 @@ from kvproxy.upstream.pool import Timeouts
 
 logger = logging.getLogger("kvproxy.router")
 
-#: nginx's word for it; never on the wire, only in logs and metrics.
-_CLIENT_CLOSED_REQUEST = 499
 _MESSAGES = {
     404: "No engine serves this model.",
     502: "The engine failed before it answered.",
@@ -165,6 +163,7 @@ class RouterFilter:
         why = error.why
         if isinstance(why, HeldReply):
             exchange.outcome.status, exchange.outcome.end = why.status, "completed"
+            why.endpoint.metrics.request(why.status)
             await send({"type": "http.response.start", "status": why.status, "headers": why.headers})
             await send({"type": "http.response.body", "body": why.body})
             return
@@ -183,7 +182,7 @@ class RouterFilter:
 def _client_gone(exchange: Exchange) -> None:
     outcome = exchange.outcome
     outcome.end = "client_disconnected"
-    outcome.status = outcome.status or _CLIENT_CLOSED_REQUEST
+    outcome.status = outcome.status or CLIENT_CLOSED_REQUEST
 
 
 def _complete(exchange: Exchange) -> None:
