@@ -1,0 +1,228 @@
+"""Every encoding of KV events since 0.11, and everything that is none."""
+
+from __future__ import annotations
+
+import contextlib
+from array import array
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvproxy.clients.kv_events import codec
+from kvproxy.clients.kv_events.codec import END_OF_REPLAY, decode_batch, sequence_number
+from kvproxy.clients.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, Skipped
+from kvproxy.errors import BadResponse
+from tests.clients.kv_events.support import BLOCK, CLEARED, captured_frames, captured_rows, frames, removed, stored
+
+CAPTURES = ["mini_fixture.jsonl", "oldfmt_0.11.0.jsonl", "oldfmt_0.22.1.jsonl", "oldfmt_0.24.0.jsonl"]
+
+
+def events_of(message: list[bytes]) -> tuple[list[KvEvent], dict[str, int]]:
+    skipped = Skipped()
+    return list(decode_batch(message).events(skipped)), skipped.counts
+
+
+def one(event: Any) -> KvEvent:
+    (decoded,), counts = events_of(frames(0, event))
+    assert counts == {"unknown_type": 0, "malformed": 0}
+    return decoded
+
+
+def plain(value: Any) -> Any:
+    """A decoded capture's value with its hex bytes as bytes."""
+    if isinstance(value, dict) and "__bytes__" in value:
+        return bytes.fromhex(value["__bytes__"])
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return value
+
+
+@pytest.mark.parametrize("capture", CAPTURES)
+def test_captures_of_every_encoding(capture: str) -> None:
+    """Arrays with missing trailing fields and maps, int and bytes hashes: field by field what the capture says."""
+    seen = 0
+    for row, message in zip(captured_rows(capture), captured_frames(capture), strict=True):
+        events, counts = events_of(message)
+        ts, wire, rank = row["decoded"]
+        batch = decode_batch(message)
+        assert (batch.ts, batch.dp_rank, len(batch)) == (ts, rank, len(wire))
+        assert counts == {"unknown_type": 0, "malformed": 0}
+        for event, raw in zip(events, wire, strict=True):
+            assert_same(event, raw)
+            seen += 1
+    assert seen >= 4
+
+
+def assert_same(event: KvEvent, raw: Any) -> None:
+    names = ["type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"]
+    fields = raw if isinstance(raw, dict) else dict(zip(names, raw, strict=False))
+    assert type(event).__name__ == fields["type"]
+    if isinstance(event, BlockStored):
+        assert list(event.block_hashes) == plain(fields["block_hashes"])
+        assert event.parent == plain(fields["parent_block_hash"])
+        assert list(event.token_ids) == fields["token_ids"]
+        assert (event.block_tokens, event.medium) == (fields["block_size"], fields["medium"])
+        assert event.lora_name == fields.get("lora_name")
+        assert event.indexable
+    elif isinstance(event, BlockRemoved):
+        assert list(event.block_hashes) == plain(fields["block_hashes"])
+
+
+def test_the_salt_and_the_lora_are_extra_keys() -> None:
+    """The salt is on the first block only, the LoRA on each."""
+    by_scenario = {row["scenario"]: message for row, message in zip(
+        captured_rows("mini_fixture.jsonl"), captured_frames("mini_fixture.jsonl"), strict=True
+    )}  # fmt: skip
+    (salted,), _ = events_of(by_scenario["salt"])
+    (lora,), _ = events_of(by_scenario["lora:lora-a"])
+    assert isinstance(salted, BlockStored)
+    assert isinstance(lora, BlockStored)
+    assert salted.extra is not None
+    assert salted.extra[0] == ("tenant-a",)
+    assert set(salted.extra[1:]) <= {None}
+    assert (lora.lora_name, lora.extra) == ("lora-a", (("lora-a",),))
+
+
+def test_tokens_are_a_compact_array() -> None:
+    """Four bytes a token, ready for hashing."""
+    event = one(stored(7, 8, parent=6))
+    assert event == BlockStored((7, 8), 6, array("I", [7] * BLOCK + [8] * BLOCK), BLOCK)
+    assert isinstance(event, BlockStored)
+    assert event.token_ids.itemsize == 4
+
+
+def test_removed_and_cleared() -> None:
+    """Old arrays and new maps."""
+    assert one(removed(1, 2)) == BlockRemoved((1, 2), "GPU", 0)
+    assert one(["BlockRemoved", [1], "CPU"]) == BlockRemoved((1,), "CPU")
+    assert one(["BlockRemoved", [1]]) == BlockRemoved((1,))
+    assert one(CLEARED) == one(["AllBlocksCleared"]) == AllBlocksCleared()
+    assert AllBlocksCleared().blocks == 0
+
+
+def test_fields_of_later_versions_are_ignored() -> None:
+    """Locality, ownership, session, and whatever comes next."""
+    later = stored(1, locality="local", ownership="own", session_id="s", next_big_thing=[1])
+    assert one(later) == one(stored(1))
+    tail = ["BlockStored", [1], None, [1] * BLOCK, BLOCK, None, "GPU", None, None, 0, "full_attention", None, "more", 5]
+    assert one(tail) == one(stored(1, group_idx=0, kv_cache_spec_kind="full_attention"))
+
+
+@pytest.mark.parametrize(
+    ("event", "indexable"),
+    [
+        (stored(1), True),
+        (stored(1, kv_cache_spec_kind="full_attention"), True),
+        (stored(1, kv_cache_spec_kind="sliding_window"), False),
+        (stored(1, block_size=BLOCK + 1), False),
+        (stored(), False),
+    ],
+)
+def test_what_an_index_may_use(event: Any, indexable: bool) -> None:
+    """Full attention with all its tokens; a version that names no kind has only that."""
+    decoded = one(event)
+    assert isinstance(decoded, BlockStored)
+    assert decoded.indexable is indexable
+
+
+def test_a_live_message_and_both_replay_replies() -> None:
+    """The topic frame is there or not; the number is always the last but one."""
+    live = frames(5, CLEARED)
+    for message in (live, [b"", *live], [b"", *live[1:]]):
+        assert decode_batch(message).seq == sequence_number(message) == 5
+
+
+def test_the_captured_replay_ends_with_its_marker() -> None:
+    """Numbers from 0 on, then the marker."""
+    messages = captured_frames("replay.jsonl")
+    numbers = [sequence_number(message) for message in messages]
+    assert numbers[-1] is None
+    assert numbers[:-1] == list(range(len(numbers) - 1))
+    with pytest.raises(BadResponse, match="end of replay"):
+        decode_batch(messages[-1])
+    assert sequence_number([b"", END_OF_REPLAY, b""]) is None
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        [],
+        [b"x"],
+        [b"topic", b"short", b"\x93\x00\x90\x00"],
+        [b"topic", bytes(8), b""],
+        [b"topic", bytes(8), b"\xc1"],
+        [b"topic", bytes(8), b"\xdd\xff\xff\xff\xff"],
+        [b"topic", bytes(8), b"\x91" * 100_000],
+        [b"topic", bytes(8), msgspec.msgpack.encode({"ts": 1})],
+        [b"topic", bytes(8), msgspec.msgpack.encode(["no time", []])],
+        [b"topic", bytes(8), msgspec.msgpack.encode([1.0, 5])],
+        [b"topic", bytes(8), b"x" * (codec.MAX_PAYLOAD_BYTES + 1)],
+    ],
+)
+def test_what_is_no_batch(message: list[bytes]) -> None:
+    """Refused before anything is allocated for it."""
+    with pytest.raises(BadResponse):
+        decode_batch(message)
+
+
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [
+        ({"type": "BlockMoved", "x": 1}, "unknown_type"),
+        (["BlockMoved", 1], "unknown_type"),
+        ({"no": "type"}, "malformed"),
+        ({"type": 5}, "malformed"),
+        ([], "malformed"),
+        ([5], "malformed"),
+        (5, "malformed"),
+        (None, "malformed"),
+        ({"type": "BlockStored"}, "malformed"),
+        (["BlockStored", [1], None, [1]], "malformed"),
+        (stored(1, token_ids=[-1]), "malformed"),
+        (stored(1, token_ids=[1 << 32]), "malformed"),
+        (stored(1, token_ids="abc"), "malformed"),
+        (stored(1, block_size=0), "malformed"),
+        (stored(1, block_size=1 << 40), "malformed"),
+        (stored(1, block_hashes=[1.5]), "malformed"),
+        (stored(1, extra_keys=[["a"], ["b"]]), "malformed"),
+        (stored(1, extra_keys=[{"a": 1}]), "malformed"),
+        (stored(1, extra_keys=[[[[[["deep"]]]]]]), "malformed"),
+    ],
+)
+def test_an_event_that_cannot_be_used_is_counted(event: Any, reason: str) -> None:
+    """Its neighbours are not lost with it."""
+    events, counts = events_of(frames(0, stored(1), event, stored(2)))
+    assert [e.block_hashes for e in events if isinstance(e, BlockStored)] == [(1,), (2,)]
+    assert counts == {"unknown_type": 0, "malformed": 0, reason: 1}
+
+
+def test_an_event_that_is_not_even_readable_alone() -> None:
+    """Text that is no UTF-8 spoils its event only; nesting without end the whole batch."""
+    bad = msgspec.Raw(b"\x82\xa4type\xaaBlockMoved\xa1x\xa1\xff")
+    events, counts = events_of([b"", bytes(8), msgspec.msgpack.encode([0.0, [bad, CLEARED]])])
+    assert events == [AllBlocksCleared()]
+    assert counts["malformed"] == 1
+    deep = msgspec.Raw(b"\x82\xa4type\xaaBlockMoved\xa1x" + b"\x91" * 100_000 + b"\xc0")
+    with pytest.raises(BadResponse):
+        events_of([b"", bytes(8), msgspec.msgpack.encode([0.0, [deep, CLEARED]])])
+
+
+def test_extra_keys_become_hashable() -> None:
+    """Nested lists as tuples, a bare value as a key of one."""
+    event = one(stored(1, 2, 3, extra_keys=[None, ["mm", ["id", 5], b"x"], "salt"]))
+    assert isinstance(event, BlockStored)
+    assert event.extra == (None, ("mm", ("id", 5), b"x"), ("salt",))
+    hash(event.extra)
+    plain_event = one(stored(1, extra_keys=[None]))
+    assert isinstance(plain_event, BlockStored)
+    assert plain_event.extra is None
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_break_the_decoder(payload: bytes) -> None:
+    """Anything is a batch or a BadResponse; its events are events or counted."""
+    with contextlib.suppress(BadResponse):
+        events_of([b"", bytes(8), payload])

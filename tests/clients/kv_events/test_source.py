@@ -1,0 +1,80 @@
+"""Where to subscribe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvproxy.clients.kv_events.source import KvEventSource, WireSources, reachable, sources_from_wire
+
+
+def sources(answer: object, *, host: str = "10.0.0.9") -> tuple[KvEventSource, ...]:
+    return sources_from_wire(msgspec.json.decode(msgspec.json.encode(answer), type=WireSources), host=host)
+
+
+def entry(endpoint: str | None = "tcp://*:5557", **fields: Any) -> dict[str, Any]:
+    return {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint, **fields}
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("tcp://*:5557", "tcp://10.0.0.9:5557"),
+        ("tcp://[::]:5557", "tcp://10.0.0.9:5557"),
+        ("tcp://[::ffff:127.0.0.1]:5557", "tcp://10.0.0.9:5557"),
+        ("ipc:///tmp/events", "ipc:///tmp/events"),
+        ("inproc://events", None),
+        ("tcp://*:0", None),
+        ("tcp://*:99999", None),
+        ("tcp://host", None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_the_port_after_the_last_colon_at_the_http_host(address: str | None, expected: str | None) -> None:
+    """The engine's own view of its host is of no use here."""
+    assert reachable(address, host="10.0.0.9") == expected
+
+
+def test_an_ipv6_host_is_written_in_brackets() -> None:
+    """As ZMQ wants it."""
+    assert reachable("tcp://*:5557", host="fd00::9") == "tcp://[fd00::9]:5557"
+
+
+def test_ranks_of_the_captured_form() -> None:
+    """An object keyed by rank; addresses that differ are taken as they are."""
+    answer = {
+        "0": entry("tcp://*:5557", replay_endpoint="tcp://*:5657", topic="kv", buffer_steps=10),
+        "1": entry("tcp://*:5558", replay_endpoint=None, topic=None),
+    }
+    assert sources(answer) == (
+        KvEventSource(0, "tcp://10.0.0.9:5557", "tcp://10.0.0.9:5657", "kv", 10),
+        KvEventSource(1, "tcp://10.0.0.9:5558"),
+    )
+
+
+def test_ranks_that_show_one_address_publish_on_port_plus_rank() -> None:
+    """The configured address, shown for each rank; the replay port moves along."""
+    answer = {str(rank): entry("tcp://*:5557", replay_endpoint="tcp://*:5657") for rank in range(2)}
+    assert [(s.endpoint, s.replay_endpoint) for s in sources(answer)] == [
+        ("tcp://10.0.0.9:5557", "tcp://10.0.0.9:5657"),
+        ("tcp://10.0.0.9:5558", "tcp://10.0.0.9:5658"),
+    ]
+
+
+def test_the_array_form() -> None:
+    """Entries that name their rank, or stand at it."""
+    answer = [entry("tcp://*:1", data_parallel_rank=3), {"endpoint": "tcp://*:2"}]
+    assert [(s.dp_rank, s.endpoint) for s in sources(answer)] == [(1, "tcp://10.0.0.9:2"), (3, "tcp://10.0.0.9:1")]
+
+
+@pytest.mark.parametrize(
+    "off",
+    [entry(enable_kv_cache_events=False), entry(publisher="null"), entry(publisher=None), entry(None)],
+)
+def test_streams_that_are_off_are_left_out(off: dict[str, Any]) -> None:
+    """Nothing would ever arrive there."""
+    assert sources({"0": off}) == ()
+    assert sources({"default": entry()}) == (KvEventSource(0, "tcp://10.0.0.9:5557"),)

@@ -1,0 +1,108 @@
+"""A stream's state follows from facts, and silence is one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvproxy.clients.kv_events.status import StreamHealth, StreamReason, StreamStatus
+from tests.support.clock import FakeClock
+
+
+def health(clock: FakeClock) -> tuple[StreamHealth, list[str]]:
+    seen: list[str] = []
+
+    def changed(status: StreamStatus) -> None:
+        seen.append(f"{status.state}/{status.reason}")
+
+    return StreamHealth(changed=changed, clock=clock, silence_s=30.0, block_tokens=128), seen
+
+
+def following(clock: FakeClock) -> tuple[StreamHealth, list[str]]:
+    stream, seen = health(clock)
+    stream.connected()
+    stream.synchronised(None)
+    seen.clear()
+    return stream, seen
+
+
+def test_the_way_up(clock: FakeClock) -> None:
+    """Connecting, synchronising, exact; each said once."""
+    stream, seen = health(clock)
+    assert (stream.status.state, stream.status.reason) == ("connecting", "starting")
+    stream.connected()
+    stream.connected()
+    stream.synchronised(None)
+    stream.synchronised(None)
+    assert seen == ["connecting/synchronising", "exact/following"]
+
+
+@pytest.mark.parametrize(
+    ("happens", "status"),
+    [
+        (lambda stream: stream.disconnected(), "degraded/disconnected"),
+        (lambda stream: stream.incomplete(StreamReason.MALFORMED), "degraded/malformed"),
+        (lambda stream: stream.synchronised(StreamReason.PARTIAL_HISTORY), "degraded/partial_history"),
+        (lambda stream: stream.failed(), "degraded/failed"),
+    ],
+)
+def test_what_degrades_a_stream_is_its_reason(
+    clock: FakeClock, happens: Callable[[StreamHealth], None], status: str
+) -> None:
+    """And a synchronisation with nothing missing heals it."""
+    stream, seen = following(clock)
+    happens(stream)
+    assert seen == [status]
+    stream.connected()
+    stream.synchronised(None)
+    assert seen[-1] == "exact/following"
+
+
+def test_an_engine_that_prefills_without_a_word_is_silent(clock: FakeClock) -> None:
+    """Four blocks' worth and 30 s without an event: the index is not believed any more."""
+    stream, seen = following(clock)
+    stream.traffic(4 * 128)
+    clock.advance(29.9)
+    stream.traffic(128)
+    assert seen == []
+    clock.advance(0.1)
+    stream.traffic(128)
+    assert seen == ["approximate/silent"]
+
+
+def test_traffic_that_stores_no_block_proves_nothing(clock: FakeClock) -> None:
+    """Hits and short prompts publish nothing; three blocks are too few to judge."""
+    stream, seen = following(clock)
+    for _ in range(100):
+        stream.traffic(127)
+        stream.traffic(0)
+        clock.advance(10)
+    for _ in range(3):
+        stream.traffic(128)
+        clock.advance(100)
+    assert seen == []
+
+
+def test_a_word_ends_the_silence(clock: FakeClock) -> None:
+    """And the count starts anew."""
+    stream, seen = following(clock)
+    stream.traffic(4 * 128)
+    clock.advance(31)
+    stream.heard()
+    stream.traffic(128)
+    assert seen == []
+    stream.traffic(4 * 128)
+    clock.advance(31)
+    stream.traffic(128)
+    stream.heard()
+    assert seen == ["approximate/silent", "exact/following"]
+
+
+def test_silence_outweighs_everything_else(clock: FakeClock) -> None:
+    """Also where no connection ever came up: a wrong port is said, not waited for."""
+    stream, seen = health(clock)
+    stream.traffic(10_000)
+    clock.advance(31)
+    stream.traffic(10_000)
+    assert seen == ["approximate/silent"]
