@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
+from kvproxy.balancing.forecast import own_s
 from kvproxy.balancing.least import least
 from kvproxy.balancing.load import Features
 from kvproxy.balancing.policy import Candidate, Choice, Overlap, PickRequest
@@ -65,26 +66,17 @@ class KvAware:
             overlap = by_endpoint.get(endpoint, NOTHING_HELD)
             matched = min(overlap.device_tokens + overlap.lower_tokens, prompt)
             uncached = prompt - matched
-            own_s = request_s + uncached * (token_s + attention_s * (matched + 0.5 * uncached))
+            own = request_s + uncached * (token_s + attention_s * (matched + 0.5 * uncached))
             if hot > matched:
-                own_s *= 1.0 - saving * (hot - matched) / uncached
+                own *= 1.0 - saving * (hot - matched) / uncached
             if overlap.lower_tokens:
-                own_s += lower_s * min(overlap.lower_tokens, matched)
+                own += lower_s * min(overlap.lower_tokens, matched)
             slowness = speeds.slowness(endpoint, now)
-            cost = load.wait_s(seconds, slowness, now) + own_s * (slowness + kappa + stall * load.in_flight)
+            cost = load.wait_s(seconds, slowness, now) + own * (slowness + kappa + stall * load.in_flight)
             costs.append(cost / candidate.weight)
         index = least(costs, self._rng)
         self._count(request, candidates[index].id, len(candidates), now)
         return Choice(index, reason_of(request, candidates, index), costs)
-
-    def own_s(self, request: PickRequest, endpoint: EndpointId) -> float:
-        """Pooled prefill seconds this request would take on `endpoint`, once it begins."""
-        facts = request.facts
-        request_s, token_s, attention_s, lower_s = self.speeds.seconds
-        matched = facts.matched_tokens(endpoint)
-        uncached = facts.prompt_tokens - matched
-        lower = min(facts.by_endpoint.get(endpoint, NOTHING_HELD).lower_tokens, matched)
-        return request_s + uncached * (token_s + attention_s * (matched + 0.5 * uncached)) + lower * lower_s
 
     def observe_sample(self, endpoint: EndpointId, work: Features, busy_s: float, now: float) -> None:
         self.speeds.observe(endpoint, work, busy_s, now)
@@ -97,7 +89,7 @@ class KvAware:
 
     def _count(self, request: PickRequest, endpoint: EndpointId, endpoints: int, now: float) -> None:
         if self._settings.kappa is None:
-            self.utilisation.add(self.own_s(request, endpoint), endpoints, now)
+            self.utilisation.add(own_s(request.facts, endpoint, self.speeds), endpoints, now)
 
 
 def reason_of(request: PickRequest, candidates: Sequence[Candidate], index: int) -> str:

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
+from kvproxy.balancing.forecast import own_s
 from kvproxy.balancing.least import least
-from kvproxy.balancing.load import Features, features_of, seconds_of
-from kvproxy.balancing.policy import Candidate, Choice, Overlap, PickRequest
+from kvproxy.balancing.load import Features
+from kvproxy.balancing.policy import Candidate, Choice, PickRequest
 from kvproxy.balancing.speed import SpeedModel
 from kvproxy.types import EndpointId
-
-_NOTHING_HELD = Overlap(device_tokens=0)
 
 
 class LeastTtft:
@@ -27,14 +26,11 @@ class LeastTtft:
         self._rng = rng
 
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
-        facts, seconds = request.facts, self.speeds.seconds
-        costs = []
+        facts, speeds, costs = request.facts, self.speeds, []
         for candidate in candidates:
-            matched = facts.matched_tokens(candidate.id)
-            lower = min(facts.by_endpoint.get(candidate.id, _NOTHING_HELD).lower_tokens, matched)
-            own_s = seconds_of(features_of(facts.prompt_tokens - matched, matched, lower), seconds)
-            slowness = self.speeds.slowness(candidate.id, now)
-            costs.append((candidate.load.wait_s(seconds, slowness, now) + slowness * own_s) / candidate.weight)
+            slowness = speeds.slowness(candidate.id, now)
+            wait = candidate.load.wait_s(speeds.seconds, slowness, now)
+            costs.append((wait + slowness * own_s(facts, candidate.id, speeds)) / candidate.weight)
         return Choice(least(costs, self._rng), "lowest_cost", costs)
 
     def observe_sample(self, endpoint: EndpointId, work: Features, busy_s: float, now: float) -> None:

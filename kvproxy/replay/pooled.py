@@ -1,0 +1,185 @@
+"""The pooled-cache bound: N engines that share one cache of N times the size, routed by exact least work.
+
+No router can beat it without moving KV between engines: each engine holds whatever any of them computed, so that load
+is all there is to balance. Its saturated throughput is what "load 1.0" means.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+from kvproxy.balancing.least import least
+from kvproxy.balancing.load import Features, features_of, seconds_of
+from kvproxy.balancing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest
+from kvproxy.prefix.holding import Claim
+from kvproxy.replay.outcome import Outcome, percentile
+from kvproxy.replay.router import SimEndpoint, VirtualRouter
+from kvproxy.replay.settings import FleetSettings, Pace
+from kvproxy.replay.trace import Trace, Turn
+from kvproxy.replay.view import endpoint_id
+from kvproxy.replay.virtual_time import VirtualTime
+from kvproxy.simulator.engine import Engine
+from kvproxy.simulator.engine_io import FirstToken, SimRequest
+from kvproxy.simulator.kv_event import KvEvent
+from kvproxy.simulator.pooled_cache import PooledCache
+
+#: Sessions in flight must outnumber what the wanted rate needs by this much, or turns would wait for turns.
+_SESSION_RESERVE = 1.25
+_CALIBRATION_RUNS = 4
+_RATE_TOLERANCE = 0.02
+_WAITING_WHEN_FED = 2  # an engine with fewer requests waiting is fed, so that saturated engines never run dry
+
+
+class PooledFleet:
+    """Engines over one cache, and what a router over them knows: everything."""
+
+    def __init__(self, fleet: FleetSettings, block_size: int, *, duration_s: float = math.inf) -> None:
+        settings = [fleet.engine(block_size, index, duration_s) for index in range(fleet.instances)]
+        blocks = settings[0].capacity_blocks * fleet.instances
+        self._cache = PooledCache(blocks)
+        self._block_size = block_size
+        self._ids = [endpoint_id(index) for index in range(fleet.instances)]
+        self.endpoints = [
+            SimEndpoint(self._ids[index], index, Engine(replace(each, capacity_blocks=blocks), cache=self._cache))
+            for index, each in enumerate(settings)
+        ]
+
+    def cached_tokens(self, turn: Turn) -> int:
+        """Leading tokens the pool holds."""
+        limit = (turn.prompt_tokens - 1) // self._block_size
+        return self._block_size * self._cache.match(turn.blocks, limit)
+
+    def facts(self, turn: Turn) -> OverlapFacts:
+        """The same for every engine."""
+        overlap = Overlap(self.cached_tokens(turn))
+        return OverlapFacts(turn.prompt_tokens, dict.fromkeys(self._ids, overlap))
+
+    def routed(self, endpoint: int, turn: Turn) -> Claim:
+        """Nothing to claim: the cache itself is asked."""
+        return Claim(self._ids[endpoint], turn.blocks, 0, 0, None)
+
+    def settled(self, endpoint: int, turn: Turn, claim: Claim, *, predicted: int, cached: int) -> None:
+        """Nothing to learn."""
+
+    def observe(self, endpoint: int, events: Sequence[KvEvent]) -> None:
+        """Nothing to learn."""
+
+
+class ExactLeastWork:
+    """Least wait and own time by the engines' true speeds."""
+
+    def __init__(self, fleet: FleetSettings, *, rng: Random) -> None:
+        self.seconds = true_seconds(fleet)
+        self._slowness = {endpoint_id(index): factor for index, factor in enumerate(fleet.slowness)}
+        self._rng = rng
+
+    def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
+        """Among equals the smaller batch: it decodes, and so prefills, faster."""
+        facts, costs = request.facts, []
+        for candidate in candidates:
+            slowness = self._slowness.get(candidate.id, 1.0)
+            matched = facts.matched_tokens(candidate.id)
+            own_s = seconds_of(features_of(facts.prompt_tokens - matched, matched), self.seconds)
+            wait_s = candidate.load.wait_s(self.seconds, slowness, now)
+            costs.append(wait_s + slowness * own_s * (1.0 + 0.05 * candidate.load.in_flight))
+        return Choice(least(costs, self._rng), "exact", costs)
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A trace paced to a load, and what the pooled cache makes of it."""
+
+    trace: Trace
+    pace: Pace
+    capacity_per_s: float  # requests a second that are load 1.0
+    ttft_mean_s: float
+    ttft_p99_s: float
+    hit_rate: float
+
+
+def true_seconds(fleet: FleetSettings) -> Features:
+    """Seconds for one unit of each feature on an average engine; a decode step accompanies each prefill."""
+    timing = fleet.timing
+    token_s = 1 / timing.prefill_tokens_per_s
+    return (timing.prefill_step_s + timing.decode_step_s, token_s, token_s / timing.quadratic_tokens, 0.0)
+
+
+def saturated_throughput(trace: Trace, fleet: FleetSettings) -> float:
+    """Requests a second when there is always one more: first tokens of the whole trace over the time they took."""
+    pool = PooledFleet(fleet, trace.block_size)
+    seconds = true_seconds(fleet)
+    engines = [endpoint.engine for endpoint in pool.endpoints]
+    turns = [turn for _, turn in reversed(trace.turns_in_nominal_order(service_s=5.0))]
+    pending_s = [0.0] * len(engines)
+    placed: dict[str, tuple[int, float]] = {}
+    now = 0.0
+    while turns or placed:
+        while turns:
+            index = min(range(len(engines)), key=lambda i: (engines[i].load.waiting, pending_s[i]))
+            if engines[index].load.waiting >= _WAITING_WHEN_FED:
+                break
+            turn = turns.pop()
+            cached = pool.cached_tokens(turn)
+            own_s = seconds_of(features_of(turn.prompt_tokens - cached, cached), seconds)
+            name = str(len(turns))
+            placed[name] = (index, own_s)
+            pending_s[index] += own_s
+            engines[index].submit(SimRequest(name, turn.blocks, turn.prompt_tokens, turn.output_tokens), now)
+        now, index = min((at, i) for i, engine in enumerate(engines) if (at := engine.next_event_at()) is not None)
+        for output in engines[index].advance(now):
+            if isinstance(output, FirstToken):
+                where, own_s = placed.pop(output.request_id)
+                pending_s[where] -= own_s
+    return trace.requests / now
+
+
+def paced_bound(trace: Trace, fleet: FleetSettings, load: float, *, closed_loop: bool = True) -> Bound:
+    """Paces the trace to `load` and plays it on the pool.
+
+    A closed loop is adjusted until the pool's arrivals are right; sessions are cloned where too few would be under way.
+    """
+    capacity = saturated_throughput(trace, fleet)
+    wanted = load * capacity
+    closed_loop = closed_loop and trace.has_sessions
+    if closed_loop:
+        trace = trace.cloned(_copies_for(trace, wanted))
+    pace = Pace(_first_scale(trace, wanted), closed_loop)
+    for _ in range(_CALIBRATION_RUNS):
+        outcomes = play_on_pool(trace, pace, fleet)
+        rate = offered_rate(outcomes) if trace.has_sessions else wanted
+        if abs(rate / wanted - 1.0) < _RATE_TOLERANCE:
+            break
+        pace = replace(pace, scale=pace.scale * max(0.25, min(4.0, rate / wanted)))
+    ttft = sorted(each.first_token_at - each.arrived_at for each in outcomes if each.first_token_at is not None)
+    hit = sum(each.cached_tokens for each in outcomes) / sum(each.prompt_tokens for each in outcomes)
+    return Bound(trace, pace, capacity, sum(ttft) / len(ttft), percentile(ttft, 0.99), hit)
+
+
+def play_on_pool(trace: Trace, pace: Pace, fleet: FleetSettings) -> Sequence[Outcome]:
+    """One run of the pool."""
+    pool = PooledFleet(fleet, trace.block_size, duration_s=pace.duration_s(trace))
+    router = VirtualRouter(pool.endpoints, ExactLeastWork(fleet, rng=Random(1)), pool)
+    return VirtualTime(trace, pace, router, pool).run()
+
+
+def offered_rate(outcomes: Sequence[Outcome]) -> float:
+    """Arrivals a second between the first tenth and the last fifth, where sessions neither start up nor run out."""
+    arrivals = sorted(outcome.arrived_at for outcome in outcomes)
+    first, last = len(arrivals) // 10, len(arrivals) * 8 // 10
+    span = arrivals[last] - arrivals[first] if arrivals else 0.0
+    return (last - first) / span if span > 0.0 else 0.0
+
+
+def _first_scale(trace: Trace, wanted: float) -> float:
+    span = trace.sessions[-1].start_s
+    return (trace.requests - 1) / wanted / span if span > 0.0 and trace.requests > 1 else 1.0
+
+
+def _copies_for(trace: Trace, wanted: float) -> int:
+    """So many that the sessions under way at once can produce the wanted rate."""
+    length_s = sum(turn.delay_s + 2.5 for session in trace.sessions for turn in session.turns) / len(trace.sessions)
+    turns = trace.requests / len(trace.sessions)
+    return math.ceil(_SESSION_RESERVE * wanted / turns * length_s / len(trace.sessions))

@@ -1,0 +1,120 @@
+"""The router of a replay: a policy over load ledgers and a view of the caches, with or without the router queue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvproxy.balancing.forecast import Forecaster, least_own_s, least_wait_s
+from kvproxy.balancing.load import EndpointLoad, Reservation
+from kvproxy.balancing.policy import Learner, PickRequest, Policy
+from kvproxy.balancing.queue import QueueSettings, RouterQueue
+from kvproxy.prefix.holding import Claim
+from kvproxy.replay.outcome import Outcome
+from kvproxy.replay.trace import Turn
+from kvproxy.replay.view import CacheView
+from kvproxy.simulator.engine import Engine
+from kvproxy.types import EndpointId
+
+
+@dataclass(slots=True, eq=False)
+class SimEndpoint:
+    """A simulated engine as the router's candidate."""
+
+    id: EndpointId
+    index: int
+    engine: Engine
+    load: EndpointLoad = field(default_factory=EndpointLoad)
+    weight: float = 1.0
+    due: float | None = None  # when the engine is to be advanced
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """One request on its way."""
+
+    session: int
+    number: int  # of its turn
+    turn: Turn
+    outcome: Outcome
+    name: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Placement:
+    """Where a request went, and what was expected there."""
+
+    request: LiveRequest
+    endpoint: SimEndpoint
+    reservation: Reservation
+    claim: Claim
+
+
+class VirtualRouter:
+    """Decides and counts as the proxy does, and learns from the same signals."""
+
+    def __init__(
+        self, endpoints: Sequence[SimEndpoint], policy: Policy, view: CacheView, *, queue: QueueSettings | None = None
+    ) -> None:
+        self._endpoints = endpoints
+        self._policy = policy
+        self._view = view
+        self._learner = policy if isinstance(policy, Learner) else None
+        self._queue: RouterQueue[LiveRequest] = RouterQueue(QueueSettings(limit=0) if queue is None else queue)
+        self._speeds = policy.speeds if queue is not None and isinstance(policy, Forecaster) else None
+        if self._learner is not None:
+            for endpoint in endpoints:
+                endpoint.load.on_sample = partial(self._learner.observe_sample, endpoint.id)
+
+    def arrive(self, request: LiveRequest, now: float) -> Placement | None:
+        """Places a request, or queues it (None). With the queue full it is placed at once, unlike in the proxy, which
+        refuses it: figures of policies that refuse different requests could not be compared."""
+        if self._speeds is None or self._queue.admits(self._least_wait_s(now)):
+            return self._place(request, now)
+        own_s = least_own_s(self._view.facts(request.turn), self._endpoints, self._speeds)
+        if self._queue.offer(request, own_s, now) is None:
+            return self._place(request, now)
+        return None
+
+    def release(self, now: float) -> Placement | None:
+        """Places the next queued request whose time has come; call until None."""
+        if not len(self._queue):
+            return None
+        ticket = self._queue.poll(self._least_wait_s(now), now)
+        return None if ticket is None else self._place(ticket.item, now)
+
+    def next_release_at(self, now: float) -> float | None:
+        """When `release` may have something although no load changes."""
+        return self._queue.next_poll_at(self._least_wait_s(now), now) if len(self._queue) else None
+
+    def first_token(self, placement: Placement, now: float) -> None:
+        """The response began."""
+        placement.endpoint.load.first_token(placement.reservation, now)
+
+    def finished(self, placement: Placement, now: float) -> None:
+        """The response ended, with its usage."""
+        endpoint, outcome = placement.endpoint, placement.request.outcome
+        endpoint.load.release(placement.reservation, now)
+        predicted, cached = outcome.predicted_tokens, outcome.cached_tokens
+        self._view.settled(endpoint.index, placement.request.turn, placement.claim, predicted=predicted, cached=cached)
+        if self._learner is not None:
+            self._learner.observe_reuse(endpoint.id, predicted, cached, now)
+
+    def _place(self, request: LiveRequest, now: float) -> Placement:
+        turn = request.turn
+        facts = self._view.facts(turn)
+        pick = PickRequest(
+            session_key=str(request.session),
+            facts=facts,
+            prompt_head=turn.blocks[0].to_bytes(8, "little") if turn.blocks else b"",
+        )
+        endpoint = self._endpoints[self._policy.choose(pick, self._endpoints, now).index]
+        matched = facts.matched_tokens(endpoint.id)
+        request.outcome.endpoint = endpoint.index
+        request.outcome.predicted_tokens = matched
+        reservation = endpoint.load.reserve(turn.prompt_tokens - matched, matched, now)
+        return Placement(request, endpoint, reservation, self._view.routed(endpoint.index, turn))
+
+    def _least_wait_s(self, now: float) -> float:
+        return 0.0 if self._speeds is None else least_wait_s(self._endpoints, self._speeds, now)

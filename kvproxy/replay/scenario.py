@@ -1,0 +1,90 @@
+"""One run of one policy on a paced trace: the fleet, the router's view, the policy as the proxy would build it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from kvproxy.balancing.kv_aware import KvAware
+from kvproxy.balancing.least_ttft import LeastTtft
+from kvproxy.balancing.policy import Policy
+from kvproxy.balancing.queue import QueueSettings
+from kvproxy.balancing.registry import POLICIES
+from kvproxy.balancing.speed import SpeedModel, SpeedPriors
+from kvproxy.config.schema import Cluster, PolicyName
+from kvproxy.errors import KvproxyError
+from kvproxy.replay.outcome import Outcome
+from kvproxy.replay.router import SimEndpoint, VirtualRouter
+from kvproxy.replay.settings import FleetSettings, Pace
+from kvproxy.replay.trace import Trace
+from kvproxy.replay.view import IndexView, endpoint_id
+from kvproxy.replay.virtual_time import VirtualTime
+from kvproxy.simulator.engine import Engine
+
+#: Behind a policy's name: with the router queue in front of it.
+QUEUE_SUFFIX = "+queue"
+
+#: Policies the router queue can stand before: those that know how long a prefill takes.
+QUEUEING = frozenset({PolicyName.KV_AWARE, PolicyName.LEAST_TTFT})
+
+
+class UnknownPolicy(KvproxyError):
+    """No policy of this name, or none the queue can stand before."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySpec:
+    """What to run: a policy of the configuration, with or without the router queue."""
+
+    name: PolicyName
+    queue: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> PolicySpec:
+        """From `kv_aware` or `kv_aware+queue`."""
+        name, queue = text.strip().removesuffix(QUEUE_SUFFIX), text.strip().endswith(QUEUE_SUFFIX)
+        if name not in PolicyName.__members__.values():
+            raise UnknownPolicy(f"no policy {name!r}; known: {', '.join(PolicyName)}")
+        if queue and name not in QUEUEING:
+            raise UnknownPolicy(
+                f"{name} does not know how long a prefill takes; the queue needs kv_aware or least_ttft"
+            )
+        return cls(PolicyName(name), queue)
+
+    def __str__(self) -> str:
+        return self.name.value + (QUEUE_SUFFIX if self.queue else "")
+
+    def make(self, *, rng: Random, prior_factor: float) -> Policy:
+        """A fresh policy; learned speeds start from priors wrong by `prior_factor`."""
+        priors = SpeedPriors()
+        priors = SpeedPriors(
+            priors.request_s / prior_factor, priors.tokens_per_s * prior_factor, priors.quadratic_tokens
+        )
+        if self.name is PolicyName.KV_AWARE:
+            return KvAware(rng=rng, speeds=SpeedModel(priors))
+        if self.name is PolicyName.LEAST_TTFT:
+            return LeastTtft(rng=rng, speeds=SpeedModel(priors))
+        return POLICIES[self.name](rng, Cluster(policy=self.name))
+
+
+def play(
+    trace: Trace,
+    pace: Pace,
+    fleet: FleetSettings,
+    spec: PolicySpec,
+    *,
+    seed: int = 1,
+    prior_factor: float = 1.0,
+    progress: Callable[[int], None] = lambda finished: None,
+) -> Sequence[Outcome]:
+    """Every request of the trace, as its client saw it."""
+    duration_s = pace.duration_s(trace)
+    endpoints = [
+        SimEndpoint(endpoint_id(index), index, Engine(fleet.engine(trace.block_size, index, duration_s)))
+        for index in range(fleet.instances)
+    ]
+    view = IndexView(fleet, trace.block_size, rng=Random(seed + 1))
+    policy = spec.make(rng=Random(seed), prior_factor=prior_factor)
+    router = VirtualRouter(endpoints, policy, view, queue=QueueSettings(limit=100_000) if spec.queue else None)
+    return VirtualTime(trace, pace, router, view, index_delay_s=fleet.index_delay_s, progress=progress).run()

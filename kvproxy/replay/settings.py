@@ -1,0 +1,71 @@
+"""What one replay runs with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from kvproxy.replay.trace import Trace
+from kvproxy.simulator.engine_io import EngineSettings
+from kvproxy.simulator.timing import EngineTiming
+
+
+class IndexMode(StrEnum):
+    """What the router knows about caches."""
+
+    EVENTS = "events"  # KV events of the engines, and what it routed itself
+    APPROXIMATE = "approximate"  # only what it routed itself
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSettings:
+    """The simulated engines and what the router sees of them."""
+
+    instances: int = 8
+    capacity_tokens: int = 819_200  # of each engine's cache
+    timing: EngineTiming = field(default_factory=EngineTiming)
+    slowness: tuple[float, ...] = ()  # of the first endpoints; the others are at 1
+    slow_middle: float = 1.0  # the first endpoint's slowness during the middle third of the run
+    index: IndexMode = IndexMode.EVENTS
+    index_delay_s: float = 0.0
+    index_capacity: float = 1.0  # what the approximate index believes of the true capacity
+    wrong_share: float = 0.0  # of predictions that claim a prefix the endpoint does not hold
+
+    def engine(self, block_size: int, index: int, duration_s: float) -> EngineSettings:
+        """Settings of one engine; the trace's blocks are the engine's."""
+        timing = replace(self.timing, slowness=self.slowness[index] if index < len(self.slowness) else 1.0)
+        if index == 0 and self.slow_middle != 1.0:
+            third = duration_s / 3
+            timing = replace(timing, slowness_changes=((third, self.slow_middle), (2 * third, timing.slowness)))
+        return EngineSettings(
+            capacity_blocks=self.capacity_tokens // block_size,
+            block_size=block_size,
+            timing=timing,
+            kv_events=self.index is IndexMode.EVENTS,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast a trace is played: `scale` multiplies the times at which sessions start; within a session delays stay
+    what they are. Closed loop starts a turn after the end of the one before it, open loop as if each took `service_s`.
+    """
+
+    scale: float = 1.0
+    closed_loop: bool = True
+    service_s: float = 5.0
+
+    def duration_s(self, trace: Trace) -> float:
+        """About when the last request comes."""
+        return max(at for at, _, _ in replace(self, closed_loop=False).arrivals(trace))
+
+    def arrivals(self, trace: Trace) -> list[tuple[float, int, int]]:
+        """Open-loop (time, session, turn) of every request, or of every session's first."""
+        arrivals = []
+        for number, session in enumerate(trace.sessions):
+            at = session.start_s * self.scale
+            for turn_number, turn in enumerate(session.turns[: 1 if self.closed_loop else None]):
+                at += turn.delay_s
+                arrivals.append((at, number, turn_number))
+                at += self.service_s
+        return arrivals

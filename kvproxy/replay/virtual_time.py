@@ -1,0 +1,148 @@
+"""A trace through a router and simulated engines, in virtual time.
+
+The router sees only what a proxy sees: requests, first tokens, ends, the cached tokens each response reports, and (late
+if asked) the engines' KV events.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Any
+
+from kvproxy.replay.outcome import Outcome
+from kvproxy.replay.router import LiveRequest, Placement, SimEndpoint, VirtualRouter
+from kvproxy.replay.settings import Pace
+from kvproxy.replay.trace import Trace
+from kvproxy.replay.view import CacheView
+from kvproxy.simulator.engine_io import CacheChanged, Finished, FirstToken, Rejected, SimRequest
+
+#: A timer of the router queue is never set closer than this: waits shrink continuously, and asking costs.
+_QUEUE_TICK_S = 0.002
+
+
+class _Kind(IntEnum):
+    ARRIVAL = 0
+    ENGINE = 1
+    INDEX = 2
+    QUEUE = 3
+
+
+class VirtualTime:
+    """One run. `progress` is called with the number of finished requests."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        pace: Pace,
+        router: VirtualRouter,
+        view: CacheView,
+        *,
+        index_delay_s: float = 0.0,
+        progress: Callable[[int], None] = lambda finished: None,
+    ) -> None:
+        self._trace = trace
+        self._pace = pace
+        self._router = router
+        self._view = view
+        self._index_delay_s = index_delay_s
+        self._progress = progress
+        self._events: list[tuple[float, int, _Kind, Any]] = []
+        self._count = 0
+        self._placed: dict[str, Placement] = {}
+        self._outcomes: list[Outcome] = []
+        self._finished = 0
+        self._queue_due = 0.0
+
+    def run(self) -> Sequence[Outcome]:
+        """Plays the whole trace; outcomes in order of arrival."""
+        for at, session, number in self._pace.arrivals(self._trace):
+            self._push(at, _Kind.ARRIVAL, (session, number))
+        events = self._events
+        while events:
+            now, _, kind, what = heapq.heappop(events)
+            if kind is _Kind.ENGINE:
+                self._advance(what, now)
+            elif kind is _Kind.ARRIVAL:
+                self._arrive(what, now)
+            elif kind is _Kind.INDEX:
+                endpoint, changes = what
+                self._view.observe(endpoint, changes)
+            elif self._queue_due == now:
+                self._release(now)
+        return self._outcomes
+
+    def _push(self, at: float, kind: _Kind, what: Any) -> None:
+        self._count += 1
+        heapq.heappush(self._events, (at, self._count, kind, what))
+
+    def _arrive(self, turn_of_session: tuple[int, int], now: float) -> None:
+        session, number = turn_of_session
+        turn = self._trace.sessions[session].turns[number]
+        request = LiveRequest(session, number, turn, Outcome(now, turn.prompt_tokens), name=str(len(self._outcomes)))
+        self._outcomes.append(request.outcome)
+        placement = self._router.arrive(request, now)
+        if placement is None:
+            self._set_queue_timer(now)
+        else:
+            self._submit(placement, now)
+
+    def _submit(self, placement: Placement, now: float) -> None:
+        request, endpoint = placement.request, placement.endpoint
+        self._placed[request.name] = placement
+        turn = request.turn
+        endpoint.engine.submit(SimRequest(request.name, turn.blocks, turn.prompt_tokens, turn.output_tokens), now)
+        self._wake(endpoint)
+
+    def _wake(self, endpoint: SimEndpoint) -> None:
+        due = endpoint.engine.next_event_at()
+        if due is not None and due != endpoint.due:
+            endpoint.due = due
+            self._push(due, _Kind.ENGINE, endpoint)
+
+    def _advance(self, endpoint: SimEndpoint, now: float) -> None:
+        if endpoint.due != now:
+            return  # an arrival since moved the engine's next event
+        endpoint.due = None
+        for output in endpoint.engine.advance(now):
+            if isinstance(output, CacheChanged):
+                self._publish(endpoint, output, now)
+            elif isinstance(output, FirstToken):
+                placement = self._placed[output.request_id]
+                placement.request.outcome.first_token_at = now
+                placement.request.outcome.cached_tokens = output.cached_tokens
+                self._router.first_token(placement, now)
+            elif isinstance(output, Finished | Rejected):
+                self._finish(self._placed.pop(output.request_id), now)
+        self._wake(endpoint)
+        self._release(now)
+
+    def _publish(self, endpoint: SimEndpoint, changed: CacheChanged, now: float) -> None:
+        if self._index_delay_s:
+            self._push(now + self._index_delay_s, _Kind.INDEX, (endpoint.index, changed.events))
+        else:
+            self._view.observe(endpoint.index, changed.events)
+
+    def _finish(self, placement: Placement, now: float) -> None:
+        request = placement.request
+        if request.outcome.first_token_at is not None:
+            request.outcome.finished_at = now
+        self._router.finished(placement, now)
+        self._finished += 1
+        self._progress(self._finished)
+        turns = self._trace.sessions[request.session].turns
+        if self._pace.closed_loop and request.number + 1 < len(turns):
+            following = request.number + 1
+            self._push(now + turns[following].delay_s, _Kind.ARRIVAL, (request.session, following))
+
+    def _release(self, now: float) -> None:
+        while (placement := self._router.release(now)) is not None:
+            self._submit(placement, now)
+        self._set_queue_timer(now)
+
+    def _set_queue_timer(self, now: float) -> None:
+        at = self._router.next_release_at(now)
+        if at is not None and not now < self._queue_due <= at:
+            self._queue_due = max(at, now + _QUEUE_TICK_S)
+            self._push(self._queue_due, _Kind.QUEUE, None)
