@@ -269,7 +269,6 @@ class ApproximateIndex:
         steps = 0
         while steps < runs and (surplus := holding.blocks - holding.capacity) > 0:
             run = holding.oldest()
-            assert run is not None
             steps += 1
             if len(run.hashes) <= surplus:
                 self._drop(holding, run)

@@ -57,10 +57,15 @@ def _key_bytes(key: object) -> bytes:
 
 def token_bytes(tokens: array[int]) -> bytes:
     """u32 little-endian bytes of an `array('I')`."""
-    if sys.byteorder == "big":
-        tokens = tokens[:]
-        tokens.byteswap()
-    return tokens.tobytes()
+    return little_endian(tokens).tobytes()
+
+
+def little_endian(values: array[int]) -> array[int]:
+    """The array itself, or a swapped copy where the machine is big-endian (and the other way round)."""
+    if sys.byteorder == "big":  # pragma: no cover
+        values = values[:]
+        values.byteswap()
+    return values
 
 
 def token_blocks(tokens: array[int], block_size: int, seed: int) -> array[int]:

@@ -67,15 +67,12 @@ class Holding:
         if claims is not None:
             self.claims[head] = set(claims)
 
-    def oldest(self) -> Run | None:
-        """The run to evict next; nothing below it is held."""
-        while self._records:
-            run = self._tip(self._front, self._records[0])
-            if run is not None:
-                return run
+    def oldest(self) -> Run:
+        """The run to evict next; nothing below it is held. Only while anything is held."""
+        while (run := self._tip(self._front, self._records[0])) is None:
             self._records.popleft()
             self._front += 1
-        return None
+        return run
 
     def tips(self) -> list[Run]:
         """Confirmed ends of touched paths, oldest first."""

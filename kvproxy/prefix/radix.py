@@ -7,7 +7,7 @@ hashes mean equal runs.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 
@@ -37,9 +37,6 @@ class RadixTree(Generic[N]):
 
     def __len__(self) -> int:
         return len(self._by_first)
-
-    def __iter__(self) -> Iterator[N]:
-        return iter(self._by_first.values())
 
     def walk(self, hashes: array[int]) -> tuple[list[N], int, N | None, int]:
         """Nodes wholly on the path, blocks they cover, and a node matched in part with its number of matched blocks."""

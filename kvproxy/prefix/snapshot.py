@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from kvproxy.prefix.approximate import ApproximateIndex
+from kvproxy.prefix.hashing import little_endian
 from kvproxy.prefix.holding import Run
 from kvproxy.types import EndpointId
 
@@ -78,7 +78,7 @@ class _Writer:
         self._left -= cost
         number = -1 if at is None else self._number[at]
         for each in reversed(path):
-            self.runs.append(_RunRecord(number, _little_endian(each.hashes).tobytes()))
+            self.runs.append(_RunRecord(number, little_endian(each.hashes).tobytes()))
             number = self._number[each] = len(self.runs) - 1
         return number
 
@@ -148,7 +148,7 @@ def _hashes(snapshot: _Snapshot, number: int) -> array[int]:
         raise ValueError("run out of order")
     hashes = array("Q")
     hashes.frombytes(record.hashes)
-    return _little_endian(hashes)
+    return little_endian(hashes)
 
 
 def _check_paths(snapshot: _Snapshot) -> None:
@@ -163,10 +163,3 @@ def _path(snapshot: _Snapshot, runs: list[array[int]], number: int) -> array[int
         parts.append(runs[number])
         number = snapshot.runs[number].parent
     return array("Q", b"".join(part.tobytes() for part in reversed(parts)))
-
-
-def _little_endian(hashes: array[int]) -> array[int]:
-    if sys.byteorder == "big":
-        hashes = hashes[:]
-        hashes.byteswap()
-    return hashes

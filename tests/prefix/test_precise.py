@@ -244,6 +244,19 @@ def test_two_names_of_one_block_are_two_copies() -> None:
         assert device(index) == {A: left}
 
 
+def test_a_block_told_below_another_copy_hangs_there() -> None:
+    """Which copy is removed first decides whether there is a gap."""
+    index = PreciseIndex()
+    index.apply(A, 0, [stored(PATH, engine=1), stored(PATH[:2], engine=2)])
+    index.apply(A, 0, [stored(PATH, 2, engine=1, parent=engine_hash(PATH[:2], 2))])
+    index.apply(A, 0, [removed(PATH[:2], engine=1)])
+    assert device(index) == {A: 8}
+    index.apply(A, 0, [removed(PATH[:2], engine=2)])
+    assert device(index) == {A: 2}
+    index.apply(A, 0, [stored(PATH[:2], 1, engine=2)])
+    assert device(index) == {A: 8}
+
+
 def test_a_name_given_to_another_block_is_that_block() -> None:
     """Names are 64 bits at most: on a clash the later store is right, and what hung below stays a gap away."""
     index = PreciseIndex()
