@@ -62,10 +62,8 @@ def load_mapping(
 
 def from_endpoints(endpoints: Sequence[str], *, host: str, port: int, policy: str | None = None) -> Config:
     """The configuration that `--endpoint [id=]url` options stand for, taken literally (no `${VAR}`)."""
-    config, problems = decode_native(
-        mapping_of(endpoints, host=host, port=port, policy=policy), extra_filters=NO_EXTRA_FILTERS
-    )
-    return _usable((config, problems))
+    raw = mapping_of(endpoints, host=host, port=port, policy=policy)
+    return _usable(decode_native(raw, extra_filters=NO_EXTRA_FILTERS))
 
 
 def check_file(
@@ -129,6 +127,7 @@ def check_mapping(
 
 def _usable(checked: Checked) -> Config:
     config, problems = checked
-    if config is None:
-        raise ConfigError([problem for problem in problems if problem.severity == "error"])
+    errors = [problem for problem in problems if problem.severity == "error"]
+    if config is None or errors:
+        raise ConfigError(errors)
     return config

@@ -19,7 +19,7 @@ from kvproxy.config.values import parse_duration_s, parse_size_bytes
 
 _INTRODUCTION = f"""# Configuration reference
 
-Generated from the schema (`make config-reference`); do not edit by hand.
+Generated from the schema by `python -m kvproxy.config.reference`; do not edit by hand.
 
 A file is YAML (or JSON). The shortest one names the engines:
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +19,8 @@ from kvproxy.config.paths import Origins, Path, dotted
 from kvproxy.errors import Problem
 
 _FALSE = {"false", "off", "no"}
+_NOT_IN_IDS = re.compile(r"[^A-Za-z0-9._:-]")
+_MAX_ID = 120
 
 
 @dataclass(slots=True)
@@ -142,13 +145,16 @@ def endpoint_of(text: str) -> dict[str, str]:
 
 
 def id_of(url: str) -> str:
-    """`host:port` of a url, without credentials; IPv6 without brackets and with a leading digit (`0::1:8000`)."""
+    """`host:port` of a url, without credentials; IPv6 without brackets and with a leading digit (`0::1:8000`).
+
+    A url without a host gets a name all the same: that it has none is said once, about the url.
+    """
     try:
         netloc = urlsplit(url.strip() if "://" in url else f"//{url.strip()}").netloc.rpartition("@")[2]
     except ValueError:
-        return ""
-    name = netloc.replace("[", "").replace("]", "")
-    return f"0{name}" if name.startswith(":") else name
+        netloc = ""
+    name = _NOT_IN_IDS.sub("", netloc)[:_MAX_ID] or "endpoint"
+    return name if name[0].isalnum() else f"0{name}"
 
 
 def mapping_of(endpoints: Sequence[str], *, host: str, port: int, policy: str | None) -> dict[str, Any]:

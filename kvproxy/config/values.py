@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,7 +56,7 @@ def parse_size_bytes(value: Any) -> int:
         factor = _BINARY_UNITS[unit[0]] if unit.endswith("i") and len(unit) == 2 else _SIZE_UNITS.get(unit, 0)
         if not factor:
             raise ValueError(f"unknown size unit in {value!r}")
-        size = int(float(match[1]) * factor)
+        size = int(Decimal(match[1]) * factor)
     if size < 0:
         raise ValueError("a size is not negative")
     return size

@@ -55,9 +55,11 @@ def translate_chain(translation: Translation, manager: ConnectionManager, at: Pa
 
 
 def _nearest(name: str) -> str:
-    close = _NEAREST.get(name) or closest(name, [_KVCACHE, _PROXY, _TOKENIZER])
-    close = close or closest(name.rpartition(".")[2], FILTER_SETTINGS)
-    return f"nearest: {close}" if close else ""
+    """By the last part of the name; the beginnings are all alike."""
+    known = {full.rpartition(".")[2]: full for full in (*FILTER_SETTINGS, _KVCACHE, _PROXY, _TOKENIZER)}
+    close = closest(name.rpartition(".")[2], known)
+    meant = _NEAREST.get(name) or (known[close] if close else "")
+    return f"nearest: {meant}" if meant else ""
 
 
 def _routes(translation: Translation, routes: list[PixiuRoute], at: Path) -> None:

@@ -86,18 +86,19 @@ def _listeners(translation: Translation, resources: Resources, at: Path) -> str:
             (*here, "protocol_type"), "only HTTP listeners are supported", "the native `listen.tls` serves https"
         )
     _address(translation, listener, here)
-    manager_at: Path = (*here, "filter_chains", "filters")
-    manager = None
+    filters_at: Path = (*here, "filter_chains", "filters")
+    managers: list[tuple[ConnectionManager, Path]] = []
     for index, item in enumerate(listener.filter_chains.filters):
-        if item.name != _MANAGER:
-            translation.unsupported((*manager_at, index, "name"), "not an HTTP filter chain", f"known: {_MANAGER}")
-        elif manager is None:
-            manager_at = (*manager_at, index, "config")
+        if item.name == _MANAGER and not managers:
+            manager_at: Path = (*filters_at, index, "config")
             manager = translation.decode(ConnectionManager, item.config, manager_at)
-    if manager is None:
-        translation.error((*here, "filter_chains", "filters"), f"no {_MANAGER}")
+            managers.append((manager or ConnectionManager(), manager_at))
+        else:
+            translation.unsupported((*filters_at, index, "name"), "not the one HTTP filter chain", f"known: {_MANAGER}")
+    if not managers:
+        translation.error(filters_at, f"no {_MANAGER}")
         return "http"
-    return translate_chain(translation, manager, manager_at, has_clusters=bool(resources.clusters))
+    return translate_chain(translation, *managers[0], has_clusters=bool(resources.clusters))
 
 
 def _address(translation: Translation, listener: PixiuListener, here: Path) -> None:

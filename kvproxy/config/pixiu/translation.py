@@ -41,8 +41,9 @@ class Translation:
         self.form.add(Problem(dotted(at), message, hint, "warning"))
 
     def error(self, at: Path, message: str, hint: str = "") -> None:
-        """Cannot be used."""
-        self.form.complain(at, message, hint)
+        """Cannot be used; said once where the value was already found to be wrong."""
+        if all(problem.path != dotted(at) for problem in self.form.problems):
+            self.form.complain(at, message, hint)
 
     def unsupported(self, at: Path, message: str, hint: str = "") -> None:
         """Pixiu has it, we do not."""

@@ -1,0 +1,135 @@
+"""One run names every planted error, whatever stage it belongs to, and shows no secret."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvproxy.config.load import check_file, check_text, load_file
+from kvproxy.errors import ConfigError
+
+PLANTED = """
+listen: 127.0.0.1:99999
+admin: 0.0.0.0:8889
+polcy: random
+health: {interval: 0, unhealthy_threshold: many}
+endpoints:
+  a: http://user:topsecret@h:1
+  b: {url: http://h:2, wieght: 3, weight: -1}
+  c: {weight: 1}
+  d: {url: "${NOT_SET}"}
+  e: http://h:2
+timeouts: {connect: 5 minutes, idle: "${SECRET}"}
+limits: {body: 8 furlongs}
+log: {level: inof}
+filters:
+  - acces_log
+  - kvcache:
+      hot_max_records: 1
+      token_cache: {ttl: x}
+      cache_strategy: {enable_pinning: true, pin_instance_id: zz, load_threshold: 2}
+  - inference_request
+  - router
+  - auth: {keys: [{name: a, key: ""}], fil: topsecret}
+  - {two: 1, keys: 2}
+routes:
+  - {cluster: nowhere}
+  - {cluster: default, model: x}
+  - {cluster: default, upstream_model: y}
+shutdown: 5
+log: {level: inof}
+"""
+
+EXPECTED = [
+    "line 30, column 1: duplicate key 'log'",
+    "endpoints.d.url: environment variable NOT_SET is not set",
+    "listen: expected host:port, :port, [ipv6]:port or a port number up to 65535",
+    "filters[5]: must be a filter's name, or one `name: {settings}`",
+    "health.unhealthy_threshold: must be a valid integer, unable to parse string as an integer",
+    "endpoints.b.weight: must be greater than 0",
+    "endpoints.b.wieght: unknown key (did you mean 'weight'?)",
+    "endpoints.c.url: required",
+    "timeouts.connect: expected a duration like 50ms, 2s or 5m, not '5 minutes'",
+    "timeouts.idle: expected a duration like 50ms, 2s or 5m, not (a value from the environment)",
+    "limits.body: expected a size like 64KiB or 8MiB, not '8 furlongs'",
+    "log.level: must be 'debug', 'info', 'warning' or 'error' (did you mean 'info'?)",
+    "shutdown: must be a mapping of settings",
+    "polcy: unknown key (did you mean 'policy'?)",
+    "filters[0]: unknown filter 'acces_log' (did you mean 'access_log'?)",
+    "filters[1].kvcache.token_cache.ttl: expected a duration like 50ms, 2s or 5m, not 'x'",
+    "filters[1].kvcache.cache_strategy.load_threshold: must be less than or equal to 1",
+    "filters[4].auth.keys[0].key: the secret is empty; leave the key out to have none",
+    "filters[4].auth.fil: unknown key (did you mean 'file'?)",
+    "admin.token: required when the admin listener is not on loopback",
+    "endpoints.a.url: must not contain credentials, they would end up in logs: use `api_key`",
+    "endpoints.e.url: the same engine as 'b': its load is counted apart",
+    "routes[0].cluster: there is no cluster 'nowhere' (clusters: default)",
+    "routes[1]: never reached: routes[0] already matches all of it",
+    "routes[2].upstream_model: needs a `model` without *: it is the alias for that one name",
+    "health.interval: must be longer than 0",
+    "filters[4].auth: never reached: it comes after router",
+    "filters[1].kvcache: kvcache needs the request that inference_request parses "
+    "(put inference_request before kvcache)",
+    "filters[1].kvcache: kvcache works for requests that auth then refuses (put auth before kvcache)",
+    "filters[1].kvcache.cache_strategy.enable_pinning: needs lmcache_endpoint",
+    "filters[1].kvcache.hot_max_records: below cache_strategy.hot_content_threshold: nothing would ever be hot",
+    "filters[1].kvcache.cache_strategy.pin_instance_id: no endpoint has the instance id 'zz' (instances: a, b, d, e)",
+]
+
+
+def test_every_planted_error_is_named_at_once(tmp_path: Path) -> None:
+    """Syntax, duplicates, environment, types, ranges, unknown keys and cross references, each with the written path."""
+    path = tmp_path / "bad.yaml"
+    path.write_text(PLANTED)
+    env = {"SECRET": "topsecret"}
+    config, problems = check_file(path, env=env)
+    assert config is None
+    assert sorted(str(problem) for problem in problems) == sorted(EXPECTED)
+    with pytest.raises(ConfigError) as caught:
+        load_file(path, env=env)
+    assert [problem.severity for problem in caught.value.problems] == ["error"] * len(caught.value.problems)
+    assert len(caught.value.problems) == sum(problem.severity == "error" for problem in problems)
+
+
+def test_no_message_contains_a_secret() -> None:
+    """Neither credentials in a url, nor values from the environment, nor misplaced keys."""
+    _, problems = check_text(PLANTED, env={"SECRET": "topsecret"})
+    assert "topsecret" not in "".join(str(problem) for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("endpoints: [{id: a}, {id: b, url: 'http://h:1'}, {id: b, url: 'http://h:2'}]",
+         ["endpoints[0].url: required", "endpoints[2].id: two endpoints have the id 'b'"]),
+        ("clusters: {x: 5, y: {endpoints: 7}}\nroutes: [{cluster: x}, 9, {cluster: z}]",
+         ["clusters.x: must be a mapping of settings", "clusters.y.endpoints: must be a list",
+          "routes[1]: must be a mapping of settings", "routes[2].cluster: there is no cluster 'z' (clusters: x, y)",
+          "clusters.y: no route leads to this cluster"]),
+        ("clusters: []\nendpoints: [{id: 5, url: x}]",
+         ["clusters: must be a mapping of names to clusters", "endpoints[0].id: must be text (put it in quotes)"]),
+        ("filters: router\nendpoints: ['http://h:1']", ["filters: must be a list of filters"]),
+        ("filters: [ruter]\nendpoints: ['http://h:1']",
+         ["filters[0]: unknown filter 'ruter' (did you mean 'router'?)"]),
+        ("policy: random\nclusters: {default: {policy: session}}\nendpoints: ['http://h:1']",
+         ["policy: given here and in clusters.default"]),
+        ("endpoints: {a: {id: b, url: 'http://h:1'}}",
+         ["endpoints.a.id: the endpoint's id is already given by its key"]),
+        ("endpoints: [{url: 'http://h:1', labels: {a: 1}}]",
+         ["endpoints[0].labels.a: must be text (put it in quotes)"]),
+        ("endpoints: ['http://h:1']\nzzzz: 1", ["zzzz: unknown key (known: "]),
+        ("endpoints: [{url: 'http://h:1', retry: {atempts: 1}}]",
+         ["endpoints[0].retry.atempts: unknown key (did you mean 'attempts'?)"]),
+        ("endpoints: ['http://h:1']\nfilters: [cors: 5, router]", ["filters[0].cors: must be a mapping of settings"]),
+        ("endpoints: ['http://h:1']\nadmin:", ["admin: must be a mapping of settings"]),
+        ("endpoints: ['http://h:1']\npolicy: roundrobin",
+         ["policy: must be 'random', 'round_robin'"]),
+    ],
+)  # fmt: skip
+def test_problems_and_nothing_that_only_follows_from_them(text: str, expected: list[str]) -> None:
+    """Wrong parts do not hide others, and do not cause messages about parts that are right."""
+    _, problems = check_text(text, env={})
+    shown = [str(problem) for problem in problems]
+    assert len(shown) == len(expected)
+    assert all(line.startswith(start) for line, start in zip(shown, expected, strict=True)), shown

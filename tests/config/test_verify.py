@@ -1,0 +1,210 @@
+"""Checks across a configuration that is fine piece by piece."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvproxy.config.load import check_text
+from kvproxy.config.schema import Config
+from kvproxy.config.verify import verify
+
+E = "endpoints: ['http://127.0.0.1:8000']\n"
+CHAIN = "filters: [{}, inference_request, router]\n"
+
+
+def problems_of(text: str) -> list[str]:
+    _, problems = check_text(text, env={})
+    return [f"{problem.severity}: {problem}" for problem in problems]
+
+
+def test_a_good_configuration_has_no_problem() -> None:
+    """Everything on at once, in the right order."""
+    text = (
+        "clusters:\n"
+        "  a: {endpoints: {x: {url: 'http://127.0.0.1:1', instance_id: i1}, y: {url: 'http://127.0.0.1:2'}}}\n"
+        "  b: {discovery: {dns: {host: engines, port: 8000}}}\n"
+        "routes:\n  - {model: m*, cluster: a}\n  - {prefix: /v1/embeddings, cluster: b}\n"
+        "  - {model: big, cluster: b}\n  - {cluster: a}\n"
+        "filters:\n  - request_id\n  - access_log\n  - cors: {allow_origins: ['https://a.example']}\n"
+        "  - auth: {keys: [{name: t, key: k1}, {name: u, key: k2}]}\n  - rate_limit: {requests_per_minute: 5}\n"
+        "  - inference_request\n"
+        "  - kvcache:\n      lmcache_endpoint: 'http://127.0.0.1:9000'\n"
+        "      cache_strategy: {enable_pinning: true, pin_instance_id: i1}\n"
+        "  - router\n"
+    )
+    assert problems_of(text) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        # listeners
+        ("listen: ':8888'\nadmin: '8888'\n", "error: admin: the admin listener has the public listener's address"),
+        ("listen: ':8888'\nadmin: {port: 8888}\n", "error: admin.port: the admin listener has"),
+        ("admin: {port: 8888}\n", "error: admin.port: the admin listener has"),
+        ("admin: {host: 0.0.0.0}\n", "error: admin.token: required when"),
+        ("admin: {host: engines.local}\n", "error: admin.token: required when"),
+        ("admin: {host: ''}\n", "error: admin.host: must not be empty"),
+        ("listen: {host: ''}\n", "error: listen.host: must not be empty"),
+        ("listen: {tls: {certificate: /nowhere/c, private_key: /nowhere}}\n",
+         "error: listen.tls.certificate: no such file: '/nowhere/c'"),
+        # intervals
+        ("retry: {backoff: 2s}\n", "error: retry.max_backoff: shorter than backoff"),
+        ("pool: {max_connections: 5}\n", "warning: pool.max_idle: more than max_connections"),
+        ("timeouts: {idle: 0}\n", "error: timeouts.idle: must be longer than 0"),
+        ("health: {timeout: 0}\n", "error: health.timeout: must be longer than 0"),
+        ("health: {eject_for: 1h}\n", "error: health.max_eject_for: shorter than eject_for"),
+        ("health: {path: health}\n", "error: health.path: must start with /"),
+        # routes
+        ("routes: [{prefix: v1}]\n", "error: routes[0].prefix: must start with /"),
+        ("routes: [{model: 'a*b'}]\n", "error: routes[0].model: a * may only stand at the end"),
+        ("routes: [{model: 'a*', upstream_model: b}]\n", "error: routes[0].upstream_model: needs a `model`"),
+        ("routes: [{prefix: /v1}, {prefix: /v1/chat}]\n", "error: routes[1]: never reached: routes[0]"),
+        ("routes: [{model: 'm*'}, {model: m-7b}]\n", "error: routes[1]: never reached"),
+        ("routes: [{model: '*'}, {model: m}]\n", "error: routes[1]: never reached"),
+        ("routes: [{model: m}, {model: m}]\n", "error: routes[1]: never reached"),
+        # discovery
+        ("discovery: {file: {path: /nowhere}}\n", "warning: discovery.file.path: the file does not exist yet"),
+        # the chain
+        ("filters: [inference_request]\n", "error: filters: no filter forwards requests (the last must be `router`)"),
+        ("filters: [inference_request, router, access_log]\n", "error: filters[2]: never reached: it comes after"),
+        ("filters: [inference_request, router, router]\n", "error: filters[2]: router is already in the chain"),
+        ("filters: [kvcache, inference_request, router]\n", "error: filters[0]: kvcache needs the request"),
+        ("filters: [kvcache, router]\n", "error: filters[0]: needs inference_request before it"),
+        ("filters: [router]\nroutes: [{model: m}]\n", "error: routes[0].model: needs the filter inference_request"),
+        ("filters: [access_log, request_id, router]\n", "warning: filters[0]: the access log does not know"),
+        (CHAIN.format("auth"), "error: filters[0].keys: auth has neither keys nor a file"),
+        (CHAIN.format("auth: {file: /nowhere}"), "error: filters[0].auth.file: no such file"),
+        (CHAIN.format("auth: {keys: [{name: a, key: k}, {name: b, key: k}]}"),
+         "error: filters[0].auth.keys[1].key: the same key is given twice"),
+        (CHAIN.format("auth: {keys: [{name: a, key: k}], exempt_paths: [health]}"),
+         "error: filters[0].auth.exempt_paths[0]: must start with /"),
+        (CHAIN.format("cors"), "error: filters[0].allow_origins: cors allows no origin"),
+        (CHAIN.format("cors: {allow_origins: ['*'], allow_credentials: true}"),
+         "error: filters[0].cors.allow_credentials: with the origin * any page"),
+        (CHAIN.format("cors: {allow_origin_regex: '('}"), "error: filters[0].cors.allow_origin_regex: not a regular"),
+        (CHAIN.format("rate_limit"), "warning: filters[0].requests_per_minute: rate_limit has no limit"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_together(text: str, problem: str) -> None:
+    """One problem each, at its place."""
+    shown = problems_of(E + text)
+    assert len([line for line in shown if line.startswith(problem)]) == 1, shown
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ("hot_max_records: 4", "error: filters[1].kvcache.hot_max_records: below cache_strategy.hot_content_threshold"),
+        ("lmcache_endpoint: 127.0.0.1:9000", "error: filters[1].kvcache.lmcache_endpoint: must start with http://"),
+        ("vllm_endpoint: 'ftp://h'", "error: filters[1].kvcache.vllm_endpoint: the scheme must be"),
+        ("cache_strategy: {enable_eviction: true}", "error: filters[1].kvcache.cache_strategy.enable_eviction: needs"),
+        ("lmcache_endpoint: 'http://h:1', cache_strategy: {enable_pinning: true, pin_renewal: 300s}",
+         "error: filters[1].kvcache.cache_strategy.pin_renewal: must be shorter than pin_lease"),
+        ("cache_strategy: {compress_instance_id: nobody}",
+         "warning: filters[1].kvcache.cache_strategy.compress_instance_id: no endpoint has the instance id 'nobody'"),
+        ("retry: {base_backoff: 3s}", "error: filters[1].kvcache.retry.max_backoff: shorter than base_backoff"),
+        ("lookup_routing_timeout: 3s", "warning: filters[1].kvcache.lookup_routing_timeout: longer than"),
+    ],
+)  # fmt: skip
+def test_kvcache_settings(settings: str, problem: str) -> None:
+    """Settings that contradict each other or the endpoints; none of them counts while the filter is off."""
+    chain = "filters: [inference_request, kvcache: {{{}}}, router]\n"
+    shown = problems_of(E + chain.format(settings))
+    assert [line for line in shown if line.startswith(problem)], shown
+    assert problems_of(E + chain.format(f"enabled: false, {settings}")) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "fault"),
+    [
+        ("127.0.0.1:8000", "must start with http:// or https://"),
+        ("ws://h:1", "the scheme must be http or https"),
+        ("http://", "names no host"),
+        ("http://:8000", "names no host"),
+        ("http://h:0", "the port must be between"),
+        ("http://h:", "the port must be between"),
+        ("http://h:99999", "not a valid URL"),
+        ("http://h:x", "not a valid URL"),
+        ("http://[::1", "not a valid URL"),
+        ("http://h/?key=topsecret", "must not contain a query"),
+        ("http://h/#x", "must not contain a query"),
+        ("http://u:topsecret@h:1", "must not contain credentials"),
+        ("http://topsecret@h:1", "must not contain credentials"),
+        ("http://h h", "a URL holds no spaces"),
+        ("http://hé", "a URL holds no spaces"),
+    ],
+)
+def test_endpoint_urls(url: str, fault: str) -> None:
+    """What is no engine's URL is refused, and not quoted: it may hold a credential."""
+    shown = problems_of(f"endpoints: {{a: '{url}'}}")
+    assert len(shown) == 1
+    assert shown[0].startswith(f"error: endpoints.a.url: {fault}")
+    assert "topsecret" not in shown[0]
+
+
+def test_endpoints_that_collide() -> None:
+    """One id twice is an error; one engine twice, one instance twice and unverified certificates are warnings."""
+    text = (
+        "endpoints:\n"
+        "  - {id: a, url: 'http://Host:80/v1/'}\n"
+        "  - {id: a, url: 'http://h:2'}\n"
+        "  - {id: c, url: 'http://host/v1', instance_id: a}\n"
+        "  - {id: d, url: 'https://h', insecure: true, ca_file: /nowhere}\n"
+        "  - {id: e, url: 'http://h:3', api_key: k, retry: {backoff: 9s}}\n"
+        "  - {id: f, url: 'http://127.0.0.1:3', api_key: k}\n"
+    )
+    assert problems_of(text) == [
+        "error: endpoints[1].id: two endpoints have the id 'a'",
+        "warning: endpoints[2].instance_id: the instance id 'a' also belongs to 'a' "
+        "(right only if both share one LMCache)",
+        "warning: endpoints[2].url: the same engine as 'a': its load is counted apart",
+        "error: endpoints[3].ca_file: no such file: '/nowhere'",
+        "warning: endpoints[3].insecure: the endpoint's certificate is not verified",
+        "warning: endpoints[4].api_key: sent in clear text over http",
+        "error: endpoints[4].retry.max_backoff: shorter than backoff",
+    ]
+
+
+def test_several_clusters_need_routes_or_models() -> None:
+    """Without routes a cluster is found by the models its endpoints declare."""
+    clusters = "clusters: {{a: {{endpoints: [{{url: 'http://h:1', models: [m]}}]}}, b: {{endpoints: [{{url: 'http://h:2'{}}}]}}}}\n"
+    assert problems_of(clusters.format("")) == [
+        "error: clusters.b: no route leads here and no endpoint declares its models"
+    ]
+    assert problems_of(clusters.format(", models: [n]")) == []
+    assert problems_of(clusters.format("") + "routes: [{cluster: a}, {cluster: b}]") == []
+    assert problems_of(clusters.format("") + "routes: [{cluster: a}]") == [
+        "warning: clusters.b: no route leads to this cluster"
+    ]
+
+
+def test_a_prefix_ends_at_a_segment() -> None:
+    """`/v1` does not cover `/v10`, and a longer prefix before a shorter one is fine."""
+    assert problems_of(E + "routes: [{prefix: /v1}, {prefix: /v10}, {prefix: /}]\n") == []
+    assert problems_of(E + "routes: [{prefix: /v1/}, {prefix: /v1}]\n") == [
+        "error: routes[1]: never reached: routes[0] already matches all of it"
+    ]
+
+
+def test_files_that_exist(tmp_path: Path) -> None:
+    """Certificates and key files that are there are no problem."""
+    file = tmp_path / "pem"
+    file.write_text("x")
+    text = f"listen: {{tls: {{certificate: {file}, private_key: {file}}}}}\ndiscovery: {{file: {{path: {file}}}}}\n"
+    assert problems_of(E + text + CHAIN.format(f"auth: {{file: {file}}}")) == []
+
+
+def test_without_an_admin_listener_nothing_is_asked_of_it() -> None:
+    """No token, no free port."""
+    assert problems_of(E + "admin: {enabled: false, host: 0.0.0.0, port: 8888}") == []
+
+
+def test_a_configuration_made_in_code() -> None:
+    """`verify` works on any Config, with the model's own paths."""
+    assert [str(problem) for problem in verify(Config())] == [
+        "clusters: no cluster is configured (the shortest way is `endpoints: [http://host:port]`)",
+        "filters: no filter forwards requests (the last must be `router`)",
+    ]
