@@ -18,6 +18,11 @@ class Outcome:
     first_token_at: float | None = None
     finished_at: float | None = None
 
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to first token, the router's queue included."""
+        return None if self.first_token_at is None else self.first_token_at - self.arrived_at
+
 
 @dataclass(frozen=True, slots=True)
 class Summary:
@@ -47,7 +52,7 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 def summarise(outcomes: Sequence[Outcome], instances: int) -> Summary:
     """Figures over every request that finished."""
     done = [outcome for outcome in outcomes if outcome.first_token_at is not None]
-    ttft = sorted(each.first_token_at - each.arrived_at for each in done if each.first_token_at is not None)
+    ttft = sorted(each.ttft_s for each in done if each.ttft_s is not None)
     e2e = [each.finished_at - each.arrived_at for each in done if each.finished_at is not None]
     computed = [0] * instances
     for each in done:

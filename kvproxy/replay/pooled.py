@@ -153,7 +153,7 @@ def paced_bound(trace: Trace, fleet: FleetSettings, load: float, *, closed_loop:
         if abs(rate / wanted - 1.0) < _RATE_TOLERANCE:
             break
         pace = replace(pace, scale=pace.scale * max(0.25, min(4.0, rate / wanted)))
-    ttft = sorted(each.first_token_at - each.arrived_at for each in outcomes if each.first_token_at is not None)
+    ttft = sorted(each.ttft_s for each in outcomes if each.ttft_s is not None)
     hit = sum(each.cached_tokens for each in outcomes) / sum(each.prompt_tokens for each in outcomes)
     return Bound(trace, pace, capacity, sum(ttft) / len(ttft), percentile(ttft, 0.99), hit)
 

@@ -31,6 +31,10 @@ class FleetSettings:
     index_capacity: float = 1.0  # what the approximate index believes of the true capacity
     wrong_share: float = 0.0  # of predictions that claim a prefix the endpoint does not hold
 
+    def undisturbed(self) -> FleetSettings:
+        """The same fleet with every engine alike and always as fast: what loads are stated for."""
+        return FleetSettings(instances=self.instances, capacity_tokens=self.capacity_tokens, timing=self.timing)
+
     def engine(self, block_size: int, index: int, duration_s: float) -> EngineSettings:
         """Settings of one engine; the trace's blocks are the engine's."""
         timing = replace(self.timing, slowness=self.slowness[index] if index < len(self.slowness) else 1.0)

@@ -1,0 +1,106 @@
+"""A replay's report as one HTML page: bars of mean TTFT and its distribution by policy, inline SVG, nothing loaded."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+
+from kvproxy.replay.report import Report
+
+#: Distinguishable without hue too (lightness differs), on light and dark.
+_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999", "#b8a800")
+_WIDTH, _ROW, _LABEL = 760, 30, 190
+_CURVE_HEIGHT, _MARGIN = 320, 44
+_POINTS = 200
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1c1c1c; --paper: #fff; --faint: #ccc; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e8e8e8; --paper: #161616; --faint: #444; } }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
+  background: var(--paper); color: var(--ink); }
+svg { max-width: 100%; height: auto; } text { fill: var(--ink); font-size: 13px; }
+.axis { stroke: var(--faint); } pre { overflow-x: auto; }
+"""
+
+
+def as_html(report: Report, ttft_s: Mapping[str, Sequence[float]]) -> str:
+    """The page. `ttft_s` holds every request's time to first token by policy, sorted."""
+    title = html.escape(f"{report.trace}, {report.instances} instances, load {report.load:g}")
+    return "\n".join(
+        (
+            "<!doctype html>",
+            f'<html lang="en"><head><meta charset="utf-8"><title>{title}</title>',
+            f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>',
+            f"<h1>{title}</h1>",
+            "<h2>Mean time to first token</h2>",
+            _bars(report),
+            "<h2>Share of requests answered within a time (s, logarithmic)</h2>",
+            _curves(ttft_s),
+            f"<h2>Figures</h2><pre>{html.escape(report.as_table())}</pre>",
+            "</body></html>\n",
+        )
+    )
+
+
+def _bars(report: Report) -> str:
+    means = {name: summary.ttft_mean_s for name, summary in report.policies.items()}
+    longest = max(max(means.values()), report.bound_ttft_mean_s, 1e-9)
+    scale = (_WIDTH - _LABEL - 70) / longest
+    parts = []
+    for row, (name, mean) in enumerate(means.items()):
+        y = row * _ROW
+        parts.append(f'<text x="0" y="{y + 19}">{html.escape(name)}</text>')
+        parts.append(f'<rect x="{_LABEL}" y="{y + 4}" width="{mean * scale:.1f}" height="20" fill="{_colour(row)}"/>')
+        parts.append(f'<text x="{_LABEL + mean * scale + 6:.1f}" y="{y + 19}">{mean:.3f} s</text>')
+    height = len(means) * _ROW
+    if report.bound_ttft_mean_s:
+        x = _LABEL + report.bound_ttft_mean_s * scale
+        parts.append(f'<line x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{height}" class="axis" stroke-dasharray="4"/>')
+        parts.append(f'<text x="{x:.1f}" y="{height + 16}" text-anchor="middle">pooled-cache bound</text>')
+    return _svg(height + 24, "Mean time to first token by policy", parts)
+
+
+def _curves(ttft_s: Mapping[str, Sequence[float]]) -> str:
+    low = min((value for each in ttft_s.values() for value in each[:1] if value > 0), default=0.01)
+    high = max((value for each in ttft_s.values() for value in each[-1:]), default=1.0)
+    span = math.log(max(high, low) / low) or 1.0
+    parts = [_tick(10.0**power, low, span) for power in range(math.ceil(math.log10(low)), 1 + int(math.log10(high)))]
+    for row, (name, each) in enumerate(ttft_s.items()):
+        points = " ".join(
+            f"{_x(each[index], low, span):.1f},{_y((index + 1) / len(each)):.1f}" for index in _sampled(len(each))
+        )
+        colour = _colour(row)
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.append(f'<text x="{_MARGIN + 8}" y="{24 + 18 * row}" style="fill:{colour}">{html.escape(name)}</text>')
+    return _svg(_CURVE_HEIGHT, "Distribution of time to first token by policy", parts)
+
+
+def _tick(value: float, low: float, span: float) -> str:
+    x, bottom = _x(value, low, span), _CURVE_HEIGHT - _MARGIN
+    return (
+        f'<line x1="{x:.1f}" y1="8" x2="{x:.1f}" y2="{bottom}" class="axis"/>'
+        f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{value:g}</text>'
+    )
+
+
+def _sampled(count: int) -> list[int]:
+    """Evenly spread indexes, the last included."""
+    step = max(1, count // _POINTS)
+    return [*range(0, count - 1, step), count - 1] if count else []
+
+
+def _x(value: float, low: float, span: float) -> float:
+    return _MARGIN + math.log(max(value, low) / low) / span * (_WIDTH - 2 * _MARGIN)
+
+
+def _y(share: float) -> float:
+    return 8 + (1.0 - share) * (_CURVE_HEIGHT - _MARGIN - 8)
+
+
+def _colour(row: int) -> str:
+    return _COLOURS[row % len(_COLOURS)]
+
+
+def _svg(height: int, label: str, parts: Sequence[str]) -> str:
+    return f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
