@@ -9,7 +9,7 @@ from kvproxy.filters.exchange import Exchange
 from kvproxy.filters.sse import error_event
 from kvproxy.filters.usage import read_usage
 from kvproxy.types import Headers, RequestKind
-from kvproxy.upstream.response import UpstreamResponse
+from kvproxy.upstream.pool import UpstreamResponse
 
 _TAIL_BYTES = 16 * 1024
 
@@ -39,6 +39,8 @@ class Relay:
                 self._previous, self._last = self._last, chunk
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 chunk = await response.chunk()
+            if chunk:  # complete: what came since the last piece goes with it
+                chunk += response.take() or b""
         except UpstreamError as error:
             await self._broken(headers, error)
             return error
@@ -68,7 +70,9 @@ class Relay:
     async def _broken(self, headers: Headers, error: UpstreamError) -> None:
         """An event stream ends with an error event; anything else is left incomplete, which cuts the connection."""
         self._exchange.outcome.end = "upstream_died"
-        event_stream = any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
+        event_stream = any(
+            name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers
+        )
         if not event_stream or any(name == b"content-length" for name, _ in headers):
             return
         kind = self._exchange.inference.kind if self._exchange.inference else None

@@ -1,4 +1,4 @@
-"""The body of one request as the upstream pool wants it: bytes when it was read already, else a stream that runs once."""
+"""The body of one request for the upstream pool: bytes when it was read already, else a stream that runs once."""
 
 from __future__ import annotations
 
