@@ -35,6 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_check(commands)
     _add_demo(commands)
+    _add_replay(commands)
     return parser
 
 
@@ -93,3 +94,17 @@ def _demo(args: argparse.Namespace) -> int:
     from kvproxy.commands import demo
 
     return demo.run(engines=args.engines, sessions=args.sessions, turns=args.turns, stay=args.stay, out=sys.stdout)
+
+
+def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from kvproxy.replay.options import add_arguments
+
+    replay = commands.add_parser("replay", help="routing policies side by side on a trace, in virtual time or live")
+    add_arguments(replay)
+    replay.set_defaults(run=_replay)
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from kvproxy.replay import command
+
+    return command.run(args, out=sys.stdout, err=sys.stderr)

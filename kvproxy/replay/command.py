@@ -1,13 +1,11 @@
-"""`kvproxy replay`: its options, and what it prints and writes."""
+"""`kvproxy replay`: what it runs, prints and writes (options.py has its options)."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import json
-import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TextIO
 
 import httpx
@@ -20,62 +18,12 @@ from kvproxy.replay.plot import as_html
 from kvproxy.replay.progress import ProgressBar
 from kvproxy.replay.report import Report
 from kvproxy.replay.scenario import PolicySpec
-from kvproxy.replay.settings import FleetSettings, IndexMode, Pace
+from kvproxy.replay.settings import FleetSettings, Pace
 from kvproxy.replay.trace import Trace, read_trace
 from kvproxy.simulator.timing import EngineTiming
 
-DEFAULT_POLICIES = "dynamo,lmetric,least_ttft,kv_aware,kv_aware+queue"
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `kvproxy replay`."""
-    parser.add_argument("trace", type=Path, metavar="TRACE", help="a trace (see benchmarks/traces/), gzipped or not")
-    parser.add_argument("--policy", default=DEFAULT_POLICIES, metavar="P,P...", help="policies, side by side; "
-                        "+queue behind kv_aware or least_ttft adds the router queue (default %(default)s)")  # fmt: skip
-    parser.add_argument("--baseline", default="", metavar="P", help="policy of the last column (default: the first)")
-    parser.add_argument("--instances", type=int, default=8, metavar="N", help="engines (default %(default)s)")
-    parser.add_argument("--load", type=float, default=0.7, metavar="X",
-                        help="share of the pooled cache's saturated throughput (default %(default)s)")  # fmt: skip
-    parser.add_argument("--seeds", type=int, default=1, metavar="K", help="runs to average (default %(default)s)")
-    parser.add_argument("--requests", type=int, default=0, metavar="N", help="only the first N requests")
-    parser.add_argument("--open-loop", action="store_true", help="turns come at fixed times, whatever became of others")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write an HTML page with plots")
-    _add_engine_options(parser.add_argument_group("engines"))
-    _add_knowledge_options(parser.add_argument_group("what the router knows"))
-    live = parser.add_argument_group("live", "real requests instead of virtual time")
-    live.add_argument("--url", metavar="URL", help="send the trace's shape to this proxy or engine")
-    live.add_argument("--model", default="", help="model to ask for (default: the first the server lists)")
-    live.add_argument("--api-key", default="", help="sent as a bearer token")
-    live.add_argument("--pace", type=float, default=1.0, metavar="X", help="multiplies the trace's times")
-    live.add_argument("--concurrency", type=int, default=256, help="requests under way at once (default %(default)s)")
-
-
-def _add_engine_options(group: argparse._ArgumentGroup) -> None:
-    timing = EngineTiming()
-    group.add_argument("--capacity-tokens", type=int, default=FleetSettings().capacity_tokens, metavar="N",
-                       help="KV cache of each (default %(default)s)")  # fmt: skip
-    group.add_argument("--prefill-tokens-per-s", type=float, default=timing.prefill_tokens_per_s, metavar="X")
-    group.add_argument("--quadratic-tokens", type=float, default=timing.quadratic_tokens, metavar="X",
-                       help="depth at which attention doubles a token's time (default %(default)s)")  # fmt: skip
-    group.add_argument("--decode-step", type=float, default=timing.decode_step_s, metavar="S")
-    group.add_argument("--slow", default="", metavar="F,F...", help="slowness of the first engines (2: half as fast)")
-    group.add_argument("--slow-middle", type=float, default=1.0, metavar="F",
-                       help="slowness of the first engine in the middle third of the run")  # fmt: skip
-
-
-def _add_knowledge_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--index", choices=list(IndexMode), type=IndexMode, default=IndexMode.EVENTS,
-                       help="KV events, or only what was routed (default %(default)s)")  # fmt: skip
-    group.add_argument("--index-delay", type=float, default=0.0, metavar="S", help="events come this late")
-    group.add_argument("--index-capacity", type=float, default=1.0, metavar="X",
-                       help="what the approximate index believes of the true capacity")  # fmt: skip
-    group.add_argument("--wrong", type=float, default=0.0, metavar="X",
-                       help="share of the index's entries that are false")  # fmt: skip
-    group.add_argument("--prior-factor", type=float, default=1.0, metavar="X", help="error of the prior speeds")
-
-
-def run(args: argparse.Namespace, *, out: TextIO = sys.stdout, err: TextIO = sys.stderr) -> int:
+def run(args: argparse.Namespace, *, out: TextIO, err: TextIO) -> int:
     """Runs the command; its exit status."""
     try:
         trace = read_trace(args.trace)
