@@ -12,6 +12,9 @@ from kvproxy.simulator.vllm_errors import VllmError, missing_fields, validation_
 
 Body = Mapping[str, Any]
 
+#: Ids beyond the built-in vocabulary are accepted, so that prompts of other tokenizers can be used as they are.
+_MOST_TOKEN_ID = 2**31
+
 
 class Prompts:
     """Renders and tokenizes; every complaint is a VllmError."""
@@ -95,7 +98,11 @@ class Prompts:
             raise VllmError(str(error)) from error
 
     def _text_or_ids(self, prompt: str | Sequence[int]) -> list[int]:
-        return self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            return self._tokenizer.encode(prompt)
+        if not all(isinstance(token, int) and 0 <= token < _MOST_TOKEN_ID for token in prompt):
+            raise VllmError("Token ids must be non-negative integers of the vocabulary")
+        return list(prompt)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -1,0 +1,153 @@
+"""What the coordinator of LMCache's multi-process mode knows: every holder of every chunk, per model and salt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvproxy.simulator.block_hashing import hash_blocks
+from kvproxy.simulator.chunk_store import CHUNK_TOKENS, ChunkStore
+from kvproxy.types import Clock
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkKey:
+    """One chunk of one rank under one model and salt."""
+
+    chunk: int
+    model_name: str
+    rank: int
+    cache_salt: str
+
+    @property
+    def identity(self) -> int:
+        """A number that stands for the whole key."""
+        return hash((self.chunk, self.model_name, self.rank, self.cache_salt))
+
+    def encoded(self) -> dict[str, object]:
+        """As it travels in JSON."""
+        return {
+            "chunk_hash_hex": f"{self.chunk:064x}",
+            "model_name": self.model_name,
+            "kv_rank": self.rank,
+            "object_group_id": 0,
+            "cache_salt": self.cache_salt,
+        }
+
+
+def keys_of(tokens: Sequence[int], *, model_name: str, world_size: int = 1, cache_salt: str = "") -> list[ChunkKey]:
+    """The keys of the full chunks, chunk by chunk and rank by rank."""
+    return [
+        ChunkKey(chunk, model_name, rank, cache_salt)
+        for chunk in hash_blocks(tokens, CHUNK_TOKENS)
+        for rank in range(world_size)
+    ]
+
+
+class MpServer:
+    """One LMCache server (`lmcache server`): its memory tier and how the coordinator reaches it."""
+
+    def __init__(
+        self, instance_id: str, *, capacity_chunks: int, chunk_bytes: int, clock: Clock, ip: str, http_port: int
+    ) -> None:
+        self.instance_id = instance_id
+        self.ip = ip
+        self.http_port = http_port
+        self.chunk_bytes = chunk_bytes
+        self.incarnation = 1
+        self.store = ChunkStore(capacity_chunks, clock=clock)
+        self.known: dict[int, ChunkKey] = {}
+        self.last_seen = clock()
+        self.down = False
+
+    def admit(self, keys: Sequence[ChunkKey]) -> None:
+        """Stores the keys; what had to go is forgotten with them."""
+        for key in keys:
+            self.known[key.identity] = key
+        self.store.admit([key.identity for key in keys])
+        if len(self.known) > len(self.store):
+            self.known = {identity: key for identity, key in self.known.items() if identity in self.store}
+
+    def remove(self, keys: Sequence[ChunkKey]) -> int:
+        """Drops the keys that are here; how many were."""
+        removed = self.store.remove([key.identity for key in keys])
+        for key in keys:
+            self.known.pop(key.identity, None)
+        return removed
+
+    def holds(self, key: ChunkKey) -> bool:
+        """Whether the key's bytes are here."""
+        return key.identity in self.store
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of what is held."""
+        return len(self.store) * self.chunk_bytes
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes it may hold."""
+        return self.store.capacity_chunks * self.chunk_bytes
+
+    def placement(self) -> dict[str, object]:
+        """This server as a holder."""
+        return {
+            "instance_id": self.instance_id,
+            "incarnation": self.incarnation,
+            "tier": "l1",
+            "backend": "dram",
+            "size_bytes": self.chunk_bytes,
+            "shared": False,
+        }
+
+
+class Directory:
+    """The registered servers; one that was silent for `timeout_s` is dropped with its placements."""
+
+    def __init__(self, *, clock: Clock, timeout_s: float | None = None) -> None:
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._servers: dict[str, MpServer] = {}
+
+    def add(self, server: MpServer) -> bool:
+        """Registers a server; True when it replaced one of the same id, whose placements are gone."""
+        known = server.instance_id in self._servers
+        if known:
+            server.incarnation = self._servers[server.instance_id].incarnation + 1
+        self._servers[server.instance_id] = server
+        return known
+
+    def remove(self, instance_id: str) -> None:
+        """Deregisters; unknown ids are ignored."""
+        self._servers.pop(instance_id, None)
+
+    def beat(self, instance_id: str) -> bool:
+        """A heartbeat; False from a server that has to register again."""
+        server = self.get(instance_id)
+        if server is not None:
+            server.last_seen = self._clock()
+        return server is not None
+
+    def get(self, instance_id: str) -> MpServer | None:
+        """A live server by id."""
+        return {server.instance_id: server for server in self.servers()}.get(instance_id)
+
+    def servers(self) -> list[MpServer]:
+        """The live servers, in order of registration."""
+        if self._timeout_s is not None:
+            oldest = self._clock() - self._timeout_s
+            self._servers = {name: one for name, one in self._servers.items() if one.last_seen >= oldest}
+        return list(self._servers.values())
+
+    def holders(self, key: ChunkKey) -> list[MpServer]:
+        """Everybody who has the key."""
+        return [server for server in self.servers() if server.holds(key)]
+
+    def all_keys(self) -> Iterator[ChunkKey]:
+        """Every key with a holder, once."""
+        seen: set[int] = set()
+        for server in self.servers():
+            for identity, key in server.known.items():
+                if identity not in seen and server.holds(key):
+                    seen.add(identity)
+                    yield key

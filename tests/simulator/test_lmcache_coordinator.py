@@ -1,0 +1,241 @@
+"""The simulated LMCache coordinator."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from kvproxy.simulator.coordinator_actions import resolved
+from kvproxy.simulator.json_app import HttpError
+from kvproxy.simulator.lmcache_coordinator import CoordinatorApp, CoordinatorSettings, create_coordinator_app
+from tests.support.clock import FakeClock
+from tests.support.loopback import serve
+
+TOKENS = list(range(1024))
+WHAT = {"model_name": "m", "world_size": 1, "token_ids": TOKENS}
+
+
+class Coordinator:
+    """A served coordinator and a client of it."""
+
+    def __init__(self, app: CoordinatorApp, client: httpx.AsyncClient) -> None:
+        self.app = app
+        self.client = client
+
+    async def call(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        """Status and JSON of one call."""
+        reply = await self.client.request(method, path, json=body)
+        return reply.status_code, reply.json() if reply.content else None
+
+    async def holders(self, tokens: list[int] = TOKENS, **what: Any) -> list[list[str]]:
+        """Who holds each chunk."""
+        body = {"token_ids": tokens, "model_name": "m", **what}
+        status, answer = await self.call("POST", "/directory/lookup", body)
+        assert status == 200
+        return [[place["instance_id"] for place in result["placements"]] for result in answer["results"]]
+
+
+@contextlib.asynccontextmanager
+async def coordinator(clock: FakeClock | None = None, **settings: Any) -> AsyncIterator[Coordinator]:
+    """A coordinator that knows mp-1 and mp-2."""
+    chosen = CoordinatorSettings(**{"instances": ("mp-1", "mp-2"), **settings})
+    app = create_coordinator_app(chosen, clock=clock or FakeClock())
+    async with serve(app, drain_s=1) as url, httpx.AsyncClient(base_url=url, trust_env=False) as client:
+        yield Coordinator(app, client)
+
+
+async def test_all_holders_of_every_chunk() -> None:
+    """What was seen on the real one: A on mp-1, its first 600 tokens on mp-2 too."""
+    async with coordinator() as running:
+        running.app.admit("mp-1", TOKENS, model_name="m")
+        running.app.admit("mp-2", TOKENS[:600], model_name="m")
+        assert await running.holders() == [["mp-1", "mp-2"], ["mp-1", "mp-2"], ["mp-1"], ["mp-1"]]
+        assert await running.holders(list(range(9000, 9600))) == [[], []]
+
+
+async def test_model_and_salt_are_part_of_the_key() -> None:
+    """Another model or tenant shares nothing; ranks multiply the results."""
+    async with coordinator() as running:
+        running.app.admit("mp-1", TOKENS[:256], model_name="m")
+        assert await running.holders(TOKENS[:256], model_name="other") == [[]]
+        assert await running.holders(TOKENS[:256], cache_salt="t") == [[]]
+        assert await running.holders(TOKENS[:256], world_size=2) == [["mp-1"], []]
+
+
+async def test_the_shape_of_a_lookup() -> None:
+    """Keys and placements as the OpenAPI names them; keys found so can be looked up again and reported."""
+    async with coordinator() as running:
+        running.app.admit("mp-1", TOKENS[:256], model_name="m")
+        _, by_tokens = await running.call("POST", "/directory/lookup", {"token_ids": TOKENS[:256], "model_name": "m"})
+        key = by_tokens["results"][0]["key"]
+        _, by_key = await running.call("POST", "/directory/lookup", {"keys": [key]})
+    assert by_tokens == by_key
+    assert by_key["chunks"] == 1
+    assert set(key) == {"chunk_hash_hex", "model_name", "kv_rank", "object_group_id", "cache_salt"}
+    assert set(by_key["results"][0]) == {"key", "placements", "token_ids", "access_count"}
+    place = by_key["results"][0]["placements"][0]
+    assert set(place) == {"instance_id", "incarnation", "tier", "backend", "size_bytes", "shared"}
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({}, 422),
+        ({"token_ids": TOKENS}, 422),
+        ({"token_ids": TOKENS, "model_name": "m", "keys": [{}]}, 422),
+        ({"token_ids": TOKENS, "model_name": "a@b"}, 400),
+        ({"token_ids": [-1], "model_name": "m"}, 500),
+    ],
+)
+async def test_refused_lookups(body: dict[str, Any], status: int) -> None:
+    """Neither or both forms, a forbidden model name, negative tokens."""
+    async with coordinator() as running:
+        assert (await running.call("POST", "/directory/lookup", body))[0] == status
+
+
+def test_too_many_tokens_are_refused() -> None:
+    """A million tokens is the cap."""
+    with pytest.raises(HttpError, match="400"):
+        resolved({"token_ids": [0] * 1_000_001, "model_name": "m"})
+
+
+async def test_events_apply_once_and_in_their_incarnation() -> None:
+    """Stores and deletes by sequence number; replays are duplicates, older incarnations stale."""
+    async with coordinator() as running:
+        _, found = await running.call("POST", "/directory/lookup", {"token_ids": TOKENS[:256], "model_name": "m"})
+        entry = {"key": found["results"][0]["key"]}
+        batch = {"instance_id": "mp-2", "incarnation": 2, "seq": 1, "tier": "l1", "backend": "dram"}
+        store = {**batch, "event_type": "store", "entries": [entry]}
+
+        async def send(*batches: Any) -> Any:
+            return (await running.call("POST", "/events", {"batches": batches}))[1]
+
+        assert await send(store, store) == {"applied": 1, "duplicates": 1, "stale": 0}
+        assert await running.holders(TOKENS[:256]) == [["mp-2"]]
+        assert (await send({**store, "incarnation": 1, "seq": 9}))["stale"] == 1
+        assert (await send({**store, "instance_id": "nobody"}))["stale"] == 1
+        assert (await send({**batch, "seq": 2, "event_type": "access"}))["applied"] == 1
+        assert (await send({**store, "seq": 3, "event_type": "delete"}))["applied"] == 1
+        assert await running.holders(TOKENS[:256]) == [[]]
+
+
+async def test_instances_come_beat_and_go() -> None:
+    """Registered ones are listed; a silent one is dropped with its placements and must register again."""
+    clock = FakeClock()
+    async with coordinator(clock, instances=(), instance_timeout_s=30.0) as running:
+        _, made = await running.call("POST", "/instances", {"ip": "127.0.0.1", "http_port": 8080})
+        _, named = await running.call("POST", "/instances", {"instance_id": "n", "ip": " h ", "http_port": 1})
+        assert named == {"instance_id": "n", "re_registered": False}
+        running.app.admit("n", TOKENS, model_name="m")
+        clock.advance(20.0)
+        assert (await running.call("PUT", f"/instances/{made['instance_id']}/heartbeat"))[0] == 200
+        clock.advance(20.0)
+        _, listed = await running.call("GET", "/instances")
+        assert [one["instance_id"] for one in listed["instances"]] == [made["instance_id"]]
+        assert await running.holders() == [[]] * 4
+        assert (await running.call("PUT", "/instances/n/heartbeat"))[0] == 404
+        assert (await running.call("DELETE", f"/instances/{made['instance_id']}"))[0] == 204
+        assert (await running.call("GET", "/instances"))[1] == {"instances": []}
+        running.app.admit("n", TOKENS, model_name="m")
+        assert (await running.call("GET", "/directory/stats"))[1]["num_keys"] == 0
+
+
+async def test_registering_again_forgets_and_counts_up() -> None:
+    """A restarted server holds nothing and has a new incarnation."""
+    async with coordinator() as running:
+        running.app.admit("mp-1", TOKENS, model_name="m")
+        body = {"instance_id": "mp-1", "ip": "127.0.0.1", "http_port": 8080}
+        assert (await running.call("POST", "/instances", body))[1]["re_registered"] is True
+        assert await running.holders() == [[]] * 4
+        server = running.app.directory.get("mp-1")
+        assert server is not None
+        assert server.incarnation == 2
+
+
+async def test_usage_is_a_pressure_signal() -> None:
+    """Bytes used of bytes there are, by instance and for the fleet."""
+    async with coordinator(capacity_chunks=8, chunk_bytes=10) as running:
+        running.app.admit("mp-1", TOKENS, model_name="m")
+        _, one = await running.call("GET", "/instances/mp-1/usage")
+        _, fleet = await running.call("GET", "/instances/usage")
+        assert (await running.call("GET", "/instances/nobody/usage"))[0] == 404
+    assert (one["modules"][0]["used_bytes"], one["modules"][0]["usage_ratio"]) == (40, 0.5)
+    assert [instance["instance_id"] for instance in fleet["instances"]] == ["mp-1", "mp-2"]
+
+
+async def test_a_full_server_forgets_the_oldest() -> None:
+    """Bounded memory: the directory shows what is left."""
+    async with coordinator(capacity_chunks=4) as running:
+        running.app.admit("mp-1", TOKENS, model_name="m")
+        running.app.admit("mp-1", list(range(2000, 2512)), model_name="m")
+        assert await running.holders() == [[], [], ["mp-1"], ["mp-1"]]
+        _, listed = await running.call("GET", "/directory/keys?limit=3&offset=2")
+        assert (listed["total"], len(listed["keys"])) == (4, 2)
+        assert (await running.call("GET", "/directory/keys?instance_id=mp-2"))[1]["total"] == 0
+        assert (await running.call("GET", "/directory/stats"))[1]["l1_keys_by_instance"] == {"mp-1": 4, "mp-2": 0}
+
+
+async def test_pins_are_counted() -> None:
+    """Two pins need two unpins."""
+    async with coordinator() as running:
+        for _ in range(2):
+            assert (await running.call("POST", "/cache/pins", WHAT))[1] == {
+                "requested": 4,
+                "affected": 4,
+                "status": "pinned",
+            }
+        await running.call("DELETE", "/cache/pins", WHAT)
+        assert {pin["pin_count"] for pin in (await running.call("GET", "/cache/pins?model_name=m"))[1]["pins"]} == {1}
+        assert (await running.call("GET", "/cache/pins?model_name=x"))[1]["total"] == 0
+        assert (await running.call("GET", "/sim/state"))[1]["pins"] == 4
+        assert (await running.call("DELETE", "/cache/pins", WHAT))[1]["affected"] == 4
+        assert (await running.call("DELETE", "/cache/pins", WHAT))[1]["affected"] == 0
+
+
+async def test_delete_on_one_server() -> None:
+    """404 unknown, 502 down; tier "all" deletes and yet says 502, since there is no second tier."""
+    async with coordinator() as running:
+        for name in ("mp-1", "mp-2"):
+            running.app.admit(name, TOKENS, model_name="m")
+        delete = {**WHAT, "instance_id": "mp-1", "tier": "l1"}
+        assert (await running.call("POST", "/cache/delete", {**delete, "instance_id": "nobody"}))[0] == 404
+        await running.call("POST", "/sim/servers", {"instance_id": "mp-1", "down": True})
+        assert (await running.call("POST", "/cache/delete", delete))[0] == 502
+        assert await running.holders() == [["mp-1", "mp-2"]] * 4
+        await running.call("POST", "/sim/servers", {"instance_id": "mp-1", "down": False})
+        assert (await running.call("POST", "/cache/delete", {**delete, "tier": "l2"}))[1]["status"] == "noop"
+        _, answer = await running.call("POST", "/cache/delete", delete)
+        assert (answer["requested"], answer["affected"], answer["status"]) == (4, 4, "deleted")
+        assert (await running.call("POST", "/cache/delete", {**delete, "instance_id": "mp-2", "tier": "all"}))[0] == 502
+        assert await running.holders() == [[]] * 4
+
+
+async def test_prefetch_warms_a_server_from_the_others() -> None:
+    """Submitted, completed once, then unknown; less than a chunk is a no-op."""
+    async with coordinator() as running:
+        running.app.admit("mp-1", TOKENS[:512], model_name="m")
+        body = {**WHAT, "instance_id": "mp-2"}
+        _, job = await running.call("POST", "/cache/prefetches", body)
+        assert (job["status"], job["chunks"]) == ("submitted", 4)
+        path = f"/cache/prefetches/mp-2/{job['request_id']}"
+        assert (await running.call("GET", path))[1]["status"] == "completed"
+        assert (await running.call("GET", path))[0] == 404
+        assert await running.holders() == [["mp-1", "mp-2"], ["mp-1", "mp-2"], [], []]
+        short = {**body, "token_ids": TOKENS[:10]}
+        assert (await running.call("POST", "/cache/prefetches", short))[1]["status"] == "noop"
+        for _ in range(3):
+            await running.call("POST", "/cache/prefetches", body)
+
+
+async def test_engines_elsewhere_report_over_http() -> None:
+    """And none of the controller's routes exist here."""
+    async with coordinator() as running:
+        body = {"instance_id": "mp-1", "tokens": TOKENS, "model_name": "m"}
+        assert (await running.call("POST", "/sim/admit", body))[1] == {"keys": 4}
+        assert await running.holders() == [["mp-1"]] * 4
+        assert (await running.call("POST", "/lookup", {"tokens": TOKENS}))[0] == 404
+        assert (await running.call("GET", "/healthz"))[1] == {"status": "healthy"}
