@@ -21,7 +21,7 @@ _MAX_DEPTH = 64
 _TAG = "tag:yaml.org,2002:"
 _NULL = re.compile(r"~|null|Null|NULL|")
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
-_INT = re.compile(r"[-+]?[0-9]+|0x[0-9a-fA-F]+|0o[0-7]+")
+_INT = re.compile(r"[-+]?[0-9]{1,300}|0x[0-9a-fA-F]{1,300}|0o[0-7]{1,300}")  # int() refuses thousands of digits
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 
 

@@ -67,6 +67,7 @@ def test_the_mock_sample() -> None:
     assert settings.enabled
     assert (settings.vllm_endpoint, settings.lmcache_endpoint) == ("http://127.0.0.1:18091", "http://127.0.0.1:18081")
     assert (settings.request_timeout, settings.lookup_routing_timeout, settings.hot_window) == (3.0, 0.08, 120.0)
+    assert settings.lookup_min_tokens == 0
     assert (settings.token_cache.max_size, settings.token_cache.ttl) == (1024, 600.0)
     strategy = settings.cache_strategy
     assert (strategy.load_threshold, strategy.memory_threshold, strategy.hot_content_threshold) == (1e-6, 1e-6, 1)

@@ -22,6 +22,7 @@ from kvproxy.config.yaml_text import parse_yaml
         ("a: '1'\nb: \"true\"\nc: |\n  5", {"a": "1", "b": "true", "c": "5"}),
         ("1: x\ntrue: y", {"1": "x", "true": "y"}),
         ('{"a": [1, {"b": null}]}', {"a": [1, {"b": None}]}),
+        (f"a: {'9' * 5000}", {"a": float("inf")}),
         ("", None),
     ],
 )

@@ -118,7 +118,8 @@ def _cluster_of_engine(translation: Translation, manager: ConnectionManager, set
         return
     strategy = settings.get("cache_strategy")
     plan = strategy if isinstance(strategy, dict) else {}
-    instances = {plan.get(key) for key in ("pin_instance_id", "compress_instance_id", "evict_instance_id")} - {None, ""}
+    named = (plan.get(key) for key in ("pin_instance_id", "compress_instance_id", "evict_instance_id"))
+    instances = {name for name in named if isinstance(name, str) and name}
     name = instances.pop() if len(instances) == 1 else "vllm"
     translation.form.data["clusters"] = {names[0]: {"endpoints": [{"id": name, "url": url}]}}
     where: Path = (*at, "vllm_endpoint")

@@ -4,6 +4,7 @@ so our own settings may stand in a Pixiu file as well.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from kvproxy.config.paths import Path
@@ -14,10 +15,12 @@ _CONNECTIONS = ("max_idle_conns", "max_idle_conns_per_host", "max_conns_per_host
 
 def translate_kvcache(translation: Translation, raw: dict[str, Any], at: Path) -> dict[str, Any]:
     """Our settings, still to be decoded; Pixiu's own rules are checked here."""
-    settings = {"enabled": False, **raw}
+    settings = {"enabled": False, "lookup_min_tokens": 0, **raw}  # Pixiu is off by default and looks up every prompt
     if str(settings["enabled"]).casefold() == "true":
         _endpoints(translation, settings, at)
     _connections(translation, settings, at)
+    settings.setdefault("lookup_min_tokens", 1)  # Pixiu asks for every prompt, however short
+    settings.setdefault("tokenize", {"inline_min": 0})
     if str(settings.get("hot_max_keys", "")) == "0":
         del settings["hot_max_keys"]
         translation.note((*at, "hot_max_keys"), "not unlimited here: the default bound applies")
@@ -43,7 +46,7 @@ def _connections(translation: Translation, settings: dict[str, Any], at: Path) -
     """The bound on connections is ours; idle ones are kept up to it."""
     given = {key: settings.pop(key) for key in _CONNECTIONS if key in settings}
     for key, value in given.items():
-        if not isinstance(value, str | int) or isinstance(value, bool) or not str(value).isdecimal():
+        if isinstance(value, bool) or not re.fullmatch(r"\d{1,9}", str(value)):
             translation.error((*at, key), "must be a number of connections, 0 for the default")
         elif key == "max_conns_per_host" and int(value):
             settings["max_connections"] = int(value)
