@@ -163,8 +163,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             else:
                 targets.append(target)
         results = run(targets, rounds=options.rounds, seconds=options.seconds, core=load_core)
-        held = {target.name: memory(target, core=load_core) for target in targets if target.process is not None}
-    report.write(options.out, results, memory=held, skipped=skipped, cores=cores)
+        held: dict[str, dict[str, float]] = {}
+        report.write(options.out, results, memory=held, skipped=skipped, cores=cores)
+        for target in targets if options.memory else ():
+            if target.process is not None:
+                held[target.name] = memory(target, core=load_core)
+                report.write(options.out, results, memory=held, skipped=skipped, cores=cores)
+    print((options.out / "data_plane.md").read_text())
 
 
 def _start(
@@ -189,6 +194,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", default=[], help="proxies whose names start with one of these")
     parser.add_argument("--policies", nargs="*", default=["round_robin"], help="of kvproxy")
     parser.add_argument("--kvproxy", default=peers.KVPROXY, help="its command line ({port}, {a}, {b}, {policy})")
+    parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True, help="minutes more")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     return parser.parse_args(arguments)
 

@@ -20,14 +20,13 @@ def write(
     skipped: Mapping[str, str],
     cores: int,
 ) -> None:
-    """data_plane.md and data_plane.json in `folder`; the table is printed as well."""
+    """data_plane.md and data_plane.json in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     raw = {name: {case: asdict(sample) for case, sample in cases.items()} for name, cases in results.items()}
     document = {"machine": _machine(cores), "results": raw, "memory": memory, "skipped": skipped}
     (folder / "data_plane.json").write_text(json.dumps(document, indent=1) + "\n")
     text = "\n".join(_lines(results, memory, skipped, cores)) + "\n"
     (folder / "data_plane.md").write_text(text)
-    print(text)
 
 
 def _lines(
@@ -46,7 +45,7 @@ def _lines(
         for name, samples in results.items():
             lines.append(_row(name, samples[case], base, stream=stream))
         lines.append("")
-    lines += _added(results, cases[0]) + _memory(memory)
+    lines += _added(results, cases[0]) + (_memory(memory) if memory else [])
     lines += [f"- {name}: not measured, {why}" for name, why in skipped.items()]
     return lines
 
