@@ -11,15 +11,15 @@ from kvproxy.simulator.lmcache_directory import ChunkKey, Directory, MpServer, k
 
 _TOKENS = {"model_name": str, "world_size": int, "token_ids?": list, "cache_salt?": str}
 _MOST_TOKENS = 1_000_000
-_KEPT_PREFETCHES = 1000
 
 
 class CacheActions:
     """Handlers of `/cache/*`."""
 
-    def __init__(self, directory: Directory, *, rng: random.Random) -> None:
+    def __init__(self, directory: Directory, *, rng: random.Random, kept_prefetches: int) -> None:
         self._directory = directory
         self._rng = rng
+        self._kept_prefetches = kept_prefetches
         self._pins: Counter[ChunkKey] = Counter()
         self._prefetches: dict[tuple[str, str], int] = {}
 
@@ -82,7 +82,7 @@ class CacheActions:
         found = [key for key in keys if self._directory.holders(key)]
         server.admit(found)
         request_id = f"{self._rng.getrandbits(128):032x}"
-        if len(self._prefetches) >= _KEPT_PREFETCHES:
+        if len(self._prefetches) >= self._kept_prefetches:
             self._prefetches.pop(next(iter(self._prefetches)))
         self._prefetches[server.instance_id, request_id] = len(found)
         return {"instance_id": server.instance_id, "request_id": request_id, "chunks": chunks, "status": "submitted"}

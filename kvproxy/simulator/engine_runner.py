@@ -101,6 +101,8 @@ class EngineRunner:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
+            if not self._task.cancelled():
+                self._task.result()
 
     @contextlib.contextmanager
     def running(self, requests: Sequence[SimRequest]) -> Iterator[GenerationGroup]:
@@ -125,15 +127,21 @@ class EngineRunner:
             generation.fail()
 
     async def _run(self) -> None:
-        while True:
-            self._wake.clear()
-            moment = self.engine.next_event_at()
-            timeout_s = None if moment is None else max(0.0, moment - self._clock())
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    await self._wake.wait()
-            for output in self.engine.advance(self._clock()):
-                await self._deliver(output)
+        try:
+            while True:
+                await self._run_once()
+        finally:
+            self.kill()  # nobody would ever answer those who still wait
+
+    async def _run_once(self) -> None:
+        self._wake.clear()
+        moment = self.engine.next_event_at()
+        timeout_s = None if moment is None else max(0.0, moment - self._clock())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._wake.wait()
+        for output in self.engine.advance(self._clock()):
+            await self._deliver(output)
 
     async def _deliver(self, output: EngineOutput) -> None:
         if isinstance(output, CacheChanged):

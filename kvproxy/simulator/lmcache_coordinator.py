@@ -22,6 +22,7 @@ class CoordinatorSettings:
     capacity_chunks: int = 4096
     chunk_bytes: int = 256 * 131_072
     instance_timeout_s: float | None = None
+    kept_prefetches: int = 1000
 
 
 class CoordinatorApp(JsonApp):
@@ -34,7 +35,7 @@ class CoordinatorApp(JsonApp):
         self._rng = rng
         self._applied: dict[tuple[str, int], int] = {}
         self.directory = Directory(clock=clock, timeout_s=settings.instance_timeout_s)
-        self._actions = CacheActions(self.directory, rng=rng)
+        self._actions = CacheActions(self.directory, rng=rng, kept_prefetches=settings.kept_prefetches)
         for instance_id in settings.instances:
             self.directory.add(self._server(instance_id))
         self._add_routes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ def sse(body: Any) -> bytes:
     return b"data: " + encode_json(body) + b"\n\n"
 
 
-class OpenAiShape:
+class OpenAiShape(ABC):
     """What chat and text completions share; `details` says whether usage tells the cached tokens."""
 
     object_name: str
@@ -43,9 +44,9 @@ class OpenAiShape:
                 )
             yield DONE
 
+    @abstractmethod
     def delta_events(self, answer: Answer, delta: Delta, *, continuous: bool) -> Iterator[bytes]:
         """The events of one choice's new tokens."""
-        raise NotImplementedError
 
     def error(self, body: Any) -> Iterator[bytes]:
         """How a stream ends when the engine dies under it: cleanly, with an error in it."""

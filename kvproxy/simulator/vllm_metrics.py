@@ -35,12 +35,7 @@ class VllmMetrics:
             name: Counter(f"vllm:{name}", text, (*_COMMON, *_one(label)), registry=self._registry)
             for name, (text, label, _values) in COUNTERS.items()
         }
-        self._histograms = {
-            name: Histogram(f"vllm:{name}", text, _COMMON, buckets=buckets, registry=self._registry).labels(
-                **self._labels
-            )
-            for name, (text, buckets) in HISTOGRAMS.items()
-        }
+        self._histograms = {name: self._histogram(name, text, buckets) for name, (text, buckets) in HISTOGRAMS.items()}
         self._rejections = Counter(
             "vllm:admission_rejections",
             "Number of admission attempts rejected by a queue limit, by reason.",
@@ -140,8 +135,7 @@ class VllmMetrics:
         self._counters["request_success"].labels(**self._labels, finished_reason=output.reason).inc()
         self._last_token_at.pop(output.request_id, None)
         first = generation.first
-        if first is None:
-            return
+        assert first is not None, "an engine reports a first token before it finishes"
         observe, decode_s = self._histograms, output.at - first.at
         observe["request_generation_tokens"].observe(output.output_tokens)
         observe["e2e_request_latency_seconds"].observe(output.at - first.submitted_at)

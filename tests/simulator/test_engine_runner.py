@@ -7,6 +7,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
+
 from kvproxy.simulator.engine import Engine
 from kvproxy.simulator.engine_io import EngineOutput, SimRequest
 from kvproxy.simulator.engine_runner import EngineRunner, Generation
@@ -68,3 +70,19 @@ async def test_leaving_cancels() -> None:
 async def test_leaving_before_entering_is_harmless() -> None:
     """A runner that was never started has nothing to stop."""
     await runner(Heard()).__aexit__(None, None, None)
+
+
+async def test_a_defect_in_the_loop_is_not_silent() -> None:
+    """Whoever waits is told at once, and leaving raises what went wrong."""
+
+    class Broken(Heard):
+        def on_output(self, generation: Generation, output: EngineOutput) -> None:
+            raise RuntimeError("broken")
+
+    running = runner(Broken())
+    await running.__aenter__()
+    with running.running([SimRequest("a", [1], 40, 2)]) as group:
+        await group.changed()
+        assert group.failed
+    with pytest.raises(RuntimeError, match="broken"):
+        await running.__aexit__(None, None, None)

@@ -215,8 +215,8 @@ async def test_delete_on_one_server() -> None:
 
 
 async def test_prefetch_warms_a_server_from_the_others() -> None:
-    """Submitted, completed once, then unknown; less than a chunk is a no-op."""
-    async with coordinator() as running:
+    """Submitted, completed once, then unknown; less than a chunk is a no-op; unasked results are kept in a bound."""
+    async with coordinator(kept_prefetches=2) as running:
         running.app.admit("mp-1", TOKENS[:512], model_name="m")
         body = {**WHAT, "instance_id": "mp-2"}
         _, job = await running.call("POST", "/cache/prefetches", body)
@@ -227,8 +227,9 @@ async def test_prefetch_warms_a_server_from_the_others() -> None:
         assert await running.holders() == [["mp-1", "mp-2"], ["mp-1", "mp-2"], [], []]
         short = {**body, "token_ids": TOKENS[:10]}
         assert (await running.call("POST", "/cache/prefetches", short))[1]["status"] == "noop"
-        for _ in range(3):
-            await running.call("POST", "/cache/prefetches", body)
+        jobs = [(await running.call("POST", "/cache/prefetches", body))[1]["request_id"] for _ in range(3)]
+        polled = [(await running.call("GET", f"/cache/prefetches/mp-2/{job}"))[0] for job in jobs]
+        assert polled == [404, 200, 200]
 
 
 async def test_engines_elsewhere_report_over_http() -> None:

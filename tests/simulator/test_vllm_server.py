@@ -254,6 +254,8 @@ async def test_an_answer_of_open_length_stops() -> None:
         ("/v1/completions", {"prompt": "a", "n": 0}, "n must be at least 1"),
         ("/v1/completions", {"prompt": ""}, "cannot be empty"),
         ("/v1/completions", {"prompt": []}, "must be provided"),
+        ("/v1/completions", {"prompt": [1, "a"]}, "non-negative integers"),
+        ("/v1/completions", {"prompt": [[1], [-1]]}, "non-negative integers"),
         ("/v1/completions", {}, "body.prompt"),
         ("/v1/responses", {}, "body.input"),
         ("/v1/messages", {}, "body.messages"),
@@ -280,7 +282,7 @@ async def test_bad_requests_are_told_why(path: str, body: dict[str, Any], messag
     assert message in reply.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("content", ["[1]", b"\xff\xfe"])
+@pytest.mark.parametrize("content", ["[1]", b'{"prompt": "\xff"}'])
 async def test_bodies_that_are_no_object(content: str | bytes) -> None:
     """JSON of another kind, or no text at all, is a 400 as well."""
     async with engine() as running:
