@@ -23,12 +23,14 @@ from kvproxy.replay.trace import Trace, read_trace
 from kvproxy.simulator.timing import EngineTiming
 
 
-def run(args: argparse.Namespace, *, out: TextIO, err: TextIO) -> int:
-    """Runs the command; its exit status."""
+def run(
+    args: argparse.Namespace, *, out: TextIO, err: TextIO, transport: httpx.AsyncBaseTransport | None = None
+) -> int:
+    """Runs the command; its exit status. `transport` carries a live run's requests."""
     try:
         trace = read_trace(args.trace)
         trace = trace.first(args.requests) if args.requests else trace
-        comparison = _live(trace, args, err) if args.url else compare(trace, _plan(args), err=err)
+        comparison = _live(trace, args, err, transport=transport) if args.url else compare(trace, _plan(args), err=err)
     except (KvproxyError, OSError, ValueError, httpx.HTTPError) as error:
         print(f"kvproxy replay: {error}", file=err)
         return 1
@@ -66,12 +68,14 @@ def _plan(args: argparse.Namespace) -> Plan:
                 closed_loop=not args.open_loop, prior_factor=args.prior_factor)  # fmt: skip
 
 
-def _live(trace: Trace, args: argparse.Namespace, err: TextIO) -> Comparison:
+def _live(
+    trace: Trace, args: argparse.Namespace, err: TextIO, *, transport: httpx.AsyncBaseTransport | None
+) -> Comparison:
     """One row: whatever policy the server has."""
     bar = ProgressBar(trace.requests, out=err)
     bar.begin(args.url)
     settings = LiveSettings(args.url, model=args.model, api_key=args.api_key, concurrency=args.concurrency)
-    replay = LiveReplay(trace, Pace(scale=args.pace), settings, progress=bar.advance)
+    replay = LiveReplay(trace, Pace(scale=args.pace), settings, transport=transport, progress=bar.advance)
     outcomes = asyncio.run(replay.run())
     bar.close()
     summary = summarise(outcomes, max(1, len(replay.endpoints)))

@@ -70,11 +70,12 @@ class LiveReplay:
 
     async def run(self) -> list[Outcome]:
         """Every request's outcome, in order of arrival. Raises httpx.HTTPError when the server lists no models."""
-        async with self._client, asyncio.TaskGroup() as tasks:
+        async with self._client:
             self._model = self._model or await self._first_model()
             started = self._clock()
-            for number, session in enumerate(self._trace.sessions):
-                tasks.create_task(self._play(session, number, started), name=f"replay session {number}")
+            async with asyncio.TaskGroup() as tasks:
+                for number, session in enumerate(self._trace.sessions):
+                    tasks.create_task(self._play(session, number, started), name=f"replay session {number}")
         return self._outcomes
 
     async def _first_model(self) -> str:

@@ -25,11 +25,11 @@ def prompt_text(turn: Turn, block_size: int) -> str:
 def block_text(block: int, tokens: int) -> str:
     """The same words for the same block, its id spelled out first so that no two blocks are alike."""
     base = len(_WORDS)
-    state, words = block, []
-    digits = block
-    while digits:
-        words.append(_WORDS[digits % base])
-        digits //= base
+    state, digits, left = block, [], block
+    while left:
+        digits.append(left % base)
+        left //= base
+    words = [_WORDS[digit] for digit in (len(digits), *digits)]  # no id's spelling begins another's
     while len(words) < tokens:
         state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
         words.append(_WORDS[(state >> 33) % base])

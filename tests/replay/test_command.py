@@ -1,0 +1,159 @@
+"""`kvproxy replay` as a user calls it."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from kvproxy.replay.command import run
+from kvproxy.replay.options import add_arguments
+from kvproxy.replay.outcome import summarise
+from kvproxy.replay.plot import as_html
+from kvproxy.replay.progress import ProgressBar
+from kvproxy.replay.report import Report
+from tests.replay.test_live import FakeServer
+from tests.replay.traces import lines
+
+
+@pytest.fixture
+def trace_file(tmp_path: Path) -> Path:
+    """Forty requests over five prefixes."""
+    rows = [
+        {"timestamp": number * 200, "input_length": 2000, "output_length": 10, "hash_runs": [100 * (number % 5), 3]}
+        for number in range(40)
+    ]
+    path = tmp_path / "small.jsonl"
+    path.write_text("\n".join(lines(*rows)))
+    return path
+
+
+def replay(*arguments: str | Path, transport: FakeServer | None = None) -> tuple[int, str, str]:
+    """Status, output, errors."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    out, err = io.StringIO(), io.StringIO()
+    status = run(parser.parse_args([str(each) for each in arguments]), out=out, err=err, transport=transport)
+    return status, out.getvalue(), err.getvalue()
+
+
+def test_policies_side_by_side(trace_file: Path, tmp_path: Path) -> None:
+    """Table, JSON and plot of one comparison."""
+    files = (tmp_path / "figures.json", tmp_path / "plot.html")
+    status, table, _ = replay(trace_file, "--policy", "round_robin,kv_aware,kv_aware+queue", "--instances", "2",
+                              "--seeds", "2", "--json", files[0], "--plot", files[1])  # fmt: skip
+    assert status == 0
+    assert [line.split()[0] for line in table.splitlines()[2:]] == ["round_robin", "kv_aware", "kv_aware+queue"]
+    figures = json.loads(files[0].read_text())
+    assert (figures["trace"], figures["instances"], figures["load"]) == ("small", 2, 0.7)
+    assert figures["policies"]["round_robin"]["vs_baseline"] == 1.0
+    assert figures["policies"]["kv_aware"]["ttft_p99_s"] >= figures["policies"]["kv_aware"]["ttft_mean_s"] > 0
+    assert figures["policies"]["kv_aware"]["requests"] == 40
+    assert "kv_aware+queue" in files[1].read_text()
+
+
+def test_engines_and_knowledge_can_be_disturbed(trace_file: Path) -> None:
+    """Every option reaches the run."""
+    status, table, _ = replay(
+        trace_file, "--policy", "kv_aware", "--requests", "20", "--slow", "2,1", "--slow-middle", "3", "--index",
+        "approximate", "--index-delay", "0.5", "--index-capacity", "0.5", "--wrong", "0.2", "--prior-factor", "4",
+        "--open-loop", "--load", "0.5", "--baseline", "kv_aware",
+    )  # fmt: skip
+    assert status == 0
+    assert "small: 20 requests, 8 instances, load 0.5" in table
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(("--policy", "best"), "no policy 'best'"), (("--instances", "0"), "at least 1"), (("--wrong", "1"), "--wrong"),
+     (("--baseline", "lmetric", "--policy", "kv_aware"), "not among"), (("--slow", "x"), "could not convert"),
+     (("--prefill-tokens-per-s", "0"), "must be positive")],
+)  # fmt: skip
+def test_a_wrong_option_is_an_error_message(trace_file: Path, arguments: tuple[str, ...], message: str) -> None:
+    """Not a traceback."""
+    status, table, errors = replay(trace_file, *arguments)
+    assert (status, table) == (1, "")
+    assert message in errors
+
+
+def test_a_missing_or_broken_trace_is_an_error_message(tmp_path: Path) -> None:
+    """With what is wrong."""
+    (tmp_path / "bad.jsonl").write_text("nonsense")
+    assert "bad, line 1" in replay(tmp_path / "bad.jsonl")[2]
+    assert replay(tmp_path / "none.jsonl")[0] == 1
+
+
+def test_a_live_run_has_one_row(trace_file: Path) -> None:
+    """Whatever policy the server has."""
+    arguments = (trace_file, "--url", "http://proxy", "--pace", "0", "--requests", "8")
+    status, table, _ = replay(*arguments, transport=FakeServer())
+    assert status == 0
+    assert table.splitlines()[2].split()[0] == "live"
+    assert "2 instances" in table
+
+
+def test_a_server_that_cannot_be_reached_is_an_error_message(trace_file: Path) -> None:
+    """Before any request is sent: its models cannot be listed."""
+    status, _, errors = replay(trace_file, "--url", "http://127.0.0.1:9", "--pace", "0")
+    assert status == 1
+    assert errors
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_one_line_on_a_terminal() -> None:
+    """Redrawn when the percentage changes, and taken away at the end."""
+    terminal = Terminal()
+    bar = ProgressBar(400, out=terminal)
+    bar.begin("kv_aware")
+    for done in range(201):
+        bar.advance(done)
+    bar.end(200)
+    bar.begin("lmetric")
+    bar.close()
+    text = terminal.getvalue()
+    assert text.count("\r") <= 54
+    assert "50 %  kv_aware" in text
+    assert "50 %  lmetric" in text
+    assert text.endswith("\r\033[K")
+
+
+def test_nothing_is_drawn_elsewhere() -> None:
+    """A log file wants no bar."""
+    log = io.StringIO()
+    bar = ProgressBar(0, out=log)
+    bar.begin("kv_aware")
+    bar.close()
+    assert log.getvalue() == ""
+
+
+class Tags(HTMLParser):
+    """Collects tags, and whatever is loaded from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        self.loads: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        self.loads += [name for name, _ in attrs if name in ("src", "href")]
+
+
+def test_the_plot_loads_nothing_and_survives_empty_runs() -> None:
+    """One file, inline SVG; names are escaped."""
+    report = Report("<b>", 2, 0.7, 0, 0.0, 0.0, 0.0, "none", {"none": summarise([], 2)}, {})
+    page = Tags()
+    page.feed(as_html(report, {"none": []}))
+    assert page.loads == []
+    assert "svg" in page.seen
+    assert "b" not in page.seen

@@ -1,0 +1,118 @@
+"""Live replay against a fake server: the requests sent, and what is made of the answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from kvproxy.replay.live import LiveReplay, LiveSettings
+from kvproxy.replay.outcome import Outcome, summarise
+from kvproxy.replay.prompts import block_text, prompt_text
+from kvproxy.replay.settings import Pace
+from tests.replay.traces import chat_trace, shared_prefix_trace
+
+
+class FakeServer(httpx.AsyncBaseTransport):
+    """Streams two tokens and a usage; every fourth request in a way of its own."""
+
+    def __init__(self, *, trouble: str = "") -> None:
+        self.bodies: list[dict[str, object]] = []
+        self.sessions: list[str] = []
+        self.authorization: set[str | None] = set()
+        self._trouble = trouble
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self.authorization.add(request.headers.get("authorization"))
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "tiny"}]})
+        self.bodies.append(json.loads(await request.aread()))
+        self.sessions.append(request.headers["x-session-id"])
+        if self._trouble and len(self.bodies) % 4 == 0:
+            if self._trouble == "refused":
+                raise httpx.ConnectError("refused")
+            if self._trouble == "status":
+                return httpx.Response(503)
+        cut = self._trouble == "cut" and len(self.bodies) % 4 == 0
+        return httpx.Response(
+            200, headers={"x-kvproxy-endpoint": f"e{len(self.bodies) % 2}"}, content=self._stream(cut=cut)
+        )
+
+    async def _stream(self, *, cut: bool) -> AsyncIterator[bytes]:
+        yield b'data: {"choices": [{"text": "a"}]}\n\n'
+        if cut:
+            raise httpx.RemoteProtocolError("cut")
+        yield b': comment\n\ndata: {"choices": [{"text": "b"}], "usage": null}\n\n'
+        usage = {"prompt_tokens": 1000, "prompt_tokens_details": {"cached_tokens": 400}}
+        yield f"data: {json.dumps({'choices': [], 'usage': usage})}\n\ndata: [DONE]\n\n".encode()
+
+
+async def played(server: FakeServer, **settings: str) -> tuple[LiveReplay, list[Outcome]]:
+    """A few sessions at once, without the trace's pauses."""
+    replay = LiveReplay(chat_trace(sessions=3, turns=2), Pace(scale=0.0), LiveSettings("http://proxy/", **settings),
+                        transport=server)  # fmt: skip
+    return replay, await replay.run()
+
+
+async def test_every_turn_is_one_streamed_completion() -> None:
+    """Of the trace's length, for the server's model, with its session."""
+    server = FakeServer()
+    replay, outcomes = await played(server)
+    assert len(outcomes) == len(server.bodies) == 6
+    assert {(body["model"], body["max_tokens"], body["stream"]) for body in server.bodies} == {("tiny", 30, True)}
+    assert sorted(set(server.sessions)) == ["replay-0", "replay-1", "replay-2"]
+    assert replay.endpoints == ("e1", "e0")
+
+
+async def test_figures_come_from_the_servers_usage() -> None:
+    """Its own count of prompt and cached tokens."""
+    _, outcomes = await played(FakeServer())
+    summary = summarise(outcomes, 2)
+    assert (summary.hit_rate, summary.failed) == (0.4, 0)
+    assert all(outcome.ttft_s is not None and outcome.ttft_s >= 0 for outcome in outcomes)
+
+
+@pytest.mark.parametrize("trouble", ["refused", "status", "cut"])
+async def test_what_fails_is_counted_and_the_rest_goes_on(trouble: str) -> None:
+    """No connection, an error status, a stream that breaks off."""
+    _, outcomes = await played(FakeServer(trouble=trouble))
+    assert summarise(outcomes, 2).failed == 1
+    assert len(outcomes) == 6
+
+
+async def test_model_and_key_are_as_given() -> None:
+    """Then nobody asks the server for its models."""
+    server = FakeServer()
+    await played(server, model="mine", api_key="secret")
+    assert {body["model"] for body in server.bodies} == {"mine"}
+    assert server.authorization == {"Bearer secret"}
+
+
+async def test_progress_counts_requests() -> None:
+    """Failed ones too."""
+    seen: list[int] = []
+    replay = LiveReplay(chat_trace(sessions=1, turns=2), Pace(scale=0.0), LiveSettings("http://proxy"),
+                        transport=FakeServer(trouble="status"), progress=seen.append)  # fmt: skip
+    await replay.run()
+    assert seen == [1, 2]
+
+
+def test_equal_blocks_are_equal_text_and_others_differ_at_once() -> None:
+    """So that a tokenizer's blocks line up like the trace's."""
+    assert block_text(7, 64) == block_text(7, 64)
+    texts = [block_text(block, 64) for block in range(5000)]
+    assert len({" ".join(text.split()[:4]) for text in texts}) == 5000
+    assert {len(text.split()) for text in texts} == {64}
+
+
+def test_prompts_share_exactly_their_common_blocks() -> None:
+    """Two requests with one prefix begin alike for as long as their blocks do, and end apart."""
+    turns = [session.turns[0] for session in shared_prefix_trace().sessions]
+    first = turns[0]
+    second = next(turn for turn in turns[1:] if turn.blocks[0] == first.blocks[0])
+    one, two = prompt_text(first, 512).split(), prompt_text(second, 512).split()
+    assert len(one) == first.prompt_tokens
+    common = next(index for index, pair in enumerate(zip(one, two, strict=True)) if pair[0] != pair[1])
+    assert 5 * 512 <= common < 5 * 512 + 8

@@ -1,0 +1,57 @@
+"""The pooled-cache bound and the pace it sets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvproxy.config.schema import PolicyName
+from kvproxy.replay.outcome import summarise
+from kvproxy.replay.pooled import offered_rate, paced_bound, play_on_pool, saturated_throughput
+from kvproxy.replay.scenario import PolicySpec, play
+from kvproxy.replay.settings import FleetSettings
+from tests.replay.traces import chat_trace, shared_prefix_trace
+
+FLEET = FleetSettings(instances=3, capacity_tokens=100_000)
+
+
+def test_more_engines_saturate_later() -> None:
+    """Throughput grows with the fleet."""
+    trace = shared_prefix_trace(requests=300)
+    one, three = (saturated_throughput(trace, replace(FLEET, instances=count)) for count in (1, 3))
+    assert 2.0 * one < three < 4.5 * one
+
+
+@pytest.mark.parametrize("load", [0.5, 0.9])
+def test_an_open_loop_is_paced_to_the_load(load: float) -> None:
+    """Requests over the time they come in."""
+    trace = shared_prefix_trace(requests=300)
+    bound = paced_bound(trace, FLEET, load)
+    arrivals = [at for at, _, _ in bound.pace.arrivals(bound.trace)]
+    assert (len(arrivals) - 1) / arrivals[-1] == pytest.approx(load * bound.capacity_per_s, rel=0.01)
+    assert not bound.pace.closed_loop
+
+
+def test_a_closed_loop_is_cloned_and_paced_until_its_arrivals_are_right() -> None:
+    """A handful of sessions cannot load an engine: there are as many as it takes."""
+    trace = chat_trace(sessions=8)
+    bound = paced_bound(trace, FLEET, 0.5)
+    assert bound.pace.closed_loop
+    assert bound.trace.requests > trace.requests
+    rate = offered_rate(play_on_pool(bound.trace, bound.pace, FLEET))
+    assert rate == pytest.approx(0.5 * bound.capacity_per_s, rel=0.25)
+
+
+def test_no_router_beats_the_pool() -> None:
+    """What every engine holds for every other cannot be matched by any placement."""
+    bound = paced_bound(shared_prefix_trace(requests=400), FLEET, 0.8)
+    for name in (PolicyName.KV_AWARE, PolicyName.LMETRIC, PolicyName.ROUND_ROBIN):
+        summary = summarise(play(bound.trace, bound.pace, FLEET, PolicySpec(name)), FLEET.instances)
+        assert summary.ttft_mean_s > 0.98 * bound.ttft_mean_s
+        assert summary.hit_rate <= bound.hit_rate + 0.01
+
+
+def test_nothing_offered_is_no_rate() -> None:
+    """Of no outcomes."""
+    assert offered_rate([]) == 0.0

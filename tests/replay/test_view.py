@@ -1,0 +1,78 @@
+"""What a replay's router knows: in flight at once, by events when they come, corrected by responses."""
+
+from __future__ import annotations
+
+from array import array
+from random import Random
+
+from kvproxy.replay.settings import FleetSettings, IndexMode
+from kvproxy.replay.trace import Turn
+from kvproxy.replay.view import IndexView, endpoint_id
+from kvproxy.simulator.kv_event import AllBlocksCleared, BlockRemoved, BlockStored
+from tests.replay.traces import shared_prefix_trace
+
+TURN = shared_prefix_trace().sessions[0].turns[0]
+BLOCKS = tuple(TURN.blocks)
+
+
+def view(mode: IndexMode = IndexMode.EVENTS, **settings: float) -> IndexView:
+    return IndexView(FleetSettings(instances=2, index=mode, **settings), 512, rng=Random(1))  # type: ignore[arg-type]
+
+
+def held(subject: IndexView) -> list[int]:
+    """Blocks each endpoint is believed to hold of the turn's prompt."""
+    facts = subject.facts(TURN)
+    return [facts.matched_tokens(endpoint_id(index)) // 512 for index in range(2)]
+
+
+def test_what_is_in_flight_counts_until_it_ends_then_only_events_do() -> None:
+    """A burst of one prefix must not scatter before the first event."""
+    subject = view()
+    claim = subject.routed(0, TURN)
+    assert held(subject) == [6, 0]
+    subject.settled(0, TURN, claim, predicted=0, cached=0)
+    assert held(subject) == [0, 0]
+
+
+def test_events_say_what_is_stored_removed_and_cleared() -> None:
+    """The engines' own word."""
+    subject = view()
+    subject.observe(1, [BlockStored(BLOCKS, None)])
+    assert held(subject) == [0, 6]
+    subject.observe(1, [BlockRemoved(BLOCKS[4])])
+    assert held(subject) == [0, 4]
+    subject.observe(1, [AllBlocksCleared()])
+    assert held(subject) == [0, 0]
+
+
+def test_without_events_what_was_routed_stays() -> None:
+    """Confirmed by its response."""
+    subject = view(IndexMode.APPROXIMATE)
+    subject.settled(0, TURN, subject.routed(0, TURN), predicted=0, cached=0)
+    assert held(subject) == [6, 0]
+
+
+def test_a_contradiction_is_taken_out_at_once() -> None:
+    """Predicted cached, the engine says no: whoever comes next is not told the same."""
+    subject = view(IndexMode.APPROXIMATE)
+    subject.settled(1, TURN, subject.routed(1, TURN), predicted=0, cached=0)
+    other = Turn(0.0, 4 * 512, 1, TURN.blocks[:3] + array("Q", [999]))
+    subject.settled(1, other, subject.routed(1, other), predicted=3 * 512, cached=512)
+    assert held(subject) == [0, 3]
+
+
+def test_the_last_token_is_never_expected_from_the_cache() -> None:
+    """A prompt of whole blocks, all of them held, still computes its last."""
+    subject = view()
+    subject.observe(0, [BlockStored(BLOCKS, None)])
+    facts = subject.facts(Turn(0.0, 6 * 512, 1, TURN.blocks))
+    assert facts.matched_tokens(endpoint_id(0)) == 5 * 512
+
+
+def test_a_prefix_asked_for_often_is_hot() -> None:
+    """Twice an endpoint within its window."""
+    subject = view()
+    assert subject.facts(TURN).hot_tokens == 0
+    for _ in range(8):
+        facts = subject.facts(TURN)
+    assert facts.hot_tokens == 6 * 512

@@ -1,0 +1,155 @@
+"""Replays in virtual time: every request ends once, figures follow from the engines, knowledge is what a router has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvproxy.config.schema import PolicyName
+from kvproxy.replay.outcome import Summary, percentile, rate_of, summarise
+from kvproxy.replay.scenario import PolicySpec, UnknownPolicy, play
+from kvproxy.replay.settings import FleetSettings, IndexMode, Pace
+from kvproxy.replay.trace import Trace, parse_trace
+from kvproxy.simulator.timing import EngineTiming
+from tests.replay.traces import chat_trace, lines, shared_prefix_trace
+
+FLEET = FleetSettings(instances=3)
+KV_AWARE = PolicySpec(PolicyName.KV_AWARE)
+ROUND_ROBIN = PolicySpec(PolicyName.ROUND_ROBIN)
+
+
+def figures(trace: Trace, fleet: FleetSettings = FLEET, spec: PolicySpec = KV_AWARE, pace: Pace = Pace()) -> Summary:
+    return summarise(play(trace, pace, fleet, spec), fleet.instances)
+
+
+@pytest.mark.parametrize(
+    "spec", [*(PolicySpec(name) for name in PolicyName), PolicySpec(PolicyName.KV_AWARE, queue=True)], ids=str
+)
+def test_every_policy_finishes_every_request(spec: PolicySpec) -> None:
+    """Nothing is lost, nothing ends before it began."""
+    trace = chat_trace()
+    outcomes = play(trace, Pace(scale=0.2), FLEET, spec)
+    assert len(outcomes) == trace.requests
+    for outcome in outcomes:
+        assert outcome.first_token_at is not None
+        assert outcome.finished_at is not None
+        assert outcome.arrived_at < outcome.first_token_at <= outcome.finished_at
+        assert 0 <= outcome.endpoint < 3
+
+
+def test_the_same_seed_is_the_same_run() -> None:
+    """Virtual time has no chance in it beyond the seeds."""
+    trace = shared_prefix_trace()
+    assert figures(trace) == figures(trace)
+
+
+def test_kv_aware_beats_round_robin_where_prefixes_repeat() -> None:
+    """More hits, shorter first tokens."""
+    trace = shared_prefix_trace(gap_ms=100)
+    aware, robin = figures(trace), figures(trace, spec=ROUND_ROBIN)
+    assert aware.hit_rate > robin.hit_rate
+    assert aware.ttft_mean_s < robin.ttft_mean_s
+
+
+def test_one_request_alone_takes_what_the_engine_takes() -> None:
+    """1 000 tokens at 10 000 a second with their attention; nothing waits."""
+    trace = parse_trace(lines({"timestamp": 0, "input_length": 1000, "output_length": 1, "hash_ids": [1]}), name="one")
+    assert figures(trace).ttft_mean_s == pytest.approx(EngineTiming().prefill_s(1000, 0))
+
+
+def test_closed_loop_waits_for_the_turn_before() -> None:
+    """A slow engine delays the next turn; in open loop it comes when it comes."""
+    trace, slow = chat_trace(sessions=1, turns=2), replace(FLEET, instances=1, slowness=(50.0,))
+    closed = play(trace, Pace(), slow, KV_AWARE)
+    assert closed[0].finished_at is not None
+    assert closed[1].arrived_at == pytest.approx(closed[0].finished_at + 1.5)
+    opened = play(trace, Pace(closed_loop=False, service_s=1.0), slow, KV_AWARE)
+    assert opened[1].arrived_at == pytest.approx(2.5)
+
+
+def test_the_approximate_index_knows_what_was_routed() -> None:
+    """Without events, repeats still go where their prefix is."""
+    trace = shared_prefix_trace()
+    approximate = figures(trace, replace(FLEET, index=IndexMode.APPROXIMATE))
+    assert approximate.hit_rate == pytest.approx(figures(trace).hit_rate, abs=0.05)
+
+
+def test_late_events_cost_little() -> None:
+    """What is in flight is known without them."""
+    trace = shared_prefix_trace()
+    late = figures(trace, replace(FLEET, index_delay_s=0.5))
+    assert late.hit_rate == pytest.approx(figures(trace).hit_rate, abs=0.05)
+
+
+def test_false_entries_make_predictions_wrong() -> None:
+    """And a contradicted one is taken out, so that the run still ends with hits."""
+    trace = shared_prefix_trace()
+    lied = figures(trace, replace(FLEET, wrong_share=0.5))
+    assert lied.wrong_share > figures(trace).wrong_share
+    assert lied.hit_rate > 0.3
+
+
+def test_a_slow_engine_gets_less_work() -> None:
+    """Learned from first tokens alone: the slowness is never told."""
+    trace, fleet = shared_prefix_trace(requests=300), replace(FLEET, slowness=(4.0,))
+    outcomes = play(trace, Pace(), fleet, KV_AWARE)
+    counts = [sum(outcome.endpoint == endpoint for outcome in outcomes[100:]) for endpoint in range(3)]
+    assert counts[0] < min(counts[1:])
+
+
+def test_an_engine_that_slows_down_for_a_while_is_avoided_for_a_while() -> None:
+    """The middle third of the run."""
+    settings = replace(FLEET, slow_middle=3.0).engine(512, 0, 90.0)
+    assert settings.timing.slowness_changes == ((30.0, 3.0), (60.0, 1.0))
+    assert replace(FLEET, slow_middle=3.0).engine(512, 1, 90.0).timing.slowness_changes == ()
+
+
+def test_a_prompt_no_engine_can_hold_fails_and_the_session_goes_on() -> None:
+    """Counted as failed, not waited for."""
+    rows = (
+        {"timestamp": 0, "session_id": 1, "input_length": 5120, "output_length": 1, "hash_runs": [0, 10]},
+        {"delay": 10, "session_id": 1, "input_length": 600, "output_length": 1, "hash_runs": [0, 1]},
+    )
+    summary = figures(parse_trace(lines(*rows), name="long"), replace(FLEET, capacity_tokens=2048))
+    assert (summary.requests, summary.failed) == (2, 1)
+
+
+def test_the_queue_holds_requests_back_when_all_are_busy() -> None:
+    """A burst of long prompts with short ones behind: the short ones need not wait for all of the long."""
+    rows = [
+        {"timestamp": number, "input_length": length, "output_length": 2, "hash_runs": [1000 * number, length // 512]}
+        for number, length in enumerate([30_000] * 8 + [600] * 8)
+    ]
+    trace, fleet = parse_trace(lines(*rows), name="burst"), replace(FLEET, instances=2)
+    direct, queued = figures(trace, fleet), figures(trace, fleet, PolicySpec(PolicyName.KV_AWARE, queue=True))
+    assert queued.failed == 0
+    assert queued.ttft_mean_s < 0.8 * direct.ttft_mean_s
+
+
+def test_progress_is_reported() -> None:
+    """Once for every finished request."""
+    seen: list[int] = []
+    play(chat_trace(), Pace(), FLEET, ROUND_ROBIN, progress=seen.append)
+    assert seen == list(range(1, 49))
+
+
+@pytest.mark.parametrize("text", ["kv_aware", "kv_aware+queue", "least_ttft+queue", "round_robin"])
+def test_policies_are_named_as_in_the_configuration(text: str) -> None:
+    """With +queue where the policy knows how long a prefill takes."""
+    assert str(PolicySpec.parse(f" {text} ")) == text
+
+
+@pytest.mark.parametrize(("text", "match"), [("best", "no policy 'best'"), ("lmetric+queue", "queue needs kv_aware")])
+def test_unknown_policies_are_refused(text: str, match: str) -> None:
+    """With what would be known."""
+    with pytest.raises(UnknownPolicy, match=match):
+        PolicySpec.parse(text)
+
+
+def test_figures_of_nothing_are_zero() -> None:
+    """An empty run has no percentiles and no rate."""
+    assert percentile([], 0.5) == 0.0
+    assert rate_of([1.0]) == 0.0
+    assert rate_of([1.0, 1.0]) == 0.0
+    assert summarise([], 2).ttft_mean_s == 0.0
