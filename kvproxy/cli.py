@@ -56,8 +56,16 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _serve(args: argparse.Namespace) -> int:
     from kvproxy.commands import serve
 
-    return serve.run(serve.load(args.config, endpoints=args.endpoint, host=args.host, port=args.port,
-                                policy=args.policy, admin=not args.no_admin, lenient=args.lenient))  # fmt: skip
+    config, problems = serve.load(
+        args.config,
+        endpoints=args.endpoint,
+        host=args.host,
+        port=args.port,
+        policy=args.policy,
+        admin=not args.no_admin,
+        lenient=args.lenient,
+    )
+    return serve.run(config, problems)
 
 
 def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

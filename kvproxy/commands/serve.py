@@ -13,7 +13,7 @@ from typing import Any
 from kvproxy import __version__
 from kvproxy.app import Proxy
 from kvproxy.commands.logging_setup import logging_to
-from kvproxy.config.load import from_endpoints, load_file
+from kvproxy.config.load import check_file, from_endpoints
 from kvproxy.config.schema import Config
 from kvproxy.errors import ConfigError, Problem
 from kvproxy.filters.registry import discover
@@ -34,13 +34,19 @@ def load(
     policy: str | None,
     admin: bool,
     lenient: bool,
-) -> Config:
-    """The configuration the command line asks for; `host` and `port` override a file's. Raises ConfigError."""
+) -> tuple[Config, list[Problem]]:
+    """The configuration the command line asks for, and what is worth saying about it; `host` and `port` override a
+    file's. Raises ConfigError."""
+    problems: list[Problem] = []
     if path is not None and endpoints:
         raise ConfigError([Problem("", "either -c FILE or --endpoint, not both")])
     if path is not None:
         extra = {name: kind.settings for name, kind in discover().items()}
-        config = load_file(path, extra_filters=extra, lenient=lenient)
+        checked, problems = check_file(path, extra_filters=extra, lenient=lenient)
+        errors = [problem for problem in problems if problem.severity == "error"]
+        if checked is None or errors:
+            raise ConfigError(errors)
+        config = checked
     elif endpoints:
         config = from_endpoints(endpoints, host=host or "127.0.0.1", port=8888 if port is None else port, policy=policy)
     else:
@@ -50,12 +56,14 @@ def load(
     changes: dict[str, object] = {"listen": listen}
     if not admin:
         changes["admin"] = config.admin.model_copy(update={"enabled": False})
-    return config.model_copy(update=changes)
+    return config.model_copy(update=changes), problems
 
 
-def run(config: Config) -> int:
-    """Serve until a signal; 0 after a graceful end."""
+def run(config: Config, problems: Sequence[Problem]) -> int:
+    """Serve until a signal; 0 after a graceful end. Warnings and notes about the configuration are logged once."""
     with logging_to(config.log):
+        for problem in problems:
+            logger.log(logging.WARNING if problem.severity == "warning" else logging.INFO, "%s", problem)
         return run_loop(lambda: serve_until_signal(config))
 
 
