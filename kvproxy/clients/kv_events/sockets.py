@@ -62,12 +62,6 @@ class Subscription:
         except zmq.Again:
             return None
 
-    def discard(self) -> None:
-        """Drops what waits: messages of a connection that is gone."""
-        for _ in range(2 * QUEUED_BATCHES):
-            if self.message() is None:
-                return
-
     def close(self) -> None:
         """Ends the subscription."""
         self._socket.disable_monitor()

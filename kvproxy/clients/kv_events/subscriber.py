@@ -132,11 +132,10 @@ class KvEventSubscriber:
             while True:
                 await subscription.wait(None if retry_at is None else max(0.0, retry_at - self._clock()))
                 reconnected = self._note_connections(subscription.connections())
-                if reconnected and self.source.replay_endpoint:
-                    subscription.discard()  # perhaps another process' batches; the replay brings all that counts
+                # What the old connection left comes first, so that the synchronisation also judges what it did.
+                await self._drain(subscription)
                 if reconnected or (retry_at is not None and self._clock() >= retry_at):
                     await self._follower.synchronise()
-                await self._drain(subscription)
                 if not self._follower.wants_retry:
                     retry_at, pause_s = None, self._retry_s
                 elif retry_at is None or self._clock() >= retry_at:

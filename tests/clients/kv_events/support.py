@@ -117,8 +117,8 @@ class Publisher:
         """Binds: to free ports at first, to the same ones after a stop."""
         self._pub = self._context.socket(zmq.PUB)
         self._router = self._context.socket(zmq.ROUTER)
-        self.address = self._bind(self._pub, self.address)
-        self.replay_address = self._bind(self._router, self.replay_address)
+        self.address = await self._bind(self._pub, self.address)
+        self.replay_address = await self._bind(self._router, self.replay_address)
         self._task = asyncio.create_task(self._serve(), name="publisher")
 
     async def stop(self) -> None:
@@ -153,9 +153,18 @@ class Publisher:
         """Any frames at all."""
         await self._pub.send_multipart(message)
 
-    def _bind(self, socket: zmq.asyncio.Socket, address: str) -> str:
-        socket.bind(address or "tcp://127.0.0.1:0")
-        return address or socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    async def _bind(self, socket: zmq.asyncio.Socket, address: str) -> str:
+        """Binds; a port that was just closed is free a moment later."""
+        async with asyncio.timeout(10):
+            while True:
+                try:
+                    socket.bind(address or "tcp://127.0.0.1:0")
+                except zmq.ZMQError as error:
+                    if error.errno != zmq.EADDRINUSE:
+                        raise
+                    await asyncio.sleep(0.002)
+                else:
+                    return address or socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     async def _serve(self) -> None:
         while True:

@@ -258,6 +258,23 @@ async def test_a_reconnection_to_another_process_starts_over(published: int) -> 
     assert stream.state == "exact/following"
 
 
+@pytest.mark.parametrize("published", [0, 1, 2, 3, 9])
+async def test_batches_a_gone_connection_left_do_no_harm(published: int) -> None:
+    """They may pass for the new process' next ones; the synchronisation that follows takes them back."""
+    stream = Stream(Engine())
+    await stream.connect()
+    await stream.live(stored(0))
+    left = [stream.engine.publish(stored(60 + n)) for n in range(4)]
+    stream.engine.restart()
+    for n in range(published):
+        stream.engine.publish(stored(90 + n))
+    for message in left[1:]:
+        await stream.follower.on_message(message)
+    await stream.connect()
+    assert stream.blocks == {90 + n for n in range(published)}
+    assert stream.state == "exact/following"
+
+
 async def test_a_hole_in_a_replay_is_asked_for_again() -> None:
     """A ROUTER drops what its peer cannot take: the replay goes on from there."""
     engine = Engine()

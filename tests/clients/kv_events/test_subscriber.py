@@ -132,8 +132,12 @@ async def test_a_replay_that_does_not_answer_is_retried(engine: Publisher) -> No
     async with following(engine, replay_timeout_s=0.02, clock=clock) as (_, index):
         assert index.states[-1] == "degraded/replay_failed"
         engine.mute = False
-        clock.advance(1.0)
-        await until(lambda: index.states[-1] == "exact/following")
+
+        def retried() -> bool:
+            clock.advance(60.0)
+            return index.states[-1] == "exact/following"
+
+        await until(retried)
         assert index.blocks == {1}
 
 
@@ -291,21 +295,3 @@ async def test_a_silent_replay_times_out(engine: Publisher) -> None:
     with pytest.raises(ClientTimeout):
         async for _ in sockets.replayed(engine._context, engine.replay_address, 0, idle_timeout_s=0.01):
             pass
-
-
-async def test_what_a_gone_connection_left_can_be_discarded(engine: Publisher) -> None:
-    """Its batches must not be judged by the numbers of the process that came after."""
-    subscription = sockets.Subscription(engine._context, KvEventSource(0, engine.address))
-    try:
-        changes: list[bool] = []
-        while not changes:
-            await subscription.wait(None)
-            changes += subscription.connections()
-        assert changes == [True]
-        for n in range(3):
-            await engine.publish(stored(n))
-        await subscription.wait(None)
-        subscription.discard()
-        assert subscription.message() is None
-    finally:
-        subscription.close()
