@@ -98,7 +98,7 @@ class BreakerOpen(KvproxyError):
 
 
 class ClientError(KvproxyError):
-    """A call to a helper API (an engine's own, LMCache's, KV events) failed. `reason` is a closed set and a metric label.
+    """A call to a helper API (an engine's own, LMCache's, KV events) failed. `reason` is a closed set, a metric label.
 
     Texts are short and safe to log: no token lists, no prompt text, no credentials.
     """

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvproxy.clients.kv_events import codec
@@ -221,6 +221,7 @@ def test_extra_keys_become_hashable() -> None:
     assert plain_event.extra is None
 
 
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(st.binary(max_size=200))
 def test_no_bytes_break_the_decoder(payload: bytes) -> None:
     """Anything is a batch or a BadResponse; its events are events or counted."""
