@@ -75,6 +75,7 @@ class Proxy:
         installed = discover({spec.name for spec in specs}) if extra_filters is None else extra_filters
         types = {**installed, **FILTERS}
         self._chain = build_chain(specs, self._not_found, context=context, types=types)
+        self._lifetimes = context.lifetimes
         self.admin: ASGIApp = AdminApp(
             self.clusters, metrics=self.metrics, ready=lambda: not self.draining, clock=clock
         ).build(config.admin.token)
@@ -85,6 +86,8 @@ class Proxy:
         await self._running.enter_async_context(self._probes)
         for cluster in self.clusters.values():
             await self._running.enter_async_context(cluster)
+        for lifetime in self._lifetimes:
+            await self._running.enter_async_context(lifetime)
         return self
 
     async def __aexit__(

@@ -109,4 +109,4 @@ FILTER_SETTINGS: dict[str, type[Model]] = {
     "router": RouterSettings,
 }
 
-DEFAULT_FILTERS: tuple[str, ...] = ("request_id", "access_log", "inference_request", "router")
+DEFAULT_FILTERS: tuple[str, ...] = ("request_id", "access_log", "inference_request", "kvcache", "router")

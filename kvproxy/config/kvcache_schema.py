@@ -142,6 +142,15 @@ class KvCacheSettings(Model):
     """All that tokenize and lookup together may delay a request; what comes later still trains the memory."""
     min_matched_tokens: int = Field(default=1, ge=1)
     """A match of fewer tokens is no preference."""
+    lookup_min_tokens: int = Field(default=256, ge=0)
+    """Shorter prompts are not looked up: LMCache matches whole chunks only (256 tokens by default)."""
+    prefer: bool | None = None
+    """Send requests to the largest match, past the policy. Unset: only with `lmcache_endpoint`, and only where the
+    policy does not weigh matches itself (kv_aware and its peers do)."""
+    engine_metrics_interval: Duration = 5.0
+    """How often each engine's `/metrics` is read (KV usage, queue, cache size), never for a request; 0: never."""
+    kv_events: bool = False
+    """Follow the KV events of engines that publish them (vLLM's `--kv-events-config`); others are left alone."""
     hot_window: Duration = 300.0
     """How far back uses of a prefix count."""
     hot_max_records: int = Field(default=300, ge=1)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,8 @@ class FilterContext:
     wall_clock: WallClock  # for log lines and `created` fields only
     rng: random.Random
     services: Services
+    #: What filters bring that must be entered before the first request and left after the last, in order.
+    lifetimes: list[AbstractAsyncContextManager[object]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ class Exchange:
         "facts",
         "inference",
         "on_complete",
+        "on_pick",
         "outcome",
         "preferred",
         "received_at",
@@ -55,6 +56,8 @@ class Exchange:
         self.facts: OverlapFacts | None = None
         self.debug = False  # the client asked for x-kvproxy-decision
         self.outcome = Outcome()
+        #: Called by the router after every pick (a retry picks again), with the outcome's endpoint set; as below.
+        self.on_pick: list[Callable[[Exchange], None]] = []
         #: Called once each by the router when the request is over, whatever the end; must not raise or block.
         self.on_complete: list[Callable[[Exchange], None]] = []
 

@@ -143,6 +143,8 @@ class Forwarding:
         outcome.endpoint = pick.endpoint.id
         outcome.policy = self._cluster.policy_name
         outcome.pick_reason = pick.reason
+        for callback in self._exchange.on_pick:
+            callback(self._exchange)
 
     async def _attempt(self, pick: Pick) -> _Next:
         response: UpstreamResponse | None = None

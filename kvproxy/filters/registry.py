@@ -14,8 +14,9 @@ from kvproxy.config.filter_schema import (
     RequestIdSettings,
     RouterSettings,
 )
+from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.errors import ConfigError, Problem
-from kvproxy.filters import access_log, auth, cors, inference_request, rate_limit, request_id, router
+from kvproxy.filters import access_log, auth, cors, inference_request, kvcache, rate_limit, request_id, router
 from kvproxy.filters.chain import FilterType
 
 GROUP = "kvproxy.filters"
@@ -25,6 +26,7 @@ FILTERS: dict[str, FilterType] = {
     "auth": FilterType(AuthSettings, auth.build),
     "cors": FilterType(CorsSettings, cors.build),
     "inference_request": FilterType(InferenceRequestSettings, inference_request.build),
+    "kvcache": FilterType(KvCacheSettings, kvcache.build),
     "rate_limit": FilterType(RateLimitSettings, rate_limit.build),
     "request_id": FilterType(RequestIdSettings, request_id.build),
     "router": FilterType(RouterSettings, router.build, terminal=True),

@@ -23,6 +23,7 @@ class Metrics:
         self._add_endpoints(self.registry)
         self._add_connections(self.registry)
         self._add_kv_events(self.registry)
+        self._add_kvcache(self.registry)
         self._add_bounds(self.registry)
 
     def _add_requests(self, r: CollectorRegistry) -> None:
@@ -97,6 +98,47 @@ class Metrics:
         self.kv_event_state = Gauge(
             "kvproxy_kv_event_stream_state", "1: the stream is in this state", ["endpoint", "rank", "state"], registry=r
         )  # connecting, exact, degraded, approximate
+
+    def _add_kvcache(self, r: CollectorRegistry) -> None:
+        """Who holds which prefix, and what is done to keep it."""
+        self.kv_lookups = Counter(
+            "kvproxy_kvcache_lookups", "Requests by what came of asking LMCache before routing", ["outcome"], registry=r
+        )  # hit, miss, lookup_timeout, error, breaker_open, busy, no_tokens
+        self.kv_lookup_seconds = Histogram(
+            "kvproxy_kvcache_lookup_seconds", "One call of the lookup service, late answers included",
+            buckets=FAST_BUCKETS_S, registry=r,
+        )  # fmt: skip
+        self.kv_tokenizes = Counter("kvproxy_kvcache_tokenizes", "Calls of /tokenize", ["outcome"], registry=r)
+        self.kv_tokenize_seconds = Histogram(
+            "kvproxy_kvcache_tokenize_seconds", "One call of /tokenize", buckets=FAST_BUCKETS_S, registry=r
+        )
+        self.kv_unknown_instances = Counter(
+            "kvproxy_kvcache_unknown_instances", "Holders that are no endpoint's instance_id", registry=r
+        )
+        self.kv_predictions = Counter(
+            "kvproxy_kvcache_predictions", "Predicted matches by what the engine then reused", ["source", "result"],
+            registry=r,
+        )  # fmt: skip  # hit, partial, miss
+        self.kv_predicted_tokens = Counter(
+            "kvproxy_kvcache_predicted_tokens", "Matched tokens where requests went", ["source"], registry=r
+        )
+        self.kv_reused_tokens = Counter(
+            "kvproxy_kvcache_reused_tokens", "Of these, tokens the engine did reuse", ["source"], registry=r
+        )
+        self.kv_index_blocks = Gauge(
+            "kvproxy_kvcache_index_blocks", "Blocks held in an index, over endpoints", ["index"], registry=r
+        )  # approximate, precise, hot
+        self.kv_token_memory_bytes = Gauge("kvproxy_kvcache_token_memory_bytes", "Bytes of token memory", registry=r)
+        self.kv_recalls = Gauge(
+            "kvproxy_kvcache_token_recalls", "Prompts by what token memory knew, since the start", ["result"],
+            registry=r,
+        )  # fmt: skip  # exact, prefix, missed
+        self.kv_actions = Counter(
+            "kvproxy_kvcache_actions", "Pins, compressions and evictions", ["action", "result"], registry=r
+        )
+        self.kv_background = Counter(
+            "kvproxy_kvcache_background_jobs", "Work after responses", ["result"], registry=r
+        )  # done, failed, timeout, duplicate, dropped, abandoned
 
     def _add_bounds(self, r: CollectorRegistry) -> None:
         """Bounds: what is held against what may be."""

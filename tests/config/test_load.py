@@ -105,7 +105,13 @@ def test_the_top_level_is_short_for_the_default_cluster() -> None:
 def test_the_default_chain() -> None:
     """Without filters the usual ones, with their settings decoded."""
     config = load(f"endpoints: [{URL}]")
-    assert [spec.name for spec in config.filters] == ["request_id", "access_log", "inference_request", "router"]
+    assert [spec.name for spec in config.filters] == [
+        "request_id",
+        "access_log",
+        "inference_request",
+        "kvcache",
+        "router",
+    ]
     assert isinstance(config.filters[1].settings, AccessLogSettings)
 
 

@@ -52,7 +52,7 @@ async def event(send: Send, data: bytes) -> None:
 
 
 class FakeEngine:
-    """ASGI app. `behave` decides every answer but `/health`'s; `calls` holds what came, `/health` aside."""
+    """ASGI app. `behave` decides every answer and `calls` holds what came, `/health` and `/metrics` aside."""
 
     def __init__(self, name: str, behave: Behaviour = answer_ok) -> None:
         self.name = name
@@ -65,6 +65,9 @@ class FakeEngine:
             return
         if scope["path"] == "/health":
             await reply(send, 200 if self.healthy else 503, b"")
+            return
+        if scope["path"] == "/metrics":
+            await reply(send, 404, b'{"detail":"Not Found"}')
             return
         call = Call(scope["method"], scope["path"], scope["query_string"], list(scope["headers"]))
         self.calls.append(call)

@@ -1,0 +1,124 @@
+"""Filter `kvcache`: tells the router how much of each prompt every endpoint holds already. A thin skin: it never
+answers, never raises, and waits only for a configured lookup service, within its deadline."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.routes import Routes
+from kvproxy.config.cluster_schema import PolicyName
+from kvproxy.config.kvcache_schema import KvCacheSettings
+from kvproxy.filters.chain import FilterContext
+from kvproxy.filters.exchange import Exchange
+from kvproxy.kvcache.gathered import Gathered, Result
+from kvproxy.kvcache.service import KvCache
+from kvproxy.types import Clock
+
+log = logging.getLogger("kvproxy.kvcache")
+
+#: Where other apps on the way find the endpoint that holds most of the prompt.
+STATE_KEY = "llm_preferred_endpoint_id"
+
+#: Policies that weigh matches against load themselves; a preference would overrule them.
+WEIGHING = frozenset(
+    {
+        PolicyName.KV_AWARE,
+        PolicyName.PREFIX_AFFINITY,
+        PolicyName.DYNAMO,
+        PolicyName.LLM_D,
+        PolicyName.LMETRIC,
+        PolicyName.LEAST_TTFT,
+    }
+)
+
+
+def prefers(settings: KvCacheSettings, policy: PolicyName) -> bool:
+    """Whether the largest match is to be preferred to what the policy would choose."""
+    if settings.prefer is not None:
+        return settings.prefer
+    return bool(settings.lmcache_endpoint) and policy not in WEIGHING
+
+
+class KvCacheFilter:
+    """Puts facts and preference into the exchange, and listens to what became of the request."""
+
+    def __init__(
+        self, app: ASGIApp, service: KvCache, *, routes: Routes, prefer: Mapping[str, bool], clock: Clock
+    ) -> None:
+        self._app = app
+        self._service = service
+        self._routes = routes
+        self._prefer = prefer  # by cluster
+        self._header = service.settings.preference_header.lower().encode()
+        self._clock = clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            exchange = Exchange.of(scope, now=self._clock())
+            if exchange.inference is not None and exchange.body is not None:
+                await self._before(exchange, scope)
+        await self._app(scope, receive, send)
+
+    async def _before(self, exchange: Exchange, scope: Scope) -> None:
+        try:
+            gathered = self._gather(exchange, scope["path"])
+            if gathered is None:
+                return
+            if gathered.wants_lookup:
+                await self._service.look_up(gathered)
+        except Exception:
+            log.exception("[kvcache] no facts for this request")
+            return
+        exchange.facts = gathered.facts
+        if gathered.preferred is not None:
+            scope.setdefault("state", {})[STATE_KEY] = gathered.preferred
+            if self._header:
+                kept = [pair for pair in scope["headers"] if pair[0] != self._header]
+                scope["headers"] = [*kept, (self._header, gathered.preferred.encode())]
+            if self._prefer[gathered.cluster.name]:
+                exchange.preferred = gathered.preferred
+        exchange.on_pick.append(lambda picked: self._picked(gathered, picked))
+        exchange.on_complete.append(lambda over: self._service.finished(gathered, result_of(over)))
+
+    def _gather(self, exchange: Exchange, path: str) -> Gathered | None:
+        request, body = exchange.inference, exchange.body
+        assert request is not None
+        assert body is not None
+        target = self._routes.resolve(path, request.model)
+        if target is None:
+            return None
+        return self._service.gather(request, body, cluster=target.cluster, model=target.upstream_model)
+
+    def _picked(self, gathered: Gathered, exchange: Exchange) -> None:
+        assert exchange.outcome.endpoint is not None
+        try:
+            self._service.picked(gathered, exchange.outcome.endpoint)
+        except Exception:
+            log.exception("[kvcache] this pick is not counted")
+
+
+def result_of(exchange: Exchange) -> Result:
+    """How the request went, for the service. A first byte of a good answer means that the prompt was prefilled,
+    whatever came after it."""
+    outcome = exchange.outcome
+    return Result(
+        endpoint=outcome.endpoint,
+        prefilled=outcome.ttft_s is not None and 200 <= outcome.status < 300 and outcome.end != "engine_error",
+        prompt_tokens=outcome.prompt_tokens,
+        cached_tokens=outcome.cached_tokens,
+    )
+
+
+def build(app: ASGIApp, settings: KvCacheSettings, context: FilterContext) -> ASGIApp:
+    """The filter around `app`, and its service among the context's lifetimes; `app` itself when switched off."""
+    if not settings.enabled:
+        return app
+    clusters: Mapping[str, Cluster] = context.services.clusters
+    service = KvCache(settings, clusters=clusters, metrics=context.metrics, clock=context.clock, rng=context.rng)
+    context.lifetimes.append(service)
+    prefer = {name: prefers(settings, cluster.settings.policy) for name, cluster in clusters.items()}
+    return KvCacheFilter(app, service, routes=context.services.routes, prefer=prefer, clock=context.clock)

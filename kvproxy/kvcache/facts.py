@@ -1,0 +1,47 @@
+"""What several sources say about one prompt, put together: the larger contiguous match wins. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from kvproxy.balancing.policy import FactSource, Overlap, OverlapFacts
+from kvproxy.types import EndpointId
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a lookup service says one endpoint can load. Not `contiguous`: the number is a hint, an upper bound."""
+
+    endpoint: EndpointId
+    tokens: int
+    contiguous: bool
+    source: FactSource
+
+
+def merged(
+    local: Mapping[EndpointId, Overlap], claims: Iterable[Claim], *, prompt_tokens: int
+) -> dict[EndpointId, Overlap]:
+    """Local knowledge with the claims of a lookup laid over it.
+
+    LMCache speaks of host and disk tiers, so what a claim adds to an endpoint's match is lower-tier. Claims of nothing
+    are passed over, and none counts for more than the prompt has.
+    """
+    found = dict(local)
+    for claim in claims:
+        known = found.get(claim.endpoint)
+        tokens = min(claim.tokens, prompt_tokens)
+        if tokens > (0 if known is None else known.tokens):
+            device = 0 if known is None else known.device_tokens
+            found[claim.endpoint] = Overlap(device, tokens - device, claim.source)
+    return found
+
+
+def preferred(facts: OverlapFacts, order: Iterable[EndpointId], *, min_tokens: int) -> EndpointId | None:
+    """Who holds most, at least `min_tokens` (never less than one); among equals the first in `order`."""
+    best, most = None, max(min_tokens, 1) - 1
+    for endpoint in order:
+        tokens = facts.matched_tokens(endpoint)
+        if tokens > most:
+            best, most = endpoint, tokens
+    return best

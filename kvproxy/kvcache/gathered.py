@@ -1,0 +1,50 @@
+"""Everything the kvcache service knows about one request, from its arrival to its end."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+from kvproxy.balancing.policy import NO_FACTS, OverlapFacts
+from kvproxy.clients.tokens import TokenIds
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.kvcache.local import LocalSources
+from kvproxy.prefix.holding import Claim
+from kvproxy.types import EndpointId, InferenceRequest
+
+
+@dataclass(slots=True)
+class Gathered:
+    """Handed from `gather` to `picked` to `finished`; whoever makes requests keeps it and looks only at its facts."""
+
+    cluster: Cluster
+    local: LocalSources
+    request: InferenceRequest
+    body: bytes  # as the client sent it
+    model: str  # as the engines call it
+    hashes: array[int]
+    prompt_bytes: int
+    started_at: float
+    facts: OverlapFacts = NO_FACTS
+    preferred: EndpointId | None = None  # who holds most
+    tokens: TokenIds | None = None  # of the prompt, or of its longest known beginning
+    tokens_exact: bool = False  # of the whole prompt
+    wants_lookup: bool = False  # a lookup service can still be asked
+    holders_named: int | None = None  # by a lookup that answered in time
+    claim: Claim | None = None  # what routing promised the approximate index
+
+    @property
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        """Who may serve it, in the cluster's order."""
+        return tuple([endpoint for endpoint in self.cluster.endpoints if endpoint.serves(self.model)])
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a request went, by its engine's own count where it gave one."""
+
+    endpoint: EndpointId | None
+    prefilled: bool  # a first byte of a good answer came
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None

@@ -1,0 +1,90 @@
+"""What one cluster's endpoints hold by our own knowledge: no I/O, no waiting, microseconds."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Collection, Mapping
+
+from kvproxy.balancing.policy import FactSource, Overlap
+from kvproxy.clients.tokens import TokenIds
+from kvproxy.prefix.approximate import ApproximateIndex
+from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, root_seed, text_blocks, token_blocks
+from kvproxy.prefix.holding import Claim
+from kvproxy.prefix.hot_blocks import HotBlocks
+from kvproxy.prefix.precise import PreciseIndex, precise_root
+from kvproxy.types import EndpointId, InferenceRequest
+
+#: Blocks of text an endpoint is believed to hold until its engine says how much fits (64 MiB of prompts).
+DEFAULT_CAPACITY_BLOCKS = 262_144
+
+
+class LocalSources:
+    """The approximate index, fed by what was routed; the precise index, fed by KV events; and the heat of blocks.
+
+    `exact` names the endpoints whose event streams miss nothing.
+    """
+
+    def __init__(self, *, endpoints: int) -> None:
+        self.approximate = ApproximateIndex(capacity_blocks=DEFAULT_CAPACITY_BLOCKS)
+        self.precise = PreciseIndex()
+        self.hot = HotBlocks(endpoints=endpoints)
+        self.exact: Collection[EndpointId] = frozenset()
+        self._in_flight: Counter[EndpointId] = Counter()
+
+    def hashes(self, request: InferenceRequest, model: str) -> array[int]:
+        """The prompt's text blocks; () for a prompt shorter than one."""
+        seed = root_seed(block_size=TEXT_BLOCK_BYTES, model=model, cache_salt=request.cache_salt)
+        return text_blocks(request.prompt, seed)
+
+    def overlaps(
+        self,
+        hashes: array[int],
+        *,
+        bytes_per_token: float,
+        tokens: TokenIds | None,
+        cache_salt: str | None,
+    ) -> dict[EndpointId, Overlap]:
+        """Leading tokens by endpoint. `tokens` (or as much of them as is known) also asks the precise index.
+
+        A complete event stream is believed over what was routed, save while a request to that endpoint is under way:
+        its blocks are promised and not yet announced.
+        """
+        scale = TEXT_BLOCK_BYTES / bytes_per_token
+        found = {endpoint: Overlap(int(blocks * scale)) for endpoint, blocks in self.approximate.lookup(hashes).items()}
+        if tokens is None or not self.precise.block_sizes:
+            return found
+        for endpoint in self.exact:
+            if not self._in_flight[endpoint]:
+                found.pop(endpoint, None)
+        for endpoint, overlap in self._announced(tokens, cache_salt).items():
+            known = found.get(endpoint)
+            if known is None or overlap.tokens > known.tokens:
+                found[endpoint] = overlap
+        return found
+
+    def _announced(self, tokens: TokenIds, cache_salt: str | None) -> Mapping[EndpointId, Overlap]:
+        matches = self.precise.lookup(
+            lambda size: token_blocks(tokens, size, precise_root(size, cache_salt=cache_salt))
+        )
+        return {
+            endpoint: Overlap(match.device_tokens, match.lower_tokens, FactSource.PRECISE)
+            for endpoint, match in matches.items()
+        }
+
+    def route(self, endpoint: EndpointId, hashes: array[int]) -> Claim:
+        """A request goes there: it counts as holding the prompt until the claim is settled."""
+        self._in_flight[endpoint] += 1
+        return self.approximate.route(endpoint, hashes)
+
+    def settle(self, claim: Claim, *, prefilled: bool) -> None:
+        """The request is over; `prefilled` says whether the engine got as far as a first byte. Once a claim."""
+        self._in_flight[claim.endpoint] -= 1
+        if not self._in_flight[claim.endpoint]:
+            del self._in_flight[claim.endpoint]
+        (self.approximate.confirm if prefilled else self.approximate.rollback)(claim)
+
+    def forget(self, endpoint: EndpointId) -> None:
+        """The endpoint left, or another engine took its id."""
+        self.approximate.remove(endpoint)
+        self.precise.remove(endpoint)

@@ -1,0 +1,38 @@
+"""How many bytes of a request body make a token, learned per model from the engines' own counts. Pure."""
+
+from __future__ import annotations
+
+from cachetools import LRUCache
+
+#: English prose with JSON around it; replaced by what a model's first responses say.
+DEFAULT_BYTES_PER_TOKEN = 4.0
+#: What a single response may say: one token a byte, or long runs of whitespace and base64.
+_LEAST, _MOST = 0.5, 64.0
+#: Shorter prompts are mostly template.
+_MIN_TOKENS = 16
+_WEIGHT = 0.05
+
+
+class BytesPerToken:
+    """One ratio a model, an average that follows the traffic. Bounded: the model least recently used is forgotten."""
+
+    def __init__(self, *, max_models: int = 256) -> None:
+        self._ratios: LRUCache[str, float] = LRUCache(max_models)
+
+    def __len__(self) -> int:
+        return len(self._ratios)
+
+    def of(self, model: str) -> float:
+        """Bytes a token of `model`."""
+        try:
+            return self._ratios[model]
+        except KeyError:
+            return DEFAULT_BYTES_PER_TOKEN
+
+    def observe(self, model: str, prompt_bytes: int, prompt_tokens: int) -> None:
+        """The engine counted `prompt_tokens` in a prompt of `prompt_bytes`."""
+        if prompt_tokens < _MIN_TOKENS or prompt_bytes <= 0:
+            return
+        seen = min(max(prompt_bytes / prompt_tokens, _LEAST), _MOST)
+        known = self._ratios.get(model)
+        self._ratios[model] = seen if known is None else known + _WEIGHT * (seen - known)

@@ -1,0 +1,164 @@
+"""Tokenize and lookup under one routing deadline: what comes in time is used, what comes late still teaches."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from kvproxy.clients.tokens import TokenIds
+from kvproxy.config.kvcache_schema import KvCacheSettings
+from kvproxy.errors import BreakerOpen, ClientError
+from kvproxy.kvcache.facts import Claim
+from kvproxy.kvcache.gathered import Gathered
+from kvproxy.kvcache.lookup import Lookups
+from kvproxy.kvcache.provider import Holder
+from kvproxy.kvcache.tokens import TokenSource
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
+from kvproxy.types import Clock
+
+log = logging.getLogger("kvproxy.kvcache")
+
+#: Lookups under way at once, late ones included; further requests are routed without.
+MAX_LOOKUPS = 512
+QUEUE = "kvcache_lookup"
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """`outcome` is a metric label."""
+
+    outcome: str
+    tokens: TokenIds | None = None
+    holders: Sequence[Holder] = field(default=())
+
+
+class Remote:
+    """Owns the tasks that ask. They go on when the deadline has passed or the client has left, each within
+    `request_timeout`, so that neither says anything about the service; `close` ends them."""
+
+    def __init__(
+        self,
+        settings: KvCacheSettings,
+        *,
+        tokens: TokenSource,
+        lookups: Lookups,
+        known_instances: Callable[[], Collection[str]],
+        metrics: Metrics,
+        clock: Clock,
+    ) -> None:
+        self._settings = settings
+        self._tokens = tokens
+        self._lookups = lookups
+        self._known_instances = known_instances
+        self._clock = clock
+        self._outcomes = metrics.kv_lookups
+        self._tasks: set[asyncio.Task[_Answer]] = set()
+        metrics.queue_depth.labels(QUEUE).set_function(lambda: len(self._tasks))
+        metrics.queue_limit.labels(QUEUE).set(MAX_LOOKUPS)
+
+    def wanted(self, gathered: Gathered) -> bool:
+        """Whether asking is worth a wait: a service that answers, and tokens enough for a chunk, known or to be had."""
+        lookups, settings = self._lookups, self._settings
+        if lookups.provider is None or not gathered.request.prompt.parts:
+            return False
+        if not lookups.possible:
+            self._outcomes.labels("breaker_open").inc()
+            return False
+        if len(self._tasks) >= MAX_LOOKUPS:
+            self._outcomes.labels("busy").inc()
+            return False
+        if gathered.tokens is not None and (gathered.tokens_exact or not self._may_tokenize(gathered)):
+            return len(gathered.tokens) >= settings.lookup_min_tokens
+        return self._may_tokenize(gathered)
+
+    async def ask(self, gathered: Gathered) -> list[Claim]:
+        """The claims that came in time. Tokens learned on the way are put into `gathered`."""
+        left_s = self._settings.lookup_routing_timeout - (self._clock() - gathered.started_at)
+        task = asyncio.create_task(self._answer(gathered), name="kvcache lookup")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            done, _ = await asyncio.wait({task}, timeout=max(0.0, left_s))
+        finally:
+            if not task.done():
+                task.add_done_callback(lambda late: self._late(gathered, late))
+        if not done:
+            self._outcomes.labels("lookup_timeout").inc()
+            return []
+        answer = task.result()
+        self._outcomes.labels(answer.outcome).inc()
+        if answer.tokens is not None:
+            gathered.tokens, gathered.tokens_exact = answer.tokens, True
+        if answer.outcome in ("hit", "miss"):
+            gathered.holders_named = len(answer.holders)
+        return self._claims(gathered, answer.holders)
+
+    async def close(self) -> None:
+        """Cancel what still runs."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _may_tokenize(self, gathered: Gathered) -> bool:
+        """Inline: a prompt whose beginning is remembered needs no exact ids to be looked up."""
+        tokenize = self._settings.tokenize
+        return (
+            gathered.tokens is None
+            and tokenize.inline
+            and gathered.prompt_bytes >= tokenize.inline_min
+            and self._tokens.may_ask(gathered)
+        )
+
+    async def _answer(self, gathered: Gathered) -> _Answer:
+        fresh = None
+        known = gathered.tokens
+        try:
+            if known is None:
+                asking = self._tokens.ask(gathered)
+                fresh = known = None if asking is None else await asyncio.shield(asking)
+            if known is None or len(known) < self._settings.lookup_min_tokens:
+                return _Answer("no_tokens", fresh)
+            holders = await self._lookups.ask(
+                known,
+                model=gathered.model,
+                cache_salt=gathered.request.cache_salt,
+                timeout_s=self._settings.request_timeout,
+            )
+        except BreakerOpen:
+            return _Answer("breaker_open", fresh)
+        except ClientError:
+            return _Answer("error", fresh)
+        except Exception:
+            log.exception("[kvcache] a lookup is broken")
+            return _Answer("error", fresh)
+        return _Answer("hit" if any(holder.tokens > 0 for holder in holders) else "miss", fresh, holders)
+
+    def _late(self, gathered: Gathered, task: asyncio.Task[_Answer]) -> None:
+        """Token memory has learned already; what surely is a prefix also goes into the index, for the next request."""
+        if task.cancelled():
+            return
+        answer = task.result()
+        tokens = answer.tokens if answer.tokens is not None else gathered.tokens
+        if tokens is None:
+            return
+        whole = answer.tokens is not None or gathered.tokens_exact
+        bytes_per_token = gathered.prompt_bytes / len(tokens) if whole else 0.0
+        for claim in self._claims(gathered, answer.holders):
+            if claim.contiguous and bytes_per_token:
+                blocks = int(min(claim.tokens, len(tokens)) * bytes_per_token) // TEXT_BLOCK_BYTES
+                gathered.local.approximate.insert(claim.endpoint, gathered.hashes[:blocks])
+
+    def _claims(self, gathered: Gathered, holders: Sequence[Holder]) -> list[Claim]:
+        if not holders:
+            return []
+        return self._lookups.claims(
+            holders,
+            endpoints=gathered.endpoints,
+            known=self._known_instances(),
+            local=gathered.facts.by_endpoint,
+            hashes=gathered.hashes,
+        )

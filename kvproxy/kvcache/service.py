@@ -1,0 +1,183 @@
+"""The long-lived kvcache service: facts about each prompt before its pick, learning and upkeep after its end."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import AsyncExitStack
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+from kvproxy.balancing.policy import OverlapFacts
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.config.kvcache_schema import KvCacheSettings
+from kvproxy.kvcache.background import Background, Job
+from kvproxy.kvcache.engines import Engines
+from kvproxy.kvcache.facts import Claim, merged, preferred
+from kvproxy.kvcache.gathered import Gathered, Result
+from kvproxy.kvcache.guard import Guard
+from kvproxy.kvcache.learning import Learning
+from kvproxy.kvcache.local import LocalSources
+from kvproxy.kvcache.lookup import Lookups
+from kvproxy.kvcache.ratio import BytesPerToken
+from kvproxy.kvcache.remote import Remote
+from kvproxy.kvcache.tokens import TokenSource
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
+from kvproxy.types import Clock, EndpointId, InferenceRequest
+from kvproxy.upstream.pool import UpstreamPool
+
+
+class KvCache:
+    """Enter it before the first request; its tasks end with it.
+
+    A request is `gather`ed without waiting, may wait for `look_up`, is told of as `picked` (each attempt anew), and is
+    `finished` exactly once. Nothing here raises for a request's sake, and nothing here fails one.
+    """
+
+    def __init__(
+        self,
+        settings: KvCacheSettings,
+        *,
+        clusters: Mapping[str, Cluster],
+        metrics: Metrics,
+        clock: Clock = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.settings = settings
+        self.local = {name: LocalSources(endpoints=len(cluster.endpoints)) for name, cluster in clusters.items()}
+        self._clusters = clusters
+        self._clock = clock
+        self._rng = random.Random() if rng is None else rng
+        self._pool = UpstreamPool(max_connections=settings.max_connections, clock=clock)
+        self._engines = Engines(self._pool, timeout_s=settings.request_timeout, tokenizer_url=settings.vllm_endpoint)
+        self._guard = Guard(settings.circuit_breaker, clock=clock, metrics=metrics)
+        self.ratios = BytesPerToken()
+        self.lookups = Lookups(guard=self._guard, metrics=metrics, clock=clock)
+        self.tokens = TokenSource(settings, engines=self._engines, guard=self._guard, metrics=metrics, clock=clock)
+        self._uses_tokens = bool(settings.lmcache_endpoint) or settings.kv_events
+        self._remote = Remote(
+            settings,
+            tokens=self.tokens,
+            lookups=self.lookups,
+            known_instances=self.instance_ids,
+            metrics=metrics,
+            clock=clock,
+        )
+        self.background = Background(settings.background, metrics=metrics)
+        self._learning = Learning(ratios=self.ratios, lookups=self.lookups, metrics=metrics)
+        self._running = AsyncExitStack()
+        self._entered = False
+        self._show(metrics)
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as starting:
+            await starting.enter_async_context(self._pool)
+            await starting.enter_async_context(self._engines)
+            starting.push_async_callback(self.tokens.close)
+            starting.push_async_callback(self._remote.close)
+            await starting.enter_async_context(self.background)
+            self._running = starting.pop_all()
+        self._entered = True
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self._entered = False
+        await self._running.aclose()
+
+    def instance_ids(self) -> frozenset[str]:
+        """LMCache instance ids of every endpoint there is."""
+        return frozenset(e.instance_id for cluster in self._clusters.values() for e in cluster.endpoints)
+
+    def gather(self, request: InferenceRequest, body: bytes, *, cluster: Cluster, model: str = "") -> Gathered:
+        """What our own sources know, at once. `model` is what the engines call it, where that differs."""
+        local = self.local[cluster.name]
+        model = model or request.model or self.settings.default_model
+        prompt = request.prompt
+        gathered = Gathered(
+            cluster=cluster,
+            local=local,
+            request=request,
+            body=body,
+            model=model,
+            hashes=local.hashes(request, model),
+            prompt_bytes=len(prompt.shape) + sum(map(len, prompt.parts)),
+            started_at=self._clock(),
+        )
+        if self._uses_tokens:
+            self.tokens.recall(gathered)
+        self._assess(gathered)
+        local.hot.touch(gathered.hashes)
+        gathered.wants_lookup = self._entered and self._remote.wanted(gathered)
+        return gathered
+
+    async def look_up(self, gathered: Gathered) -> None:
+        """Ask the lookup service within what is left of the routing deadline, and complete the facts."""
+        gathered.wants_lookup = False
+        claims = await self._remote.ask(gathered)
+        if claims or gathered.tokens_exact:
+            self._assess(gathered, claims)
+
+    async def facts_for(self, request: InferenceRequest, body: bytes, *, cluster: Cluster, model: str = "") -> Gathered:
+        """`gather`, and `look_up` where that is worth it."""
+        gathered = self.gather(request, body, cluster=cluster, model=model)
+        if gathered.wants_lookup:
+            await self.look_up(gathered)
+        return gathered
+
+    def picked(self, gathered: Gathered, endpoint: EndpointId) -> None:
+        """The request goes there now; an earlier attempt's promise is taken back."""
+        earlier = gathered.claim
+        if earlier is not None:
+            gathered.local.settle(earlier, prefilled=False)
+        gathered.claim = gathered.local.route(endpoint, gathered.hashes)
+
+    def finished(self, gathered: Gathered, result: Result) -> None:
+        """The request is over. Queues what is to be done about it; never waits."""
+        self._learning.finished(gathered, result)
+        if result.prefilled and self._uses_tokens and not gathered.tokens_exact and self.tokens.may_ask(gathered):
+            key = ("tokenize", gathered.model, gathered.hashes[-1] if gathered.hashes else 0, gathered.prompt_bytes)
+            self.background.submit(Job(key, lambda: self._tokenize(gathered)))
+
+    async def _tokenize(self, gathered: Gathered) -> bool:
+        """So that the next turn of this chat knows its beginning."""
+        task = self.tokens.ask(gathered)
+        return task is not None and await task is not None
+
+    def _assess(self, gathered: Gathered, claims: Iterable[Claim] = ()) -> None:
+        """Facts and preference from everything known by now."""
+        tokens = gathered.tokens
+        if tokens is not None and gathered.tokens_exact and tokens:
+            prompt_tokens = len(tokens)
+            bytes_per_token = max(gathered.prompt_bytes, 1) / prompt_tokens
+        else:
+            bytes_per_token = self.ratios.of(gathered.model)
+            prompt_tokens = max(int(gathered.prompt_bytes / bytes_per_token), len(tokens or ()))
+        local = gathered.local
+        known = local.overlaps(
+            gathered.hashes,
+            bytes_per_token=bytes_per_token,
+            tokens=tokens,
+            cache_salt=gathered.request.cache_salt,
+        )
+        found = merged(known, claims, prompt_tokens=prompt_tokens)
+        hot = local.hot.hot_prefix_blocks(gathered.hashes)
+        hot_tokens = int(hot * TEXT_BLOCK_BYTES / bytes_per_token)
+        gathered.facts = OverlapFacts(prompt_tokens, found, hot_tokens)
+        if found:
+            order = [endpoint.id for endpoint in gathered.endpoints]
+            gathered.preferred = preferred(gathered.facts, order, min_tokens=self.settings.min_matched_tokens)
+
+    def _show(self, metrics: Metrics) -> None:
+        """Sizes are read when somebody asks for them."""
+        sources, memory = self.local.values(), self.tokens.memory
+        blocks = metrics.kv_index_blocks
+        blocks.labels("approximate").set_function(lambda: sum(s.approximate.entries for s in sources))
+        blocks.labels("hot").set_function(lambda: sum(s.hot.blocks for s in sources))
+        metrics.kv_token_memory_bytes.set_function(lambda: memory.held_bytes)
+        for result in ("exact", "prefix", "missed"):
+            metrics.kv_recalls.labels(result).set_function(partial(getattr, memory.stats, result))
