@@ -17,7 +17,7 @@ from kvproxy.commands.serve import run_loop
 from kvproxy.config.load import load_mapping
 from kvproxy.listener.server import Server
 from kvproxy.simulator.engine_io import EngineSettings
-from kvproxy.simulator.vllm_server import create_engine_app
+from kvproxy.simulator.fleet import Fleet, FleetSettings, engines_like
 from kvproxy.simulator.vllm_settings import VllmSettings
 
 MODEL = "sim"
@@ -43,23 +43,30 @@ async def show(demo: Demo, out: TextIO) -> int:
     """The whole demo. Everything it starts lives in this task and ends with it, Ctrl-C included."""
     mix = Mix(MODEL, demo.sessions, demo.turns)
     async with AsyncExitStack() as stack:
-        urls = [await _start_engine(stack) for _ in range(demo.engines)]
-        ids = [chr(ord("a") + number) for number in range(demo.engines)]
-        print(f"{demo.engines} simulated vLLM engines on {', '.join(urls)}", file=out)
+        endpoints, controller = await _start_fleet(stack, demo.engines)
+        ids = list(endpoints)
+        for name, url in endpoints.items():
+            print(f"simulated vLLM {name} on {url}", file=out)
+        print(f"simulated LMCache controller on {controller}", file=out)
         results: dict[str, list[Reply]] = {}
         for policy in _POLICIES:
-            results[policy] = await _play(mix, dict(zip(ids, urls, strict=True)), policy, out)
+            results[policy] = await _play(mix, endpoints, policy, out)
         print_table(results, ids, out)
         if demo.stay:
-            await _stay(stack, dict(zip(ids, urls, strict=True)), out)
+            await _stay(stack, endpoints, out)
     return 0
 
 
-async def _start_engine(stack: AsyncExitStack) -> str:
-    settings = VllmSettings(model=MODEL, engine=EngineSettings(2048, 16, token_outputs=True))
-    engine = await stack.enter_async_context(create_engine_app(settings))
-    server = await stack.enter_async_context(Server(engine, drain_s=1.0))
-    return server.url
+async def _start_fleet(stack: AsyncExitStack, count: int) -> tuple[dict[str, str], str]:
+    """Engines by endpoint id, and the controller they report to: their URLs."""
+    engine = VllmSettings(model=MODEL, engine=EngineSettings(2048, 16, token_outputs=True))
+    fleet = await stack.enter_async_context(Fleet(FleetSettings(engines_like(engine, count))))
+    assert fleet.controller is not None
+    urls = {}
+    for name, app in fleet.engines.items():
+        urls[name] = (await stack.enter_async_context(Server(app, drain_s=1.0))).url
+    controller = await stack.enter_async_context(Server(fleet.controller, drain_s=1.0))
+    return urls, controller.url
 
 
 def _proxy(endpoints: dict[str, str], policy: str) -> Proxy:

@@ -47,14 +47,14 @@ class Progress:
 
 def print_table(results: Mapping[str, Sequence[Reply]], endpoints: Sequence[str], out: TextIO) -> None:
     """Per policy: who served how much, what was cached, and how long the first token took (streamed requests)."""
-    header = f"{'policy':<14}{'requests per endpoint':<26}{'cached':>8}{'TTFT mean':>12}{'p50':>9}{'p99':>9}"
+    header = f"{'policy':<14}{'requests per endpoint':<32}{'cached':>8}{'TTFT mean':>12}{'p50':>9}{'p99':>9}"
     print(f"\n{header}\n{'-' * len(header)}", file=out)
     for policy, replies in results.items():
         shares = " ".join(f"{name}:{sum(r.endpoint == name for r in replies)}" for name in endpoints)
         cached = sum(r.cached_tokens for r in replies) / max(1, sum(r.prompt_tokens for r in replies))
         times = sorted(r.ttft_s for r in replies if r.streamed)
         print(
-            f"{policy:<14}{shares:<26}{cached:>8.0%}{_ms(statistics.fmean(times)):>12}"
+            f"{policy:<14}{shares:<32}{cached:>8.0%}{_ms(statistics.fmean(times)):>12}"
             f"{_ms(_quantile(times, 0.5)):>9}{_ms(_quantile(times, 0.99)):>9}",
             file=out,
         )

@@ -68,7 +68,7 @@ def logging_to(settings: Log, *, stream: TextIO = sys.stderr) -> Iterator[None]:
     level = root.level
     root.addHandler(handler)
     root.setLevel(settings.level.upper())
-    for noisy in ("httpx", "httpcore", "asyncio"):
+    for noisy in ("httpx", "httpcore", "asyncio", "uvicorn"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     listener.start()
     try:

@@ -89,5 +89,5 @@ def test_the_demo_answers_every_request(capsys: pytest.CaptureFixture[str]) -> N
     out = capsys.readouterr().out
     assert "8/8" in out
     rows = [line.split() for line in out.splitlines() if line.startswith("round_robin  ")]
-    assert rows[0][1:3] == ["a:4", "b:4"]
+    assert rows[0][1:3] == ["sim-0:4", "sim-1:4"]
     assert "TTFT mean" in out
