@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from kvproxy.prefix.block_table import DEVICE, MAX_TIERS, BlockTable, Tier
 from kvproxy.prefix.hashing import mix_keys, root_seed, token_blocks
 from kvproxy.prefix.orphans import Orphan, Orphans
 from kvproxy.prefix.prefix_match import contiguous_depths, run_length
-from kvproxy.prefix.residency import Slots, slots_of
+from kvproxy.prefix.residency import Slots
 from kvproxy.types import EndpointId
 
 #: Rows of sources that were cleared or left, given up per operation.
@@ -34,6 +34,11 @@ class PreciseMatch:
     device_tokens: int
     lower_tokens: int
     dp_rank: int
+
+    @property
+    def tokens(self) -> int:
+        """Contiguous tokens over all tiers."""
+        return self.device_tokens + self.lower_tokens
 
 
 @dataclass(slots=True)
@@ -71,6 +76,7 @@ class PreciseIndex:
         self._tiers = [Tier("GPU")]
         self._slots: Slots[_Source] = Slots(limit=max_sources)
         self._tables: dict[_Source, BlockTable] = {}
+        self._by_size: dict[int, dict[_Source, BlockTable]] = {}  # the same, by block size
         self._orphans: dict[_Source, Orphans] = {}
         self._swept: deque[BlockTable] = deque()
 
@@ -110,7 +116,7 @@ class PreciseIndex:
     @property
     def block_sizes(self) -> frozenset[int]:
         """Block sizes in use; a lookup needs the prompt hashed in each."""
-        return frozenset(table.block_size for table in self._tables.values())
+        return frozenset(self._by_size)
 
     @property
     def orphan_blocks(self) -> int:
@@ -125,36 +131,32 @@ class PreciseIndex:
         """The match of each endpoint that holds anything. `hashes_at(block_size)` gives the prompt's token blocks,
         chained from `precise_root`.
         """
-        ranks: dict[tuple[EndpointId, int], tuple[int, int]] = {}  # device and total tokens, the least over groups
-        for size in self.block_sizes:
-            for source, device, total in self._matches(size, hashes_at(size)):
-                known = ranks.get((source.endpoint, source.dp_rank), (device, total))
-                ranks[source.endpoint, source.dp_rank] = (min(device, known[0]), min(total, known[1]))
+        ranks: dict[tuple[EndpointId, int], tuple[int, int]] = {}  # total and device tokens, the least over groups
+        lower = [tier.masks for tier in self._tiers[1:] if tier.masks]
+        for size, tables in self._by_size.items():
+            hashes = hashes_at(size)
+            depths = self._device_depths(tables, hashes)
+            for source, table in tables.items():
+                device = depths.get(table.slot, 0)
+                total = device + run_length(lower, hashes, device, 1 << table.slot) if lower else device
+                rank = source.endpoint, source.dp_rank
+                known = ranks.get(rank, (total * size, device * size))
+                ranks[rank] = min(total * size, known[0]), min(device * size, known[1])
         best: dict[EndpointId, PreciseMatch] = {}
-        for (endpoint, dp_rank), (device, total) in sorted(ranks.items()):
-            known_best = best.get(endpoint)
-            better = known_best is None or (total, device) > (
-                known_best.device_tokens + known_best.lower_tokens,
-                known_best.device_tokens,
-            )
-            if total and better:
+        for (endpoint, dp_rank), (total, device) in ranks.items():
+            old = best.get(endpoint)
+            if total and (old is None or (total, device, -dp_rank) > (old.tokens, old.device_tokens, -old.dp_rank)):
                 best[endpoint] = PreciseMatch(device, total - device, dp_rank)
         return best
 
-    def _matches(self, size: int, hashes: array[int]) -> Iterator[tuple[_Source, int, int]]:
-        """Device and total tokens of every source with this block size, those that hold nothing included."""
+    def _device_depths(self, tables: Mapping[_Source, BlockTable], hashes: array[int]) -> dict[int, int]:
         closed = gapped = 0
-        for table in self._tables.values():
-            if table.block_size == size and table.gaps:
+        for table in tables.values():
+            if table.gaps:
                 gapped |= 1 << table.slot
-            elif table.block_size == size:
+            else:
                 closed |= 1 << table.slot
-        depths = contiguous_depths(self._tiers[DEVICE].masks, hashes, closed, gapped)
-        lower = [tier.masks for tier in self._tiers[1:] if tier.masks]
-        for slot in slots_of(closed | gapped):
-            depth = depths.get(slot, 0)
-            below = run_length(lower, hashes, depth, 1 << slot) if lower else 0
-            yield self._slots.member(slot), depth * size, (depth + below) * size
+        return contiguous_depths(self._tiers[DEVICE].masks, hashes, closed, gapped)
 
     # how
 
@@ -167,11 +169,15 @@ class PreciseIndex:
             self.counts.malformed += 1
             return
         source = _Source(endpoint, dp_rank, event.group or 0)
+        run = _parkable(event, tier)
+        if len({run.parent, *run.keys}) != event.blocks + 1:  # a block twice, or below itself
+            self.counts.malformed += 1
+            return
         table = self._table(source, event.block_tokens)
         if table is None:
             self.counts.over_bound += event.blocks
             return
-        self._store(source, table, _parkable(event, tier))
+        self._store(source, table, run)
         if self._swept:
             self.sweep()
 
@@ -220,14 +226,18 @@ class PreciseIndex:
             if slot is None:
                 return None
             table = BlockTable(slot, block_size, self._tiers, max_rows=self._max_blocks, max_ghosts=self._max_ghosts)
-            self._tables[source] = table
+            self._tables[source] = self._by_size.setdefault(block_size, {})[source] = table
             self._orphans[source] = Orphans(max_blocks=self._max_orphan_blocks)
         return table
 
     def _retire(self, source: _Source) -> None:
         self._slots.retire(source)
         del self._orphans[source]
-        self._swept.append(self._tables.pop(source))
+        table = self._tables.pop(source)
+        del self._by_size[table.block_size][source]
+        if not self._by_size[table.block_size]:
+            del self._by_size[table.block_size]
+        self._swept.append(table)
         self.sweep()
 
     def _tier(self, medium: str | None) -> int | None:

@@ -205,7 +205,7 @@ def test_another_block_size_is_another_engine_run() -> None:
     assert device(index) == {A: 4 // 2, B: 8}
 
 
-@pytest.mark.parametrize("wrong", ["tokens", "extra", "tier"])
+@pytest.mark.parametrize("wrong", ["tokens", "extra", "tier", "twice", "below itself"])
 def test_malformed_events_are_counted_not_believed(wrong: str) -> None:
     """Some groups report blocks whose tokens do not add up; media beyond the bound have no tier."""
     index = PreciseIndex()
@@ -214,6 +214,8 @@ def test_malformed_events_are_counted_not_believed(wrong: str) -> None:
         "tokens": replace(stored(PATH), block_tokens=3),
         "extra": replace(stored(PATH), extra=(None,)),
         "tier": stored(PATH, medium="M8"),
+        "twice": replace(stored(PATH), block_hashes=(1, 2, 1, 3)),
+        "below itself": replace(stored(PATH), block_hashes=(1, 2, 3, 4), parent=3),
     }[wrong]
     index.apply(A, 0, [event, removed(PATH, medium="M8")])
     assert (device(index), index.counts.malformed, index.counts.removed_unknown) == ({}, 1, 1)

@@ -1,0 +1,212 @@
+"""Prefix indexes side by side: ours and NVIDIA's RadixTree on the same prompts in the same run.
+
+`python -m benchmarks.prefix_index [--entries 1000000] [--rounds 3] [--peer-python PATH] [--out FOLDER]`. The peer wants
+`pip install ai-dynamo-runtime==1.6.1`, in this interpreter or in the one of `--peer-python`; without it the report
+says why its rows are missing. Every measurement is a process of its own; rounds are interleaved, medians reported.
+Writes prefix_index.md and prefix_index.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+import tracemalloc
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks import prefix_data as data
+from kvproxy.clients.kv_events.events import BlockStored
+from kvproxy.prefix.approximate import ApproximateIndex
+from kvproxy.prefix.hashing import root_seed, token_blocks
+from kvproxy.prefix.precise import PreciseIndex, precise_root
+from kvproxy.types import EndpointId
+
+PEER = "NVIDIA RadixTree"
+LIMITS = {"blocks_per_s": 2e6, "lookup_p50_us": 20.0, "bytes_per_entry": 80.0}  # what the approximate index must reach
+_NAMES = [EndpointId(f"endpoint-{n}") for n in range(data.ENDPOINTS)]
+_BLOCK_TOKENS = 16
+
+
+def main() -> int:
+    arguments = _arguments()
+    if arguments.child:
+        _child(*arguments.child, entries=arguments.entries)
+        return 0
+    skipped: dict[str, str] = {}
+    samples: dict[str, dict[str, list[dict[str, float]]]] = {}
+    for _ in range(arguments.rounds):
+        for shape in data.shapes(arguments.entries):
+            for name, command in _commands(arguments, shape.name):
+                if name in skipped:
+                    continue
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
+                if done.returncode:
+                    skipped[name] = (done.stderr.strip().splitlines() or ["failed"])[-1]
+                    continue
+                samples.setdefault(shape.name, {}).setdefault(name, []).append(json.loads(done.stdout))
+    results = {
+        shape: {
+            name: {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
+            for name, rounds in by_name.items()
+        }
+        for shape, by_name in samples.items()
+    }
+    _write(arguments, results, _hashing(), skipped)
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--entries", type=int, default=1_000_000, help="(endpoint, block) pairs in the index")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peer-python", default=sys.executable, help="interpreter with ai-dynamo-runtime")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--child", nargs=2, metavar=("INDEX", "SHAPE"), help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _commands(arguments: argparse.Namespace, shape: str) -> Iterator[tuple[str, list[str]]]:
+    ours = [sys.executable, "-m", "benchmarks.prefix_index", "--entries", str(arguments.entries), "--child"]
+    yield "kvproxy approximate", [*ours, "approximate", shape]
+    yield "kvproxy precise", [*ours, "precise", shape]
+    peer = Path(__file__).with_name("prefix_peer.py")
+    yield PEER, [arguments.peer_python, str(peer), shape, str(arguments.entries)]
+
+
+def _child(index: str, name: str, *, entries: int) -> None:
+    shape = next(each for each in data.shapes(entries) if each.name == name)
+    print(json.dumps(_approximate(shape) if index == "approximate" else _precise(shape)))
+
+
+def _approximate(shape: data.Shape) -> dict[str, float]:
+    asked = data.queries(shape)
+    index, spent, memory = _filled_approximate(shape)
+    assert max(index.lookup(asked[0]).values()) == shape.blocks
+    result = {"blocks_per_s": index.entries / spent, **data.time_lookups(index.lookup, asked)}
+    entries = index.entries
+    del index
+    gc.collect()
+    tracemalloc.start()
+    index, _, _ = _filled_approximate(shape)
+    assert index.entries == entries
+    traced = tracemalloc.get_traced_memory()[0]
+    return {**result, "bytes_per_entry": max(memory, traced) / entries}
+
+
+def _filled_approximate(shape: data.Shape) -> tuple[ApproximateIndex, float, int]:
+    """Each prompt routed and confirmed, as the proxy does; seconds spent and resident bytes gained."""
+    index = ApproximateIndex(capacity_blocks=shape.entries)
+    before, spent = data.resident_bytes(), 0.0
+    for endpoint, hashes in data.prompts(shape):
+        start = time.process_time()
+        index.confirm(index.route(_NAMES[endpoint], hashes))
+        spent += time.process_time() - start
+    return index, spent, data.resident_bytes() - before
+
+
+def _precise(shape: data.Shape) -> dict[str, float]:
+    """Events of whole prompts with 16 tokens a block; hashing the tokens is part of following them."""
+    index = PreciseIndex()
+    before, spent = data.resident_bytes(), 0.0
+    prompts = []
+    for number, (endpoint, hashes) in enumerate(data.prompts(shape)):
+        tokens = array("I", [each >> shift & 0xFFFF for each in hashes for shift in range(_BLOCK_TOKENS)])
+        event = BlockStored(tuple(hashes), None, tokens, _BLOCK_TOKENS)
+        if number % max(1, shape.prompts // 100) == 0:
+            prompts.append(tokens)
+        start = time.process_time()
+        index.apply(_NAMES[endpoint], 0, (event,))
+        spent += time.process_time() - start
+    memory = data.resident_bytes() - before
+    filling = array("I", range(data.LOOKUP_BLOCKS * _BLOCK_TOKENS))
+    asked = [
+        token_blocks((tokens + filling)[: len(filling)], _BLOCK_TOKENS, precise_root(_BLOCK_TOKENS))
+        for tokens in prompts
+    ]
+    asked *= -(-data.LOOKUPS // len(asked))
+
+    def lookup(hashes: array[int]) -> object:
+        return index.lookup(lambda size: hashes)
+
+    entries = shape.prompts * shape.blocks
+    return {
+        "blocks_per_s": entries / spent,
+        "bytes_per_entry": memory / entries,
+        **data.time_lookups(lookup, asked[: data.LOOKUPS]),
+    }
+
+
+def _hashing() -> dict[str, float]:
+    """Microseconds to hash 4 096 tokens, by block size; the least of several repeats."""
+    tokens = array("I", range(4096))
+    seed = root_seed(block_size=16, model="m")
+
+    def best(call: Callable[[], object]) -> float:
+        spans = []
+        for _ in range(200):
+            start = time.perf_counter()
+            call()
+            spans.append(1e6 * (time.perf_counter() - start))
+        return statistics.median(spans)
+
+    return {f"blocks of {size}": best(lambda size=size: token_blocks(tokens, size, seed)) for size in (16, 64, 256)}
+
+
+def _write(
+    arguments: argparse.Namespace,
+    results: dict[str, dict[str, dict[str, float]]],
+    hashing: dict[str, float],
+    skipped: dict[str, str],
+) -> None:
+    command = shlex.join(
+        ["python", "-m", "benchmarks.prefix_index", f"--entries={arguments.entries}", f"--rounds={arguments.rounds}"]
+    )
+    machine = f"{platform.machine()}, Python {platform.python_version()}, {data.ENDPOINTS} endpoints"
+    document: dict[str, Any] = {
+        "command": command, "machine": machine, "limits": LIMITS, "results": results, "hashing_us": hashing,
+        "skipped": skipped,
+    }  # fmt: skip
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "prefix_index.json").write_text(json.dumps(document, indent=1) + "\n")
+    lines = ["# Prefix index", "", f"`{command}` ({machine}). Medians over rounds, each in a process of its own.", ""]
+    for shape in data.shapes(arguments.entries):
+        lines += _table(shape, results.get(shape.name, {}))
+    lines += ["Hashing 4 096 tokens: " + ", ".join(f"{us:.0f} us in {name}" for name, us in hashing.items()) + "."]
+    lines += [
+        "", "Limits for the approximate index: at least 2 M blocks/s, a 2 048-block lookup under 20 us p50, at most 80",
+        "bytes an entry. Blocks/s are by CPU time of all threads, so that a busy machine blurs them less.",
+        "Bytes an entry are the growth of resident memory (for the approximate index the larger of that and",
+        "tracemalloc's count). An insert of the approximate index is a routed and a confirmed request; the precise",
+        "index's includes hashing 16 tokens a block, the peer's parsing its JSON event.",
+    ]  # fmt: skip
+    lines += [f"- {name}: not measured, {why}" for name, why in skipped.items()]
+    text = "\n".join(lines) + "\n"
+    (arguments.out / "prefix_index.md").write_text(text)
+    print(text)
+
+
+def _table(shape: data.Shape, rows: dict[str, dict[str, float]]) -> list[str]:
+    lines = [
+        f"## {shape.name}: {shape.prompts} prompts of {shape.blocks} blocks, {shape.shared} of them shared", "",
+        "| | M blocks/s | 2 048-block lookup p50 us | p99 us | CPU us | bytes an entry |", "|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for name, row in rows.items():
+        figures = (
+            f"{row['blocks_per_s'] / 1e6:.2f}", f"{row['lookup_p50_us']:.1f}", f"{row['lookup_p99_us']:.1f}",
+            f"{row['lookup_cpu_us']:.1f}", f"{row['bytes_per_entry']:.1f}",
+        )  # fmt: skip
+        lines.append(f"| {name} | " + " | ".join(figures) + " |")
+    return [*lines, ""]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
