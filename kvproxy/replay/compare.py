@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from random import Random
 from typing import TextIO
 
 from kvproxy.replay.outcome import Summary, summarise
@@ -48,10 +49,10 @@ def compare(trace: Trace, plan: Plan, *, err: TextIO, bound: Bound | None = None
         bar.begin(str(spec))
         runs = []
         for seed in range(1, plan.seeds + 1):
+            policy = spec.make(rng=Random(seed), prior_factor=plan.prior_factor)
             outcomes = play(
-                bound.trace, bound.pace, plan.fleet, spec,
-                seed=seed, prior_factor=plan.prior_factor, progress=bar.advance,
-            )  # fmt: skip
+                bound.trace, bound.pace, plan.fleet, policy, queue=spec.queue, seed=seed, progress=bar.advance
+            )
             bar.end(requests)
             runs.append(summarise(outcomes, plan.fleet.instances))
             ttft_s.setdefault(str(spec), sorted(each.ttft_s for each in outcomes if each.ttft_s is not None))

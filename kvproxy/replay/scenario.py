@@ -55,7 +55,7 @@ class PolicySpec:
     def __str__(self) -> str:
         return self.name.value + (QUEUE_SUFFIX if self.queue else "")
 
-    def make(self, *, rng: Random, prior_factor: float) -> Policy:
+    def make(self, *, rng: Random, prior_factor: float = 1.0) -> Policy:
         """A fresh policy; learned speeds start from priors wrong by `prior_factor`."""
         priors = SpeedPriors()
         priors = SpeedPriors(
@@ -72,19 +72,18 @@ def play(
     trace: Trace,
     pace: Pace,
     fleet: FleetSettings,
-    spec: PolicySpec,
+    policy: Policy,
     *,
+    queue: bool = False,
     seed: int = 1,
-    prior_factor: float = 1.0,
     progress: Callable[[int], None] = lambda finished: None,
 ) -> Sequence[Outcome]:
-    """Every request of the trace, as its client saw it."""
+    """Every request of the trace, as its client saw it. The policy is a fresh one: it learns as it goes."""
     duration_s = pace.duration_s(trace)
     endpoints = [
         SimEndpoint(endpoint_id(index), index, Engine(fleet.engine(trace.block_size, index, duration_s)))
         for index in range(fleet.instances)
     ]
     view = IndexView(fleet, trace.block_size, rng=Random(seed + 1))
-    policy = spec.make(rng=Random(seed), prior_factor=prior_factor)
-    router = VirtualRouter(endpoints, policy, view, queue=QueueSettings(limit=100_000) if spec.queue else None)
+    router = VirtualRouter(endpoints, policy, view, queue=QueueSettings(limit=100_000) if queue else None)
     return VirtualTime(trace, pace, router, view, index_delay_s=fleet.index_delay_s, progress=progress).run()

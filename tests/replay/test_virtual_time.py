@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from random import Random
 
 import pytest
 
 from kvproxy.config.schema import PolicyName
-from kvproxy.replay.outcome import Summary, percentile, rate_of, summarise
+from kvproxy.replay.outcome import Outcome, Summary, percentile, rate_of, summarise
 from kvproxy.replay.scenario import PolicySpec, UnknownPolicy, play
 from kvproxy.replay.settings import FleetSettings, IndexMode, Pace
 from kvproxy.replay.trace import Trace, parse_trace
@@ -19,8 +21,12 @@ KV_AWARE = PolicySpec(PolicyName.KV_AWARE)
 ROUND_ROBIN = PolicySpec(PolicyName.ROUND_ROBIN)
 
 
+def outcomes_of(trace: Trace, pace: Pace, fleet: FleetSettings, spec: PolicySpec, seed: int = 1) -> Sequence[Outcome]:
+    return play(trace, pace, fleet, spec.make(rng=Random(seed)), queue=spec.queue, seed=seed)
+
+
 def figures(trace: Trace, fleet: FleetSettings = FLEET, spec: PolicySpec = KV_AWARE, pace: Pace = Pace()) -> Summary:
-    return summarise(play(trace, pace, fleet, spec), fleet.instances)
+    return summarise(outcomes_of(trace, pace, fleet, spec), fleet.instances)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +35,7 @@ def figures(trace: Trace, fleet: FleetSettings = FLEET, spec: PolicySpec = KV_AW
 def test_every_policy_finishes_every_request(spec: PolicySpec) -> None:
     """Nothing is lost, nothing ends before it began."""
     trace = chat_trace()
-    outcomes = play(trace, Pace(scale=0.2), FLEET, spec)
+    outcomes = outcomes_of(trace, Pace(scale=0.2), FLEET, spec)
     assert len(outcomes) == trace.requests
     for outcome in outcomes:
         assert outcome.first_token_at is not None
@@ -61,10 +67,10 @@ def test_one_request_alone_takes_what_the_engine_takes() -> None:
 def test_closed_loop_waits_for_the_turn_before() -> None:
     """A slow engine delays the next turn; in open loop it comes when it comes."""
     trace, slow = chat_trace(sessions=1, turns=2), replace(FLEET, instances=1, slowness=(50.0,))
-    closed = play(trace, Pace(), slow, KV_AWARE)
+    closed = outcomes_of(trace, Pace(), slow, KV_AWARE)
     assert closed[0].finished_at is not None
     assert closed[1].arrived_at == pytest.approx(closed[0].finished_at + 1.5)
-    opened = play(trace, Pace(closed_loop=False, service_s=1.0), slow, KV_AWARE)
+    opened = outcomes_of(trace, Pace(closed_loop=False, service_s=1.0), slow, KV_AWARE)
     assert opened[1].arrived_at == pytest.approx(2.5)
 
 
@@ -93,7 +99,7 @@ def test_false_entries_make_predictions_wrong() -> None:
 def test_a_slow_engine_gets_less_work() -> None:
     """Learned from first tokens alone: the slowness is never told."""
     trace, fleet = shared_prefix_trace(requests=300), replace(FLEET, slowness=(4.0,))
-    outcomes = play(trace, Pace(), fleet, KV_AWARE)
+    outcomes = outcomes_of(trace, Pace(), fleet, KV_AWARE)
     counts = [sum(outcome.endpoint == endpoint for outcome in outcomes[100:]) for endpoint in range(3)]
     assert counts[0] < min(counts[1:])
 
@@ -130,7 +136,7 @@ def test_the_queue_holds_requests_back_when_all_are_busy() -> None:
 def test_progress_is_reported() -> None:
     """Once for every finished request."""
     seen: list[int] = []
-    play(chat_trace(), Pace(), FLEET, ROUND_ROBIN, progress=seen.append)
+    play(chat_trace(), Pace(), FLEET, ROUND_ROBIN.make(rng=Random(1)), progress=seen.append)
     assert seen == list(range(1, 49))
 
 
