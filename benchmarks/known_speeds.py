@@ -1,0 +1,35 @@
+"""kv_aware that is told the engines' true speeds: what learning them is measured against."""
+
+from __future__ import annotations
+
+from random import Random
+
+from kvproxy.balancing.kv_aware import KvAware
+from kvproxy.balancing.load import Features
+from kvproxy.balancing.speed import SpeedModel
+from kvproxy.replay.pooled import true_seconds
+from kvproxy.replay.settings import FleetSettings
+from kvproxy.replay.view import endpoint_id
+from kvproxy.simulator.timing import EngineTiming
+from kvproxy.types import EndpointId
+
+
+class KnownSpeeds(SpeedModel):
+    """The engines' own timing, at every moment; learns nothing."""
+
+    def __init__(self, seconds: Features, timings: dict[EndpointId, EngineTiming]) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self._timings = timings
+
+    def slowness(self, endpoint: EndpointId, now: float) -> float:
+        return self._timings[endpoint].factor_at(now)
+
+    def observe(self, endpoint: EndpointId, work: Features, busy_s: float, now: float) -> None:
+        """It knows better."""
+
+
+def knowing(fleet: FleetSettings, duration_s: float, *, rng: Random) -> KvAware:
+    """The policy with the fleet's true speeds."""
+    timings = {endpoint_id(i): fleet.engine(512, i, duration_s).timing for i in range(fleet.instances)}
+    return KvAware(rng=rng, speeds=KnownSpeeds(true_seconds(fleet), timings))
