@@ -26,7 +26,13 @@ class Shape:
 
     @property
     def prompts(self) -> int:
-        return self.entries // self.blocks
+        """Prompts in all."""
+        return self.entries // (self.blocks - self.shared)
+
+    @property
+    def stored(self) -> int:
+        """(endpoint, block) pairs that come of them."""
+        return self.prompts * (self.blocks - self.shared) + ENDPOINTS * self.shared
 
 
 def shapes(entries: int) -> list[Shape]:
@@ -39,20 +45,22 @@ def shapes(entries: int) -> list[Shape]:
     ]
 
 
-def prompts(shape: Shape) -> Iterator[tuple[int, array[int]]]:
-    """(endpoint, hashes): random 63-bit hashes, unique but for the shared beginning, as chained hashes are."""
+def prompts(shape: Shape) -> Iterator[tuple[int, array[int], int]]:
+    """(endpoint, hashes, leading blocks the endpoint has already): random 63-bit hashes, unique but for the shared
+    beginning, as chained hashes are.
+    """
     rng = random.Random(1)
     shared = [rng.getrandbits(63) for _ in range(shape.shared)]
     for number in range(shape.prompts):
         own = [rng.getrandbits(63) for _ in range(shape.blocks - shape.shared)]
-        yield number % ENDPOINTS, array("Q", shared + own)
+        yield number % ENDPOINTS, array("Q", shared + own), shape.shared if number >= ENDPOINTS else 0
 
 
 def queries(shape: Shape) -> list[array[int]]:
     """Prompts of 2048 blocks that begin with a stored one (whole, for the long shape), in random order."""
     rng = random.Random(2)
     picked = set(rng.sample(range(shape.prompts), min(shape.prompts, 400)))
-    known = [hashes for number, (_, hashes) in enumerate(prompts(shape)) if number in picked]
+    known = [hashes for number, (_, hashes, _) in enumerate(prompts(shape)) if number in picked]
     rest = array("Q", [rng.getrandbits(63) for _ in range(LOOKUP_BLOCKS)])
     return [(each + rest)[:LOOKUP_BLOCKS] for each in rng.choices(known, k=LOOKUPS)]
 

@@ -91,7 +91,8 @@ def _approximate(shape: data.Shape) -> dict[str, float]:
     asked = data.queries(shape)
     index, spent, memory = _filled_approximate(shape)
     assert max(index.lookup(asked[0]).values()) == shape.blocks
-    result = {"blocks_per_s": index.entries / spent, **data.time_lookups(index.lookup, asked)}
+    assert index.entries == shape.stored
+    result = {"blocks_per_s": shape.prompts * shape.blocks / spent, **data.time_lookups(index.lookup, asked)}
     entries = index.entries
     del index
     gc.collect()
@@ -104,9 +105,9 @@ def _approximate(shape: data.Shape) -> dict[str, float]:
 
 def _filled_approximate(shape: data.Shape) -> tuple[ApproximateIndex, float, int]:
     """Each prompt routed and confirmed, as the proxy does; seconds spent and resident bytes gained."""
-    index = ApproximateIndex(capacity_blocks=shape.entries)
+    index = ApproximateIndex(capacity_blocks=shape.stored)
     before, spent = data.resident_bytes(), 0.0
-    for endpoint, hashes in data.prompts(shape):
+    for endpoint, hashes, _ in data.prompts(shape):
         start = time.process_time()
         index.confirm(index.route(_NAMES[endpoint], hashes))
         spent += time.process_time() - start
@@ -118,9 +119,10 @@ def _precise(shape: data.Shape) -> dict[str, float]:
     index = PreciseIndex()
     before, spent = data.resident_bytes(), 0.0
     prompts = []
-    for number, (endpoint, hashes) in enumerate(data.prompts(shape)):
+    for number, (endpoint, hashes, known) in enumerate(data.prompts(shape)):
         tokens = array("I", [each >> shift & 0xFFFF for each in hashes for shift in range(_BLOCK_TOKENS)])
-        event = BlockStored(tuple(hashes), None, tokens, _BLOCK_TOKENS)
+        parent = hashes[known - 1] if known else None
+        event = BlockStored(tuple(hashes[known:]), parent, tokens[known * _BLOCK_TOKENS :], _BLOCK_TOKENS)
         if number % max(1, shape.prompts // 100) == 0:
             prompts.append(tokens)
         start = time.process_time()
@@ -137,10 +139,9 @@ def _precise(shape: data.Shape) -> dict[str, float]:
     def lookup(hashes: array[int]) -> object:
         return index.lookup(lambda size: hashes)
 
-    entries = shape.prompts * shape.blocks
     return {
-        "blocks_per_s": entries / spent,
-        "bytes_per_entry": memory / entries,
+        "blocks_per_s": shape.stored / spent,
+        "bytes_per_entry": memory / shape.stored,
         **data.time_lookups(lookup, asked[: data.LOOKUPS]),
     }
 
@@ -185,8 +186,8 @@ def _write(
         "", "Limits for the approximate index: at least 2 M blocks/s, a 2 048-block lookup under 20 us p50, at most 80",
         "bytes an entry. Blocks/s are by CPU time of all threads, so that a busy machine blurs them less.",
         "Bytes an entry are the growth of resident memory (for the approximate index the larger of that and",
-        "tracemalloc's count). An insert of the approximate index is a routed and a confirmed request; the precise",
-        "index's includes hashing 16 tokens a block, the peer's parsing its JSON event.",
+        "tracemalloc's count). The approximate index is told whole prompts, each routed and confirmed; the precise",
+        "index and the peer are told each prompt's new blocks, hashing 16 tokens a block and parsing JSON included.",
     ]  # fmt: skip
     lines += [f"- {name}: not measured, {why}" for name, why in skipped.items()]
     text = "\n".join(lines) + "\n"

@@ -64,12 +64,19 @@ class BlockTable:
         into the bound.
         """
         above = ROOT if parent is None else self._parent_row(parent)
+        known = 0
+        if not self._rows.keys().isdisjoint(keys):
+            self._forget_renamed(keys, blocks)
+            above = ROOT if parent is None else self._parent_row(parent)
+            while known < len(keys) and keys[known] in self._rows:
+                known += 1
+            self._store_each(keys[:known], blocks[:known], above, tier)
+            above = self._rows[keys[known - 1]] if known else above
+            keys, blocks = keys[known:], blocks[known:]
         if self._rows.keys().isdisjoint(keys) and len(self._rows) + len(keys) <= self._max_rows:
             self._store_new(keys, blocks, above, tier)
-            return len(keys)
-        self._forget_renamed(keys, blocks)
-        above = ROOT if parent is None else self._parent_row(parent)
-        return self._store_each(keys, blocks, above, tier)
+            return known + len(keys)
+        return known + self._store_each(keys, blocks, above, tier)
 
     def remove(self, key: int, tier: int) -> bool:
         """The block left `tier`; False when it was not known there."""
@@ -91,6 +98,8 @@ class BlockTable:
 
     def _store_new(self, keys: Sequence[int], blocks: Sequence[int], above: int, tier: int) -> None:
         """What `_store_each` does, for blocks that are all new: nearly every event, at a third of the cost."""
+        if not keys:
+            return
         numbers = self._spare_rows(len(keys))
         self._rows.update(zip(keys, numbers, strict=True))
         columns = self._keys, self._blocks, self._parents, self._on, self._children, self._device_children
@@ -144,7 +153,7 @@ class BlockTable:
         return stored
 
     def _row(self, key: int, block: int, parent: int) -> int:
-        (row,) = self._spare_rows(1)
+        row = self._free.pop() if self._free else self._spare_rows(1)[0]
         self._keys[row], self._blocks[row], self._parents[row] = key, block, parent
         self._rows[key] = row
         if self._ghosts:
