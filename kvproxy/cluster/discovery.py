@@ -112,6 +112,8 @@ class DnsDiscovery:
             id=f"{settings.host}@{address}",
             url=f"{settings.scheme}://{host}:{settings.port}",
             models=settings.models,
+            server_name=settings.host,
+            ca_file=settings.ca_file,
         )
 
 

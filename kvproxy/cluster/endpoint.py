@@ -156,4 +156,4 @@ class Endpoint:
 
 def origin_of(config: schema.Endpoint) -> Origin:
     """Where the endpoint listens; ValueError when its URL is none."""
-    return Origin.parse(config.url, ca_file=config.ca_file, insecure=config.insecure)
+    return Origin.parse(config.url, ca_file=config.ca_file, insecure=config.insecure, server_name=config.server_name)

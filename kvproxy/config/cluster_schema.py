@@ -103,6 +103,8 @@ class Endpoint(Model):
     """Sent to this endpoint alone as `Authorization: Bearer`, instead of the client's."""
     ca_file: str = ""
     """PEM file to verify an https endpoint with; empty: the system's."""
+    server_name: str = ""
+    """Name its certificate and the Host header are for, where `url` has an address; empty: the host in `url`."""
     insecure: bool = False
     """Do not verify an https endpoint's certificate (tests only)."""
     retry: EndpointRetry | None = None
@@ -133,6 +135,8 @@ class DnsDiscovery(Model):
     """How often the name is resolved."""
     models: tuple[str, ...] = ()
     """Models they serve."""
+    ca_file: str = ""
+    """PEM file to verify https endpoints with, for `host`; empty: the system's."""
 
 
 class Discovery(Model):

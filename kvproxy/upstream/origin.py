@@ -15,6 +15,8 @@ class Origin:
     """One engine's address. Equal origins share connections, so everything that shapes a connection is part of it.
 
     `host` has no brackets (IPv6 included); `base_path` goes before every request target and has no trailing slash.
+    `server_name` is who is expected to answer at an address: its certificate is verified for that name, and the Host
+    header says it.
     """
 
     scheme: str
@@ -23,24 +25,26 @@ class Origin:
     base_path: bytes = b""
     ca_file: str = ""
     insecure: bool = False
+    server_name: str = ""
     host_header: bytes = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.scheme not in _DEFAULT_PORTS:
             raise ValueError(f"scheme is http or https, not {self.scheme!r}")
-        name = f"[{self.host}]" if ":" in self.host else self.host
+        host = self.server_name or self.host
+        name = f"[{host}]" if ":" in host else host
         authority = name if self.port == _DEFAULT_PORTS[self.scheme] else f"{name}:{self.port}"
         # Set once here, since both are read for every request and the generated hash costs a microsecond.
         object.__setattr__(self, "host_header", authority.encode("idna" if not authority.isascii() else "ascii"))
-        identity = (self.scheme, self.host, self.port, self.base_path, self.ca_file, self.insecure)
+        identity = (self.scheme, self.host, self.port, self.base_path, self.ca_file, self.insecure, self.server_name)
         object.__setattr__(self, "_hash", hash(identity))
 
     def __hash__(self) -> int:
         return self._hash
 
     @classmethod
-    def parse(cls, url: str, *, ca_file: str = "", insecure: bool = False) -> Origin:
+    def parse(cls, url: str, *, ca_file: str = "", insecure: bool = False, server_name: str = "") -> Origin:
         """The origin of `http(s)://host[:port][/base/path]`; ValueError for anything that says more or less."""
         parts = urlsplit(url)
         if parts.scheme not in _DEFAULT_PORTS:
@@ -55,7 +59,7 @@ class Origin:
         if not path.isascii() or not path.isprintable() or " " in path:
             raise ValueError(f"the base path must be percent-encoded: {url!r}")
         port = parts.port if parts.port is not None else _DEFAULT_PORTS[parts.scheme]
-        return cls(parts.scheme, parts.hostname, port, path.encode("ascii"), ca_file, insecure)
+        return cls(parts.scheme, parts.hostname, port, path.encode("ascii"), ca_file, insecure, server_name)
 
     @cached_property
     def ssl_context(self) -> ssl.SSLContext | None:
@@ -70,4 +74,6 @@ class Origin:
         return context
 
     def __str__(self) -> str:
+        if self.server_name:
+            return f"{self.scheme}://{self.host}:{self.port}{self.base_path.decode('ascii')}"
         return f"{self.scheme}://{self.host_header.decode('ascii')}{self.base_path.decode('ascii')}"

@@ -177,6 +177,7 @@ class UpstreamPool:
                     origin.host,
                     origin.port,
                     ssl=origin.ssl_context,
+                    server_hostname=origin.server_name or None if origin.ssl_context else None,
                 )
         except TimeoutError:
             raise ConnectTimeout(f"no connection to {origin} within {timeout_s:g} s") from None

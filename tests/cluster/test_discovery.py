@@ -121,6 +121,7 @@ async def test_dns_makes_one_endpoint_an_address() -> None:
         ("engines.local@::1", "http://[::1]:8000"),
     ]
     assert {e.models for e in endpoints} == {("m",)}
+    assert {e.server_name for e in endpoints} == {"engines.local"}
     assert asked[0][0] == ("engines.local", 8000)
 
 

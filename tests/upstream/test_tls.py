@@ -56,6 +56,21 @@ async def test_another_hosts_certificate_is_refused(tmp_path: Path) -> None:
             await post(pool, upstream.origin)
 
 
+async def test_an_address_is_verified_for_the_name_it_stands_for(tmp_path: Path) -> None:
+    """Endpoints that DNS resolved are connected to by address and trusted, and addressed, by name."""
+    certificate = make_certificate(tmp_path, "engines.example")
+    url, ca_file = "https://127.0.0.1", str(certificate.certificate)
+    async with (
+        scripted(answer(OK), tls=certificate.server_context(), url=url, ca_file=ca_file) as upstream,
+        UpstreamPool() as pool,
+    ):
+        named = Origin.parse(str(upstream.origin), ca_file=ca_file, server_name="engines.example")
+        assert await fetch(pool, named) == b"ok"
+        assert f"engines.example:{named.port}".encode() in upstream.peers[0].requests[0]
+        with pytest.raises(ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            await post(pool, Origin.parse(str(named), ca_file=ca_file, server_name="other.example"))
+
+
 async def test_insecure_takes_any_certificate(certificate: Certificate) -> None:
     """Only when asked for."""
     async with (
