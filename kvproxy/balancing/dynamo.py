@@ -13,45 +13,50 @@ import math
 from collections.abc import Sequence
 from random import Random
 
+from pydantic import Field
+
 from kvproxy.balancing.least import least
 from kvproxy.balancing.policy import Candidate, Choice, Overlap, PickRequest
+from kvproxy.config.model import Model
 
 _NOTHING_HELD = Overlap(device_tokens=0)
 
 
-class Dynamo:
-    """Blocks to prefill plus blocks in use. `prefill_load_scale` was once called the overlap weight."""
+class DynamoSettings(Model):
+    """Weights of the cost."""
 
-    def __init__(
-        self,
-        *,
-        rng: Random,
-        prefill_load_scale: float = 1.0,
-        device_credit: float = 1.0,
-        lower_tier_credit: float = 0.75,
-        temperature: float = 0.0,
-        block_size: int = 64,
-    ) -> None:
+    prefill_load_scale: float = Field(default=1.0, ge=0, le=100)
+    """Weight of blocks to prefill against blocks in use; once called the overlap weight."""
+    device_credit: float = Field(default=1.0, ge=0, le=1)
+    """What a block in engine memory saves of one to prefill."""
+    lower_tier_credit: float = Field(default=0.75, ge=0, le=1)
+    """What a block on a lower tier saves."""
+    temperature: float = Field(default=0.0, ge=0, le=10)
+    """Above 0 the choice is drawn from the softmax of the negative costs."""
+    block_size: int = Field(default=64, ge=1, le=4096)
+    """Tokens of a block; scales the costs shown."""
+
+
+class Dynamo:
+    """Blocks to prefill plus blocks in use."""
+
+    def __init__(self, *, rng: Random, settings: DynamoSettings = DynamoSettings()) -> None:
+        self.settings = settings
         self._rng = rng
-        self._scale = prefill_load_scale
-        self._device_credit = device_credit
-        self._lower_credit = lower_tier_credit
-        self._temperature = temperature
-        self._block_size = block_size
 
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
-        facts = request.facts
+        facts, settings = request.facts, self.settings
         costs = []
         for candidate in candidates:
             load = candidate.load
             overlap = facts.by_endpoint.get(candidate.id, _NOTHING_HELD)
             device = min(overlap.device_tokens, facts.prompt_tokens)
             lower = min(overlap.lower_tokens, facts.prompt_tokens - device)
-            credit = self._device_credit * device + self._lower_credit * lower
+            credit = settings.device_credit * device + settings.lower_tier_credit * lower
             prefill = max(0.0, load.pending_tokens + facts.prompt_tokens - credit)
-            tokens = self._scale * prefill + load.resident_tokens + facts.prompt_tokens
-            costs.append(tokens / self._block_size / candidate.weight)
-        if self._temperature > 0.0:
+            tokens = settings.prefill_load_scale * prefill + load.resident_tokens + facts.prompt_tokens
+            costs.append(tokens / settings.block_size / candidate.weight)
+        if settings.temperature > 0.0:
             return Choice(self._sample(costs), "sampled", costs)
         return Choice(least(costs, self._rng), "lowest_cost", costs)
 
@@ -59,5 +64,5 @@ class Dynamo:
         lowest, spread = min(costs), max(costs) - min(costs)
         if spread == 0.0:
             return self._rng.randrange(len(costs))
-        weights = [math.exp(-(cost - lowest) / spread / self._temperature) for cost in costs]
+        weights = [math.exp(-(cost - lowest) / spread / self.settings.temperature) for cost in costs]
         return self._rng.choices(range(len(costs)), weights)[0]

@@ -12,8 +12,9 @@ Computing a hot prefix once more is an investment and discounted. Speeds are lea
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from random import Random
+
+from pydantic import Field
 
 from kvproxy.balancing.forecast import own_s
 from kvproxy.balancing.least import least
@@ -21,18 +22,21 @@ from kvproxy.balancing.load import Features
 from kvproxy.balancing.policy import Candidate, Choice, Overlap, PickRequest
 from kvproxy.balancing.speed import SpeedModel
 from kvproxy.balancing.utilisation import Utilisation
+from kvproxy.config.model import Model
 from kvproxy.types import EndpointId
 
 NOTHING_HELD = Overlap(device_tokens=0)
 
 
-@dataclass(frozen=True, slots=True)
-class KvAwareSettings:
-    """Weights of the cost. `kappa` None is rho / (1 - rho) of the pool's utilisation; a constant 1: stall 0.1."""
+class KvAwareSettings(Model):
+    """Weights of the cost."""
 
-    kappa: float | None = None
-    stall: float = 0.05
-    hot_discount: float = 0.25  # what a missing hot token counts
+    kappa: float | None = Field(default=None, ge=0, le=10)
+    """What a second of own work costs those who come after; None: rho / (1 - rho) of the pool's utilisation."""
+    stall: float = Field(default=0.05, ge=0, le=1)
+    """What it costs each sequence in flight there; 0.1 goes with a constant kappa of 1."""
+    hot_discount: float = Field(default=0.25, ge=0, le=1)
+    """What a missing hot token counts."""
 
 
 class KvAware:
@@ -44,12 +48,12 @@ class KvAware:
         self.speeds = SpeedModel() if speeds is None else speeds
         self.utilisation = Utilisation()
         self._rng = rng
-        self._settings = settings
+        self.settings = settings
 
     def kappa(self, now: float) -> float:
         """What a second of own work costs those who come after."""
-        if self._settings.kappa is not None:
-            return self._settings.kappa
+        if self.settings.kappa is not None:
+            return self.settings.kappa
         rho = self.utilisation.rho(now)
         return rho / (1.0 - rho)
 
@@ -59,7 +63,7 @@ class KvAware:
         hot = min(facts.hot_tokens, prompt)
         speeds, seconds = self.speeds, self.speeds.seconds
         request_s, token_s, attention_s, lower_s = seconds
-        kappa, stall, saving = self.kappa(now), self._settings.stall, 1.0 - self._settings.hot_discount
+        kappa, stall, saving = self.kappa(now), self.settings.stall, 1.0 - self.settings.hot_discount
         costs: list[float] = []
         for candidate in candidates:
             endpoint, load = candidate.id, candidate.load
@@ -88,7 +92,7 @@ class KvAware:
         self.speeds.forget(endpoint)
 
     def _count(self, request: PickRequest, endpoint: EndpointId, endpoints: int, now: float) -> None:
-        if self._settings.kappa is None:
+        if self.settings.kappa is None:
             self.utilisation.add(own_s(request.facts, endpoint, self.speeds), endpoints, now)
 
 

@@ -12,35 +12,42 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
+from pydantic import Field
+
 from kvproxy.balancing.least import least
 from kvproxy.balancing.policy import Candidate, Choice, PickRequest
+from kvproxy.config.model import Model
+
+
+class LlmDSettings(Model):
+    """Weights of the score."""
+
+    prefix_weight: float = Field(default=2.0, ge=0, le=100)
+    """Of matched tokens."""
+    queue_weight: float = Field(default=1.0, ge=0, le=100)
+    """Of waiting requests."""
+    kv_weight: float = Field(default=1.0, ge=0, le=100)
+    """Of free KV memory."""
+    kv_capacity_tokens: int = Field(default=800_000, ge=1, le=1_000_000_000)
+    """KV memory of one endpoint, in tokens."""
 
 
 class LlmD:
     """Highest weighted sum of normalised scores; ties at random."""
 
-    def __init__(
-        self,
-        *,
-        rng: Random,
-        prefix_weight: float = 2.0,
-        queue_weight: float = 1.0,
-        kv_weight: float = 1.0,
-        kv_capacity_tokens: int = 800_000,
-    ) -> None:
+    def __init__(self, *, rng: Random, settings: LlmDSettings = LlmDSettings()) -> None:
+        self.settings = settings
         self._rng = rng
-        self._prefix_weight = prefix_weight
-        self._queue_weight = queue_weight
-        self._kv_weight = kv_weight
-        self._capacity = kv_capacity_tokens
 
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
         prefix = _rising([request.facts.matched_tokens(candidate.id) for candidate in candidates], when_equal=0.0)
         queue = _rising([-candidate.load.pending_requests for candidate in candidates], when_equal=1.0)
-        costs = []
+        settings, costs = self.settings, []
         for candidate, prefix_score, queue_score in zip(candidates, prefix, queue, strict=True):
-            free = 1.0 - min(1.0, candidate.load.resident_tokens / self._capacity)
-            score = self._prefix_weight * prefix_score + self._queue_weight * queue_score + self._kv_weight * free
+            free = 1.0 - min(1.0, candidate.load.resident_tokens / settings.kv_capacity_tokens)
+            score = (
+                settings.prefix_weight * prefix_score + settings.queue_weight * queue_score + settings.kv_weight * free
+            )
             costs.append(-score)
         return Choice(least(costs, self._rng), "highest_score", costs)
 

@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 
-from kvproxy.balancing.dynamo import Dynamo
+from kvproxy.balancing.dynamo import Dynamo, DynamoSettings
 from kvproxy.balancing.least_ttft import LeastTtft
-from kvproxy.balancing.llm_d import LlmD
+from kvproxy.balancing.llm_d import LlmD, LlmDSettings
 from kvproxy.balancing.lmetric import LMetric
 from kvproxy.balancing.load import features_of
 from kvproxy.balancing.policy import Learner, Overlap, Policy
@@ -68,7 +68,11 @@ def test_dynamo_adds_prefill_and_decode_blocks() -> None:
 def test_dynamo_credits_lower_tiers_less() -> None:
     """Device blocks count whole, host blocks three quarters; the scale weighs prefill against decode."""
     held = {"e0": Overlap(640), "e1": Overlap(0, lower_tokens=640)}
-    costs = Dynamo(rng=Random(1), prefill_load_scale=2.0).choose(ask(640, held), fleet(2), 0.0).costs
+    costs = (
+        Dynamo(rng=Random(1), settings=DynamoSettings(prefill_load_scale=2.0))
+        .choose(ask(640, held), fleet(2), 0.0)
+        .costs
+    )
     assert costs == pytest.approx([10.0, 2 * 2.5 + 10.0])
 
 
@@ -76,7 +80,7 @@ def test_dynamo_samples_with_a_temperature() -> None:
     """Cheap endpoints more often, but not always; equal ones alike."""
     candidates = fleet(2)
     occupy(candidates[0], uncached=640)
-    policy = Dynamo(rng=Random(1), temperature=1.0)
+    policy = Dynamo(rng=Random(1), settings=DynamoSettings(temperature=1.0))
     drawn = Counter(policy.choose(ask(64), candidates, 0.0).index for _ in range(2000))
     assert drawn[1] / drawn[0] == pytest.approx(2.718, rel=0.2)
     even = Counter(policy.choose(ask(64), fleet(2), 0.0).index for _ in range(400))
@@ -88,7 +92,7 @@ def test_llm_d_sums_weighted_scores() -> None:
     candidates = fleet(3)
     occupy(candidates[0], uncached=1000, times=2)
     occupy(candidates[1], uncached=1000)
-    policy = LlmD(rng=Random(1), kv_capacity_tokens=4000)
+    policy = LlmD(rng=Random(1), settings=LlmDSettings(kv_capacity_tokens=4000))
     costs = policy.choose(ask(100, {"e0": 100, "e1": 50}), candidates, 0.0).costs
     assert costs == pytest.approx([-(2.0 + 0.0 + 0.5), -(1.0 + 0.5 + 0.75), -(0.0 + 1.0 + 1.0)])
 

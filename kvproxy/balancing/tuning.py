@@ -1,0 +1,44 @@
+"""Policies whose parameters may be changed while they run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Protocol, runtime_checkable
+
+from pydantic import ValidationError
+
+from kvproxy.config.decode import problem_of
+from kvproxy.config.model import Model
+from kvproxy.config.paths import dotted
+from kvproxy.errors import ConfigError
+
+
+@runtime_checkable
+class Tunable(Protocol):
+    """A policy that reads its settings anew for every choice."""
+
+    settings: Model
+
+
+def tuned(settings: Model, changes: Mapping[str, Any]) -> Model:
+    """`settings` with the changes; ConfigError with every problem (unknown name, wrong type, out of range), by name."""
+    kind = type(settings)
+    try:
+        return kind.model_validate({**settings.model_dump(), **changes}, strict=True)
+    except ValidationError as error:
+        found = [problem_of(kind, detail, dotted) for detail in error.errors(include_url=False)]
+        allowed = ranges(settings)
+        hints = [one.hint or f"allowed: {allowed[one.path]}" for one in found]
+        raise ConfigError([replace(one, hint=hint) for one, hint in zip(found, hints, strict=True)]) from None
+
+
+def ranges(settings: Model) -> dict[str, str]:
+    """What each parameter may be, for people: `0 to 1`, `0 to 10 or null`."""
+    return {name: _range(about) for name, about in type(settings).model_json_schema()["properties"].items()}
+
+
+def _range(about: Mapping[str, Any]) -> str:
+    choices = about.get("anyOf", [about])
+    numbers = [f"{one['minimum']:g} to {one['maximum']:g}" for one in choices if "minimum" in one]
+    return " or ".join([*numbers, *("null" for one in choices if one.get("type") == "null")])
