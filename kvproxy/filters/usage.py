@@ -24,6 +24,13 @@ class _Usage(msgspec.Struct):
     output_tokens: int | None = None
     input_tokens_details: _Details | None = None
     cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
+
+    def prompt(self) -> int | None:
+        """The whole prompt. Anthropic's `input_tokens` leaves out what was read from or written to the cache."""
+        if self.prompt_tokens is not None or self.input_tokens is None:
+            return self.prompt_tokens
+        return self.input_tokens + (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +90,7 @@ def read_usage(tail: bytes, head: bytes = b"") -> Usage | None:
 def _merge(last: _Usage, first: _Usage) -> Usage:
     details = last.prompt_tokens_details or last.input_tokens_details or first.input_tokens_details
     return Usage(
-        prompt_tokens=_pick(last.prompt_tokens, last.input_tokens, first.input_tokens),
+        prompt_tokens=_pick(last.prompt(), first.prompt()),
         cached_tokens=_pick(
             details.cached_tokens if details else None, last.cache_read_input_tokens, first.cache_read_input_tokens
         ),

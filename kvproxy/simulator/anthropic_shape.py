@@ -50,15 +50,16 @@ class AnthropicShape:
         yield DONE
 
     def _opening(self, answer: Answer) -> Iterator[bytes]:
-        usage = {**self._usage(answer), "output_tokens": 0}
+        usage = {"input_tokens": answer.usage().prompt_tokens, "output_tokens": 0}
         message = {**self.complete(answer), "content": [], "stop_reason": None, "usage": usage}
         yield _event("message_start", {"message": message})
         yield _event("content_block_start", {"index": 0, "content_block": {"type": "text", "text": ""}})
 
     def _usage(self, answer: Answer) -> dict[str, int]:
+        """`input_tokens` is what was neither read from the cache nor written to it."""
         usage = answer.usage()
         return {
-            "input_tokens": usage.prompt_tokens,
+            "input_tokens": usage.prompt_tokens - usage.cached_tokens - usage.created_cache_tokens,
             "output_tokens": usage.completion_tokens,
             "cache_creation_input_tokens": usage.created_cache_tokens,
             "cache_read_input_tokens": usage.cached_tokens,

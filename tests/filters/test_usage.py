@@ -21,11 +21,15 @@ CHAT = (
             b'{"response":{"usage":{"input_tokens":7,"input_tokens_details":{"cached_tokens":3},"output_tokens":2}}}',
             Usage(7, 3, 2),
         ),
-        (b'{"usage":{"input_tokens":7,"cache_read_input_tokens":4,"output_tokens":2}}', Usage(7, 4, 2)),
+        (
+            b'{"usage":{"input_tokens":24,"output_tokens":4,"cache_creation_input_tokens":0,"cache_read_input_tokens":128}}',
+            Usage(152, 128, 4),
+        ),
+        (b'{"usage":{"input_tokens":24,"output_tokens":4,"cache_creation_input_tokens":128}}', Usage(152, None, 4)),
     ],
 )
 def test_usage_of_each_api(tail: bytes, expected: Usage) -> None:
-    """Chat, its stream, null details, responses, Anthropic."""
+    """Chat, its stream, null details, responses; Anthropic, whose `input_tokens` counts neither hits nor writes."""
     assert read_usage(tail) == expected
 
 
@@ -38,7 +42,14 @@ def test_anthropic_streams_say_the_prompt_first_and_the_rest_last() -> None:
     """message_start has the input, message_delta the output."""
     head = b'event: message_start\ndata: {"message":{"usage":{"input_tokens":9,"cache_read_input_tokens":6}}}\n\n'
     tail = b'event: message_delta\ndata: {"usage":{"output_tokens":5}}\n\n'
-    assert read_usage(tail, head) == Usage(9, 6, 5)
+    assert read_usage(tail, head) == Usage(15, 6, 5)
+
+
+def test_vllm_revises_the_input_at_the_end_of_an_anthropic_stream() -> None:
+    """message_start has the whole prompt, message_delta what was not cached of it: the prompt is the same."""
+    head = b'event: message_start\ndata: {"message":{"usage":{"input_tokens":152,"output_tokens":0}}}\n\n'
+    tail = b'data: {"usage":{"input_tokens":24,"output_tokens":4,"cache_read_input_tokens":128}}\n\n'
+    assert read_usage(tail, head) == Usage(152, 128, 4)
 
 
 @pytest.mark.parametrize(
