@@ -6,6 +6,7 @@ from kvproxy.balancing.policy import FactSource
 from kvproxy.kvcache.gathered import Gathered, Result
 from kvproxy.kvcache.lookup import Lookups
 from kvproxy.kvcache.ratio import BytesPerToken
+from kvproxy.kvcache.selfcheck import EmptyLookups
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.types import EndpointId
@@ -25,6 +26,7 @@ class Learning:
     def __init__(self, *, ratios: BytesPerToken, lookups: Lookups, metrics: Metrics) -> None:
         self._ratios = ratios
         self._lookups = lookups
+        self._empty = EmptyLookups()
         self._predictions = metrics.kv_predictions
         self._predicted = metrics.kv_predicted_tokens
         self._reused = metrics.kv_reused_tokens
@@ -34,6 +36,9 @@ class Learning:
         cached = result.cached_tokens if result.prefilled else None
         if result.endpoint is not None and cached is not None:
             self._compare(gathered, result.endpoint, cached)
+            if gathered.holders_named is not None:
+                ever_hit = self._lookups.hits > 0
+                self._empty.observe(cached_tokens=cached, holders_named=gathered.holders_named, ever_hit=ever_hit)
         claim, gathered.claim = gathered.claim, None
         if claim is not None:
             gathered.local.settle(claim, prefilled=result.prefilled)

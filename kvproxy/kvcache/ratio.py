@@ -29,6 +29,11 @@ class BytesPerToken:
         except KeyError:
             return DEFAULT_BYTES_PER_TOKEN
 
+    @property
+    def typical(self) -> float:
+        """Bytes a token over the models known."""
+        return sum(self._ratios.values()) / len(self._ratios) if self._ratios else DEFAULT_BYTES_PER_TOKEN
+
     def observe(self, model: str, prompt_bytes: int, prompt_tokens: int) -> None:
         """The engine counted `prompt_tokens` in a prompt of `prompt_bytes`."""
         if prompt_tokens < _MIN_TOKENS or prompt_bytes <= 0:

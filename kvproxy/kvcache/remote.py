@@ -70,9 +70,10 @@ class Remote:
         if len(self._tasks) >= MAX_LOOKUPS:
             self._outcomes.labels("busy").inc()
             return False
-        if gathered.tokens is not None and (gathered.tokens_exact or not self._may_tokenize(gathered)):
+        if gathered.tokens is not None:  # if only of the prompt's beginning: what was never seen, nobody holds
             return len(gathered.tokens) >= settings.lookup_min_tokens
-        return self._may_tokenize(gathered)
+        tokenize = settings.tokenize
+        return tokenize.inline and gathered.prompt_bytes >= tokenize.inline_min and self._tokens.may_ask(gathered)
 
     async def ask(self, gathered: Gathered) -> list[Claim]:
         """The claims that came in time. Tokens learned on the way are put into `gathered`."""
@@ -102,16 +103,6 @@ class Remote:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _may_tokenize(self, gathered: Gathered) -> bool:
-        """Inline: a prompt whose beginning is remembered needs no exact ids to be looked up."""
-        tokenize = self._settings.tokenize
-        return (
-            gathered.tokens is None
-            and tokenize.inline
-            and gathered.prompt_bytes >= tokenize.inline_min
-            and self._tokens.may_ask(gathered)
-        )
 
     async def _answer(self, gathered: Gathered) -> _Answer:
         fresh = None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from types import TracebackType
@@ -12,18 +13,25 @@ from typing import Self
 
 from kvproxy.balancing.policy import OverlapFacts
 from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.kvcache_schema import KvCacheSettings
+from kvproxy.kvcache.actions import Actions
 from kvproxy.kvcache.background import Background, Job
+from kvproxy.kvcache.connect import Connection
 from kvproxy.kvcache.engines import Engines
 from kvproxy.kvcache.facts import Claim, merged, preferred
 from kvproxy.kvcache.gathered import Gathered, Result
 from kvproxy.kvcache.guard import Guard
+from kvproxy.kvcache.hotness import KnownPrefix
 from kvproxy.kvcache.learning import Learning
 from kvproxy.kvcache.local import LocalSources
 from kvproxy.kvcache.lookup import Lookups
 from kvproxy.kvcache.ratio import BytesPerToken
 from kvproxy.kvcache.remote import Remote
+from kvproxy.kvcache.signals import Signals, sample_host
 from kvproxy.kvcache.tokens import TokenSource
+from kvproxy.kvcache.upkeep import Upkeep
+from kvproxy.kvcache.watch import Watch
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.types import Clock, EndpointId, InferenceRequest
@@ -67,6 +75,35 @@ class KvCache:
             clock=clock,
         )
         self.background = Background(settings.background, metrics=metrics)
+        self.signals = Signals(settings.cache_strategy, clock=clock, max_age_s=3 * settings.engine_metrics_interval + 5)
+        actions = Actions(
+            settings,
+            background=self.background,
+            lookups=self.lookups,
+            guard=self._guard,
+            metrics=metrics,
+            clock=clock,
+            rng=self._rng,
+        )
+        self.upkeep = Upkeep(
+            settings,
+            actions=actions,
+            signals=self.signals,
+            lookups=self.lookups,
+            endpoints=self._endpoints,
+            clock=clock,
+        )
+        self._watch = Watch(
+            settings.engine_metrics_interval,
+            clusters=clusters,
+            local=self.local,
+            engines=self._engines,
+            signals=self.signals,
+            lookups=self.lookups,
+            ratios=self.ratios,
+            sample_host=sample_host,
+            on_round=self.upkeep.tick,
+        )
         self._learning = Learning(ratios=self.ratios, lookups=self.lookups, metrics=metrics)
         self._running = AsyncExitStack()
         self._entered = False
@@ -78,7 +115,10 @@ class KvCache:
             await starting.enter_async_context(self._engines)
             starting.push_async_callback(self.tokens.close)
             starting.push_async_callback(self._remote.close)
+            if self.settings.lmcache_endpoint:
+                self._connect(starting)
             await starting.enter_async_context(self.background)
+            await starting.enter_async_context(self._watch)
             self._running = starting.pop_all()
         self._entered = True
         return self
@@ -91,7 +131,10 @@ class KvCache:
 
     def instance_ids(self) -> frozenset[str]:
         """LMCache instance ids of every endpoint there is."""
-        return frozenset(e.instance_id for cluster in self._clusters.values() for e in cluster.endpoints)
+        return frozenset(endpoint.instance_id for endpoint in self._endpoints())
+
+    def _endpoints(self) -> Iterable[Endpoint]:
+        return (endpoint for cluster in self._clusters.values() for endpoint in cluster.endpoints)
 
     def gather(self, request: InferenceRequest, body: bytes, *, cluster: Cluster, model: str = "") -> Gathered:
         """What our own sources know, at once. `model` is what the engines call it, where that differs."""
@@ -118,7 +161,7 @@ class KvCache:
     async def look_up(self, gathered: Gathered) -> None:
         """Ask the lookup service within what is left of the routing deadline, and complete the facts."""
         gathered.wants_lookup = False
-        claims = await self._remote.ask(gathered)
+        claims = self.upkeep.usable(gathered, await self._remote.ask(gathered))
         if claims or gathered.tokens_exact:
             self._assess(gathered, claims)
 
@@ -139,14 +182,39 @@ class KvCache:
     def finished(self, gathered: Gathered, result: Result) -> None:
         """The request is over. Queues what is to be done about it; never waits."""
         self._learning.finished(gathered, result)
-        if result.prefilled and self._uses_tokens and not gathered.tokens_exact and self.tokens.may_ask(gathered):
-            key = ("tokenize", gathered.model, gathered.hashes[-1] if gathered.hashes else 0, gathered.prompt_bytes)
-            self.background.submit(Job(key, lambda: self._tokenize(gathered)))
+        if result.prefilled and self._uses_tokens:
+            endpoint = None if result.endpoint is None else gathered.cluster.endpoint(result.endpoint)
+            self._follow_up(gathered, endpoint)
 
-    async def _tokenize(self, gathered: Gathered) -> bool:
-        """So that the next turn of this chat knows its beginning."""
+    def _follow_up(self, gathered: Gathered, endpoint: Endpoint | None) -> None:
+        """The strategies' turn, with the prompt's tokens; where these are not known yet they are asked for, which also
+        lets the next turn of this chat know its beginning."""
+        used = self.upkeep.use(gathered, endpoint) if endpoint is not None and self.upkeep.enabled else []
+        if gathered.tokens is not None and gathered.tokens_exact:
+            if endpoint is not None and used:
+                self.upkeep.consider(used, gathered.tokens, endpoint)
+        elif self.tokens.may_ask(gathered):
+            key = ("tokenize", gathered.model, gathered.hashes[-1] if gathered.hashes else 0, gathered.prompt_bytes)
+            self.background.submit(Job(key, lambda: self._tokenize(gathered, used, endpoint)))
+
+    async def _tokenize(self, gathered: Gathered, used: Sequence[KnownPrefix], endpoint: Endpoint | None) -> bool:
         task = self.tokens.ask(gathered)
-        return task is not None and await task is not None
+        tokens = None if task is None else await asyncio.shield(task)
+        if tokens is not None and endpoint is not None and used:
+            self.upkeep.consider(used, tokens, endpoint)
+        return tokens is not None
+
+    def _connect(self, starting: AsyncExitStack) -> None:
+        connection = Connection(
+            self.settings, self._engines.http(), lookups=self.lookups, known_instances=self.instance_ids
+        )
+        task = asyncio.create_task(connection.run(), name="kvcache connect")
+
+        async def stop() -> None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+        starting.push_async_callback(stop)
 
     def _assess(self, gathered: Gathered, claims: Iterable[Claim] = ()) -> None:
         """Facts and preference from everything known by now."""

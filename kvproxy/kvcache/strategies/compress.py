@@ -1,0 +1,54 @@
+"""Compresses cold prefixes while an instance is busy, remembers them, and undoes it before they are used again."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from cachetools import LRUCache
+
+from kvproxy.config.kvcache_schema import CacheStrategy
+from kvproxy.kvcache.hotness import Hotness, KnownPrefix
+from kvproxy.kvcache.provider import ActionKind
+from kvproxy.kvcache.strategies import Action, PressureOf, Served
+from kvproxy.kvcache.strategies.cold import cold_prefixes
+
+#: Compressed prefixes remembered; one that is forgotten is decompressed by nobody, as if the proxy had restarted.
+MAX_REMEMBERED = 10_000
+
+
+class Compress:
+    """`compressed` is what was compressed and not yet decompressed, by instance and prefix key."""
+
+    def __init__(self, settings: CacheStrategy, hotness: Hotness) -> None:
+        self._settings = settings
+        self._hotness = hotness
+        self.compressed: LRUCache[tuple[str, int], KnownPrefix] = LRUCache(MAX_REMEMBERED)
+
+    def plan(self, served: Served, pressure: PressureOf, taken: set[int], now: float) -> list[Action]:
+        instance = self._settings.compress_instance_id or served.instance_id
+        load = pressure(instance).load
+        if load is None or load < self._settings.load_threshold:
+            return []
+        cold = cold_prefixes(
+            self._hotness,
+            instance,
+            hot_threshold=self._settings.hot_content_threshold,
+            taken=taken,
+            now=now,
+            skip={key for where, key in self.compressed if where == instance},
+        )
+        taken.update(one.head for one in cold)
+        return [Action(ActionKind.COMPRESS, instance, one, f"load {load:.2f}") for one in cold]
+
+    def decompressions(self, keys: Collection[int], instance: str) -> list[Action]:
+        """What must be undone at the instance before a prompt with these message prefixes is served from there."""
+        found = [prefix for key in keys if (prefix := self.compressed.get((instance, key))) is not None]
+        return [Action(ActionKind.DECOMPRESS, instance, prefix, "wanted again") for prefix in found]
+
+    def done(self, action: Action, now: float) -> None:
+        assert action.prefix is not None
+        where = (action.instance_id, action.prefix.key)
+        if action.kind is ActionKind.COMPRESS:
+            self.compressed[where] = action.prefix
+        else:
+            self.compressed.pop(where, None)

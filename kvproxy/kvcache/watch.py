@@ -1,0 +1,131 @@
+"""Reads the engines' metrics and this host's, again and again, out of every request's path."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from types import TracebackType
+from typing import Self
+
+from kvproxy.clients.engine_metrics import EngineMetrics
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.errors import ClientError
+from kvproxy.kvcache.engines import Engines
+from kvproxy.kvcache.local import LocalSources
+from kvproxy.kvcache.lookup import Lookups
+from kvproxy.kvcache.ratio import BytesPerToken
+from kvproxy.kvcache.signals import HostUse, Signals
+from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
+
+log = logging.getLogger("kvproxy.kvcache")
+
+#: The first round comes this long after the start: engines that just came up are busy enough.
+FIRST_ROUND_S = 1.0
+MAX_CONCURRENT = 16
+
+Sleep = Callable[[float], Awaitable[None]]
+
+
+class Watch:
+    """Owns one task. Each round reads every engine (a few at a time), sizes its index, forgets who left, and ticks."""
+
+    def __init__(
+        self,
+        interval_s: float,
+        *,
+        clusters: Mapping[str, Cluster],
+        local: Mapping[str, LocalSources],
+        engines: Engines,
+        signals: Signals,
+        lookups: Lookups,
+        ratios: BytesPerToken,
+        sample_host: Callable[[], HostUse],
+        on_round: Callable[[], None],
+        sleep: Sleep = asyncio.sleep,
+    ) -> None:
+        self._interval_s = interval_s
+        self._clusters = clusters
+        self._local = local
+        self._engines = engines
+        self._signals = signals
+        self._lookups = lookups
+        self._ratios = ratios
+        self._sample_host = sample_host
+        self._on_round = on_round
+        self._sleep = sleep
+        self._present: dict[str, dict[str, Endpoint]] = {name: {} for name in clusters}
+        self._slots = asyncio.Semaphore(MAX_CONCURRENT)
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        if self._interval_s > 0:
+            self._task = asyncio.create_task(self._run(), name="kvcache watch")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        await self._sleep(min(FIRST_ROUND_S, self._interval_s))
+        while True:
+            try:
+                await self.round()
+            except Exception:
+                log.exception("[kvcache] a round of readings is broken")
+            await self._sleep(self._interval_s)
+
+    async def round(self) -> None:
+        """Read everything once."""
+        self._follow()
+        self._signals.host(self._sample_host())
+        present = [(name, endpoint) for name, cluster in self._clusters.items() for endpoint in cluster.endpoints]
+        reads = [self._read(name, endpoint) for name, endpoint in present]
+        await asyncio.gather(self._read_provider(), *reads)
+        self._on_round()
+
+    def _follow(self) -> None:
+        """An endpoint that left, or is another engine now, holds nothing we know of."""
+        for name, cluster in self._clusters.items():
+            local, before = self._local[name], self._present[name]
+            now = {str(endpoint.id): endpoint for endpoint in cluster.endpoints}
+            for endpoint_id, endpoint in before.items():
+                if now.get(endpoint_id) is not endpoint:
+                    local.forget(endpoint.id)
+            self._present[name] = now
+            local.hot.endpoints = max(1, len(now))
+        everybody = frozenset(endpoint for cluster in self._clusters.values() for endpoint in cluster.endpoints)
+        self._engines.keep(everybody)
+        self._signals.keep(everybody)
+
+    async def _read(self, cluster: str, endpoint: Endpoint) -> None:
+        try:
+            async with self._slots:
+                metrics = await self._engines.client(endpoint).metrics()
+        except ClientError as error:
+            log.debug("[kvcache] metrics of %s: %s", endpoint.id, error)
+            return
+        self._signals.engine(endpoint, metrics)
+        self._size(cluster, endpoint, metrics)
+
+    def _size(self, cluster: str, endpoint: Endpoint, metrics: EngineMetrics) -> None:
+        """The index believes an endpoint to hold as much as its engine has room for, never more."""
+        cache = metrics.cache
+        if cache is None or not cache.capacity_tokens:
+            return
+        blocks = int(cache.capacity_tokens * self._ratios.typical) // TEXT_BLOCK_BYTES
+        self._local[cluster].approximate.set_capacity(endpoint.id, 0 if cache.prefix_caching is False else blocks)
+
+    async def _read_provider(self) -> None:
+        provider = self._lookups.provider
+        if provider is None:
+            return
+        try:
+            self._signals.provider(await provider.memory())
+        except ClientError as error:
+            log.debug("[kvcache] memory of LMCache: %s", error)
