@@ -117,6 +117,21 @@ class Cluster:
             endpoint.draining = draining
         return endpoint is not None
 
+    def add(self, endpoint: schema.Endpoint) -> bool:
+        """An operator's endpoint, beside the sources'; False when there are too many. ValueError as in `apply`."""
+        added = self._members.add(endpoint)
+        self._follow()
+        return added
+
+    def dismiss(self, endpoint_id: EndpointId) -> bool:
+        """Take a member out, whatever its source says, until it is added again; it finishes what it has.
+
+        Whether there was such a one.
+        """
+        found = self._members.dismiss(endpoint_id)
+        self._follow()
+        return found
+
     def reweight(self, endpoint_id: EndpointId, weight: float) -> bool:
         """Give a member another weight until it leaves, whatever its source says; whether there is such a one."""
         return self._members.reweight(endpoint_id, weight)
@@ -209,6 +224,9 @@ class Cluster:
 
     def _update(self, source: str, endpoints: Sequence[schema.Endpoint]) -> None:
         self._members.apply(source, endpoints)
+        self._follow()
+
+    def _follow(self) -> None:
         self._screening.replace(self.endpoints)
         self._prober.follow(self.endpoints)
 

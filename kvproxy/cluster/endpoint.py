@@ -136,6 +136,7 @@ class Endpoint:
             "pending_tokens": self.load.pending_tokens,
             "resident_tokens": self.load.resident_tokens,
             "failures_in_a_row": self.health.failures,
+            "probes_in_doubt": self.health.doubts,
             "ejected_for_s": max(0.0, self.health.ejected_until - now),
             "breaker": self.breaker.state.value,
         }

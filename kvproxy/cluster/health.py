@@ -46,6 +46,11 @@ class Health:
         return self._probed_well
 
     @property
+    def doubts(self) -> int:
+        """Probes in a row that contradict the present verdict: the first sign of an engine that died."""
+        return self._streak
+
+    @property
     def ejected_until(self) -> float:
         """When the latest ejection ends or ended."""
         return self._ejected_until

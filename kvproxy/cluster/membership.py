@@ -14,6 +14,12 @@ log = logging.getLogger(__name__)
 #: The source whose endpoints come first and win over others of the same id.
 STATIC = "static"
 
+#: What an operator added while it runs: comes last, and wins over every other source's endpoint of the same id.
+OPERATOR = "operator"
+
+#: An operator's additions held at once in one cluster.
+MAX_ADDED = 1024
+
 
 class Membership:
     """Keeps an endpoint as long as its id and address stay; lets the others finish what they have.
@@ -26,6 +32,7 @@ class Membership:
         self._on_left = on_left
         self._sources: dict[str, tuple[schema.Endpoint, ...]] = {STATIC: ()}
         self._weights: dict[EndpointId, float] = {}  # an operator's, over the sources'
+        self._dismissed: frozenset[EndpointId] = frozenset()  # by an operator, whatever the sources say
         self._present: dict[EndpointId, Endpoint] = {}
         self._leaving: list[Endpoint] = []  # each with requests in flight
 
@@ -45,10 +52,30 @@ class Membership:
 
     def apply(self, source: str, configs: Iterable[schema.Endpoint]) -> None:
         """All that `source` knows now. ValueError for a URL that is none, and then nothing changed."""
-        sources = {**self._sources, source: tuple(configs)}
-        wanted = _merge(sources)
+        self._settle({**self._sources, source: tuple(configs)}, self._dismissed)
+
+    def add(self, config: schema.Endpoint) -> bool:
+        """An operator's endpoint, until it is dismissed; False if there are too many. ValueError as in `apply`."""
+        added = [one for one in self._sources.get(OPERATOR, ()) if one.id != config.id]
+        if len(added) >= MAX_ADDED:
+            return False
+        self._settle({**self._sources, OPERATOR: (*added, config)}, self._dismissed - {config.id})
+        return True
+
+    def dismiss(self, endpoint_id: EndpointId) -> bool:
+        """Take a member out until it is added again, or every source has stopped naming it; whether it was one."""
+        if endpoint_id not in self._present:
+            return False
+        added = tuple(one for one in self._sources.get(OPERATOR, ()) if one.id != endpoint_id)
+        self._settle({**self._sources, OPERATOR: added}, self._dismissed | {endpoint_id})
+        return True
+
+    def _settle(self, sources: dict[str, tuple[schema.Endpoint, ...]], dismissed: frozenset[EndpointId]) -> None:
+        named = _merge(sources)
+        wanted = {endpoint_id: config for endpoint_id, config in named.items() if endpoint_id not in dismissed}
         origins = {endpoint_id: origin_of(config) for endpoint_id, config in wanted.items()}
         self._sources = sources
+        self._dismissed = dismissed & named.keys()
         self._weights = {kept: weight for kept, weight in self._weights.items() if kept in wanted}
 
         before = self._present
@@ -106,8 +133,9 @@ class Membership:
 def _merge(sources: Mapping[str, Sequence[schema.Endpoint]]) -> dict[EndpointId, schema.Endpoint]:
     merged: dict[EndpointId, schema.Endpoint] = {}
     for source in sorted(sources, key=lambda name: (name != STATIC, name)):
-        for config in sources[source]:
+        for config in sources[source] if source != OPERATOR else ():
             first = merged.setdefault(EndpointId(config.id), config)
             if first is not config:
                 log.warning("endpoint %s of %s is ignored: another source has the same id", config.id, source)
+    merged.update((EndpointId(config.id), config) for config in sources.get(OPERATOR, ()))
     return merged

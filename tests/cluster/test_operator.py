@@ -1,0 +1,80 @@
+"""What an operator adds and takes out while the proxy runs, against what the sources say."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvproxy.cluster.membership import MAX_ADDED, Membership
+from kvproxy.config import schema
+from kvproxy.types import EndpointId
+from tests.cluster.conftest import MakeCluster, configs
+
+A, B, Z = EndpointId("a"), EndpointId("b"), EndpointId("z")
+
+
+def names(cluster: object) -> list[str]:
+    return [endpoint.id for endpoint in cluster.endpoints]  # type: ignore[attr-defined]
+
+
+def test_an_added_endpoint_serves_and_outlives_updates(make_cluster: MakeCluster) -> None:
+    """It comes last, and the sources' updates leave it alone."""
+    bench = make_cluster("a")
+    assert bench.cluster.add(*configs("z"))
+    assert bench.ids() == {"a", "z"}
+    bench.cluster.apply(configs("b", "c"))
+    assert names(bench.cluster) == ["b", "c", "z"]
+
+
+def test_a_dismissed_endpoint_stays_out_whatever_its_source_says(make_cluster: MakeCluster) -> None:
+    """Requests in flight finish; adding it again, at another address even, brings it back."""
+    bench = make_cluster("a", "b")
+    running = bench.picked(preferred=A)
+    assert bench.cluster.dismiss(A)
+    bench.cluster.apply(configs("a", "b"))
+    assert bench.ids() == {"b"}
+    assert bench.cluster.leaving == (running.endpoint,)
+    assert bench.cluster.add(schema.Endpoint(id="a", url="http://127.0.0.1:9"))
+    assert names(bench.cluster) == ["a", "b"]
+    assert str(bench.endpoint("a").origin) == "http://127.0.0.1:9"
+
+
+def test_a_dismissal_ends_with_the_last_source_that_names_it(make_cluster: MakeCluster) -> None:
+    """So that the list of the dismissed cannot grow, and an id may be used again."""
+    bench = make_cluster("a", "b")
+    bench.cluster.dismiss(A)
+    bench.cluster.apply(configs("b"))
+    bench.cluster.apply(configs("a", "b"))
+    assert names(bench.cluster) == ["a", "b"]
+
+
+def test_an_added_endpoint_can_be_dismissed(make_cluster: MakeCluster) -> None:
+    """It is gone for good; nobody to dismiss is said so."""
+    bench = make_cluster("a")
+    bench.cluster.add(*configs("z"))
+    assert bench.cluster.dismiss(Z)
+    assert names(bench.cluster) == ["a"]
+    assert not bench.cluster.dismiss(Z)
+
+
+def test_the_last_endpoint_may_go(make_cluster: MakeCluster) -> None:
+    """An operator knows best; requests are refused with the reason."""
+    bench = make_cluster("a")
+    assert bench.cluster.dismiss(A)
+    assert bench.pick() is None
+
+
+def test_a_bad_address_changes_nothing(make_cluster: MakeCluster) -> None:
+    """As with every other source."""
+    bench = make_cluster("a")
+    with pytest.raises(ValueError, match="http"):
+        bench.cluster.add(schema.Endpoint(id="z", url="nonsense"))
+    assert names(bench.cluster) == ["a"]
+
+
+def test_additions_are_bounded(make_cluster: MakeCluster) -> None:
+    """A client of the admin listener cannot fill the memory; replacing an addition takes no further place."""
+    bench = make_cluster("a")
+    members: Membership = bench.cluster._members
+    members._sources["operator"] = configs(*(f"x{number}" for number in range(MAX_ADDED)))
+    assert not bench.cluster.add(*configs("z"))
+    assert bench.cluster.add(*configs("x1"))
