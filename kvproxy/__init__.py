@@ -1,3 +1,21 @@
 """kvproxy: a KV-cache-aware reverse proxy for LLM engines."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvproxy.filters.middleware import KVCacheMiddleware
+
+__all__ = ["KVCacheMiddleware", "__version__"]
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    """`KVCacheMiddleware` is imported on first use: `kvproxy --version` needs none of it."""
+    if name == "KVCacheMiddleware":
+        from kvproxy.filters.middleware import KVCacheMiddleware
+
+        return KVCacheMiddleware
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

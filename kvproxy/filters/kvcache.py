@@ -16,7 +16,7 @@ from kvproxy.filters.chain import FilterContext
 from kvproxy.filters.exchange import Exchange
 from kvproxy.kvcache.gathered import Gathered, Result
 from kvproxy.kvcache.service import KvCache
-from kvproxy.types import Clock
+from kvproxy.types import Clock, EndpointId
 
 log = logging.getLogger("kvproxy.kvcache")
 
@@ -74,13 +74,9 @@ class KvCacheFilter:
             log.exception("[kvcache] no facts for this request")
             return
         exchange.facts = gathered.facts
-        if gathered.preferred is not None:
-            scope.setdefault("state", {})[STATE_KEY] = gathered.preferred
-            if self._header:
-                kept = [pair for pair in scope["headers"] if pair[0] != self._header]
-                scope["headers"] = [*kept, (self._header, gathered.preferred.encode())]
-            if self._prefer[gathered.cluster.name]:
-                exchange.preferred = gathered.preferred
+        announce(scope, gathered.preferred, header=self._header)
+        if self._prefer[gathered.cluster.name]:
+            exchange.preferred = gathered.preferred
         exchange.on_pick.append(lambda picked: self._picked(gathered, picked))
         exchange.on_complete.append(lambda over: self._service.finished(gathered, result_of(over)))
 
@@ -99,6 +95,16 @@ class KvCacheFilter:
             self._service.picked(gathered, exchange.outcome.endpoint)
         except Exception:
             log.exception("[kvcache] this pick is not counted")
+
+
+def announce(scope: Scope, preferred: EndpointId | None, *, header: bytes) -> None:
+    """Tell who comes after which endpoint holds most, if any, and in a header too (b"": none); no client can set it."""
+    if header:
+        scope["headers"] = [pair for pair in scope["headers"] if pair[0] != header]
+    if preferred is not None:
+        scope.setdefault("state", {})[STATE_KEY] = preferred
+        if header:
+            scope["headers"].append((header, preferred.encode()))
 
 
 def result_of(exchange: Exchange) -> Result:
@@ -120,5 +126,6 @@ def build(app: ASGIApp, settings: KvCacheSettings, context: FilterContext) -> AS
     clusters: Mapping[str, Cluster] = context.services.clusters
     service = KvCache(settings, clusters=clusters, metrics=context.metrics, clock=context.clock, rng=context.rng)
     context.lifetimes.append(service)
+    context.kvcaches.append(service)
     prefer = {name: prefers(settings, cluster.settings.policy) for name, cluster in clusters.items()}
     return KvCacheFilter(app, service, routes=context.services.routes, prefer=prefer, clock=context.clock)

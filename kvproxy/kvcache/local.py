@@ -85,6 +85,6 @@ class LocalSources:
         (self.approximate.confirm if prefilled else self.approximate.rollback)(claim)
 
     def forget(self, endpoint: EndpointId) -> None:
-        """The endpoint left, or another engine took its id."""
+        """The endpoint left, or another engine took its id: nothing that was routed there counts. (Its events are
+        their own business.)"""
         self.approximate.remove(endpoint)
-        self.precise.remove(endpoint)

@@ -19,6 +19,7 @@ from kvproxy.kvcache.actions import Actions
 from kvproxy.kvcache.background import Background, Job
 from kvproxy.kvcache.connect import Connection
 from kvproxy.kvcache.engines import Engines
+from kvproxy.kvcache.event_streams import EventStreams
 from kvproxy.kvcache.facts import Claim, merged, preferred
 from kvproxy.kvcache.gathered import Gathered, Result
 from kvproxy.kvcache.guard import Guard
@@ -104,6 +105,11 @@ class KvCache:
             sample_host=sample_host,
             on_round=self.upkeep.tick,
         )
+        self._streams: EventStreams | None = None
+        if settings.kv_events:
+            self._streams = EventStreams(
+                clusters=clusters, local=self.local, engines=self._engines, metrics=metrics, clock=clock
+            )
         self._learning = Learning(ratios=self.ratios, lookups=self.lookups, metrics=metrics)
         self._running = AsyncExitStack()
         self._entered = False
@@ -119,6 +125,8 @@ class KvCache:
                 self._connect(starting)
             await starting.enter_async_context(self.background)
             await starting.enter_async_context(self._watch)
+            if self._streams is not None:
+                await starting.enter_async_context(self._streams)
             self._running = starting.pop_all()
         self._entered = True
         return self
@@ -182,9 +190,12 @@ class KvCache:
     def finished(self, gathered: Gathered, result: Result) -> None:
         """The request is over. Queues what is to be done about it; never waits."""
         self._learning.finished(gathered, result)
-        if result.prefilled and self._uses_tokens:
-            endpoint = None if result.endpoint is None else gathered.cluster.endpoint(result.endpoint)
-            self._follow_up(gathered, endpoint)
+        if not (result.prefilled and self._uses_tokens):
+            return
+        endpoint = None if result.endpoint is None else gathered.cluster.endpoint(result.endpoint)
+        if self._streams is not None and endpoint is not None and result.prompt_tokens is not None:
+            self._streams.note_traffic(endpoint, result.prompt_tokens - (result.cached_tokens or 0))
+        self._follow_up(gathered, endpoint)
 
     def _follow_up(self, gathered: Gathered, endpoint: Endpoint | None) -> None:
         """The strategies' turn, with the prompt's tokens; where these are not known yet they are asked for, which also
@@ -240,11 +251,16 @@ class KvCache:
             order = [endpoint.id for endpoint in gathered.endpoints]
             gathered.preferred = preferred(gathered.facts, order, min_tokens=self.settings.min_matched_tokens)
 
+    def _precise_blocks(self) -> int:
+        rows = [(self.local[name].precise, cluster.endpoints) for name, cluster in self._clusters.items()]
+        return sum(precise.rows(endpoint.id) for precise, endpoints in rows for endpoint in endpoints)
+
     def _show(self, metrics: Metrics) -> None:
         """Sizes are read when somebody asks for them."""
         sources, memory = self.local.values(), self.tokens.memory
         blocks = metrics.kv_index_blocks
         blocks.labels("approximate").set_function(lambda: sum(s.approximate.entries for s in sources))
+        blocks.labels("precise").set_function(self._precise_blocks)
         blocks.labels("hot").set_function(lambda: sum(s.hot.blocks for s in sources))
         metrics.kv_token_memory_bytes.set_function(lambda: memory.held_bytes)
         for result in ("exact", "prefix", "missed"):

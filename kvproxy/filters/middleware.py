@@ -1,0 +1,209 @@
+"""The kvcache filter for somebody else's ASGI app: `from kvproxy import KVCacheMiddleware`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.config import schema
+from kvproxy.config.kvcache_schema import KvCacheSettings
+from kvproxy.filters.body import parse_body
+from kvproxy.filters.inference_request import KIND_OF_PATH
+from kvproxy.filters.kvcache import announce
+from kvproxy.filters.usage import read_usage
+from kvproxy.kvcache.gathered import Gathered, Result
+from kvproxy.kvcache.service import KvCache
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.types import Clock, EndpointId, RequestKind
+
+log = logging.getLogger("kvproxy.kvcache")
+
+#: Where the app may say which endpoint it used; else the response's `x-kvproxy-endpoint` header says it.
+SERVED_KEY = "llm_served_endpoint_id"
+_SERVED_HEADER = b"x-kvproxy-endpoint"
+_CLUSTER = "default"
+_TAIL_BYTES = 16 * 1024
+
+
+class KVCacheMiddleware:
+    """Names the endpoint that holds most of a prompt in `scope["state"]["llm_preferred_endpoint_id"]`, and in a request
+    header with `settings.preference_header`; after the response it learns, pins, compresses and evicts.
+
+    `endpoints` are the engines the app chooses from: `{id: url}` or `kvproxy.config.schema.Endpoint`s. `settings` are
+    those of the `kvcache` filter, as `KvCacheSettings` or plain data. The app tells which endpoint it used in
+    `scope["state"]["llm_served_endpoint_id"]` or by the response header `x-kvproxy-endpoint`; without either nothing is
+    learned.
+
+    It never answers, and never fails a request. Its background tasks run between ASGI's lifespan events, or inside
+    `async with middleware`; under a server that sends neither they start with the first request.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        endpoints: Mapping[str, str] | Sequence[schema.Endpoint],
+        settings: KvCacheSettings | Mapping[str, Any] | None = None,
+        metrics: Metrics | None = None,
+        limit_bytes: int = 32 * 1024 * 1024,
+        session_header: str = "x-session-id",
+        clock: Clock = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._app = app
+        self.metrics = Metrics() if metrics is None else metrics
+        rng = random.Random() if rng is None else rng
+        if not isinstance(settings, KvCacheSettings):
+            settings = KvCacheSettings.model_validate(settings or {})
+        if isinstance(endpoints, Mapping):
+            endpoints = [schema.Endpoint(id=name, url=url) for name, url in endpoints.items()]
+        cluster = schema.Cluster(endpoints=tuple(endpoints))
+        self._cluster = Cluster(_CLUSTER, cluster, metrics=self.metrics, clock=clock, rng=rng)
+        self.service = KvCache(settings, clusters={_CLUSTER: self._cluster}, metrics=self.metrics, clock=clock, rng=rng)
+        self._header = settings.preference_header.lower().encode()
+        self._enabled = settings.enabled
+        self._session_header = session_header.lower().encode()
+        self._limit_bytes = limit_bytes
+        self._started = False
+        self._starting = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        async with self._starting:
+            if not self._started:
+                await self.service.__aenter__()
+                self._started = True
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        async with self._starting:
+            if self._started:
+                self._started = False
+                await self.service.__aexit__(kind, error, tb)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._lifespan(scope, receive, send)
+            return
+        kind = KIND_OF_PATH.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if kind is None or not self._enabled:
+            await self._app(scope, receive, send)
+            return
+        body, receive = await self._read(scope, receive)
+        gathered = None if body is None else await self._facts(kind, body, scope)
+        if gathered is None:
+            await self._app(scope, receive, send)
+            return
+        answer = _Answer(send, kind)
+        try:
+            await self._app(scope, receive, answer.send)
+        finally:
+            self._finish(gathered, answer, scope)
+
+    async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Start when the app has started, end when it has ended."""
+
+        async def send_after(message: Message) -> None:
+            if message["type"] == "lifespan.startup.complete":
+                await self.__aenter__()
+            elif message["type"] in ("lifespan.shutdown.complete", "lifespan.shutdown.failed"):
+                await self.__aexit__(None, None, None)
+            await send(message)
+
+        await self._app(scope, receive, send_after)
+
+    async def _read(self, scope: Scope, receive: Receive) -> tuple[bytes | None, Receive]:
+        """The whole body, and a receive that hands out everything again. None: over the limit, encoded, or cut off."""
+        headers = dict(scope["headers"])
+        length = headers.get(b"content-length", b"")
+        if headers.get(b"content-encoding", b"identity") != b"identity" or (
+            length.isdigit() and int(length) > self._limit_bytes
+        ):
+            return None, receive
+        seen: list[Message] = []
+        size = 0
+        while True:
+            message = await receive()
+            seen.append(message)
+            size += len(message.get("body", b""))
+            if message["type"] != "http.request" or size > self._limit_bytes:
+                return None, _again(seen, receive)
+            if not message.get("more_body", False):
+                return b"".join(each.get("body", b"") for each in seen), _again(seen, receive)
+
+    async def _facts(self, kind: RequestKind, body: bytes, scope: Scope) -> Gathered | None:
+        try:
+            if not self._started:
+                await self.__aenter__()
+            session = dict(scope["headers"]).get(self._session_header, b"").decode("latin-1")
+            request = parse_body(kind, body, session=session)
+            if request is None:
+                return None
+            gathered = await self.service.facts_for(request, body, cluster=self._cluster)
+        except Exception:
+            log.exception("[kvcache] no facts for this request")
+            return None
+        announce(scope, gathered.preferred, header=self._header)
+        return gathered
+
+    def _finish(self, gathered: Gathered, answer: _Answer, scope: Scope) -> None:
+        served = scope.get("state", {}).get(SERVED_KEY) or answer.endpoint
+        try:
+            self.service.finished(gathered, answer.result(EndpointId(served) if served else None))
+        except Exception:
+            log.exception("[kvcache] nothing learned from this request")
+
+
+class _Answer:
+    """What the app sends, passed on, with an eye on its head and its end."""
+
+    def __init__(self, send: Send, kind: RequestKind) -> None:
+        self._send = send
+        self._kind = kind
+        self._status = 0
+        self._begun = False
+        self._first = b""
+        self._previous = b""
+        self._last = b""
+        self.endpoint = ""
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            named = (value.decode("latin-1") for name, value in message.get("headers", ()) if name == _SERVED_HEADER)
+            self.endpoint = next(named, "")
+        elif message["type"] == "http.response.body" and (body := message.get("body", b"")):
+            self._begun = True
+            if self._kind is RequestKind.MESSAGES and not self._first:
+                self._first = bytes(body)
+            self._previous, self._last = self._last, bytes(body)
+        await self._send(message)
+
+    def result(self, endpoint: EndpointId | None) -> Result:
+        """How the request went, as far as the answer tells."""
+        usage = read_usage(self._previous[-_TAIL_BYTES:] + self._last, self._first)
+        return Result(
+            endpoint,
+            prefilled=self._begun and 200 <= self._status < 300,
+            prompt_tokens=usage.prompt_tokens if usage else None,
+            cached_tokens=usage.cached_tokens if usage else None,
+        )
+
+
+def _again(seen: list[Message], receive: Receive) -> Receive:
+    """Hands out what was read, in order, and then what comes next."""
+    waiting = list(seen)
+
+    async def receive_again() -> Message:
+        return waiting.pop(0) if waiting else await receive()
+
+    return receive_again

@@ -1,0 +1,169 @@
+"""Follows the KV events of every engine that publishes them, into its cluster's precise index."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Self
+
+import zmq.asyncio
+
+from kvproxy.clients.kv_events.events import KvEvent
+from kvproxy.clients.kv_events.source import KvEventSource
+from kvproxy.clients.kv_events.status import StreamState, StreamStatus
+from kvproxy.clients.kv_events.subscriber import KvEventSubscriber
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.errors import ClientError, NotSupported
+from kvproxy.kvcache.engines import Engines
+from kvproxy.kvcache.local import LocalSources
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.types import Clock, EndpointId
+
+log = logging.getLogger("kvproxy.kvcache")
+
+#: How often the clusters are looked at for endpoints that came or left, and engines that could not say are asked again.
+LOOK_AGAIN_S = 2.0
+
+Sleep = Callable[[float], Awaitable[None]]
+
+
+def utc_seconds() -> float:
+    """Seconds since the epoch, to tell how old an event is."""
+    return datetime.now(UTC).timestamp()
+
+
+class _Consumer:
+    """Applies one cluster's events, and keeps which of its endpoints are followed exactly on every rank."""
+
+    def __init__(self, local: LocalSources) -> None:
+        self._local = local
+        self._states: dict[EndpointId, dict[int, StreamState]] = {}
+
+    def apply(self, endpoint: EndpointId, dp_rank: int, events: Sequence[KvEvent]) -> None:
+        self._local.precise.apply(endpoint, dp_rank, events)
+
+    def cleared(self, endpoint: EndpointId, dp_rank: int) -> None:
+        self._local.precise.cleared(endpoint, dp_rank)
+
+    def state_changed(self, endpoint: EndpointId, dp_rank: int, status: StreamStatus) -> None:
+        self._states.setdefault(endpoint, {})[dp_rank] = status.state
+        self._settle()
+
+    def forget(self, endpoint: EndpointId) -> None:
+        """Its streams ended."""
+        self._states.pop(endpoint, None)
+        self._local.precise.remove(endpoint)
+        self._settle()
+
+    def _settle(self) -> None:
+        self._local.exact = frozenset(
+            endpoint
+            for endpoint, ranks in self._states.items()
+            if all(state is StreamState.EXACT for state in ranks.values())
+        )
+
+
+class EventStreams:
+    """Owns one task that keeps a subscriber for each stream of each endpoint there is. An engine without
+    `/kv_event_sources` is left alone and said so once."""
+
+    def __init__(
+        self,
+        *,
+        clusters: Mapping[str, Cluster],
+        local: Mapping[str, LocalSources],
+        engines: Engines,
+        metrics: Metrics,
+        clock: Clock,
+        wall_clock: Clock = utc_seconds,
+        sleep: Sleep = asyncio.sleep,
+    ) -> None:
+        self._clusters = clusters
+        self._consumers = {name: _Consumer(sources) for name, sources in local.items()}
+        self._engines = engines
+        self._metrics = metrics
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._sleep = sleep
+        self._streams: dict[Endpoint, tuple[str, AsyncExitStack, tuple[KvEventSubscriber, ...]]] = {}
+        self._without: set[Endpoint] = set()
+        self._context: zmq.asyncio.Context | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._context = zmq.asyncio.Context()
+        self._task = asyncio.create_task(self._run(), name="kvcache event streams")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        for endpoint in list(self._streams):
+            await self._end(endpoint)
+        if self._context is not None:
+            self._context.destroy(linger=0)
+
+    def note_traffic(self, endpoint: Endpoint, uncached_tokens: int) -> None:
+        """The engine prefilled so much: streams that stay silent all the same are not believed."""
+        entry = self._streams.get(endpoint)
+        for subscriber in entry[2] if entry is not None else ():
+            subscriber.note_traffic(uncached_tokens)
+
+    async def follow(self) -> None:
+        """Bring the subscribers up to date with the endpoints there are."""
+        present = {endpoint: name for name, cluster in self._clusters.items() for endpoint in cluster.endpoints}
+        self._without &= present.keys()
+        for endpoint in self._streams.keys() - present.keys():
+            await self._end(endpoint)
+        for endpoint, name in present.items():
+            if endpoint not in self._streams and endpoint not in self._without:
+                await self._begin(endpoint, name)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self.follow()
+            except Exception:
+                log.exception("[kvcache] KV event streams cannot be followed")
+            await self._sleep(LOOK_AGAIN_S)
+
+    async def _begin(self, endpoint: Endpoint, cluster: str) -> None:
+        try:
+            sources = await self._engines.client(endpoint).kv_event_sources()
+        except NotSupported:
+            sources = ()
+        except ClientError as error:
+            log.debug("[kvcache] KV event sources of %s: %s", endpoint.id, error)
+            return
+        if not sources:
+            self._without.add(endpoint)
+            log.warning("[kvcache] %s publishes no KV events: what was routed there is all that is known", endpoint.id)
+            return
+        stack = AsyncExitStack()
+        subscribers = [await stack.enter_async_context(self._subscriber(endpoint, cluster, one)) for one in sources]
+        self._streams[endpoint] = (cluster, stack, tuple(subscribers))
+
+    def _subscriber(self, endpoint: Endpoint, cluster: str, source: KvEventSource) -> KvEventSubscriber:
+        assert self._context is not None
+        return KvEventSubscriber(
+            endpoint.id,
+            source,
+            consumer=self._consumers[cluster],
+            context=self._context,
+            metrics=self._metrics,
+            clock=self._clock,
+            wall_clock=self._wall_clock,
+        )
+
+    async def _end(self, endpoint: Endpoint) -> None:
+        cluster, stack, _ = self._streams.pop(endpoint)
+        await stack.aclose()
+        self._consumers[cluster].forget(endpoint.id)
