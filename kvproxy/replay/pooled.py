@@ -14,12 +14,11 @@ from random import Random
 from kvproxy.balancing.least import least
 from kvproxy.balancing.load import Features, features_of, seconds_of
 from kvproxy.balancing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest
-from kvproxy.prefix.holding import Claim
 from kvproxy.replay.outcome import Outcome, percentile
 from kvproxy.replay.router import SimEndpoint, VirtualRouter
 from kvproxy.replay.settings import FleetSettings, Pace
 from kvproxy.replay.trace import Trace, Turn
-from kvproxy.replay.view import endpoint_id
+from kvproxy.replay.view import Settle, endpoint_id
 from kvproxy.replay.virtual_time import VirtualTime
 from kvproxy.simulator.engine import Engine
 from kvproxy.simulator.engine_io import FirstToken, SimRequest
@@ -57,12 +56,9 @@ class PooledFleet:
         overlap = Overlap(self.cached_tokens(turn))
         return OverlapFacts(turn.prompt_tokens, dict.fromkeys(self._ids, overlap))
 
-    def routed(self, endpoint: int, turn: Turn) -> Claim:
-        """Nothing to claim: the cache itself is asked."""
-        return Claim(self._ids[endpoint], turn.blocks, 0, 0, None)
-
-    def settled(self, endpoint: int, turn: Turn, claim: Claim, *, predicted: int, cached: int) -> None:
-        """Nothing to learn."""
+    def routed(self, endpoint: int, turn: Turn) -> Settle:
+        """Nothing to claim and nothing to learn: the cache itself is asked."""
+        return lambda predicted, cached: None
 
     def observe(self, endpoint: int, events: Sequence[KvEvent]) -> None:
         """Nothing to learn."""

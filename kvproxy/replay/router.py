@@ -10,10 +10,9 @@ from kvproxy.balancing.forecast import Forecaster, least_own_s, least_wait_s
 from kvproxy.balancing.load import EndpointLoad, Reservation
 from kvproxy.balancing.policy import Learner, PickRequest, Policy
 from kvproxy.balancing.queue import QueueSettings, RouterQueue
-from kvproxy.prefix.holding import Claim
 from kvproxy.replay.outcome import Outcome
 from kvproxy.replay.trace import Turn
-from kvproxy.replay.view import CacheView
+from kvproxy.replay.view import CacheView, Settle
 from kvproxy.simulator.engine import Engine
 from kvproxy.types import EndpointId
 
@@ -48,7 +47,7 @@ class Placement:
     request: LiveRequest
     endpoint: SimEndpoint
     reservation: Reservation
-    claim: Claim
+    settle: Settle
 
 
 class VirtualRouter:
@@ -97,7 +96,7 @@ class VirtualRouter:
         endpoint, outcome = placement.endpoint, placement.request.outcome
         endpoint.load.release(placement.reservation, now)
         predicted, cached = outcome.predicted_tokens, outcome.cached_tokens
-        self._view.settled(endpoint.index, placement.request.turn, placement.claim, predicted=predicted, cached=cached)
+        placement.settle(predicted, cached)
         if self._learner is not None:
             self._learner.observe_reuse(endpoint.id, predicted, cached, now)
 

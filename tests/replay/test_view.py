@@ -25,12 +25,19 @@ def held(subject: IndexView) -> list[int]:
     return [facts.matched_tokens(endpoint_id(index)) // 512 for index in range(2)]
 
 
+def served(subject: IndexView, endpoint: int, turn: Turn, *, predicted: int = 0, cached: int = 0) -> None:
+    """A request from its facts to its response."""
+    subject.facts(turn)
+    subject.routed(endpoint, turn)(predicted, cached)
+
+
 def test_what_is_in_flight_counts_until_it_ends_then_only_events_do() -> None:
     """A burst of one prefix must not scatter before the first event."""
     subject = view()
-    claim = subject.routed(0, TURN)
+    subject.facts(TURN)
+    settle = subject.routed(0, TURN)
     assert held(subject) == [6, 0]
-    subject.settled(0, TURN, claim, predicted=0, cached=0)
+    settle(0, 0)
     assert held(subject) == [0, 0]
 
 
@@ -48,17 +55,41 @@ def test_events_say_what_is_stored_removed_and_cleared() -> None:
 def test_without_events_what_was_routed_stays() -> None:
     """Confirmed by its response."""
     subject = view(IndexMode.APPROXIMATE)
-    subject.settled(0, TURN, subject.routed(0, TURN), predicted=0, cached=0)
+    served(subject, 0, TURN)
     assert held(subject) == [6, 0]
 
 
 def test_a_contradiction_is_taken_out_at_once() -> None:
     """Predicted cached, the engine says no: whoever comes next is not told the same."""
     subject = view(IndexMode.APPROXIMATE)
-    subject.settled(1, TURN, subject.routed(1, TURN), predicted=0, cached=0)
+    served(subject, 1, TURN)
     other = Turn(0.0, 4 * 512, 1, TURN.blocks[:3] + array("Q", [999]))
-    subject.settled(1, other, subject.routed(1, other), predicted=3 * 512, cached=512)
+    served(subject, 1, other, predicted=3 * 512, cached=512)
     assert held(subject) == [0, 3]
+
+
+def test_events_nothing_backs_are_trusted_until_they_prove_wrong() -> None:
+    """Another router may have sent it there; an engine that reuses nothing of it says otherwise."""
+    subject = view()
+    subject.observe(1, [BlockStored(BLOCKS, None)])
+    assert held(subject) == [0, 6]
+    for number in range(8):
+        turn = Turn(0.0, TURN.prompt_tokens, 1, array("Q", range(10 * number + 5000, 10 * number + 5006)))
+        subject.observe(1, [BlockStored(tuple(turn.blocks), None)])
+        served(subject, 1, turn, predicted=6 * 512, cached=0)
+    assert held(subject) == [0, 1]
+
+
+def test_events_that_what_was_routed_backs_stay_trusted() -> None:
+    """Whatever other claims of that endpoint proved worth."""
+    subject = view()
+    for number in range(8):
+        turn = Turn(0.0, TURN.prompt_tokens, 1, array("Q", range(10 * number + 5000, 10 * number + 5006)))
+        subject.observe(1, [BlockStored(tuple(turn.blocks), None)])
+        served(subject, 1, turn, predicted=6 * 512, cached=0)
+    served(subject, 1, TURN)
+    subject.observe(1, [BlockStored(BLOCKS, None)])
+    assert held(subject) == [0, 6]
 
 
 def test_the_last_token_is_never_expected_from_the_cache() -> None:
