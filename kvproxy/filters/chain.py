@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pydantic import ValidationError
 from starlette.types import ASGIApp
@@ -23,10 +23,16 @@ from kvproxy.types import Clock
 if TYPE_CHECKING:
     from kvproxy.cluster.cluster import Cluster
     from kvproxy.cluster.routes import Routes
+    from kvproxy.filters.exchange import Exchange
+    from kvproxy.kvcache.service import KvCache
     from kvproxy.upstream.pool import UpstreamPool
 
 #: The current moment as an aware datetime.
 WallClock = Callable[[], datetime]
+
+
+#: Hears of one finished request; the time is the proxy's clock's.
+Observer: TypeAlias = "Callable[[Exchange, float], None]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,10 @@ class FilterContext:
     services: Services
     #: What filters bring that must be entered before the first request and left after the last, in order.
     lifetimes: list[AbstractAsyncContextManager[object]] = field(default_factory=list)
+    #: The services behind `kvcache` filters, for status.
+    kvcaches: list[KvCache] = field(default_factory=list)
+    #: Told by the router of every request it finished, and when; must not raise or block.
+    observers: list[Observer] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

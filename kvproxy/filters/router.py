@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -14,7 +15,7 @@ from kvproxy.config.schema import RequestIdSettings, RouterSettings
 from kvproxy.errors import UnsafeRequest
 from kvproxy.filters import models
 from kvproxy.filters.alias import with_model
-from kvproxy.filters.chain import FilterContext
+from kvproxy.filters.chain import FilterContext, Observer
 from kvproxy.filters.disconnect import DisconnectWatcher
 from kvproxy.filters.exchange import Exchange
 from kvproxy.filters.forward_headers import RequestHeaders
@@ -47,6 +48,7 @@ class RouterParts:
     headers: RequestHeaders
     metrics: RouteMetrics
     debug_header: bytes
+    observers: Sequence[Observer] = ()
 
 
 def build(inner: ASGIApp, settings: RouterSettings, context: FilterContext) -> RouterFilter:
@@ -77,6 +79,7 @@ def build(inner: ASGIApp, settings: RouterSettings, context: FilterContext) -> R
             headers=RequestHeaders(request_id_header=id_header.lower().encode()),
             metrics=RouteMetrics(metrics),
             debug_header=settings.debug_header.lower().encode(),
+            observers=context.observers,
         )
     )
 
@@ -105,8 +108,17 @@ class RouterFilter:
                 exchange.outcome.cluster = target.cluster.name
                 await self._forward(exchange, target, scope, receive, send)
         finally:
-            parts.metrics.observe(exchange, parts.forwarder.clock())
-            _complete(exchange)
+            self._over(exchange)
+
+    def _over(self, exchange: Exchange) -> None:
+        now = self._parts.forwarder.clock()
+        self._parts.metrics.observe(exchange, now)
+        _complete(exchange)
+        for observer in self._parts.observers:
+            try:
+                observer(exchange, now)
+            except Exception:
+                logger.exception("an observer of finished requests failed")
 
     async def _forward(
         self, exchange: Exchange, target: RouteTarget, scope: Scope, receive: Receive, send: Send
