@@ -12,9 +12,9 @@ from kvproxy.clients.lmcache_controller import LMCacheControllerClient
 from kvproxy.clients.lmcache_coordinator import LMCacheCoordinatorClient
 from kvproxy.config import kvcache_schema as schema
 from kvproxy.config.kvcache_schema import KvCacheSettings
-from kvproxy.errors import BadResponse, ClientError, Refused
+from kvproxy.errors import ClientError
 from kvproxy.kvcache.lookup import Lookups
-from kvproxy.kvcache.provider import ControllerProvider, CoordinatorProvider, Provider
+from kvproxy.kvcache.provider import ControllerProvider, CoordinatorProvider, Provider, is_coordinator
 from kvproxy.kvcache.selfcheck import check_provider
 
 log = logging.getLogger("kvproxy.kvcache")
@@ -66,13 +66,9 @@ class Connection:
     async def _answering(self) -> Provider | None:
         """Which service answers; None when none does."""
         try:
-            await self._coordinator_client.stats()
-        except (Refused, BadResponse):
-            coordinator = False
+            coordinator = await is_coordinator(self._coordinator_client)
         except ClientError:
             return None
-        else:
-            coordinator = True
         if self._kind is schema.Provider.AUTO:
             return self._coordinator if coordinator else self._controller
         return self._lookups.provider

@@ -14,7 +14,7 @@ from kvproxy.clients.lmcache_coordinator import LMCacheCoordinatorClient
 from kvproxy.clients.lmcache_wire import ActionResult
 from kvproxy.clients.tokens import TokenIds
 from kvproxy.config.kvcache_schema import CacheStrategy
-from kvproxy.errors import NotSupported
+from kvproxy.errors import BadResponse, NotSupported, Refused
 
 
 class ActionKind(StrEnum):
@@ -176,6 +176,15 @@ class CoordinatorProvider:
             for one in usage.instances
         }
         return {name: max(values) for name, values in ratios.items() if values}
+
+
+async def is_coordinator(client: LMCacheCoordinatorClient) -> bool:
+    """Whether a coordinator answers there; ClientError when nobody does."""
+    try:
+        await client.stats()
+    except (Refused, BadResponse):
+        return False
+    return True
 
 
 def _effect(result: ActionResult) -> Effect:

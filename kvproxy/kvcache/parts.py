@@ -1,0 +1,144 @@
+"""What the kvcache service is made of, put together in one place."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.config.kvcache_schema import KvCacheSettings
+from kvproxy.kvcache.actions import Actions
+from kvproxy.kvcache.background import Background
+from kvproxy.kvcache.engines import Engines
+from kvproxy.kvcache.event_streams import EventStreams
+from kvproxy.kvcache.guard import Guard
+from kvproxy.kvcache.learning import Learning
+from kvproxy.kvcache.local import LocalSources
+from kvproxy.kvcache.lookup import Lookups
+from kvproxy.kvcache.ratio import BytesPerToken
+from kvproxy.kvcache.remote import Remote
+from kvproxy.kvcache.signals import HostUse, Signals
+from kvproxy.kvcache.tokens import TokenSource
+from kvproxy.kvcache.upkeep import Upkeep
+from kvproxy.kvcache.watch import Watch
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.types import Clock
+from kvproxy.upstream.pool import UpstreamPool
+
+#: A reading of an engine older than this many intervals (and a while) says nothing any more.
+_STALE_INTERVALS, _STALE_S = 3, 5.0
+
+
+class Parts:
+    """Built here, entered and left by the service."""
+
+    def __init__(
+        self,
+        settings: KvCacheSettings,
+        *,
+        clusters: Mapping[str, Cluster],
+        metrics: Metrics,
+        clock: Clock,
+        rng: random.Random,
+        sample_host: Callable[[], HostUse],
+    ) -> None:
+        self.clusters = clusters
+        self.pool = UpstreamPool(max_connections=settings.max_connections, clock=clock)
+        self.engines = Engines(self.pool, timeout_s=settings.request_timeout, tokenizer_url=settings.vllm_endpoint)
+        self.local = {name: LocalSources(endpoints=len(cluster.endpoints)) for name, cluster in clusters.items()}
+        self.ratios = BytesPerToken()
+        self.guard = Guard(settings.circuit_breaker, clock=clock, metrics=metrics)
+        self.lookups = Lookups(guard=self.guard, metrics=metrics, clock=clock)
+        shared = _Shared(settings, metrics, clock)
+        self.tokens = TokenSource(settings, engines=self.engines, guard=self.guard, metrics=metrics, clock=clock)
+        self.remote = shared.remote(self.tokens, self.lookups, self.instance_ids)
+        self.background = Background(settings.background, metrics=metrics)
+        max_age_s = _STALE_INTERVALS * settings.engine_metrics_interval + _STALE_S
+        self.signals = Signals(settings.cache_strategy, clock=clock, max_age_s=max_age_s)
+        self.upkeep = shared.upkeep(self, rng)
+        self.watch = shared.watch(self, sample_host)
+        self.streams = shared.streams(self) if settings.kv_events else None
+        self.learning = Learning(ratios=self.ratios, lookups=self.lookups, metrics=metrics)
+        self._show(metrics)
+
+    def endpoints(self) -> Iterable[Endpoint]:
+        """All endpoints of all clusters."""
+        return (endpoint for cluster in self.clusters.values() for endpoint in cluster.endpoints)
+
+    def instance_ids(self) -> frozenset[str]:
+        """LMCache instance ids of every endpoint there is."""
+        return frozenset(endpoint.instance_id for endpoint in self.endpoints())
+
+    def _show(self, metrics: Metrics) -> None:
+        """Sizes are read when somebody asks for them."""
+        sources, memory = self.local.values(), self.tokens.memory
+        blocks = metrics.kv_index_blocks
+        blocks.labels("approximate").set_function(lambda: sum(s.approximate.entries for s in sources))
+        blocks.labels("precise").set_function(self._precise_blocks)
+        blocks.labels("hot").set_function(lambda: sum(s.hot.blocks for s in sources))
+        metrics.kv_token_memory_bytes.set_function(lambda: memory.held_bytes)
+        for result in ("exact", "prefix", "missed"):
+            metrics.kv_recalls.labels(result).set_function(partial(getattr, memory.stats, result))
+
+    def _precise_blocks(self) -> int:
+        rows = [(self.local[name].precise, cluster.endpoints) for name, cluster in self.clusters.items()]
+        return sum(precise.rows(endpoint.id) for precise, endpoints in rows for endpoint in endpoints)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What nearly every part is made with."""
+
+    settings: KvCacheSettings
+    metrics: Metrics
+    clock: Clock
+
+    def remote(self, tokens: TokenSource, lookups: Lookups, known: Callable[[], frozenset[str]]) -> Remote:
+        return Remote(
+            self.settings,
+            tokens=tokens,
+            lookups=lookups,
+            known_instances=known,
+            metrics=self.metrics,
+            clock=self.clock,
+        )
+
+    def upkeep(self, parts: Parts, rng: random.Random) -> Upkeep:
+        actions = Actions(
+            self.settings,
+            background=parts.background,
+            lookups=parts.lookups,
+            guard=parts.guard,
+            metrics=self.metrics,
+            clock=self.clock,
+            rng=rng,
+        )
+        return Upkeep(
+            self.settings,
+            actions=actions,
+            signals=parts.signals,
+            lookups=parts.lookups,
+            endpoints=parts.endpoints,
+            clock=self.clock,
+        )
+
+    def watch(self, parts: Parts, sample_host: Callable[[], HostUse]) -> Watch:
+        return Watch(
+            self.settings.engine_metrics_interval,
+            clusters=parts.clusters,
+            local=parts.local,
+            engines=parts.engines,
+            signals=parts.signals,
+            lookups=parts.lookups,
+            ratios=parts.ratios,
+            sample_host=sample_host,
+            on_round=parts.upkeep.tick,
+        )
+
+    def streams(self, parts: Parts) -> EventStreams:
+        return EventStreams(
+            clusters=parts.clusters, local=parts.local, engines=parts.engines, metrics=self.metrics, clock=self.clock
+        )
