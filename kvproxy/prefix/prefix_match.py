@@ -35,19 +35,21 @@ def _halve(masks: Mapping[int, int], hashes: array[int], holders: int, depths: d
     deepest = masks.get(hashes[n - 1], 0) & holders
     for slot in slots_of(deepest):
         depths[slot] = n
-    todo = [(0, holders, n, deepest)]
+    todo = [(0, holders, n, deepest)] if deepest != holders else []
     while todo:
         low, at_low, high, at_high = todo.pop()
-        if at_low == at_high:
-            continue
-        if high - low == 1:
-            for slot in slots_of(at_low & ~at_high if low else 0):
-                depths[slot] = low
-            continue
-        middle = (low + high) // 2
-        at_middle = masks.get(hashes[middle - 1], 0) & holders
-        todo.append((low, at_low, middle, at_middle))
-        todo.append((middle, at_middle, high, at_high))
+        while high - low > 1:
+            middle = (low + high) // 2
+            here = masks.get(hashes[middle - 1], 0) & holders
+            if here == at_high:
+                high = middle
+            elif here == at_low:
+                low = middle
+            else:
+                todo.append((middle, here, high, at_high))
+                high, at_high = middle, here
+        for slot in slots_of(at_low & ~at_high if low else 0):
+            depths[slot] = low
 
 
 def _step(masks: Mapping[int, int], hashes: array[int], holders: int, depths: dict[int, int]) -> None:
