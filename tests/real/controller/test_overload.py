@@ -1,0 +1,66 @@
+"""An engine that refuses for being full is passed over, not punished."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from tests.real.conftest import Saw
+from tests.real.engines.vllm import MAX_QUEUED, MAX_RUNNING, Vllm
+from tests.real.pair import Pair, until_in_flight
+from tests.real.prompts import chat, text
+from tests.support.proxy import running_proxy
+
+pytestmark = pytest.mark.real
+
+
+@contextlib.asynccontextmanager
+async def full(server: Vllm) -> AsyncIterator[None]:
+    """Inside the block the engine runs and queues all it will; afterwards it is idle again."""
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits) as http:
+        bodies = [
+            chat(server.model.name, text(20, seed=f"full {server.name} {n}"), max_tokens=7000, ignore_eos=True)
+            for n in range(MAX_RUNNING + MAX_QUEUED)
+        ]
+        tasks = [
+            asyncio.create_task(http.post("/v1/chat/completions", json=body), name=f"filler {n}")
+            for n, body in enumerate(bodies)
+        ]
+        try:
+            await until_in_flight(http, server, len(tasks))
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await until_in_flight(http, server, 0)
+
+
+async def test_a_full_engine_is_passed_over(pair: Pair, saw: Saw) -> None:
+    """vLLM's 503 `busy` leads to the other engine; the full one is not ejected for it."""
+    async with running_proxy(pair.urls) as proxy, full(pair.a):
+        answers = [
+            await proxy.client.post("/v1/chat/completions", json=chat(pair.model.name, f"question {n}"))
+            for n in range(6)
+        ]
+        retries = proxy.metric("kvproxy_retries_total", reason="busy")
+        failures = proxy.proxy.clusters["default"].endpoints[0].health.failures
+    assert [answer.status_code for answer in answers] == [200] * 6
+    assert {answer.headers["x-kvproxy-endpoint"] for answer in answers} == {"b"}
+    assert retries > 0
+    assert failures == 0
+    saw(f"engine a full: six of six answered by b, {retries:.0f} after a's 503; a is not blamed")
+
+
+async def test_when_all_are_full_the_client_hears_it(pair: Pair, saw: Saw) -> None:
+    """The engine's own 503 is the answer then."""
+    async with running_proxy({"a": pair.a.url}) as proxy, full(pair.a):
+        answer = await proxy.client.post("/v1/chat/completions", json=chat(pair.model.name, "anyone?"))
+    assert answer.status_code == 503
+    assert "busy" in answer.json()["error"]["message"]
+    saw(f"all full: 503 {answer.json()['error']['message'][:60]!r}")

@@ -1,0 +1,117 @@
+"""One program that serves HTTP: started in a session of its own, awaited, ended by its process id."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+
+_PR_SET_PDEATHSIG = 1
+_GRACE_S = 15.0
+
+
+class Program:
+    """A context manager: inside it the program runs; afterwards nothing of it is left, whatever happened.
+
+    `ready` is the URL that answers 200 once it serves. Output goes to `log`.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str | Path], *, ready: str, log: Path, environment: Mapping[str, str]
+    ) -> None:
+        self.name = name
+        self.ready = ready
+        self._command = [str(part) for part in command]
+        self._log = log
+        self._environment = {**os.environ, **environment}
+        self._child: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the running program."""
+        assert self._child is not None
+        return self._child.pid
+
+    @property
+    def running(self) -> bool:
+        return self._child is not None and self._child.poll() is None
+
+    def start(self) -> None:
+        """Starts it and returns at once; what is left of an earlier run is ended first."""
+        self.end()
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("ab") as log:
+            self._child = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
+
+    def await_ready(self, *, within_s: float) -> None:
+        """Returns once it serves; AssertionError with the end of its log when it does not."""
+        end = time.monotonic() + within_s
+        while time.monotonic() < end and self.running:
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(self.ready, timeout=5).status_code == 200:
+                    return
+            time.sleep(0.25)
+        tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-15:])
+        raise AssertionError(f"{self.name} does not serve {self.ready}; the end of {self._log}:\n{tail}")
+
+    def kill(self) -> None:
+        """SIGKILL to the program itself; children it has are left to notice."""
+        assert self._child is not None
+        self._child.kill()
+        self._child.wait()
+
+    def end(self) -> None:
+        """SIGTERM, some grace, then SIGKILL to what is left of its session."""
+        if self._child is None:
+            return
+        self._child.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(_GRACE_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child.pid, signal.SIGKILL)
+        self._child.wait()
+        self._child = None
+
+    def __enter__(self) -> Program:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.end()
+
+
+def flags(values: Mapping[str, object]) -> list[str]:
+    """A command line's options with their values."""
+    return [str(part) for pair in values.items() for part in pair]
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports nobody listens on now, all different."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def _end_with_parent() -> None:
+    """In the child, before it becomes the program: SIGTERM to it when the test run dies without cleaning up."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,101 @@
+"""Real vLLM servers: prefix caching and KV events on, one core each."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+
+from tests.real.engines.place import VLLM, Model, root
+from tests.real.engines.program import Program, flags, free_ports
+
+BLOCK_TOKENS = 32
+#: Requests vLLM runs at once, and further ones it queues before it answers 503.
+MAX_RUNNING, MAX_QUEUED = 16, 16
+_START_LIMIT_S = 300.0
+
+
+class Vllm:
+    """One server. It may be ended or killed, and started again on the same ports."""
+
+    def __init__(
+        self,
+        name: str,
+        model: Model,
+        *,
+        core: int,
+        blocks: int = 4096,
+        further: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        http, events, replay = free_ports(3)
+        self.name = name
+        self.model = model
+        self.blocks = blocks
+        self.url = f"http://127.0.0.1:{http}"
+        self.program = Program(
+            f"vllm-{name}",
+            # The `vllm` command itself looks for a distribution of that name, which the CPU build is not.
+            [VLLM.python, "-m", "vllm.entrypoints.openai.api_server", *self._options(http, events, replay), *further],
+            ready=f"{self.url}/health",
+            log=root() / "logs" / f"vllm-{name}.log",
+            environment={**_environment(core), **(environment or {})},
+        )
+
+    def await_ready(self) -> None:
+        self.program.await_ready(within_s=_START_LIMIT_S)
+
+    def _options(self, http: int, events: int, replay: int) -> list[str]:
+        published = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            # vLLM binds an event address only with `*` or `::` in it; the mapped form is plain 127.0.0.1.
+            "endpoint": f"tcp://[::ffff:127.0.0.1]:{events}",
+            "replay_endpoint": f"tcp://127.0.0.1:{replay}",
+            "topic": "kv-events",
+        }
+        values = {
+            "--model": str(self.model.folder),
+            "--served-model-name": self.model.name,
+            "--host": "127.0.0.1",
+            "--port": str(http),
+            "--max-model-len": str(self.model.max_tokens),
+            "--block-size": str(BLOCK_TOKENS),
+            "--num-gpu-blocks-override": str(self.blocks),
+            "--max-num-seqs": str(MAX_RUNNING),
+            "--max-num-queued-reqs": str(MAX_QUEUED),
+            "--tool-call-parser": "hermes",
+            "--kv-events-config": json.dumps(published),
+        }
+        switches = [
+            "--enforce-eager",
+            "--enable-prefix-caching",
+            "--enable-prompt-tokens-details",
+            "--enable-server-load-tracking",
+            "--enable-auto-tool-choice",
+        ]
+        return flags(values) + switches
+
+
+def _environment(core: int) -> dict[str, str]:
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_SERVER_DEV_MODE": "1",  # /reset_prefix_cache
+        # By itself every instance would pin itself to the first core.
+        "VLLM_CPU_OMP_THREADS_BIND": str(core % (os.cpu_count() or 1)),
+    }
+
+
+@contextlib.contextmanager
+def running(servers: Sequence[Vllm]) -> Iterator[None]:
+    """Starts them together; ends all of them, also those that had already died."""
+    with contextlib.ExitStack() as stack:
+        for server in servers:
+            stack.enter_context(server.program)
+        for server in servers:
+            server.await_ready()
+        yield

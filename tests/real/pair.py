@@ -1,0 +1,86 @@
+"""Two real engines and what tests ask of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+
+import httpx
+
+from kvproxy.clients.vllm import VllmClient
+from tests.real.engines import vllm
+from tests.real.engines.place import Model
+from tests.real.engines.vllm import Vllm
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Endpoints `a` and `b` of one model."""
+
+    a: Vllm
+    b: Vllm
+
+    @property
+    def model(self) -> Model:
+        return self.a.model
+
+    @property
+    def urls(self) -> dict[str, str]:
+        """Endpoints as a configuration has them."""
+        return {"a": self.a.url, "b": self.b.url}
+
+    def server(self, endpoint: str) -> Vllm:
+        return {"a": self.a, "b": self.b}[endpoint]
+
+    def revive(self) -> None:
+        """Starts again what a test has killed."""
+        dead = [each for each in (self.a, self.b) if not _healthy(each)]
+        for each in dead:
+            each.program.start()
+        for each in dead:
+            each.await_ready()
+
+    def forget(self) -> None:
+        """Drops both prefix caches."""
+        for url in self.urls.values():
+            httpx.post(f"{url}/reset_prefix_cache", timeout=10).raise_for_status()
+
+
+@contextlib.contextmanager
+def running_pair(a: Vllm, b: Vllm) -> Iterator[Pair]:
+    """Both are up inside the block and gone after it."""
+    with vllm.running([a, b]):
+        yield Pair(a, b)
+
+
+@contextlib.asynccontextmanager
+async def engine_client(server: Vllm) -> AsyncIterator[VllmClient]:
+    """kvproxy's own client of one engine."""
+    async with httpx.AsyncClient() as http:
+        yield VllmClient(http, server.url, timeout_s=10.0)
+
+
+async def in_flight(http: httpx.AsyncClient, server: Vllm) -> int:
+    """Requests the engine's API server is busy with, by its own count."""
+    load: int = (await http.get(f"{server.url}/load")).json()["server_load"]
+    return load
+
+
+async def until_in_flight(http: httpx.AsyncClient, server: Vllm, wanted: int, *, within_s: float = 20.0) -> float:
+    """Seconds until the engine is busy with exactly `wanted` requests."""
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    async with asyncio.timeout(within_s):
+        while await in_flight(http, server) != wanted:  # noqa: ASYNC110 - another program's state
+            await asyncio.sleep(0.005)
+    return loop.time() - started
+
+
+def _healthy(server: Vllm) -> bool:
+    if not server.program.running:
+        return False
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"{server.url}/health", timeout=5).status_code == 200
+    return False
