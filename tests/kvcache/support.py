@@ -1,0 +1,191 @@
+"""A kvcache service over fake engines and a fake LMCache, and prompts for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import time
+from array import array
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.config import schema
+from kvproxy.config.kvcache_schema import KvCacheSettings
+from kvproxy.filters.body import parse_body
+from kvproxy.kvcache.gathered import Gathered, Result
+from kvproxy.kvcache.service import KvCache
+from kvproxy.kvcache.signals import HostUse
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.types import Clock, EndpointId, InferenceRequest, RequestKind
+
+A, B = EndpointId("a"), EndpointId("b")
+NOWHERE = "http://127.0.0.1:9"
+
+Route = Callable[[dict[str, Any]], Any] | Callable[[dict[str, Any]], Awaitable[Any]]
+
+
+def words(text: str) -> list[int]:
+    """Token ids as the fake engines make them: one a word, equal words equal."""
+    return [sum(map(ord, word)) % 50_000 + 1 for word in text.split()]
+
+
+def long_text(tag: str, count: int = 600) -> str:
+    """A prompt of so many words."""
+    return " ".join(f"{tag}{number}" for number in range(count))
+
+
+class Fake:
+    """A JSON-over-HTTP service; `routes` may be sync or async, and answer `(status, body)` or a body."""
+
+    def __init__(self, routes: Mapping[str, Route]) -> None:
+        self.routes = dict(routes)
+        self.calls: Counter[str] = Counter()
+        self.bodies: dict[str, list[dict[str, Any]]] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = b""
+        while (message := await receive())["type"] == "http.request":
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        path = scope["path"]
+        self.calls[path] += 1
+        asked = json.loads(body or b"{}")
+        self.bodies.setdefault(path, []).append(asked)
+        route = self.routes.get(path)
+        answer: Any = (404, {"detail": "Not Found"}) if route is None else route(asked)
+        if asyncio.iscoroutine(answer):
+            answer = await answer
+        status, answer = answer if isinstance(answer, tuple) else (200, answer)
+        raw = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": raw})
+
+
+def tokenize(asked: dict[str, Any]) -> dict[str, Any]:
+    """The fake engines' `/tokenize`."""
+    text = asked.get("prompt")
+    if text is None:
+        text = " ".join(f"<{message['role']}> {message['content']}" for message in asked["messages"])
+    tokens = words(text)
+    return {"count": len(tokens), "max_model_len": 100_000, "tokens": tokens}
+
+
+def engine(**routes: Route) -> Fake:
+    """An engine with `/tokenize`."""
+    return Fake({"/tokenize": tokenize, **{f"/{name}": route for name, route in routes.items()}})
+
+
+def controller(layout: Callable[[list[int]], dict[str, Any]], **routes: Route) -> Fake:
+    """A controller whose lookups answer `layout(tokens)`, and whose actions work on all tokens."""
+
+    def done(asked: dict[str, Any]) -> dict[str, Any]:
+        return {"event_id": "x", "num_tokens": len(asked.get("tokens", [])) or 1}
+
+    actions: dict[str, Route] = {f"/{name}": done for name in ("pin", "compress", "decompress", "clear")}
+    return Fake(
+        {
+            "/lookup": lambda asked: {"event_id": "x", "layout_info": layout(asked["tokens"])},
+            **actions,
+            **{f"/{name}": route for name, route in routes.items()},
+        }
+    )
+
+
+def settings(**changes: Any) -> KvCacheSettings:
+    """Settings with the round of readings off."""
+    return KvCacheSettings.model_validate({"engine_metrics_interval": 0, "lookup_routing_timeout": 5.0, **changes})
+
+
+def cluster_of(
+    urls: Mapping[str, str], *, clock: Clock = time.monotonic, instances: Mapping[str, str] | None = None, **fields: Any
+) -> Cluster:
+    """A cluster of these endpoints that nobody probes."""
+    endpoints = tuple(
+        schema.Endpoint(id=name, url=url, instance_id=(instances or {}).get(name, "")) for name, url in urls.items()
+    )
+    config = schema.Cluster(endpoints=endpoints, **fields)
+    return Cluster("default", config, metrics=Metrics(), clock=clock, rng=random.Random(1))
+
+
+def chat(*contents: str, **fields: Any) -> tuple[InferenceRequest, bytes]:
+    """A chat whose messages are by user and assistant in turn."""
+    roles = ("user", "assistant")
+    messages = [{"role": roles[index % 2], "content": content} for index, content in enumerate(contents)]
+    return parsed(RequestKind.CHAT, {"model": "m", "messages": messages, **fields})
+
+
+def completion(prompt: Any) -> tuple[InferenceRequest, bytes]:
+    """A completion request."""
+    return parsed(RequestKind.COMPLETION, {"model": "m", "prompt": prompt})
+
+
+def parsed(kind: RequestKind, body: dict[str, Any]) -> tuple[InferenceRequest, bytes]:
+    raw = json.dumps(body).encode()
+    request = parse_body(kind, raw)
+    assert request is not None
+    return request, raw
+
+
+def tokens(count: int, *, start: int = 1) -> array[int]:
+    """Consecutive token ids."""
+    return array("I", range(start, start + count))
+
+
+class Service:
+    """A kvcache service with its cluster, driven as the filter drives it."""
+
+    def __init__(self, kv: KvCache, cluster: Cluster, metrics: Metrics) -> None:
+        self.kv = kv
+        self.cluster = cluster
+        self.metrics = metrics
+
+    async def ask(self, request: tuple[InferenceRequest, bytes]) -> Gathered:
+        """Facts for a request."""
+        return await self.kv.facts_for(*request, cluster=self.cluster)
+
+    async def serve(
+        self, request: tuple[InferenceRequest, bytes], endpoint: EndpointId, *, cached: int | None = None
+    ) -> Gathered:
+        """A whole request: facts, the pick of `endpoint`, and a good answer."""
+        gathered = await self.ask(request)
+        self.kv.picked(gathered, endpoint)
+        self.kv.finished(gathered, Result(endpoint, True, cached_tokens=cached))
+        return gathered
+
+    async def settled(self) -> None:
+        """All background work is done."""
+        await self.kv.parts.background.settled()
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A sample; 0 when it was never counted."""
+        return self.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+@contextlib.asynccontextmanager
+async def running(
+    config: KvCacheSettings,
+    cluster: Cluster,
+    *,
+    clock: Clock = time.monotonic,
+    host: HostUse = HostUse(0.0, 0.0),
+) -> AsyncIterator[Service]:
+    """A service, entered."""
+    metrics = Metrics()
+    kv = KvCache(
+        config,
+        clusters={cluster.name: cluster},
+        metrics=metrics,
+        clock=clock,
+        rng=random.Random(1),
+        sample_host=lambda: host,
+    )
+    async with kv:
+        yield Service(kv, cluster, metrics)

@@ -1,0 +1,61 @@
+"""Several sources, one truth: the larger contiguous match."""
+
+from __future__ import annotations
+
+from kvproxy.balancing.policy import FactSource, Overlap, OverlapFacts
+from kvproxy.kvcache.facts import Claim, merged, preferred
+from kvproxy.types import EndpointId
+
+A, B, C = EndpointId("a"), EndpointId("b"), EndpointId("c")
+LMCACHE = FactSource.LMCACHE_CONTROLLER
+
+
+def claim(endpoint: EndpointId, tokens: int) -> Claim:
+    return Claim(endpoint, tokens, True, LMCACHE)
+
+
+def test_a_larger_claim_extends_what_is_in_engine_memory() -> None:
+    """LMCache holds host and disk copies: what it adds to the device's match is lower-tier."""
+    assert merged({A: Overlap(256)}, [claim(A, 1024)], prompt_tokens=2000)[A] == Overlap(256, 768, LMCACHE)
+
+
+def test_a_smaller_claim_changes_nothing() -> None:
+    """Device memory is never believed to hold less because LMCache does."""
+    assert merged({A: Overlap(512)}, [claim(A, 256)], prompt_tokens=2000) == {A: Overlap(512)}
+
+
+def test_a_claim_of_nothing_is_no_fact() -> None:
+    """A 0-token match is not a match."""
+    assert merged({}, [claim(A, 0)], prompt_tokens=100) == {}
+
+
+def test_a_claim_is_capped_by_the_prompt() -> None:
+    """Nobody holds more of a prompt than there is."""
+    assert merged({}, [claim(A, 4096)], prompt_tokens=100)[A].tokens == 100
+
+
+def test_the_largest_match_is_preferred() -> None:
+    facts = OverlapFacts(1000, {A: Overlap(100), B: Overlap(0, 300)})
+    assert preferred(facts, [A, B], min_tokens=1) == B
+
+
+def test_ties_go_to_the_first_in_the_clusters_order() -> None:
+    """The same facts always prefer the same endpoint, whatever order they were learned in."""
+    facts = OverlapFacts(1000, {C: Overlap(100), B: Overlap(100)})
+    assert preferred(facts, [A, B, C], min_tokens=1) == B
+
+
+def test_a_match_below_the_minimum_is_no_preference() -> None:
+    facts = OverlapFacts(1000, {A: Overlap(100)})
+    assert preferred(facts, [A], min_tokens=101) is None
+    assert preferred(facts, [A], min_tokens=100) == A
+
+
+def test_zero_tokens_are_never_preferred() -> None:
+    """Not even with a minimum of zero."""
+    assert preferred(OverlapFacts(1000, {A: Overlap(0)}), [A], min_tokens=0) is None
+
+
+def test_who_cannot_serve_the_model_is_not_preferred() -> None:
+    """Only endpoints in the order count."""
+    assert preferred(OverlapFacts(1000, {A: Overlap(900), B: Overlap(10)}), [B], min_tokens=1) == B

@@ -1,0 +1,88 @@
+"""One breaker an operation."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvproxy.config import schema
+from kvproxy.errors import BreakerOpen, ClientTimeout, ClientUnavailable, NotSupported, Refused, UnknownInstance
+from kvproxy.kvcache.guard import Guard
+from kvproxy.metrics.catalog import Metrics
+from tests.support.clock import FakeClock
+
+LIMITS = schema.Breaker(failure_threshold=2, recovery_timeout=10, half_open_max_calls=1)
+
+
+def guard(clock: FakeClock) -> Guard:
+    return Guard(LIMITS, clock=clock, metrics=Metrics())
+
+
+async def failing(error: Exception) -> None:
+    raise error
+
+
+async def fail(guard: Guard, operation: str, error: Exception, times: int = 2) -> None:
+    for _ in range(times):
+        with pytest.raises(type(error)):
+            await guard.call(operation, lambda: failing(error))
+
+
+async def test_no_answer_opens_the_breaker_of_that_operation_alone(clock: FakeClock) -> None:
+    """Background failures never stop lookups, and the other way round."""
+    under_test = guard(clock)
+    await fail(under_test, "pin", ClientTimeout("no answer"))
+    assert not under_test.admits("pin")
+    assert under_test.admits("lookup")
+    with pytest.raises(BreakerOpen):
+        await under_test.call("pin", lambda: failing(ClientTimeout("never sent")))
+
+
+async def test_a_refusal_of_what_was_asked_shows_life(clock: FakeClock) -> None:
+    """4xx speaks of the request, not of the service."""
+    under_test = guard(clock)
+    await fail(under_test, "pin", Refused("no", status=422), times=5)
+    assert under_test.admits("pin")
+
+
+async def test_5xx_and_a_missing_route_count_against_it(clock: FakeClock) -> None:
+    under_test = guard(clock)
+    await fail(under_test, "pin", UnknownInstance("who", status=500))
+    await fail(under_test, "evict", NotSupported("no route", status=404))
+    assert not under_test.admits("pin")
+    assert not under_test.admits("evict")
+
+
+async def test_a_cancelled_call_counts_nothing(clock: FakeClock) -> None:
+    """Whoever stopped waiting says nothing about the service; the half-open slot is free again."""
+    under_test = guard(clock)
+    await fail(under_test, "lookup", ClientUnavailable("gone"))
+    clock.advance(10)
+    hanging = asyncio.create_task(under_test.call("lookup", asyncio.Event().wait))
+    await asyncio.sleep(0)
+    assert not under_test.admits("lookup")
+    hanging.cancel()
+    await asyncio.gather(hanging, return_exceptions=True)
+    assert under_test.admits("lookup")
+
+
+async def test_an_unexpected_error_frees_the_probe_slot(clock: FakeClock) -> None:
+    """A body that cannot be tokenized says nothing about the engine."""
+    under_test = guard(clock)
+    await fail(under_test, "tokenize", ClientUnavailable("gone"))
+    clock.advance(10)
+    await fail(under_test, "tokenize", ValueError("not a chat"), times=1)
+    assert under_test.admits("tokenize")
+
+
+async def test_a_success_closes_it_again(clock: FakeClock) -> None:
+    under_test = guard(clock)
+    await fail(under_test, "lookup", ClientUnavailable("gone"))
+    clock.advance(10)
+
+    async def fine() -> int:
+        return 1
+
+    assert await under_test.call("lookup", fine) == 1
+    assert await under_test.call("lookup", fine) == 1

@@ -1,0 +1,51 @@
+"""Bytes a token, learned per model."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvproxy.kvcache.ratio import DEFAULT_BYTES_PER_TOKEN, BytesPerToken
+
+
+def test_an_unknown_model_has_the_usual_ratio() -> None:
+    ratios = BytesPerToken()
+    assert ratios.of("m") == ratios.typical == DEFAULT_BYTES_PER_TOKEN
+
+
+def test_the_first_response_replaces_the_guess() -> None:
+    ratios = BytesPerToken()
+    ratios.observe("m", 6000, 1000)
+    assert ratios.of("m") == 6.0
+    assert ratios.of("other") == DEFAULT_BYTES_PER_TOKEN
+
+
+def test_later_responses_move_it_slowly() -> None:
+    """One odd prompt does not upset the estimate of all others."""
+    ratios = BytesPerToken()
+    ratios.observe("m", 4000, 1000)
+    ratios.observe("m", 8000, 1000)
+    assert 4.0 < ratios.of("m") < 4.5
+    for _ in range(200):
+        ratios.observe("m", 8000, 1000)
+    assert ratios.of("m") == pytest.approx(8.0, rel=0.01)
+
+
+def test_short_prompts_and_nonsense_teach_nothing() -> None:
+    ratios = BytesPerToken()
+    ratios.observe("m", 4000, 3)
+    ratios.observe("m", 0, 1000)
+    assert ratios.of("m") == DEFAULT_BYTES_PER_TOKEN
+
+
+def test_extremes_are_clipped() -> None:
+    ratios = BytesPerToken()
+    ratios.observe("m", 10_000_000, 20)
+    assert ratios.of("m") == 64.0
+
+
+def test_models_are_bounded() -> None:
+    """Clients name models: they must not fill the memory."""
+    ratios = BytesPerToken(max_models=10)
+    for number in range(100):
+        ratios.observe(f"m{number}", 4000, 1000)
+    assert len(ratios) == 10
