@@ -1,0 +1,177 @@
+"""What an answer of the lookup service is worth."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from kvproxy.balancing.policy import FactSource, Overlap
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.config import schema
+from kvproxy.errors import BreakerOpen
+from kvproxy.kvcache.guard import Guard
+from kvproxy.kvcache.lookup import Lookups
+from kvproxy.kvcache.provider import ActionKind, Effect, Holder, Prefix
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.types import EndpointId
+from tests.kvcache.support import NOWHERE, A, B, cluster_of, tokens
+from tests.support.clock import FakeClock
+
+HASHES = array("Q", [11, 12, 13, 14])
+
+
+class Answering:
+    """A provider that answers lookups with what it was given."""
+
+    source = FactSource.LMCACHE_CONTROLLER
+    supports: frozenset[ActionKind] = frozenset()
+
+    def __init__(self, *holders: Holder) -> None:
+        self.holders = holders
+
+    async def lookup(self, prefix: Prefix, *, timeout_s: float) -> Sequence[Holder]:
+        return self.holders
+
+    async def act(self, kind: ActionKind, instance_id: str, prefix: Prefix) -> Effect:
+        return Effect(0)
+
+    async def instances(self) -> frozenset[str]:
+        return frozenset()
+
+    async def indexed_chunks(self) -> int:
+        return 0
+
+    async def memory(self) -> dict[str, float]:
+        return {}
+
+
+def lookups(clock: FakeClock, metrics: Metrics | None = None) -> Lookups:
+    metrics = metrics or Metrics()
+    under_test = Lookups(guard=Guard(schema.Breaker(), clock=clock, metrics=metrics), metrics=metrics, clock=clock)
+    under_test.provider = Answering()
+    return under_test
+
+
+def worth(
+    under_test: Lookups, cluster: Cluster, *holders: Holder, local: Mapping[EndpointId, Overlap] | None = None
+) -> dict[EndpointId, int]:
+    """Tokens by endpoint that these holders stand for."""
+    known = frozenset(endpoint.instance_id for endpoint in cluster.endpoints)
+    claims = under_test.claims(holders, endpoints=cluster.endpoints, known=known, local=local or {}, hashes=HASHES)
+    return {claim.endpoint: claim.tokens for claim in claims}
+
+
+def test_instances_are_mapped_by_id_not_by_address(clock: FakeClock) -> None:
+    """Two instances on one host are two endpoints."""
+    cluster = cluster_of(
+        {"a": "http://127.0.0.1:8001", "b": "http://127.0.0.1:8002"}, instances={"a": "vllm-0", "b": "vllm-1"}
+    )
+    found = worth(lookups(clock), cluster, Holder("vllm-0", 256, True), Holder("vllm-1", 512, True))
+    assert found == {A: 256, B: 512}
+
+
+def test_an_empty_layout_claims_nothing(clock: FakeClock) -> None:
+    assert worth(lookups(clock), cluster_of({"a": NOWHERE})) == {}
+
+
+def test_zero_tokens_claim_nothing(clock: FakeClock) -> None:
+    assert worth(lookups(clock), cluster_of({"a": NOWHERE}), Holder("a", 0, True)) == {}
+
+
+def test_an_unknown_instance_is_counted_and_told_of_once(clock: FakeClock, caplog: pytest.LogCaptureFixture) -> None:
+    """The usual cause of a preference that never comes: the ids differ. The line says which there are."""
+    metrics = Metrics()
+    under_test, cluster = lookups(clock, metrics), cluster_of({"a": NOWHERE, "b": NOWHERE})
+    for _ in range(3):
+        assert worth(under_test, cluster, Holder("lmcache_default_instance", 512, True)) == {}
+    assert metrics.registry.get_sample_value("kvproxy_kvcache_unknown_instances_total") == 3
+    assert caplog.text.count("'lmcache_default_instance'") == 1
+    assert "known: a, b" in caplog.text
+
+
+def test_a_strange_service_cannot_fill_the_memory_with_names(
+    clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    under_test, cluster = lookups(clock), cluster_of({"a": NOWHERE})
+    for number in range(1000):
+        worth(under_test, cluster, Holder(f"instance{number}", 512, True))
+    assert len(caplog.records) == 256
+
+
+def test_a_holder_that_serves_another_model_is_passed_over_in_silence(
+    clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The controller's index knows no models: the same tokens mean another prefix there."""
+    under_test, cluster = lookups(clock), cluster_of({"a": NOWHERE, "b": NOWHERE})
+    claims = under_test.claims(
+        [Holder("b", 512, True)],
+        endpoints=[endpoint for endpoint in cluster.endpoints if endpoint.id == A],
+        known={"a", "b"},
+        local={},
+        hashes=HASHES,
+    )
+    assert claims == []
+    assert not caplog.records
+
+
+def test_a_lookup_end_beyond_the_contiguous_prefix_is_capped_by_what_was_routed(clock: FakeClock) -> None:
+    """`{"b": 256, "a": 1024}` says where a's last chunk ends, not that it has the ones before."""
+    holders = (Holder("b", 256, False), Holder("a", 1024, False))
+    cluster = cluster_of({"a": NOWHERE, "b": NOWHERE})
+    assert worth(lookups(clock), cluster, *holders, local={A: Overlap(300)}) == {A: 300, B: 256}
+
+
+def test_without_any_own_knowledge_a_hint_stands(clock: FakeClock) -> None:
+    """The prefix may have come another way: another proxy, a warmed engine."""
+    cluster = cluster_of({"a": NOWHERE, "b": NOWHERE})
+    assert worth(lookups(clock), cluster, Holder("b", 256, False), Holder("a", 1024, False)) == {A: 1024, B: 256}
+
+
+def test_a_hint_the_engine_contradicted_is_not_believed_again(clock: FakeClock) -> None:
+    """Until it has had time to come true."""
+    under_test, cluster = lookups(clock), cluster_of({"a": NOWHERE, "b": NOWHERE})
+    holders = (Holder("b", 256, False), Holder("a", 1024, False))
+    under_test.contradicted(A, HASHES, 0)
+    assert worth(under_test, cluster, *holders) == {A: 0, B: 256}
+    clock.advance(61)
+    assert worth(under_test, cluster, *holders)[A] == 1024
+
+
+def test_a_sole_holder_is_not_capped(clock: FakeClock) -> None:
+    """The search ends at the first chunk nobody holds: whoever is named alone has them all."""
+    cluster = cluster_of({"a": NOWHERE})
+    assert worth(lookups(clock), cluster, Holder("a", 1024, True), local={A: Overlap(300)}) == {A: 1024}
+
+
+def test_a_prompt_without_a_block_cannot_be_distrusted(clock: FakeClock) -> None:
+    under_test = lookups(clock)
+    under_test.contradicted(A, array("Q"), 0)
+    claims = under_test.claims(
+        [Holder("a", 512, False)],
+        endpoints=cluster_of({"a": NOWHERE}).endpoints,
+        known={"a"},
+        local={},
+        hashes=array("Q"),
+    )
+    assert [claim.tokens for claim in claims] == [512]
+
+
+async def test_hits_are_remembered(clock: FakeClock) -> None:
+    """Whether lookups ever named anybody decides what an empty one means."""
+    under_test = lookups(clock)
+    under_test.provider = Answering(Holder("a", 0, True))
+    await under_test.ask(tokens(10), model="m", cache_salt=None, timeout_s=1)
+    assert under_test.hits == 0
+    under_test.provider = Answering(Holder("a", 256, True))
+    await under_test.ask(tokens(10), model="m", cache_salt=None, timeout_s=1)
+    assert under_test.hits == 1
+
+
+async def test_without_a_service_nobody_is_asked(clock: FakeClock) -> None:
+    under_test = lookups(clock)
+    under_test.provider = None
+    assert not under_test.possible
+    with pytest.raises(BreakerOpen):
+        await under_test.ask(tokens(10), model="m", cache_salt=None, timeout_s=1)
