@@ -11,7 +11,8 @@ Computing a hot prefix once more is an investment and discounted. Speeds are lea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from random import Random
 
 from pydantic import Field
@@ -81,6 +82,11 @@ class KvAware:
         index = least(costs, self._rng)
         self._count(request, candidates[index].id, len(candidates), now)
         return Choice(index, reason_of(request, candidates, index), costs)
+
+    def learned(self, now: float) -> Mapping[str, object]:
+        """The present estimates."""
+        estimates = asdict(self.speeds.estimates(now))
+        return {**estimates, "rho": self.utilisation.rho(now), "kappa": self.kappa(now)}
 
     def observe_sample(self, endpoint: EndpointId, work: Features, busy_s: float, now: float) -> None:
         self.speeds.observe(endpoint, work, busy_s, now)

@@ -7,7 +7,8 @@ The same ledger and the same learned speeds as kv_aware, without what makes that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from random import Random
 
 from kvproxy.balancing.forecast import own_s
@@ -32,6 +33,10 @@ class LeastTtft:
             wait = candidate.load.wait_s(speeds.seconds, slowness, now)
             costs.append((wait + slowness * own_s(facts, candidate.id, speeds)) / candidate.weight)
         return Choice(least(costs, self._rng), "lowest_cost", costs)
+
+    def learned(self, now: float) -> Mapping[str, object]:
+        """The present estimates."""
+        return asdict(self.speeds.estimates(now))
 
     def observe_sample(self, endpoint: EndpointId, work: Features, busy_s: float, now: float) -> None:
         self.speeds.observe(endpoint, work, busy_s, now)

@@ -21,6 +21,15 @@ class Tunable(Protocol):
     settings: Model
 
 
+@runtime_checkable
+class Informed(Protocol):
+    """A policy that has learned something worth showing."""
+
+    def learned(self, now: float) -> Mapping[str, object]:
+        """Plain values by name, units in the names."""
+        ...
+
+
 def tuned(settings: Model, changes: Mapping[str, Any]) -> Model:
     """`settings` with the changes; ConfigError with every problem (unknown name, wrong type, out of range), by name."""
     kind = type(settings)

@@ -62,12 +62,20 @@ class Actions:
         """Whether this kind of action switched itself off at that instance."""
         return self._without_effect[action.kind, action.instance_id] >= self._settings.cache_strategy.disable_after
 
+    @property
+    def switched_off(self) -> list[tuple[str, str]]:
+        """Kind and instance of what switched itself off for want of effect."""
+        limit = self._settings.cache_strategy.disable_after
+        return sorted((kind, instance) for (kind, instance), count in self._without_effect.items() if count >= limit)
+
     def submit(self, action: Action, strategy: Strategy) -> bool:
         """Queue it, unless it is switched off, its breaker is open, or it waits or runs already."""
         if self._lookups.provider is None or self.disabled(action) or not self._guard.admits(action.kind):
             return False
         key = (action.kind, action.instance_id, 0 if action.prefix is None else action.prefix.key)
-        return self._background.submit(Job(key, lambda: self._run(action, strategy), lane=action.instance_id))
+        about = f"{action.kind} {'*' if action.prefix is None else action.prefix.name}"
+        job = Job(key, lambda: self._run(action, strategy), lane=action.instance_id, about=about)
+        return self._background.submit(job)
 
     async def _run(self, action: Action, strategy: Strategy) -> bool:
         if self.disabled(action):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -28,6 +28,7 @@ class Job:
     key: Hashable
     run: Callable[[], Awaitable[bool]]
     lane: str | None = None
+    about: str = ""  # for people: what is done, to which prefix (a hash)
 
 
 class Background:
@@ -42,6 +43,7 @@ class Background:
         self._lanes: dict[Hashable, deque[Job]] = {}  # waiting, by lane
         self._ready: deque[Hashable] = deque()  # lanes with waiting jobs and none running
         self._running: dict[Hashable, asyncio.Task[None]] = {}  # by lane
+        self._begun: dict[Hashable, Job] = {}  # the same jobs, by lane
         self._keys: set[Hashable] = set()  # of waiting and running jobs
         self._waiting = 0
         self._open = False
@@ -54,6 +56,11 @@ class Background:
     def waiting(self) -> int:
         """Jobs not begun."""
         return self._waiting
+
+    @property
+    def running(self) -> Sequence[Job]:
+        """Jobs begun and not over."""
+        return tuple(self._begun.values())
 
     @property
     def idle(self) -> bool:
@@ -107,6 +114,7 @@ class Background:
             if not line:
                 del self._lanes[lane]
             self._waiting -= 1
+            self._begun[lane] = job
             self._running[lane] = asyncio.create_task(self._run(job, lane), name=f"kvcache job {job.key}")
 
     async def _run(self, job: Job, lane: Hashable) -> None:
@@ -128,6 +136,7 @@ class Background:
 
     def _ended(self, job: Job, lane: Hashable) -> None:
         del self._running[lane]
+        del self._begun[lane]
         self._keys.discard(job.key)
         if lane in self._lanes:
             self._ready.append(lane)

@@ -117,6 +117,11 @@ class EventStreams:
         for subscriber in entry[2] if entry is not None else ():
             subscriber.note_traffic(uncached_tokens)
 
+    def streams(self, endpoint: Endpoint) -> dict[int, StreamStatus]:
+        """State of each of its streams, by data-parallel rank; empty while it is not followed."""
+        entry = self._streams.get(endpoint)
+        return {} if entry is None else {one.source.dp_rank: one.status for one in entry[2]}
+
     async def follow(self) -> None:
         """Bring the subscribers up to date with the endpoints there are."""
         present = {endpoint: name for name, cluster in self._clusters.items() for endpoint in cluster.endpoints}

@@ -33,6 +33,10 @@ class Guard:
             gauge.set_function(lambda: breaker.state is not BreakerState.CLOSED)
         return breaker
 
+    def states(self) -> dict[str, str]:
+        """State by operation, for status."""
+        return {operation: breaker.state.value for operation, breaker in sorted(self._breakers.items())}
+
     def admits(self, operation: str) -> bool:
         """Whether a call would be let through now."""
         return self.breaker(operation).admits

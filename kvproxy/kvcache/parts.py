@@ -45,6 +45,7 @@ class Parts:
         rng: random.Random,
         sample_host: Callable[[], HostUse],
     ) -> None:
+        self.settings = settings
         self.clusters = clusters
         self.pool = UpstreamPool(max_connections=settings.max_connections, clock=clock)
         self.engines = Engines(self.pool, timeout_s=settings.request_timeout, tokenizer_url=settings.vllm_endpoint)

@@ -145,7 +145,7 @@ class KvCache:
                 upkeep.consider(used, gathered.tokens, endpoint)
         elif tokens.may_ask(gathered):
             key = ("tokenize", gathered.model, gathered.hashes[-1] if gathered.hashes else 0, gathered.prompt_bytes)
-            self.parts.background.submit(Job(key, lambda: self._tokenize(gathered, used, endpoint)))
+            self.parts.background.submit(Job(key, lambda: self._tokenize(gathered, used, endpoint), about="tokenize"))
 
     async def _tokenize(self, gathered: Gathered, used: Sequence[KnownPrefix], endpoint: Endpoint | None) -> bool:
         task = self.parts.tokens.ask(gathered)

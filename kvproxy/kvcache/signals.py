@@ -73,6 +73,11 @@ class Signals:
         """Forget the readings of all others."""
         self._engines = {endpoint: reading for endpoint, reading in self._engines.items() if endpoint in endpoints}
 
+    def reading(self, endpoint: Endpoint) -> tuple[float, EngineMetrics] | None:
+        """Age in seconds and content of the latest scrape; None before the first."""
+        read_at, metrics = self._engines.get(endpoint, (0.0, None))
+        return None if metrics is None else (self._clock() - read_at, metrics)
+
     def pressure(self, endpoint: Endpoint) -> Pressure:
         """What bears on the endpoint now, from the sources the settings name."""
         read_at, metrics = self._engines.get(endpoint, (0.0, None))

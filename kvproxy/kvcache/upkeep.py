@@ -43,7 +43,7 @@ class Upkeep:
         self.compress = Compress(strategy, self.hotness) if strategy.enable_compression else None
         self.evict = Evict(strategy, self.hotness, supports=self._supports) if strategy.enable_eviction else None
         self._order: Sequence[Strategy] = [one for one in (self.compress, self.pin, self.evict) if one is not None]
-        self._actions = actions
+        self.actions = actions
         self._signals = signals
         self._lookups = lookups
         self._endpoints = endpoints
@@ -72,7 +72,7 @@ class Upkeep:
             taken |= self.pin.heads(now)
         for strategy in self._order:
             for action in strategy.plan(served, self._pressure, taken, now):
-                self._actions.submit(action, strategy)
+                self.actions.submit(action, strategy)
 
     def tick(self) -> None:
         """Between requests: renew leases that are due."""
@@ -80,7 +80,7 @@ class Upkeep:
             return
         self.pin.counted = ActionKind.UNPIN in self._lookups.provider.supports
         for action in self.pin.tick(self._clock()):
-            self._actions.submit(action, self.pin)
+            self.actions.submit(action, self.pin)
 
     def usable(self, gathered: Gathered, claims: Sequence[Claim]) -> list[Claim]:
         """The claims without those on prefixes that are compressed there; these are being decompressed from now on."""
@@ -94,7 +94,7 @@ class Upkeep:
         assert self.compress is not None
         actions = self.compress.decompressions(keys, instances[endpoint])
         for action in actions:
-            self._actions.submit(action, self.compress)
+            self.actions.submit(action, self.compress)
         return bool(actions)
 
     def _pressure(self, instance: str) -> Pressure:

@@ -13,6 +13,9 @@ from kvproxy.types import EndpointId
 #: Runs given up per operation while an endpoint is over its capacity or gone, so that no single call takes long.
 STEP_RUNS = 256
 
+#: A run besides its hashes (node, array, table entry), and an endpoint's mark on a run (stamp and record).
+_RUN_BYTES, _STAMP_BYTES = 350, 120
+
 
 class ApproximateIndex:
     """Block hashes (`array('Q')`, chained) by endpoint, each endpoint an LRU of its engine's capacity in blocks.
@@ -65,6 +68,12 @@ class ApproximateIndex:
     def runs(self) -> int:
         """Runs the blocks are compressed into."""
         return len(self._tree)
+
+    @property
+    def estimated_bytes(self) -> int:
+        """Memory of the tree and of the endpoints' recency, roughly."""
+        stamps = sum(len(holding.stamps) for holding in self._holdings.values())
+        return 8 * self._tree.blocks + _RUN_BYTES * len(self._tree) + _STAMP_BYTES * stamps
 
     @property
     def endpoints(self) -> tuple[EndpointId, ...]:

@@ -15,7 +15,7 @@ HOT_TOUCHES_PER_ENDPOINT = 2
 _STEPS = 64  # runs looked at per touch when room is needed
 
 
-class _Heat(Node):
+class Heat(Node):
     """A run of blocks that were always touched together."""
 
     __slots__ = ("heat", "last")
@@ -36,8 +36,8 @@ class HotBlocks:
         self.endpoints = endpoints  # may be set at any time
         self._max_blocks = max_blocks
         self._max_runs = max_runs
-        self._tree: RadixTree[_Heat] = RadixTree(_Heat)
-        self._hand: deque[_Heat] = deque()  # every run once, in the order it will be looked at for eviction
+        self._tree: RadixTree[Heat] = RadixTree(Heat)
+        self._hand: deque[Heat] = deque()  # every run once, in the order it will be looked at for eviction
         self._requests = 0
 
     @property
@@ -49,6 +49,11 @@ class HotBlocks:
     def runs(self) -> int:
         """Runs kept."""
         return len(self._tree)
+
+    @property
+    def threshold(self) -> int:
+        """Decayed touches that make a block hot at present."""
+        return HOT_TOUCHES_PER_ENDPOINT * max(1, self.endpoints)
 
     def touch(self, hashes: array[int]) -> None:
         """One request asked for this prompt (`array('Q')`, chained)."""
@@ -67,10 +72,22 @@ class HotBlocks:
         if partial is None and depth < len(hashes):  # without room to split, what branches off is not kept either
             self._grow(path[-1] if path else None, hashes[depth:])
 
+    def kept(self) -> list[Heat]:
+        """Every run kept, in no order that means anything."""
+        return list(self._hand)
+
+    def touches(self, run: Heat) -> float:
+        """The run's decayed touches at present; 0 for one that is kept no more."""
+        return self._now(run) if self._tree.has(run) else 0.0
+
+    def prefix(self, run: Heat) -> array[int]:
+        """All hashes of the prefix that ends with this run."""
+        return self._tree.prefix(run)
+
     def hot_prefix_blocks(self, hashes: array[int]) -> int:
         """Leading blocks that are hot."""
         path, _, partial, inside = self._tree.walk(hashes)
-        threshold = HOT_TOUCHES_PER_ENDPOINT * max(1, self.endpoints)
+        threshold = self.threshold
         hot = 0
         for run in path:
             if self._now(run) < threshold:
@@ -78,12 +95,12 @@ class HotBlocks:
             hot += len(run.hashes)
         return hot + inside if partial is not None and self._now(partial) >= threshold else hot
 
-    def _now(self, run: _Heat) -> float:
+    def _now(self, run: Heat) -> float:
         """The run's decayed touches."""
         window = WINDOW_REQUESTS_PER_ENDPOINT * max(1, self.endpoints)
         return float(run.heat * exp((run.last - self._requests) / window))
 
-    def _grow(self, parent: _Heat | None, hashes: array[int]) -> None:
+    def _grow(self, parent: Heat | None, hashes: array[int]) -> None:
         """Keep new blocks if room can be made in a bounded number of steps."""
         run = self._tree.grow(parent, hashes)
         run.heat, run.last = 1.0, self._requests

@@ -53,6 +53,21 @@ class RadixTree(Generic[N]):
             depth = end
         return path, depth, None, 0
 
+    def has(self, node: N) -> bool:
+        """Whether the node is still part of the tree."""
+        return self._by_first.get(node.hashes[0]) is node
+
+    def prefix(self, node: N) -> array[int]:
+        """All hashes from the root to the end of `node`."""
+        runs = [node.hashes]
+        while node.parent is not None:
+            node = node.parent
+            runs.append(node.hashes)
+        whole: array[int] = array("Q")
+        for hashes in reversed(runs):
+            whole.extend(hashes)
+        return whole
+
     def grow(self, parent: N | None, hashes: array[int]) -> N:
         """A new leaf under `parent` (None: at the root)."""
         node = self._make(hashes)
