@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+from xxhash import xxh3_64_intdigest
+
 from kvproxy.clients.tokens import TokenIds
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.errors import BreakerOpen, ClientError
@@ -16,7 +18,7 @@ from kvproxy.kvcache.lookup import Lookups
 from kvproxy.kvcache.provider import Holder
 from kvproxy.kvcache.tokens import TokenSource
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
+from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, canonical_bytes
 from kvproxy.types import Clock
 
 log = logging.getLogger("kvproxy.kvcache")
@@ -24,6 +26,10 @@ log = logging.getLogger("kvproxy.kvcache")
 #: Lookups under way at once, late ones included; further requests are routed without.
 MAX_LOOKUPS = 512
 QUEUE = "kvcache_lookup"
+
+
+#: What is the same for prompts that are one: cluster, model, text and length.
+_Question = tuple[str, str, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +42,9 @@ class _Answer:
 
 
 class Remote:
-    """Owns the tasks that ask. They go on when the deadline has passed or the client has left, each within
+    """Owns the tasks that ask, one for all who ask the same at once.
+
+    They go on when the deadline has passed or the client has left, each within
     `request_timeout`, so that neither says anything about the service; `close` ends them."""
 
     def __init__(
@@ -55,7 +63,7 @@ class Remote:
         self._known_instances = known_instances
         self._clock = clock
         self._outcomes = metrics.kv_lookups
-        self._tasks: set[asyncio.Task[_Answer]] = set()
+        self._tasks: dict[_Question, asyncio.Task[_Answer]] = {}
         metrics.queue_depth.labels(QUEUE).set_function(lambda: len(self._tasks))
         metrics.queue_limit.labels(QUEUE).set(MAX_LOOKUPS)
 
@@ -67,7 +75,7 @@ class Remote:
         if not lookups.possible:
             self._outcomes.labels("breaker_open").inc()
             return False
-        if len(self._tasks) >= MAX_LOOKUPS:
+        if len(self._tasks) >= MAX_LOOKUPS and _question(gathered) not in self._tasks:
             self._outcomes.labels("busy").inc()
             return False
         if gathered.tokens is not None:  # if only of the prompt's beginning: what was never seen, nobody holds
@@ -78,13 +86,16 @@ class Remote:
     async def ask(self, gathered: Gathered) -> list[Claim]:
         """The claims that came in time. Tokens learned on the way are put into `gathered`."""
         left_s = self._settings.lookup_routing_timeout - (self._clock() - gathered.started_at)
-        task = asyncio.create_task(self._answer(gathered), name="kvcache lookup")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        question = _question(gathered)
+        task = self._tasks.get(question)
+        first = task is None
+        if task is None:
+            task = self._tasks[question] = asyncio.create_task(self._answer(gathered), name="kvcache lookup")
+            task.add_done_callback(lambda _: self._tasks.pop(question))
         try:
             done, _ = await asyncio.wait({task}, timeout=max(0.0, left_s))
         finally:
-            if not task.done():
+            if first and not task.done():
                 task.add_done_callback(lambda late: self._late(gathered, late))
         if not done:
             self._outcomes.labels("lookup_timeout").inc()
@@ -99,7 +110,7 @@ class Remote:
 
     async def close(self) -> None:
         """Cancel what still runs."""
-        tasks = list(self._tasks)
+        tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -153,3 +164,8 @@ class Remote:
             local=gathered.facts.by_endpoint,
             hashes=gathered.hashes,
         )
+
+
+def _question(gathered: Gathered) -> _Question:
+    digest = gathered.hashes[-1] if gathered.hashes else xxh3_64_intdigest(canonical_bytes(gathered.request.prompt))
+    return (gathered.cluster.name, gathered.model, digest, gathered.prompt_bytes)

@@ -21,6 +21,7 @@ from kvproxy.filters.body import parse_body
 from kvproxy.kvcache.gathered import Gathered, Result
 from kvproxy.kvcache.service import KvCache
 from kvproxy.kvcache.signals import HostUse
+from kvproxy.listener.server import serve
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.types import Clock, EndpointId, InferenceRequest, RequestKind
 
@@ -189,3 +190,26 @@ async def running(
     )
     async with kv:
         yield Service(kv, cluster, metrics)
+
+
+@contextlib.asynccontextmanager
+async def world(
+    engines: Mapping[str, Fake],
+    lmcache: Fake | None = None,
+    *,
+    clock: Clock = time.monotonic,
+    host: HostUse = HostUse(0.0, 0.0),
+    instances: Mapping[str, str] | None = None,
+    **changes: Any,
+) -> AsyncIterator[Service]:
+    """Engines and LMCache on loopback, and a service that knows them; `changes` are settings."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def served(fake: Fake) -> str:
+            return await stack.enter_async_context(serve(fake, drain_s=0.01, cut_grace_s=0.01))
+
+        urls = {name: await served(fake) for name, fake in engines.items()}
+        if lmcache is not None:
+            changes = {"lmcache_endpoint": await served(lmcache), **changes}
+        cluster = cluster_of(urls, clock=clock, instances=instances)
+        yield await stack.enter_async_context(running(settings(**changes), cluster, clock=clock, host=host))

@@ -1,0 +1,213 @@
+"""Lookups before routing: within their deadline, without harm, and never in vain."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import pytest
+
+from kvproxy.balancing.policy import FactSource
+from kvproxy.kvcache.remote import MAX_LOOKUPS
+from kvproxy.listener.server import serve
+from tests.kvcache.support import (
+    A,
+    B,
+    Fake,
+    chat,
+    cluster_of,
+    completion,
+    controller,
+    engine,
+    long_text,
+    running,
+    settings,
+    world,
+)
+from tests.support.until import until
+
+PROMPT = chat(long_text("w"))
+
+
+def both(asked: list[int]) -> dict[str, Any]:
+    """b holds everything, a half."""
+    return {"a": ["LocalCPUBackend", len(asked) // 2], "b": ["LocalCPUBackend", len(asked)]}
+
+
+def as_objects(asked: list[int]) -> dict[str, Any]:
+    """The same in Pixiu's shape."""
+    return {"a": {"0": "ram", "1": len(asked) // 2}, "b": {"0": "ram", "1": len(asked)}}
+
+
+@pytest.mark.parametrize("layout", [both, as_objects], ids=["array", "object"])
+async def test_both_layout_shapes_lead_to_the_holder_of_most(layout: Any) -> None:
+    """The real controller sends arrays; Pixiu believed in objects. The first request already has its preference."""
+    lmcache = controller(layout)
+    async with world({"a": engine(), "b": engine()}, lmcache) as service:
+        gathered = await service.ask(PROMPT)
+        assert gathered.preferred == B
+        assert gathered.facts.prompt_tokens == 601  # exact: the engine counted
+        assert gathered.facts.by_endpoint[B].source is FactSource.LMCACHE_CONTROLLER
+        assert service.metric("kvproxy_kvcache_lookups_total", outcome="hit") == 1
+
+
+@pytest.mark.parametrize(
+    "layout", [lambda _: {}, lambda _: {"a": ["LocalCPUBackend", 0]}], ids=["empty", "zero tokens"]
+)
+async def test_a_lookup_that_names_nobody_is_a_miss(layout: Any) -> None:
+    async with world({"a": engine()}, controller(layout)) as service:
+        gathered = await service.ask(PROMPT)
+        assert gathered.preferred is None
+        assert service.metric("kvproxy_kvcache_lookups_total", outcome="miss") == 1
+
+
+async def test_a_prompt_shorter_than_a_chunk_is_not_looked_up() -> None:
+    """It cannot match: neither tokenize nor lookup is worth the wait."""
+    lmcache, tokenizer = controller(both), engine()
+    async with world({"a": tokenizer}, lmcache) as service:
+        await service.serve(chat("a short question"), A)
+        await service.settled()
+        assert tokenizer.calls["/tokenize"] == 1  # afterwards, for the turns to come
+        assert not (await service.ask(chat("a short question"))).wants_lookup
+        assert lmcache.calls["/lookup"] == 0
+
+
+async def test_a_short_tokenized_prompt_is_not_looked_up() -> None:
+    """Long in bytes, short in tokens: known only after the engine counted."""
+    lmcache = controller(both)
+    async with world({"a": engine()}, lmcache) as service:
+        await service.ask(chat("x" * 5000))
+        assert lmcache.calls["/lookup"] == 0
+        assert service.metric("kvproxy_kvcache_lookups_total", outcome="no_tokens") == 1
+
+
+async def test_a_deadline_hit_opens_no_breaker_and_what_comes_late_still_teaches() -> None:
+    """The service was slow for us, not broken: ten hits in a row leave its breaker closed."""
+    answer = asyncio.Event()
+
+    async def slow(asked: dict[str, Any]) -> dict[str, Any]:
+        await answer.wait()
+        return {"layout_info": {"b": ["LocalCPUBackend", len(asked["tokens"])]}}
+
+    lmcache = controller(both, lookup=slow)
+    limits = {"lookup_routing_timeout": 0.02, "circuit_breaker": {"failure_threshold": 1}}
+    async with world({"a": engine(), "b": engine()}, lmcache, **limits) as service:
+        await asyncio.gather(*(service.ask(chat(long_text(f"w{number}-"))) for number in range(10)))
+        assert service.metric("kvproxy_kvcache_lookups_total", outcome="lookup_timeout") == 10
+        await until(lambda: lmcache.calls["/lookup"] == 10)
+        answer.set()
+        local = service.kv.parts.local["default"].approximate
+        await until(lambda: local.blocks(B) > 0)
+        assert service.kv.parts.lookups.possible
+        assert service.metric("kvproxy_kvcache_token_memory_bytes") > 0
+        assert service.kv.gather(*chat(long_text("w3-")), cluster=service.cluster).preferred == B
+
+
+async def test_a_dead_service_costs_no_more_than_the_deadline_and_then_nothing() -> None:
+    """Down from the start: refused connections open the breaker; from then on nobody even asks."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        async with serve(engine()) as a:
+            config = settings(lmcache_endpoint=url, circuit_breaker={"failure_threshold": 3, "recovery_timeout": 60})
+            async with running(config, cluster_of({"a": a})) as service:
+                for number in range(3):
+                    gathered = await service.ask(chat(long_text(f"w{number}-")))
+                    assert gathered.preferred is None
+                assert service.metric("kvproxy_kvcache_lookups_total", outcome="error") == 3
+                gathered = service.kv.gather(*PROMPT, cluster=service.cluster)
+                assert not gathered.wants_lookup
+                assert service.metric("kvproxy_kvcache_lookups_total", outcome="breaker_open") == 1
+                assert service.metric("kvproxy_breaker_open", breaker="kvcache/lookup") == 1
+                assert service.metric("kvproxy_breaker_open", breaker="kvcache/tokenize") == 0
+
+
+async def test_a_service_that_never_answers_costs_the_deadline() -> None:
+    """Then, by its own timeout in the background, it opens the breaker."""
+
+    async def never(_: dict[str, Any]) -> None:
+        await asyncio.Event().wait()
+
+    breaker = {"failure_threshold": 1, "recovery_timeout": 60}
+    limits = {"lookup_routing_timeout": 0.01, "request_timeout": 0.05, "circuit_breaker": breaker}
+    async with world({"a": engine()}, controller(both, lookup=never), **limits) as service:
+        await service.ask(PROMPT)
+        await until(lambda: not service.kv.parts.lookups.possible)
+        assert service.metric("kvproxy_kvcache_lookups_total", outcome="lookup_timeout") == 1
+
+
+async def test_a_thousand_identical_prompts_are_one_tokenize() -> None:
+    """Singleflight: whoever comes while it runs shares the answer."""
+    go = asyncio.Event()
+
+    async def gated(asked: dict[str, Any]) -> dict[str, Any]:
+        await go.wait()
+        return {"tokens": list(range(600)), "max_model_len": 9999}
+
+    tokenizer, lmcache = engine(tokenize=gated), controller(both)
+    async with world({"a": tokenizer, "b": tokenizer}, lmcache) as service:
+        asking = [asyncio.create_task(service.ask(PROMPT)) for _ in range(1000)]
+        await until(lambda: tokenizer.calls["/tokenize"])
+        go.set()
+        found = await asyncio.gather(*asking)
+        assert tokenizer.calls["/tokenize"] == 1
+        assert service.metric("kvproxy_kvcache_tokenizes_total", outcome="ok") == 1
+        assert lmcache.calls["/lookup"] == 1
+        assert service.metric("kvproxy_kvcache_lookups_total", outcome="hit") == 1000
+        assert all(gathered.preferred == B for gathered in found)
+
+
+async def test_lookups_under_way_are_bounded() -> None:
+    """A service that hangs cannot pile up work: beyond the bound requests are routed without it."""
+
+    async def never(_: dict[str, Any]) -> None:
+        await asyncio.Event().wait()
+
+    limits = {"lookup_routing_timeout": 0, "max_connections": 4, "request_timeout": 3600}
+    async with world({"a": engine()}, Fake({"/lookup": never}), **limits) as service:
+        for number in range(MAX_LOOKUPS + 3):
+            await service.ask(completion(list(range(number, number + 300))))
+        assert service.metric("kvproxy_queue_depth", queue="kvcache_lookup") == MAX_LOOKUPS
+        assert service.metric("kvproxy_queue_limit", queue="kvcache_lookup") == MAX_LOOKUPS
+        assert service.metric("kvproxy_kvcache_lookups_total", outcome="busy") == 3
+
+
+async def test_local_knowledge_alone_never_waits() -> None:
+    """Without a lookup service no task is made and nothing is awaited."""
+    async with running(settings(), cluster_of({"a": "http://127.0.0.1:9"})) as service:
+        before = len(asyncio.all_tasks())
+        asking = service.kv.facts_for(*PROMPT, cluster=service.cluster)
+        with pytest.raises(StopIteration):
+            asking.send(None)
+        assert len(asyncio.all_tasks()) == before
+
+
+async def test_a_client_that_leaves_counts_nothing() -> None:
+    """The lookup goes on without it, and the breaker hears how the service really did."""
+    go = asyncio.Event()
+
+    async def gated(asked: dict[str, Any]) -> dict[str, Any]:
+        await go.wait()
+        return {"layout_info": {}}
+
+    lmcache = controller(both, lookup=gated)
+    async with world({"a": engine()}, lmcache, circuit_breaker={"failure_threshold": 1}) as service:
+        leaving = asyncio.create_task(service.ask(PROMPT))
+        await until(lambda: lmcache.calls["/lookup"])
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        assert service.kv.parts.lookups.possible
+        go.set()
+        await until(lambda: service.metric("kvproxy_queue_depth", queue="kvcache_lookup") == 0)
+        assert service.kv.parts.lookups.possible
+
+
+async def test_shutdown_ends_lookups_under_way() -> None:
+    async def never(_: dict[str, Any]) -> None:
+        await asyncio.Event().wait()
+
+    limits = {"lookup_routing_timeout": 0.01, "request_timeout": 3600}
+    async with world({"a": engine()}, Fake({"/lookup": never}), **limits) as service:
+        await service.ask(PROMPT)
+    assert service.metric("kvproxy_queue_depth", queue="kvcache_lookup") == 0
