@@ -30,6 +30,7 @@ class Gathered:
     preferred: EndpointId | None = None  # who holds most
     tokens: TokenIds | None = None  # of the prompt, or of its longest known beginning
     tokens_exact: bool = False  # of the whole prompt
+    tokens_bytes: int = 0  # of the prompt that these tokens stand for
     wants_lookup: bool = False  # a lookup service can still be asked
     holders_named: int | None = None  # by a lookup that answered in time
     claim: Claim | None = None  # what routing promised the approximate index

@@ -104,6 +104,7 @@ class Remote:
         self._outcomes.labels(answer.outcome).inc()
         if answer.tokens is not None:
             gathered.tokens, gathered.tokens_exact = answer.tokens, True
+            gathered.tokens_bytes = gathered.prompt_bytes
         if answer.outcome in ("hit", "miss"):
             gathered.holders_named = len(answer.holders)
         return self._claims(gathered, answer.holders)
@@ -144,14 +145,14 @@ class Remote:
         if task.cancelled():
             return
         answer = task.result()
-        tokens = answer.tokens if answer.tokens is not None else gathered.tokens
-        if tokens is None:
+        tokens, stands_for = gathered.tokens, gathered.tokens_bytes
+        if answer.tokens is not None:
+            tokens, stands_for = answer.tokens, gathered.prompt_bytes
+        if not tokens:
             return
-        whole = answer.tokens is not None or gathered.tokens_exact
-        bytes_per_token = gathered.prompt_bytes / len(tokens) if whole else 0.0
         for claim in self._claims(gathered, answer.holders):
-            if claim.contiguous and bytes_per_token:
-                blocks = int(min(claim.tokens, len(tokens)) * bytes_per_token) // TEXT_BLOCK_BYTES
+            if claim.contiguous:
+                blocks = int(min(claim.tokens, len(tokens)) * stands_for / len(tokens)) // TEXT_BLOCK_BYTES
                 gathered.local.approximate.insert(claim.endpoint, gathered.hashes[:blocks])
 
     def _claims(self, gathered: Gathered, holders: Sequence[Holder]) -> list[Claim]:

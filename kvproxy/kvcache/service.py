@@ -170,12 +170,13 @@ class KvCache:
     def _assess(self, gathered: Gathered, claims: Iterable[Claim] = ()) -> None:
         """Facts and preference from everything known by now."""
         tokens, local = gathered.tokens, gathered.local
-        if tokens and gathered.tokens_exact:
-            prompt_tokens = len(tokens)
-            bytes_per_token = max(gathered.prompt_bytes, 1) / prompt_tokens
+        if tokens:
+            bytes_per_token = max(gathered.tokens_bytes, 1) / len(tokens)
+            rest = 0 if gathered.tokens_exact else gathered.prompt_bytes - gathered.tokens_bytes
+            prompt_tokens = len(tokens) + int(rest / bytes_per_token)
         else:
             bytes_per_token = self.parts.ratios.of(gathered.model)
-            prompt_tokens = max(int(gathered.prompt_bytes / bytes_per_token), len(tokens or ()))
+            prompt_tokens = int(gathered.prompt_bytes / bytes_per_token)
         known = local.overlaps(
             gathered.hashes,
             bytes_per_token=bytes_per_token,

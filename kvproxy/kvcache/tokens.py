@@ -57,10 +57,13 @@ class TokenSource:
             known = self.memory.recall(gathered.model, request.prompt, salt=request.cache_salt or "")
             if known is not None:
                 gathered.tokens, gathered.tokens_exact = known.tokens, known.exact
+                parts = request.prompt.parts[: known.parts_known]
+                gathered.tokens_bytes = len(request.prompt.shape) + sum(map(len, parts))
                 return
         if request.kind is RequestKind.COMPLETION and request.prompt.parts[0].startswith(b"["):
             gathered.tokens = _given(request)
             gathered.tokens_exact = gathered.tokens is not None
+            gathered.tokens_bytes = gathered.prompt_bytes
 
     def may_ask(self, gathered: Gathered) -> bool:
         """Whether asking an engine makes sense and is possible at the moment."""

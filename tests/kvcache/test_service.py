@@ -1,0 +1,215 @@
+"""What one request teaches about the next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvproxy.kvcache.gathered import Result
+from tests.kvcache.support import (
+    NOWHERE,
+    A,
+    B,
+    chat,
+    cluster_of,
+    completion,
+    controller,
+    engine,
+    long_text,
+    running,
+    settings,
+    words,
+    world,
+)
+
+TURN = long_text("w")
+
+
+def nobody(_: list[int]) -> dict[str, Any]:
+    return {}
+
+
+async def test_a_chats_next_turn_is_known_without_any_tokenizer() -> None:
+    """Text blocks need no tokens: where the first turn went is where the second one finds its beginning."""
+    async with running(settings(), cluster_of({"a": NOWHERE, "b": NOWHERE})) as service:
+        first = await service.serve(chat(TURN), B)
+        assert first.preferred is None
+        second = await service.ask(chat(TURN, "an answer", "and now?"))
+        assert second.preferred == B
+        assert second.facts.matched_tokens(B) > 0.9 * first.facts.prompt_tokens
+        assert second.facts.matched_tokens(A) == 0
+
+
+async def test_a_request_under_way_counts_as_cached_soon() -> None:
+    """A burst of one prompt follows the first of them, before any answer came."""
+    async with running(settings(), cluster_of({"a": NOWHERE, "b": NOWHERE})) as service:
+        first = await service.ask(chat(TURN))
+        service.kv.picked(first, A)
+        assert (await service.ask(chat(TURN))).preferred == A
+
+
+async def test_a_failed_request_leaves_nothing_behind() -> None:
+    """The engine never prefilled it."""
+    async with running(settings(), cluster_of({"a": NOWHERE, "b": NOWHERE})) as service:
+        failed = await service.ask(chat(TURN))
+        service.kv.picked(failed, A)
+        service.kv.finished(failed, Result(A, False))
+        assert (await service.ask(chat(TURN))).preferred is None
+
+
+async def test_a_retry_moves_the_promise_to_the_endpoint_that_served() -> None:
+    async with running(settings(), cluster_of({"a": NOWHERE, "b": NOWHERE})) as service:
+        retried = await service.ask(chat(TURN))
+        service.kv.picked(retried, A)
+        service.kv.picked(retried, B)
+        service.kv.finished(retried, Result(B, True))
+        after = await service.ask(chat(TURN))
+        assert after.preferred == B
+        assert after.facts.matched_tokens(A) == 0
+
+
+async def test_a_contradiction_removes_the_prefix_at_once() -> None:
+    """Predicted cached, the engine says no: the next request is not sent astray for the same reason."""
+    async with running(settings(), cluster_of({"a": NOWHERE, "b": NOWHERE})) as service:
+        await service.serve(chat(TURN), A)
+        longer = chat(TURN, "an answer", long_text("x"))
+        astray = await service.ask(longer)
+        assert astray.preferred == A
+        service.kv.picked(astray, B)  # somebody else was chosen in the end
+        service.kv.finished(astray, Result(B, True, cached_tokens=0))
+        wrong = await service.ask(chat(TURN, "another answer", "y"))
+        service.kv.picked(wrong, A)
+        service.kv.finished(wrong, Result(A, True, cached_tokens=0))
+        assert service.metric("kvproxy_kvcache_predictions_total", source="approximate", result="miss") == 1
+        # It holds what it has just prefilled, and nothing else of what was believed.
+        assert (await service.ask(chat(TURN, "another answer", "y"))).facts.matched_tokens(A) > 0
+        local = service.kv.parts.local["default"].approximate
+        assert local.blocks(A) == len(wrong.hashes)
+
+
+async def test_a_good_prediction_is_scored() -> None:
+    async with running(settings(), cluster_of({"a": NOWHERE})) as service:
+        await service.serve(chat(TURN), A)
+        predicted = (await service.ask(chat(TURN))).facts.matched_tokens(A)
+        await service.serve(chat(TURN), A, cached=predicted - 10)
+        assert service.metric("kvproxy_kvcache_predictions_total", source="approximate", result="hit") == 1
+        assert service.metric("kvproxy_kvcache_predicted_tokens_total", source="approximate") == predicted
+        assert service.metric("kvproxy_kvcache_reused_tokens_total", source="approximate") == predicted - 10
+
+
+async def test_the_length_of_prompts_is_learned() -> None:
+    """Bytes become tokens by the engine's own count of the model."""
+    async with running(settings(), cluster_of({"a": NOWHERE})) as service:
+        first = await service.serve(chat(TURN), A)
+        guessed = first.facts.prompt_tokens
+        service.kv.finished(await service.ask(chat(TURN)), Result(A, True, prompt_tokens=guessed * 2))
+        assert (await service.ask(chat(TURN))).facts.prompt_tokens == pytest.approx(guessed * 2, rel=0.01)
+
+
+async def test_a_prefix_many_ask_for_is_hot() -> None:
+    """Worth replicating: the policy discounts it."""
+    async with running(settings(), cluster_of({"a": NOWHERE, "b": NOWHERE})) as service:
+        for number in range(20):
+            gathered = await service.serve(chat(TURN, "x", f"question {number}"), A)
+        assert gathered.facts.hot_tokens > 0.9 * gathered.facts.matched_tokens(A) > 0
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"messages": [{"role": "system", "content": TURN}]},
+        {"messages": [{"role": "user", "content": TURN}], "tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": TURN}]}]},
+        {"messages": [{"role": "user", "content": TURN}], "cache_salt": "tenant"},
+        {"messages": [{"role": "user", "content": TURN}], "chat_template_kwargs": {"enable_thinking": False}},
+        {"messages": [{"role": "user", "content": TURN}], "model": "other"},
+    ],
+    ids=["role", "tools", "parts", "salt", "template", "model"],
+)
+async def test_the_same_text_in_another_shape_is_another_prompt(other: dict[str, Any]) -> None:
+    """Roles, tools, parts, salt, template and model all shape the tokens: nothing of it may be mixed up."""
+    tokenizer = engine()
+    async with world({"a": tokenizer}, controller(nobody)) as service:
+        await service.serve(chat(TURN), A)
+        changed = chat(**{"model": "m", **other})
+        gathered = service.kv.gather(*changed, cluster=service.cluster)
+        assert gathered.tokens is None
+        assert gathered.facts.matched_tokens(A) == 0
+        await service.serve(changed, A)
+        await service.settled()
+        assert tokenizer.calls["/tokenize"] == 2
+
+
+async def test_a_chats_second_turn_needs_no_tokenize_before_routing() -> None:
+    """The first turn's tokens are a prefix of the second's: enough for the lookup, whatever was added."""
+    tokenizer = engine()
+    lmcache = controller(lambda tokens: {"b": ["LocalCPUBackend", len(tokens)]})
+    async with world({"a": tokenizer, "b": tokenizer}, lmcache, tokenize={"inline": False}) as service:
+        first = await service.ask(chat(TURN))
+        assert first.preferred is None
+        service.kv.finished(first, Result(None, True))  # somebody answered, who is not known
+        await service.settled()
+        asked = tokenizer.calls["/tokenize"]
+        second = await service.ask(chat(TURN, "an answer", "and now?"))
+        assert second.preferred == B
+        assert tokenizer.calls["/tokenize"] == asked
+        looked_up = lmcache.bodies["/lookup"][-1]["tokens"]
+        assert looked_up == words(f"<user> {TURN}")[: len(looked_up)]
+        assert len(looked_up) > 500
+        assert abs(second.facts.prompt_tokens - 607) < 10  # what is new is estimated by what is known
+
+
+async def test_token_ids_given_by_the_client_need_no_tokenizer() -> None:
+    tokenizer = engine()
+    lmcache = controller(lambda tokens: {"a": ["LocalCPUBackend", len(tokens)]})
+    async with world({"a": tokenizer}, lmcache) as service:
+        ids = list(range(1000))
+        for prompt in (ids, [ids]):
+            gathered = await service.ask(completion(prompt))
+            assert gathered.facts.prompt_tokens == 1000
+            assert gathered.preferred == A
+        assert lmcache.bodies["/lookup"][0]["tokens"] == ids
+        assert tokenizer.calls["/tokenize"] == 0
+
+
+@pytest.mark.parametrize("prompt", [["one", "two"], [[1, 2], [3]], [], [-1, 5], [1, "x"], 7, None])
+async def test_prompts_that_are_not_one_prompt_are_left_alone(prompt: Any) -> None:
+    """Batches and nonsense are the engine's business."""
+    tokenizer = engine()
+    async with world({"a": tokenizer}, controller(nobody), tokenize={"inline_min": 0}) as service:
+        await service.serve(completion(prompt), A)
+        await service.settled()
+        assert tokenizer.calls["/tokenize"] == 0
+
+
+async def test_a_completions_text_is_tokenized() -> None:
+    lmcache = controller(lambda tokens: {"a": ["LocalCPUBackend", len(tokens)]})
+    async with world({"a": engine()}, lmcache) as service:
+        gathered = await service.ask(completion(TURN))
+        assert gathered.facts.prompt_tokens == 600
+        assert gathered.preferred == A
+
+
+async def test_reuse_that_no_lookup_ever_named_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """The run-time check of hash seeds and chunk sizes."""
+    async with world({"a": engine()}, controller(nobody)) as service:
+        for number in range(4):
+            gathered = await service.ask(chat(long_text(f"w{number}-")))
+            service.kv.finished(gathered, Result(A, True, cached_tokens=512))
+    assert caplog.text.count("that LMCache's lookup has never named") == 1
+
+
+async def test_a_prompt_routed_by_somebody_else_is_learned_all_the_same() -> None:
+    """As middleware in another app nobody tells of picks, only of answers."""
+    async with running(settings(), cluster_of({"a": NOWHERE})) as service:
+        service.kv.finished(await service.ask(chat(TURN)), Result(A, True))
+        assert (await service.ask(chat(TURN))).preferred == A
+
+
+async def test_index_sizes_are_exposed() -> None:
+    async with running(settings(), cluster_of({"a": NOWHERE})) as service:
+        gathered = await service.serve(chat(TURN), A)
+        for index in ("approximate", "hot"):
+            assert service.metric("kvproxy_kvcache_index_blocks", index=index) == len(gathered.hashes)
+        assert service.metric("kvproxy_kvcache_index_blocks", index="precise") == 0
