@@ -14,7 +14,7 @@ ROWS: tuple[frozenset[str], ...] = (
     frozenset({"cli"}),
     frozenset({"commands"}),
     frozenset({"app"}),
-    frozenset({"admin", "replay", "listener"}),
+    frozenset({"admin", "replay", "listener", "doctor"}),
     frozenset({"filters"}),
     frozenset({"kvcache"}),
     frozenset({"simulator", "cluster"}),

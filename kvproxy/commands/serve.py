@@ -15,6 +15,7 @@ from kvproxy.app import Proxy
 from kvproxy.commands.logging_setup import logging_to
 from kvproxy.config.load import check_file, from_endpoints
 from kvproxy.config.schema import Config
+from kvproxy.doctor.startup import StartupVisit
 from kvproxy.errors import ConfigError, Problem
 from kvproxy.filters.registry import discover
 from kvproxy.listener.server import Server
@@ -110,6 +111,7 @@ async def serve_until_signal(config: Config) -> int:
         gc.freeze()
         gc.set_threshold(_GC_THRESHOLD, 20, 20)
         _announce(proxy, public.url)
+        await listeners.enter_async_context(StartupVisit(config))
         await stop.wait()
         proxy.draining = True
     logger.info("ended")

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from typing import Any
 
+from kvproxy.simulator.chunk_store import CHUNK_TOKENS
 from kvproxy.simulator.json_app import Request, detail
 from kvproxy.simulator.lmcache_directory import ChunkKey, Directory, MpServer, keys_of
 
@@ -16,8 +17,11 @@ _MOST_TOKENS = 1_000_000
 class CacheActions:
     """Handlers of `/cache/*`."""
 
-    def __init__(self, directory: Directory, *, rng: random.Random, kept_prefetches: int) -> None:
+    def __init__(
+        self, directory: Directory, *, rng: random.Random, kept_prefetches: int, chunk_tokens: int = CHUNK_TOKENS
+    ) -> None:
         self._directory = directory
+        self._chunk_tokens = chunk_tokens
         self._rng = rng
         self._kept_prefetches = kept_prefetches
         self._pins: Counter[ChunkKey] = Counter()
@@ -31,14 +35,14 @@ class CacheActions:
     async def pin(self, request: Request) -> Any:
         """Pins are fleet-wide and counted."""
         body = request.body(_TOKENS)
-        keys = resolved(body)
+        keys = resolved(body, chunk_tokens=self._chunk_tokens)
         self._pins.update(keys)
         return {"requested": len(keys) // body["world_size"], "affected": len(keys), "status": "pinned"}
 
     async def unpin(self, request: Request) -> Any:
         """Takes one pin off each key that has one."""
         body = request.body(_TOKENS)
-        keys = resolved(body)
+        keys = resolved(body, chunk_tokens=self._chunk_tokens)
         held = [key for key in keys if self._pins[key] > 0]
         self._pins.subtract(held)
         self._pins = +self._pins
@@ -57,7 +61,7 @@ class CacheActions:
     async def delete(self, request: Request) -> Any:
         """Removes a prompt's chunks from one server."""
         body = request.body({**_TOKENS, "instance_id": str, "tier?": str, "force?": bool})
-        server, keys = self._reachable(body["instance_id"]), resolved(body)
+        server, keys = self._reachable(body["instance_id"]), resolved(body, chunk_tokens=self._chunk_tokens)
         tier = body.get("tier") or "all"
         removed = 0 if tier == "l2" else server.remove(keys)
         if tier == "all":  # these servers have no L2: the real coordinator deletes in L1 and then answers so
@@ -75,7 +79,7 @@ class CacheActions:
     async def prefetch(self, request: Request) -> Any:
         """Copies what any server holds of a prompt into one server."""
         body = request.body({**_TOKENS, "instance_id": str})
-        server, keys = self._reachable(body["instance_id"]), resolved(body)
+        server, keys = self._reachable(body["instance_id"]), resolved(body, chunk_tokens=self._chunk_tokens)
         chunks = len(keys) // body["world_size"]
         if not chunks:
             return {"instance_id": server.instance_id, "request_id": "", "chunks": 0, "status": "noop"}
@@ -110,7 +114,7 @@ class CacheActions:
         return server
 
 
-def resolved(body: dict[str, Any]) -> list[ChunkKey]:
+def resolved(body: dict[str, Any], *, chunk_tokens: int = CHUNK_TOKENS) -> list[ChunkKey]:
     """The keys of a body's tokens, or the coordinator's complaint about them."""
     tokens = body.get("token_ids") or []
     if len(tokens) > _MOST_TOKENS:
@@ -124,6 +128,7 @@ def resolved(body: dict[str, Any]) -> list[ChunkKey]:
         model_name=body["model_name"],
         world_size=body.get("world_size") or 1,
         cache_salt=body.get("cache_salt") or "",
+        chunk_tokens=chunk_tokens,
     )
 
 

@@ -15,7 +15,8 @@ class EngineSettings:
     """One engine: its cache, its scheduler's bounds, its speed.
 
     `token_outputs` reports every token (a streaming server wants that); without it stretches of pure decoding are
-    one calculation. `kv_events` turns the reports of stored and removed blocks on.
+    one calculation. `kv_events` turns the reports of stored and removed blocks on. Without `prefix_caching` nothing is
+    kept, looked for, counted or reported.
     """
 
     capacity_blocks: int = 1600
@@ -25,6 +26,7 @@ class EngineSettings:
     timing: EngineTiming = field(default_factory=EngineTiming)
     token_outputs: bool = False
     kv_events: bool = True
+    prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         if self.capacity_blocks < 1 or self.block_size < 1:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvproxy.simulator.chunk_store import CHUNK_TOKENS
 from kvproxy.simulator.coordinator_actions import CacheActions, decoded, page, resolved
 from kvproxy.simulator.json_app import HttpError, JsonApp, Request
 from kvproxy.simulator.lmcache_directory import Directory, MpServer, keys_of
@@ -23,6 +24,7 @@ class CoordinatorSettings:
     chunk_bytes: int = 256 * 131_072
     instance_timeout_s: float | None = None
     kept_prefetches: int = 1000
+    chunk_tokens: int = CHUNK_TOKENS
 
 
 class CoordinatorApp(JsonApp):
@@ -35,7 +37,9 @@ class CoordinatorApp(JsonApp):
         self._rng = rng
         self._applied: dict[tuple[str, int], int] = {}
         self.directory = Directory(clock=clock, timeout_s=settings.instance_timeout_s)
-        self._actions = CacheActions(self.directory, rng=rng, kept_prefetches=settings.kept_prefetches)
+        self._actions = CacheActions(
+            self.directory, rng=rng, kept_prefetches=settings.kept_prefetches, chunk_tokens=settings.chunk_tokens
+        )
         for instance_id in settings.instances:
             self.directory.add(self._server(instance_id))
         self._add_routes()
@@ -46,7 +50,11 @@ class CoordinatorApp(JsonApp):
         """An engine behind `instance_id` stored a prompt; a server that is not registered is ignored."""
         server = self.directory.get(instance_id)
         if server is not None:
-            server.admit(keys_of(tokens, model_name=model_name, world_size=world_size, cache_salt=cache_salt))
+            size = self._settings.chunk_tokens
+            keys = keys_of(
+                tokens, model_name=model_name, world_size=world_size, cache_salt=cache_salt, chunk_tokens=size
+            )
+            server.admit(keys)
 
     def _add_routes(self) -> None:
         self.route("GET", "/healthz", self._healthz)
@@ -80,7 +88,8 @@ class CoordinatorApp(JsonApp):
             text = "Value error, supply exactly one of 'keys' or 'token_ids' with 'model_name'"
             problem = {"type": "value_error", "loc": ["body"], "msg": text, "input": body}
             raise HttpError(422, {"detail": [problem]})
-        keys = [decoded(key) for key in body["keys"]] if by_key else resolved(body)
+        size = self._settings.chunk_tokens
+        keys = [decoded(key) for key in body["keys"]] if by_key else resolved(body, chunk_tokens=size)
         chunks = len(keys) if by_key else len(keys) // (body.get("world_size") or 1)
         results = [
             {

@@ -35,11 +35,18 @@ class ChunkKey:
         }
 
 
-def keys_of(tokens: Sequence[int], *, model_name: str, world_size: int = 1, cache_salt: str = "") -> list[ChunkKey]:
+def keys_of(
+    tokens: Sequence[int],
+    *,
+    model_name: str,
+    world_size: int = 1,
+    cache_salt: str = "",
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> list[ChunkKey]:
     """The keys of the full chunks, chunk by chunk and rank by rank."""
     return [
         ChunkKey(chunk, model_name, rank, cache_salt)
-        for chunk in hash_blocks(tokens, CHUNK_TOKENS)
+        for chunk in hash_blocks(tokens, chunk_tokens)
         for rank in range(world_size)
     ]
 

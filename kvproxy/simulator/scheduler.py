@@ -130,7 +130,8 @@ class Scheduler:
         while self.waiting and budget > 0 and len(self.running) < self._settings.max_sequences:
             sequence = next(iter(self.waiting.values()))
             hashes = sequence.request.block_hashes
-            hits = self.cache.match(hashes, (sequence.target - 1) // self._settings.block_size)
+            limit = (sequence.target - 1) // self._settings.block_size if self._settings.prefix_caching else 0
+            hits = self.cache.match(hashes, limit)
             wanted = self._blocks_for(sequence.target) - hits + self.cache.idle_among(hashes, hits)
             if wanted > self.cache.free_blocks - self._blocks_to_decode(1):
                 return
@@ -148,7 +149,7 @@ class Scheduler:
             sequence.admitted_at = now
             sequence.cached_tokens = sequence.computed
             self.counters.prompt_tokens += request.prompt_tokens
-            self.counters.prefix_cache_queries += request.prompt_tokens
+            self.counters.prefix_cache_queries += request.prompt_tokens if self._settings.prefix_caching else 0
             self.counters.prefix_cache_hits += sequence.computed
         if request.report_full and hits:
             self.cache.announce(sequence.stored_event(0, hits, block_size, parent=None))
@@ -162,7 +163,7 @@ class Scheduler:
             sequence.blocks += self.cache.allocate(missing)
         first, hashes = sequence.hashed, sequence.request.block_hashes
         last = min(tokens // self._settings.block_size, len(hashes))
-        if last > first:
+        if last > first and self._settings.prefix_caching:
             parent = hashes[first - 1] if first else None
             event = sequence.stored_event(first, last, self._settings.block_size, parent=parent)
             self.cache.store(sequence.blocks[first:last], event)

@@ -19,10 +19,10 @@ _CACHED_PIECES = 50_000
 
 
 class Tokenizer:
-    """Encodes and decodes with the built-in vocabulary."""
+    """Encodes and decodes with the built-in vocabulary, or with its smaller relative without `word_pieces`."""
 
-    def __init__(self) -> None:
-        self._bytes_of = build_vocabulary()
+    def __init__(self, *, word_pieces: bool = True) -> None:
+        self._bytes_of = build_vocabulary(word_pieces=word_pieces)
         self._id_of = {entry: token for token, entry in enumerate(self._bytes_of)}
         self._longest = max(len(entry) for entry in self._bytes_of)
         self._piece = lru_cache(_CACHED_PIECES)(self._encode_piece)

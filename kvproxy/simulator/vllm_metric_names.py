@@ -84,7 +84,6 @@ CACHE_CONFIG = {
     "cache_dtype": "auto",
     "cache_hit_alignment_tokens": "None",
     "enable_mamba_shared_prefix_checkpoint": "False",
-    "enable_prefix_caching": "True",
     "gpu_memory_utilization": "0.92",
     "hash_block_size": "None",
     "is_attention_free": "False",

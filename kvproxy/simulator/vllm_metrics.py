@@ -108,6 +108,7 @@ class VllmMetrics:
             **CACHE_CONFIG,
             "block_size": str(engine.block_size),
             "effective_attention_block_size": str(engine.block_size),
+            "enable_prefix_caching": str(engine.prefix_caching),
             "engine": self._labels["engine"],
             "kv_cache_max_concurrency": str(float(tokens // settings.max_model_len)),
             "kv_cache_size_tokens": str(tokens),

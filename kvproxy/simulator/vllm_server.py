@@ -85,7 +85,7 @@ class VllmApp:
         on_prefilled: OnPrefilled | None,
     ) -> None:
         self._on_prefilled = on_prefilled
-        tokenizer, engine = Tokenizer(), Engine(settings.engine)
+        tokenizer, engine = Tokenizer(word_pieces=settings.word_pieces), Engine(settings.engine)
         self._publisher = self._build_publisher(settings, wall_clock)
         self._runner = EngineRunner(engine, clock=clock, on_events=self._publish, on_output=self._observe)
         self.state = VllmState(

@@ -13,6 +13,7 @@ class VllmSettings:
     """Names after vLLM's own flags. `kv_events` None publishes nothing; `max_num_queued_reqs` None never says busy.
 
     `default_output_tokens` is how long an answer is whose length the client leaves open (it then ends with "stop").
+    Without `word_pieces` the model has another tokenizer.
     """
 
     model: str = "sim"
@@ -30,6 +31,7 @@ class VllmSettings:
     max_num_queued_reqs: int | None = None
     sse_keep_alive_interval_s: float | None = None
     version: str = "0.32.0"
+    word_pieces: bool = True
 
     def __post_init__(self) -> None:
         if not self.engine.token_outputs:

@@ -40,10 +40,13 @@ You Be The I A It In We This What How Hello brief helpful please
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
-def build_vocabulary() -> list[bytes]:
-    """Token id -> bytes. The first 256 are the single bytes; the specials are the last three."""
+def build_vocabulary(*, word_pieces: bool = True) -> list[bytes]:
+    """Token id -> bytes. The first 256 are the single bytes; the specials are the last three.
+
+    Without `word_pieces` it is another, smaller vocabulary: other ids, and more of them for most texts.
+    """
     words = dict.fromkeys(_WORDS.split())
-    pieces = [piece.encode() for piece in dict.fromkeys(_PIECES.split())]
+    pieces = [piece.encode() for piece in dict.fromkeys(_PIECES.split())] if word_pieces else []
     entries = dict.fromkeys(
         [bytes([value]) for value in range(256)]
         + pieces

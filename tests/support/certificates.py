@@ -28,8 +28,8 @@ class Certificate:
         return context
 
 
-def make_certificate(folder: Path, *names: str) -> Certificate:
-    """A certificate valid for these host names and addresses."""
+def make_certificate(folder: Path, *names: str, until: datetime.datetime | None = None) -> Certificate:
+    """A certificate valid for these host names and addresses, from three days ago `until` then (tomorrow)."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kvproxy test")])
     now = datetime.datetime.now(datetime.UTC)
@@ -40,8 +40,8 @@ def make_certificate(folder: Path, *names: str) -> Certificate:
         .issuer_name(subject)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - day)
-        .not_valid_after(now + day)
+        .not_valid_before(now - 3 * day)
+        .not_valid_after(until or now + day)
         .add_extension(x509.SubjectAlternativeName([_general_name(name) for name in names]), critical=False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .sign(key, hashes.SHA256())

@@ -97,6 +97,13 @@ class KvEventBatch:
     def __len__(self) -> int:
         return len(self._events)
 
+    @property
+    def encoding(self) -> str:
+        """`map` (from 0.24 on) or `array`; empty when there is no event to tell by."""
+        if not self._events:
+            return ""
+        return "map" if _is_map(self._events[0]) else "array"
+
     def events(self, skipped: Skipped) -> Iterator[KvEvent]:
         """The events in order; those that cannot be used are counted and passed over."""
         for raw in self._events:
@@ -129,10 +136,8 @@ def decode_batch(frames: Sequence[bytes]) -> KvEventBatch:
 
 def _event(raw: msgspec.Raw) -> KvEvent | str:
     """One event, or why it is skipped."""
-    data = memoryview(raw)
-    is_map = len(data) > 0 and (data[0] & 0xF0 == 0x80 or data[0] in (0xDE, 0xDF))
     try:
-        event = (_MAP_EVENT if is_map else _ARRAY_EVENT).decode(raw)
+        event = (_MAP_EVENT if _is_map(raw) else _ARRAY_EVENT).decode(raw)
         if isinstance(event, _BlockStored):
             return _stored(event)
         if isinstance(event, _BlockRemoved):
@@ -140,6 +145,11 @@ def _event(raw: msgspec.Raw) -> KvEvent | str:
         return AllBlocksCleared()
     except (*_FAILURES, ValueError):
         return _why_unreadable(raw)
+
+
+def _is_map(raw: msgspec.Raw) -> bool:
+    data = memoryview(raw)
+    return len(data) > 0 and (data[0] & 0xF0 == 0x80 or data[0] in (0xDE, 0xDF))
 
 
 def _stored(event: _BlockStored) -> BlockStored:

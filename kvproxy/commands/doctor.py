@@ -1,0 +1,72 @@
+"""`kvproxy doctor`: visits the configured engines and LMCache and says what is wrong and how to mend it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TextIO
+
+from kvproxy.commands.serve import run_loop
+from kvproxy.config.load import check_file, from_endpoints
+from kvproxy.config.schema import Config
+from kvproxy.config.values import parse_duration_s
+from kvproxy.doctor.render import print_json, print_table
+from kvproxy.doctor.tools import Patience, Tools
+from kvproxy.doctor.visit import diagnose
+from kvproxy.errors import ConfigError, Problem
+from kvproxy.filters.registry import discover
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorOptions:
+    """What the command line asks for."""
+
+    path: str | None
+    endpoints: Sequence[str] = ()
+    timeout: str = "5s"
+    as_json: bool = False
+    strict: bool = False
+    lenient: bool = False
+
+
+def run(options: DoctorOptions, *, out: TextIO, err: TextIO) -> int:
+    """Print the verdict; 0 fine, 1 problems, 2 only warnings with `strict`. Raises ConfigError for a wrong command."""
+    timeout_s = _timeout_s(options.timeout)
+    config, problems = load(options)
+
+    async def visit() -> int:
+        report = await diagnose(config, problems, tools=Tools(patience=Patience(exchange_s=timeout_s)))
+        if options.as_json:
+            print_json(report, out)
+        else:
+            print_table(report, out, width=shutil.get_terminal_size().columns, colour=out.isatty())
+        return report.exit_status(strict=options.strict)
+
+    if config is not None:
+        engines = sum(len(cluster.endpoints) for cluster in config.clusters.values())
+        print(f"visiting {engines} engine(s); each gets two or three requests of one token (max_tokens 1)", file=err)
+    return run_loop(visit)
+
+
+def load(options: DoctorOptions) -> tuple[Config | None, list[Problem]]:
+    """The configuration, None when it has errors, and what is wrong with it. Raises ConfigError when none is named."""
+    if (options.path is None) == (not options.endpoints):
+        raise ConfigError([Problem("", "give either -c FILE, or --endpoint ID=URL once per engine")])
+    if options.path is None:
+        try:
+            return from_endpoints(options.endpoints, host="127.0.0.1", port=8888), []
+        except ConfigError as error:
+            return None, error.problems
+    extra = {name: kind.settings for name, kind in discover().items()}
+    return check_file(options.path, extra_filters=extra, lenient=options.lenient)
+
+
+def _timeout_s(text: str) -> float:
+    try:
+        timeout_s = parse_duration_s(text)
+    except ValueError as error:
+        raise ConfigError([Problem("--timeout", str(error))]) from None
+    if timeout_s <= 0:
+        raise ConfigError([Problem("--timeout", "must be longer than 0")])
+    return timeout_s

@@ -1,0 +1,87 @@
+"""Is it well, and is it an engine at all?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvproxy.doctor.engine import Engine
+from kvproxy.doctor.finding import Finding, ok, problem, warning
+from kvproxy.errors import BadResponse, ClientError, ClientTimeout, ClientUnavailable, NotSupported, Refused
+
+_WRONG_PORT = "is it the engine's port? Correct the url"
+_KEY_STATUSES = (401, 403)
+
+
+@dataclass(frozen=True, slots=True)
+class HealthCheck:
+    """Its health path, as the proxy probes it."""
+
+    engine: Engine
+
+    name = "health"
+    calls = 3
+
+    @property
+    def where(self) -> str:
+        return self.engine.where
+
+    async def find(self) -> Sequence[Finding]:
+        link = await self.engine.link()
+        if link.error is not None:
+            return []
+        try:
+            status = (await self.engine.hello()).status
+        except ClientUnavailable as error:
+            what = f"connects, but does not answer http: {error}"
+            return [problem(self.where, what, "is it https, or another service's port? Correct the url")]
+        if 200 <= status < 300:
+            return [ok(self.where, "healthy")]
+        if status in _KEY_STATUSES:
+            fix = "set `api_key` of the endpoint, which probes carry too"
+            return [problem(self.where, f"its health path asks for a key ({status})", fix)]
+        if status < 500:
+            fix = f"{_WRONG_PORT}, or `health.path` of the cluster"
+            return [problem(self.where, f"answers its health path with {status}: the proxy takes it out", fix)]
+        fix = "the engine process is up but its core is not: read its log, restart it"
+        return [problem(self.where, f"says that it is not well (health {status})", fix)]
+
+
+@dataclass(frozen=True, slots=True)
+class ApiCheck:
+    """Its OpenAI API, by the list of its models."""
+
+    engine: Engine
+
+    name = "api"
+    calls = 3
+
+    @property
+    def where(self) -> str:
+        return self.engine.where
+
+    async def find(self) -> Sequence[Finding]:
+        link = await self.engine.link()
+        if link.error is not None:
+            return []
+        try:
+            models = await self.engine.models()
+        except ClientError as error:
+            return [_no_api(self.engine, error)]
+        return [ok(self.where, f"serves {', '.join(model.id for model in models) or 'no model'}")]
+
+
+def _no_api(engine: Engine, error: ClientError) -> Finding:
+    where, had_key = engine.where, engine.endpoint.api_key is not None
+    if isinstance(error, Refused) and error.status in _KEY_STATUSES:
+        if had_key:
+            return problem(where, f"refuses the endpoint's key ({error.status})", "correct `api_key` of the endpoint")
+        fix = (
+            "set `api_key` of the endpoint; clients' own keys serve requests, but not tokenize, metrics and this visit"
+        )
+        return warning(where, f"asks for a key ({error.status})", fix)
+    if isinstance(error, NotSupported | BadResponse):
+        return problem(where, "answers, but /v1/models is not an engine's", _WRONG_PORT)
+    if isinstance(error, ClientTimeout):
+        return problem(where, "does not answer /v1/models in time", "it is overloaded or stuck: read its log")
+    return problem(where, f"/v1/models fails: {error}", "read the engine's log")

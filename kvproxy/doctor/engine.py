@@ -1,0 +1,183 @@
+"""One configured engine and the facts about it, each asked for once however many checks want it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any, TypeVar
+
+import httpx
+
+from kvproxy.clients.api import Api
+from kvproxy.clients.engine_metrics import EngineMetrics, parse_engine_metrics
+from kvproxy.clients.kv_events.source import KvEventSource
+from kvproxy.clients.vllm import MAX_METRICS_BYTES, ModelInfo, VllmClient
+from kvproxy.cluster.endpoint import origin_of
+from kvproxy.config import schema
+from kvproxy.doctor.link import Link, connect
+from kvproxy.doctor.tools import Tools
+from kvproxy.doctor.trial import Trial, TrialPlan, run_trial
+from kvproxy.errors import BadResponse, ClientError, ClientUnavailable
+
+T = TypeVar("T")
+
+#: Text whose tokens tell tokenizers apart: words, case, digits, code, accents, CJK, emoji, white space.
+SAMPLE = "The quick BROWN fox 1234567890 -> def f(x):\n\treturn x**2  # naïve café 你好世界 🙂 \u00a0end"
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The answer of the health path. `skew_s` is the engine's clock minus ours (its header has whole seconds)."""
+
+    status: int
+    skew_s: float | None = None
+
+
+class Engine:
+    """Every fact raises ClientError when the engine cannot be asked; the link itself is a fact that never does."""
+
+    def __init__(
+        self,
+        endpoint: schema.Endpoint,
+        *,
+        cluster: str,
+        health_path: str,
+        tools: Tools,
+        plan: TrialPlan,
+        label: str = "",
+        routed: tuple[str, ...] = (),
+    ) -> None:
+        self.endpoint = endpoint
+        self.cluster = cluster
+        self.tools = tools
+        self.plan = plan
+        self.where = label or f"endpoint {endpoint.id}"
+        self.origin = origin_of(endpoint)
+        self._health_path = health_path
+        self._routed = routed
+        self._http = tools.http(endpoint.ca_file, endpoint.insecure)
+        key = endpoint.api_key
+        authorization = None if key is None else f"Bearer {key.get_secret_value()}"
+        self._headers = {} if authorization is None else {"authorization": authorization}
+        url, timeout_s = str(self.origin), tools.patience.exchange_s
+        self.vllm = VllmClient(self._http, url, authorization, timeout_s=timeout_s)
+        self.api = Api(self._http, url, service="vllm", authorization=authorization)
+
+    @property
+    def instance_id(self) -> str:
+        """Its name at LMCache."""
+        return self.endpoint.instance_id or self.endpoint.id
+
+    async def link(self) -> Link:
+        """Whether it can be connected to."""
+        timeout_s = self.tools.patience.exchange_s
+        return await self.tools.answers.once(f"{self._key} link", lambda: connect(self.origin, timeout_s=timeout_s))
+
+    async def hello(self) -> Hello:
+        """What the health path says."""
+        return await self._fact("hello", self._ask_health)
+
+    async def models(self) -> tuple[ModelInfo, ...]:
+        """What it serves."""
+        return await self._fact("models", self.vllm.models)
+
+    async def version(self) -> str:
+        return await self._fact("version", self.vllm.version)
+
+    async def sources(self) -> tuple[KvEventSource, ...]:
+        """Where it publishes KV events."""
+        return await self._fact("kv event sources", self.vllm.kv_event_sources)
+
+    async def sample(self) -> tuple[int, ...]:
+        """Tokens of a sample text by `/tokenize`."""
+        return await self._fact("sample", self._tokenize_sample)
+
+    async def exposition(self) -> bytes:
+        """`/metrics` as it was before the doctor's own requests."""
+        return await self._fact("metrics", self.exposition_now)
+
+    async def trial(self) -> Trial:
+        """Two requests of one token each."""
+        return await self._fact("trial", self._run_trial)
+
+    async def model(self) -> ModelInfo:
+        """The model to try: a declared or routed one that is served, else the first that is no adapter."""
+        models = {one.id: one for one in await self.models()}
+        for name in (*self.endpoint.models, *self._routed):
+            if name in models:
+                return models[name]
+        found = next((one for one in models.values() if one.parent is None), None)
+        if found is None:
+            raise BadResponse(f"{self.where} serves no model")
+        return found
+
+    async def exposition_now(self) -> bytes:
+        """A new scrape of `/metrics`."""
+        timeout_s = self.tools.patience.exchange_s
+        return await self.api.call("GET", "/metrics", timeout_s=timeout_s, max_bytes=MAX_METRICS_BYTES)
+
+    async def metrics_now(self) -> EngineMetrics | None:
+        """The same as figures; None where the engine shows none."""
+        try:
+            return parse_engine_metrics(await self.exposition_now())
+        except ClientError:
+            return None
+
+    async def sources_or_none(self) -> tuple[KvEventSource, ...]:
+        """() where the engine cannot tell."""
+        try:
+            return await self.sources()
+        except ClientError:
+            return ()
+
+    @property
+    def _key(self) -> str:
+        return f"{self.cluster}/{self.endpoint.id}"
+
+    async def _fact(self, name: str, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Nobody waits again for an engine that cannot be connected to."""
+        link = await self.link()
+        if link.error is not None:
+            raise ClientUnavailable(f"{self.where} cannot be connected to")
+        return await self.tools.answers.once(f"{self._key} {name}", ask)
+
+    async def _run_trial(self) -> Trial:
+        await self._scraped()
+        return await run_trial(self, self.plan)
+
+    async def _scraped(self) -> None:
+        """The first scrape is taken before our own requests show in it."""
+        try:
+            await self.exposition()
+        except ClientError:
+            return
+
+    async def _tokenize_sample(self) -> tuple[int, ...]:
+        return tuple((await self.vllm.tokenize_prompt((await self.model()).id, SAMPLE)).tokens)
+
+    async def _ask_health(self) -> Hello:
+        timeout_s = self.tools.patience.exchange_s
+        sent = self.tools.wall_clock()
+        try:
+            response = await self._http.get(
+                f"{self.origin}{self._health_path}", headers=self._headers, timeout=httpx.Timeout(timeout_s)
+            )
+        except httpx.HTTPError as error:
+            raise ClientUnavailable(f"{self.where} {self._health_path}: {type(error).__name__}") from error
+        now = (sent + self.tools.wall_clock()) / 2
+        return Hello(response.status_code, _skew_s(response.headers.get("date"), now))
+
+
+def _skew_s(date: str | None, now: float) -> float | None:
+    """The header says the second that has begun: on average half a second too early."""
+    if date is None:
+        return None
+    try:
+        theirs = parsedate_to_datetime(date)
+    except ValueError:
+        return None
+    if theirs.tzinfo is None:
+        theirs = theirs.replace(tzinfo=UTC)
+    return (theirs - datetime.fromtimestamp(now, UTC)).total_seconds() + 0.5

@@ -1,0 +1,70 @@
+"""What the doctor reads in an engine's `/metrics` besides `EngineMetrics`. Pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_LE = re.compile(rb'le="([^"]+)"')
+_GROWING = (b"vllm:prompt_tokens_total", b"vllm:generation_tokens_total", b"vllm:time_to_first_token_seconds_sum")
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Figures that only grow and that no two engines share: what an engine did since its start."""
+
+    values: tuple[float, ...]
+
+    @property
+    def used(self) -> bool:
+        """An engine that did nothing looks like any other."""
+        return all(value > 0 for value in self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLengths:
+    """How long this engine's prompts were."""
+
+    count: int
+    shorter: tuple[tuple[float, int], ...]  # (at most so many tokens, so many prompts), growing
+
+    def share_below(self, tokens: int) -> float:
+        """The share of prompts that are surely shorter (the histogram's buckets are coarse)."""
+        below = max((count for bound, count in self.shorter if bound < tokens), default=0)
+        return below / self.count if self.count else 0.0
+
+
+def counters(text: bytes) -> Counters | None:
+    """None when the engine does not show them."""
+    totals = [_total(text, name) for name in _GROWING]
+    return None if None in totals else Counters(tuple(total for total in totals if total is not None))
+
+
+def prompt_lengths(text: bytes) -> PromptLengths:
+    """From `vllm:request_prompt_tokens`, over all ranks and models."""
+    buckets: dict[float, int] = {}
+    for line in text.split(b"\n"):
+        found = _LE.search(line) if line.startswith(b"vllm:request_prompt_tokens_bucket{") else None
+        value = _value(line) if found else None
+        if found is not None and value is not None:
+            bound = float(found[1])
+            buckets[bound] = buckets.get(bound, 0) + int(value)
+    return PromptLengths(max(buckets.values(), default=0), tuple(sorted(buckets.items())))
+
+
+def _total(text: bytes, name: bytes) -> float | None:
+    values = [
+        _value(line)
+        for line in text.split(b"\n")
+        if line.startswith(name) and line[len(name) : len(name) + 1] in (b"{", b" ")
+    ]
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _value(line: bytes) -> float | None:
+    """The sample's value; a timestamp may follow it."""
+    try:
+        return float((line.rpartition(b"}")[2] if b"}" in line else line.partition(b" ")[2]).split()[0])
+    except (ValueError, IndexError):
+        return None

@@ -1,0 +1,135 @@
+"""Listening to an engine's KV events while a prompt is sent to it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+
+import zmq
+import zmq.asyncio
+
+from kvproxy.clients.kv_events.codec import decode_batch, sequence_number
+from kvproxy.clients.kv_events.events import BlockStored, Skipped
+from kvproxy.clients.kv_events.sockets import Subscription, replayed
+from kvproxy.clients.kv_events.source import KvEventSource
+from kvproxy.errors import BadResponse, ClientError
+from kvproxy.types import Clock
+
+#: Batches looked at while waiting for our prompt: a busy engine publishes others meanwhile.
+_MAX_BATCHES = 5000
+
+
+@dataclass(slots=True)
+class Heard:
+    """What came over one stream."""
+
+    source: KvEventSource
+    connected: bool = False
+    batches: int = 0
+    encoding: str = ""  # `map` or `array`
+    malformed: int = 0
+    lag_s: float | None = None  # our wall clock minus the engine's, of the latest batch
+    mine: BlockStored | None = None  # an event about the prompt that was sent
+    replays: bool | None = None  # None: the engine names no replay socket
+    _skipped: Skipped = field(default_factory=Skipped)
+
+    def take(self, frames: Sequence[bytes], tokens: Sequence[int], *, now: float) -> None:
+        """One message; `tokens` are the prompt's ids."""
+        try:
+            batch = decode_batch(frames)
+        except BadResponse:
+            self.malformed += 1
+            return
+        self.batches += 1
+        self.lag_s = now - batch.ts
+        self.encoding = batch.encoding or self.encoding
+        for event in batch.events(self._skipped):
+            if isinstance(event, BlockStored) and self.mine is None and _is_part(event, tokens):
+                self.mine = event
+        self.malformed += self._skipped.counts["malformed"]
+        self._skipped.counts["malformed"] = 0
+
+
+class Streams:
+    """Open subscriptions to every data-parallel rank of one engine."""
+
+    def __init__(self, context: Callable[[], zmq.asyncio.Context], *, clock: Clock, wall_clock: Clock) -> None:
+        self.heard: list[Heard] = []
+        self._context = context
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._open: list[Subscription] = []
+
+    @property
+    def silent(self) -> bool:
+        """Connected, and nothing came about our prompt."""
+        return any(heard.connected for heard in self.heard) and not any(heard.mine for heard in self.heard)
+
+    async def connect(self, sources: Sequence[KvEventSource], *, within_s: float) -> None:
+        """Subscribes; returns when every connection is up, or after `within_s`."""
+        for source in sources:
+            self._open.append(Subscription(self._context(), source))
+            self.heard.append(Heard(source))
+        ends = self._clock() + within_s
+        for heard, subscription in zip(self.heard, self._open, strict=True):
+            while not heard.connected and (left_s := ends - self._clock()) > 0:
+                await subscription.wait(left_s)
+                heard.connected = any(subscription.connections())
+
+    async def listen(self, tokens: Sequence[int], *, within_s: float) -> None:
+        """Returns when one stream told of this prompt, or after `within_s`."""
+        ends = self._clock() + within_s
+        while self._open and not any(heard.mine for heard in self.heard) and (left_s := ends - self._clock()) > 0:
+            for heard, subscription in zip(self.heard, self._open, strict=True):
+                self._drain(heard, subscription, tokens)
+            if not any(heard.mine for heard in self.heard):
+                await self._open[0].wait(min(left_s, 0.05) if len(self._open) > 1 else left_s)
+
+    async def ask_replays(self, *, within_s: float) -> None:
+        """Whether the replay sockets answer. The batch asked for lies in the future, so the answer is its end alone."""
+        for heard in self.heard:
+            address = heard.source.replay_endpoint
+            if address is not None:
+                heard.replays = await self._replays(address, within_s)
+
+    def close(self) -> None:
+        """Ends the subscriptions."""
+        for subscription in self._open:
+            subscription.close()
+
+    def _drain(self, heard: Heard, subscription: Subscription, tokens: Sequence[int]) -> None:
+        subscription.connections()
+        for _ in range(_MAX_BATCHES):
+            frames = subscription.message()
+            if frames is None:
+                return
+            heard.take(frames, tokens, now=self._wall_clock())
+
+    async def _replays(self, address: str, within_s: float) -> bool:
+        try:
+            async with aclosing(replayed(self._context(), address, 1 << 62, idle_timeout_s=within_s)) as messages:
+                async for frames in messages:
+                    if sequence_number(frames) is None:
+                        return True
+        except (ClientError, zmq.ZMQError):
+            return False
+        return False
+
+
+@asynccontextmanager
+async def streams(
+    context: Callable[[], zmq.asyncio.Context], *, clock: Clock, wall_clock: Clock
+) -> AsyncIterator[Streams]:
+    """Closes every subscription at the end. `context` is asked for only when there is something to subscribe to."""
+    opened = Streams(context, clock=clock, wall_clock=wall_clock)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def _is_part(event: BlockStored, tokens: Sequence[int]) -> bool:
+    """Whether the event's blocks are blocks of this prompt."""
+    size, ids = event.block_tokens, list(event.token_ids)
+    return bool(ids) and any(list(tokens[i : i + len(ids)]) == ids for i in range(0, len(tokens), size))

@@ -1,0 +1,68 @@
+"""A report for people, and for programs."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator
+from typing import TextIO
+
+from kvproxy.doctor.finding import Finding, Severity
+from kvproxy.doctor.report import Report
+
+_MARKS = {Severity.OK: "ok", Severity.WARNING: "warning", Severity.PROBLEM: "PROBLEM"}
+_COLOURS = {Severity.OK: "32", Severity.WARNING: "33", Severity.PROBLEM: "31"}
+_MARK_WIDTH, _CHECK_WIDTH, _MIN_TEXT = 9, 18, 40
+
+
+def print_json(report: Report, out: TextIO) -> None:
+    """One object; see docs/doctor.md."""
+    print(json.dumps(report.as_dict(), indent=2), file=out)
+
+
+def print_table(report: Report, out: TextIO, *, width: int = 120, colour: bool = False) -> None:
+    """What is well, what could not be looked at, what is wrong with its fix (the worst last), the verdict."""
+    for one in report.passed:
+        print(_line(one, width=width, colour=colour), file=out)
+    for skipped in report.skipped:
+        text = f"{'skipped':<{_MARK_WIDTH}}{skipped.check:<{_CHECK_WIDTH}}{skipped.where}: {skipped.reason}"
+        print(text, file=out)
+    for one in reversed(report.findings):
+        print(file=out)
+        print(_line(one, width=width, colour=colour), file=out)
+        for line in _advice(one, width):
+            print(line, file=out)
+    print(f"\n{verdict(report)}", file=out)
+
+
+def verdict(report: Report) -> str:
+    """The last line."""
+    if not report.findings:
+        return f"Everything is well ({len(report.passed)} checks)."
+    return f"{_count(report.problems, 'problem')}, {_count(report.warnings, 'warning')}."
+
+
+def _line(one: Finding, *, width: int, colour: bool) -> str:
+    mark = f"{_MARKS[one.severity]:<{_MARK_WIDTH}}"
+    if colour:
+        mark = f"\x1b[{_COLOURS[one.severity]}m{mark}\x1b[0m"
+    lines = _wrapped(f"{one.where}: {one.what}", width)
+    return f"{mark}{one.check:<{_CHECK_WIDTH}}" + f"\n{' ' * (_MARK_WIDTH + _CHECK_WIDTH)}".join(lines)
+
+
+def _advice(one: Finding, width: int) -> Iterator[str]:
+    margin = " " * (_MARK_WIDTH + _CHECK_WIDTH)
+    for index, line in enumerate(_wrapped(one.fix, width - 5)):
+        yield f"{margin}{'fix: ' if index == 0 else '     '}{line}"
+    for cause in one.causes:
+        for index, line in enumerate(_wrapped(cause, width - 5)):
+            yield f"{margin}{'   - ' if index == 0 else '     '}{line}"
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    room = max(width - _MARK_WIDTH - _CHECK_WIDTH, _MIN_TEXT)
+    return textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False) or [""]
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"

@@ -1,0 +1,136 @@
+"""Everything a configuration names that can be visited."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from kvproxy.cluster.discovery import sources_of
+from kvproxy.config.kvcache_schema import KvCacheSettings
+from kvproxy.config.schema import DEFAULT_FILTERS, Cluster, Config, Endpoint
+from kvproxy.doctor.engine import Engine
+from kvproxy.doctor.finding import Finding, problem
+from kvproxy.doctor.lmcache import LmCache
+from kvproxy.doctor.tools import Tools
+from kvproxy.doctor.trial import TrialPlan
+from kvproxy.errors import ClientError, DiscoveryError
+
+T = TypeVar("T")
+
+#: A lookup needs two whole chunks of LMCache's default size to be told from chance.
+_LOOKUP_TOKENS = 2 * 256
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Engines in the order of the configuration; `undiscovered` tells of discoveries that failed.
+
+    `kvcache` is None without that filter, `lmcache` without its service. `open_files` is the process's limit.
+    """
+
+    config: Config
+    engines: tuple[Engine, ...]
+    tools: Tools
+    kvcache: KvCacheSettings | None = None
+    lmcache: LmCache | None = None
+    tokenizer: Engine | None = None
+    undiscovered: tuple[Finding, ...] = ()
+    open_files: int = field(default_factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+    def clusters(self) -> Iterable[tuple[str, tuple[Engine, ...]]]:
+        """Engines by cluster."""
+        for name in self.config.clusters:
+            yield name, tuple(engine for engine in self.engines if engine.cluster == name)
+
+
+async def survey(config: Config, *, tools: Tools, open_files: int | None = None) -> Site:
+    """The site of a configuration, its discoveries asked once."""
+    kvcache = kvcache_settings(config)
+    lookups = kvcache is not None and bool(kvcache.lmcache_endpoint)
+    engines: list[Engine] = []
+    undiscovered: list[Finding] = []
+    for name, cluster in config.clusters.items():
+        endpoints, failed = await _endpoints(name, cluster)
+        undiscovered += failed
+        routed = tuple(dict.fromkeys(routed_models(config, name)))
+        for endpoint in endpoints:
+            plan = TrialPlan(len(engines), _LOOKUP_TOKENS if lookups else 0, kvcache is not None and kvcache.kv_events)
+            engines.append(
+                Engine(
+                    endpoint,
+                    cluster=name,
+                    health_path=cluster.health.path,
+                    tools=tools,
+                    plan=plan,
+                    label=f"endpoint {name}/{endpoint.id}" if len(config.clusters) > 1 else "",
+                    routed=routed,
+                )
+            )
+    return Site(
+        config,
+        tuple(engines),
+        tools,
+        kvcache,
+        LmCache(kvcache, tools=tools) if kvcache is not None and lookups else None,
+        _tokenizer(kvcache, tools),
+        tuple(undiscovered),
+        resource.getrlimit(resource.RLIMIT_NOFILE)[0] if open_files is None else open_files,
+    )
+
+
+def kvcache_settings(config: Config) -> KvCacheSettings | None:
+    """Settings of the kvcache filter; None when the chain has none, or it is switched off."""
+    if not config.filters:
+        return KvCacheSettings() if "kvcache" in DEFAULT_FILTERS else None
+    for spec in config.filters:
+        if spec.name == "kvcache":
+            settings = spec.settings if isinstance(spec.settings, KvCacheSettings) else KvCacheSettings()
+            return settings if settings.enabled else None
+    return None
+
+
+def routed_models(config: Config, cluster: str) -> list[str]:
+    """What engines of this cluster are asked for by name, as routes and the kvcache filter say."""
+    kvcache = kvcache_settings(config)
+    names = [route.upstream_model or route.model for route in config.routes if route.cluster == cluster]
+    if kvcache is not None and kvcache.default_model and len(config.clusters) == 1:
+        names.append(kvcache.default_model)
+    return [name for name in names if name and not name.endswith("*")]
+
+
+async def known(engines: Sequence[Engine], fact: Callable[[Engine], Awaitable[T]]) -> dict[Engine, T]:
+    """The fact of every engine that can be asked for it; why another cannot is that fact's own check's business."""
+    found: dict[Engine, T] = {}
+    results = await asyncio.gather(*(fact(engine) for engine in engines), return_exceptions=True)
+    for engine, result in zip(engines, results, strict=True):
+        if isinstance(result, BaseException):
+            if not isinstance(result, ClientError):
+                raise result
+        else:
+            found[engine] = result
+    return found
+
+
+async def _endpoints(name: str, cluster: Cluster) -> tuple[list[Endpoint], list[Finding]]:
+    endpoints, failed = list(cluster.endpoints), []
+    for source in sources_of(cluster.discovery):
+        try:
+            endpoints += await source.discovery.endpoints()
+        except (DiscoveryError, OSError) as error:
+            where = f"cluster {name}"
+            what = f"the {source.name} discovery fails: {error}"
+            failed.append(problem(where, what, f"correct clusters.{name}.discovery.{source.name}, or what it names"))
+    return endpoints, failed
+
+
+def _tokenizer(kvcache: KvCacheSettings | None, tools: Tools) -> Engine | None:
+    """The engine that tokenizes for all of them, where one is configured."""
+    if kvcache is None or not kvcache.vllm_endpoint:
+        return None
+    endpoint = Endpoint(id="vllm_endpoint", url=kvcache.vllm_endpoint)
+    return Engine(
+        endpoint, cluster="", health_path="/health", tools=tools, plan=TrialPlan(), label="vllm_endpoint of kvcache"
+    )

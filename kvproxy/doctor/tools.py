@@ -1,0 +1,92 @@
+"""What the doctor looks with: connections, sockets, clocks, patience."""
+
+from __future__ import annotations
+
+import random
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Self
+
+import httpx
+import zmq.asyncio
+
+from kvproxy.doctor.answers import Answers
+from kvproxy.types import Clock
+from kvproxy.upstream.pool import UpstreamPool
+from kvproxy.upstream.transport import PoolTransport
+
+
+def utc_seconds() -> float:
+    """Wall-clock seconds since 1970."""
+    return datetime.now(UTC).timestamp()
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Seconds. `exchange_s` for one call; `event_s` for KV events to arrive after an answer, `late_s` before another
+    prompt is sent because a subscription may not have been in force for the first.
+
+    LMCache hears of a prompt after its answer: lookups are tried `lookup_tries` times, `lookup_pause_s` apart.
+    """
+
+    exchange_s: float = 5.0
+    event_s: float = 2.0
+    late_s: float = 0.25
+    lookup_tries: int = 15
+    lookup_pause_s: float = 0.1
+
+
+class Tools:
+    """An async context manager; what was opened through it is closed with it."""
+
+    def __init__(
+        self,
+        *,
+        patience: Patience | None = None,
+        clock: Clock = time.monotonic,
+        wall_clock: Clock = utc_seconds,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.patience = patience or Patience()
+        self.clock = clock
+        self.wall_clock = wall_clock
+        self.rng = rng or random.Random()
+        self.answers = Answers()
+        self._pool = UpstreamPool(max_connections=32)
+        self._http: dict[tuple[str, bool], httpx.AsyncClient] = {}
+        self._zmq: zmq.asyncio.Context | None = None
+        self._open = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        await self._open.enter_async_context(self._pool)
+        self._open.push_async_callback(self._close_clients)
+        await self._open.enter_async_context(self.answers)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self._open.aclose()
+
+    def http(self, ca_file: str = "", insecure: bool = False) -> httpx.AsyncClient:
+        """The client for origins verified this way."""
+        client = self._http.get((ca_file, insecure))
+        if client is None:
+            transport = PoolTransport(self._pool, ca_file=ca_file, insecure=insecure)
+            client = self._http[ca_file, insecure] = httpx.AsyncClient(transport=transport, trust_env=False)
+        return client
+
+    def zmq(self) -> zmq.asyncio.Context:
+        """Made when first wanted: it starts threads."""
+        if self._zmq is None:
+            self._zmq = zmq.asyncio.Context()
+        return self._zmq
+
+    async def _close_clients(self) -> None:
+        for client in self._http.values():
+            await client.aclose()
+        if self._zmq is not None:
+            self._zmq.destroy(linger=0)

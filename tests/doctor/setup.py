@@ -1,0 +1,96 @@
+"""A simulated cluster on loopback, and a visit to it."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvproxy.config.load import check_mapping
+from kvproxy.config.schema import Config
+from kvproxy.doctor.finding import Finding
+from kvproxy.doctor.report import Report
+from kvproxy.doctor.tools import Patience, Tools
+from kvproxy.doctor.visit import diagnose
+from kvproxy.simulator.engine_io import EngineSettings
+from kvproxy.simulator.fleet import Fleet, FleetSettings
+from kvproxy.simulator.kv_event_publisher import PublisherSettings
+from kvproxy.simulator.lmcache_controller import ControllerSettings
+from kvproxy.simulator.lmcache_coordinator import CoordinatorSettings
+from kvproxy.simulator.timing import EngineTiming
+from kvproxy.simulator.vllm_settings import VllmSettings
+from tests.support.loopback import serve
+
+FAST = EngineSettings(512, 16, token_outputs=True, timing=EngineTiming(time_scale=0.001))
+ENGINE = VllmSettings(model="sim", root="sim", max_model_len=8192, engine=FAST, kv_events=PublisherSettings())
+
+#: Nothing here waits for nothing for long; exchanges have time, since they end by themselves.
+PATIENCE = Patience(exchange_s=20.0, event_s=20.0, lookup_tries=2, lookup_pause_s=0.001)
+IMPATIENT = Patience(exchange_s=20.0, event_s=0.05, lookup_tries=2, lookup_pause_s=0.001)
+
+#: A budget that no machine misses: how long lookups take is tested apart.
+BUDGET = {"lookup_routing_timeout": "60s", "request_timeout": "60s"}
+
+
+@dataclass
+class Cluster:
+    """Served engines and services."""
+
+    fleet: Fleet
+    urls: dict[str, str]
+    controller: str = ""
+    coordinator: str = ""
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def config(self, *, kvcache: Mapping[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+        """A good configuration of all of it, as a file would hold it."""
+        settings = {"kv_events": True, "lmcache_endpoint": self.controller or self.coordinator, **BUDGET}
+        raw: dict[str, Any] = {
+            "endpoints": dict(self.urls),
+            "policy": "kv_aware",
+            "filters": ["inference_request", {"kvcache": {**settings, **(kvcache or {})}}, "router"],
+        }
+        return {**raw, **changes}
+
+
+@contextlib.asynccontextmanager
+async def cluster(
+    engines: Mapping[str, VllmSettings] | None = None,
+    *,
+    controller: ControllerSettings | None = ControllerSettings(),
+    coordinator: CoordinatorSettings | None = None,
+) -> AsyncIterator[Cluster]:
+    """Two equal engines and a controller, unless said otherwise; everything runs inside the block."""
+    given = dict(engines) if engines is not None else {"a": ENGINE, "b": ENGINE}
+    fleet = Fleet(FleetSettings(given, controller, coordinator), rng=random.Random(1))
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(fleet)
+        urls = {name: await stack.enter_async_context(serve(app)) for name, app in fleet.engines.items()}
+        served = Cluster(fleet, urls)
+        if fleet.controller is not None:
+            served.controller = await stack.enter_async_context(serve(fleet.controller))
+        if fleet.coordinator is not None:
+            served.coordinator = await stack.enter_async_context(serve(fleet.coordinator))
+        yield served
+
+
+def parsed(raw: Mapping[str, Any]) -> Config:
+    """The configuration of a mapping that must be a good one."""
+    config, problems = check_mapping(dict(raw), env={})
+    assert config is not None, problems
+    return config
+
+
+async def visit(raw: Mapping[str, Any], *, patience: Patience = PATIENCE, **tools: Any) -> Report:
+    """What `kvproxy doctor` finds."""
+    config, problems = check_mapping(dict(raw), env={})
+    given = Tools(patience=patience, rng=random.Random(7), **tools)
+    return await diagnose(config, problems, tools=given, open_files=10**9)
+
+
+def only(report: Report) -> Finding:
+    """The one finding there must be."""
+    assert len(report.findings) == 1, report.findings
+    return report.findings[0]
