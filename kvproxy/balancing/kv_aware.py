@@ -62,26 +62,30 @@ class KvAware:
         facts = request.facts
         by_endpoint, prompt = facts.by_endpoint, facts.prompt_tokens
         hot = min(facts.hot_tokens, prompt)
-        speeds, seconds = self.speeds, self.speeds.seconds
+        slowness_of, seconds = self.speeds.slowness, self.speeds.seconds
         request_s, token_s, attention_s, lower_s = seconds
         kappa, stall, saving = self.kappa(now), self.settings.stall, 1.0 - self.settings.hot_discount
-        costs: list[float] = []
+        costs, held = [], []
         for candidate in candidates:
             endpoint, load = candidate.id, candidate.load
             overlap = by_endpoint.get(endpoint, NOTHING_HELD)
-            matched = min(overlap.device_tokens + overlap.lower_tokens, prompt)
+            lower = overlap.lower_tokens
+            matched = overlap.device_tokens + lower
+            if matched > prompt:
+                matched = prompt
             uncached = prompt - matched
             own = request_s + uncached * (token_s + attention_s * (matched + 0.5 * uncached))
             if hot > matched:
                 own *= 1.0 - saving * (hot - matched) / uncached
-            if overlap.lower_tokens:
-                own += lower_s * min(overlap.lower_tokens, matched)
-            slowness = speeds.slowness(endpoint, now)
+            if lower:
+                own += lower_s * min(lower, matched)
+            slowness = slowness_of(endpoint, now)
             cost = load.wait_s(seconds, slowness, now) + own * (slowness + kappa + stall * load.in_flight)
             costs.append(cost / candidate.weight)
+            held.append(matched)
         index = least(costs, self._rng)
         self._count(request, candidates[index].id, len(candidates), now)
-        return Choice(index, reason_of(request, candidates, index), costs)
+        return Choice(index, reason_of(held, index), costs)
 
     def learned(self, now: float) -> Mapping[str, object]:
         """The present estimates."""
@@ -92,7 +96,7 @@ class KvAware:
         self.speeds.observe(endpoint, work, busy_s, now)
 
     def observe_reuse(self, endpoint: EndpointId, predicted_tokens: int, cached_tokens: int, now: float) -> None:
-        pass
+        """Nothing: a wrong prediction shows in the samples, and who made it answers for it (trust.py)."""
 
     def forget(self, endpoint: EndpointId) -> None:
         self.speeds.forget(endpoint)
@@ -102,12 +106,9 @@ class KvAware:
             self.utilisation.add(own_s(request.facts, endpoint, self.speeds), endpoints, now)
 
 
-def reason_of(request: PickRequest, candidates: Sequence[Candidate], index: int) -> str:
+def reason_of(held: Sequence[int], index: int) -> str:
     """How the choice stands to what is cached: `overlap` (nobody holds more), `load` (somebody does), `no_overlap`."""
-    by_endpoint = request.facts.by_endpoint
-    if not by_endpoint:
-        return "no_overlap"
-    best = max(by_endpoint.get(candidate.id, NOTHING_HELD).tokens for candidate in candidates)
+    best = max(held)
     if best == 0:
         return "no_overlap"
-    return "overlap" if by_endpoint.get(candidates[index].id, NOTHING_HELD).tokens == best else "load"
+    return "overlap" if held[index] == best else "load"

@@ -3,6 +3,9 @@
 Besides the counts it estimates how long a new request would wait for its prefill, and closes the samples a speed model
 learns from: every group of first tokens is one sample "busy seconds against features", so that queueing stands on both
 sides of the equation.
+
+An answer that is not streamed hides its first token behind its whole decode. Engines prefill in order of arrival, so
+such a request is taken as prefilled when a later one shows its first token, or when its estimated time has passed.
 """
 
 from __future__ import annotations
@@ -48,6 +51,8 @@ class Reservation:
     cached_tokens: int
     started_at: float
     lower_tokens: int = 0  # of the cached ones, on host or disk tiers
+    hidden: bool = False  # its first token cannot be seen
+    queued: Features = NO_WORK  # what was pending when it was placed, itself included
     first_token_at: float | None = None
     released: bool = False
 
@@ -70,6 +75,7 @@ class EndpointLoad:
         "_head",
         "_last",
         "_pending",
+        "_presumed",
         "_work",
         "in_flight",
         "on_sample",
@@ -86,6 +92,7 @@ class EndpointLoad:
         self._work = NO_WORK  # of everything pending
         self._head: Features | None = NO_WORK  # of the oldest pending requests; None: to be summed again
         self._done = NO_WORK  # of first tokens in the open sample
+        self._presumed = NO_WORK  # of hidden ones since the last first token; joins the sample with the next one
         self._anchor = 0.0  # when the open sample's work began
         self._last = 0.0  # the latest first token, or when work began
 
@@ -99,29 +106,36 @@ class EndpointLoad:
         """Prefill work of the requests without a first token."""
         return self._work
 
-    def reserve(self, uncached_tokens: int, cached_tokens: int, now: float, *, lower_tokens: int = 0) -> Reservation:
-        """Count a request in, in the same step as the pick."""
-        reservation = Reservation(uncached_tokens, cached_tokens, now, lower_tokens)
+    def reserve(
+        self, uncached_tokens: int, cached_tokens: int, now: float, *, lower_tokens: int = 0, hidden: bool = False
+    ) -> Reservation:
+        """Count a request in, in the same step as the pick. `hidden`: its first token will not be seen."""
+        reservation = Reservation(uncached_tokens, cached_tokens, now, lower_tokens, hidden)
         self.in_flight += 1
         self.pending_tokens += uncached_tokens
         self.resident_tokens += uncached_tokens + cached_tokens
         if not self._pending:
             self._anchor = self._last = now
-            self._work = self._done = NO_WORK  # also ends the drift of adding and subtracting floats
+            self._work = self._done = self._presumed = NO_WORK  # also ends the drift of adding and subtracting floats
         work = self._pending[reservation] = reservation.features
-        self._work = _sum(self._work, work)
+        self._work = reservation.queued = _sum(self._work, work)
         self._head = None
         return reservation
 
     def first_token(self, reservation: Reservation, now: float) -> None:
-        """The engine finished this request's prefill."""
+        """The engine finished this request's prefill; of a hidden one only that it did so at some time is known."""
+        if reservation.hidden:
+            self._void(reservation, now)
+            return
+        self._presume_before(reservation)
         work = self._settle(reservation)
         if work is None:
             return
         reservation.first_token_at = now
         if self._last > self._anchor and now - self._last > GROUP_GAP_S:
             self._close_sample(self._last, now)
-        self._done = _sum(self._done, work)
+        self._done = _sum(_sum(self._done, self._presumed), work)
+        self._presumed = NO_WORK
         self._last = now
         if not self._pending:
             self._close_sample(now, now)
@@ -131,9 +145,7 @@ class EndpointLoad:
         if reservation.released:
             return
         reservation.released = True
-        if self._settle(reservation) is not None:
-            self._done = NO_WORK
-            self._anchor = self._last = now
+        self._void(reservation, now)
         self.in_flight -= 1
         self.resident_tokens -= reservation.uncached_tokens + reservation.cached_tokens
 
@@ -142,13 +154,45 @@ class EndpointLoad:
 
         `seconds` is the pool's time for one unit of each feature, `slowness` this endpoint's factor on it.
         """
+        if self._pending:
+            self._presume_by_time(seconds, slowness, now)
         if not self._pending:
             return 0.0
-        head = self._head
+        head, work = self._head, self._work
         if head is None:
             head = self._head = self._sum_head()
-        progress = min(max(0.0, now - self._last), MAX_PROGRESS * slowness * seconds_of(head, seconds))
-        return max(0.0, slowness * seconds_of(self._work, seconds) - progress)
+        a, b, c, d = seconds  # not seconds_of: this runs for every endpoint of every pick
+        progress = MAX_PROGRESS * slowness * (head[0] * a + head[1] * b + head[2] * c + head[3] * d)
+        elapsed = now - self._last
+        if elapsed < progress:
+            progress = elapsed if elapsed > 0.0 else 0.0
+        wait = slowness * (work[0] * a + work[1] * b + work[2] * c + work[3] * d) - progress
+        return wait if wait > 0.0 else 0.0
+
+    def _void(self, reservation: Reservation, now: float) -> None:
+        """Takes a request out whose first token nobody saw, and with it the open sample."""
+        if self._settle(reservation) is not None:
+            self._done = self._presumed = NO_WORK
+            self._anchor = self._last = now
+
+    def _presume_before(self, shown: Reservation) -> None:
+        """What was placed before a request that shows its first token was prefilled before it."""
+        if shown not in self._pending:
+            return
+        while (oldest := next(iter(self._pending))) is not shown and oldest.hidden:
+            self._presume(oldest)
+
+    def _presume_by_time(self, seconds: Features, slowness: float, now: float) -> None:
+        while self._pending:
+            oldest = next(iter(self._pending))
+            if not oldest.hidden or now - oldest.started_at < slowness * seconds_of(oldest.queued, seconds):
+                return
+            self._presume(oldest)
+
+    def _presume(self, hidden: Reservation) -> None:
+        work = self._settle(hidden)
+        assert work is not None
+        self._presumed = _sum(self._presumed, work)
 
     def _settle(self, reservation: Reservation) -> Features | None:
         """Takes a request out of the pending ones; None when it is none."""

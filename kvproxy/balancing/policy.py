@@ -63,6 +63,8 @@ class PickRequest:
     preferred: EndpointId | None = None
     #: Endpoints already tried for this request; screened out by the cluster.
     excluded: frozenset[EndpointId] = frozenset()
+    #: Whether its first token will be seen on its own, apart from the end of its answer.
+    streams: bool = True
     #: Stable bytes of the prompt's head, for hashing policies; b"" when unknown.
     prompt_head: bytes = b""
 
