@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from types import TracebackType
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvproxy.admin.app import AdminApp
+from kvproxy.admin.app import admin_app
+from kvproxy.admin.history import History
+from kvproxy.admin.operated import FindingLike
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.http_probe import HttpProbe
 from kvproxy.cluster.routes import Routes
 from kvproxy.config.schema import DEFAULT_FILTERS, Config, FilterSpec
 from kvproxy.filters.chain import FilterContext, FilterType, Services, WallClock, build_chain
 from kvproxy.filters.local_reply import local_reply
+from kvproxy.filters.recent import RecentDecisions
 from kvproxy.filters.registry import FILTERS, discover
+from kvproxy.kvcache.service import KvCache
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.types import Clock
 from kvproxy.upstream.pool import UpstreamPool
@@ -47,6 +51,10 @@ class Proxy:
         self.config = config
         self.metrics = Metrics() if metrics is None else metrics
         self.draining = False
+        self.clock = clock
+        self.wall_clock = wall_clock
+        self.recent = RecentDecisions()
+        self.findings: Sequence[FindingLike] = ()  # what the operator should know, shown on the live page
         rng = random.Random() if rng is None else rng
         pool = config.pool
         self._pool = UpstreamPool(
@@ -76,10 +84,18 @@ class Proxy:
         types = {**installed, **FILTERS}
         self._chain = build_chain(specs, self._not_found, context=context, types=types)
         self._lifetimes = context.lifetimes
-        self.admin: ASGIApp = AdminApp(
-            self.clusters, metrics=self.metrics, ready=lambda: not self.draining, clock=clock
-        ).build(config.admin.token)
+        self._kvcaches = context.kvcaches
+        history = History(self)
+        if config.admin.enabled:
+            context.observers.append(self.recent.record)
+            self._lifetimes.append(history)
+        self.admin: ASGIApp = admin_app(self, history)
         self._running = AsyncExitStack()
+
+    @property
+    def kvcache(self) -> KvCache | None:
+        """The service behind the `kvcache` filter."""
+        return self._kvcaches[0] if self._kvcaches else None
 
     async def __aenter__(self) -> Proxy:
         await self._running.enter_async_context(self._pool)

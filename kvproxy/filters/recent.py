@@ -64,9 +64,10 @@ class RecentDecisions:
         """The newest first."""
         return map(_decision, reversed(self._kept))
 
-    def since(self, moment: float) -> Iterator[Decision]:
-        """Those that ended after `moment`, the newest first."""
-        return map(_decision, takewhile(lambda kept: kept[0] > moment, reversed(self._kept)))
+    def ttfts_since(self, moment: float) -> list[float]:
+        """Seconds to the first byte of those that ended after `moment` and had one."""
+        recent = takewhile(lambda kept: kept[0] > moment, reversed(self._kept))
+        return [ttft_s for kept in recent if (ttft_s := kept[7].ttft_s) is not None]
 
     def take_tally(self) -> Tally:
         """Requests since the last call, all of them: more than are kept here, maybe. Whoever records must also take."""

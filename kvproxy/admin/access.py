@@ -1,0 +1,99 @@
+"""Who may use the admin listener: a token where there is one, and never a foreign web page on behalf of a browser."""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import Callable
+
+from pydantic import SecretStr
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvproxy.admin.replies import error
+from kvproxy.config.address import is_loopback
+from kvproxy.errors import Problem
+
+#: Health is asked for by load balancers, which carry no token; the page itself holds nothing but its own text.
+_OPEN_PATHS = frozenset({"/healthz", "/readyz", "/", "/page.css", "/page.js"})
+_CHANGING = frozenset({"POST", "PUT", "PATCH", "DELETE"})
+_HOST = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]]*))(?::\d+)?")
+
+#: The page needs its own files and its own API, and nothing else in the world.
+_SECURITY_HEADERS = [
+    (
+        b"content-security-policy",
+        b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+        b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    ),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+]
+
+
+class Access:
+    """Refuses what may not pass, before anything else looks at it, and marks every answer for browsers.
+
+    Without a token the `Host` must be an address or `localhost`: a page that made its own name resolve here (DNS
+    rebinding) is as foreign as any other. Changes must be JSON, which a browser's form cannot send, and must not come
+    from another origin. `token` is asked for every request, so that a reload may change it.
+    """
+
+    def __init__(self, app: ASGIApp, *, token: Callable[[], SecretStr | None]) -> None:
+        self._app = app
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), *_SECURITY_HEADERS]}
+            await send(message)
+
+        refusal = self._refusal(scope)
+        if refusal is None:
+            await self._app(scope, receive, marked)
+            return
+        status, problem = refusal
+        headers = {"www-authenticate": "Bearer"} if status == 401 else None
+        await error(status, [problem], headers=headers)(scope, receive, marked)
+
+    def _refusal(self, scope: Scope) -> tuple[int, Problem] | None:
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        token = self._token()
+        if scope["path"] not in _OPEN_PATHS:
+            if token is None and not _local(headers.get(b"host", b"")):
+                fix = "use 127.0.0.1 or localhost, or set admin.token"
+                return 403, Problem("header host", "not an address of this listener", fix)
+            if token is not None and not _authorized(headers.get(b"authorization", b""), token):
+                return 401, Problem(
+                    "header authorization", "admin token required", "send `Authorization: Bearer TOKEN`"
+                )
+        return _foreign(scope["method"], headers) if scope["method"] in _CHANGING else None
+
+
+def _authorized(given: bytes, token: SecretStr) -> bool:
+    return hmac.compare_digest(given, b"Bearer " + token.get_secret_value().encode())
+
+
+def _local(host: bytes) -> bool:
+    """Whether the name in a Host header cannot belong to somebody else: loopback or any literal address."""
+    match = _HOST.fullmatch(host.decode("latin-1"))
+    if match is None:
+        return False
+    name = match[1] or match[2] or ""
+    return is_loopback(name) or re.fullmatch(r"[0-9.]+|[0-9a-fA-F:.]*:[0-9a-fA-F:.]*", name) is not None
+
+
+def _foreign(method: str, headers: dict[bytes, bytes]) -> tuple[int, Problem] | None:
+    kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+    if kind != b"application/json":
+        fix = "send `Content-Type: application/json`"
+        return 415, Problem("header content-type", f"a {method} here must be JSON", fix)
+    origin = headers.get(b"origin")
+    if origin is not None and origin.partition(b"://")[2] != headers.get(b"host"):
+        return 403, Problem("header origin", "changes from another origin are refused", "use this listener's own page")
+    return None

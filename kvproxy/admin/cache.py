@@ -1,0 +1,63 @@
+"""The cache's side: sources and indexes, hot prefixes, leases. Hashes only, never a prompt."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvproxy.admin.counts import by_label
+from kvproxy.admin.operated import Operated
+from kvproxy.admin.replies import Refused, limit_of, reply
+from kvproxy.errors import Problem
+from kvproxy.kvcache.hot_prefixes import hot_prefixes
+from kvproxy.kvcache.parts import Parts
+from kvproxy.kvcache.status import cache_status, leases
+
+MAX_LIMIT = 1000
+
+
+class CacheRoutes:
+    """Read-only."""
+
+    def __init__(self, operated: Operated) -> None:
+        self._operated = operated
+
+    def routes(self) -> list[Route]:
+        """Their paths."""
+        return [
+            Route("/cache/status", self._status, methods=["GET"]),
+            Route("/cache/hot", self._hot, methods=["GET"]),
+            Route("/cache/leases", self._leases, methods=["GET"]),
+        ]
+
+    async def _status(self, request: Request) -> Response:
+        metrics = self._operated.metrics
+        predictions = {
+            "predicted_tokens": by_label(metrics.kv_predicted_tokens, "source"),
+            "reused_tokens": by_label(metrics.kv_reused_tokens, "source"),
+            "results": by_label(metrics.kv_predictions, "result"),
+        }
+        return reply(
+            {
+                **cache_status(self._parts()),
+                "lookups": by_label(metrics.kv_lookups, "outcome"),
+                "tokenizes": by_label(metrics.kv_tokenizes, "outcome"),
+                "actions": by_label(metrics.kv_actions, "result"),
+                "predictions": predictions,
+            }
+        )
+
+    async def _hot(self, request: Request) -> Response:
+        limit = limit_of(request, default=20, most=MAX_LIMIT)
+        return reply({"prefixes": await hot_prefixes(self._parts(), limit)})
+
+    async def _leases(self, request: Request) -> Response:
+        return reply({"leases": leases(self._parts(), self._operated.clock())})
+
+    def _parts(self) -> Parts:
+        kvcache = self._operated.kvcache
+        if kvcache is None:
+            fix = "put `kvcache` into `filters`, or leave `filters` out"
+            raise Refused(404, Problem("filters", "there is no kvcache filter, or it is off", fix))
+        return kvcache.parts

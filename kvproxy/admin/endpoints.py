@@ -1,0 +1,152 @@
+"""Endpoints over the admin listener: who there is and how they are, and what an operator may change about them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvproxy.admin.audit import Audit
+from kvproxy.admin.operated import Operated
+from kvproxy.admin.replies import Refused, json_object, reply
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.config import schema
+from kvproxy.config.decode import decode
+from kvproxy.config.endpoint_url import url_fault
+from kvproxy.config.fields import nearest
+from kvproxy.config.paths import dotted
+from kvproxy.errors import Problem
+from kvproxy.kvcache.status import endpoint_index, engine_status
+from kvproxy.types import EndpointId
+
+
+def endpoint_status(operated: Operated, cluster: str, endpoint: Endpoint) -> dict[str, object]:
+    """Everything known about one endpoint: load, health, and what its engine says."""
+    status = endpoint.status(operated.clock())
+    if operated.kvcache is not None:
+        parts = operated.kvcache.parts
+        status["engine"] = engine_status(parts, endpoint)
+        status["cache"] = endpoint_index(parts, cluster, endpoint)
+    return status
+
+
+class EndpointRoutes:
+    """List, add, drain, undrain, weigh and remove."""
+
+    def __init__(self, operated: Operated, audit: Audit) -> None:
+        self._operated = operated
+        self._audit = audit
+
+    def routes(self) -> list[Route]:
+        """Their paths."""
+        one = "/endpoints/{cluster}/{id:path}"
+        return [
+            Route("/endpoints", self._collection, methods=["GET", "POST"]),
+            Route(f"{one}/drain", self._drain, methods=["POST"]),
+            Route(f"{one}/undrain", self._drain, methods=["POST"]),
+            Route(f"{one}/weight", self._weight, methods=["POST"]),
+            Route(one, self._remove, methods=["DELETE"]),
+        ]
+
+    async def _collection(self, request: Request) -> Response:
+        return await self._add(request) if request.method == "POST" else self._list()
+
+    def _list(self) -> Response:
+        clusters: dict[str, list[dict[str, object]]] = {}
+        for name, cluster in self._operated.clusters.items():
+            present = [endpoint_status(self._operated, name, each) for each in cluster.endpoints]
+            leaving = [{**each.status(self._operated.clock()), "leaving": True} for each in cluster.leaving]
+            clusters[name] = present + leaving
+        return reply({"clusters": clusters})
+
+    async def _add(self, request: Request) -> Response:
+        body = await json_object(request)
+        cluster = self._cluster(body.pop("cluster", None))
+        endpoint = _decoded(body)
+        if cluster.endpoint(EndpointId(endpoint.id)) is not None:
+            raise Refused(409, Problem("id", f"{cluster.name} has an endpoint {endpoint.id!r}", "remove it first"))
+        if not cluster.add(endpoint):
+            raise Refused(409, Problem("id", "too many endpoints were added already", "remove some"))
+        self._audit.write(request, "endpoint.add", cluster=cluster.name, endpoint=endpoint.id, url=endpoint.url)
+        return self._status_of(cluster, endpoint.id, 201)
+
+    async def _drain(self, request: Request) -> Response:
+        await json_object(request, optional=True)
+        cluster, endpoint = self._endpoint(request)
+        draining = not request.url.path.endswith("/undrain")
+        before, endpoint.draining = endpoint.draining, draining
+        action = "endpoint.drain" if draining else "endpoint.undrain"
+        self._audit.write(request, action, cluster=cluster.name, endpoint=endpoint.id, was_draining=before)
+        return self._status_of(cluster, endpoint.id)
+
+    async def _weight(self, request: Request) -> Response:
+        body = await json_object(request)
+        cluster, endpoint = self._endpoint(request)
+        unknown = [Problem(key, "unknown key", nearest(key, ["weight"])) for key in body if key != "weight"]
+        weight = body.get("weight")
+        if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 < weight <= 1000:
+            unknown.append(Problem("weight", "must be a number", "allowed: more than 0, at most 1000"))
+        if unknown:
+            raise Refused(422, *unknown)
+        assert isinstance(weight, int | float)
+        before = endpoint.configured_weight
+        cluster.reweight(endpoint.id, float(weight))
+        where = {"cluster": cluster.name, "endpoint": endpoint.id}
+        self._audit.write(request, "endpoint.weight", **where, before=before, after=float(weight))
+        return self._status_of(cluster, endpoint.id)
+
+    async def _remove(self, request: Request) -> Response:
+        await json_object(request, optional=True)
+        cluster, endpoint = self._endpoint(request)
+        in_flight = endpoint.load.in_flight
+        cluster.dismiss(endpoint.id)
+        self._audit.write(request, "endpoint.remove", cluster=cluster.name, endpoint=endpoint.id, in_flight=in_flight)
+        return reply({"removed": endpoint.id, "cluster": cluster.name, "in_flight": in_flight})
+
+    def _cluster(self, name: Any) -> Cluster:
+        """The named cluster, or the only one; Refused when there is none."""
+        clusters = self._operated.clusters
+        if name is None and len(clusters) == 1:
+            return next(iter(clusters.values()))
+        cluster = clusters.get(name) if isinstance(name, str) else None
+        if cluster is None:
+            what = "required, since there are several" if name is None else "there is no such cluster"
+            raise Refused(422 if name is None else 404, Problem("cluster", what, f"clusters: {', '.join(clusters)}"))
+        return cluster
+
+    def _endpoint(self, request: Request) -> tuple[Cluster, Endpoint]:
+        cluster = self._cluster(request.path_params["cluster"])
+        name = request.path_params["id"]
+        endpoint = cluster.endpoint(EndpointId(name))
+        if endpoint is None:
+            known = nearest(name, [each.id for each in cluster.endpoints])
+            raise Refused(404, Problem("id", f"{cluster.name} has no endpoint {name[:128]!r}", known))
+        return cluster, endpoint
+
+    def _status_of(self, cluster: Cluster, name: str, status: int = 200) -> Response:
+        endpoint = cluster.endpoint(EndpointId(name))
+        assert endpoint is not None
+        return reply(endpoint_status(self._operated, cluster.name, endpoint), status)
+
+
+def _decoded(body: dict[str, Any]) -> schema.Endpoint:
+    """The endpoint; Refused with every problem. Files are named in the configuration only: whoever may talk to this
+    listener must not learn by it what other files hold."""
+    problems = [
+        Problem(key, "files cannot be named here", "write it out, or add the endpoint to the configuration")
+        for key in ("api_key", "ca_file")
+        if isinstance(body.get(key), dict) or (key == "ca_file" and body.get(key))
+    ]
+    if problems:
+        raise Refused(422, *problems)
+    decoded = decode(schema.Endpoint, body, dotted)
+    endpoint: schema.Endpoint | None = decoded.value
+    problems = decoded.problems
+    if not problems and endpoint is not None and (fault := url_fault(endpoint.url)):
+        problems = [Problem("url", fault, "http://host:port")]
+    if problems or endpoint is None:
+        raise Refused(422, *problems)
+    return endpoint

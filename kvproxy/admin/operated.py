@@ -1,0 +1,61 @@
+"""The running proxy as its operator's listener sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Protocol
+
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.config.schema import Config
+from kvproxy.filters.recent import RecentDecisions
+from kvproxy.kvcache.service import KvCache
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.types import Clock
+
+
+class FindingLike(Protocol):
+    """Something an operator should know: of the configuration, or of a check of the engines."""
+
+    @property
+    def severity(self) -> str: ...
+    @property
+    def where(self) -> str: ...
+    @property
+    def what(self) -> str: ...
+    @property
+    def fix(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One FindingLike. `severity` is `note`, `ok`, `warning` or `problem`."""
+
+    severity: str
+    where: str
+    what: str
+    fix: str = ""
+
+
+class Operated(Protocol):
+    """Asked anew for every request: a reload may have replaced any part."""
+
+    @property
+    def config(self) -> Config: ...
+    @property
+    def clusters(self) -> Mapping[str, Cluster]: ...
+    @property
+    def kvcache(self) -> KvCache | None: ...
+    @property
+    def findings(self) -> Sequence[FindingLike]: ...
+    @property
+    def recent(self) -> RecentDecisions: ...
+    @property
+    def metrics(self) -> Metrics: ...
+    @property
+    def draining(self) -> bool: ...
+    @property
+    def clock(self) -> Clock: ...
+    @property
+    def wall_clock(self) -> Callable[[], datetime]: ...

@@ -1,0 +1,84 @@
+"""JSON in and out of the admin listener: bounded bodies, and errors that say what, where and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvproxy.errors import Problem
+
+MAX_BODY_BYTES = 64 * 1024
+
+#: Answers hold live state and, maybe, addresses: no cache may keep them.
+_NO_STORE = {"cache-control": "no-store"}
+
+
+class Refused(Exception):
+    """The request cannot be done; every problem with it."""
+
+    def __init__(self, status: int, *problems: Problem) -> None:
+        super().__init__(problems[0].message)
+        self.status = status
+        self.problems = problems
+
+
+def reply(data: object, status: int = 200, *, headers: Mapping[str, str] | None = None) -> Response:
+    """`data` as JSON; numbers that JSON does not have become null."""
+    return Response(msgspec.json.encode(data), status, {**_NO_STORE, **(headers or {})}, media_type="application/json")
+
+
+def error(status: int, problems: Sequence[Problem], *, headers: Mapping[str, str] | None = None) -> Response:
+    """`{"error": what, "problems": [{"where", "what", "fix"}]}`; the first problem is the headline."""
+    listed = [{"where": one.path, "what": one.message, "fix": one.hint} for one in problems]
+    return reply({"error": problems[0].message, "problems": listed}, status, headers=headers)
+
+
+async def on_refused(request: Request, refused: Exception) -> Response:
+    """Starlette's handler for Refused."""
+    assert isinstance(refused, Refused)
+    return error(refused.status, refused.problems)
+
+
+async def on_http_error(request: Request, raised: Exception) -> Response:
+    """Starlette's handler for paths and methods there are not."""
+    assert isinstance(raised, HTTPException)
+    path = request.url.path
+    if raised.status_code == 405:
+        allowed = (raised.headers or {}).get("Allow", "")
+        problem = Problem(path, f"{request.method} is not possible here", f"allowed: {allowed}")
+    elif raised.status_code == 404:
+        problem = Problem(path, "there is nothing here", "docs/admin.md lists what there is")
+    else:
+        problem = Problem(path, raised.detail)
+    return error(raised.status_code, [problem], headers=raised.headers)
+
+
+async def json_object(request: Request, *, optional: bool = False) -> dict[str, Any]:
+    """The request's body, a JSON object of at most 64 KiB; Refused otherwise. `optional`: an empty body is {}."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise Refused(413, Problem("(body)", f"larger than {MAX_BODY_BYTES} bytes", "send less"))
+    if not body and optional:
+        return {}
+    try:
+        data = msgspec.json.decode(bytes(body))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as broken:
+        raise Refused(400, Problem("(body)", f"not JSON: {broken}", "send a JSON object")) from None
+    if not isinstance(data, dict):
+        raise Refused(400, Problem("(body)", "not a JSON object", 'send {"name": value, ...}'))
+    return data
+
+
+def limit_of(request: Request, *, default: int, most: int) -> int:
+    """The query's `limit`; Refused unless it is a whole number from 1 to `most`."""
+    text = request.query_params.get("limit", str(default))
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= most):
+        raise Refused(400, Problem("limit", "not a possible number", f"allowed: 1 to {most}"))
+    return int(text)

@@ -1,0 +1,101 @@
+"""How each cluster decides: its policy, what that has learned, and the parameters an operator may change meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvproxy.admin.audit import Audit
+from kvproxy.admin.operated import Operated
+from kvproxy.admin.replies import Refused, json_object, reply
+from kvproxy.balancing.tuning import Informed, Tunable, ranges, tuned
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.config.fields import nearest
+from kvproxy.config.model import Model
+from kvproxy.errors import ConfigError, Problem
+
+
+def routing_status(cluster: Cluster, now: float) -> dict[str, object]:
+    """Policy, parameters with their ranges, and what was learned."""
+    policy = cluster.policy
+    status: dict[str, object] = {"policy": cluster.policy_name, "parameters": {}, "allowed": {}, "learned": {}}
+    if isinstance(policy, Tunable):
+        status["parameters"] = policy.settings.model_dump()
+        status["allowed"] = ranges(policy.settings)
+    if isinstance(policy, Informed):
+        status["learned"] = policy.learned(now)
+    return status
+
+
+class RoutingRoutes:
+    """Show and change. A change takes the shape of what is shown: `{"clusters": {NAME: {"parameters": {...}}}}`."""
+
+    def __init__(self, operated: Operated, audit: Audit) -> None:
+        self._operated = operated
+        self._audit = audit
+
+    def routes(self) -> list[Route]:
+        """Their paths."""
+        return [Route("/routing", self._routing, methods=["GET", "PATCH"])]
+
+    async def _routing(self, request: Request) -> Response:
+        if request.method == "PATCH":
+            self._change(request, await json_object(request))
+        now = self._operated.clock()
+        return reply({"clusters": {name: routing_status(one, now) for name, one in self._operated.clusters.items()}})
+
+    def _change(self, request: Request, body: dict[str, Any]) -> None:
+        """All of it, or nothing."""
+        problems: list[Problem] = []
+        planned: list[tuple[str, Tunable, Model]] = []
+        for name, changes in _wanted(body, problems):
+            policy = self._tunable(name, problems)
+            if policy is None:
+                continue
+            try:
+                planned.append((name, policy, tuned(policy.settings, changes)))
+            except ConfigError as error:
+                at = f"clusters.{name}.parameters"
+                problems += [Problem(f"{at}.{one.path}", one.message, one.hint) for one in error.problems]
+        if problems:
+            raise Refused(422, *problems)
+        for name, policy, settings in planned:
+            before, policy.settings = policy.settings, settings
+            old, new = before.model_dump(), settings.model_dump()
+            changed = {key: {"before": old[key], "after": new[key]} for key in new if old[key] != new[key]}
+            self._audit.write(request, "routing.change", cluster=name, parameters=changed)
+
+    def _tunable(self, name: str, problems: list[Problem]) -> Tunable | None:
+        cluster = self._operated.clusters.get(name)
+        if cluster is None:
+            fix = nearest(name, self._operated.clusters)
+            problems.append(Problem(f"clusters.{name[:128]}", "there is no such cluster", fix))
+            return None
+        if not isinstance(cluster.policy, Tunable):
+            fix = "kv_aware, dynamo, llm_d and prefix_affinity have some"
+            what = f"the policy {cluster.policy_name} has no parameters"
+            problems.append(Problem(f"clusters.{name}.parameters", what, fix))
+            return None
+        return cluster.policy
+
+
+def _wanted(body: dict[str, Any], problems: list[Problem]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Cluster names with their changes, as far as the shape is right."""
+    problems += [Problem(key, "unknown key", nearest(key, ["clusters"])) for key in body if key != "clusters"]
+    clusters = body.get("clusters")
+    if not isinstance(clusters, dict) or not clusters:
+        problems.append(Problem("clusters", "names no cluster", '{"clusters": {"default": {"parameters": {...}}}}'))
+        return
+    for name, entry in clusters.items():
+        at = f"clusters.{name[:128]}"
+        if not isinstance(entry, dict) or not isinstance(entry.get("parameters"), dict) or not entry["parameters"]:
+            problems.append(Problem(f"{at}.parameters", "required", "an object of parameters and their new values"))
+            continue
+        problems += [
+            Problem(f"{at}.{key}", "cannot be changed here", "`parameters` can") for key in entry if key != "parameters"
+        ]
+        yield name, entry["parameters"]
