@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from prometheus_client import Counter
-
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.metrics.counting import Tally
 
 
 class DecisionMetrics:
@@ -14,8 +13,8 @@ class DecisionMetrics:
         self._metrics = metrics
         self._cluster = cluster
         self._policy = policy
-        self._decisions: dict[str, Counter] = {}
-        self._preferences: dict[str, Counter] = {}
+        self._decisions: dict[str, Tally] = {}
+        self._preferences: dict[str, Tally] = {}
 
     def decision(self, reason: str) -> None:
         """A pick, or a refusal."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Gauge
 
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.metrics.counting import Counter, Tally
 from kvproxy.types import EndpointId
 
 
@@ -19,13 +20,20 @@ class EndpointMetrics:
     def __init__(self, metrics: Metrics, cluster: str, endpoint: EndpointId) -> None:
         self._metrics = metrics
         self._labels = (cluster, str(endpoint))
-        self._children: dict[tuple[Counter, str], Counter] = {}
+        self._children: dict[tuple[Counter, str], Tally] = {}
+        self._answers: dict[int, Tally] = {}  # of `requests`, by status: the one that every request needs
         self._series: list[tuple[Counter | Gauge, tuple[str, ...]]] = []
         self._closed = False
 
     def request(self, status: int) -> None:
         """A request was answered from here with this status."""
-        self._count(self._metrics.requests, str(status))
+        tally = self._answers.get(status)
+        if tally is None:
+            tally = self._tally(self._metrics.requests, str(status))
+            if tally is None:
+                return
+            self._answers[status] = tally
+        tally.value += 1.0
 
     def attempt_failure(self, reason: str) -> None:
         """An attempt here failed; `reason` as UpstreamError names it."""
@@ -57,13 +65,18 @@ class EndpointMetrics:
             metric.remove(*values)
         self._series.clear()
         self._children.clear()
+        self._answers.clear()
 
     def _count(self, counter: Counter, label: str) -> None:
+        tally = self._tally(counter, label)
+        if tally is not None:
+            tally.inc()
+
+    def _tally(self, counter: Counter, label: str) -> Tally | None:
+        """The series, made when there is none yet; None once closed."""
         child = self._children.get((counter, label))
-        if child is None:
-            if self._closed:
-                return
+        if child is None and not self._closed:
             values = (*self._labels, label)
             child = self._children[(counter, label)] = counter.labels(*values)
             self._series.append((counter, values))
-        child.inc()
+        return child

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from prometheus_client import Counter, Histogram
-
 from kvproxy.filters.exchange import Exchange
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.metrics.counting import Distribution, Tally
 
 
 class _ClusterSeries:
     """Kept children of one cluster."""
 
     def __init__(self, catalog: Metrics, cluster: str) -> None:
-        self.ttft: Histogram = catalog.ttft.labels(cluster)
-        self.duration: Histogram = catalog.duration.labels(cluster)
-        self.prompt_tokens: Counter = catalog.prompt_tokens.labels(cluster)
-        self.cached_tokens: Counter = catalog.cached_tokens.labels(cluster)
-        self.completion_tokens: Counter = catalog.completion_tokens.labels(cluster)
+        self.ttft: Distribution = catalog.ttft.labels(cluster)
+        self.duration: Distribution = catalog.duration.labels(cluster)
+        self.prompt_tokens: Tally = catalog.prompt_tokens.labels(cluster)
+        self.cached_tokens: Tally = catalog.cached_tokens.labels(cluster)
+        self.completion_tokens: Tally = catalog.completion_tokens.labels(cluster)
 
 
 class RouteMetrics:
@@ -25,7 +24,7 @@ class RouteMetrics:
     def __init__(self, catalog: Metrics) -> None:
         self.catalog = catalog
         self._clusters: dict[str, _ClusterSeries] = {}
-        self._ends: dict[str, Counter] = {}
+        self._ends: dict[str, Tally] = {}
 
     def observe(self, exchange: Exchange, now: float) -> None:
         """Count one request out."""
