@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from kvproxy.balancing.load import Reservation
-from kvproxy.balancing.policy import NO_FACTS, Learner, Overlap, OverlapFacts, PickRequest, Policy
+from kvproxy.balancing.policy import NO_FACTS, Learner, Overlap, PickRequest, Policy
 from kvproxy.balancing.registry import POLICIES
 from kvproxy.cluster.decision_metrics import DecisionMetrics
 from kvproxy.cluster.discovery import Source, sources_of
@@ -160,7 +160,7 @@ class Cluster:
         if pool.panic:
             reason = "panic"
         self._counts.decision(reason)
-        reservation = _reserve(endpoint, request.facts, now)
+        reservation = _reserve(endpoint, request, now)
         if endpoint.load.in_flight == endpoint.max_in_flight:
             self._screening.invalidate()
         return Pick(
@@ -249,10 +249,11 @@ class Cluster:
             self._learner.forget(endpoint.id)
 
 
-def _reserve(endpoint: Endpoint, facts: OverlapFacts, now: float) -> Reservation:
+def _reserve(endpoint: Endpoint, request: PickRequest, now: float) -> Reservation:
+    facts, hidden = request.facts, not request.streams
     if facts is NO_FACTS:
-        return endpoint.load.reserve(0, 0, now)
+        return endpoint.load.reserve(0, 0, now, hidden=hidden)
     overlap = facts.by_endpoint.get(endpoint.id, _NOTHING_HELD)
     cached = min(overlap.tokens, facts.prompt_tokens)
     lower = min(overlap.lower_tokens, cached)
-    return endpoint.load.reserve(facts.prompt_tokens - cached, cached, now, lower_tokens=lower)
+    return endpoint.load.reserve(facts.prompt_tokens - cached, cached, now, lower_tokens=lower, hidden=hidden)

@@ -18,7 +18,7 @@ from kvproxy.errors import ConnectError, FirstByteTimeout, IdleTimeout, PoolFull
 from kvproxy.filters.attempts import Attempts
 from kvproxy.filters.decision import describe
 from kvproxy.filters.exchange import Exchange
-from kvproxy.filters.forward_headers import response_headers, with_credential
+from kvproxy.filters.forward_headers import response_headers, with_credential, with_trace_parent
 from kvproxy.filters.relay import ERROR_EVENT, Relay
 from kvproxy.filters.request_body import RequestBody
 from kvproxy.metrics.catalog import Metrics
@@ -131,6 +131,7 @@ class Forwarding:
             facts=exchange.facts or NO_FACTS,
             preferred=self._attempts.again or exchange.preferred,
             excluded=self._attempts.excluded,
+            streams=inference is not None and inference.stream,
             prompt_head=parts[0][:_PROMPT_HEAD_BYTES] if parts else b"",
         )
 
@@ -149,11 +150,14 @@ class Forwarding:
     async def _attempt(self, pick: Pick) -> _Next:
         response: UpstreamResponse | None = None
         try:
+            headers = with_credential(self._headers, pick.endpoint.authorization)
+            if (trace := self._exchange.trace) is not None:
+                headers = with_trace_parent(headers, trace.attempt_began(pick))
             response = await self._shared.pool.request(
                 pick.endpoint.origin,
                 self._method.encode(),
                 self._target,
-                with_credential(self._headers, pick.endpoint.authorization) + self._body.framing,
+                headers + self._body.framing,
                 self._body.take(),
                 timeouts=self._shared.timeouts,
             )
@@ -197,6 +201,8 @@ class Forwarding:
 
     def _retry_or_give_up(self, reason: str, *, unprocessed: bool) -> _Next:
         shared = self._shared
+        if self._exchange.trace is not None:
+            self._exchange.trace.attempt_failed(reason)
         safe = unprocessed or self._exchange.inference is not None or self._method in _IDEMPOTENT
         if not (safe and self._body.replayable):
             refusal = "not_replayable"

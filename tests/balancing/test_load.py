@@ -146,3 +146,41 @@ def test_every_order_of_events_settles_to_zero(steps: list[tuple[int, int, int]]
         load.release(reservation, now)
     assert (load.in_flight, load.pending_tokens, load.resident_tokens, load.pending_requests) == (0, 0, 0, 0)
     assert load.pending_work == pytest.approx((0.0, 0.0, 0.0, 0.0), abs=1e-3)
+
+
+def test_a_later_first_token_shows_that_hidden_ones_are_prefilled(load: EndpointLoad, samples: Samples) -> None:
+    """Engines prefill in order of arrival, so their work belongs to the same sample."""
+    load.reserve(1000, 0, 0.0, hidden=True)
+    streamed = load.reserve(500, 0, 0.0)
+    load.first_token(streamed, 1.5)
+    assert load.pending_tokens == 0
+    assert [(work[:2], busy) for work, busy, _ in samples] == [((2.0, 1500.0), 1.5)]
+
+
+def test_a_hidden_one_behind_the_first_token_stays_pending(load: EndpointLoad) -> None:
+    """It has not been reached."""
+    streamed = load.reserve(500, 0, 0.0)
+    load.reserve(1000, 0, 0.0, hidden=True)
+    load.first_token(streamed, 0.5)
+    assert (load.pending_tokens, load.pending_requests) == (1000, 1)
+
+
+def test_a_hidden_request_is_presumed_prefilled_when_its_time_has_passed(load: EndpointLoad) -> None:
+    """A long answer that is not streamed does not look like a long prefill."""
+    load.reserve(1000, 0, 0.0, hidden=True)
+    per_token = (0.0, 0.001, 0.0, 0.0)
+    assert load.wait_s(per_token, 1.0, 0.5) == pytest.approx(0.5)
+    assert load.wait_s(per_token, 1.0, 1.0) == 0.0
+    assert load.pending_tokens == 0
+    assert load.in_flight == 1
+
+
+def test_the_end_of_a_hidden_request_is_no_sample(load: EndpointLoad, samples: Samples) -> None:
+    """When its prefill ended within its answer nobody knows; what follows is learned from afresh."""
+    hidden = load.reserve(1000, 0, 0.0, hidden=True)
+    load.first_token(hidden, 9.0)
+    load.release(hidden, 9.0)
+    streamed = load.reserve(500, 0, 10.0)
+    load.first_token(streamed, 10.5)
+    assert [(work[:2], busy) for work, busy, _ in samples] == [((1.0, 500.0), 0.5)]
+    assert (load.in_flight, load.pending_tokens, load.resident_tokens) == (0 + 1, 0, 500)
