@@ -1,0 +1,233 @@
+"""The two LMCache services behind one interface, against simulated ones."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from typing import Any
+
+import httpx
+import pytest
+
+from kvproxy.balancing.policy import FactSource
+from kvproxy.clients.lmcache_controller import LMCacheControllerClient
+from kvproxy.clients.lmcache_coordinator import LMCacheCoordinatorClient
+from kvproxy.config.kvcache_schema import CacheStrategy
+from kvproxy.errors import ClientError, NotSupported
+from kvproxy.kvcache.connect import Connection
+from kvproxy.kvcache.guard import Guard
+from kvproxy.kvcache.lookup import Lookups
+from kvproxy.kvcache.provider import ActionKind, ControllerProvider, CoordinatorProvider, Effect, Holder, Prefix
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.simulator.lmcache_controller import ControllerSettings
+from kvproxy.simulator.lmcache_coordinator import CoordinatorSettings
+from tests.kvcache.fleet import Place, simulated
+from tests.kvcache.support import Fake, settings, tokens
+from tests.support.clock import FakeClock
+
+PROMPT = Prefix(tokens(1024), "models/tiny-qwen")
+PLACES = CacheStrategy()
+
+
+def controller(http: httpx.AsyncClient, place: Place) -> ControllerProvider:
+    return ControllerProvider(LMCacheControllerClient(http, place.lmcache), PLACES)
+
+
+def coordinator(http: httpx.AsyncClient, place: Place, model: str = "") -> CoordinatorProvider:
+    return CoordinatorProvider(LMCacheCoordinatorClient(http, place.lmcache), model=model)
+
+
+def hold(place: Place, name: str, held: array[int] = PROMPT.tokens) -> None:
+    """The instance has these tokens."""
+    if place.fleet.controller is not None:
+        place.fleet.controller.controller.workers[name].admit(held)
+    if place.fleet.coordinator is not None:
+        place.fleet.coordinator.admit(name, held, model_name=PROMPT.model)
+
+
+async def test_a_sole_holder_has_a_contiguous_prefix() -> None:
+    async with simulated() as place, httpx.AsyncClient() as http:
+        hold(place, "b")
+        provider = controller(http, place)
+        assert provider.source is FactSource.LMCACHE_CONTROLLER
+        assert await provider.lookup(PROMPT, timeout_s=5) == [Holder("b", 1024, True)]
+        assert await provider.lookup(Prefix(tokens(100), "m"), timeout_s=5) == []
+
+
+async def test_several_holders_are_hints() -> None:
+    """b has the first chunk, a the rest: a is named with 1024 and can serve none of it."""
+    async with simulated() as place, httpx.AsyncClient() as http:
+        assert place.fleet.controller is not None
+        hold(place, "b", PROMPT.tokens[:256])
+        a = place.fleet.controller.controller.workers["a"]
+        a.admit(PROMPT.tokens)
+        cpu = a.stores["LocalCPUBackend"]
+        cpu.remove([next(iter(cpu._chunks))])
+        found = await controller(http, place).lookup(PROMPT, timeout_s=5)
+        assert sorted(found, key=lambda one: one.tokens) == [Holder("b", 256, False), Holder("a", 1024, False)]
+
+
+async def test_what_a_controller_can_do() -> None:
+    async with simulated() as place, httpx.AsyncClient() as http:
+        hold(place, "a")
+        provider = controller(http, place)
+        for kind in (ActionKind.PIN, ActionKind.COMPRESS, ActionKind.DECOMPRESS):
+            effect = await provider.act(kind, "a", PROMPT)
+            assert effect.amount is not None
+            assert effect.amount > 0, kind
+        assert (await provider.act(ActionKind.CLEAR, "a", PROMPT)).amount == 0  # all of it is pinned
+        assert await provider.instances() == {"a", "b"}
+        assert await provider.indexed_chunks() == 4
+        assert await provider.memory() == {}
+        with pytest.raises(NotSupported):
+            await provider.act(ActionKind.UNPIN, "a", PROMPT)
+
+
+async def test_evict_is_supported_until_the_controller_says_otherwise() -> None:
+    """`POST /evict` is 404 in every version; Pixiu's stand-in has it."""
+    async with simulated() as place, httpx.AsyncClient() as http:
+        provider = controller(http, place)
+        assert ActionKind.EVICT in provider.supports
+        with pytest.raises(NotSupported):
+            await provider.act(ActionKind.EVICT, "a", PROMPT)
+        assert ActionKind.EVICT not in provider.supports
+    async with simulated(controller=ControllerSettings(pixiu_shape=True)) as place, httpx.AsyncClient() as http:
+        hold(place, "a")
+        provider = controller(http, place)
+        effect = await provider.act(ActionKind.EVICT, "a", PROMPT)
+        assert effect.amount
+        assert ActionKind.EVICT in provider.supports
+
+
+async def test_a_coordinator_names_every_holder() -> None:
+    async with simulated(controller=None, coordinator=CoordinatorSettings()) as place, httpx.AsyncClient() as http:
+        hold(place, "a")
+        hold(place, "b", PROMPT.tokens[:512])
+        provider = coordinator(http, place)
+        found = await provider.lookup(PROMPT, timeout_s=5)
+        assert {one.instance_id: (one.tokens, one.contiguous) for one in found} == {"a": (1024, True), "b": (512, True)}
+        assert await provider.lookup(Prefix(PROMPT.tokens, "another model"), timeout_s=5) == []
+        named = coordinator(http, place, model=PROMPT.model)
+        assert len(await named.lookup(Prefix(PROMPT.tokens, "its served name"), timeout_s=5)) == 2
+
+
+async def test_what_a_coordinator_can_do() -> None:
+    async with simulated(controller=None, coordinator=CoordinatorSettings()) as place, httpx.AsyncClient() as http:
+        hold(place, "a")
+        provider = coordinator(http, place)
+        assert await provider.instances() == {"a", "b"}
+        assert await provider.indexed_chunks() == 4
+        assert (await provider.memory())["a"] > 0
+        assert isinstance(await provider.act(ActionKind.PIN, "a", PROMPT), Effect)
+        assert isinstance(await provider.act(ActionKind.UNPIN, "a", PROMPT), Effect)
+        evicted = await provider.act(ActionKind.EVICT, "a", PROMPT)
+        assert evicted.amount == 4
+        assert await provider.lookup(PROMPT, timeout_s=5) == []
+        for kind in (ActionKind.COMPRESS, ActionKind.CLEAR):
+            assert kind not in provider.supports
+            with pytest.raises(NotSupported):
+                await provider.act(kind, "a", PROMPT)
+
+
+def test_controllers_before_0_3_5_say_success_instead_of_a_number() -> None:
+    """Their word counts as an effect, or as none."""
+
+    async def answered(body: dict[str, Any]) -> Effect:
+        transport = httpx.MockTransport(lambda _: httpx.Response(200, json=body))
+        async with httpx.AsyncClient(transport=transport) as http:
+            provider = ControllerProvider(LMCacheControllerClient(http, "http://c"), PLACES)
+            return await provider.act(ActionKind.PIN, "a", PROMPT)
+
+    import asyncio
+
+    assert asyncio.run(answered({"success": True})) == Effect(1)
+    assert asyncio.run(answered({"success": False})) == Effect(0)
+    assert asyncio.run(answered({"event_id": "x"})) == Effect(None)
+
+
+def connection(
+    http: httpx.AsyncClient, url: str, clock: FakeClock, sleep: Any = None, **changes: Any
+) -> tuple[Connection, Lookups]:
+    metrics = Metrics()
+    config = settings(lmcache_endpoint=url, **changes)
+    lookups = Lookups(guard=Guard(config.circuit_breaker, clock=clock, metrics=metrics), metrics=metrics, clock=clock)
+    known: dict[str, Any] = {} if sleep is None else {"sleep": sleep}
+    return Connection(config, http, lookups=lookups, known_instances=lambda: {"a", "b"}, **known), lookups
+
+
+@pytest.mark.parametrize(
+    ("fleet", "source"),
+    [
+        ({}, FactSource.LMCACHE_CONTROLLER),
+        ({"controller": None, "coordinator": CoordinatorSettings()}, FactSource.LMCACHE_COORDINATOR),
+    ],
+)
+async def test_the_service_is_found_out_by_asking(
+    fleet: dict[str, Any], source: FactSource, clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And checked: an index that is still empty is worth a line."""
+    async with simulated(**fleet) as place, httpx.AsyncClient() as http:
+        under_test, lookups = connection(http, place.lmcache, clock)
+        with caplog.at_level(logging.INFO):
+            await under_test.run()
+    assert lookups.provider is not None
+    assert lookups.provider.source is source
+    assert f"lookups go to {source.value}" in caplog.text
+    assert "index is empty" in caplog.text
+
+
+async def test_a_named_service_is_taken_at_once(clock: FakeClock) -> None:
+    async with simulated() as place, httpx.AsyncClient() as http:
+        for name in ("coordinator", "controller"):
+            _, lookups = connection(http, place.lmcache, clock, provider=name)
+            assert lookups.provider is not None
+            assert lookups.provider.source.value == f"lmcache_{name}"
+
+
+async def test_a_named_service_stays_the_one_named(clock: FakeClock) -> None:
+    """Whatever answers there."""
+    async with simulated() as place, httpx.AsyncClient() as http:
+        under_test, lookups = connection(http, place.lmcache, clock, provider="coordinator")
+        await under_test.run()
+        assert lookups.provider is not None
+        assert lookups.provider.source is FactSource.LMCACHE_COORDINATOR
+
+
+async def test_a_service_that_is_down_is_asked_until_it_answers(
+    clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Said once, however long it takes."""
+    down = 3
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if down:
+            raise httpx.ConnectError("refused")
+        return httpx.Response(404, json={"detail": "Not Found"})
+
+    async def sleep(_: float) -> None:
+        nonlocal down
+        down -= 1
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
+        under_test, lookups = connection(http, "http://lmcache", clock, sleep)
+        await under_test.run()
+    assert lookups.provider is not None
+    assert caplog.text.count("does not answer") == 1
+
+
+async def test_a_stand_in_without_listings_is_no_error(clock: FakeClock, caplog: pytest.LogCaptureFixture) -> None:
+    """Pixiu's mock knows lookups and actions only."""
+    transport = httpx.ASGITransport(Fake({}))
+    async with httpx.AsyncClient(transport=transport) as http:
+        with caplog.at_level(logging.INFO):
+            await connection(http, "http://lmcache", clock)[0].run()
+    assert "does not list its instances" in caplog.text
+    assert all(record.levelno < logging.WARNING for record in caplog.records)
+
+
+async def test_lookups_raise_client_errors_only() -> None:
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, content=b"no json"))
+    async with httpx.AsyncClient(transport=transport) as http:
+        provider = ControllerProvider(LMCacheControllerClient(http, "http://c"), PLACES)
+        with pytest.raises(ClientError):
+            await provider.lookup(PROMPT, timeout_s=1)
