@@ -58,6 +58,10 @@ def print_table(results: Mapping[str, Sequence[Reply]], endpoints: Sequence[str]
             f"{_ms(_quantile(times, 0.5)):>9}{_ms(_quantile(times, 0.99)):>9}",
             file=out,
         )
+    first, *others = results
+    for policy in others:
+        ratio = _mean_ttft_s(results[policy]) / _mean_ttft_s(results[first])
+        print(f"\n{policy}: mean time to first token {ratio:.2f} x {first}'s, on the same conversations.", file=out)
     streamed = sum(r.streamed for replies in results.values() for r in replies)
     total = sum(len(replies) for replies in results.values())
     print(f"{streamed} of {total} requests were streamed; TTFT is theirs, as the client saw it.", file=out)
@@ -81,6 +85,10 @@ for part in client.chat.completions.create(model="{model}", stream=True, max_tok
 '""",
         file=out,
     )
+
+
+def _mean_ttft_s(replies: Sequence[Reply]) -> float:
+    return statistics.fmean(reply.ttft_s for reply in replies if reply.streamed)
 
 
 def _quantile(values: Sequence[float], q: float) -> float:

@@ -40,8 +40,9 @@ class Mix:
     model: str
     sessions: int
     turns: int
-    system_words: int = 1200
-    turn_words: int = 120
+    system_words: int = 400
+    document_words: int = 1200
+    turn_words: int = 100
     reply_tokens: int = 24
     seed: int = 7
 
@@ -64,11 +65,15 @@ async def run_mix(mix: Mix, client: httpx.AsyncClient, *, on_reply: Callable[[Re
 async def _conversation(
     mix: Mix, number: int, client: httpx.AsyncClient, on_reply: Callable[[Reply], None]
 ) -> list[Reply]:
-    """One chat; every fourth is a growing document sent to /v1/completions instead."""
+    """One chat about a document of its own; every fourth goes to /v1/completions as one growing text."""
     rng = random.Random(mix.seed * 1000 + number)
     role = _ROLES[number % len(_ROLES)]
     system = f"You are a {role}. " + _text(random.Random(role), mix.system_words)
-    messages: list[dict[str, Any]] = [{"role": "system", "content": system}]
+    document = _text(rng, mix.document_words)
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": system},
+        {"role": "user", "content": f"My document: {document}"},
+    ]
     replies = []
     await asyncio.sleep(rng.random() * _PAUSE_S * 4)
     for turn in range(1, mix.turns + 1):
