@@ -20,8 +20,8 @@ from kvproxy.filters.recent import Tally
 from kvproxy.kvcache.hot_prefixes import hot_prefixes
 from kvproxy.kvcache.status import leases, running_jobs
 
-DECISIONS = 25
-HOT = 12
+DECISIONS = 15
+HOT = 8
 #: Viewers within this time share one answer, and the search for hot prefixes is repeated no more often than that.
 SHARED_S, HOT_AGAIN_S = 0.5, 5.0
 #: Requests that ended so were not answered as their client wished, and not by its own doing.

@@ -4,7 +4,8 @@
 
 const POLL_MS = 1000;
 const TIMEOUT_MS = 4000;
-const WINDOW_S = 300;
+const WINDOWS_S = [60, 120, 300]; // the smallest that holds all there is
+const BRIDGED_S = 5.5; // a line goes on over a pause as long as this
 const SMOOTH = 10; // seconds a hit rate is taken over
 const TOKEN_KEY = "kvproxy-admin-token";
 
@@ -52,7 +53,7 @@ const words = (name) => String(name).replaceAll("_", " ");
 function fill(tableId, rows, columns) {
   const table = byId(tableId);
   const body = table.tBodies[0];
-  const heads = [...table.tHead.rows[0].cells].map((cell) => cell.textContent);
+  const heads = [...table.tHead.rows[0].cells].map((cell) => cell.dataset.short || cell.textContent);
   const kept = new Map([...body.rows].map((row) => [row.dataset.key, row]));
   let at = body.firstElementChild;
   for (const data of rows) {
@@ -82,7 +83,7 @@ function setText(cell, text) {
 const text = (value, className = "") => ({ className, show: (cell, data) => setText(cell, value(data)) });
 const number = (value) => text(value, "number");
 
-function titled(value, below, className = "lead wide") {
+function titled(value, below, className) {
   return {
     className,
     show(cell, data) {
@@ -105,9 +106,9 @@ function pill(of, className = "") {
   };
 }
 
-function meter(share, label, className = "") {
+function meter(share, label, highFrom) {
   return {
-    className,
+    className: "wide",
     show(cell, data) {
       if (!cell.firstChild) {
         const made = element("div", "meter");
@@ -121,7 +122,7 @@ function meter(share, label, className = "") {
       const value = share(data);
       setText(labelled, label(data));
       bar.hidden = !known(value);
-      bar.classList.toggle("high", known(value) && value >= 0.9 && data.warnHigh === true);
+      bar.classList.toggle("high", known(value) && value >= highFrom);
       bar.firstChild.style.width = `${Math.min(100, 100 * (value || 0))}%`;
     },
   };
@@ -154,17 +155,19 @@ function chart(id, title, series, format) {
   const top = element("span", "top");
   plot.append(svg, top);
   const axis = element("div", "axis");
-  axis.append(element("span", "", "5 min ago"), element("span", "", "now"));
+  const from = element("span");
+  axis.append(from, element("span", "", "now"));
   figure.append(caption, legend, plot, axis);
 
   let shown = { ago: [], columns: [] };
   let pointed = null; // share of the width under the pointer
-  const x = (ago) => 300 * (1 - ago / WINDOW_S);
+  let window_s = WINDOWS_S[0];
+  const x = (ago) => 300 * (1 - ago / window_s);
 
   function read() {
     let index = shown.ago.length - 1;
     if (pointed !== null) {
-      const wanted = WINDOW_S * (1 - pointed);
+      const wanted = window_s * (1 - pointed);
       shown.ago.forEach((ago, i) => {
         if (Math.abs(ago - wanted) < Math.abs(shown.ago[index] - wanted)) index = i;
       });
@@ -187,12 +190,14 @@ function chart(id, title, series, format) {
 
   return (ago, columns, ceiling) => {
     shown = { ago, columns };
+    window_s = WINDOWS_S.find((one) => one >= (ago[0] ?? 0)) ?? WINDOWS_S.at(-1);
+    setText(from, `${window_s / 60} min ago`);
     const y = (value) => 99 - 98 * Math.min(1, value / ceiling);
     columns.forEach((column, i) => lines[i].setAttribute("d", path(ago, column, x, y)));
     area.setAttribute("d", columns.length ? under(ago, columns[0], x, y) : "");
     setText(top, format(ceiling));
     read();
-    svg.setAttribute("aria-label", `${title}: ${series.map(({ name }, i) => `${name} ${values[i].textContent}`).join(", ")}`);
+    svg.setAttribute("aria-label", `${title}, last ${window_s / 60} minutes: ${series.map(({ name }, i) => `${name} ${values[i].textContent}`).join(", ")}`);
   };
 }
 
@@ -202,31 +207,28 @@ function latest(column) {
   return null;
 }
 
-function path(ago, column, x, y) {
-  let drawn = "";
-  let pen = false;
+// Stretches of values; a few seconds without any do not part them.
+function stretches(ago, column) {
+  const found = [];
   column.forEach((value, i) => {
-    if (!known(value)) { pen = false; return; }
-    const at = `${x(ago[i]).toFixed(2)} ${y(value).toFixed(2)}`;
-    drawn += pen ? `L${at}` : `M${at}h.01`; // a lone value is a dot
-    pen = true;
+    if (!known(value)) return;
+    const last = found.at(-1);
+    if (last && last.at(-1)[0] - ago[i] <= BRIDGED_S) last.push([ago[i], value]);
+    else found.push([[ago[i], value]]);
   });
-  return drawn;
+  return found;
+}
+
+function path(ago, column, x, y) {
+  const at = ([when, value]) => `${x(when).toFixed(2)} ${y(value).toFixed(2)}`;
+  return stretches(ago, column).map((points) => `M${at(points[0])}h.01L${points.map(at).join("L")}`).join(""); // h: a dot
 }
 
 function under(ago, column, x, y) {
-  let drawn = "";
-  let start = null;
-  column.forEach((value, i) => {
-    const here = x(ago[i]).toFixed(2);
-    if (known(value)) {
-      drawn += start === null ? `M${here} 99.5L${here} ${y(value).toFixed(2)}` : `L${here} ${y(value).toFixed(2)}`;
-      start = here;
-    }
-    const ends = !known(column[i + 1]);
-    if (known(value) && ends) { drawn += `L${here} 99.5Z`; start = null; }
-  });
-  return drawn;
+  const at = ([when, value]) => `L${x(when).toFixed(2)} ${y(value).toFixed(2)}`;
+  const edge = ([when]) => x(when).toFixed(2);
+  return stretches(ago, column)
+    .map((points) => `M${edge(points[0])} 99.5${points.map(at).join("")}L${edge(points.at(-1))} 99.5Z`).join("");
 }
 
 // The next round number over all values: 1, 2 or 5 times a power of ten.
@@ -248,6 +250,14 @@ function rate(part, all) {
   });
 }
 
+// The mean of each value and the four before it.
+function calm(column) {
+  return column.map((_, i) => {
+    const near = column.slice(Math.max(0, i - 4), i + 1);
+    return near.reduce((sum, value) => sum + value, 0) / near.length;
+  });
+}
+
 const perSecond = (value) => (known(value) ? (value < 10 && value % 1 ? value.toFixed(1) : count(value)) : "–");
 const drawRequests = chart("chart-requests", "Requests a second",
   [{ name: "ended", className: "one" }, { name: "failed", className: "fail" }], perSecond);
@@ -259,7 +269,8 @@ const drawHits = chart("chart-hits", "Prompt tokens from cache",
 
 function showHistory(history) {
   const { ago_s: ago } = history;
-  drawRequests(ago, [history.requests, history.failed], roundUp(history.requests, 5));
+  const requests = calm(history.requests);
+  drawRequests(ago, [requests, calm(history.failed)], roundUp(requests, 5));
   const ttft = [history.ttft_p50_s, history.ttft_p95_s];
   drawTtft(ago, ttft, roundUp(ttft.flat(), 0.01));
   const prompts = history.prompt_tokens;
@@ -290,15 +301,15 @@ function eventsOf({ cache }) {
 }
 
 const ENDPOINT_COLUMNS = [
-  titled((e) => e.id, (e) => e.url),
-  pill(stateOf, "wide"),
-  meter((e) => e.share, (e) => `${count(e.requests_last_minute)}`, "wide"),
+  titled((e) => e.id, (e) => e.url, "lead"),
+  pill(stateOf, "state"),
+  meter((e) => e.share, (e) => count(e.requests_last_minute), Infinity),
+  meter((e) => e.engine?.kv_usage, (e) => (known(e.engine?.kv_usage) ? percent(e.engine.kv_usage) : "–"), 0.9),
   number((e) => count(e.in_flight)),
   number((e) => short(e.pending_tokens)),
-  meter((e) => e.engine?.kv_usage, (e) => (known(e.engine?.kv_usage) ? percent(e.engine.kv_usage) : "–"), "wide"),
   number((e) => (known(e.engine?.waiting) ? `${e.engine.waiting} + ${e.engine.running ?? 0}` : "–")),
-  pill(eventsOf, "wide"),
   number((e) => (e.slowness ? `${(1 / e.slowness).toFixed(2)}×` : "–")),
+  pill(eventsOf, "wide"),
   { className: "action wide", show: showDrain },
 ];
 
@@ -335,7 +346,6 @@ function showEndpoints(live) {
     share: endpoint.requests_last_minute / most,
     slowness: live.routing[endpoint.cluster]?.learned?.slowness?.[endpoint.id],
     className: stateOf(endpoint)[0],
-    warnHigh: true,
   }));
   fill("endpoints", rows, ENDPOINT_COLUMNS);
   const up = rows.filter((row) => row.condition === "up").length;
@@ -381,14 +391,15 @@ const endOf = (d) => {
 
 const DECISION_COLUMNS = [
   text((d) => `${seconds(d.ago_s)} ago`),
-  titled((d) => d.model || "–", (d) => d.request_id.slice(0, 13), "wide lead"),
+  text((d) => d.request_id.slice(0, 13) || "–", "code wide"),
+  text((d) => d.model || "–", "model wide"),
   text((d) => d.endpoint || "–"),
-  text((d) => words(d.reason) || "–", "wide"),
+  text((d) => words(d.reason) || "–"),
   number((d) => (known(d.prompt_tokens) ? count(d.prompt_tokens) : "–")),
   number((d) => count(d.matched_tokens)),
   number((d) => (known(d.cached_tokens) ? count(d.cached_tokens) : "–")),
   number((d) => seconds(d.ttft_s)),
-  pill(endOf, "wide"),
+  pill(endOf, "state"),
 ];
 
 function showWork(live) {
@@ -408,7 +419,7 @@ function showWork(live) {
     const open = Object.entries(cache.breakers).filter(([, state]) => state !== "closed");
     rows.push(["Open breakers", open.map(([name, state]) => `${name} (${words(state)})`).join(", ") || "none"]);
   }
-  rows.push(["Up since", `${span(live.uptime_s)}`]);
+  rows.push(["Up for", span(live.uptime_s)]);
   if (byId("work").dataset.shown === JSON.stringify(rows)) return;
   byId("work").dataset.shown = JSON.stringify(rows);
   byId("work").replaceChildren(...rows.flatMap(([name, value]) => [element("dt", "", name), element("dd", "", value)]));
