@@ -51,7 +51,11 @@ class Learning:
         """A contradicted prefix leaves the index at once; believing it longer would send more requests astray."""
         overlap = gathered.facts.by_endpoint.get(endpoint)
         predicted = gathered.facts.matched_tokens(endpoint)
-        if overlap is None or not predicted:
+        if overlap is None:
+            return
+        if overlap.source is FactSource.PRECISE:
+            gathered.local.trust.observe(endpoint, overlap.claimed_tokens, overlap.backed_tokens, cached_tokens)
+        if not predicted:
             return
         contradicted = cached_tokens + tolerance_tokens(predicted) < predicted
         source = overlap.source

@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 
 from kvproxy.balancing.policy import FactSource, Overlap
+from kvproxy.balancing.trust import Trust
 from kvproxy.clients.tokens import TokenIds
 from kvproxy.prefix.approximate import ApproximateIndex
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, root_seed, text_blocks, token_blocks
 from kvproxy.prefix.holding import Claim
 from kvproxy.prefix.hot_blocks import HotBlocks
-from kvproxy.prefix.precise import PreciseIndex, precise_root
+from kvproxy.prefix.precise import PreciseIndex, PreciseMatch, precise_root
 from kvproxy.types import EndpointId, InferenceRequest
 
 #: Blocks of text an endpoint is believed to hold until its engine says how much fits (64 MiB of prompts).
@@ -29,6 +30,7 @@ class LocalSources:
         self.approximate = ApproximateIndex(capacity_blocks=DEFAULT_CAPACITY_BLOCKS)
         self.precise = PreciseIndex()
         self.hot = HotBlocks(endpoints=endpoints)
+        self.trust = Trust()
         self.exact: Collection[EndpointId] = frozenset()
         self._in_flight: Counter[EndpointId] = Counter()
 
@@ -48,29 +50,44 @@ class LocalSources:
         """Leading tokens by endpoint. `tokens` (or as much of them as is known) also asks the precise index.
 
         A complete event stream is believed over what was routed, save while a request to that endpoint is under way:
-        its blocks are promised and not yet announced.
+        its blocks are promised and not yet announced. What an event stream claims beyond what was routed counts for
+        what earlier such claims proved worth.
         """
         scale = TEXT_BLOCK_BYTES / bytes_per_token
-        found = {endpoint: Overlap(int(blocks * scale)) for endpoint, blocks in self.approximate.lookup(hashes).items()}
+        routed = {endpoint: int(blocks * scale) for endpoint, blocks in self.approximate.lookup(hashes).items()}
+        found = {endpoint: Overlap(length) for endpoint, length in routed.items()}
         if tokens is None or not self.precise.block_sizes:
             return found
         for endpoint in self.exact:
             if not self._in_flight[endpoint]:
                 found.pop(endpoint, None)
-        for endpoint, overlap in self._announced(tokens, cache_salt).items():
+        for endpoint, overlap in self._announced(tokens, cache_salt, routed).items():
             known = found.get(endpoint)
             if known is None or overlap.tokens > known.tokens:
                 found[endpoint] = overlap
         return found
 
-    def _announced(self, tokens: TokenIds, cache_salt: str | None) -> Mapping[EndpointId, Overlap]:
+    def _announced(
+        self, tokens: TokenIds, cache_salt: str | None, routed: Mapping[EndpointId, int]
+    ) -> Mapping[EndpointId, Overlap]:
         matches = self.precise.lookup(
             lambda size: token_blocks(tokens, size, precise_root(size, cache_salt=cache_salt))
         )
         return {
-            endpoint: Overlap(match.device_tokens, match.lower_tokens, FactSource.PRECISE)
-            for endpoint, match in matches.items()
+            endpoint: self._trusted(endpoint, match, routed.get(endpoint, 0)) for endpoint, match in matches.items()
         }
+
+    def _trusted(self, endpoint: EndpointId, match: PreciseMatch, backed: int) -> Overlap:
+        claimed = match.device_tokens + match.lower_tokens
+        believed = self.trust.believed(endpoint, claimed, backed)
+        device = min(match.device_tokens, believed)
+        return Overlap(
+            device,
+            believed - device,
+            FactSource.PRECISE,
+            claimed_tokens=claimed,
+            backed_tokens=min(claimed, backed),
+        )
 
     def route(self, endpoint: EndpointId, hashes: array[int]) -> Claim:
         """A request goes there: it counts as holding the prompt until the claim is settled."""
@@ -88,3 +105,4 @@ class LocalSources:
         """The endpoint left, or another engine took its id: nothing that was routed there counts. (Its events are
         their own business.)"""
         self.approximate.remove(endpoint)
+        self.trust.forget(endpoint)

@@ -39,7 +39,7 @@ async def check_provider(provider: Provider, known: Collection[str]) -> None:
     for instance in sorted(set(known) - registered if registered else ()):
         log.warning("[kvcache] the endpoint with instance_id %r is not registered at LMCache", instance)
     if registered and not chunks:
-        log.warning("[kvcache] LMCache's index is empty; if it stays so: %s", _CAUSES)
+        log.info("[kvcache] LMCache's index is empty, as it is after a start; if it stays so: %s", _CAUSES)
 
 
 class EmptyLookups:

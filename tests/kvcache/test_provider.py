@@ -129,7 +129,7 @@ async def test_what_a_coordinator_can_do() -> None:
                 await provider.act(kind, "a", PROMPT)
 
 
-def test_controllers_before_0_3_5_say_success_instead_of_a_number() -> None:
+async def test_controllers_before_0_3_5_say_success_instead_of_a_number() -> None:
     """Their word counts as an effect, or as none."""
 
     async def answered(body: dict[str, Any]) -> Effect:
@@ -138,11 +138,9 @@ def test_controllers_before_0_3_5_say_success_instead_of_a_number() -> None:
             provider = ControllerProvider(LMCacheControllerClient(http, "http://c"), PLACES)
             return await provider.act(ActionKind.PIN, "a", PROMPT)
 
-    import asyncio
-
-    assert asyncio.run(answered({"success": True})) == Effect(1)
-    assert asyncio.run(answered({"success": False})) == Effect(0)
-    assert asyncio.run(answered({"event_id": "x"})) == Effect(None)
+    assert await answered({"success": True}) == Effect(1)
+    assert await answered({"success": False}) == Effect(0)
+    assert await answered({"event_id": "x"}) == Effect(None)
 
 
 def connection(
