@@ -4,9 +4,10 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 RUN    := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
+PACK   := $(VENV)/.installed-packaging
 ARGS   ?=
 
-.PHONY: help demo test test-real check format bench coverage clean
+.PHONY: help demo test test-real check format bench coverage dist binary test-packaging clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
@@ -21,7 +22,8 @@ coverage: $(DEV) ## the same with branch coverage; fails under 95 %
 	$(BIN)/python -m pytest -n 2 --cov --cov-report=term --cov-fail-under=95 $(ARGS)
 
 test-real: $(DEV) ## installs the real vLLM (CPU build) and LMCache, runs the acceptance tests against them
-	$(BIN)/python -m pytest -m real -p no:xdist -s tests/real $(ARGS)
+	$(BIN)/python -m tests.real.engines.install
+	$(BIN)/python -m pytest -m real -p no:xdist -v -s tests/real $(ARGS)
 
 check: $(DEV) ## ruff, formatting, mypy --strict, the architecture test
 	$(BIN)/ruff check .
@@ -35,6 +37,15 @@ format: $(DEV) ## let ruff mend what it can
 
 bench: $(DEV) ## the measurements, each beside a peer or a limit (see benchmarks/README.md)
 	$(BIN)/python -m benchmarks $(ARGS)
+
+dist: $(PACK) ## wheel and source distribution in dist/
+	$(BIN)/python -m build --outdir dist .
+
+binary: $(PACK) ## dist/kvproxy: one file that runs where no Python is installed
+	$(BIN)/python -m PyInstaller --noconfirm --log-level WARN --workpath build/binary --distpath dist packaging/kvproxy.spec
+
+test-packaging: $(DEV) $(PACK) ## builds the binary, the wheel and the sdist, and runs each in an empty environment
+	$(BIN)/python -m pytest -m packaging -p no:xdist tests/packaging $(ARGS)
 
 clean: ## removes what was built and installed here
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
@@ -51,4 +62,8 @@ $(RUN): $(VENV)/.pip pyproject.toml
 
 $(DEV): $(RUN)
 	@$(BIN)/python -m pip install --quiet --group dev
+	@touch $@
+
+$(PACK): $(RUN)
+	@$(BIN)/python -m pip install --quiet --editable '.[otel,tokenizer]' --group packaging
 	@touch $@

@@ -97,6 +97,15 @@ class RouterSettings(Model):
     """A request that carries it gets `x-kvproxy-decision`; empty: nobody does."""
 
 
+class TracingSettings(Model):
+    """Settings of `tracing` (OpenTelemetry; the standard `OTEL_` variables say where spans go)."""
+
+    service_name: Name = "kvproxy"
+    """`service.name` of the spans, unless `OTEL_SERVICE_NAME` or `OTEL_RESOURCE_ATTRIBUTES` says otherwise."""
+    provider_name: Name = "vllm"
+    """`gen_ai.provider.name` of the attempts: what the engines are."""
+
+
 #: Settings type of every filter shipped here; other people's filters bring their own (entry point `kvproxy.filters`).
 FILTER_SETTINGS: dict[str, type[Model]] = {
     "access_log": AccessLogSettings,
@@ -107,6 +116,7 @@ FILTER_SETTINGS: dict[str, type[Model]] = {
     "rate_limit": RateLimitSettings,
     "request_id": RequestIdSettings,
     "router": RouterSettings,
+    "tracing": TracingSettings,
 }
 
 DEFAULT_FILTERS: tuple[str, ...] = ("request_id", "access_log", "inference_request", "kvcache", "router")

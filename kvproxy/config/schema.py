@@ -33,6 +33,7 @@ from kvproxy.config.filter_schema import (
     RateLimitSettings,
     RequestIdSettings,
     RouterSettings,
+    TracingSettings,
 )
 from kvproxy.config.kvcache_schema import CacheStrategy, KvCacheSettings, LookupRetry, TokenCache
 from kvproxy.config.model import Fraction, Model, Name, Port
@@ -80,6 +81,7 @@ __all__ = [
     "Shutdown",
     "Timeouts",
     "TokenCache",
+    "TracingSettings",
 ]
 
 

@@ -24,6 +24,7 @@ _ORDER = (
     ("auth", "rate_limit", warning, "rate_limit counts by client address, since auth names the tenant only later"),
     ("auth", "kvcache", warning, "kvcache works for requests that auth then refuses"),
     ("cors", "auth", warning, "auth refuses browsers' preflight requests before cors can answer them"),
+    ("tracing", "kvcache", warning, "spans leave out the time kvcache takes"),
     ("request_id", "access_log", warning, "the access log does not know the request id yet"),
 )
 

@@ -4,12 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvproxy.balancing.policy import OverlapFacts
 from kvproxy.types import EndpointId, InferenceRequest
 
+if TYPE_CHECKING:
+    from kvproxy.cluster.pick import Pick
+
 SCOPE_KEY = "kvproxy"
+
+
+class Trace(Protocol):
+    """Told when one request enters and leaves its stages; must not raise or block."""
+
+    def facts_began(self) -> None: ...
+    def facts_known(self) -> None: ...
+    def routing_began(self) -> None: ...
+    def attempt_began(self, pick: Pick) -> bytes:
+        """The W3C `traceparent` this attempt carries upstream."""
+        ...
+
+    def attempt_failed(self, reason: str) -> None: ...
 
 
 @dataclass(slots=True)
@@ -44,6 +60,7 @@ class Exchange:
         "received_at",
         "request_id",
         "tenant",
+        "trace",
     )
 
     def __init__(self, *, received_at: float) -> None:
@@ -55,6 +72,7 @@ class Exchange:
         self.preferred: EndpointId | None = None
         self.facts: OverlapFacts | None = None
         self.debug = False  # the client asked for x-kvproxy-decision
+        self.trace: Trace | None = None  # only for requests that `tracing` follows
         self.outcome = Outcome()
         #: Called by the router after every pick (a retry picks again), with the outcome's endpoint set; as below.
         self.on_pick: list[Callable[[Exchange], None]] = []

@@ -109,6 +109,11 @@ def with_credential(headers: Headers, authorization: bytes | None) -> Headers:
     return own
 
 
+def with_trace_parent(headers: Headers, trace_parent: bytes) -> Headers:
+    """A new list for one attempt that is a span of its own."""
+    return [*(pair for pair in headers if pair[0] != b"traceparent"), (b"traceparent", trace_parent)]
+
+
 def response_headers(received: Headers, *, endpoint: bytes) -> Headers:
     """The engine's headers without hop-by-hop ones, plus who served."""
     headers: Headers = []

@@ -60,7 +60,12 @@ class KvCacheFilter:
         if scope["type"] == "http":
             exchange = Exchange.of(scope, now=self._clock())
             if exchange.inference is not None and exchange.body is not None:
+                trace = exchange.trace
+                if trace is not None:
+                    trace.facts_began()
                 await self._before(exchange, scope)
+                if trace is not None:
+                    trace.facts_known()
         await self._app(scope, receive, send)
 
     async def _before(self, exchange: Exchange, scope: Scope) -> None:

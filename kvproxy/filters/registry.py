@@ -13,10 +13,11 @@ from kvproxy.config.filter_schema import (
     RateLimitSettings,
     RequestIdSettings,
     RouterSettings,
+    TracingSettings,
 )
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.errors import ConfigError, Problem
-from kvproxy.filters import access_log, auth, cors, inference_request, kvcache, rate_limit, request_id, router
+from kvproxy.filters import access_log, auth, cors, inference_request, kvcache, rate_limit, request_id, router, tracing
 from kvproxy.filters.chain import FilterType
 
 GROUP = "kvproxy.filters"
@@ -30,6 +31,7 @@ FILTERS: dict[str, FilterType] = {
     "rate_limit": FilterType(RateLimitSettings, rate_limit.build),
     "request_id": FilterType(RequestIdSettings, request_id.build),
     "router": FilterType(RouterSettings, router.build, terminal=True),
+    "tracing": FilterType(TracingSettings, tracing.build),
 }
 
 

@@ -106,6 +106,8 @@ class RouterFilter:
                 await self._no_route(exchange, scope, send)
             else:
                 exchange.outcome.cluster = target.cluster.name
+                if exchange.trace is not None:
+                    exchange.trace.routing_began()
                 await self._forward(exchange, target, scope, receive, send)
         finally:
             self._over(exchange)
