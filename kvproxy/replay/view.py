@@ -32,6 +32,10 @@ _BLOCK_TOKENS = 1
 class CacheView(Protocol):
     """Where the facts of a pick come from. Endpoints are numbered."""
 
+    def arrived(self, turn: Turn) -> None:
+        """A request came; once each, however often its facts are asked for."""
+        ...
+
     def facts(self, turn: Turn) -> OverlapFacts:
         """What is known about this prompt now."""
         ...
@@ -74,10 +78,12 @@ class IndexView:
         self._asked: Asked | None = None  # by the latest `facts`: the pick follows in the same step
         self._false_entries = fleet.wrong_share / (1.0 - fleet.wrong_share)  # for each true one
 
+    def arrived(self, turn: Turn) -> None:
+        self._hot.touch(turn.blocks)
+
     def facts(self, turn: Turn) -> OverlapFacts:
         blocks, block_size = turn.blocks, self._block_size
         limit = (turn.prompt_tokens - 1) // block_size  # the last token is always computed
-        self._hot.touch(blocks)
         routed = self._routed.lookup(blocks)
         self._asked = Asked(turn, self._announced(blocks), routed)
         depths = self._believed(self._asked) if self._events else routed

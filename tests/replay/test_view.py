@@ -105,5 +105,13 @@ def test_a_prefix_asked_for_often_is_hot() -> None:
     subject = view()
     assert subject.facts(TURN).hot_tokens == 0
     for _ in range(8):
-        facts = subject.facts(TURN)
-    assert facts.hot_tokens == 6 * 512
+        subject.arrived(TURN)
+    for _ in range(2):
+        assert subject.facts(TURN).hot_tokens == 6 * 512
+
+
+def test_asking_is_not_arriving() -> None:
+    """A queued request's facts are asked for twice, and it is one request all the same."""
+    subject = view()
+    for _ in range(20):
+        assert subject.facts(TURN).hot_tokens == 0
