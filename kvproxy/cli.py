@@ -34,6 +34,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_serve(commands)
     _add_check(commands)
+    _add_doctor(commands)
+    _add_status(commands)
     _add_demo(commands)
     _add_replay(commands)
     return parser
@@ -89,11 +91,51 @@ def _check(args: argparse.Namespace) -> int:
     return check.run(args.file, lenient=args.lenient, out=sys.stdout)
 
 
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="visit the engines and LMCache: what is wrong with the setup, and how to mend it",
+        description="Visits the configured engines and LMCache; sends each engine two or three requests of one token. "
+        "Exit status: 0 fine, 1 problems, 2 warnings only (with --strict).",
+    )
+    doctor.add_argument("-c", "--config", metavar="FILE", help="configuration (native or Pixiu dialect)")
+    doctor.add_argument("--endpoint", action="append", default=[], metavar="ID=URL", help="an engine; repeat for more")
+    doctor.add_argument("--timeout", default="5s", metavar="DURATION", help="for one exchange (default 5s)")
+    doctor.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    doctor.add_argument("--strict", action="store_true", help="exit with 2 when there are only warnings")
+    doctor.add_argument(
+        "--lenient", action="store_true", help="warn about unknown keys of a Pixiu file instead of failing"
+    )
+    doctor.set_defaults(run=_doctor)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from kvproxy.commands import doctor
+
+    options = doctor.DoctorOptions(args.config, args.endpoint, args.timeout, args.json, args.strict, args.lenient)
+    return doctor.run(options, out=sys.stdout, err=sys.stderr)
+
+
+def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    status = commands.add_parser("status", help="endpoints, routing and cache of a running proxy, in the terminal")
+    status.add_argument("--url", default="http://127.0.0.1:8889", help="its admin listener (default %(default)s)")
+    status.add_argument("--token-file", metavar="FILE", help="file with the admin token, where there is one")
+    status.add_argument("--watch", action="store_true", help="every second, until Ctrl-C")
+    status.set_defaults(run=_status)
+
+
+def _status(args: argparse.Namespace) -> int:
+    from kvproxy.commands import status
+
+    options = status.StatusOptions(args.url, args.token_file, args.watch)
+    return status.run(options, out=sys.stdout, err=sys.stderr)
+
+
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     demo = commands.add_parser("demo", help="simulated engines, a controller and the proxy, with real traffic")
     demo.add_argument("--engines", type=int, default=3, help="simulated engines (default 3)")
-    demo.add_argument("--sessions", type=int, default=12, help="conversations (default 12)")
-    demo.add_argument("--turns", type=int, default=4, help="turns of each (default 4)")
+    demo.add_argument("--sessions", type=int, default=15, help="conversations (default 15)")
+    demo.add_argument("--turns", type=int, default=5, help="turns of each (default 5)")
     demo.add_argument("--stay", action="store_true", help="leave everything running until Ctrl-C")
     demo.set_defaults(run=_demo)
 

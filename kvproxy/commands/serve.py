@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from kvproxy import __version__
+from kvproxy.admin.operated import Finding
 from kvproxy.app import Proxy
 from kvproxy.commands.logging_setup import logging_to
 from kvproxy.config.load import check_file, from_endpoints
@@ -65,7 +66,7 @@ def run(config: Config, problems: Sequence[Problem]) -> int:
     with logging_to(config.log):
         for problem in problems:
             logger.log(logging.WARNING if problem.severity == "warning" else logging.INFO, "%s", problem)
-        return run_loop(lambda: serve_until_signal(config))
+        return run_loop(lambda: serve_until_signal(config, problems))
 
 
 def run_loop(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
@@ -78,8 +79,8 @@ def run_loop(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
         return runner.run(main())
 
 
-async def serve_until_signal(config: Config) -> int:
-    """The proxy's whole life. A second signal ends the drain at once."""
+async def serve_until_signal(config: Config, problems: Sequence[Problem] = ()) -> int:
+    """The proxy's whole life. A second signal ends the drain at once. `problems` are shown on the live page."""
     stop = asyncio.Event()
     hurry = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -93,10 +94,11 @@ async def serve_until_signal(config: Config) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number.name)
     async with Proxy(config) as proxy, AsyncExitStack() as listeners:
+        proxy.findings = [Finding(one.severity, one.path, one.message, one.hint) for one in problems]
         if config.admin.enabled:
             admin = Server(proxy.admin, host=config.admin.host, port=config.admin.port, drain_s=1.0)
             await listeners.enter_async_context(admin)
-            logger.info("admin listener on %s (metrics, health, endpoints)", admin.url)
+            logger.info("admin listener on %s (live page, status, metrics)", admin.url)
         public = Server(
             proxy,
             host=config.listen.host,

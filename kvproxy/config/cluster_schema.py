@@ -40,8 +40,8 @@ class HealthCheck(Model):
     """Probe each endpoint."""
     path: str = "/health"
     """Path probed; any 2xx is healthy. vLLM's `/v1/models` answers 200 even when its engine is dead."""
-    interval: Duration = 5.0
-    """Between two probes of one endpoint (jittered)."""
+    interval: Duration = 1.0
+    """Between two probes of one endpoint (jittered). An idle engine's death is noticed after about this long."""
     timeout: Duration = 2.0
     """A slower probe is a failed one."""
     healthy_threshold: int = Field(default=1, ge=1)

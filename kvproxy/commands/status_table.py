@@ -1,0 +1,162 @@
+"""What `/live` says, as text for a terminal. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_COLOURS = {"good": "32", "warn": "33", "down": "31;1", "quiet": "2"}
+_DOWN = frozenset({"unhealthy", "ejected", "breaker_open"})
+_DECISIONS = 8
+
+Cell = tuple[str, str]  # text, colour name or ""
+
+
+def render(live: Mapping[str, Any], *, colour: bool = False) -> str:
+    """The whole screen. Control characters in names that clients chose are shown as `?`."""
+    blocks = [
+        [_headline(live)],
+        [_finding(one) for one in live["findings"]],
+        _table(_ENDPOINT_HEADS, [_endpoint(live, one) for one in live["endpoints"]], colour=colour),
+        [_routing(name, one) for name, one in live["routing"].items()],
+        _cache(live["cache"]),
+        _table(_DECISION_HEADS, [_decision(one) for one in live["decisions"][:_DECISIONS]], colour=colour),
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+
+
+def _headline(live: Mapping[str, Any]) -> str:
+    minute, history = live["last_minute"], live["history"]
+    ttft = next((value for value in reversed(history["ttft_p50_s"]) if value is not None), None)
+    prompt, cached = sum(history["prompt_tokens"]), sum(history["cached_tokens"])
+    predicted = sum(history["predicted_tokens"])
+    parts = [
+        f"kvproxy {live['version']} {live['readiness']}, up {_span(live['uptime_s'])}",
+        f"last minute {minute['requests']} requests, {minute['failed']} failed",
+        f"first byte {_seconds(ttft)}",
+    ]
+    if prompt:
+        parts.append(f"from cache {_percent(cached / prompt)} (predicted {_percent(predicted / prompt)})")
+    return _plain(" | ".join(parts))
+
+
+def _finding(one: Mapping[str, Any]) -> str:
+    fix = f" ({one['fix']})" if one["fix"] else ""
+    return _plain(f"{one['severity']}: {one['where']}: {one['what']}{fix}")
+
+
+_ENDPOINT_HEADS = ("ENDPOINT", "STATE", "REQ/MIN", "IN FLIGHT", "PENDING", "KV", "QUEUE", "SPEED", "KV EVENTS")
+
+
+def _endpoint(live: Mapping[str, Any], one: Mapping[str, Any]) -> list[Cell]:
+    engine, cache = one.get("engine") or {}, one.get("cache") or {}
+    learned = live["routing"].get(one["cluster"], {}).get("learned", {})
+    slowness = learned.get("slowness", {}).get(one["id"])
+    waiting = engine.get("waiting")
+    return [
+        (one["id"], ""),
+        _state(one),
+        (str(one["requests_last_minute"]), ""),
+        (str(one["in_flight"]), ""),
+        (str(one["pending_tokens"]), ""),
+        ("-" if engine.get("kv_usage") is None else _percent(engine["kv_usage"]), ""),
+        ("-" if waiting is None else f"{waiting}+{engine.get('running') or 0}", ""),
+        (f"{1 / slowness:.2f}x" if slowness else "-", ""),
+        (cache.get("state", "-").upper(), ""),
+    ]
+
+
+def _state(one: Mapping[str, Any]) -> Cell:
+    condition = one["condition"]
+    if condition in _DOWN:
+        return condition.replace("_", " "), "down"
+    if condition != "up":
+        return condition, "warn"
+    if one["probes_in_doubt"]:
+        return "not answering", "down"
+    return ("failing", "warn") if one["failures_in_a_row"] else ("up", "good")
+
+
+def _routing(name: str, one: Mapping[str, Any]) -> str:
+    learned = one["learned"]
+    facts = [f"{name}: {one['policy']}"]
+    if "tokens_per_s" in learned:
+        facts.append(f"{learned['tokens_per_s']:,.0f} tokens/s prefill after {learned['samples']} samples")
+    if "rho" in learned:
+        facts.append(f"rho {learned['rho']:.2f}, kappa {learned['kappa']:.2f}")
+    return _plain(", ".join(facts))
+
+
+def _cache(cache: Mapping[str, Any] | None) -> list[str]:
+    if cache is None:
+        return []
+    running = ", ".join(one["about"] for one in cache["running"]) or "nothing"
+    lines = [f"cache work: {running} running, {cache['waiting']} waiting, {cache['leases']} pinned prefixes"]
+    shut = [f"{name} {state}" for name, state in cache["breakers"].items() if state != "closed"]
+    if shut:
+        lines.append(f"breakers: {', '.join(shut)}")
+    return [_plain(line) for line in lines]
+
+
+_DECISION_HEADS = ("ENDED", "REQUEST", "MODEL", "ENDPOINT", "WHY", "PROMPT", "PREDICTED", "REUSED", "FIRST BYTE", "END")
+
+
+def _decision(one: Mapping[str, Any]) -> list[Cell]:
+    good = one["end"] == "completed" and one["status"] < 400
+    end = str(one["status"]) if good else f"{one['status']} {one['end'].replace('_', ' ')}"
+    retries = f" +{one['retries']}" if one["retries"] else ""
+    return [
+        (f"{_span(one['ago_s'])} ago", "quiet"),
+        (one["request_id"][:13] or "-", ""),
+        (one["model"][:24] or "-", ""),
+        (one["endpoint"] or "-", ""),
+        (one["reason"] or "-", ""),
+        (_number(one["prompt_tokens"]), ""),
+        (_number(one["matched_tokens"]), ""),
+        (_number(one["cached_tokens"]), ""),
+        (_seconds(one["ttft_s"]), ""),
+        (end + retries, "good" if good else "down"),
+    ]
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[Cell]], *, colour: bool) -> list[str]:
+    if not rows:
+        return []
+    plain = [[(_plain(text), kind) for text, kind in row] for row in rows]
+    widths = [max(len(head), *(len(row[i][0]) for row in plain)) for i, head in enumerate(heads)]
+    lines = ["  ".join(head.ljust(width) for head, width in zip(heads, widths, strict=True)).rstrip()]
+    for row in plain:
+        cells = [_painted(cell, width, colour=colour) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _painted(cell: Cell, width: int, *, colour: bool) -> str:
+    text, kind = cell
+    padded = text.ljust(width)
+    return f"\x1b[{_COLOURS[kind]}m{padded}\x1b[0m" if colour and kind else padded
+
+
+def _plain(text: str) -> str:
+    return "".join(each if each.isprintable() else "?" for each in text)
+
+
+def _number(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}"
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value * 1000:.0f}ms" if value < 1 else f"{value:.1f}s"
+
+
+def _span(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f}{unit}"
+    return f"{seconds:.0f}s"
