@@ -56,7 +56,7 @@ class Connection(asyncio.Protocol):
         self._buffered_bytes = 0
         self._reading_paused = False
         self._writable: asyncio.Future[None] | None = None  # while the transport is paused
-        self._upload: asyncio.Task[None] | None = None
+        self._upload: asyncio.Task[None] | None = None  # until all of the body is written
         self._transport: asyncio.Transport
 
     @property
@@ -78,9 +78,7 @@ class Connection(asyncio.Protocol):
     def send_body_from(self, body: AsyncIterator[bytes], length_bytes: int | None) -> asyncio.Task[None]:
         """Sends the body piece by piece (chunked when its length is unknown) while the response may already come."""
         self._timer.stop()  # until it is sent the client may be the slow one
-        self._upload = upload = asyncio.create_task(
-            send_body(self.write, body, length_bytes=length_bytes), name="upstream upload"
-        )
+        self._upload = upload = asyncio.create_task(self._send_body(body, length_bytes), name="upstream upload")
         upload.add_done_callback(self._upload_done)
         return upload
 
@@ -227,11 +225,18 @@ class Connection(asyncio.Protocol):
             error = FirstByteTimeout(f"no body byte within {self._timeouts.first_byte_s:g} s")
         self._fail(error)
 
+    async def _send_body(self, body: AsyncIterator[bytes], length_bytes: int | None) -> None:
+        await send_body(self.write, body, length_bytes=length_bytes)
+        self._upload = None  # here and not in the task's callback, which the engine's response may well precede
+        if self._response is not None and not self._streaming:
+            self._timer.start(self._timeouts.first_byte_s)
+
     def _upload_done(self, upload: asyncio.Task[None]) -> None:
+        """Of an upload that came to its end nothing is left to say; the connection may carry another request by now."""
+        if self._upload is not upload:
+            return
         self._upload = None
         if upload.cancelled():
             self._fail(UpstreamDisconnected("the request body was cancelled"))
         elif (error := upload.exception()) is not None:
             self._fail(error)
-        elif self._response is not None and not self._streaming:
-            self._timer.start(self._timeouts.first_byte_s)

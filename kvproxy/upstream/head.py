@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from kvproxy.errors import UnsafeRequest
 from kvproxy.types import Headers
 from kvproxy.upstream.origin import Origin
@@ -14,21 +12,14 @@ _VALUE = b"\t " + _VISIBLE
 _WANTS_LENGTH = frozenset({b"POST", b"PUT", b"PATCH"})
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """An encoded head, and how the body after it is framed: `length_bytes`, or chunked when that is None."""
-
-    data: bytes
-    length_bytes: int | None
-
-
 def encode_head(
     origin: Origin, method: bytes, *, target: bytes, headers: Headers, body_bytes: int | None, has_body: bool
-) -> Head:
-    """The head of one request; Host and the framing header are added when `headers` has none.
+) -> tuple[bytes, int | None]:
+    """The head of one request, and how the body after it is framed: its length, or chunked when that is None.
 
-    `body_bytes` is the body's size, None when nobody knows it yet. Raises UnsafeRequest for CR, LF, NUL or other
-    controls, for what is not a token where one belongs, and for framing headers that contradict the body.
+    Host and the framing header are added when `headers` has none. `body_bytes` is the body's size, None when nobody
+    knows it yet. Raises UnsafeRequest for CR, LF, NUL or other controls, for what is not a token where one belongs, and
+    for framing headers that contradict the body.
     """
     names = [name for name, _ in headers]
     _refuse_unsafe(method, target, names=names, headers=headers)
@@ -48,7 +39,7 @@ def encode_head(
         if length_bytes or method in _WANTS_LENGTH:
             lines.append(b"content-length: %d" % length_bytes)
     lines.append(b"\r\n")
-    return Head(b"\r\n".join(lines), length_bytes)
+    return b"\r\n".join(lines), length_bytes
 
 
 def _refuse_unsafe(method: bytes, target: bytes, *, names: list[bytes], headers: Headers) -> None:

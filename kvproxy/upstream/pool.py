@@ -23,7 +23,7 @@ __all__ = ["Timeouts", "UpstreamPool", "UpstreamResponse"]
 Body = bytes | AsyncIterator[bytes] | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would triple the cost of making one
 class _Message:
     """A request as it goes on the wire: what can be sent (and sent again) at once, and the rest of its body."""
 
@@ -200,13 +200,15 @@ class UpstreamPool:
 def _encode(origin: Origin, method: bytes, *, target: bytes, headers: Headers, body: Body) -> _Message:
     if body is None or isinstance(body, bytes):
         size = 0 if body is None else len(body)
-        head = encode_head(origin, method, target=target, headers=headers, body_bytes=size, has_body=body is not None)
+        head, length = encode_head(
+            origin, method, target=target, headers=headers, body_bytes=size, has_body=body is not None
+        )
         if not body:
-            data = head.data if head.length_bytes is not None else head.data + LAST_CHUNK
-        elif head.length_bytes is None:
-            data = head.data + chunked(body) + LAST_CHUNK
+            data = head if length is not None else head + LAST_CHUNK
+        elif length is None:
+            data = head + chunked(body) + LAST_CHUNK
         else:
-            data = head.data + body
+            data = head + body
         return _Message(method, data, None, None)
-    head = encode_head(origin, method, target=target, headers=headers, body_bytes=None, has_body=True)
-    return _Message(method, head.data, body, head.length_bytes)
+    head, length = encode_head(origin, method, target=target, headers=headers, body_bytes=None, has_body=True)
+    return _Message(method, head, body, length)

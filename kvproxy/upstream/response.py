@@ -59,10 +59,12 @@ class UpstreamResponse:
 
     async def chunk(self) -> bytes:
         """Like `take`, but waits for the next bytes or the end."""
-        data = self.take()
-        while data is None:
-            await self._wait()
-            data = self.take()
+        while (data := self.take()) is None:
+            self._waiter = waiter = asyncio.get_running_loop().create_future()
+            try:
+                await waiter
+            finally:
+                self._waiter = None
         return data
 
     async def started(self) -> None:
@@ -70,7 +72,11 @@ class UpstreamResponse:
         while not self.status:
             if self._error is not None:
                 raise self._error
-            await self._wait()
+            self._waiter = waiter = asyncio.get_running_loop().create_future()
+            try:
+                await waiter
+            finally:
+                self._waiter = None
 
     def abort(self) -> None:
         """Tells upstream at once by closing the connection, unless the response is complete."""
@@ -105,10 +111,3 @@ class UpstreamResponse:
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
-
-    async def _wait(self) -> None:
-        self._waiter = waiter = asyncio.get_running_loop().create_future()
-        try:
-            await waiter
-        finally:
-            self._waiter = None

@@ -17,6 +17,8 @@ from kvproxy.errors import (
     UpstreamError,
     UpstreamProtocolError,
 )
+from kvproxy.upstream.connection import Connection
+from kvproxy.upstream.origin import Origin
 from kvproxy.upstream.pool import Timeouts, UpstreamPool
 from tests.support.scripted import Peer, Script, answer, scripted
 from tests.upstream.calls import HEAD_ONLY, OK, PATIENT, fetch, pieces, post, read, until
@@ -324,6 +326,51 @@ async def test_bytes_may_be_sent_chunked(body: bytes) -> None:
         await read(await post(pool, upstream.origin, body, headers=[(b"transfer-encoding", b"chunked")]))
         expected = b"3\r\nabc\r\n0\r\n\r\n" if body else b"0\r\n\r\n"
         assert upstream.peers[0].requests[0].endswith(b"\r\n\r\n" + expected)
+
+
+class InstantEngine(asyncio.Transport):
+    """Answers in the loop's next turn, before the done callback of an upload can run."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__()
+        self._connection = connection
+        self._body = b""
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self._body += data
+        if self._body.endswith(b"hello"):
+            self._body = b""
+            asyncio.get_running_loop().call_soon(self._connection.data_received, OK)
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def abort(self) -> None:
+        asyncio.get_running_loop().call_soon(self._connection.connection_lost, None)
+
+
+class InstantPool(UpstreamPool):
+    """Its connections lead to instant engines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened = 0
+
+    async def _open_connection(self, origin: Origin, timeout_s: float) -> Connection:
+        connection = Connection(loop=asyncio.get_running_loop(), high_water_bytes=1024)
+        connection.connection_made(InstantEngine(connection))
+        self.opened += 1
+        return connection
+
+
+async def test_a_connection_is_kept_after_a_streamed_body() -> None:
+    """Also when the answer comes right behind the body's last piece; such a request must not cost a connection."""
+    pool = InstantPool()
+    async with pool:
+        for _ in range(3):
+            response = await post(pool, Origin("http", "x", 1), pieces(b"hello"), headers=[(b"content-length", b"5")])
+            assert await read(response) == b"ok"
+        assert (pool.opened, pool.idle) == (1, 1)
 
 
 async def test_an_early_answer_comes_while_the_body_still_goes_up() -> None:
