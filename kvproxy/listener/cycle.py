@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 _TOKEN = b"!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-_VALUE = b"\t " + bytes(range(0x21, 0x7F)) + bytes(range(0x80, 0x100))
+_HEAD = b"\r\n\t " + bytes(range(0x21, 0x7F)) + bytes(range(0x80, 0x100))
 _BODILESS = frozenset({204, 304})
+_FRAMING = frozenset({b"content-length", b"transfer-encoding", b"connection"})
+
+#: Key of a start message whose first body message follows at once: its head waits for it instead of for the loop.
+BODY_FOLLOWS = "kvproxy.body_follows"
 
 
 class Signal:
@@ -45,14 +51,52 @@ class CoalescingCycle(RequestResponseCycle):
     one system call for a short response, and no delay for a head whose body takes long.
     """
 
-    def __init__(self, *, loop: asyncio.AbstractEventLoop, **kwargs: Any) -> None:
-        super().__init__(message_event=cast("asyncio.Event", Signal()), **kwargs)
+    def __init__(
+        self,
+        scope: Any,
+        *,
+        transport: asyncio.Transport,
+        flow: Any,
+        logger: logging.Logger,
+        default_headers: list[tuple[bytes, bytes]],
+        expect_100_continue: bool,
+        keep_alive: bool,
+        on_response: Callable[[], None],
+        loop: asyncio.AbstractEventLoop,
+        tasks: set[asyncio.Task[None]],
+    ) -> None:
+        # Instead of uvicorn's __init__, which makes a body buffer nobody uses (`difference` checks the names at start).
+        self.scope = scope
+        self.transport = transport
+        self.flow = flow
+        self.logger = logger
+        self.default_headers = default_headers
+        self.waiting_for_100_continue = expect_100_continue
+        self.keep_alive = keep_alive
+        self.on_response = on_response
+        self.disconnected = False
+        self.more_body = True
+        self.response_started = False
+        self.response_complete = False
+        self.chunked_encoding: bool | None = None
+        self.expected_content_length = 0
+        self.message_event = cast("asyncio.Event", Signal())
         self.pieces: list[bytes] = []
         self.buffered_bytes = 0
+        self.task: asyncio.Task[None] | None = None
+        self._tasks = tasks
         self._loop = loop
         self._head = b""
         self._bodiless = False
         self._until_close = False
+
+    async def run_asgi(self, app: Any) -> None:
+        """uvicorn's; the task leaves the running ones here, since a done callback costs another turn of the loop."""
+        try:
+            await super().run_asgi(app)
+        finally:
+            if self.task is not None:
+                self._tasks.discard(self.task)
 
     async def receive(self) -> Any:
         """The next part of the request: everything of its body that arrived, or that the client is gone."""
@@ -79,27 +123,31 @@ class CoalescingCycle(RequestResponseCycle):
         if kind == "http.response.body" and self.response_started and not self.response_complete:
             self._write_body(message.get("body", b""), more=message.get("more_body", False))
         elif kind == "http.response.start" and not self.response_started:
-            self._start(message["status"], list(message.get("headers", ())))
+            self._start(message["status"], message.get("headers", ()))
+            if BODY_FOLLOWS not in message:
+                self._loop.call_soon(self._flush_head)
         else:
             raise RuntimeError(f"unexpected ASGI message {kind!r}")
 
-    def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        _refuse_unsafe(headers)
-        self._bodiless = self.scope["method"] == "HEAD" or status in _BODILESS
-        lines = [STATUS_LINE[status]]
-        lines += [b"%b: %b\r\n" % pair for pair in self.default_headers]
+    def _start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        self._bodiless = status in _BODILESS or self.scope["method"] == "HEAD"
+        names: list[bytes] = []
+        lines = [STATUS_LINE[status], *[b"%b: %b\r\n" % pair for pair in self.default_headers]]
         says_close = False
         for name, value in headers:
             lower = name.lower()
-            if lower == b"content-length":
-                self.chunked_encoding = False
-                self.expected_content_length = int(value)
-            elif lower == b"transfer-encoding":
-                continue  # ours to say
-            elif lower == b"connection":
-                says_close = b"close" in value.lower()
-                self.keep_alive = self.keep_alive and not says_close
+            if lower in _FRAMING:
+                if lower == b"content-length":
+                    self.chunked_encoding = False
+                    self.expected_content_length = int(value)
+                elif lower == b"transfer-encoding":
+                    continue  # ours to say
+                else:
+                    says_close = b"close" in value.lower()
+                    self.keep_alive = self.keep_alive and not says_close
+            names.append(lower)
             lines.append(b"%b: %b\r\n" % (lower, value))
+        _refuse_unsafe(names, lines)
         if self.chunked_encoding is None and not self._bodiless:
             self._until_close = self.scope["http_version"] == "1.0"
             self.chunked_encoding = not self._until_close
@@ -111,7 +159,6 @@ class CoalescingCycle(RequestResponseCycle):
         self._head = b"".join(lines)
         self.response_started = True
         self.waiting_for_100_continue = False
-        self._loop.call_soon(self._flush_head)
 
     def _flush_head(self) -> None:
         head, self._head = self._head, b""
@@ -148,8 +195,13 @@ class CoalescingCycle(RequestResponseCycle):
         self.on_response()
 
 
-def _refuse_unsafe(headers: list[tuple[bytes, bytes]]) -> None:
-    names = b"".join([name for name, _ in headers])
-    values = b"".join([value for _, value in headers])
-    if names.translate(None, _TOKEN) or values.translate(None, _VALUE):
+def _refuse_unsafe(names: list[bytes], lines: list[bytes]) -> None:
+    """A name that is no token, a control character, or more line ends than lines: one look at all lines together."""
+    head = b"".join(lines)
+    ends = head.count(b"\r\n")
+    if (
+        b"".join(names).translate(None, _TOKEN)
+        or head.translate(None, _HEAD)
+        or not ends == len(lines) == head.count(b"\r") == head.count(b"\n")
+    ):
         raise RuntimeError("a response header with characters that are not allowed")

@@ -31,12 +31,13 @@ class Protocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, limits: ListenerLimits, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.timeout_keep_alive = limits.keep_alive_s  # type: ignore[assignment]
         self._limits = limits
         self._refused = False  # came when every place was taken
         self._in_head = True
         self._head_bytes = 0
         self._head_since = 0.0
+        self._idle_since = 0.0  # the last response went out and nothing came since; 0: something is under way
+        self._parsed = (b"", "", b"", b"")  # the last URL and what became of it: clients repeat themselves
         self._running: CoalescingCycle | None = None  # `cycle` is the one whose request is being read
         self._watchdog: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
@@ -64,7 +65,7 @@ class Protocol(HttpToolsProtocol):
         self._running = None
 
     def data_received(self, data: bytes) -> None:
-        self._unset_keepalive_if_required()
+        self._idle_since = 0.0
         self._head_bytes += len(data)
         try:
             self.parser.feed_data(data)
@@ -79,7 +80,9 @@ class Protocol(HttpToolsProtocol):
                 self._reject(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "the request head is too large")
 
     def on_message_begin(self) -> None:
-        super().on_message_begin()
+        self.url = b""
+        self.expect_100_continue = False
+        self.headers = []
         self._in_head = True
         self._head_since = self.loop.time()
 
@@ -93,8 +96,9 @@ class Protocol(HttpToolsProtocol):
             self._head_bytes > limits.max_head_bytes and self._head_size() > limits.max_head_bytes
         ):
             raise _TooLarge
-        self._fill_scope()
-        keep_alive = self.scope["http_version"] != "1.0" and parser.should_keep_alive()
+        http_version = parser.get_http_version()
+        self.scope = self._new_scope(http_version)
+        keep_alive = http_version != "1.0" and parser.should_keep_alive()
         waiting = self.cycle is not None and not self.cycle.response_complete
         self.cycle = cycle = self._new_cycle(keep_alive=keep_alive)
         app = _no_place if self._refused else self.app
@@ -133,34 +137,63 @@ class Protocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         self._reject(HTTPStatus.BAD_REQUEST, msg)
 
+    def on_response_complete(self) -> None:
+        """The next pipelined request, or a wait that the watchdog ends (uvicorn's timer for each costs more)."""
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+            return
+        self._idle_since = now = self.loop.time()
+        watchdog, due = self._watchdog, now + self._limits.keep_alive_s
+        if self._limits.keep_alive_s and (watchdog is None or watchdog.when() > due):
+            self._watch()
+
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._running = cycle
-        super()._start_asgi_task(cycle, app)
+        cycle.task = task = self.loop.create_task(cycle.run_asgi(app))
+        self.tasks.add(task)
 
-    def _fill_scope(self) -> None:
-        scope = self.scope
-        url = httptools.parse_url(self.url)
-        raw_path = url.path or b"/"
-        path = raw_path.decode("latin-1")
-        scope["method"] = self.parser.get_method().decode("ascii")
-        scope["http_version"] = self.parser.get_http_version()
-        scope["path"] = self.root_path + (unquote(path) if "%" in path else path)
-        scope["raw_path"] = self.root_path.encode("ascii") + raw_path
-        scope["query_string"] = url.query or b""
+    def _new_scope(self, http_version: str) -> Any:
+        url, path, raw_path, query = self._parsed
+        if url != self.url:
+            url = self.url
+            parts = httptools.parse_url(url)
+            raw_path, query = parts.path or b"/", parts.query or b""
+            path = raw_path.decode("latin-1")
+            path = self.root_path + (unquote(path) if "%" in path else path)
+            raw_path = self.root_path.encode("ascii") + raw_path
+            self._parsed = (url, path, raw_path, query)
+        return {
+            "type": "http",
+            "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
+            "http_version": http_version,
+            "server": self.server,
+            "client": self.client,
+            "scheme": self.scheme,
+            "root_path": self.root_path,
+            "headers": self.headers,
+            "state": self.app_state.copy(),
+            "method": self.parser.get_method().decode("ascii"),
+            "path": path,
+            "raw_path": raw_path,
+            "query_string": query,
+        }
 
     def _new_cycle(self, *, keep_alive: bool) -> CoalescingCycle:
         return CoalescingCycle(
-            scope=self.scope,
+            self.scope,
             transport=self.transport,
             flow=self.flow,
             logger=self.logger,
-            access_logger=self.access_logger,
-            access_log=False,
             default_headers=self.server_state.default_headers,
             expect_100_continue=self.expect_100_continue,
             keep_alive=keep_alive,
             on_response=self.on_response_complete,
             loop=self.loop,
+            tasks=self.tasks,
         )
 
     def _head_size(self) -> int:
@@ -191,18 +224,27 @@ class Protocol(HttpToolsProtocol):
             self.transport.close()
 
     def _watch(self) -> None:
-        """Looks now and then whether a head has been on its way for too long, since a timer each would cost more."""
-        self._watchdog = None
-        limit_s = self._limits.head_timeout_s
-        if not limit_s:
-            return
-        left_s = limit_s
-        if self._in_head and self._head_since:
-            left_s = self._head_since + limit_s - self.loop.time()
+        """Looks now and then whether a head is late or a connection idle for too long."""
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+            self._watchdog = None
+        limits, now = self._limits, self.loop.time()
+        next_look_s = min(filter(None, (limits.head_timeout_s, limits.keep_alive_s)), default=0.0)
+        if self._idle_since and limits.keep_alive_s:
+            left_s = self._idle_since + limits.keep_alive_s - now
+            if left_s <= 0:
+                self.transport.close()
+                return
+            next_look_s = min(next_look_s, left_s)
+        elif self._in_head and limits.head_timeout_s:
+            limit_s = limits.head_timeout_s
+            left_s = self._head_since + limit_s - now
             if left_s <= 0:
                 self._reject(HTTPStatus.REQUEST_TIMEOUT, f"no complete request head within {limit_s:g} s")
                 return
-        self._watchdog = self.loop.call_later(left_s, self._watch)
+            next_look_s = min(next_look_s, left_s)
+        if next_look_s:
+            self._watchdog = self.loop.call_later(next_look_s, self._watch)
 
     def _stalled(self) -> None:
         self._stall = None
@@ -242,11 +284,11 @@ _CYCLE_ATTRIBUTES = {
 }  # fmt: skip
 _PROTOCOL_ATTRIBUTES = {
     "parser", "root_path", "server_state", "connections", "transport", "flow", "pipeline", "scope", "headers",
-    "expect_100_continue", "cycle", "loop", "app", "timeout_keep_alive",
+    "expect_100_continue", "cycle", "loop", "app", "asgi_version", "app_state", "server", "client", "scheme", "tasks",
 }  # fmt: skip
 _PROTOCOL_METHODS = (
-    "_start_asgi_task", "_unset_keepalive_if_required", "on_message_begin", "on_message_complete", "send_400_response",
-    "on_response_complete",
+    "_start_asgi_task", "on_header", "on_message_begin", "on_message_complete", "on_response_complete", "on_url",
+    "send_400_response",
 )  # fmt: skip
 
 

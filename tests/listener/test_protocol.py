@@ -355,6 +355,29 @@ async def test_a_long_response_is_no_slow_head() -> None:
         assert (await client.response())[0].startswith(b"http/1.1 200")
 
 
+async def test_an_idle_connection_is_closed() -> None:
+    """Without a word, once nothing came for the keep-alive time; a response that takes longer is not idle."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(0.08)
+        await echo(scope, receive, send)
+
+    async with serve(app, limits=ListenerLimits(keep_alive_s=0.04)) as url, connect(url) as client:
+        await client.send(GET)
+        assert (await client.response())[0].startswith(b"http/1.1 200")
+        assert await client.rest() == b""
+
+
+async def test_no_keep_alive_time_is_no_limit() -> None:
+    """0 is none, as everywhere."""
+    limits = ListenerLimits(keep_alive_s=0.0, head_timeout_s=0.02)
+    async with serve(echo, limits=limits) as url, connect(url) as client:
+        for _ in range(2):
+            await client.send(GET)
+            assert (await client.response())[0].startswith(b"http/1.1 200")
+            await asyncio.sleep(0.05)
+
+
 async def test_connections_over_the_bound_get_503() -> None:
     """In OpenAI's error shape, while those before them go on; a place given up is a place again."""
     async with serve(echo, max_connections=1) as url, connect(url) as first:
