@@ -56,7 +56,7 @@ class LocalSources:
         scale = TEXT_BLOCK_BYTES / bytes_per_token
         routed = {endpoint: int(blocks * scale) for endpoint, blocks in self.approximate.lookup(hashes).items()}
         found = {endpoint: Overlap(length) for endpoint, length in routed.items()}
-        if tokens is None or not self.precise.block_sizes:
+        if tokens is None or not (self.exact or self.precise.block_sizes):
             return found
         for endpoint in self.exact:
             if not self._in_flight[endpoint]:

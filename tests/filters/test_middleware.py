@@ -1,0 +1,282 @@
+"""KVCacheMiddleware in plain Starlette and FastAPI apps."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import fastapi
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+import kvproxy
+from kvproxy import KVCacheMiddleware
+from kvproxy.config import schema
+from kvproxy.config.kvcache_schema import KvCacheSettings
+from tests.kvcache.fleet import simulated
+from tests.kvcache.support import NOWHERE, long_text
+from tests.support.asgi import Inner, call, http_scope
+from tests.support.until import until
+
+ENGINES = {"a": NOWHERE, "b": NOWHERE}
+CHAT = "/v1/chat/completions"
+TURN = long_text("w")
+USAGE = {"prompt_tokens": 600, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 0}}
+
+
+def body(*contents: str, **fields: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": content} for content in contents], **fields}
+
+
+def raw(*contents: str) -> bytes:
+    return json.dumps(body(*contents)).encode()
+
+
+async def answer(request: Request) -> JSONResponse:
+    """Serves from b whatever comes, and says what was preferred."""
+    request.state.llm_served_endpoint_id = "b"
+    preferred = getattr(request.state, "llm_preferred_endpoint_id", None)
+    return JSONResponse({"preferred": preferred, "got": len(await request.body()), "usage": USAGE})
+
+
+def starlette_app(**options: Any) -> Starlette:
+    middleware = Middleware(KVCacheMiddleware, endpoints=ENGINES, **options)
+    return Starlette(routes=[Route(CHAT, answer, methods=["POST"])], middleware=[middleware])
+
+
+def client(app: Any) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://app")
+
+
+def test_it_is_imported_from_the_package() -> None:
+    assert kvproxy.KVCacheMiddleware is KVCacheMiddleware
+    with pytest.raises(AttributeError, match="nonsense"):
+        kvproxy.nonsense  # noqa: B018
+
+
+async def test_in_a_starlette_app_a_chat_finds_its_engine() -> None:
+    """Preferred from the second turn on, by nothing but what the app said it had used."""
+    async with client(starlette_app()) as http:
+        first = (await http.post(CHAT, json=body(TURN))).json()
+        second = (await http.post(CHAT, json=body(TURN, "and now?"))).json()
+    assert first["preferred"] is None
+    assert second["preferred"] == "b"
+    assert first["got"] == len(httpx.Request("POST", "http://x", json=body(TURN)).content)
+
+
+async def test_in_a_fastapi_app() -> None:
+    app = fastapi.FastAPI()
+    app.add_middleware(KVCacheMiddleware, endpoints=ENGINES)
+
+    @app.post(CHAT)
+    async def served(request: fastapi.Request, chat: dict[str, Any]) -> dict[str, Any]:
+        request.state.llm_served_endpoint_id = "a"
+        return {"preferred": getattr(request.state, "llm_preferred_endpoint_id", None), "model": chat["model"]}
+
+    async with client(app) as http:
+        await http.post(CHAT, json=body(TURN))
+        assert (await http.post(CHAT, json=body(TURN))).json() == {"preferred": "a", "model": "m"}
+
+
+async def test_the_endpoint_that_served_may_be_told_by_header() -> None:
+    """As kvproxy's own router does."""
+
+    async def served(request: Request) -> Response:
+        return PlainTextResponse("ok", headers={"x-kvproxy-endpoint": "a"})
+
+    under_test = KVCacheMiddleware(Starlette(routes=[Route(CHAT, served, methods=["POST"])]), endpoints=ENGINES)
+    async with under_test, client(under_test) as http:
+        await http.post(CHAT, json=body(TURN))
+        assert under_test.service.parts.local["default"].approximate.endpoints == ("a",)
+
+
+async def test_an_app_that_tells_nothing_teaches_nothing() -> None:
+    inner = Inner()
+    under_test = KVCacheMiddleware(inner, endpoints=ENGINES)
+    async with under_test:
+        for _ in range(2):
+            await call(under_test, http_scope(CHAT, method="POST"), body=raw(TURN))
+    assert "llm_preferred_endpoint_id" not in inner.scopes[-1].get("state", {})
+
+
+async def test_a_request_header_names_the_preferred_endpoint_and_no_client_can() -> None:
+    inner = Inner(headers=[(b"x-kvproxy-endpoint", b"a")])
+    under_test = KVCacheMiddleware(inner, endpoints=ENGINES, settings={"preference_header": "X-Preferred"})
+    async with under_test:
+        for _ in range(2):
+            headers = [(b"x-preferred", b"mine"), (b"content-type", b"application/json")]
+            await call(under_test, http_scope(CHAT, method="POST", headers=headers), body=raw(TURN))
+    first, second = (dict(scope["headers"]).get(b"x-preferred") for scope in inner.scopes)
+    assert (first, second) == (None, b"a")
+
+
+async def test_failed_answers_teach_nothing() -> None:
+    under_test = KVCacheMiddleware(Inner(status=503, headers=[(b"x-kvproxy-endpoint", b"a")]), endpoints=ENGINES)
+    async with under_test:
+        await call(under_test, http_scope(CHAT, method="POST"), body=raw(TURN))
+        assert under_test.service.parts.local["default"].approximate.entries == 0
+
+
+@pytest.mark.parametrize(
+    ("headers", "content"),
+    [
+        ([(b"content-length", b"999999999")], b"{}"),
+        ([(b"content-encoding", b"gzip")], raw(TURN)),
+        ([], b"not json"),
+    ],
+    ids=["too long", "encoded", "not json"],
+)
+async def test_what_it_does_not_understand_passes_untouched(headers: Any, content: bytes) -> None:
+    inner = Inner()
+    async with KVCacheMiddleware(inner, endpoints=ENGINES, limit_bytes=10_000) as under_test:
+        reply = await call(under_test, http_scope(CHAT, method="POST", headers=headers), body=content)
+    assert (reply.status, inner.bodies) == (200, [content])
+
+
+async def test_a_long_body_without_a_length_is_handed_on_whole() -> None:
+    """It is read up to the limit only; the app gets every byte all the same, and nothing is answered for it."""
+    inner = Inner()
+    async with KVCacheMiddleware(inner, endpoints=ENGINES, limit_bytes=100) as under_test:
+        pieces: list[Message] = [{"type": "http.request", "body": b"x" * 60, "more_body": True} for _ in range(4)]
+        pieces.append({"type": "http.request", "body": b"end", "more_body": False})
+        await call(under_test, http_scope(CHAT, method="POST"), *pieces)
+    assert inner.bodies == [b"x" * 240 + b"end"]
+
+
+async def test_a_client_that_leaves_while_sending_is_the_apps_business() -> None:
+    seen: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append((await receive())["type"])
+
+    async with KVCacheMiddleware(app, endpoints=ENGINES) as under_test:
+        await call(under_test, http_scope(CHAT, method="POST"), {"type": "http.disconnect"})
+    assert seen == ["http.disconnect"]
+
+
+async def test_other_paths_and_scopes_pass() -> None:
+    inner = Inner()
+    async with KVCacheMiddleware(inner, endpoints=ENGINES) as under_test:
+        await call(under_test, http_scope("/health"))
+        await call(under_test, {"type": "websocket"})
+    assert [scope["type"] for scope in inner.scopes] == ["http", "websocket"]
+
+
+async def test_switched_off_it_only_passes() -> None:
+    inner = Inner(headers=[(b"x-kvproxy-endpoint", b"a")])
+    under_test = KVCacheMiddleware(inner, endpoints=ENGINES, settings=KvCacheSettings(enabled=False))
+    for _ in range(2):
+        await call(under_test, http_scope(CHAT, method="POST"), body=raw(TURN))
+    assert under_test.service.parts.local["default"].approximate.entries == 0
+
+
+async def test_an_app_that_fails_is_not_hidden() -> None:
+    async def broken(scope: Scope, receive: Receive, send: Send) -> None:
+        raise RuntimeError("the app's own")
+
+    async with KVCacheMiddleware(broken, endpoints=ENGINES) as under_test:
+        with pytest.raises(RuntimeError, match="the app's own"):
+            await call(under_test, http_scope(CHAT, method="POST"), body=raw(TURN))
+
+
+async def test_a_mistake_in_it_fails_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    inner = Inner()
+    under_test = KVCacheMiddleware(inner, endpoints=ENGINES)
+    async with under_test:
+        under_test.service.parts.local.clear()
+        assert (await call(under_test, http_scope(CHAT, method="POST"), body=raw(TURN))).status == 200
+    assert "no facts for this request" in caplog.text
+
+
+async def test_anthropic_usage_is_read_from_the_streams_head() -> None:
+    """Its first event says how much of the prompt was cached."""
+    start = b'event: message_start\ndata: {"message":{"usage":{"input_tokens":10,"cache_read_input_tokens":590}}}\n\n'
+    inner = Inner(headers=[(b"x-kvproxy-endpoint", b"a")], chunks=(start, b"x" * 40_000))
+    async with KVCacheMiddleware(inner, endpoints=ENGINES) as under_test:
+        for _ in range(2):
+            await call(under_test, http_scope("/v1/messages", method="POST"), body=raw(TURN))
+        sample = under_test.metrics.registry.get_sample_value
+        labels = {"source": "approximate", "result": "hit"}
+        assert sample("kvproxy_kvcache_predictions_total", labels) == 1
+
+
+# Its life
+
+
+async def lifespan(app: Any) -> AsyncIterator[str]:
+    """Drives the app through ASGI's lifespan: yields after the start, and once more after the end."""
+    incoming: asyncio.Queue[Message] = asyncio.Queue()
+    outgoing: asyncio.Queue[Message] = asyncio.Queue()
+    incoming.put_nowait({"type": "lifespan.startup"})
+    running = asyncio.create_task(app({"type": "lifespan", "state": {}}, incoming.get, outgoing.put))
+    yield (await outgoing.get())["type"]
+    incoming.put_nowait({"type": "lifespan.shutdown"})
+    yield (await outgoing.get())["type"]
+    await running
+
+
+def tasks() -> set[str]:
+    return {task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("kvcache")}
+
+
+async def test_its_tasks_live_between_startup_and_shutdown() -> None:
+    app = starlette_app()
+    life = lifespan(app)
+    assert await anext(life) == "lifespan.startup.complete"
+    assert tasks() == {"kvcache watch"}
+    assert await anext(life) == "lifespan.shutdown.complete"
+    assert not tasks()
+    await anext(life, None)
+
+
+async def test_without_lifespan_events_it_starts_with_the_first_request() -> None:
+    inner = Inner()
+    under_test = KVCacheMiddleware(inner, endpoints=ENGINES)
+    await asyncio.gather(*(call(under_test, http_scope(CHAT, method="POST"), body=raw(TURN)) for _ in range(5)))
+    assert tasks() == {"kvcache watch"}
+    await under_test.__aexit__(None, None, None)
+    await under_test.__aexit__(None, None, None)  # leaving twice is leaving once
+    assert not tasks()
+
+
+async def test_strategies_run_after_the_response(caplog: pytest.LogCaptureFixture) -> None:
+    """The whole of it in somebody else's app: lookup, preference, pin - against simulated engines and controller."""
+    async with simulated() as place:
+        endpoints = [schema.Endpoint(id=name, url=url) for name, url in place.engines.items()]
+        settings = {
+            "lmcache_endpoint": place.lmcache,
+            "lookup_routing_timeout": 5,
+            "engine_metrics_interval": 0,
+            "cache_strategy": {"enable_pinning": True, "hot_content_threshold": 2},
+        }
+
+        async def forward(request: Request) -> Response:
+            engine = getattr(request.state, "llm_preferred_endpoint_id", "b")
+            request.state.llm_served_endpoint_id = engine
+            async with httpx.AsyncClient(trust_env=False) as http:
+                reply = await http.post(place.engines[engine] + CHAT, content=await request.body())
+
+            async def pieces() -> AsyncIterator[bytes]:
+                yield reply.content
+
+            return StreamingResponse(pieces(), headers={"x-engine": engine})
+
+        under_test = KVCacheMiddleware(
+            Starlette(routes=[Route(CHAT, forward, methods=["POST"])]), endpoints=endpoints, settings=settings
+        )
+        with caplog.at_level(logging.INFO, "kvproxy.audit"):
+            async with under_test, client(under_test) as http:
+                asked = {**body(TURN), "model": "tiny", "max_tokens": 1}
+                engines = [(await http.post(CHAT, json=asked)).headers["x-engine"] for _ in range(3)]
+                await until(lambda: place.calls["POST /pin"] == 1)
+        assert engines == ["b", "b", "b"]
+        assert "action=pin instance=b" in caplog.text

@@ -1,0 +1,147 @@
+"""KV events of simulated engines into the precise index."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from kvproxy.balancing.policy import FactSource
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.config import schema
+from kvproxy.kvcache.engines import Engines
+from kvproxy.kvcache.event_streams import EventStreams
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.simulator.kv_event_publisher import PublisherSettings
+from kvproxy.types import EndpointId
+from kvproxy.upstream.pool import UpstreamPool
+from tests.kvcache.fleet import Place, simulated
+from tests.kvcache.support import A, B, Fake, Service, chat, cluster_of, long_text, running, settings, world
+from tests.support.clock import FakeClock
+from tests.support.until import until
+
+TURN = long_text("w", 200)
+EVENTS = {"kv_events": PublisherSettings()}
+
+
+async def generate(place: Place, name: str, content: str) -> dict[str, Any]:
+    """A chat straight to the engine, past the proxy; its usage."""
+    async with httpx.AsyncClient(trust_env=False) as http:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": 1}
+        answer = await http.post(f"{place.engines[name]}/v1/chat/completions", json=body)
+        usage: dict[str, Any] = answer.json()["usage"]
+        return usage
+
+
+@contextlib.asynccontextmanager
+async def followed() -> AsyncIterator[tuple[Place, Service]]:
+    """Two engines that publish, and a service that follows both."""
+    async with contextlib.AsyncExitStack() as stack:
+        place = await stack.enter_async_context(simulated(engine=EVENTS))
+        cluster = cluster_of(place.engines)
+        service = await stack.enter_async_context(running(settings(kv_events=True), cluster))
+        await until(lambda: exact(service) == {A, B})
+        yield place, service
+
+
+def exact(service: Service) -> set[EndpointId]:
+    return set(service.kv.parts.local["default"].exact)
+
+
+async def knows_tokens(service: Service, content: str) -> None:
+    """The prompt's tokens are remembered (as after an earlier turn)."""
+    request = chat(content, model="tiny")
+    gathered = service.kv.gather(*request, cluster=service.cluster)
+    task = service.kv.parts.tokens.ask(gathered)
+    assert task is not None
+    assert await task is not None
+
+
+async def test_what_an_engine_announces_is_known_whoever_asked_it() -> None:
+    """A prompt that came another way is found by its tokens, with the engine's own blocks."""
+    async with followed() as (place, service):
+        usage = await generate(place, "b", TURN)
+        await until(lambda: service.kv.parts.local["default"].precise.rows(B) > 0)
+        await knows_tokens(service, TURN)
+        gathered = await service.ask(chat(TURN, model="tiny"))
+        assert gathered.preferred == B
+        overlap = gathered.facts.by_endpoint[B]
+        assert overlap.source is FactSource.PRECISE
+        assert overlap.device_tokens == usage["prompt_tokens"] // 32 * 32
+        assert service.metric("kvproxy_kvcache_index_blocks", index="precise") > 0
+
+
+async def test_an_exact_stream_is_believed_over_what_was_routed() -> None:
+    """The engine dropped everything: what we sent there does not count any more."""
+    async with followed() as (_place, service):
+        await knows_tokens(service, TURN)
+        request = chat(TURN, model="tiny")
+        assert (await service.serve(request, A)).preferred is None
+        assert (await service.ask(request)).preferred is None  # routed, answered, and never announced
+        under_way = await service.ask(request)
+        service.kv.picked(under_way, A)
+        assert (await service.ask(request)).preferred == A  # promised: it is being computed
+
+
+async def test_an_engine_without_events_is_left_alone_and_said_so(caplog: pytest.LogCaptureFixture) -> None:
+    plain = Fake({})
+    async with world({"a": plain}, kv_events=True) as service:
+        await until(lambda: plain.calls["/kv_event_sources"] == 1)
+        streams = service.kv.parts.streams
+        assert streams is not None
+        await streams.follow()
+        assert plain.calls["/kv_event_sources"] == 1
+    assert caplog.text.count("a publishes no KV events") == 1
+
+
+async def test_an_engine_that_is_down_is_asked_again() -> None:
+    down = Fake({"/kv_event_sources": lambda _: (503, {"detail": "starting"})})
+    async with world({"a": down}, kv_events=True) as service:
+        streams = service.kv.parts.streams
+        assert streams is not None
+        await streams.follow()
+        await streams.follow()
+        assert down.calls["/kv_event_sources"] >= 2
+
+
+async def test_streams_end_with_their_endpoint() -> None:
+    """And what they told is forgotten."""
+    async with followed() as (place, service):
+        await generate(place, "b", TURN)
+        await until(lambda: service.kv.parts.local["default"].precise.rows(B) > 0)
+        service.cluster.apply([schema.Endpoint(id="a", url=place.engines["a"])])
+        streams = service.kv.parts.streams
+        assert streams is not None
+        await streams.follow()
+        assert exact(service) == {A}
+        assert service.kv.parts.local["default"].precise.rows(B) == 0
+
+
+class Broken(dict[str, Cluster]):
+    """Clusters that cannot be looked at."""
+
+    def items(self) -> Any:
+        raise RuntimeError("a mistake")
+
+
+async def test_a_mistake_while_following_is_logged_and_tried_again(
+    clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    engines = Engines(UpstreamPool(), timeout_s=1)
+    naps = asyncio.Semaphore(0)
+
+    async def sleep(_: float) -> None:
+        naps.release()
+        await asyncio.sleep(0)
+
+    streams = EventStreams(clusters=Broken(), local={}, engines=engines, metrics=Metrics(), clock=clock, sleep=sleep)
+    with caplog.at_level(logging.ERROR):
+        async with streams:
+            await naps.acquire()
+            await naps.acquire()
+    assert caplog.text.count("cannot be followed") >= 2

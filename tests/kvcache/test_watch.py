@@ -1,0 +1,128 @@
+"""Readings of engines and host, out of every request's path."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+
+from kvproxy.config import schema
+from kvproxy.kvcache.signals import HostUse
+from kvproxy.simulator.lmcache_coordinator import CoordinatorSettings
+from tests.kvcache.fleet import simulated
+from tests.kvcache.support import A, Fake, Service, chat, cluster_of, controller, long_text, running, settings, world
+from tests.kvcache.support import engine as answering
+from tests.support.clock import FakeClock
+from tests.support.until import until
+
+TURN = long_text("w")
+
+
+def exposition(*, tokens: int = 25_600, usage: float = 0.5, caching: bool = True) -> bytes:
+    """What an engine's /metrics says."""
+    blocks, ranks = tokens // 16, 'engine="0"'
+    config = f'block_size="16",num_gpu_blocks="{blocks}",enable_prefix_caching="{caching}"'
+    lines = (
+        f"vllm:kv_cache_usage_perc{{{ranks}}} {usage}",
+        f"vllm:num_requests_running{{{ranks}}} 64",
+        f"vllm:cache_config_info{{{config}}} 1",
+    )
+    return "\n".join(lines).encode()
+
+
+def engine(**figures: Any) -> Fake:
+    return Fake({"/metrics": lambda _: exposition(**figures)})
+
+
+async def round_of(service: Service) -> None:
+    await service.kv.parts.watch.round()
+
+
+async def test_an_index_is_as_large_as_its_engines_cache() -> None:
+    """Half or unbounded capacity costs a policy more than it gains: 25 600 tokens are 400 blocks of 256 bytes."""
+    async with world({"a": engine(tokens=25_600)}) as service:
+        await round_of(service)
+        assert service.kv.parts.local["default"].approximate.capacity(A) == 400
+
+
+async def test_an_engine_without_prefix_caching_holds_nothing() -> None:
+    """Nothing that was routed there is ever found again."""
+    async with world({"a": engine(caching=False)}) as service:
+        await round_of(service)
+        await service.serve(chat(TURN), A)
+        assert (await service.ask(chat(TURN))).preferred is None
+
+
+async def test_readings_become_pressure() -> None:
+    async with world({"a": engine(usage=0.75)}, host=HostUse(0.1, 0.2)) as service:
+        await round_of(service)
+        pressure = service.kv.parts.signals.pressure(service.cluster.endpoints[0])
+        assert (pressure.load, pressure.memory) == (0.25, 0.75)
+
+
+async def test_engines_that_do_not_say_change_nothing() -> None:
+    quiet = Fake({"/metrics": lambda _: b"# nothing of interest\n"})
+    async with world({"a": Fake({}), "b": quiet}) as service:
+        before = service.kv.parts.local["default"].approximate.capacity(A)
+        await round_of(service)
+        assert service.kv.parts.local["default"].approximate.capacity(A) == before
+
+
+async def test_an_endpoint_that_left_or_moved_is_forgotten() -> None:
+    """Another engine under the same id holds nothing of what the old one did."""
+    async with world({"a": engine(), "b": engine()}) as service:
+        await round_of(service)
+        await service.serve(chat(TURN), A)
+        assert (await service.ask(chat(TURN))).preferred == A
+        moved = schema.Endpoint(id="a", url="http://127.0.0.1:9")
+        service.cluster.apply([moved])
+        await round_of(service)
+        assert (await service.ask(chat(TURN))).preferred is None
+        assert service.kv.parts.local["default"].hot.endpoints == 1
+
+
+async def test_rounds_follow_each_other_by_themselves(caplog: pytest.LogCaptureFixture) -> None:
+    """And a broken one does not end them."""
+    scraped = engine()
+    async with world({"a": scraped}, engine_metrics_interval=0.005) as service:
+        await until(lambda: scraped.calls["/metrics"] >= 3)
+        assert {task.get_name() for task in asyncio.all_tasks()} >= {"kvcache watch"}
+        service.kv.parts.watch._on_round = None  # type: ignore[assignment]
+        with caplog.at_level(logging.ERROR):
+            await until(lambda: "a round of readings is broken" in caplog.text)
+        seen = scraped.calls["/metrics"]
+        await until(lambda: scraped.calls["/metrics"] > seen)
+
+
+async def test_lmcaches_own_memory_is_read_too() -> None:
+    """The coordinator knows how full each instance is."""
+    async with simulated(names=("a",), controller=None, coordinator=CoordinatorSettings(capacity_chunks=4)) as place:
+        assert place.fleet.coordinator is not None
+        place.fleet.coordinator.admit("a", list(range(1024)), model_name="m")
+        config = settings(lmcache_endpoint=place.lmcache, provider="coordinator")
+        async with running(config, cluster_of(place.engines)) as service:
+            await round_of(service)
+            assert service.kv.parts.signals.pressure(service.cluster.endpoints[0]).memory == 1.0
+
+
+async def test_a_lmcache_that_is_down_says_nothing() -> None:
+    async with world({"a": engine()}, Fake({}), provider="coordinator") as service:
+        await round_of(service)
+        assert service.kv.parts.signals.pressure(service.cluster.endpoints[0]).memory == 0.5
+
+
+async def test_leases_are_renewed_between_requests(clock: FakeClock) -> None:
+    """The round ticks the strategies."""
+    strategy = {"enable_pinning": True, "hot_content_threshold": 1, "pin_lease": 300, "pin_renewal": 240}
+    lmcache = controller(lambda _: {})
+    async with world({"a": answering()}, lmcache, clock=clock, cache_strategy=strategy) as service:
+        await round_of(service)  # nothing is pinned yet
+        await service.serve(chat(TURN), A)
+        await service.settled()
+        assert lmcache.calls["/pin"] == 1
+        clock.advance(250)
+        await round_of(service)
+        await service.settled()
+        assert lmcache.calls["/pin"] == 2
