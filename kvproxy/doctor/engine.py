@@ -57,7 +57,7 @@ class Engine:
         self.origin = origin_of(endpoint)
         self._health_path = health_path
         self._routed = routed
-        self._http = tools.http(endpoint.ca_file, endpoint.insecure)
+        self._http = tools.http(self.origin)
         key = endpoint.api_key
         authorization = None if key is None else f"Bearer {key.get_secret_value()}"
         self._headers = {} if authorization is None else {"authorization": authorization}

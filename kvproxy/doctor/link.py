@@ -32,7 +32,9 @@ async def connect(origin: Origin, *, timeout_s: float) -> Link:
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(timeout_s):
-            _, writer = await asyncio.open_connection(origin.host, origin.port, ssl=origin.ssl_context)
+            tls = origin.ssl_context
+            name = origin.server_name or None if tls is not None else None
+            _, writer = await asyncio.open_connection(origin.host, origin.port, ssl=tls, server_hostname=name)
     except (OSError, ValueError) as error:  # ValueError: a host name or certificate file that cannot be used
         return Link(error)
     ends = (writer.get_extra_info("peercert") or {}).get("notAfter")

@@ -58,7 +58,7 @@ class LmCache:
         self.settings = settings
         self.tools = tools
         self.origin = Origin.parse(settings.lmcache_endpoint)
-        http, url, timeout_s = tools.http(), str(self.origin), tools.patience.exchange_s
+        http, url, timeout_s = tools.http(self.origin), str(self.origin), tools.patience.exchange_s
         self.api = Api(http, url, service="lmcache")
         self._controller = LMCacheControllerClient(http, url, lookup_timeout_s=timeout_s)
         self._coordinator = LMCacheCoordinatorClient(http, url, lookup_timeout_s=timeout_s)

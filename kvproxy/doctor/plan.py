@@ -19,8 +19,9 @@ from kvproxy.doctor.checks.kv_events import EventSourcesCheck, KvEventsCheck
 from kvproxy.doctor.checks.limits import LimitsCheck
 from kvproxy.doctor.checks.lmcache_service import ServiceCheck
 from kvproxy.doctor.checks.lookup import BudgetCheck, LookupCheck
+from kvproxy.doctor.checks.metrics import MetricsCheck
 from kvproxy.doctor.checks.models import ModelsCheck
-from kvproxy.doctor.checks.tokenizers import TokenizersCheck
+from kvproxy.doctor.checks.tokenizers import TokenizerCheck, TokenizersCheck
 from kvproxy.doctor.checks.versions import VersionCheck
 from kvproxy.doctor.site import Site
 from kvproxy.errors import Problem
@@ -35,7 +36,7 @@ def timed(site: Site) -> list[Check]:
     """What must run alone, after all the rest: it measures time."""
     if site.lmcache is None or not site.engines:
         return []
-    return [BudgetCheck(site.engines[0], site.lmcache)]
+    return [BudgetCheck(site.engines, site.lmcache)]
 
 
 def light(site: Site, problems: Sequence[Problem] = ()) -> list[Check]:
@@ -52,6 +53,7 @@ def _quiet(site: Site, problems: Sequence[Problem], *, trial: bool) -> Iterator[
         yield ApiCheck(engine)
     for engine in site.engines:
         yield HealthCheck(engine)
+        yield MetricsCheck(engine)
         yield EventSourcesCheck(engine, _wants_events(site))
         yield ClockCheck(engine, trial)
     for name, engines in site.clusters():
@@ -75,6 +77,8 @@ def _trials(site: Site) -> Iterator[Check]:
     for name, engines in site.clusters():
         if engines:
             yield TokenizersCheck(site, name)
+    if site.tokenizer is not None:
+        yield TokenizerCheck(site.tokenizer)
     yield DuplicatesCheck(site)
 
 

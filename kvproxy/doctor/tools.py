@@ -15,6 +15,7 @@ import zmq.asyncio
 
 from kvproxy.doctor.answers import Answers
 from kvproxy.types import Clock
+from kvproxy.upstream.origin import Origin
 from kvproxy.upstream.pool import UpstreamPool
 from kvproxy.upstream.transport import PoolTransport
 
@@ -56,7 +57,7 @@ class Tools:
         self.rng = rng or random.Random()
         self.answers = Answers()
         self._pool = UpstreamPool(max_connections=32)
-        self._http: dict[tuple[str, bool], httpx.AsyncClient] = {}
+        self._http: dict[tuple[str, bool, str], httpx.AsyncClient] = {}
         self._zmq: zmq.asyncio.Context | None = None
         self._open = AsyncExitStack()
 
@@ -71,12 +72,14 @@ class Tools:
     ) -> None:
         await self._open.aclose()
 
-    def http(self, ca_file: str = "", insecure: bool = False) -> httpx.AsyncClient:
-        """The client for origins verified this way."""
-        client = self._http.get((ca_file, insecure))
+    def http(self, origin: Origin) -> httpx.AsyncClient:
+        """The client for origins verified as this one."""
+        key = origin.ca_file, origin.insecure, origin.server_name
+        client = self._http.get(key)
         if client is None:
-            transport = PoolTransport(self._pool, ca_file=ca_file, insecure=insecure)
-            client = self._http[ca_file, insecure] = httpx.AsyncClient(transport=transport, trust_env=False)
+            ca_file, insecure, server_name = key
+            transport = PoolTransport(self._pool, ca_file=ca_file, insecure=insecure, server_name=server_name)
+            client = self._http[key] = httpx.AsyncClient(transport=transport, trust_env=False)
         return client
 
     def zmq(self) -> zmq.asyncio.Context:

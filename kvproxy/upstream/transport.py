@@ -17,6 +17,7 @@ from kvproxy.errors import (
     UpstreamDisconnected,
     UpstreamProtocolError,
 )
+from kvproxy.types import Headers
 from kvproxy.upstream.origin import Origin
 from kvproxy.upstream.pool import Body, Timeouts, UpstreamPool, UpstreamResponse
 
@@ -39,15 +40,23 @@ class PoolTransport(httpx.AsyncBaseTransport):
     """Sends httpx requests through `pool`, streaming both ways; closing the client leaves the pool open.
 
     `timeouts` apply where a request brings none of its own (httpx: connect; read for first byte and silence).
+    `server_name` is who is expected to answer, where URLs hold addresses.
     """
 
     def __init__(
-        self, pool: UpstreamPool, timeouts: Timeouts | None = None, *, ca_file: str = "", insecure: bool = False
+        self,
+        pool: UpstreamPool,
+        timeouts: Timeouts | None = None,
+        *,
+        ca_file: str = "",
+        insecure: bool = False,
+        server_name: str = "",
     ) -> None:
         self._pool = pool
         self._timeouts = timeouts or Timeouts()
         self._ca_file = ca_file
         self._insecure = insecure
+        self._server_name = server_name
         self._origins: dict[tuple[str, str, int | None], Origin] = {}
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -56,7 +65,7 @@ class PoolTransport(httpx.AsyncBaseTransport):
                 self._origin(request.url),
                 request.method.encode("ascii"),
                 request.url.raw_path,
-                [(name.lower(), value) for name, value in request.headers.raw],
+                self._headers(request),
                 _body(request),
                 timeouts=self._timeouts_of(request),
             )
@@ -66,6 +75,12 @@ class PoolTransport(httpx.AsyncBaseTransport):
             stream=_ResponseStream(response, request),
             extensions={"http_version": b"HTTP/1.1", "reason_phrase": response.reason},
         )
+
+    def _headers(self, request: httpx.Request) -> Headers:
+        """With a server name, Host is the origin's business: httpx would write the address."""
+        named = bool(self._server_name)
+        pairs = ((name.lower(), value) for name, value in request.headers.raw)
+        return [(name, value) for name, value in pairs if not named or name != b"host"]
 
     def _origin(self, url: httpx.URL) -> Origin:
         key = (url.scheme, url.host, url.port)
@@ -77,7 +92,7 @@ class PoolTransport(httpx.AsyncBaseTransport):
                 self._origins.clear()
             port = url.port or (443 if url.scheme == "https" else 80)
             host = url.raw_host.decode("ascii").strip("[]")
-            origin = Origin(url.scheme, host, port, b"", self._ca_file, self._insecure)
+            origin = Origin(url.scheme, host, port, b"", self._ca_file, self._insecure, self._server_name)
             self._origins[key] = origin
         return origin
 

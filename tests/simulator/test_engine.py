@@ -363,3 +363,16 @@ def test_nonsense_settings_and_requests_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one prompt token"):
         SimRequest("a", [], 0, 1)
     assert Engine(SMALL).settings is SMALL
+
+
+def test_without_prefix_caching_nothing_is_kept() -> None:
+    """No hits, no events, and as in vLLM the counters of the cache stay where they are."""
+    engine = Engine(replace(SMALL, prefix_caching=False))
+    engine.submit(request("a"), 0.0)
+    first = run(engine)
+    engine.submit(request("b"), 10.0)
+    second = run(engine)
+    assert [one.cached_tokens for one in (*first, *second) if isinstance(one, FirstToken)] == [0, 0]
+    assert events_of([*first, *second]) == []
+    counters = engine.counters
+    assert (counters.prompt_tokens, counters.prefix_cache_queries, counters.prefix_cache_hits) == (80, 0, 0)

@@ -240,3 +240,13 @@ async def test_engines_elsewhere_report_over_http() -> None:
         assert await running.holders() == [["mp-1"]] * 4
         assert (await running.call("POST", "/lookup", {"tokens": TOKENS}))[0] == 404
         assert (await running.call("GET", "/healthz"))[1] == {"status": "healthy"}
+
+
+async def test_the_chunk_size_is_the_fleets() -> None:
+    """Stored and looked up alike; a prompt shorter than a chunk has none."""
+    async with coordinator(chunk_tokens=512) as running:
+        running.app.admit("mp-1", TOKENS, model_name="m")
+        assert await running.holders() == [["mp-1"], ["mp-1"]]
+        assert await running.holders(TOKENS[:511]) == []
+        _, pinned = await running.call("POST", "/cache/pins", WHAT)
+        assert pinned["affected"] == 2

@@ -54,3 +54,12 @@ def test_unknown_ids_are_an_error(token: int) -> None:
     """Out of range is no text."""
     with pytest.raises(ValueError, match="out of range"):
         TOKENIZER.decode([token])
+
+
+def test_another_tokenizer_has_other_ids() -> None:
+    """Without word pieces rare words take more tokens, and the same words have other ids; both read back."""
+    other = Tokenizer(word_pieces=False)
+    text = "The interaction of strangers\n"
+    assert len(other.encode(text)) > len(TOKENIZER.encode(text))
+    assert other.encode(" strong") != TOKENIZER.encode(" strong")
+    assert other.decode(other.encode(text)) == text

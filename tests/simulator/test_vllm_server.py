@@ -467,3 +467,13 @@ async def test_json_round_trips_unicode() -> None:
             await running.client.post("/tokenize", content=body, headers={"content-type": "application/json"})
         ).json()["tokens"]
         assert (await running.client.post("/detokenize", json={"tokens": tokens})).json() == {"prompt": "日本 naïve"}
+
+
+async def test_caching_that_is_off_shows_in_metrics() -> None:
+    """`cache_config_info` has the flag, and an answer reuses nothing."""
+    async with engine(engine=replace(FAST, prefix_caching=False)) as running:
+        body = {"model": "tiny", "prompt": "word " * 200, "max_tokens": 1}
+        for _ in range(2):
+            usage = (await running.client.post("/v1/completions", json=body)).json()["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+        assert 'enable_prefix_caching="False"' in (await running.client.get("/metrics")).text

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import httpx
 import pytest
 
 from kvproxy.errors import ConnectError, ConnectTimeout
 from kvproxy.upstream.origin import Origin
 from kvproxy.upstream.pool import Timeouts, UpstreamPool
+from kvproxy.upstream.transport import PoolTransport
 from tests.support.certificates import Certificate, make_certificate
 from tests.support.scripted import Peer, answer, scripted
 from tests.upstream.calls import OK, fetch, post, until
@@ -69,6 +71,23 @@ async def test_an_address_is_verified_for_the_name_it_stands_for(tmp_path: Path)
         assert f"engines.example:{named.port}".encode() in upstream.peers[0].requests[0]
         with pytest.raises(ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
             await post(pool, Origin.parse(str(named), ca_file=ca_file, server_name="other.example"))
+
+
+async def test_an_httpx_client_too_trusts_by_name(tmp_path: Path) -> None:
+    """Its URL holds the address; certificate and Host header have the name."""
+    certificate = make_certificate(tmp_path, "engines.example")
+    url, ca_file = "https://127.0.0.1", str(certificate.certificate)
+    async with (
+        scripted(answer(OK), tls=certificate.server_context(), url=url, ca_file=ca_file) as upstream,
+        UpstreamPool() as pool,
+        httpx.AsyncClient(
+            transport=PoolTransport(pool, ca_file=ca_file, server_name="engines.example"), trust_env=False
+        ) as client,
+    ):
+        assert (await client.get(f"{upstream.origin}/health")).content == b"ok"
+        request = upstream.peers[0].requests[0].lower()
+        assert request.count(b"\r\nhost: ") == 1
+        assert f"\r\nhost: engines.example:{upstream.origin.port}\r\n".encode() in request
 
 
 async def test_insecure_takes_any_certificate(certificate: Certificate) -> None:

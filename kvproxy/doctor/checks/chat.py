@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvproxy.doctor.engine import Engine
 from kvproxy.doctor.finding import Finding, ok, problem, warning
 from kvproxy.doctor.trial import Trial
-from kvproxy.errors import ClientError, ClientTimeout, ClientUnavailable, NotSupported, Refused
+from kvproxy.errors import ClientError, ClientTimeout, NotSupported, Refused
 
 #: A trial: link, models, metrics, event sources, subscriptions, two or three requests, tokenize, events, replays.
 TRIAL_CALLS = 12
@@ -31,24 +31,23 @@ class GenerateCheck:
         await self.engine.model()  # whatever is wrong before a prompt can be sent is told elsewhere
         try:
             trial = await self.engine.trial()
-        except ClientTimeout as error:
-            fix = "it is overloaded or stuck, or its prefill is slow: look at its queue, or raise --timeout"
-            return [problem(self.where, f"does not answer a small prompt: {error}", fix)]
-        except ClientUnavailable as error:
-            return [problem(self.where, f"hangs up on a small prompt: {error}", "read the engine's log")]
-        except Refused as error:
-            return [_refused(self.where, error)]
+        except ClientError as error:
+            return [_failed(self.where, error)]
         form = "chat" if trial.chat else "text completion (it refuses chats)"
         return [ok(self.where, f"answers a {form} of {trial.first.prompt_tokens} tokens")]
 
 
-def _refused(where: str, error: Refused) -> Finding:
-    if error.status in (400, 404, 405):
+def _failed(where: str, error: ClientError) -> Finding:
+    status = error.status if isinstance(error, Refused) else 0
+    if status in (400, 404, 405):
         fix = "right for an embedding model; otherwise check how the engine was started"
         return warning(where, f"generates nothing: {error}", fix)
-    if error.status == 503:
+    if status == 503:
         return warning(where, f"is too busy for a small prompt: {error}", "try again when it is less busy")
-    return problem(where, f"refuses a small prompt: {error}", "read the engine's log")
+    if isinstance(error, ClientTimeout):
+        fix = "it is overloaded or stuck, or its prefill is slow: look at its queue, or raise --timeout"
+        return problem(where, f"does not answer a small prompt: {error}", fix)
+    return problem(where, f"does not answer a small prompt well: {error}", "read the engine's log")
 
 
 @dataclass(frozen=True, slots=True)

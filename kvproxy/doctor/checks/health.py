@@ -68,7 +68,9 @@ class ApiCheck:
             models = await self.engine.models()
         except ClientError as error:
             return [_no_api(self.engine, error)]
-        return [ok(self.where, f"serves {', '.join(model.id for model in models) or 'no model'}")]
+        if not models:
+            return [problem(self.where, "serves no model", "wait until it has loaded one, or read its log")]
+        return [ok(self.where, f"serves {', '.join(model.id for model in models)}")]
 
 
 def _no_api(engine: Engine, error: ClientError) -> Finding:

@@ -10,7 +10,7 @@ from kvproxy.doctor.engine import Engine
 from kvproxy.doctor.finding import Finding, ok, problem, warning
 from kvproxy.doctor.lmcache import LmCache
 from kvproxy.doctor.site import Site, known
-from kvproxy.errors import NotSupported
+from kvproxy.errors import ClientError, NotSupported
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,14 @@ class InstancesCheck:
         return self.lmcache.where
 
     async def find(self) -> Sequence[Finding]:
+        await self.lmcache.kind()  # what is no LMCache is told elsewhere
         try:
             registered = await self.lmcache.instances()
         except NotSupported:
             fix = "upgrade LMCache's controller to 0.3.11 or newer"
             return [warning(self.where, "cannot list its instances, so their ids are not checked", fix)]
+        except ClientError as error:
+            return [problem(self.where, f"does not list its instances: {error}", "read LMCache's log")]
         strangers = [engine for engine in self.site.engines if engine.instance_id not in registered]
         names: dict[Engine, str] = {}
         if self.trial and registered:

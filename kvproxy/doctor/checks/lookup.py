@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvproxy.config.kvcache_schema import Provider
@@ -10,7 +10,8 @@ from kvproxy.doctor.checks.chat import TRIAL_CALLS
 from kvproxy.doctor.engine import Engine
 from kvproxy.doctor.finding import Finding, ok, problem, warning
 from kvproxy.doctor.lmcache import Found, LmCache
-from kvproxy.errors import BadResponse, NotSupported
+from kvproxy.doctor.site import known
+from kvproxy.errors import BadResponse, ClientError
 
 LOOKUP_CALLS = TRIAL_CALLS + 8
 
@@ -44,25 +45,29 @@ class LookupCheck:
         return self.engine.where
 
     async def find(self) -> Sequence[Finding]:
-        try:
-            registered: Collection[str] | None = await self.lmcache.instances()
-        except NotSupported:
-            registered = None
-        if registered is not None and self.engine.instance_id not in registered:
-            return []  # told with the instance ids
+        await self.lmcache.kind()
         trial = await self.engine.trial()
-        if not trial.tokens:
-            return []  # told with tokenize
+        if not trial.tokens or not await self._registered():
+            return []  # told with tokenize, or with the instance ids
         try:
             found = await self.lmcache.found(self.engine)
         except BadResponse as error:
             fix = "is it LMCache, and of a version up to 0.5? A proxy in between may have changed its answers"
             return [problem(self.lmcache.where, f"answers lookups in an unknown shape: {error}", fix)]
+        except ClientError as error:
+            return [problem(self.lmcache.where, f"does not answer lookups: {error}", "read LMCache's log")]
         if found.holders:
             return [self._held(found, self.lmcache.expected_model(trial))]
         if not found.chunks:
             return []  # told with the chunk size
         return [await self._empty(found)]
+
+    async def _registered(self) -> bool:
+        """Also when the service cannot tell."""
+        try:
+            return self.engine.instance_id in await self.lmcache.instances()
+        except ClientError:
+            return True
 
     def _held(self, found: Found, expected_model: str) -> Finding:
         own = self.engine.instance_id
@@ -79,7 +84,7 @@ class LookupCheck:
         provider = await self.lmcache.provider()
         try:
             indexed: int | None = await provider.indexed_chunks()
-        except NotSupported:
+        except ClientError:
             indexed = None
         if indexed == 0:
             what = "LMCache's index is empty although the engine has just computed a long prompt"
@@ -88,7 +93,8 @@ class LookupCheck:
             what = f"LMCache does not find a prompt that the engine has just computed, under the model {found.model!r}"
             causes = ("the directory has it under another name: set `directory_model` to vLLM's --model", *_EMPTY)
             return problem(self.where, what, "see the causes", causes)
-        what = "LMCache does not find a prompt that the engine has just computed, though its index is not empty"
+        what = "LMCache does not find a prompt that the engine has just computed"
+        what += ", though its index is not empty" if indexed else ""
         return problem(self.where, what, "make controller and engines hash alike; see the causes", (*_HASHES, *_EMPTY))
 
 
@@ -96,7 +102,7 @@ class LookupCheck:
 class BudgetCheck:
     """Lookups in a row, against the time that the routing path gives them."""
 
-    engine: Engine
+    engines: Sequence[Engine]
     lmcache: LmCache
 
     name = "lookup time"
@@ -105,8 +111,9 @@ class BudgetCheck:
     where = LmCache.where
 
     async def find(self) -> Sequence[Finding]:
-        trial = await self.engine.trial()
-        if not trial.tokens:
+        trials = await known(self.engines, lambda engine: engine.trial())
+        trial = next((one for one in trials.values() if one.tokens), None)
+        if trial is None:
             return []
         samples = await self.lmcache.time_lookups(trial)
         return [budget_finding(self.where, samples, trial.tokenize_s, self.lmcache.settings.lookup_routing_timeout)]

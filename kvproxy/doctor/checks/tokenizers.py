@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kvproxy.doctor.engine import Engine
 from kvproxy.doctor.finding import Finding, ok, problem
 from kvproxy.doctor.site import Site, known
+from kvproxy.errors import ClientError
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,29 @@ class TokenizersCheck:
         compared = {model: alike for model, alike in by_model.items() if len(alike) > 1}
         found = [one for model, alike in compared.items() for one in differing(model, alike)]
         return found or [ok(self.where, f"{len(alike)} engines tokenize alike") for alike in compared.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerCheck:
+    """The engine that is configured to tokenize for all of them."""
+
+    engine: Engine
+
+    name = "tokenizer"
+    calls = 4
+
+    @property
+    def where(self) -> str:
+        return self.engine.where
+
+    async def find(self) -> Sequence[Finding]:
+        await self.engine.model()
+        try:
+            await self.engine.sample()
+        except ClientError as error:
+            fix = "set `vllm_endpoint` to an engine that has /tokenize, or leave it out"
+            return [problem(self.where, f"cannot tokenize: {error}", fix)]
+        return [ok(self.where, "tokenizes")]
 
 
 async def _sampled(engine: Engine) -> tuple[str, tuple[int, ...]]:

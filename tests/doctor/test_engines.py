@@ -1,0 +1,288 @@
+"""What engines get wrong besides the planted faults: keys, answers, clocks, versions, templates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvproxy.clients.kv_events.source import KvEventSource
+from kvproxy.doctor.finding import Severity
+from kvproxy.doctor.listening import Heard
+from kvproxy.doctor.report import Report
+from kvproxy.doctor.tools import Patience
+from kvproxy.simulator.fleet import Fleet, FleetSettings
+from kvproxy.simulator.kv_event_publisher import PublisherSettings
+from kvproxy.simulator.kv_event_wire import EventEncoding
+from tests.doctor.setup import ENGINE, IMPATIENT, cluster, only, visit
+from tests.support.loopback import serve
+
+App = Callable[[Any, Any, Any], Awaitable[None]]
+PLAIN = replace(ENGINE, kv_events=None)
+QUIET: dict[str, Any] = {"filters": ["inference_request", {"kvcache": {"lookup_min_tokens": 256}}, "router"]}
+
+Answer = tuple[int, Any]
+
+
+class Front:
+    """Stands before an engine and answers some of its routes itself."""
+
+    def __init__(self, engine: App, answers: Mapping[str, Answer], *, date: str = "") -> None:
+        self._engine = engine
+        self._answers = answers
+        self._date = date
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        answer = self._answers.get(scope["path"])
+        if answer is None:
+            await self._engine(scope, receive, send)
+            return
+        status, body = answer
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode())]
+        if self._date:
+            headers.append((b"date", self._date.encode()))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": raw})
+
+
+async def visit_front(answers: Mapping[str, Answer], *, date: str = "", **endpoint: Any) -> Report:
+    """What the doctor says of one engine, `a`, that answers some routes in another way."""
+    async with (
+        Fleet(FleetSettings({"a": PLAIN}, None)) as fleet,
+        serve(Front(fleet.engines["a"], answers, date=date)) as url,
+    ):
+        return await visit({"endpoints": [{"id": "a", "url": url, **endpoint}], **QUIET}, wall_clock=lambda: 1e9)
+
+
+def error_body(message: str, code: int) -> dict[str, Any]:
+    """As vLLM writes errors."""
+    return {"error": {"message": message, "type": "x", "param": None, "code": code}}
+
+
+REFUSAL = (400, error_body("no chat template", 400))
+
+
+@pytest.mark.parametrize(
+    ("answers", "check", "severity", "said"),
+    [
+        ({"/health": (503, b"")}, "health", Severity.PROBLEM, "is not well (health 503)"),
+        ({"/health": (401, b"")}, "health", Severity.PROBLEM, "asks for a key (401)"),
+        ({"/v1/models": (401, error_body("Unauthorized", 401))}, "api", Severity.WARNING, "asks for a key (401)"),
+        ({"/v1/models": (500, error_body("broken", 500))}, "api", Severity.PROBLEM, "/v1/models fails"),
+        ({"/v1/models": (200, b"<html>")}, "api", Severity.PROBLEM, "/v1/models is not an engine's"),
+        ({"/v1/chat/completions": (500, error_body("x", 500))}, "generate", Severity.PROBLEM, "small prompt well"),
+        ({"/v1/chat/completions": (200, {"no": "usage"})}, "generate", Severity.PROBLEM, "small prompt well"),
+        ({"/v1/chat/completions": (503, error_body("busy", 503))}, "generate", Severity.WARNING, "is too busy"),
+        (
+            {"/v1/chat/completions": REFUSAL, "/v1/completions": REFUSAL},
+            "generate",
+            Severity.WARNING,
+            "generates nothing: vllm /v1/chat/completions: 400 no chat template",
+        ),
+        ({"/metrics": (404, {"detail": "Not Found"})}, "metrics", Severity.WARNING, "shows no metrics"),
+        ({"/metrics": (200, b"sglang:token_usage 0.5\n")}, "metrics", Severity.WARNING, "none of vLLM's figures"),
+    ],
+)
+async def test_one_wrong_answer(answers: Mapping[str, Answer], check: str, severity: Severity, said: str) -> None:
+    """One fault, one finding; what depends on it is skipped or known otherwise."""
+    found = only(await visit_front(answers))
+    assert (found.check, found.severity, found.where) == (check, severity, "endpoint a")
+    assert said in found.what
+    assert found.fix
+
+
+async def test_a_refused_key_is_never_shown() -> None:
+    """The endpoint's own key is wrong; it is in no text of the report."""
+    report = await visit_front({"/v1/models": (401, error_body("Bad key s3cr3t-key", 401))}, api_key="s3cr3t-key")
+    found = only(report)
+    assert "refuses the endpoint's key" in found.what
+    assert "s3cr3t-key" not in json.dumps(report.as_dict())
+
+
+async def test_an_engine_without_chat() -> None:
+    """A base model without a template is tried with a text completion."""
+    report = await visit_front({"/v1/chat/completions": REFUSAL})
+    assert report.findings == ()
+    assert any("text completion (it refuses chats)" in one.what for one in report.passed)
+
+
+async def test_an_engine_without_tokenize() -> None:
+    """Fine as long as nothing needs it, and comparisons leave it out."""
+    report = await visit_front({"/tokenize": (404, {"detail": "Not Found"})})
+    assert report.findings == ()
+    assert any(one.what == "has no /tokenize, which nothing needs" for one in report.passed)
+
+
+@pytest.mark.parametrize(
+    ("date", "said"),
+    [
+        ("Sun, 09 Sep 2001 01:46:40 GMT", "agrees with ours"),
+        ("Sun, 09 Sep 2001 01:47:40 GMT", "its clock is 60.5 s ahead of ours"),
+        ("Sun, 09 Sep 2001 01:45:40 -0000", "its clock is 59.5 s behind ours"),
+    ],
+)
+async def test_clocks_by_the_date_header(date: str, said: str) -> None:
+    """The header against our own wall clock (which says 2001-09-09 01:46:40 here)."""
+    report = await visit_front({"/health": (200, b"")}, date=date)
+    clocks = [one for one in (*report.findings, *report.passed) if one.check == "clock"]
+    assert [said in one.what for one in clocks] == [True], clocks
+
+
+async def test_a_date_that_is_none() -> None:
+    """Nothing is said about a clock that nobody can read."""
+    report = await visit_front({"/health": (200, b"")}, date="yesterday")
+    assert not any(one.check == "clock" for one in (*report.findings, *report.passed))
+
+
+async def test_a_clock_by_event_time_stamps() -> None:
+    """KV events carry the engine's time exactly."""
+    async with cluster({"a": ENGINE}, controller=None) as site:
+        report = await visit(site.config(), wall_clock=lambda: 1e9)
+    found = only(report)
+    assert found.check == "clock"
+    assert "ahead of ours" in found.what
+
+
+async def test_versions_that_differ() -> None:
+    """Named one by one."""
+    async with cluster({"a": PLAIN, "b": replace(PLAIN, version="0.24.0")}, controller=None) as site:
+        found = only(await visit({"endpoints": site.urls, **QUIET}))
+    assert (found.severity, found.check) == (Severity.WARNING, "version")
+    assert "a 0.32.0, b 0.24.0" in found.what
+
+
+@pytest.mark.parametrize(
+    ("encoding", "said"), [(EventEncoding.V0_11, "written as arrays"), (EventEncoding.V0_24, "written as maps")]
+)
+async def test_event_encodings(encoding: EventEncoding, said: str) -> None:
+    """Of old engines and new ones, their replays included."""
+    engine = replace(ENGINE, kv_events=PublisherSettings(encoding=encoding))
+    async with cluster({"a": engine}, controller=None) as site:
+        report = await visit(site.config())
+    assert report.findings == ()
+    assert any(said in one.what for one in report.passed)
+
+
+async def test_events_without_replay() -> None:
+    """Events arrive, but a gap could not be filled."""
+    async with cluster({"a": replace(ENGINE, kv_events_replay=False)}, controller=None) as site:
+        found = only(await visit(site.config()))
+    assert (found.severity, found.check) == (Severity.WARNING, "kv events")
+    assert "`replay_endpoint`" in found.fix
+
+
+async def test_an_event_that_was_missed_is_asked_for_again() -> None:
+    """The first batches are lost on the way: another prompt is sent before anything is concluded."""
+    async with cluster({"a": ENGINE}, controller=None) as site:
+        engine = site.fleet.engines["a"]
+        assert engine.state.publisher is not None
+        engine.state.publisher.lose_next = 1
+        report = await visit(site.config())
+        assert len(engine.state.requests) == 3
+    assert report.findings == ()
+
+
+async def test_an_engine_too_old_to_tell_its_event_sources() -> None:
+    """Its events cannot be found; that is no problem of the engine's."""
+    async with Fleet(FleetSettings({"a": ENGINE}, None)) as fleet:
+        front = Front(fleet.engines["a"], {"/kv_event_sources": (404, {"detail": "Not Found"})})
+        async with serve(front) as url:
+            raw = {
+                "endpoints": {"a": url},
+                "filters": ["inference_request", {"kvcache": {"kv_events": True}}, "router"],
+            }
+            found = only(await visit(raw, patience=IMPATIENT))
+    assert (found.severity, found.check) == (Severity.WARNING, "kv event sources")
+
+
+async def test_events_nobody_asked_for() -> None:
+    """An engine that publishes is mentioned, not blamed."""
+    async with cluster({"a": ENGINE}, controller=None) as site:
+        report = await visit({"endpoints": site.urls, **QUIET})
+    assert report.findings == ()
+    assert any("`kv_events: true` of the kvcache filter would follow them" in one.what for one in report.passed)
+
+
+async def test_a_routed_model_that_nobody_serves() -> None:
+    """An alias that leads to a name no engine has."""
+    async with cluster({"a": PLAIN}, controller=None) as site:
+        routes = [{"model": "gpt", "upstream_model": "llama", "cluster": "default"}, {"cluster": "default"}]
+        found = only(await visit({"endpoints": site.urls, "routes": routes, **QUIET}))
+    assert (found.severity, found.check) == (Severity.PROBLEM, "models")
+    assert "no engine serves 'llama', which is routed here" in found.what
+
+
+async def test_an_engine_with_adapters_only_is_tried_with_what_is_declared() -> None:
+    """A declared LoRA is what the trial asks for."""
+    async with cluster({"a": replace(PLAIN, loras=("lora-a",))}, controller=None) as site:
+        endpoints = [{"id": "a", "url": site.urls["a"], "models": ["lora-a"]}]
+        report = await visit({"endpoints": endpoints, **QUIET})
+        assert {request["model"] for request in site.fleet.engines["a"].state.requests} == {"lora-a"}
+    assert report.findings == ()
+
+
+async def test_the_engine_that_tokenizes_for_all() -> None:
+    """`vllm_endpoint` is visited too, and compared with the engines it tokenizes for."""
+    other = replace(PLAIN, word_pieces=False)
+    async with cluster({"a": PLAIN, "t": other}, controller=None) as site:
+        kvcache = {"kvcache": {"vllm_endpoint": site.urls["t"]}}
+        raw = {"endpoints": {"a": site.urls["a"]}, "filters": ["inference_request", kvcache, "router"]}
+        found = only(await visit(raw))
+    assert (found.check, found.where) == ("tokenizers", "vllm_endpoint of kvcache")
+
+
+async def test_a_tokenizing_engine_that_cannot() -> None:
+    """It has no `/tokenize`."""
+    async with (
+        Fleet(FleetSettings({"a": PLAIN}, None)) as fleet,
+        serve(fleet.engines["a"]) as a,
+        serve(Front(fleet.engines["a"], {"/tokenize": (404, {"detail": "Not Found"})})) as t,
+    ):
+        kvcache = {"kvcache": {"vllm_endpoint": t}}
+        found = only(await visit({"endpoints": {"a": a}, "filters": ["inference_request", kvcache, "router"]}))
+    assert (found.severity, found.check) == (Severity.PROBLEM, "tokenizer")
+
+
+async def test_clusters_are_told_apart() -> None:
+    """The same id in two clusters is two endpoints, named with their cluster."""
+    async with cluster({"a": PLAIN, "b": replace(PLAIN, model="other")}, controller=None) as site:
+        clusters = {"one": {"endpoints": {"x": site.urls["a"]}}, "two": {"endpoints": {"x": site.urls["b"]}}}
+        routes = [{"model": "sim", "cluster": "one"}, {"model": "other", "cluster": "two"}]
+        report = await visit({"clusters": clusters, "routes": routes, **QUIET})
+    assert report.findings == ()
+    assert {one.where for one in report.passed} >= {"endpoint one/x", "endpoint two/x", "cluster one", "cluster two"}
+
+
+async def test_an_engine_that_serves_nothing() -> None:
+    """No model yet: nothing can be tried, and that is told."""
+    report = await visit_front({"/v1/models": (200, {"object": "list", "data": []})})
+    found = only(report)
+    assert (found.severity, found.check, found.what) == (Severity.PROBLEM, "api", "serves no model")
+    assert {one.check for one in report.skipped} >= {"generate", "prefix caching"}
+
+
+async def test_an_engine_that_takes_the_prompt_and_never_answers() -> None:
+    """It lists its models and is well, but its core is stuck."""
+    async with cluster({"a": PLAIN}, controller=None) as site:
+        site.fleet.engines["a"].state.faults.update({"stall_head_s": 60.0})
+        report = await visit({"endpoints": site.urls, **QUIET}, patience=Patience(exchange_s=0.5))
+        site.fleet.engines["a"].state.faults.update({"reset": True})
+    found = next(one for one in report.findings if one.check == "generate")
+    assert found.severity is Severity.PROBLEM
+    assert "does not answer a small prompt" in found.what
+    assert "--timeout" in found.fix
+
+
+async def test_events_that_cannot_be_read() -> None:
+    """Another program publishes on the engine's port."""
+    heard = Heard(KvEventSource(0, "tcp://127.0.0.1:5557"), connected=True)
+    heard.take([b"topic", b"not eight bytes", b"?"], (1, 2), now=0.0)
+    heard.take(
+        [b"topic", (1).to_bytes(8, "big"), msgspec.msgpack.encode([1.0, [{"type": "BlockStored"}], 0])], (1,), now=3.0
+    )
+    assert (heard.malformed, heard.batches, heard.encoding, heard.lag_s) == (2, 1, "map", 2.0)

@@ -1,0 +1,85 @@
+"""What becomes of findings: order, exit status, JSON, the table."""
+
+from __future__ import annotations
+
+import io
+import json
+
+from kvproxy.doctor.finding import ok, problem, warning
+from kvproxy.doctor.render import print_json, print_table, verdict
+from kvproxy.doctor.report import Report, Skipped
+
+BAD = problem("endpoint a", "does not work", "mend it", ("it is broken", "it was never whole"))
+ODD = warning("endpoint b", "works badly", "oil it")
+GOOD = ok("endpoint c", "works")
+SKIPPED = Skipped("lookup", "endpoint a", "cannot be connected to")
+
+
+def test_problems_come_first() -> None:
+    """Then warnings; what is well stands apart."""
+    report = Report.of([GOOD, ODD, BAD], [SKIPPED])
+    assert report.findings == (BAD, ODD)
+    assert report.passed == (GOOD,)
+    assert (report.problems, report.warnings) == (1, 1)
+
+
+def test_exit_status() -> None:
+    """1 for problems; warnings count only when asked; what is well never does."""
+    assert Report.of([BAD, ODD]).exit_status(strict=False) == 1
+    assert Report.of([ODD]).exit_status(strict=False) == 0
+    assert Report.of([ODD]).exit_status(strict=True) == 2
+    assert Report.of([GOOD]).exit_status(strict=True) == 0
+
+
+def test_joining_reports() -> None:
+    """In order of severity again."""
+    both = Report.of([ODD, GOOD]).joined(Report.of([BAD], [SKIPPED]))
+    assert both == Report((BAD, ODD), (GOOD,), (SKIPPED,))
+
+
+def test_json() -> None:
+    """One object with everything a script wants."""
+    out = io.StringIO()
+    print_json(Report.of([GOOD, BAD], [SKIPPED]), out)
+    shown = json.loads(out.getvalue())
+    assert (shown["problems"], shown["warnings"]) == (1, 0)
+    assert shown["findings"] == [
+        {
+            "severity": "problem",
+            "where": "endpoint a",
+            "what": "does not work",
+            "fix": "mend it",
+            "causes": ["it is broken", "it was never whole"],
+            "check": "",
+        }
+    ]
+    assert [one["what"] for one in shown["passed"]] == ["works"]
+    assert shown["skipped"] == [{"check": "lookup", "where": "endpoint a", "reason": "cannot be connected to"}]
+
+
+def test_table() -> None:
+    """What is well in a line, what is wrong with its fix and causes, the worst just before the verdict."""
+    out = io.StringIO()
+    print_table(Report.of([GOOD, ODD, BAD], [SKIPPED]), out)
+    text = out.getvalue()
+    lines = [line.strip() for line in text.splitlines()]
+    assert lines[-1] == "1 problem, 1 warning."
+    assert "fix: mend it" in lines
+    assert "- it was never whole" in lines
+    assert text.index("works badly") < text.index("does not work")
+    assert "skipped  lookup            endpoint a: cannot be connected to" in text
+    assert "\x1b" not in text
+
+
+def test_table_of_a_narrow_terminal() -> None:
+    """Long texts are wrapped within their column, and colours do not disturb it."""
+    out = io.StringIO()
+    print_table(Report.of([problem("here", "word " * 40, "fix " * 40)]), out, width=80, colour=True)
+    lines = out.getvalue().splitlines()
+    assert any(line.startswith("\x1b[31mPROBLEM") for line in lines)
+    assert all(len(line.replace("\x1b[31m", "").replace("\x1b[0m", "")) <= 80 for line in lines)
+
+
+def test_verdict_when_all_is_well() -> None:
+    """Says how much was looked at."""
+    assert verdict(Report.of([GOOD])) == "Everything is well (1 checks)."

@@ -1,0 +1,76 @@
+"""What there is to visit: discovery, switched-off filters, this host's limits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+
+from kvproxy.config.kvcache_schema import KvCacheSettings
+from kvproxy.doctor.finding import Severity
+from kvproxy.doctor.site import kvcache_settings, survey
+from kvproxy.doctor.tools import Tools
+from kvproxy.doctor.visit import diagnose
+from tests.doctor.setup import ENGINE, cluster, only, parsed, visit
+
+PLAIN = replace(ENGINE, kv_events=None)
+
+
+async def test_discovered_endpoints_are_visited(tmp_path: Path) -> None:
+    """As they are at the moment."""
+    file = tmp_path / "endpoints.yaml"
+    async with cluster({"a": PLAIN}, controller=None) as site:
+        file.write_text(yaml.safe_dump([{"id": "a", "url": site.urls["a"]}]))
+        report = await visit({"discovery": {"file": {"path": str(file)}}})
+    assert report.findings == ()
+    assert any(one.where == "endpoint a" for one in report.passed)
+
+
+async def test_a_discovery_that_fails(tmp_path: Path) -> None:
+    """A problem of the configuration, with its place."""
+    file = tmp_path / "endpoints.yaml"
+    file.write_text("nonsense")
+    found = only(await visit({"discovery": {"file": {"path": str(file)}}}))
+    assert (found.severity, found.where) == (Severity.PROBLEM, "cluster default")
+    assert "clusters.default.discovery.file" in found.fix
+
+
+async def test_open_files() -> None:
+    """Fewer than the configured connections: a warning with the number needed."""
+    async with cluster({"a": PLAIN}, controller=None) as site:
+        config = parsed({"endpoints": site.urls, "limits": {"connections": 100}, "pool": {"max_connections": 50}})
+        few = await diagnose(config, tools=Tools(), open_files=256)
+        enough = await diagnose(config, tools=Tools(), open_files=278)
+        unlimited = await diagnose(config, tools=Tools(), open_files=-1)
+    found = only(few)
+    assert (found.severity, found.check) == (Severity.WARNING, "open files")
+    assert "256 open files are allowed, 278 needed" in found.what
+    assert "LimitNOFILE=278" in found.fix
+    assert enough.findings == unlimited.findings == ()
+
+
+def test_settings_of_the_kvcache_filter() -> None:
+    """Its own, its defaults, or none at all."""
+    endpoints = {"a": "http://127.0.0.1:8000"}
+    chain = ["inference_request", {"kvcache": {"kv_events": True}}, "router"]
+    assert kvcache_settings(parsed({"endpoints": endpoints, "filters": chain})) == KvCacheSettings(kv_events=True)
+    assert kvcache_settings(parsed({"endpoints": endpoints})) == KvCacheSettings()
+    assert kvcache_settings(parsed({"endpoints": endpoints, "filters": ["router"]})) is None
+    off = ["inference_request", {"kvcache": {"enabled": False}}, "router"]
+    assert kvcache_settings(parsed({"endpoints": endpoints, "filters": off})) is None
+
+
+async def test_this_process_tells_its_own_limit() -> None:
+    """Asked for when nobody says it."""
+    async with Tools() as tools:
+        site = await survey(parsed({"endpoints": {"a": "http://127.0.0.1:8000"}}), tools=tools)
+    assert site.open_files == -1 or site.open_files > 0
+
+
+async def test_the_default_model_must_be_served() -> None:
+    """A body without a model is sent to it."""
+    async with cluster({"a": PLAIN}, controller=None) as site:
+        chain = ["inference_request", {"kvcache": {"default_model": "llama"}}, "router"]
+        found = only(await visit({"endpoints": site.urls, "filters": chain}))
+    assert "no engine serves 'llama'" in found.what

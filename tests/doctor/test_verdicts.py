@@ -1,0 +1,253 @@
+"""The verdicts that need no cluster: facts in, findings out."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvproxy.clients.engine_metrics import CacheConfig, EngineMetrics
+from kvproxy.clients.kv_events.events import BlockStored
+from kvproxy.clients.kv_events.source import KvEventSource
+from kvproxy.clients.tokens import token_array
+from kvproxy.config.kvcache_schema import CacheStrategy
+from kvproxy.doctor.checks.actions import controller_findings
+from kvproxy.doctor.checks.caching import caching_finding
+from kvproxy.doctor.checks.chat import tokenize_finding
+from kvproxy.doctor.checks.chunks import chunk_finding
+from kvproxy.doctor.checks.configuration import configuration_findings
+from kvproxy.doctor.checks.duplicates import overlap
+from kvproxy.doctor.checks.kv_events import event_findings
+from kvproxy.doctor.checks.lookup import budget_finding
+from kvproxy.doctor.exposition import Counters, PromptLengths, counters, prompt_lengths
+from kvproxy.doctor.finding import Severity
+from kvproxy.doctor.listening import Heard
+from kvproxy.doctor.trial import Reply, Trial, TrialPlan, words_for
+from kvproxy.errors import ClientError, ClientTimeout, NotSupported, Problem
+
+SOURCE = KvEventSource(0, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558")
+
+
+def metrics(*, caching: bool | None = None, hits: int | None = None, block: int | None = 16) -> EngineMetrics:
+    """What an engine says of its cache."""
+    return EngineMetrics(prefix_hits_tokens=hits, cache=CacheConfig(block, 512, 8192, caching, 1))
+
+
+def trial(
+    *,
+    cached: int | None = 32,
+    before: EngineMetrics | None = None,
+    after: EngineMetrics | None = None,
+    tokenized: tuple[int, ...] | ClientError = tuple(range(40)),
+    ids: tuple[int, ...] = tuple(range(40)),
+    heard: tuple[Heard, ...] = (),
+) -> Trial:
+    """A prompt of 40 tokens, sent twice."""
+    return Trial("m", True, tokenized, Reply(40, 0, ids), Reply(40, cached), 0.001, before, after, heard)
+
+
+ON, OFF, UNKNOWN = metrics(caching=True, hits=0), metrics(caching=False, hits=0), metrics(hits=0)
+
+
+@pytest.mark.parametrize(
+    ("seen", "severity", "said"),
+    [
+        (trial(cached=32), Severity.OK, "32 of 40 prompt tokens"),
+        (trial(cached=0, before=OFF, after=OFF), Severity.PROBLEM, "prefix caching is off"),
+        (trial(cached=None, before=OFF, after=OFF), Severity.PROBLEM, "prefix caching is off"),
+        (trial(cached=0), Severity.PROBLEM, "prefix caching is off"),
+        (trial(cached=0, before=UNKNOWN, after=UNKNOWN), Severity.PROBLEM, "prefix caching is off"),
+        (trial(cached=0, before=ON, after=ON), Severity.WARNING, "was computed twice"),
+        (trial(cached=None, before=ON, after=metrics(caching=True, hits=32)), Severity.WARNING, "caching works"),
+        (trial(cached=None, before=ON, after=ON), Severity.WARNING, "no reuse was seen"),
+        (trial(cached=None, before=UNKNOWN, after=metrics(hits=32)), Severity.WARNING, "caching works"),
+        (trial(cached=None, before=UNKNOWN, after=UNKNOWN), Severity.PROBLEM, "prefix caching is off"),
+        (trial(cached=None), Severity.WARNING, "shows no counters"),
+    ],
+)
+def test_caching(seen: Trial, severity: Severity, said: str) -> None:
+    """Caching that is off, a flag that is missing and a cache that is too small are told apart."""
+    found = caching_finding("endpoint a", seen)
+    assert found.severity is severity
+    assert said in found.what
+
+
+@pytest.mark.parametrize(
+    ("seen", "needed", "severity", "said"),
+    [
+        (trial(), True, Severity.OK, "agrees with the engine (40 tokens)"),
+        (trial(ids=()), True, Severity.OK, "agrees with the engine"),
+        (trial(tokenized=tuple(range(39))), True, Severity.PROBLEM, "makes 39 tokens of a prompt"),
+        (trial(tokenized=tuple(range(39))), False, Severity.WARNING, "counts as 40"),
+        (trial(tokenized=tuple(range(1, 41))), True, Severity.PROBLEM, "makes other tokens"),
+        (trial(tokenized=NotSupported("no route", status=404)), True, Severity.PROBLEM, "has no /tokenize"),
+        (trial(tokenized=NotSupported("no route", status=404)), False, Severity.OK, "which nothing needs"),
+        (trial(tokenized=ClientTimeout("late")), True, Severity.PROBLEM, "/tokenize fails: late"),
+    ],
+)
+def test_tokenize(seen: Trial, needed: bool, severity: Severity, said: str) -> None:
+    """It matters as much as something depends on it."""
+    found = tokenize_finding("endpoint a", seen, needed=needed)
+    assert found.severity is severity
+    assert said in found.what
+
+
+def stored(*, block: int = 16, kind: str | None = "full_attention") -> BlockStored:
+    """An event about the trial's prompt."""
+    return BlockStored((1, 2), None, token_array(list(range(2 * block))), block, spec_kind=kind)
+
+
+def heard(**values: object) -> Heard:
+    """A stream that works, but for `values`."""
+    fields: dict[str, object] = {"connected": True, "batches": 1, "encoding": "map", "mine": stored(), "replays": True}
+    return Heard(SOURCE, **{**fields, **values})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("stream", "severity", "said"),
+    [
+        (heard(), Severity.OK, "blocks of 16 tokens, written as maps"),
+        (heard(encoding="array"), Severity.OK, "written as arrays"),
+        (heard(connected=False, mine=None), Severity.PROBLEM, "cannot subscribe to its KV events at tcp://"),
+        (heard(mine=None, batches=3), Severity.PROBLEM, "published no KV event of a prompt it computed (3 batches"),
+        (heard(malformed=2), Severity.PROBLEM, "2 KV events could not be read"),
+        (heard(replays=False), Severity.WARNING, "replay socket tcp://127.0.0.1:5558 does not answer"),
+        (heard(replays=None), Severity.WARNING, "offers no replay"),
+        (heard(mine=stored(block=8)), Severity.WARNING, "blocks of 8 tokens, its /metrics say 16"),
+        (heard(mine=stored(kind="mamba")), Severity.WARNING, "of the kind 'mamba'"),
+    ],
+)
+def test_kv_events(stream: Heard, severity: Severity, said: str) -> None:
+    """One stream's fault is named, the worst first."""
+    found = list(event_findings("endpoint a", trial(after=ON, heard=(stream,))))
+    assert any(one.severity is severity and said in one.what for one in found), found
+    assert len([one for one in found if one.severity is not Severity.OK]) == (severity is not Severity.OK)
+
+
+def test_kv_events_that_nothing_can_be_matched_with() -> None:
+    """Neither the answer nor `/tokenize` told the prompt's ids."""
+    seen = trial(ids=(), tokenized=ClientTimeout("late"), heard=(heard(mine=None),))
+    assert [one.what for one in event_findings("e", seen)] == [
+        "KV events cannot be matched: nothing tells the prompt's tokens"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lookups", "tokenize", "severity", "said"),
+    [
+        ([0.001] * 20, 0.001, Severity.OK, "1 ms (p50) and 1 ms (p99) of 50 ms"),
+        ([0.001] * 19 + [0.2], 0.001, Severity.WARNING, "some are late"),
+        ([0.08] * 20, 0.001, Severity.PROBLEM, "they are never in time"),
+        ([0.03] * 20, 0.03, Severity.WARNING, "/tokenize 30 ms more"),
+        ([2.0] * 20, 0.0, Severity.PROBLEM, "2 s (p50)"),
+    ],
+)
+def test_time_budget(lookups: list[float], tokenize: float, severity: Severity, said: str) -> None:
+    """Lookups, and tokenize before them, against the routing deadline."""
+    found = budget_finding("lmcache_endpoint", lookups, tokenize, 0.05)
+    assert found.severity is severity
+    assert said in found.what
+    assert severity is Severity.OK or "lookup_routing_timeout" in found.fix
+
+
+@pytest.mark.parametrize(
+    ("count", "shorter", "minimum", "severity", "said"),
+    [
+        (100, 10, 256, Severity.OK, "10% of its prompts"),
+        (100, 60, 256, Severity.WARNING, "60% of its 100 prompts"),
+        (100, 99, 256, Severity.PROBLEM, "99% of its 100 prompts"),
+        (5, 5, 256, Severity.OK, "chunks have 256 tokens"),
+        (0, 0, 64, Severity.WARNING, "prompts of 64 tokens are looked up"),
+    ],
+)
+def test_chunk_size(count: int, shorter: int, minimum: int, severity: Severity, said: str) -> None:
+    """Few prompts say nothing; buckets above a chunk do not count."""
+    lengths = PromptLengths(count, ((200.0, shorter), (500.0, count)))
+    found = chunk_finding("endpoint a", lengths, 256, minimum)
+    assert found.severity is severity
+    assert said in found.what
+
+
+def test_actions_that_a_controller_cannot_do() -> None:
+    """Eviction, another codec, unknown places: each would answer 404 or do nothing."""
+    strategy = CacheStrategy(
+        enable_eviction=True,
+        enable_compression=True,
+        compress_method="zstd",
+        enable_pinning=True,
+        pin_location="lmcache",
+    )
+    found = list(controller_findings("lmcache", strategy, evicts=False))
+    assert [one.fix.split("`")[1] for one in found] == [
+        "allow_clear: true",
+        "compress_method: cachegen",
+        "pin_location",
+    ]
+    cleared = CacheStrategy(enable_eviction=True, allow_clear=True, evict_location="nowhere")
+    assert ["evict_location" in one.what for one in controller_findings("lmcache", cleared, evicts=False)] == [True]
+    assert not list(controller_findings("lmcache", CacheStrategy(enable_eviction=True), evicts=True))
+
+
+def test_configuration_problems_keep_their_severity() -> None:
+    """Errors, warnings and notes; a hint is the fix, and without one there is a general one."""
+    problems = [
+        Problem("a", "bad", "do this"),
+        Problem("", "doubtful", severity="warning"),
+        Problem("c", "so", "", "note"),
+    ]
+    found = list(configuration_findings(problems))
+    assert [one.severity for one in found] == [Severity.PROBLEM, Severity.WARNING, Severity.OK]
+    assert [one.where for one in found] == ["a", "configuration", "c"]
+    assert found[0].fix == "do this"
+    assert "kvproxy check" in found[1].fix
+
+
+EXPOSITION = b"""\
+# HELP vllm:prompt_tokens_total Prefill tokens.
+vllm:prompt_tokens_total{engine="0",model_name="m"} 100.0
+vllm:prompt_tokens_total{engine="1",model_name="m"} 20.0
+vllm:prompt_tokens_by_source_total{engine="0"} 7.0
+vllm:generation_tokens_total 8 1795252968
+vllm:time_to_first_token_seconds_sum{engine="0"} 0.25
+vllm:request_prompt_tokens_bucket{engine="0",le="200.0"} 3.0
+vllm:request_prompt_tokens_bucket{engine="0",le="500.0"} 3.0
+vllm:request_prompt_tokens_bucket{engine="0",le="+Inf"} 4.0
+vllm:request_prompt_tokens_bucket{engine="1",le="200.0"} 1.0
+vllm:request_prompt_tokens_bucket{engine="1",le="+Inf"} 1.0
+vllm:request_prompt_tokens_bucket{engine="1",le="500.0"} broken
+"""
+
+
+def test_figures_of_an_exposition() -> None:
+    """Summed over ranks; labels and time stamps or not; unreadable lines are passed over."""
+    assert counters(EXPOSITION) == Counters((120.0, 8.0, 0.25))
+    assert counters(b"vllm:prompt_tokens_total 5\n") is None
+    lengths = prompt_lengths(EXPOSITION)
+    assert lengths.count == 5
+    assert lengths.share_below(256) == 4 / 5
+    assert lengths.share_below(100) == 0.0
+    assert PromptLengths(0, ()).share_below(256) == 0.0
+
+
+def test_the_same_growing_figures() -> None:
+    """Two readings that overlap in every figure are one engine's, idle or busy."""
+    idle = Counters((1.0, 2.0)), Counters((1.0, 2.0))
+    busy = Counters((1.0, 1.5)), Counters((3.0, 2.5))
+    assert overlap(idle, idle)
+    assert overlap(idle, busy)
+    assert not overlap(idle, (Counters((1.0, 2.1)), Counters((1.0, 2.5))))
+    assert not Counters((0.0, 1.0)).used
+
+
+@pytest.mark.parametrize(
+    ("plan", "seen", "longest", "words"),
+    [
+        (TrialPlan(), metrics(block=16), 8192, 2 * 16 + 16),
+        (TrialPlan(), None, None, 2 * 128 + 16),
+        (TrialPlan(), metrics(block=None), None, 2 * 128 + 16),
+        (TrialPlan(number=3, least_tokens=512), metrics(block=16), 8192, 512 + 16 + 21),
+        (TrialPlan(least_tokens=512), metrics(block=16), 100, 50),
+        (TrialPlan(), metrics(block=100_000), 1_000_000, 4096),
+    ],
+)
+def test_length_of_the_trial(plan: TrialPlan, seen: EngineMetrics | None, longest: int | None, words: int) -> None:
+    """Two blocks, two chunks where lookups are made, no more than half of the context, and never much."""
+    assert words_for(plan, seen, longest) == words
