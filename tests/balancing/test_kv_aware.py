@@ -161,3 +161,27 @@ def test_it_is_a_learner_and_forgets_who_left() -> None:
     assert set(subject.speeds.estimates(1.0).slowness) == {"e0"}
     subject.forget(fleet(1)[0].id)
     assert not subject.speeds.estimates(1.0).slowness
+
+
+def test_a_claim_longer_than_the_prompt_is_the_prompt() -> None:
+    """Estimated lengths may disagree; nobody holds more than there is."""
+    costs = policy().choose(ask(1000, {"e0": 5000, "e1": 1000}), fleet(2), 0.0).costs
+    assert costs[0] == costs[1] == pytest.approx(0.020)
+
+
+def test_what_it_learned_is_plain_data() -> None:
+    """For status and metrics: speeds, slowness by endpoint, utilisation."""
+    subject = policy(KvAwareSettings())
+    subject.observe_sample(fleet(1)[0].id, features_of(100, 0), 0.2, 1.0)
+    learned = subject.learned(1.0)
+    assert learned["samples"] == 1
+    assert learned["rho"] == pytest.approx(0.5)
+    assert learned["kappa"] == pytest.approx(1.0)
+
+
+def test_a_wrong_prediction_teaches_no_speed() -> None:
+    """A wrong prediction is its source's fault, not the engine's speed."""
+    subject = policy()
+    before = subject.speeds.seconds
+    subject.observe_reuse(fleet(1)[0].id, 1000, 0, 1.0)
+    assert subject.speeds.seconds == before
