@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import psutil
 import pytest
 
 from tests.real.engines.place import missing
@@ -23,3 +24,10 @@ def saw(request: pytest.FixtureRequest) -> Saw:
     """Prints one line about what a test saw."""
     writer = request.config.get_terminal_writer()
     return lambda text: writer.write(f"\n    {text}\n", flush=True)
+
+
+def needs_memory(*, gib: int) -> None:
+    """Skips when the machine has less to spare than the engines about to start will take."""
+    available = psutil.virtual_memory().available / (1 << 30)
+    if available < gib:
+        pytest.skip(f"{available:.1f} GiB of memory are free, these engines need {gib}")

@@ -13,6 +13,7 @@ from kvproxy.clients.vllm import VllmClient
 from tests.real.engines import vllm
 from tests.real.engines.place import Model
 from tests.real.engines.vllm import Vllm
+from tests.real.prompts import chat, text
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Pair:
             each.program.start()
         for each in dead:
             each.await_ready()
+            warm_up(each)
 
     def forget(self) -> None:
         """Drops both prefix caches."""
@@ -52,7 +54,16 @@ class Pair:
 def running_pair(a: Vllm, b: Vllm) -> Iterator[Pair]:
     """Both are up inside the block and gone after it."""
     with vllm.running([a, b]):
+        for server in (a, b):
+            warm_up(server)
         yield Pair(a, b)
+
+
+def warm_up(server: Vllm) -> None:
+    """Two questions: an engine's first ones take many times as long as all others."""
+    for number in range(2):
+        body = chat(server.model.name, text(300, seed=f"warm up {number}"), max_tokens=8)
+        httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).raise_for_status()
 
 
 @contextlib.asynccontextmanager

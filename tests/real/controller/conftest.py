@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from kvproxy.clients.lmcache_controller import LMCacheControllerClient
-from tests.real.conftest import Saw
+from tests.real.conftest import Saw, needs_memory
 from tests.real.engines import lmcache
 from tests.real.engines.lmcache import Controller, Worker
 from tests.real.engines.place import TINY
@@ -19,14 +19,20 @@ from tests.real.pair import Pair, running_pair
 
 @dataclass(frozen=True)
 class Lmcache:
-    """The controller's address, and the engines registered with it by instance id."""
+    """The controller, and the engines registered with it by instance id."""
 
-    url: str
+    controller: Controller
     workers: Mapping[str, Worker]
+
+    @property
+    def url(self) -> str:
+        """Of the controller."""
+        return self.controller.url
 
 
 @pytest.fixture(scope="package")
 def _engines(saw: Saw) -> Iterator[Pair]:
+    needs_memory(gib=7)
     saw("starting two vLLM servers (half a minute to a minute and a half)")
     with running_pair(Vllm("a", TINY, core=0), Vllm("b", TINY, core=1)) as pair:
         saw(f"vLLM a at {pair.a.url}, b at {pair.b.url}")
@@ -50,7 +56,7 @@ def lmcache_services(saw: Saw) -> Iterator[Lmcache]:
         workers = {name: Worker(name, controller) for name in ("a", "b")}
         with lmcache.running(*(worker.program for worker in workers.values())):
             saw(f"LMCache controller at {controller.url}, instances a and b")
-            yield Lmcache(controller.url, workers)
+            yield Lmcache(controller, workers)
 
 
 @pytest.fixture
