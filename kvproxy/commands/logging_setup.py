@@ -18,16 +18,21 @@ _COMPLETE = frozenset({"kvproxy.access", "kvproxy.audit"})
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line; access and audit lines that are one already stay as they are."""
+    """One JSON object a line; lines of the access and the audit log that are one already stay as they are."""
 
     def format(self, record: logging.LogRecord) -> str:
-        if record.name in _COMPLETE and record.getMessage().startswith("{"):
-            return record.getMessage()
+        message = record.getMessage()
+        if record.name not in _COMPLETE:
+            return self._object(record, message)
+        lines = message.split("\n")  # several in one record
+        return "\n".join(line if line.startswith("{") else self._object(record, line) for line in lines)
+
+    def _object(self, record: logging.LogRecord, message: str) -> str:
         fields: dict[str, Any] = {
             "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": message,
         }
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)

@@ -2,54 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from itertools import islice
 
 import msgspec
 
 from kvproxy.filters.exchange import Exchange
 
 _MAX_TEXT = 512
-_BARE = frozenset({"method", "path", "status"})
-
-#: A field of a line; None is left out.
-Value = str | int | float | None
+#: A field of a line.
+Value = str | int | float
 
 
 def fields(
-    exchange: Exchange, *, method: str, path: bytes, status: int, sent_bytes: int, duration_s: float, end: str
+    exchange: Exchange,
+    *,
+    method: str,
+    path: bytes,
+    status: int,
+    sent_bytes: int,
+    duration_s: float,
+    end: str,
+    word: Callable[[str], str],
 ) -> dict[str, Value]:
-    """The fields of one request in the order they are written. `path` is the raw one, without the query."""
+    """What is known of one request, in the order it is written. `path` is the raw one, without the query.
+
+    `word` makes one word of a text that others chose (`printable`, or a memory of it for texts that come again).
+    """
     outcome = exchange.outcome
-    return {
-        "method": printable(method),
-        "path": printable(path.decode("latin-1")),
+    line: dict[str, Value] = {
+        "method": word(method),
+        "path": word(path.decode("latin-1")),
         "status": status,
         "bytes": sent_bytes,
         "duration_ms": round(duration_s * 1000, 1),
-        "ttft_ms": None if outcome.ttft_s is None else round(outcome.ttft_s * 1000, 1),
-        "endpoint": printable(outcome.endpoint) if outcome.endpoint else None,
-        "attempts": outcome.attempts if outcome.attempts > 1 else None,
-        "prompt_tokens": outcome.prompt_tokens,
-        "cached_tokens": outcome.cached_tokens,
-        "completion_tokens": outcome.completion_tokens,
-        "request_id": printable(exchange.request_id) if exchange.request_id else None,
-        "tenant": printable(exchange.tenant) if exchange.tenant else None,
-        "end": end,
     }
+    if outcome.ttft_s is not None:
+        line["ttft_ms"] = round(outcome.ttft_s * 1000, 1)
+    if outcome.endpoint:
+        line["endpoint"] = word(outcome.endpoint)
+    if outcome.attempts > 1:
+        line["attempts"] = outcome.attempts
+    if outcome.prompt_tokens is not None:
+        line["prompt_tokens"] = outcome.prompt_tokens
+    if outcome.cached_tokens is not None:
+        line["cached_tokens"] = outcome.cached_tokens
+    if outcome.completion_tokens is not None:
+        line["completion_tokens"] = outcome.completion_tokens
+    if exchange.request_id:
+        line["request_id"] = printable(exchange.request_id)
+    if exchange.tenant:
+        line["tenant"] = word(exchange.tenant)
+    line["end"] = end
+    return line
 
 
 def as_text(line: Mapping[str, Value]) -> str:
     """`POST /v1/completions 200 bytes=12 ...`: method, path and status bare, the rest `name=value`."""
-    return " ".join(
-        str(value) if name in _BARE else f"{name}={value}" for name, value in line.items() if value is not None
-    )
+    rest = " ".join([f"{name}={value}" for name, value in islice(line.items(), 3, None)])
+    return f"{line['method']} {line['path']} {line['status']} {rest}"
 
 
 def as_json(line: Mapping[str, Value], now: datetime) -> str:
     """One JSON object with the time in UTC first."""
     time = now.astimezone(UTC).isoformat(timespec="milliseconds")
-    return msgspec.json.encode({"time": time, **{k: v for k, v in line.items() if v is not None}}).decode()
+    return msgspec.json.encode({"time": time, **line}).decode()
 
 
 def printable(text: str) -> str:

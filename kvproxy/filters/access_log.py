@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import logging
 import random
+from functools import lru_cache
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvproxy.config.filter_schema import AccessLogSettings
-from kvproxy.filters.access_line import as_json, as_text, fields
+from kvproxy.filters.access_line import as_json, as_text, fields, printable
 from kvproxy.filters.chain import FilterContext, WallClock
-from kvproxy.filters.exchange import Exchange
+from kvproxy.filters.exchange import SCOPE_KEY, Exchange
+from kvproxy.filters.line_batch import LineBatch
 from kvproxy.types import Clock
 
 LOGGER = "kvproxy.access"
+
+#: Methods, paths, endpoints and tenants come again and again.
+_REMEMBERED_WORDS = 1024
 
 
 class AccessLogFilter:
@@ -28,7 +33,7 @@ class AccessLogFilter:
         clock: Clock,
         wall_clock: WallClock,
         rng: random.Random,
-        logger: logging.Logger | None = None,
+        lines: LineBatch | None = None,
     ) -> None:
         self._app = app
         self._sample = sample
@@ -36,13 +41,14 @@ class AccessLogFilter:
         self._clock = clock
         self._wall_clock = wall_clock
         self._rng = rng
-        self._logger = logging.getLogger(LOGGER) if logger is None else logger
+        self._lines = LineBatch(logging.getLogger(LOGGER)) if lines is None else lines
+        self._word = lru_cache(_REMEMBERED_WORDS)(printable)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = Exchange.of(scope, now=self._clock())
+        exchange = scope.get(SCOPE_KEY) or Exchange.of(scope, now=self._clock())
         response = _Response(send)
         try:
             await self._app(scope, receive, response.send)
@@ -53,7 +59,7 @@ class AccessLogFilter:
         status = response.status or exchange.outcome.status
         end = exchange.outcome.end or ("completed" if response.complete else "aborted")
         failed = end not in ("completed", "client_disconnected") or (end == "completed" and status >= 400)
-        if not self._logger.isEnabledFor(logging.INFO) or (not failed and self._rng.random() >= self._sample):
+        if (not failed and self._rng.random() >= self._sample) or not self._lines.wanted:
             return
         line = fields(
             exchange,
@@ -63,10 +69,9 @@ class AccessLogFilter:
             sent_bytes=response.sent_bytes,
             duration_s=self._clock() - exchange.received_at,
             end=end,
+            word=self._word,
         )
-        text = as_json(line, self._wall_clock()) if self._json else as_text(line)
-        # Logger.info would look for its caller, which costs as much as the rest of the record and is always this line.
-        self._logger.handle(self._logger.makeRecord(self._logger.name, logging.INFO, __file__, 0, text, (), None))
+        self._lines.add(as_json(line, self._wall_clock()) if self._json else as_text(line))
 
 
 class _Response:
@@ -90,7 +95,9 @@ class _Response:
 
 
 def build(app: ASGIApp, settings: AccessLogSettings, context: FilterContext) -> ASGIApp:
-    """The filter around `app`."""
+    """The filter around `app`, and its lines among the context's lifetimes."""
+    lines = LineBatch(logging.getLogger(LOGGER))
+    context.lifetimes.append(lines)
     return AccessLogFilter(
         app,
         sample=settings.sample,
@@ -98,4 +105,5 @@ def build(app: ASGIApp, settings: AccessLogSettings, context: FilterContext) -> 
         clock=context.clock,
         wall_clock=context.wall_clock,
         rng=context.rng,
+        lines=lines,
     )

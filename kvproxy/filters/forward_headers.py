@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import secrets
 
 from starlette.types import Scope
 
+from kvproxy.filters.random_hex import RandomHex
 from kvproxy.types import Headers
 
 HOP_BY_HOP = frozenset(
@@ -42,6 +42,7 @@ class RequestHeaders:
 
     def __init__(self, *, request_id_header: bytes = b"x-request-id") -> None:
         self._id_header = request_id_header
+        self._random = RandomHex()
         self._special = HOP_BY_HOP | {
             b"host",
             b"content-length",
@@ -58,10 +59,12 @@ class RequestHeaders:
         special = self._special
         found: dict[bytes, bytes] = {}
         headers: Headers = []
+        id_header = self._id_header if request_id else None
         for pair in scope["headers"]:
             name = pair[0]
             if name not in special:
-                headers.append(pair)
+                if name != id_header:
+                    headers.append(pair)
             elif name in found:
                 found[name] += b", " + pair[1]
             else:
@@ -69,35 +72,30 @@ class RequestHeaders:
         connection = found.get(b"connection")
         if connection is not None and connection not in _USUAL_CONNECTION:
             headers = _without_named_by_connection(headers, connection)
-        self._add_forwarded(headers, found, scope)
-        self._add_trace(headers, found)
-        if request_id:
-            headers = [pair for pair in headers if pair[0] != self._id_header]
-            headers.append((self._id_header, request_id.encode("latin-1")))
-        return headers
-
-    @staticmethod
-    def _add_forwarded(headers: Headers, found: dict[bytes, bytes], scope: Scope) -> None:
-        client, earlier = scope.get("client"), found.get(b"x-forwarded-for")
-        if client:
-            address = client[0].encode()
-            headers.append((b"x-forwarded-for", earlier + b", " + address if earlier else address))
-        elif earlier:
-            headers.append((b"x-forwarded-for", earlier))
-        headers.append((b"x-forwarded-proto", scope["scheme"].encode()))
-        if b"host" in found:
-            headers.append((b"x-forwarded-host", found[b"host"]))
-
-    @staticmethod
-    def _add_trace(headers: Headers, found: dict[bytes, bytes]) -> None:
-        parent = found.get(b"traceparent", b"")
-        if _TRACE_PARENT.fullmatch(parent):
+        _add_forwarded(headers, found, scope)
+        parent = found.get(b"traceparent")
+        if parent is not None and _TRACE_PARENT.fullmatch(parent):
             headers.append((b"traceparent", parent))
             if b"tracestate" in found:
                 headers.append((b"tracestate", found[b"tracestate"]))
-            return
-        fresh = secrets.token_hex(24)
-        headers.append((b"traceparent", f"00-{fresh[:32]}-{fresh[32:]}-00".encode()))
+        else:
+            fresh = self._random.take(48)
+            headers.append((b"traceparent", f"00-{fresh[:32]}-{fresh[32:]}-00".encode()))
+        if id_header is not None:
+            headers.append((id_header, request_id.encode("latin-1")))
+        return headers
+
+
+def _add_forwarded(headers: Headers, found: dict[bytes, bytes], scope: Scope) -> None:
+    client, earlier = scope.get("client"), found.get(b"x-forwarded-for")
+    if client:
+        address = client[0].encode()
+        headers.append((b"x-forwarded-for", earlier + b", " + address if earlier else address))
+    elif earlier:
+        headers.append((b"x-forwarded-for", earlier))
+    headers.append((b"x-forwarded-proto", scope["scheme"].encode()))
+    if b"host" in found:
+        headers.append((b"x-forwarded-host", found[b"host"]))
 
 
 def with_credential(headers: Headers, authorization: bytes | None) -> Headers:

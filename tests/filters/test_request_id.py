@@ -6,7 +6,7 @@ import pytest
 from starlette.types import ASGIApp
 
 from kvproxy.config.filter_schema import RequestIdSettings
-from kvproxy.filters.request_id import RequestIdFilter, build, new_id
+from kvproxy.filters.request_id import RequestIdFilter, build
 from tests.support.asgi import Inner, call, http_scope
 from tests.support.clock import FakeClock
 from tests.support.filter_context import filter_context
@@ -56,9 +56,11 @@ async def test_another_header() -> None:
     assert reply.headers == {b"x-correlation-id": b"c"}
 
 
-def test_fresh_ids_are_long_and_distinct() -> None:
+async def test_fresh_ids_are_long_and_distinct() -> None:
     """128 bits each."""
-    ids = {new_id() for _ in range(100)}
+    app = build(Inner(), RequestIdSettings(), filter_context())
+    replies = [await call(app, http_scope()) for _ in range(100)]
+    ids = {reply.headers[b"x-request-id"] for reply in replies}
     assert len(ids) == 100
     assert {len(one) for one in ids} == {32}
 
