@@ -7,8 +7,11 @@ from enum import StrEnum
 from typing import Protocol
 
 from kvproxy.balancing.load import Reservation
+from kvproxy.balancing.policy import NO_FACTS, Overlap, PickRequest
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.resilience.breaker import BreakerState, Permit
+
+_NOTHING_HELD = Overlap(device_tokens=0)
 
 
 class AttemptOutcome(StrEnum):
@@ -38,6 +41,8 @@ class Judge(Protocol):
     def policy_name(self) -> str: ...
 
     def judge(self, endpoint: Endpoint, outcome: AttemptOutcome, now: float) -> None: ...
+
+    def load_fell(self, now: float) -> None: ...
 
 
 class Pick:
@@ -75,6 +80,7 @@ class Pick:
     def first_token(self, now: float) -> None:
         """The engine sent the first body byte."""
         self.endpoint.load.first_token(self.reservation, now)
+        self._judge.load_fell(now)
         if self._permit is not None and self.endpoint.breaker.state is BreakerState.HALF_OPEN:
             self._permit.success()  # a probe that streams for minutes must not hold the breaker half open so long
 
@@ -95,3 +101,14 @@ def _settle_permit(permit: Permit, outcome: AttemptOutcome) -> None:
         permit.failure()
     else:
         permit.cancelled()
+
+
+def reserve(endpoint: Endpoint, request: PickRequest, now: float) -> Reservation:
+    """Count the request in where it goes, by what is known to be cached there."""
+    facts, hidden = request.facts, not request.streams
+    if facts is NO_FACTS:
+        return endpoint.load.reserve(0, 0, now, hidden=hidden)
+    overlap = facts.by_endpoint.get(endpoint.id, _NOTHING_HELD)
+    cached = min(overlap.tokens, facts.prompt_tokens)
+    lower = min(overlap.lower_tokens, cached)
+    return endpoint.load.reserve(facts.prompt_tokens - cached, cached, now, lower_tokens=lower, hidden=hidden)

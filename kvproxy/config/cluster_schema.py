@@ -148,11 +148,30 @@ class Discovery(Model):
     """From DNS."""
 
 
+class RouterQueue(Model):
+    """Holding requests at the proxy while every endpoint has enough to prefill, so that short ones may overtake."""
+
+    enabled: bool = True
+    """`queue: {}` turns it on."""
+    limit: int = Field(default=1024, ge=1, le=100_000)
+    """Requests held; further ones get 429 with `retry-after`."""
+    admit_below: Duration = 0.3
+    """An endpoint with less prefill pending takes a request at once."""
+    ageing: float = Field(default=0.3, ge=0, le=10)
+    """Seconds of own prefill that one second of waiting outweighs."""
+    max_wait: Duration = 30.0
+    """Then a request goes out whatever the endpoints have pending."""
+    priority_header: str = ""
+    """Header with an integer from -100 to 100, larger first; empty: all are alike. Let clients you trust send it."""
+
+
 class Cluster(Model):
     """Endpoints that serve the same models."""
 
     policy: PolicyName = PolicyName.LEAST_REQUEST
     """How an endpoint is chosen."""
+    shadow_policy: PolicyName | None = None
+    """A second policy that decides on the same traffic without effect; how it differs is counted. Empty: none."""
     endpoints: tuple[Endpoint, ...] = ()
     """Static endpoints. Also written as a mapping `id: url`."""
     discovery: Discovery = Discovery()
@@ -163,3 +182,5 @@ class Cluster(Model):
     """One breaker per endpoint."""
     max_in_flight: int = Field(default=0, ge=0)
     """Requests one endpoint may have in flight before it counts as saturated; 0: no bound."""
+    queue: RouterQueue = RouterQueue(enabled=False)
+    """The router queue, for policies that know how long a prefill takes (kv_aware, least_ttft); off unless given."""

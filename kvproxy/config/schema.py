@@ -21,6 +21,7 @@ from kvproxy.config.cluster_schema import (
     FileDiscovery,
     HealthCheck,
     PolicyName,
+    RouterQueue,
 )
 from kvproxy.config.filter_schema import (
     DEFAULT_FILTERS,
@@ -77,6 +78,7 @@ __all__ = [
     "Retry",
     "Route",
     "RouteMatch",
+    "RouterQueue",
     "RouterSettings",
     "Shutdown",
     "Timeouts",

@@ -8,10 +8,13 @@ from pathlib import Path as FilePath
 from kvproxy.config.address import is_loopback
 from kvproxy.config.endpoint_url import same_origin, url_fault
 from kvproxy.config.paths import Path, Where, dotted
-from kvproxy.config.schema import Cluster, Config, Discovery, Route
+from kvproxy.config.schema import Cluster, Config, Discovery, PolicyName, Route
 from kvproxy.config.verify_filters import chain_findings
 from kvproxy.config.verify_findings import Finding, error, missing_file, warning
 from kvproxy.errors import Problem
+
+#: Policies the router queue can stand in front of.
+_FORECASTING = frozenset({PolicyName.KV_AWARE, PolicyName.LEAST_TTFT})
 
 
 def findings(config: Config) -> list[Finding]:
@@ -55,6 +58,9 @@ def _clusters(config: Config) -> Iterator[Finding]:
         if not cluster.endpoints and not discovers:
             yield error((*at, "endpoints"), "the cluster has no endpoints and no discovery", absence=True)
         yield from _endpoints(cluster, (*at, "endpoints"))
+        if cluster.queue.enabled and cluster.policy not in _FORECASTING:
+            hint = "use kv_aware or least_ttft, or leave the queue out"
+            yield error((*at, "queue"), f"{cluster.policy} does not know how long a prefill takes", hint)
         if cluster.discovery.file is not None and not FilePath(cluster.discovery.file.path).is_file():
             yield warning((*at, "discovery", "file", "path"), "the file does not exist yet")
 

@@ -19,6 +19,7 @@ from kvproxy.filters.attempts import Attempts
 from kvproxy.filters.decision import describe
 from kvproxy.filters.exchange import Exchange
 from kvproxy.filters.forward_headers import response_headers, with_credential, with_trace_parent
+from kvproxy.filters.priority import priority_of
 from kvproxy.filters.relay import ERROR_EVENT, Relay
 from kvproxy.filters.request_body import RequestBody
 from kvproxy.metrics.catalog import Metrics
@@ -105,7 +106,7 @@ class Forwarding:
         """Attempt, and attempt again, within the attempts, the retry budget and what may safely be sent twice."""
         self._shared.budget.request(self._shared.clock())
         while True:
-            pick = self._cluster.pick(self._pick_request(), now=self._shared.clock())
+            pick = await self._pick()
             if pick is None:
                 pause_s = self._attempts.next_round()
                 if pause_s is None:
@@ -120,6 +121,15 @@ class Forwarding:
                     raise GaveUp(self._last)
             if pause_s:
                 await asyncio.sleep(pause_s)
+
+    async def _pick(self) -> Pick | None:
+        """The first attempt may have to wait for its turn; whoever was let in once does not queue again."""
+        room = self._cluster.room
+        if room is None or self._exchange.outcome.attempts:
+            return self._cluster.pick(self._pick_request(), now=self._shared.clock())
+        header = self._cluster.settings.queue.priority_header
+        priority = priority_of(self._headers, header.lower().encode()) if header else 0
+        return await room.pick(self._pick_request, tenant=self._exchange.tenant, priority=priority)
 
     def _pick_request(self) -> PickRequest:
         exchange = self._exchange

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.cluster.pick import Refusal
 from kvproxy.cluster.routes import Routes, RouteTarget
+from kvproxy.cluster.waiting_room import QueueFull
 from kvproxy.config.schema import RequestIdSettings, RouterSettings
 from kvproxy.errors import UnsafeRequest
 from kvproxy.filters import models
@@ -152,6 +154,8 @@ class RouterFilter:
             await forwarding.run()
         except GaveUp as error:
             await self._give_up(exchange, error, scope, send)
+        except QueueFull as error:
+            await self._queue_full(error, scope, send)
         except UnsafeRequest as error:
             message = f"This request cannot be forwarded safely: {error}"
             metrics = parts.metrics.catalog
@@ -171,6 +175,15 @@ class RouterFilter:
         reason = "unknown_model" if model else "no_route"
         metrics = self._parts.metrics.catalog
         await local_reply(scope, send, status=404, reason=reason, message=message, metrics=metrics)
+
+    async def _queue_full(self, error: QueueFull, scope: Scope, send: Send) -> None:
+        message = "Too many requests are waiting; try again later."
+        after = str(math.ceil(error.retry_after_s)).encode()
+        headers = [(b"retry-after", after)]
+        metrics = self._parts.metrics.catalog
+        await local_reply(
+            scope, send, status=429, reason="queue_full", message=message, metrics=metrics, headers=headers
+        )
 
     async def _give_up(self, exchange: Exchange, error: GaveUp, scope: Scope, send: Send) -> None:
         """An engine's own error answer if there is one, else ours."""

@@ -67,6 +67,8 @@ def test_a_good_configuration_has_no_problem() -> None:
         ("routes: [{model: m}, {model: m}]\n", "error: routes[1]: never reached"),
         # discovery
         ("discovery: {file: {path: /nowhere}}\n", "warning: discovery.file.path: the file does not exist yet"),
+        # the router queue
+        ("policy: round_robin\nqueue: {}\n", "error: queue: round_robin does not know how long a prefill takes"),
         # the chain
         ("filters: [inference_request]\n", "error: filters: no filter forwards requests (the last must be `router`)"),
         ("filters: [inference_request, router, access_log]\n", "error: filters[2]: never reached: it comes after"),

@@ -1,0 +1,169 @@
+"""Requests wait at the proxy while every endpoint has enough to prefill, and are placed one by one as load falls."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from kvproxy.balancing.policy import OverlapFacts, PickRequest
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.pick import AttemptOutcome, Pick
+from kvproxy.cluster.waiting_room import QueueFull, WaitingRoom
+from kvproxy.config import schema
+from kvproxy.metrics.catalog import Metrics
+from tests.support.clock import FakeClock
+from tests.support.until import until
+
+
+def cluster_of(clock: FakeClock, **queue: Any) -> Cluster:
+    settings = schema.Cluster(
+        policy=schema.PolicyName.KV_AWARE,
+        endpoints=tuple(
+            schema.Endpoint(id=name, url=f"http://127.0.0.1:{port}") for name, port in (("a", 1), ("b", 2))
+        ),
+        health=schema.HealthCheck(active=False),
+        queue=schema.RouterQueue(**queue),
+    )
+    return Cluster("c", settings, metrics=Metrics(), clock=clock, rng=random.Random(1))
+
+
+def request(tokens: int) -> PickRequest:
+    return PickRequest(facts=OverlapFacts(prompt_tokens=tokens))
+
+
+def room_of(cluster: Cluster) -> WaitingRoom:
+    assert cluster.room is not None
+    return cluster.room
+
+
+def enter(cluster: Cluster, tokens: int, **more: Any) -> asyncio.Task[Pick | None]:
+    options = {"tenant": "", "priority": 0, **more}
+    return asyncio.create_task(room_of(cluster).pick(lambda: request(tokens), **options))
+
+
+async def placed(task: asyncio.Task[Pick | None]) -> Pick:
+    pick = await asyncio.wait_for(task, 5)
+    assert pick is not None
+    return pick
+
+
+async def fill(cluster: Cluster, tokens: int = 20_000) -> list[Pick]:
+    """Work for both endpoints, more than the queue admits below."""
+    return [await placed(enter(cluster, tokens)) for _ in range(2)]
+
+
+async def test_free_endpoints_take_requests_at_once(clock: FakeClock) -> None:
+    """Nobody waits while an endpoint has little pending, and both get one."""
+    cluster = cluster_of(clock)
+    picks = await fill(cluster)
+    assert {pick.endpoint.id for pick in picks} == {"a", "b"}
+    assert len(room_of(cluster)) == 0
+
+
+async def test_short_requests_overtake_long_ones_when_load_falls(clock: FakeClock) -> None:
+    """One first token makes room for one request: the shortest, though it came last."""
+    cluster = cluster_of(clock)
+    picks = await fill(cluster)
+    long, short = enter(cluster, 9_000), enter(cluster, 6_000)
+    await until(lambda: len(room_of(cluster)) == 2)
+    picks[0].first_token(clock())
+    pick = await placed(short)
+    assert pick.endpoint is picks[0].endpoint
+    assert not long.done()
+    pick.settle(AttemptOutcome.SUCCESS, clock())
+    await placed(long)
+
+
+async def test_a_higher_priority_goes_first(clock: FakeClock) -> None:
+    """Whatever its length."""
+    cluster = cluster_of(clock)
+    picks = await fill(cluster)
+    low, high = enter(cluster, 5_000), enter(cluster, 50_000, priority=1)
+    await until(lambda: len(room_of(cluster)) == 2)
+    picks[1].settle(AttemptOutcome.FAILURE, clock())
+    await placed(high)
+    low.cancel()
+    await asyncio.gather(low, return_exceptions=True)
+
+
+async def test_a_full_queue_refuses_and_says_when_to_come_back(clock: FakeClock) -> None:
+    """Bounded, with a time for `retry-after`."""
+    cluster = cluster_of(clock, limit=1, max_wait="7s")
+    await fill(cluster)
+    waiting = enter(cluster, 5_000)
+    await until(lambda: len(room_of(cluster)) == 1)
+    with pytest.raises(QueueFull) as refused:
+        await enter(cluster, 5_000)
+    assert refused.value.retry_after_s == 7.0
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert len(room_of(cluster)) == 0
+
+
+async def test_nobody_waits_longer_than_the_bound(clock: FakeClock) -> None:
+    """Then it goes out although nothing became free."""
+    cluster = cluster_of(clock, max_wait="5s")
+    await fill(cluster, 80_000)
+    waiting = enter(cluster, 5_000)
+    await until(lambda: len(room_of(cluster)) == 1)
+    clock.advance(5.0)
+    room_of(cluster).load_fell(clock())
+    await placed(waiting)
+
+
+async def test_time_alone_lets_somebody_in(clock: FakeClock) -> None:
+    """The room looks again by itself when an endpoint's pending prefill should be done."""
+    cluster = cluster_of(clock, max_wait="20ms")
+    await fill(cluster, 80_000)
+    waiting = enter(cluster, 5_000)
+    await until(lambda: len(room_of(cluster)) == 1)
+    clock.advance(1.0)  # the timer was set by the loop's own clock and looks at ours
+    await placed(waiting)
+
+
+async def test_a_client_that_leaves_while_it_waits_leaves_no_trace(clock: FakeClock) -> None:
+    """Neither a place in the queue nor a reservation, also when its turn came in the same moment."""
+    cluster = cluster_of(clock)
+    picks = await fill(cluster)
+    gone, lucky = enter(cluster, 5_000), enter(cluster, 6_000)
+    await until(lambda: len(room_of(cluster)) == 2)
+    picks[0].first_token(clock())  # gives `gone` its place ...
+    gone.cancel()  # ... before it could take it
+    await asyncio.gather(gone, return_exceptions=True)
+    assert gone.cancelled()
+    await placed(lucky)
+    assert sum(endpoint.load.in_flight for endpoint in cluster.endpoints) == 3
+
+
+async def test_the_request_is_asked_again_when_its_turn_comes(clock: FakeClock) -> None:
+    """What was cached where may have changed while it waited."""
+    cluster = cluster_of(clock)
+    picks = await fill(cluster)
+    asked: list[float] = []
+
+    def fresh() -> PickRequest:
+        asked.append(clock())
+        return request(5_000)
+
+    waiting = asyncio.create_task(room_of(cluster).pick(fresh, tenant="", priority=0))
+    await until(lambda: len(room_of(cluster)) == 1)
+    clock.advance(0.01)
+    picks[0].first_token(clock())
+    await placed(waiting)
+    assert asked == [1000.0, 1000.01]
+
+
+async def test_without_endpoints_nobody_waits_for_nothing(clock: FakeClock) -> None:
+    """The refusal comes at once."""
+    cluster = cluster_of(clock)
+    for endpoint in cluster.endpoints:
+        cluster.drain(endpoint.id)
+    assert await enter(cluster, 100) is None
+
+
+def test_there_is_no_room_unless_asked_for(clock: FakeClock) -> None:
+    """Off by default, and for policies that do not know how long a prefill takes."""
+    assert cluster_of(clock, enabled=False).room is None
