@@ -21,6 +21,11 @@ class Forecaster(Protocol):
         ...
 
 
+def speeds_of(*policies: object) -> SpeedModel | None:
+    """What the first of these that is a Forecaster has learned."""
+    return next((policy.speeds for policy in policies if isinstance(policy, Forecaster)), None)
+
+
 def own_s(facts: OverlapFacts, endpoint: EndpointId, speeds: SpeedModel) -> float:
     """Pooled prefill seconds of a request on one endpoint once it begins, lower tiers brought up included."""
     overlap = facts.by_endpoint.get(endpoint)

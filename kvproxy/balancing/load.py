@@ -10,7 +10,7 @@ such a request is taken as prefilled when a later one shows its first token, or 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 #: (requests, sum u, sum u*(c+u/2), sum l) for u uncached tokens after c cached ones, l of these on lower tiers:
@@ -97,6 +97,16 @@ class EndpointLoad:
         self._last = 0.0  # the latest first token, or when work began
 
     @property
+    def pending(self) -> Mapping[Reservation, Features]:
+        """Requests without a first token and their prefill work, the oldest first. To be read only."""
+        return self._pending
+
+    @property
+    def busy_since(self) -> float:
+        """The latest first token, or when work on the pending requests began."""
+        return self._last
+
+    @property
     def pending_requests(self) -> int:
         """Requests without a first token."""
         return len(self._pending)
@@ -160,7 +170,7 @@ class EndpointLoad:
             return 0.0
         head, work = self._head, self._work
         if head is None:
-            head = self._head = self._sum_head()
+            head = self._head = head_of(self._pending.values())
         a, b, c, d = seconds  # not seconds_of: this runs for every endpoint of every pick
         progress = MAX_PROGRESS * slowness * (head[0] * a + head[1] * b + head[2] * c + head[3] * d)
         elapsed = now - self._last
@@ -209,13 +219,15 @@ class EndpointLoad:
         self._anchor = ended_at
         self._done = NO_WORK
 
-    def _sum_head(self) -> Features:
-        head = NO_WORK
-        for count, work in enumerate(self._pending.values(), start=1):
-            head = _sum(head, work)
-            if head[1] >= HEAD_TOKENS or count >= HEAD_REQUESTS:
-                break
-        return head
+
+def head_of(works: Iterable[Features]) -> Features:
+    """What the engine is at once at work on, of pending work with the oldest first."""
+    head = NO_WORK
+    for count, work in enumerate(works, start=1):
+        head = _sum(head, work)
+        if head[1] >= HEAD_TOKENS or count >= HEAD_REQUESTS:
+            break
+    return head
 
 
 def _sum(a: Features, b: Features) -> Features:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from kvproxy.balancing.load import EndpointLoad, Features
+from kvproxy.balancing.load import Features
 from kvproxy.types import EndpointId
+
+if TYPE_CHECKING:
+    from kvproxy.cluster.witness import Witness
 
 
 class FactSource(StrEnum):
@@ -69,6 +72,22 @@ class PickRequest:
     streams: bool = True
     #: Stable bytes of the prompt's head, for hashing policies; b"" when unknown.
     prompt_head: bytes = b""
+    #: Told by the cluster what it decides; nothing for a policy.
+    witness: Witness | None = None
+
+
+class LoadView(Protocol):
+    """How busy an endpoint is, as far as a policy may ask."""
+
+    @property
+    def in_flight(self) -> int: ...
+    @property
+    def pending_requests(self) -> int: ...
+    @property
+    def pending_tokens(self) -> int: ...
+    @property
+    def resident_tokens(self) -> int: ...
+    def wait_s(self, seconds: Features, slowness: float, now: float) -> float: ...
 
 
 class Candidate(Protocol):
@@ -79,7 +98,7 @@ class Candidate(Protocol):
     @property
     def weight(self) -> float: ...
     @property
-    def load(self) -> EndpointLoad: ...
+    def load(self) -> LoadView: ...
 
 
 @dataclass(frozen=True, slots=True)

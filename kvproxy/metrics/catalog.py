@@ -13,6 +13,7 @@ from kvproxy.metrics.counting import Counter, Histogram
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 E2E_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+COST_BUCKETS = (0.0, 0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0, 1000.0, 100_000.0)  # seconds, blocks, scores
 FAST_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 2.5)
 
 
@@ -33,6 +34,15 @@ class Metrics:
         self.requests = Counter("kvproxy_requests", "Requests finished", ["cluster", "endpoint", "status"], registry=r)
         self.request_ends = Counter("kvproxy_request_ends", "How forwarded requests ended", ["end"], registry=r)
         self.picks = Counter("kvproxy_picks", "Routing decisions", ["cluster", "policy", "reason"], registry=r)
+        self.shadow_decisions = Counter(
+            "kvproxy_shadow_decisions", "Decisions of a shadow policy against the live one",
+            ["cluster", "policy", "result"], registry=r,
+        )  # fmt: skip  # same, different, error, skipped (too many a second)
+        self.shadow_cost_difference = Histogram(
+            "kvproxy_shadow_cost_difference",
+            "Where they differ: what the other's endpoint would cost more by the costs of `by`, in that policy's unit",
+            ["cluster", "policy", "by"], buckets=COST_BUCKETS, registry=r,
+        )  # fmt: skip
         self.retries = Counter("kvproxy_retries", "Attempts after the first", ["reason"], registry=r)
         self.retries_refused = Counter("kvproxy_retries_refused", "Retries not made", ["reason"], registry=r)
         self.attempt_failures = Counter(
@@ -46,6 +56,10 @@ class Metrics:
         )  # followed, unknown, unhealthy, draining, saturated, excluded, breaker_open
         self.ttft = Histogram(
             "kvproxy_ttft_seconds", "Request received to first body byte from upstream", ["cluster"],
+            buckets=TTFT_BUCKETS_S, registry=r,
+        )  # fmt: skip
+        self.router_queue_wait = Histogram(
+            "kvproxy_router_queue_wait_seconds", "Time held in the router queue, by requests that were", ["cluster"],
             buckets=TTFT_BUCKETS_S, registry=r,
         )  # fmt: skip
         self.duration = Histogram(

@@ -1,0 +1,81 @@
+"""A load ledger looked at without drawing conclusions: for those who watch decisions and must not influence them.
+
+`EndpointLoad.wait_s` takes hidden requests out of the ledger once they must be prefilled by the speeds it is asked
+with. That is for the deciding policy alone; with other speeds it would be another decision's conclusion.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import NamedTuple
+
+from kvproxy.balancing.load import MAX_PROGRESS, NO_WORK, EndpointLoad, Features, head_of, seconds_of
+
+
+class Outlook(NamedTuple):
+    """What an engine still has to prefill at one moment."""
+
+    work: Features  # of everything pending
+    head: Features  # of what it is at work on
+    elapsed_s: float  # since its latest first token, or since that work began
+
+    def wait_s(self, seconds: Features, slowness: float) -> float:
+        """Until it would begin with a request placed now; `seconds` and `slowness` as in `EndpointLoad.wait_s`."""
+        progress = MAX_PROGRESS * slowness * seconds_of(self.head, seconds)
+        wait = slowness * seconds_of(self.work, seconds) - min(progress, max(0.0, self.elapsed_s))
+        return max(0.0, wait)
+
+
+IDLE = Outlook(NO_WORK, NO_WORK, 0.0)
+
+
+def outlook_of(load: EndpointLoad, seconds: Features | None, slowness: float, now: float) -> Outlook:
+    """The ledger as it stands. Hidden requests whose time has passed are left out; with unknown speeds (None) none."""
+    pending = load.pending
+    if not pending:
+        return IDLE
+    work, overdue = load.pending_work, 0
+    if seconds is not None:
+        for reservation, own in pending.items():
+            if not reservation.hidden or now - reservation.started_at < slowness * seconds_of(
+                reservation.queued, seconds
+            ):
+                break
+            work = (work[0] - own[0], work[1] - own[1], work[2] - own[2], work[3] - own[3])
+            overdue += 1
+    if overdue == len(pending):
+        return IDLE
+    return Outlook(work, head_of(islice(pending.values(), overdue, None)), now - load.busy_since)
+
+
+class WatchedLoad:
+    """One endpoint's load for a policy that decides nothing."""
+
+    __slots__ = ("_load",)
+
+    def __init__(self, load: EndpointLoad) -> None:
+        self._load = load
+
+    @property
+    def in_flight(self) -> int:
+        """Requests in flight."""
+        return self._load.in_flight
+
+    @property
+    def pending_requests(self) -> int:
+        """Requests without a first token."""
+        return self._load.pending_requests
+
+    @property
+    def pending_tokens(self) -> int:
+        """Uncached prompt tokens of these."""
+        return self._load.pending_tokens
+
+    @property
+    def resident_tokens(self) -> int:
+        """Prompt tokens of live sequences."""
+        return self._load.resident_tokens
+
+    def wait_s(self, seconds: Features, slowness: float, now: float) -> float:
+        """As `EndpointLoad.wait_s`, with the ledger left as it is."""
+        return outlook_of(self._load, seconds, slowness, now).wait_s(seconds, slowness)

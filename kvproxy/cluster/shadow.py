@@ -1,0 +1,161 @@
+"""A second policy that decides on live traffic without effect, and how its decisions differ from those that count."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvproxy.balancing.load import EndpointLoad, Features
+from kvproxy.balancing.outlook import WatchedLoad
+from kvproxy.balancing.policy import Learner, PickRequest, Policy
+from kvproxy.balancing.registry import POLICIES
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.config import schema
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.types import EndpointId
+
+log = logging.getLogger(__name__)
+
+#: Decisions a second it takes part in; beyond them it would cost more than a few percent of a processor.
+MAX_DECISIONS_PER_S = 1000
+#: Errors in a row after which it is left alone.
+MAX_ERRORS = 20
+
+
+def shadow_of(name: str, settings: schema.Cluster, *, metrics: Metrics, rng: random.Random) -> Shadow | None:
+    """The shadow these settings ask for; its draws of chance take nothing from `rng`'s sequence but one number."""
+    if settings.shadow_policy is None:
+        return None
+    policy = POLICIES[settings.shadow_policy](random.Random(rng.random()), settings)
+    return Shadow(policy, name=settings.shadow_policy.value, cluster=name, metrics=metrics)
+
+
+@dataclass(slots=True, eq=False)
+class _Watched:
+    """An endpoint as the shadow sees it."""
+
+    endpoint: Endpoint
+    load: WatchedLoad = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.load = WatchedLoad(self.endpoint.load)
+
+    @property
+    def id(self) -> EndpointId:
+        return self.endpoint.id
+
+    @property
+    def weight(self) -> float:
+        return self.endpoint.weight
+
+
+class Shadow:
+    """Sees the same requests, facts and loads, and learns from the same samples in a state of its own.
+
+    Nothing it does reaches a request: its errors are counted, and too many in a row end it until the next start.
+    """
+
+    def __init__(self, policy: Policy, *, name: str, cluster: str, metrics: Metrics) -> None:
+        self.policy = policy
+        self.name = name
+        self._cluster = cluster
+        self._learner = policy if isinstance(policy, Learner) else None
+        self._watched: dict[Endpoint, _Watched] = {}
+        decisions = metrics.shadow_decisions
+        self._same, self._different, self._errors, self._skipped = (
+            decisions.labels(cluster, name, result) for result in ("same", "different", "error", "skipped")
+        )
+        differences = metrics.shadow_cost_difference
+        self._by_shadow, self._by_live = (differences.labels(cluster, name, by) for by in ("shadow", "live"))
+        self._errors_in_a_row = 0
+        self._window_at, self._in_window = 0.0, 0
+
+    @property
+    def given_up(self) -> bool:
+        """Whether it failed too often."""
+        return self._errors_in_a_row >= MAX_ERRORS
+
+    def decide(
+        self, request: PickRequest, candidates: Sequence[Endpoint], chosen: Endpoint, costs: Sequence[float], now: float
+    ) -> None:
+        """`chosen` is about to take this request; where would the shadow send it?"""
+        if self.given_up:
+            return
+        if not self._has_time(now):
+            self._skipped.inc()
+            return
+        index = candidates.index(chosen)
+        if self._safely("decide", partial(self._compare, request, candidates, index, costs, now)):
+            self._errors_in_a_row = 0
+
+    def observe_sample(self, endpoint: EndpointId, work: Features, busy_s: float, now: float) -> None:
+        """As of Learner."""
+        if self._learner is not None and not self.given_up:
+            self._safely("learn", partial(self._learner.observe_sample, endpoint, work, busy_s, now))
+
+    def observe_reuse(self, endpoint: EndpointId, predicted_tokens: int, cached_tokens: int, now: float) -> None:
+        """As of Learner."""
+        if self._learner is not None and not self.given_up:
+            self._safely("learn", partial(self._learner.observe_reuse, endpoint, predicted_tokens, cached_tokens, now))
+
+    def forget(self, endpoint: Endpoint) -> None:
+        """It left the cluster."""
+        self._watched.pop(endpoint, None)
+        if self._learner is not None:
+            self._safely("forget", partial(self._learner.forget, endpoint.id))
+
+    def _compare(
+        self, request: PickRequest, candidates: Sequence[Endpoint], live: int, costs: Sequence[float], now: float
+    ) -> None:
+        choice = self.policy.choose(request, [self._watch(endpoint) for endpoint in candidates], now)
+        if choice.index == live:
+            self._same.inc()
+            return
+        if not 0 <= choice.index < len(candidates):
+            raise IndexError(f"{self.name} chose candidate {choice.index} of {len(candidates)}")
+        self._different.inc()
+        if choice.costs:
+            self._by_shadow.observe(choice.costs[live] - choice.costs[choice.index])
+        if costs:
+            self._by_live.observe(costs[choice.index] - costs[live])
+
+    def _watch(self, endpoint: Endpoint) -> _Watched:
+        watched = self._watched.get(endpoint)
+        if watched is None:
+            watched = self._watched[endpoint] = _Watched(endpoint)
+        return watched
+
+    def _has_time(self, now: float) -> bool:
+        if now - self._window_at >= 1.0:
+            self._window_at, self._in_window = now, 0
+        self._in_window += 1
+        return self._in_window <= MAX_DECISIONS_PER_S
+
+    def _safely(self, what: str, call: Callable[[], None]) -> bool:
+        """Whether it went well."""
+        try:
+            call()
+        except Exception as error:
+            self._errors.inc()
+            self._errors_in_a_row += 1
+            if self._errors_in_a_row == 1:
+                log.error("shadow policy %s of %s cannot %s", self.name, self._cluster, what, exc_info=error)
+            elif self.given_up:
+                log.error("shadow policy %s of %s is off: it fails every time", self.name, self._cluster)
+            return False
+        return True
+
+
+def feed(load: EndpointLoad, endpoint: EndpointId, learners: Sequence[Learner | Shadow]) -> None:
+    """Samples of this load go to each of `learners`."""
+    hear = [partial(learner.observe_sample, endpoint) for learner in learners]
+
+    def to_all(work: Features, busy_s: float, now: float) -> None:
+        for observe in hear:
+            observe(work, busy_s, now)
+
+    if hear:
+        load.on_sample = hear[0] if len(hear) == 1 else to_all
