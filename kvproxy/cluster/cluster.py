@@ -7,28 +7,28 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from functools import partial
 from types import TracebackType
 from typing import Self
 
-from kvproxy.balancing.load import Reservation
-from kvproxy.balancing.policy import NO_FACTS, Learner, Overlap, PickRequest, Policy
+from kvproxy.balancing.forecast import Forecaster, speeds_of
+from kvproxy.balancing.policy import Learner, PickRequest, Policy
 from kvproxy.balancing.registry import POLICIES
 from kvproxy.cluster.decision_metrics import DecisionMetrics
 from kvproxy.cluster.discovery import Source, sources_of
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.membership import STATIC, Membership
-from kvproxy.cluster.pick import AttemptOutcome, Pick, Refusal
+from kvproxy.cluster.pick import AttemptOutcome, Pick, Refusal, reserve
 from kvproxy.cluster.poller import Poller
 from kvproxy.cluster.prober import Probe, ProbeOutcome, Prober
 from kvproxy.cluster.screening import Screening, may_eject, refusal_of, why_not
+from kvproxy.cluster.shadow import feed, shadow_of
+from kvproxy.cluster.waiting_room import WaitingRoom
+from kvproxy.cluster.witness import Sight
 from kvproxy.config import schema
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.types import Clock, EndpointId
 
 log = logging.getLogger(__name__)
-
-_NOTHING_HELD = Overlap(device_tokens=0)
 
 
 class Cluster:
@@ -56,6 +56,8 @@ class Cluster:
         self.settings = settings
         self.policy = POLICIES[settings.policy](rng, settings) if policy is None else policy
         self._learner = self.policy if isinstance(self.policy, Learner) else None
+        self.shadow = shadow_of(name, settings, metrics=metrics, rng=rng)
+        self.speeds = speeds_of(self.policy, None if self.shadow is None else self.shadow.policy)
         self._metrics = metrics
         self._clock = clock
         self._counts = DecisionMetrics(metrics, name, self.policy_name)
@@ -65,6 +67,7 @@ class Cluster:
         sources = sources_of(settings.discovery) if sources is None else sources
         self._poller = Poller(name, sources, on_update=self._update, metrics=metrics, sleep=sleep)
         self._running = AsyncExitStack()
+        self.room = self._open_room(settings.queue)  # where requests wait; None: nobody waits
         self.apply(settings.endpoints)
 
     def __repr__(self) -> str:
@@ -149,7 +152,10 @@ class Cluster:
         if request.preferred is not None:
             preferred, preference = self._preferred(request, candidates, now)
         if not candidates:
-            self._counts.decision(self.refusal(request, now=now).value)
+            refusal = self.refusal(request, now=now).value
+            self._counts.decision(refusal)
+            if request.witness is not None:
+                request.witness.refused(refusal, now)
             return None
         if preferred is not None:
             endpoint, reason, costs = preferred, "preferred", ()  # type: Endpoint, str, Sequence[float]
@@ -160,7 +166,12 @@ class Cluster:
         if pool.panic:
             reason = "panic"
         self._counts.decision(reason)
-        reservation = _reserve(endpoint, request, now)
+        if self.shadow is not None:
+            self.shadow.decide(request, candidates, endpoint, costs, now)
+        if request.witness is not None:
+            name, speeds = self.policy_name, self.speeds
+            request.witness.placed(Sight(request, candidates, endpoint, reason, preference, costs, name, speeds), now)
+        reservation = reserve(endpoint, request, now)
         if endpoint.load.in_flight == endpoint.max_in_flight:
             self._screening.invalidate()
         return Pick(
@@ -180,8 +191,11 @@ class Cluster:
     def reused(self, pick: Pick, cached_tokens: int, now: float) -> None:
         """The engine said how many prompt tokens it had cached; a policy that learns hears of it, unless it has already
         been told to forget that endpoint."""
-        if self._learner is not None and not pick.endpoint.metrics.closed:
-            self._learner.observe_reuse(pick.endpoint.id, pick.reservation.cached_tokens, cached_tokens, now)
+        if pick.endpoint.metrics.closed:
+            return
+        for learner in (self._learner, self.shadow):
+            if learner is not None:
+                learner.observe_reuse(pick.endpoint.id, pick.reservation.cached_tokens, cached_tokens, now)
 
     def _preferred(
         self, request: PickRequest, candidates: Sequence[Endpoint], now: float
@@ -204,6 +218,25 @@ class Cluster:
             self._screening.invalidate()
         if endpoint.removed:
             self._members.settled(endpoint)
+        self.load_fell(now)
+
+    def load_fell(self, now: float) -> None:
+        """A first token or an end: somebody who waits may go on."""
+        if self.room is not None:
+            self.room.load_fell(now)
+
+    def _open_room(self, settings: schema.RouterQueue) -> WaitingRoom | None:
+        if not (settings.enabled and isinstance(self.policy, Forecaster)):
+            return None
+        return WaitingRoom(
+            settings,
+            self.policy,
+            cluster=self.name,
+            candidates=lambda model, now: self._screening.pool(model, now).usable,
+            pick=lambda request, now: self.pick(request, now=now),
+            metrics=self._metrics,
+            clock=self._clock,
+        )
 
     def _eject(self, endpoint: Endpoint, now: float) -> None:
         length_s = endpoint.health.eject(now)
@@ -239,21 +272,12 @@ class Cluster:
             clock=self._clock,
             on_change=self._screening.invalidate,
         )
-        if self._learner is not None:
-            endpoint.load.on_sample = partial(self._learner.observe_sample, endpoint.id)
+        feed(endpoint.load, endpoint.id, [one for one in (self._learner, self.shadow) if one is not None])
         return endpoint
 
     def _left(self, endpoint: Endpoint) -> None:
         endpoint.load.on_sample = None
         if self._learner is not None:
             self._learner.forget(endpoint.id)
-
-
-def _reserve(endpoint: Endpoint, request: PickRequest, now: float) -> Reservation:
-    facts, hidden = request.facts, not request.streams
-    if facts is NO_FACTS:
-        return endpoint.load.reserve(0, 0, now, hidden=hidden)
-    overlap = facts.by_endpoint.get(endpoint.id, _NOTHING_HELD)
-    cached = min(overlap.tokens, facts.prompt_tokens)
-    lower = min(overlap.lower_tokens, cached)
-    return endpoint.load.reserve(facts.prompt_tokens - cached, cached, now, lower_tokens=lower, hidden=hidden)
+        if self.shadow is not None:
+            self.shadow.forget(endpoint)
