@@ -7,7 +7,7 @@ DEV    := $(VENV)/.installed-dev
 PACK   := $(VENV)/.installed-packaging
 ARGS   ?=
 
-.PHONY: help demo test test-real check format bench coverage dist binary test-packaging clean
+.PHONY: help demo test test-real check format bench coverage test-browser dist binary test-packaging clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
@@ -23,7 +23,11 @@ coverage: $(DEV) ## the same with branch coverage; fails under 95 %
 
 test-real: $(DEV) ## installs the real vLLM (CPU build) and LMCache, runs the acceptance tests against them
 	$(BIN)/python -m tests.real.engines.install
-	$(BIN)/python -m pytest -m real -p no:xdist -v -s tests/real $(ARGS)
+	$(BIN)/python -m pytest -m real -p no:xdist -vv -s tests/real $(ARGS)
+
+test-browser: $(DEV) ## the live page in a real browser (needs chromium and chromedriver, e.g. apt install chromium-driver)
+	@$(BIN)/python -m pip install --quiet --group browser
+	$(BIN)/python -m pytest -m browser -p no:xdist -rs tests/browser $(ARGS)
 
 check: $(DEV) ## ruff, formatting, mypy --strict, the architecture test
 	$(BIN)/ruff check .

@@ -1,0 +1,116 @@
+"""What the cache knows: sources, indexes, hot prefixes, leases."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+
+from kvproxy.clients.engine_metrics import EngineMetrics
+from kvproxy.kvcache.background import Job
+from kvproxy.kvcache.hotness import KnownPrefix
+from kvproxy.kvcache.provider import ActionKind
+from kvproxy.kvcache.strategies import Action
+from kvproxy.listener.server import serve
+from tests.admin.support import admin_of, problems_of, proxy_of
+from tests.support.fake_engine import FakeEngine
+from tests.support.proxy import chat, running_proxy
+
+
+async def test_status_after_requests() -> None:
+    """Sizes, each endpoint's part and worth, counters by outcome, breakers and queues."""
+    engine = FakeEngine("a")
+    async with serve(engine) as url, running_proxy({"a": url}) as running:
+        for _ in range(2):
+            await running.client.post("/v1/chat/completions", json=chat("x" * 4000))
+        async with admin_of(running.proxy) as client:
+            status = (await client.get("/cache/status")).json()
+    assert status["sources"] == {"approximate": True, "precise": False, "lookup": None}
+    index = status["indexes"]["default"]
+    assert index["approximate"]["entries"] > 0
+    assert index["approximate"]["estimated_bytes"] > 8 * index["approximate"]["entries"]
+    endpoint = index["endpoints"]["a"]
+    assert (endpoint["state"], endpoint["streams"]) == ("approximate", [])
+    assert 0 < endpoint["approximate_blocks"] <= endpoint["approximate_capacity_blocks"]
+    assert status["background"] == {"waiting": 0, "limit": 1024, "running": []}
+    assert status["predictions"]["predicted_tokens"]["approximate"] > 0
+    assert status["predictions"]["reused_tokens"]["approximate"] == 4
+    assert status["token_memory"]["limit_bytes"] == 64 * 1024 * 1024
+    assert status["switched_off"] == []
+
+
+async def test_hot_prefixes_are_hashes_with_their_holders() -> None:
+    """The most touched first; no text of any prompt."""
+    engine = FakeEngine("a")
+    async with serve(engine) as url, running_proxy({"a": url}) as running:
+        for tail in ("one", "two", "three"):
+            content = "shared " * 400 + tail * 300
+            await running.client.post("/v1/chat/completions", json=chat(content))
+        async with admin_of(running.proxy) as client:
+            answer = await client.get("/cache/hot", params={"limit": 2})
+    first, second = answer.json()["prefixes"]
+    assert first["touches"] > second["touches"]
+    assert first["blocks"] < second["blocks"]
+    assert first["replicas"] == {"a": first["blocks"]}
+    assert first["hot"]
+    assert not second["hot"]
+    assert len(first["prefix"]) == 16
+    assert "shared" not in answer.text
+
+
+async def test_leases_and_running_work() -> None:
+    """Pins with the time they have left; jobs with what they do where."""
+    proxy = proxy_of(
+        filters=[
+            "inference_request",
+            {"kvcache": {"lmcache_endpoint": "http://127.0.0.1:9", "cache_strategy": {"enable_pinning": True}}},
+            "router",
+        ]
+    )
+    assert proxy.kvcache is not None
+    pin, now = proxy.kvcache.parts.upkeep.pin, proxy.clock()
+    assert pin is not None
+    prefix = KnownPrefix(0xABC, "m", "", deque(), whole=0xABC)
+    pin.done(Action(ActionKind.PIN, "i1", prefix, "hot"), now - 100.0)
+    background = proxy.kvcache.parts.background
+
+    async def work() -> bool:
+        async with admin_of(proxy) as client:
+            seen.append((await client.get("/cache/status")).json()["background"]["running"])
+        return True
+
+    seen: list[object] = []
+    async with admin_of(proxy) as client, background:
+        background.submit(Job("k", work, lane="i1", about="pin 0abc"))
+        await background.settled()
+        [lease] = (await client.get("/cache/leases")).json()["leases"]
+    assert seen == [[{"about": "pin 0abc", "instance": "i1"}]]
+    assert background.running == ()
+    assert (lease["instance"], lease["prefix"], lease["age_s"]) == ("i1", f"{0xABC:016x}", 100.0)
+    assert lease["lapses_in_s"] == 200.0
+
+
+async def test_no_leases_without_pinning() -> None:
+    """An empty list, not an error."""
+    async with admin_of(proxy_of()) as client:
+        assert (await client.get("/cache/leases")).json() == {"leases": []}
+
+
+async def test_what_engines_say_is_shown_with_its_age() -> None:
+    """The latest scrape of each."""
+    proxy = proxy_of()
+    assert proxy.kvcache is not None
+    endpoint = proxy.clusters["default"].endpoints[0]
+    async with admin_of(proxy) as client:
+        assert (await client.get("/endpoints")).json()["clusters"]["default"][0]["engine"] is None
+        proxy.kvcache.parts.signals.engine(endpoint, EngineMetrics(kv_usage=0.5, waiting=2, running=3))
+        shown = (await client.get("/endpoints")).json()["clusters"]["default"][0]["engine"]
+    assert (shown["kv_usage"], shown["waiting"], shown["running"], shown["age_s"]) == (0.5, 2, 3, 0.0)
+
+
+@pytest.mark.parametrize("path", ["/cache/status", "/cache/hot", "/cache/leases"])
+async def test_without_the_filter(path: str) -> None:
+    """404 that says how to get it."""
+    async with admin_of(proxy_of(filters=["inference_request", "router"])) as client:
+        answer = await client.get(path)
+    assert (answer.status_code, problems_of(answer)["filters"][0]) == (404, "there is no kvcache filter, or it is off")

@@ -1,0 +1,198 @@
+"""The live page in a real browser, over a real proxy and engines on loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+
+from kvproxy.app import Proxy
+from kvproxy.config.load import load_mapping
+from kvproxy.listener.server import Server
+from tests.browser.conftest import Browser
+from tests.support.fake_engine import FakeEngine
+from tests.support.proxy import chat
+
+pytestmark = pytest.mark.browser
+
+ROW = "document.querySelector('#endpoints tr[data-key=\"default/' + arguments[0] + '\"]')"
+HOSTILE = '<img src=x onerror="window.hacked=1">'
+
+
+@dataclass
+class Stage:
+    """A proxy over two engines, with the default health checks."""
+
+    proxy: Proxy
+    admin: Server
+    client: httpx.AsyncClient
+    engines: dict[str, Server]
+    stack: AsyncExitStack
+
+    async def stop_engine(self, name: str) -> None:
+        """Nobody listens there any more."""
+        await self.engines[name].__aexit__(None, None, None)
+
+    async def ask(self, content: str = "hello", **fields: Any) -> None:
+        """One request from a client."""
+        await self.client.post("/v1/chat/completions", json=chat(content, **fields))
+
+
+@contextlib.asynccontextmanager
+async def stage(**config: Any) -> AsyncIterator[Stage]:
+    async with AsyncExitStack() as stack:
+        engines = {name: await stack.enter_async_context(Server(FakeEngine(name), drain_s=0.1)) for name in ("a", "b")}
+        raw = {"endpoints": {name: server.url for name, server in engines.items()}, "policy": "kv_aware", **config}
+        proxy = await stack.enter_async_context(Proxy(load_mapping(raw)))
+        public = await stack.enter_async_context(Server(proxy, drain_s=0.1))
+        admin = await stack.enter_async_context(Server(proxy.admin, drain_s=0.1))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=public.url, timeout=10))
+        yield Stage(proxy, admin, client, engines, stack)
+
+
+async def test_it_shows_what_happens(browser: Browser) -> None:
+    """Endpoints, a request's decision and hot prefixes, without a complaint of the browser."""
+    async with stage() as on:
+        await browser.open(on.admin.url)
+        await browser.until(f"{ROW}?.innerText.includes('up')", "a")
+        for _ in range(3):
+            await on.ask("x" * 3000)
+        await browser.until("document.querySelectorAll('#decisions tbody tr').length === 3")
+        await browser.until("document.querySelectorAll('#hot tbody tr').length > 0")
+        await browser.until("document.querySelector('#chart-requests path.one').getAttribute('d').includes('L')")
+        summary = await browser.script("return document.querySelector('#endpoints-summary').innerText")
+        assert re.search(r"2 of 2 up · \d requests in the last minute, 0 failed", summary)
+        assert await browser.complaints() == []
+
+
+async def test_an_idle_engines_death_is_seen_within_three_seconds(browser: Browser) -> None:
+    """With the default settings and no traffic at all; screen readers are told as well."""
+    async with stage() as on:
+        await browser.open(on.admin.url)
+        await browser.until(f"{ROW}?.className === 'good'", "a")
+        await browser.until(f"{ROW}?.className === 'good'", "b")
+        await on.stop_engine("b")
+        await browser.until(f"{ROW}.className === 'down'", "b", within_s=3.0)
+        await browser.until("document.querySelector('#news').innerText.includes('default/b')")
+        assert await browser.script(f"return {ROW}.className", "a") == "good"
+
+
+async def test_names_from_clients_are_text(browser: Browser) -> None:
+    """A model called like a tag is shown, not run."""
+    async with stage() as on:
+        await browser.open(on.admin.url)
+        await on.ask(model=HOSTILE)
+        await browser.until("document.querySelector('#decisions').innerText.includes(arguments[0])", HOSTILE)
+        assert not await browser.script("return window.hacked")
+        assert await browser.script("return document.images.length") == 0
+
+
+async def test_the_token_is_asked_for_and_kept_for_the_tab(browser: Browser) -> None:
+    """A wrong one is said to be wrong; the right one survives a reload."""
+    async with stage(admin={"token": "s3cret"}) as on:
+        await browser.open(on.admin.url)
+        for token, shown in (("wrong", "!document.querySelector('#token-wrong').hidden"), ("s3cret", f"{ROW}")):
+            await browser.until("document.querySelector('#token-dialog').open")
+            await browser.script(
+                "document.querySelector('#token').value = arguments[0];"
+                "document.querySelector('#token-form').requestSubmit()",
+                token,
+            )
+            await browser.until(shown, "a")
+        await browser.open(on.admin.url)
+        await browser.until(f"{ROW}", "a")
+        assert await browser.script("return localStorage.length") == 0
+
+
+async def test_draining_by_keyboard(browser: Browser) -> None:
+    """The button is reached and pressed without a mouse, asks back, and undoes itself."""
+    async with stage() as on:
+        await browser.open(on.admin.url)
+        await browser.until(f"{ROW}", "a")
+        await browser.script(f"{ROW}.querySelector('button').focus()", "a")
+        focused = await browser.script("return document.activeElement.getAttribute('aria-label')")
+        assert focused == "Drain a"
+        await browser.call(lambda driver: driver.switch_to.active_element.send_keys("\n"))
+        await browser.call(lambda driver: driver.switch_to.alert.accept())
+        await browser.until(f"{ROW}.innerText.includes('draining')", "a")
+        assert on.proxy.clusters["default"].endpoints[0].draining
+        assert await browser.script("return document.activeElement.getAttribute('aria-label')") == "Resume a"
+        await browser.call(lambda driver: driver.switch_to.active_element.send_keys("\n"))
+        await browser.until(f"{ROW}.className === 'good'", "a")
+
+
+async def test_a_proxy_that_is_gone(browser: Browser) -> None:
+    """The page says since when it knows nothing, and greys what it shows."""
+    async with stage() as on:
+        await browser.open(on.admin.url)
+        await browser.until(f"{ROW}", "a")
+        await on.admin.__aexit__(None, None, None)
+        await browser.until("document.querySelector('#trouble').innerText.startsWith('kvproxy does not answer.')")
+        assert await browser.script("return document.body.classList.contains('stale')")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1360])
+async def test_every_text_is_readable(browser: Browser, scheme: str, width: int) -> None:
+    """WCAG AA contrast of every text on what is behind it, and nothing to scroll sideways for."""
+    async with stage() as on:
+        for _ in range(2):
+            await on.ask("x" * 3000, model="org/a-model-with-a-very-long-name-" * 3)
+        await on.stop_engine("b")
+        await on.ask("y" * 3000)
+        await browser.emulate(width=width, scheme=scheme)
+        await browser.open(on.admin.url)
+        await browser.until(f"{ROW}?.className === 'down'", "b")
+        assert await browser.script(_TOO_WIDE, width) == []
+        assert await browser.script(_POOR_CONTRAST) == []
+
+
+#: Elements that reach beyond the screen.
+_TOO_WIDE = """
+return [...document.body.querySelectorAll("main *, header *")]
+  .filter((one) => one.getBoundingClientRect().right > arguments[0] + 0.5 && !one.closest(".unseen, thead, svg"))
+  .map((one) => `${one.tagName}.${one.className}: ${one.textContent.slice(0, 40)}`);
+"""
+
+#: Texts whose colour is nearer to their background than 4.5 : 1.
+_POOR_CONTRAST = """
+const part = (c) => { c /= 255; return c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4; };
+const light = ([r, g, b]) => 0.2126 * part(r) + 0.7152 * part(g) + 0.0722 * part(b);
+const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
+const behind = (node) => {
+  for (; node; node = node.parentElement) {
+    const colour = rgb(getComputedStyle(node).backgroundColor);
+    if (colour.length === 3 || colour[3] > 0) return colour;
+  }
+  return [255, 255, 255];
+};
+const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+const poor = [];
+while (walker.nextNode()) {
+  const node = walker.currentNode.parentElement;
+  if (!walker.currentNode.textContent.trim() || !node.checkVisibility()) continue;
+  const [a, b] = [light(rgb(getComputedStyle(node).color)), light(behind(node))].sort((x, y) => y - x);
+  const ratio = (a + 0.05) / (b + 0.05);
+  if (ratio < 4.5) poor.push([walker.currentNode.textContent, ratio]);
+}
+return poor;
+"""
+
+
+async def test_parts_have_names_for_screen_readers(browser: Browser) -> None:
+    """Tables have captions and scoped headings, charts a text, the page a language and one main heading."""
+    async with stage() as on:
+        await browser.open(on.admin.url)
+        await browser.until(f"{ROW}", "a")
+        counts = await browser.script(
+            "const count = (s) => document.querySelectorAll(s).length;"
+            "return [count('table') - count('table > caption'), count('th:not([scope])'), count('h1'),"
+            " count('svg:not([aria-label])'), count('html[lang]'), count('button[type=button]:not([aria-label])')]"
+        )
+    assert counts == [0, 0, 1, 0, 1, 0]

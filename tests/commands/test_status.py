@@ -1,0 +1,203 @@
+"""`kvproxy status`: the live view in a terminal."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvproxy.admin.app import admin_app
+from kvproxy.admin.history import History
+from kvproxy.app import Proxy
+from kvproxy.cli import main
+from kvproxy.commands.status import StatusOptions, run
+from kvproxy.commands.status_table import render
+from kvproxy.errors import ConfigError
+from kvproxy.filters.exchange import Exchange, Outcome
+from kvproxy.types import EndpointId, InferenceRequest, Prompt, RequestKind
+from tests.admin.support import admin_of, proxy_of
+
+URL = "http://127.0.0.1:8889"
+
+
+async def live_of(proxy: Proxy) -> dict[str, Any]:
+    """What its admin listener really answers, one request later."""
+    history = History(proxy)
+    exchange = Exchange(received_at=proxy.clock())
+    exchange.inference = InferenceRequest(RequestKind.CHAT, "evil\x1b[2J", Prompt(b"", ()))
+    exchange.outcome = Outcome(
+        EndpointId("a"), "default", "kv_aware", "overlap", 502, 3, "upstream_died", 0.25, 100, 60
+    )
+    proxy.recent.record(exchange, proxy.clock())
+    proxy.metrics.prompt_tokens.labels("default").inc(100)
+    proxy.metrics.cached_tokens.labels("default").inc(60)
+    history.take()
+    proxy.admin = admin_app(proxy, history)
+    async with admin_of(proxy) as client:
+        answer: dict[str, Any] = (await client.get("/live")).json()
+    return answer
+
+
+async def test_what_is_shown() -> None:
+    """Endpoints, decisions, routing; what clients wrote cannot speak to the terminal."""
+    text = render(await live_of(proxy_of(policy="kv_aware")))
+    assert "last minute 1 requests, 1 failed" in text
+    assert "from cache 60% (predicted 0%)" in text
+    assert "default: kv_aware, 8,000 tokens/s prefill after 0 samples, rho 0.50, kappa 1.00" in text
+    lines = text.splitlines()
+    heads = "ENDPOINT STATE REQ/MIN IN FLIGHT PENDING KV QUEUE SPEED KV EVENTS"
+    assert " ".join(lines[2].split()) == heads
+    assert " ".join(lines[3].split()) == "a up 1 0 0 - - - APPROXIMATE"
+    assert " ".join(lines[-1].split()) == "0s ago - evil?[2J a overlap 100 0 60 250ms 502 upstream died +2"
+    assert "\x1b" not in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "state", "colour"),
+    [
+        ({}, "up", "32"),
+        ({"failures_in_a_row": 1}, "failing", "33"),
+        ({"probes_in_doubt": 1}, "not answering", "31;1"),
+        ({"condition": "draining"}, "draining", "33"),
+        ({"condition": "breaker_open"}, "breaker open", "31;1"),
+    ],
+)
+async def test_states_and_their_colours(changes: dict[str, object], state: str, colour: str) -> None:
+    """Colour says nothing that the word does not say too."""
+    live = await live_of(proxy_of())
+    live["endpoints"][0] |= changes
+    assert state in render(live)
+    assert f"\x1b[{colour}m{state}" in render(live, colour=True)
+
+
+async def test_engine_cache_and_findings() -> None:
+    """Everything optional, present and absent."""
+    live = await live_of(proxy_of(policy="kv_aware"))
+    live["endpoints"][0]["engine"] = {"kv_usage": 0.5, "waiting": 2, "running": None}
+    live["routing"]["default"]["learned"]["slowness"] = {"a": 2.0}
+    live["cache"] |= {
+        "running": [{"about": "pin ab", "instance": "i"}],
+        "breakers": {"lookup": "open", "pin": "closed"},
+    }
+    live["findings"] = [{"severity": "warning", "where": "w", "what": "what", "fix": "do"},
+                        {"severity": "note", "where": "w", "what": "only", "fix": ""}]  # fmt: skip
+    live["uptime_s"] = 3 * 86400.0
+    text = render(live)
+    assert "50%  2+0    0.50x" in text
+    assert "cache work: pin ab running" in text
+    assert "breakers: lookup open\n" in text
+    assert "warning: w: what (do)\nnote: w: only\n" in text
+    assert "up 3d" in text
+    live |= {"cache": None, "endpoints": [], "decisions": []}
+    assert "ENDPOINT" not in render(live)
+
+
+def answering(*answers: httpx.Response | Exception | dict[str, Any]) -> httpx.MockTransport:
+    """A listener that gives these answers in turn, the last one for ever."""
+    waiting = list(answers)
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        answer = waiting.pop(0) if len(waiting) > 1 else waiting[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return httpx.Response(200, json=answer) if isinstance(answer, dict) else answer
+
+    return httpx.MockTransport(handle)
+
+
+@pytest.mark.parametrize(
+    ("url", "answer", "said"),
+    [
+        (URL, httpx.ConnectError("refused"), "nothing answers at http://127.0.0.1:8889 (refused)"),
+        (URL, httpx.Response(401, json={"error": "no"}), "--token-file FILE"),
+        (URL, httpx.Response(200, text="<html>"), "not an admin listener"),
+        (
+            URL,
+            httpx.Response(404, json={"error": "there is nothing here"}),
+            "answers 404 there is nothing here (",
+        ),
+        (URL, httpx.Response(200, json=[1]), "answers 200 (--url)"),
+        ("nonsense", httpx.Response(200), "no URL"),
+    ],
+)
+def test_nobody_who_could_tell(url: str, answer: httpx.Response | Exception, said: str) -> None:
+    """Exit 1 and what to do about it."""
+    out, err = io.StringIO(), io.StringIO()
+    transport = None if url == "nonsense" else answering(answer)
+    assert run(StatusOptions(url), out=out, err=err, transport=transport) == 1
+    assert said in err.getvalue()
+    assert out.getvalue() == ""
+
+
+async def test_the_token_comes_from_a_file(tmp_path: Path) -> None:
+    """Without the line break an editor leaves at its end."""
+    live = await live_of(proxy_of())
+    seen: list[str | None] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        seen.append(request.headers.get("authorization"))
+        return httpx.Response(200, json=live)
+
+    file = tmp_path / "token"
+    file.write_text("s3cret\n")
+    out = io.StringIO()
+    options = StatusOptions(URL, token_file=str(file))
+    assert run(options, out=out, err=out, transport=httpx.MockTransport(handle)) == 0
+    assert seen == ["Bearer s3cret"]
+    file.write_text("\n")
+    with pytest.raises(ConfigError, match="holds no token"):
+        run(options, out=out, err=out)
+
+
+class Terminal(io.StringIO):
+    """A screen."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def sleeping(times: int) -> Callable[[float], None]:
+    """Sleeps so often, then Ctrl-C."""
+    left = [times]
+
+    def sleep(seconds: float) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+
+    return sleep
+
+
+async def test_watching_outlives_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each second anew, over what was there, until Ctrl-C; a proxy that is down is said so and asked again."""
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    live = await live_of(proxy_of())
+    screen = Terminal()
+    transport = answering(live, httpx.ConnectError("refused"), live)
+    options = StatusOptions(URL, watch=True)
+    assert run(options, out=screen, err=screen, sleep=sleeping(3), transport=transport) == 0
+    shown = screen.getvalue().split("\x1b[H")[1:]
+    assert len(shown) == 3
+    assert all(each.endswith("\x1b[J") for each in shown)
+    assert "nothing answers" in shown[1]
+    assert "\x1b[32mup" in shown[0]
+    assert "\x1b[32mup" in shown[2]
+
+
+async def test_watching_into_a_file() -> None:
+    """Plain text, one screen after the other."""
+    live = await live_of(proxy_of())
+    out = io.StringIO()
+    assert run(StatusOptions(URL, watch=True), out=out, err=out, sleep=sleeping(2), transport=answering(live)) == 0
+    assert out.getvalue().count("ENDPOINT  STATE") == 2
+    assert "\x1b" not in out.getvalue()
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody listens on port 1."""
+    assert main(["status", "--url", "http://127.0.0.1:1"]) == 1
+    assert "kvproxy status: nothing answers" in capsys.readouterr().err
