@@ -83,7 +83,8 @@ async def started(stack: AsyncExitStack, filters: list[Any], endpoints: dict[str
 
 def kvcache_of(proxy: Proxy) -> KvCache:
     """The proxy's kvcache service."""
-    return next(one for one in proxy._lifetimes if isinstance(one, KvCache))
+    assert proxy.kvcache is not None
+    return proxy.kvcache
 
 
 async def once(proxy: Proxy, body: bytes) -> float:

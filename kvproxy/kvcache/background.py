@@ -17,6 +17,9 @@ log = logging.getLogger("kvproxy.kvcache")
 
 QUEUE = "kvcache_background"
 
+#: Request bodies that waiting and running jobs hold, together.
+MAX_HELD_BYTES = 256 * 1024 * 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -28,6 +31,7 @@ class Job:
     key: Hashable
     run: Callable[[], Awaitable[bool]]
     lane: str | None = None
+    held_bytes: int = 0  # what it keeps in memory besides
     about: str = ""  # for people: what is done, to which prefix (a hash)
 
 
@@ -46,6 +50,7 @@ class Background:
         self._begun: dict[Hashable, Job] = {}  # the same jobs, by lane
         self._keys: set[Hashable] = set()  # of waiting and running jobs
         self._waiting = 0
+        self._held_bytes = 0  # by waiting and running jobs
         self._open = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -92,7 +97,8 @@ class Background:
         if job.key in self._keys:
             self._results.labels("duplicate").inc()
             return False
-        if not self._open or self._waiting >= self._settings.max_queue:
+        over = self._held_bytes > 0 and self._held_bytes + job.held_bytes > MAX_HELD_BYTES
+        if not self._open or over or self._waiting >= self._settings.max_queue:
             self._results.labels("dropped").inc()
             return False
         lane = job.key if job.lane is None else job.lane
@@ -101,6 +107,7 @@ class Background:
         if len(line) == 1 and lane not in self._running:
             self._ready.append(lane)
         self._keys.add(job.key)
+        self._held_bytes += job.held_bytes
         self._waiting += 1
         self._idle.clear()
         self._start_ready()
@@ -138,6 +145,7 @@ class Background:
         del self._running[lane]
         del self._begun[lane]
         self._keys.discard(job.key)
+        self._held_bytes -= job.held_bytes
         if lane in self._lanes:
             self._ready.append(lane)
         self._start_ready()

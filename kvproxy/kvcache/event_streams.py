@@ -12,7 +12,7 @@ from typing import Self
 
 import zmq.asyncio
 
-from kvproxy.clients.kv_events.events import KvEvent
+from kvproxy.clients.kv_events.events import BlockStored, KvEvent
 from kvproxy.clients.kv_events.source import KvEventSource
 from kvproxy.clients.kv_events.status import StreamState, StreamStatus
 from kvproxy.clients.kv_events.subscriber import KvEventSubscriber
@@ -45,6 +45,9 @@ class _Consumer:
         self._states: dict[EndpointId, dict[int, StreamState]] = {}
 
     def apply(self, endpoint: EndpointId, dp_rank: int, events: Sequence[KvEvent]) -> None:
+        for event in events:
+            if isinstance(event, BlockStored) and event.lora_name:
+                self._local.loras[event.lora_name] = None
         self._local.precise.apply(endpoint, dp_rank, events)
 
     def cleared(self, endpoint: EndpointId, dp_rank: int) -> None:

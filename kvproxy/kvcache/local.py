@@ -6,6 +6,8 @@ from array import array
 from collections import Counter
 from collections.abc import Collection, Mapping
 
+from cachetools import LRUCache
+
 from kvproxy.balancing.policy import FactSource, Overlap
 from kvproxy.balancing.trust import Trust
 from kvproxy.clients.tokens import TokenIds
@@ -18,6 +20,8 @@ from kvproxy.types import EndpointId, InferenceRequest
 
 #: Blocks of text an endpoint is believed to hold until its engine says how much fits (64 MiB of prompts).
 DEFAULT_CAPACITY_BLOCKS = 262_144
+#: LoRA adapters told from base models.
+MAX_LORAS = 1024
 
 
 class LocalSources:
@@ -32,6 +36,7 @@ class LocalSources:
         self.hot = HotBlocks(endpoints=endpoints)
         self.trust = Trust()
         self.exact: Collection[EndpointId] = frozenset()
+        self.loras: LRUCache[str, None] = LRUCache(MAX_LORAS)  # adapters that events spoke of
         self._in_flight: Counter[EndpointId] = Counter()
 
     def hashes(self, request: InferenceRequest, model: str) -> array[int]:
@@ -45,6 +50,7 @@ class LocalSources:
         *,
         bytes_per_token: float,
         tokens: TokenIds | None,
+        model: str = "",
         cache_salt: str | None,
     ) -> dict[EndpointId, Overlap]:
         """Leading tokens by endpoint. `tokens` (or as much of them as is known) also asks the precise index.
@@ -61,17 +67,19 @@ class LocalSources:
         for endpoint in self.exact:
             if not self._in_flight[endpoint]:
                 found.pop(endpoint, None)
-        for endpoint, overlap in self._announced(tokens, cache_salt, routed).items():
+        for endpoint, overlap in self._announced(tokens, model, cache_salt, routed).items():
             known = found.get(endpoint)
             if known is None or overlap.tokens > known.tokens:
                 found[endpoint] = overlap
         return found
 
     def _announced(
-        self, tokens: TokenIds, cache_salt: str | None, routed: Mapping[EndpointId, int]
+        self, tokens: TokenIds, model: str, cache_salt: str | None, routed: Mapping[EndpointId, int]
     ) -> Mapping[EndpointId, Overlap]:
+        """The same tokens under a LoRA are other blocks; a model's name is a LoRA's if events call one so."""
+        lora = model if model in self.loras else ""
         matches = self.precise.lookup(
-            lambda size: token_blocks(tokens, size, precise_root(size, cache_salt=cache_salt))
+            lambda size: token_blocks(tokens, size, precise_root(size, lora=lora, cache_salt=cache_salt))
         )
         return {
             endpoint: self._trusted(endpoint, match, routed.get(endpoint, 0)) for endpoint, match in matches.items()

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -145,7 +146,8 @@ class KvCache:
                 upkeep.consider(used, gathered.tokens, endpoint)
         elif tokens.may_ask(gathered):
             key = ("tokenize", gathered.model, gathered.hashes[-1] if gathered.hashes else 0, gathered.prompt_bytes)
-            self.parts.background.submit(Job(key, lambda: self._tokenize(gathered, used, endpoint), about="tokenize"))
+            run = partial(self._tokenize, gathered, used, endpoint)
+            self.parts.background.submit(Job(key, run, about="tokenize", held_bytes=len(gathered.body)))
 
     async def _tokenize(self, gathered: Gathered, used: Sequence[KnownPrefix], endpoint: Endpoint | None) -> bool:
         task = self.parts.tokens.ask(gathered)
@@ -181,6 +183,7 @@ class KvCache:
             gathered.hashes,
             bytes_per_token=bytes_per_token,
             tokens=tokens,
+            model=gathered.model,
             cache_salt=gathered.request.cache_salt,
         )
         found = merged(known, claims, prompt_tokens=prompt_tokens)

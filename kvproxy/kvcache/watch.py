@@ -24,12 +24,15 @@ log = logging.getLogger("kvproxy.kvcache")
 #: The first round comes this long after the start: engines that just came up are busy enough.
 FIRST_ROUND_S = 1.0
 MAX_CONCURRENT = 16
+#: Rounds that read nothing still forget who left and renew leases.
+WITHOUT_READING_S = 5.0
 
 Sleep = Callable[[float], Awaitable[None]]
 
 
 class Watch:
-    """Owns one task. Each round reads every engine (a few at a time), sizes its index, forgets who left, and ticks."""
+    """Owns one task. Each round reads every engine (a few at a time), sizes its index, forgets who left, and ticks;
+    with `interval_s` 0 no engine is read."""
 
     def __init__(
         self,
@@ -60,8 +63,7 @@ class Watch:
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        if self._interval_s > 0:
-            self._task = asyncio.create_task(self._run(), name="kvcache watch")
+        self._task = asyncio.create_task(self._run(), name="kvcache watch")
         return self
 
     async def __aexit__(
@@ -72,22 +74,27 @@ class Watch:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
-        await self._sleep(min(FIRST_ROUND_S, self._interval_s))
+        interval_s = self._interval_s or WITHOUT_READING_S
+        await self._sleep(min(FIRST_ROUND_S, interval_s))
         while True:
             try:
-                await self.round()
+                await self.round(reading=self._interval_s > 0)
             except Exception:
                 log.exception("[kvcache] a round of readings is broken")
-            await self._sleep(self._interval_s)
+            await self._sleep(interval_s)
 
-    async def round(self) -> None:
-        """Read everything once."""
+    async def round(self, *, reading: bool = True) -> None:
+        """Everything once; without `reading` no engine is asked."""
         self._follow()
+        if reading:
+            await self._read_all()
+        self._on_round()
+
+    async def _read_all(self) -> None:
         self._signals.host(self._sample_host())
         present = [(name, endpoint) for name, cluster in self._clusters.items() for endpoint in cluster.endpoints]
         reads = [self._read(name, endpoint) for name, endpoint in present]
         await asyncio.gather(self._read_provider(), *reads)
-        self._on_round()
 
     def _follow(self) -> None:
         """An endpoint that left, or is another engine now, holds nothing we know of."""

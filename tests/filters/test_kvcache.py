@@ -48,7 +48,9 @@ async def proxied(place: Place, **kvcache: Any) -> AsyncIterator[RunningProxy]:
 
 def service(proxy: RunningProxy) -> KvCache:
     """The proxy's kvcache service."""
-    return next(one for one in proxy.proxy._lifetimes if isinstance(one, KvCache))
+    kvcache = proxy.proxy.kvcache
+    assert kvcache is not None
+    return kvcache
 
 
 def body(*contents: str, **fields: Any) -> dict[str, Any]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 
 from kvproxy.config import kvcache_schema as schema
-from kvproxy.kvcache.background import Background, Job
+from kvproxy.kvcache.background import MAX_HELD_BYTES, Background, Job
 from kvproxy.metrics.catalog import Metrics
 
 
@@ -90,6 +91,21 @@ async def test_the_same_job_waits_or_runs_once() -> None:
         await under_test.settled()
     assert work.begun == ["pin", "next", "pin"]
     assert counted(metrics, "duplicate") == 2
+
+
+async def test_jobs_hold_a_bounded_amount_of_memory() -> None:
+    """A queue of a thousand bodies of 32 MiB would be 32 GiB; one that is larger than the bound alone still may."""
+    metrics, work = Metrics(), Work()
+    large = MAX_HELD_BYTES // 2 + 1
+    async with background(metrics, max_workers=1) as under_test:
+        jobs = [replace(work.job(str(number)), held_bytes=large) for number in range(2)]
+        assert [under_test.submit(job) for job in jobs] == [True, False]
+        assert under_test.submit(work.job("small"))
+        work.go.set()
+        await under_test.settled()
+        assert under_test.submit(replace(work.job("huge"), held_bytes=10 * MAX_HELD_BYTES))
+        await under_test.settled()
+    assert counted(metrics, "dropped") == 1
 
 
 async def test_a_full_queue_drops_and_counts() -> None:

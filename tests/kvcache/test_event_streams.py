@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from array import array
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,16 +13,18 @@ import httpx
 import pytest
 
 from kvproxy.balancing.policy import FactSource
+from kvproxy.clients.kv_events.events import BlockStored
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.config import schema
 from kvproxy.kvcache.engines import Engines
-from kvproxy.kvcache.event_streams import EventStreams
+from kvproxy.kvcache.event_streams import EventStreams, _Consumer
+from kvproxy.kvcache.local import LocalSources
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.simulator.kv_event_publisher import PublisherSettings
 from kvproxy.types import EndpointId
 from kvproxy.upstream.pool import UpstreamPool
 from tests.kvcache.fleet import Place, simulated
-from tests.kvcache.support import A, B, Fake, Service, chat, cluster_of, long_text, running, settings, world
+from tests.kvcache.support import A, B, Fake, Service, chat, cluster_of, long_text, running, settings, tokens, world
 from tests.support.clock import FakeClock
 from tests.support.until import until
 
@@ -120,6 +123,25 @@ async def test_streams_end_with_their_endpoint() -> None:
         await streams.follow()
         assert exact(service) == {A}
         assert service.kv.parts.local["default"].precise.rows(B) == 0
+
+
+async def test_the_same_tokens_under_a_lora_are_other_blocks() -> None:
+    """An adapter's KV is of no use to the base model, and the other way round."""
+    local = LocalSources(endpoints=1)
+    consumer = _Consumer(local)
+    ids = tokens(64)
+
+    def stored(lora: str | None, first: int) -> BlockStored:
+        return BlockStored((first, first + 1), None, ids, 32, lora_name=lora)
+
+    def held(model: str) -> int:
+        found = local.overlaps(array("Q"), bytes_per_token=4, tokens=ids, model=model, cache_salt=None)
+        return found[A].device_tokens if A in found else 0
+
+    consumer.apply(A, 0, [stored("adapter", 1)])
+    assert (held("adapter"), held("base")) == (64, 0)
+    consumer.apply(A, 0, [stored(None, 11)])
+    assert (held("adapter"), held("base")) == (64, 64)
 
 
 class Broken(dict[str, Cluster]):

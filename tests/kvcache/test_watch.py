@@ -96,6 +96,18 @@ async def test_rounds_follow_each_other_by_themselves(caplog: pytest.LogCaptureF
         await until(lambda: scraped.calls["/metrics"] > seen)
 
 
+async def test_without_reading_leases_and_endpoints_are_still_followed() -> None:
+    """`engine_metrics_interval: 0` asks no engine for anything."""
+    quiet = engine()
+    async with world({"a": quiet}) as service:
+        await service.serve(chat(TURN), A)
+        await service.kv.parts.watch.round(reading=False)
+        service.cluster.apply([schema.Endpoint(id="a", url="http://127.0.0.1:9")])
+        await service.kv.parts.watch.round(reading=False)
+        assert (await service.ask(chat(TURN))).preferred is None
+    assert quiet.calls["/metrics"] == 0
+
+
 async def test_lmcaches_own_memory_is_read_too() -> None:
     """The coordinator knows how full each instance is."""
     async with simulated(names=("a",), controller=None, coordinator=CoordinatorSettings(capacity_chunks=4)) as place:

@@ -1,0 +1,101 @@
+"""What status says of event streams, leases and hot prefixes."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+import pytest
+
+from kvproxy.clients.kv_events.status import StreamReason, StreamState, StreamStatus
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.config.kvcache_schema import CacheStrategy, KvCacheSettings
+from kvproxy.config.schema import Cluster as ClusterSettings
+from kvproxy.config.schema import Endpoint
+from kvproxy.kvcache.hot_prefixes import SLICE_RUNS, hot_prefixes
+from kvproxy.kvcache.hotness import Hotness, KnownPrefix
+from kvproxy.kvcache.service import KvCache
+from kvproxy.kvcache.status import leases, worth
+from kvproxy.kvcache.strategies.pin import Lease
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.types import EndpointId
+from tests.support.clock import FakeClock
+
+EXACT = StreamStatus(StreamState.EXACT, StreamReason.FOLLOWING)
+LOST = StreamStatus(StreamState.DEGRADED, StreamReason.LOST_EVENTS)
+STARTING = StreamStatus(StreamState.CONNECTING, StreamReason.STARTING)
+SILENT = StreamStatus(StreamState.APPROXIMATE, StreamReason.SILENT)
+
+
+def service_of(clock: FakeClock, **settings: object) -> KvCache:
+    """A service over one cluster with the endpoints a and b."""
+    endpoints = tuple(Endpoint(id=name, url=f"http://127.0.0.1:{port}") for name, port in (("a", 1), ("b", 2)))
+    metrics = Metrics()
+    cluster = Cluster(
+        "c", ClusterSettings(endpoints=endpoints), metrics=metrics, clock=clock, rng=random.Random(1), sources=()
+    )
+    return KvCache(KvCacheSettings(**settings), clusters={"c": cluster}, metrics=metrics, clock=clock)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("streams", "state"),
+    [
+        ({}, StreamState.APPROXIMATE),
+        ({0: EXACT, 1: EXACT}, StreamState.EXACT),
+        ({0: EXACT, 1: STARTING}, StreamState.CONNECTING),
+        ({0: LOST, 1: STARTING}, StreamState.DEGRADED),
+        ({0: EXACT, 1: SILENT, 2: LOST}, StreamState.APPROXIMATE),
+    ],
+)
+def test_the_worst_rank_decides(streams: dict[int, StreamStatus], state: StreamState) -> None:
+    """An index that misses one rank's events is not exact."""
+    assert worth(streams) is state
+
+
+async def test_hot_prefixes_are_looked_for_in_slices(clock: FakeClock) -> None:
+    """Other tasks get their turn in between, and what vanished meanwhile is not shown."""
+    parts = service_of(clock).parts
+    local = parts.local["c"]
+    for number in range(1, SLICE_RUNS + 2):
+        local.hot.touch(array("Q", [number]))
+    for _ in range(3):
+        local.hot.touch(array("Q", [7, 70]))
+    local.approximate.insert(EndpointId("a"), array("Q", [7, 70]))
+    local.approximate.insert(EndpointId("b"), array("Q", [7]))
+    pauses = 0
+
+    async def pause() -> None:
+        nonlocal pauses
+        pauses += 1
+
+    found = await hot_prefixes(parts, 2, pause=pause)
+    assert pauses == 2
+    assert [(one["prefix"], one["blocks"], one["replicas"]) for one in found] == [
+        (f"{7:016x}", 1, {"a": 1, "b": 1}),
+        (f"{70:016x}", 2, {"a": 2, "b": 1}),
+    ]
+    emptied = local.hot.kept()
+
+    async def empty() -> None:
+        for run in reversed(local.hot.kept()):
+            if local.hot.touches(run):
+                local.hot._tree.remove(run)
+
+    assert await hot_prefixes(parts, 2, pause=empty) == []
+    assert local.hot.touches(emptied[0]) == 0.0
+
+
+def test_counted_pins_do_not_lapse(clock: FakeClock) -> None:
+    """Where the service keeps pins until they are taken back, no time is left to show."""
+    service = service_of(
+        clock, lmcache_endpoint="http://127.0.0.1:9", cache_strategy=CacheStrategy(enable_pinning=True)
+    )
+    pin = service.parts.upkeep.pin
+    assert pin is not None
+    hotness = Hotness(window_s=1.0, max_records=1, max_keys=1)
+    [prefix] = hotness.use([5], model="m", cache_salt="", instance="i", now=clock())
+    assert isinstance(prefix, KnownPrefix)
+    pin._leases["i", 5] = Lease(prefix, 32, clock())
+    pin.counted = True
+    [lease] = leases(service.parts, clock() + 1000.0)
+    assert (lease["tokens"], lease["age_s"], lease["lapses_in_s"]) == (32, 1000.0, None)
