@@ -1,0 +1,113 @@
+"""Generates docs/metrics.md from the catalogue: every metric with its type, labels and meaning.
+
+`python -m kvproxy.metrics.reference > docs/metrics.md`
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from kvproxy.metrics.catalog import Metrics
+
+_HEAD = """# Metrics
+
+Generated from the catalogue by `python -m kvproxy.metrics.reference`; do not edit by hand.
+
+The admin listener serves them under `/metrics` in the Prometheus text format. A dashboard is in
+`deploy/grafana/kvproxy.json`, alert rules are in `deploy/prometheus/alerts.yaml`; [deployment](deployment.md) says
+how to install both and what to do about each alert.
+
+Labels come from closed sets or from the configuration, never from a client, so the number of series is bounded:
+endpoints times a small constant. An endpoint that leaves takes its series along.
+"""
+
+#: What each label holds; the page and its test need one for every label in the catalogue.
+LABELS: Mapping[str, str] = {
+    "action": "`pin`, `compress` or `evict`",
+    "breaker": "what the breaker guards",
+    "by": "`live` or `shadow`: whose costs",
+    "cluster": "name of the cluster in the configuration",
+    "end": "`completed`, `engine_error`, `upstream_died`, `client_disconnected` or `local_reply`",
+    "endpoint": "id of the endpoint",
+    "index": "`approximate`, `precise` or `hot`",
+    "kind": "which of a few kinds; the meaning of the metric names them",
+    "outcome": "how it ended",
+    "policy": "name of the balancing policy",
+    "queue": "which bounded place: `upstream` connections, `rate_limit` buckets, `kvcache_...` jobs",
+    "rank": "data-parallel rank of the engine",
+    "reason": "why; a closed set of each metric",
+    "result": "what became of it",
+    "source": "`approximate`, `precise`, `lmcache_controller` or `lmcache_coordinator`",
+    "state": "`1` on the series of the current state, `0` on the others; for connections `open` or `idle`",
+    "status": "HTTP status",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """One metric as a scrape shows it; `name` has the suffix of a counter."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    meaning: str
+
+    @property
+    def series(self) -> Mapping[str, frozenset[str]]:
+        """Names that queries may use, with the labels each has."""
+        labels = frozenset(self.labels)
+        if self.kind == "histogram":
+            return {
+                f"{self.name}_bucket": labels | {"le"},
+                f"{self.name}_sum": labels,
+                f"{self.name}_count": labels,
+            }
+        return {self.name: labels}
+
+
+def described() -> dict[str, list[Described]]:
+    """Every metric of the catalogue by section, in its order."""
+    sections = {}
+    for name, declare in vars(Metrics).items():
+        if name.startswith("_add_"):
+            part = Metrics.__new__(Metrics)
+            declare(part, CollectorRegistry())
+            title = (inspect.getdoc(declare) or name).rstrip(".")
+            sections[title] = [_describe(metric) for metric in vars(part).values()]
+    return sections
+
+
+def reference() -> str:
+    """The whole page."""
+    return "\n".join([_HEAD, *_tables(), *_labels()]) + "\n"
+
+
+def _describe(metric: Any) -> Described:
+    (family,) = metric.describe()
+    name = f"{family.name}_total" if family.type == "counter" else family.name
+    return Described(name, family.type, tuple(metric._labelnames), family.documentation)
+
+
+def _tables() -> Iterator[str]:
+    for title, metrics in described().items():
+        yield f"\n## {title}\n\n| Metric | Type | Labels | Meaning |\n|---|---|---|---|"
+        for metric in metrics:
+            labels = ", ".join(f"`{label}`" for label in metric.labels)
+            yield f"| `{metric.name}` | {metric.kind} | {labels} | {metric.meaning} |"
+
+
+def _labels() -> Iterator[str]:
+    used = {label for metrics in described().values() for metric in metrics for label in metric.labels}
+    yield "\n## Labels\n\n| Label | Holds |\n|---|---|"
+    for label in sorted(used):
+        yield f"| `{label}` | {LABELS[label]} |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())
