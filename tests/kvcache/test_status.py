@@ -59,8 +59,8 @@ async def test_hot_prefixes_are_looked_for_in_slices(clock: FakeClock) -> None:
     for number in range(1, SLICE_RUNS + 2):
         local.hot.touch(array("Q", [number]))
     for _ in range(3):
-        local.hot.touch(array("Q", [7, 70]))
-    local.approximate.insert(EndpointId("a"), array("Q", [7, 70]))
+        local.hot.touch(array("Q", [7, 7000]))
+    local.approximate.insert(EndpointId("a"), array("Q", [7, 7000]))
     local.approximate.insert(EndpointId("b"), array("Q", [7]))
     pauses = 0
 
@@ -72,7 +72,7 @@ async def test_hot_prefixes_are_looked_for_in_slices(clock: FakeClock) -> None:
     assert pauses == 2
     assert [(one["prefix"], one["blocks"], one["replicas"]) for one in found] == [
         (f"{7:016x}", 1, {"a": 1, "b": 1}),
-        (f"{70:016x}", 2, {"a": 2, "b": 1}),
+        (f"{7000:016x}", 2, {"a": 2, "b": 1}),
     ]
     emptied = local.hot.kept()
 
