@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import NewType
+
+import msgspec
 
 EndpointId = NewType("EndpointId", str)
 BlockHash = NewType("BlockHash", int)
@@ -18,6 +19,10 @@ Clock = Callable[[], float]
 Headers = list[tuple[bytes, bytes]]
 
 
+#: Key of an ASGI start message whose first body message follows at once: our listener writes both together.
+BODY_FOLLOWS = "kvproxy.body_follows"
+
+
 class RequestKind(StrEnum):
     """Which inference API a request speaks; its value is a metric label."""
 
@@ -28,8 +33,7 @@ class RequestKind(StrEnum):
     MESSAGES = "messages"  # Anthropic
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True):
     """The prompt as the client sent it, cut where a chat grows.
 
     `shape` is the raw JSON of everything besides the messages that shapes the template (tools, chat_template_kwargs,
@@ -41,8 +45,7 @@ class Prompt:
     parts: tuple[bytes, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class InferenceRequest:
+class InferenceRequest(msgspec.Struct, frozen=True):
     """One parsed inference request; the raw body beside it is what goes upstream, unchanged."""
 
     kind: RequestKind

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import msgspec
 
 from kvproxy.balancing.load import Features
 from kvproxy.types import EndpointId
@@ -23,8 +24,7 @@ class FactSource(StrEnum):
     LMCACHE_COORDINATOR = "lmcache_coordinator"
 
 
-@dataclass(frozen=True, slots=True)
-class Overlap:
+class Overlap(msgspec.Struct, frozen=True):
     """Leading tokens of one prompt that one endpoint already holds."""
 
     device_tokens: int  # in engine memory, contiguous from the start
@@ -40,12 +40,11 @@ class Overlap:
         return self.device_tokens + self.lower_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class OverlapFacts:
+class OverlapFacts(msgspec.Struct, frozen=True):
     """Everything known about one prompt before the pick. Endpoints without an entry hold nothing we know of."""
 
     prompt_tokens: int  # exact or estimated
-    by_endpoint: Mapping[EndpointId, Overlap] = field(default_factory=dict)
+    by_endpoint: Mapping[EndpointId, Overlap] = msgspec.field(default_factory=dict)
     hot_tokens: int = 0  # leading tokens whose blocks are hot (worth replicating)
 
     def matched_tokens(self, endpoint: EndpointId) -> int:
@@ -57,8 +56,7 @@ class OverlapFacts:
 NO_FACTS = OverlapFacts(prompt_tokens=0)
 
 
-@dataclass(frozen=True, slots=True)
-class PickRequest:
+class PickRequest(msgspec.Struct, frozen=True):
     """What a policy may base its choice on."""
 
     model: str = ""
@@ -101,8 +99,7 @@ class Candidate(Protocol):
     def load(self) -> LoadView: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True):
     """The decision: an index into the candidates, why, and what each candidate would have cost (policies that know)."""
 
     index: int

@@ -7,6 +7,8 @@ so does this; whatever it cannot make sense of is left to the engine.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from operator import attrgetter
 
 import msgspec
 from msgspec import Raw
@@ -112,7 +114,9 @@ class _Reader:
         self._listed = listed  # field with one value a message
         self._max_tokens = max_tokens  # names of the limit, the one that wins first
         raw = [field.name for field in msgspec.structs.fields(struct) if field.type is Raw and field.name != single]
-        self._shaping = tuple((name, name.encode() + b":") for name in raw)
+        self._shaping = [name.encode() + b":" for name in raw]
+        self._shapes: Callable[[_Common], tuple[Raw, ...]] = attrgetter(*raw)
+        self._unshaped = (_NO_RAW,) * len(raw)
 
     def read(self, body: bytes, session: str) -> InferenceRequest:
         data = self._decode(body)
@@ -128,9 +132,11 @@ class _Reader:
 
     def _shape(self, data: _Common) -> bytes:
         """NUL never occurs in JSON, so it ends a field without doubt."""
+        shapes = self._shapes(data)
+        if shapes == self._unshaped:
+            return b""
         pieces = []
-        for name, prefix in self._shaping:
-            raw = getattr(data, name)
+        for prefix, raw in zip(self._shaping, shapes, strict=True):
             if raw is not _NO_RAW and (value := bytes(raw)) != b"null":
                 pieces.append(prefix + value + b"\0")
         return b"".join(pieces)

@@ -6,6 +6,8 @@ import asyncio
 
 from starlette.types import Message, Receive
 
+from kvproxy.filters.shared_timer import SharedTimer
+
 
 class BodyTooLarge(Exception):
     """The body is longer than the limit; at most that much of it was held."""
@@ -20,46 +22,30 @@ class ClientLeft(Exception):
 
 
 class BodyReader:
-    """Reads request bodies whole, each within the same size and time.
-
-    One loop timer watches all reads, since arming one for each costs more than the rest of a read; every read has the
-    same time, so the oldest is always the next one due.
-    """
+    """Reads request bodies whole, each within the same size and time."""
 
     def __init__(self, *, limit_bytes: int, timeout_s: float) -> None:
         self.limit_bytes = limit_bytes
         self.timeout_s = timeout_s
-        self._due: dict[asyncio.Task[object], float] = {}  # loop time by reading task, oldest first
-        self._timer: asyncio.TimerHandle | None = None
+        self._reading: SharedTimer[asyncio.Task[object]] = SharedTimer(timeout_s, _cancel)
 
     async def read(self, receive: Receive) -> bytes:
         """The whole body. Raises BodyTooLarge, BodyTooSlow or ClientLeft."""
         task = asyncio.current_task()
         assert task is not None
-        loop = asyncio.get_running_loop()
-        self._due[task] = due = loop.time() + self.timeout_s
-        if self._timer is None:
-            self._timer = loop.call_at(due, self._expire)
+        self._reading.add(task)
         try:
             return await _whole(receive, self.limit_bytes)
         except asyncio.CancelledError:
-            if task not in self._due and task.uncancel() == 0:
+            if not self._reading.remove(task) and task.uncancel() == 0:
                 raise BodyTooSlow from None
             raise
         finally:
-            self._due.pop(task, None)
+            self._reading.remove(task)
 
-    def _expire(self) -> None:
-        """Cancels the reads whose time is up, and looks again when the next one's is."""
-        self._timer = None
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        for task, due in list(self._due.items()):
-            if due > now:
-                self._timer = loop.call_at(due, self._expire)
-                return
-            del self._due[task]
-            task.cancel()
+
+def _cancel(task: asyncio.Task[object]) -> None:
+    task.cancel()
 
 
 async def _whole(receive: Receive, limit_bytes: int) -> bytes:

@@ -8,7 +8,7 @@ from kvproxy.config.filter_schema import InferenceRequestSettings
 from kvproxy.filters.body import parse_body
 from kvproxy.filters.body_reader import BodyReader, BodyTooLarge, BodyTooSlow, ClientLeft, replay
 from kvproxy.filters.chain import FilterContext
-from kvproxy.filters.exchange import Exchange
+from kvproxy.filters.exchange import SCOPE_KEY, Exchange
 from kvproxy.filters.local_reply import local_reply
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.types import Clock, RequestKind
@@ -45,7 +45,7 @@ class InferenceRequestFilter:
         if kind is None:
             await self._app(scope, receive, send)
             return
-        exchange = Exchange.of(scope, now=self._clock())
+        exchange = scope.get(SCOPE_KEY) or Exchange.of(scope, now=self._clock())
         length, encoded, session = self._headers(scope)
         if length > self._reader.limit_bytes:
             await self._refuse_large(scope, receive, send)

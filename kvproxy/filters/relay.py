@@ -8,7 +8,7 @@ from kvproxy.errors import EngineReportedError, UpstreamError
 from kvproxy.filters.exchange import Exchange
 from kvproxy.filters.sse import error_event
 from kvproxy.filters.usage import read_usage
-from kvproxy.types import Headers, RequestKind
+from kvproxy.types import BODY_FOLLOWS, Headers, RequestKind
 from kvproxy.upstream.pool import UpstreamResponse
 
 _TAIL_BYTES = 16 * 1024
@@ -19,6 +19,8 @@ ERROR_EVENT = b'data: {"error"'
 
 class Relay:
     """Sends one response down. From the first byte on nothing is retried: a break is told, never hidden."""
+
+    __slots__ = ("_exchange", "_first", "_last", "_previous", "_response", "_send")
 
     def __init__(self, exchange: Exchange, response: UpstreamResponse, *, send: Send) -> None:
         self._exchange = exchange
@@ -32,7 +34,8 @@ class Relay:
         """The failure that cut the response short; None when it was complete. The client has been told either way."""
         response, send = self._response, self._send
         self._exchange.outcome.status = response.status
-        await send({"type": "http.response.start", "status": response.status, "headers": headers})
+        start = {"type": "http.response.start", "status": response.status, "headers": headers, BODY_FOLLOWS: True}
+        await send(start)
         chunk = self._first = first
         try:
             while chunk and not response.complete:

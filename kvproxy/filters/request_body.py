@@ -16,20 +16,26 @@ class ClientGone(Exception):
 class RequestBody:
     """Hands out the body per attempt; `replayable` says whether another attempt may have it."""
 
+    __slots__ = ("_length", "_receive", "_started", "_streams", "_whole", "consumed")
+
     def __init__(self, receive: Receive, headers: Headers, *, whole: bytes | None) -> None:
         self._receive = receive
         self._whole = whole
         self._length = b""
         self._streams = False
+        if whole is None:
+            self._read_framing(headers)
+        self._started = False
+        #: The body has been read to its end, so that the next message can only be a disconnect.
+        self.consumed = whole is not None or not self._streams
+
+    def _read_framing(self, headers: Headers) -> None:
         for name, value in headers:
             if name == b"content-length":
                 self._length = value
                 self._streams = value != b"0"
             elif name == b"transfer-encoding":
                 self._streams = True
-        self._started = False
-        #: The body has been read to its end, so that the next message can only be a disconnect.
-        self.consumed = whole is not None or not self._streams
 
     @property
     def replayable(self) -> bool:

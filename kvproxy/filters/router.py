@@ -18,8 +18,8 @@ from kvproxy.errors import UnsafeRequest
 from kvproxy.filters import models
 from kvproxy.filters.alias import with_model
 from kvproxy.filters.chain import FilterContext, Observer
-from kvproxy.filters.disconnect import DisconnectWatcher
-from kvproxy.filters.exchange import Exchange
+from kvproxy.filters.disconnect import DisconnectWatcher, new_arming
+from kvproxy.filters.exchange import SCOPE_KEY, Exchange
 from kvproxy.filters.forward_headers import RequestHeaders
 from kvproxy.filters.forwarding import CLIENT_CLOSED_REQUEST, Forwarder, Forwarding, GaveUp, HeldReply, local_status
 from kvproxy.filters.local_reply import local_reply
@@ -91,13 +91,14 @@ class RouterFilter:
 
     def __init__(self, parts: RouterParts) -> None:
         self._parts = parts
+        self._arming = new_arming()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         parts = self._parts
         path: str = scope["path"]
-        exchange = Exchange.of(scope, now=parts.forwarder.clock())
+        exchange: Exchange = scope.get(SCOPE_KEY) or Exchange.of(scope, now=parts.forwarder.clock())
         if path.startswith(models.PATH) and scope["method"] == "GET" and path[len(models.PATH) :][:1] in ("", "/"):
             await parts.models.answer(scope, send)
             return
@@ -147,7 +148,7 @@ class RouterFilter:
             send=send,
             debug=exchange.debug or any(name == parts.debug_header for name, _ in received),
         )
-        watcher = DisconnectWatcher(receive)
+        watcher = DisconnectWatcher(receive, self._arming)
         if body.consumed:
             watcher.arm()
         try:

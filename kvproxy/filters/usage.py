@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
 
 #: A usage object is small; one that claims to be larger is not searched further.
@@ -33,8 +31,7 @@ class _Usage(msgspec.Struct):
         return self.input_tokens + (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True):
     """Token counts of one response; None where the engine did not say."""
 
     prompt_tokens: int | None = None
@@ -42,20 +39,16 @@ class Usage:
     completion_tokens: int | None = None
 
 
+_NOTHING = _Usage()
 _decoder = msgspec.json.Decoder(_Usage)
 
 
 def _object_at(data: bytes, start: int) -> bytes | None:
     """The JSON object that begins at `start`. Usage objects hold numbers and nulls only, so braces can be counted."""
-    depth = 0
-    for index in range(start, min(len(data), start + _MAX_USAGE_BYTES)):
-        byte = data[index]
-        if byte == 0x7B:
-            depth += 1
-        elif byte == 0x7D:
-            depth -= 1
-            if depth == 0:
-                return data[start : index + 1]
+    end, limit = start, start + _MAX_USAGE_BYTES
+    while (end := data.find(b"}", end, limit) + 1) > 0:
+        if data.count(b"{", start, end) == data.count(b"}", start, end):
+            return data[start:end]
     return None
 
 
@@ -84,19 +77,17 @@ def read_usage(tail: bytes, head: bytes = b"") -> Usage | None:
         first = _decode(head, position)
     if found is None and first is None:
         return None
-    return _merge(found or _Usage(), first or _Usage())
+    return _merge(found or _NOTHING, first or _NOTHING)
 
 
 def _merge(last: _Usage, first: _Usage) -> Usage:
     details = last.prompt_tokens_details or last.input_tokens_details or first.input_tokens_details
-    return Usage(
-        prompt_tokens=_pick(last.prompt(), first.prompt()),
-        cached_tokens=_pick(
-            details.cached_tokens if details else None, last.cache_read_input_tokens, first.cache_read_input_tokens
-        ),
-        completion_tokens=_pick(last.completion_tokens, last.output_tokens, first.output_tokens),
-    )
+    cached = None if details is None else details.cached_tokens
+    if cached is None:
+        cached = _either(last.cache_read_input_tokens, first.cache_read_input_tokens)
+    completion = _either(last.completion_tokens, _either(last.output_tokens, first.output_tokens))
+    return Usage(_either(last.prompt(), first.prompt()), cached, completion)
 
 
-def _pick(*values: int | None) -> int | None:
-    return next((value for value in values if value is not None), None)
+def _either(a: int | None, b: int | None) -> int | None:
+    return b if a is None else a

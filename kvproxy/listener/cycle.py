@@ -9,13 +9,12 @@ from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
+from kvproxy.types import BODY_FOLLOWS
+
 _TOKEN = b"!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _HEAD = b"\r\n\t " + bytes(range(0x21, 0x7F)) + bytes(range(0x80, 0x100))
 _BODILESS = frozenset({204, 304})
 _FRAMING = frozenset({b"content-length", b"transfer-encoding", b"connection"})
-
-#: Key of a start message whose first body message follows at once: its head waits for it instead of for the loop.
-BODY_FOLLOWS = "kvproxy.body_follows"
 
 
 class Signal:

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from kvproxy.listener.limits import ListenerLimits
-from kvproxy.listener.protocol import difference, http_protocol
+from kvproxy.listener.protocol import http_protocol
 from kvproxy.listener.server import serve
+from kvproxy.listener.uvicorns import difference
 from tests.listener.client import body_of, connect, echo, opened
 
 GET = b"GET /a?b=c HTTP/1.1\r\nhost: x\r\n\r\n"
