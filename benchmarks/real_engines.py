@@ -79,7 +79,8 @@ class Session:
         }
         started = time.perf_counter()
         ttft_s, answered, usage = 0.0, "", {}
-        async with http.stream("POST", "/v1/chat/completions", json=body) as response:
+        headers = {"x-session-id": self._seed}  # what policy `session` goes by
+        async with http.stream("POST", "/v1/chat/completions", json=body, headers=headers) as response:
             response.raise_for_status()
             endpoint = response.headers["x-kvproxy-endpoint"]
             async for line in response.aiter_lines():
@@ -122,10 +123,11 @@ def config_file(folder: str, pair: Pair, policy: str) -> str:
 async def measure(
     pair: Pair, policies: Sequence[str], shape: Shape, *, repeats: int, folder: str
 ) -> list[dict[str, Any]]:
-    """Every policy in every repeat, in an order that turns round from one repeat to the next."""
+    """Every policy in every repeat, each repeat beginning with another one."""
     runs = []
     for repeat in range(repeats):
-        for policy in policies if repeat % 2 == 0 else reversed(policies):
+        first = repeat % len(policies)
+        for policy in [*policies[first:], *policies[:first]]:
             # The same prompts for all policies of a repeat: the caches were emptied in between.
             pair.forget()
             async with kvproxy_serve("-c", config_file(folder, pair, policy)) as proxy:
@@ -138,7 +140,9 @@ async def measure(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--policies", default="round_robin,kv_aware", help="the first one is what others compare to")
+    parser.add_argument(
+        "--policies", default="round_robin,session,kv_aware", help="the first one is what others compare to"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     for name, default in asdict(Shape(10, 5, 2, 1600, 60, 16)).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
