@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from datetime import UTC, datetime
 from types import TracebackType
 
@@ -13,17 +14,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.admin.app import admin_app
 from kvproxy.admin.history import History
-from kvproxy.admin.operated import FindingLike
+from kvproxy.admin.operated import FindingLike, Reloader
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.http_probe import HttpProbe
-from kvproxy.cluster.routes import Routes
-from kvproxy.config.schema import DEFAULT_FILTERS, Config, FilterSpec
-from kvproxy.filters.chain import FilterContext, FilterType, Services, WallClock, build_chain
-from kvproxy.filters.local_reply import local_reply
+from kvproxy.config.schema import Config
+from kvproxy.filters.chain import FilterType, Observer, WallClock
 from kvproxy.filters.recent import RecentDecisions
-from kvproxy.filters.registry import FILTERS, discover
+from kvproxy.generation import Generation, Shared, needs_restart
 from kvproxy.kvcache.service import KvCache
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.receipts.recorder import recorder_of
+from kvproxy.succession import Succession
 from kvproxy.types import Clock
 from kvproxy.upstream.pool import UpstreamPool
 
@@ -48,14 +48,13 @@ class Proxy:
         rng: random.Random | None = None,
         extra_filters: Mapping[str, FilterType] | None = None,
     ) -> None:
-        self.config = config
         self.metrics = Metrics() if metrics is None else metrics
         self.draining = False
         self.clock = clock
         self.wall_clock = wall_clock
         self.recent = RecentDecisions()
         self.findings: Sequence[FindingLike] = ()  # what the operator should know, shown on the live page
-        rng = random.Random() if rng is None else rng
+        self.reloader: Reloader | None = None  # reads the configuration anew; None: there is no file
         pool = config.pool
         self._pool = UpstreamPool(
             max_connections=pool.max_connections,
@@ -66,44 +65,71 @@ class Proxy:
             metrics=self.metrics,
         )
         self._probes = UpstreamPool(max_connections=4, max_idle=0, clock=clock)  # a full pool must not starve probes
-        self.clusters: dict[str, Cluster] = {
-            name: Cluster(
-                name,
-                settings,
-                metrics=self.metrics,
-                clock=clock,
-                rng=rng,
-                probe=HttpProbe(self._probes, settings.health),
-            )
-            for name, settings in config.clusters.items()
-        }
-        services = Services(self.clusters, Routes.from_config(config, self.clusters), self._pool)
-        context = FilterContext(config, self.metrics, clock, wall_clock, rng, services)
-        specs = config.filters or tuple(FilterSpec(name=name) for name in DEFAULT_FILTERS)
-        installed = discover({spec.name for spec in specs}) if extra_filters is None else extra_filters
-        types = {**installed, **FILTERS}
-        self._chain = build_chain(specs, self._not_found, context=context, types=types)
-        self._lifetimes = context.lifetimes
-        self._kvcaches = context.kvcaches
-        history = History(self)
-        if config.admin.enabled:
-            context.observers.append(self.recent.record)
-            self._lifetimes.append(history)
-        self.admin: ASGIApp = admin_app(self, history)
+        recorder = self._recorder = recorder_of(self, config.receipts)
+        self._shared = Shared(
+            self.metrics,
+            clock,
+            wall_clock,
+            random.Random() if rng is None else rng,
+            self._pool,
+            self._probes,
+            extra_filters,
+            () if recorder is None else (recorder.arrived,),
+            tuple(self._observers(config)),
+        )
+        self._generation = Generation(config, self._shared)
+        self._succession = Succession(clock=clock, patience_s=config.shutdown.drain)
+        self._history = History(self)
+        self.admin: ASGIApp = admin_app(self, self._history)
         self._running = AsyncExitStack()
+
+    def _observers(self, config: Config) -> Iterator[Observer]:
+        if config.admin.enabled:
+            yield self.recent.record
+        if self._recorder is not None:
+            yield self._recorder.finished
+
+    @property
+    def config(self) -> Config:
+        """What it serves by now."""
+        return self._generation.config
+
+    @property
+    def clusters(self) -> dict[str, Cluster]:
+        """Clusters by name."""
+        return self._generation.clusters
 
     @property
     def kvcache(self) -> KvCache | None:
         """The service behind the `kvcache` filter."""
-        return self._kvcaches[0] if self._kvcaches else None
+        return next(iter(self._generation.kvcaches), None)
+
+    async def reload(self, config: Config) -> list[str]:
+        """Serve by this configuration from now on; running requests finish by the one before.
+
+        What did not change stays as it is: clusters with their loads and learned speeds, indexes, leases, connections.
+        Raises ConfigError, and whatever a new part raises when it is started; then nothing has changed. Answers with
+        the settings that take effect only after a restart.
+        """
+        before = self._generation
+        rehearsal = replace(self._shared, metrics=Metrics())
+        Generation(config, rehearsal)  # all that can be wrong with it is found without touching what runs
+        after = Generation(config, self._shared, before=before)
+        await self._succession.begin(after)
+        after.take_over()
+        self._generation = after
+        self._succession.retire(before, after)
+        return needs_restart(before.config, config)
 
     async def __aenter__(self) -> Proxy:
         await self._running.enter_async_context(self._pool)
         await self._running.enter_async_context(self._probes)
-        for cluster in self.clusters.values():
-            await self._running.enter_async_context(cluster)
-        for lifetime in self._lifetimes:
-            await self._running.enter_async_context(lifetime)
+        if self._recorder is not None:
+            await self._running.enter_async_context(self._recorder)
+        await self._running.enter_async_context(self._succession)
+        await self._succession.begin(self._generation)
+        if self.config.admin.enabled:
+            await self._running.enter_async_context(self._history)
         return self
 
     async def __aexit__(
@@ -113,7 +139,7 @@ class Proxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            await self._chain(scope, receive, send)
+            await self._generation(scope, receive, send)
         elif scope["type"] == "lifespan":
             await self._lifespan(receive, send)
 
@@ -123,11 +149,6 @@ class Proxy:
             await send({"type": "lifespan.startup.complete"})
             await receive()
         await send({"type": "lifespan.shutdown.complete"})
-
-    async def _not_found(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """What a chain without a router answers."""
-        message = "No filter answered this request."
-        await local_reply(scope, send, status=404, reason="no_filter", message=message, metrics=self.metrics)
 
 
 def build(config: Config) -> Proxy:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from kvproxy import __version__
 from kvproxy.errors import ConfigError
@@ -38,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_status(commands)
     _add_demo(commands)
     _add_replay(commands)
+    _add_explain(commands)
     return parser
 
 
@@ -57,9 +59,10 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _serve(args: argparse.Namespace) -> int:
     from kvproxy.commands import serve
+    from kvproxy.commands.configuration import Source
 
-    config, problems = serve.load(
-        args.config,
+    source = Source(
+        path=args.config,
         endpoints=args.endpoint,
         host=args.host,
         port=args.port,
@@ -67,7 +70,7 @@ def _serve(args: argparse.Namespace) -> int:
         admin=not args.no_admin,
         lenient=args.lenient,
     )
-    return serve.run(config, problems)
+    return serve.run(source)
 
 
 def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -158,3 +161,19 @@ def _replay(args: argparse.Namespace) -> int:
     from kvproxy.replay import command
 
     return command.run(args, out=sys.stdout, err=sys.stderr)
+
+
+def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    explain = commands.add_parser("explain", help="why a request went where it went, from its receipt")
+    explain.add_argument("request_id", metavar="REQUEST_ID", help="as in the x-request-id header of the answer")
+    explain.add_argument(
+        "--file", type=Path, default=Path("receipts.jsonl"), help="receipts, rotated ones included (%(default)s)"
+    )
+    explain.add_argument("--json", action="store_true", help="the receipt itself")
+    explain.set_defaults(run=_explain)
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from kvproxy.commands import explain
+
+    return explain.run(args.request_id, file=args.file, as_json=args.json, out=sys.stdout, err=sys.stderr)

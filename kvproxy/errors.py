@@ -84,7 +84,7 @@ class UpstreamProtocolError(UpstreamError):
 
 
 class UnsafeRequest(KvproxyError):
-    """The request cannot be framed safely (CR, LF or NUL in its head, contradicting lengths); no endpoint is to blame."""
+    """The request cannot be framed safely (CR, LF or NUL, contradicting lengths); no endpoint is to blame."""
 
 
 class EngineReportedError(UpstreamError):

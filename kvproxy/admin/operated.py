@@ -9,6 +9,7 @@ from typing import Protocol
 
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.config.schema import Config
+from kvproxy.errors import Problem
 from kvproxy.filters.recent import RecentDecisions
 from kvproxy.kvcache.service import KvCache
 from kvproxy.metrics.catalog import Metrics
@@ -38,6 +39,20 @@ class Finding:
     fix: str = ""
 
 
+class Reloader(Protocol):
+    """Reads the configuration file anew and applies it."""
+
+    async def __call__(self) -> Reloaded: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded:
+    """What came of it: nothing changed where there are `errors`; `after_restart` names what a reload cannot change."""
+
+    errors: tuple[Problem, ...] = ()
+    after_restart: tuple[str, ...] = ()
+
+
 class Operated(Protocol):
     """Asked anew for every request: a reload may have replaced any part."""
 
@@ -57,5 +72,7 @@ class Operated(Protocol):
     def draining(self) -> bool: ...
     @property
     def clock(self) -> Clock: ...
+    @property
+    def reloader(self) -> Reloader | None: ...
     @property
     def wall_clock(self) -> Callable[[], datetime]: ...

@@ -1,4 +1,4 @@
-"""The effective configuration, without its secrets, and the log level."""
+"""The effective configuration without its secrets, reading it anew, and the log level."""
 
 from __future__ import annotations
 
@@ -50,11 +50,23 @@ class SettingsRoutes:
         """Their paths."""
         return [
             Route("/config", self._config, methods=["GET"]),
+            Route("/reload", self._reload, methods=["POST"]),
             Route("/log", self._log, methods=["GET", "PATCH"]),
         ]
 
     async def _config(self, request: Request) -> Response:
         return reply(redacted(self._operated.config.model_dump(mode="json")))
+
+    async def _reload(self, request: Request) -> Response:
+        """Read the configuration file anew and apply it; 422 with every problem when it cannot be."""
+        reloader = self._operated.reloader
+        if reloader is None:
+            raise Refused(409, Problem("", "the proxy was not started from a file", "start it with -c FILE"))
+        reloaded = await reloader()
+        self._audit.write(request, "reload", before="", after="refused" if reloaded.errors else "applied")
+        if reloaded.errors:
+            raise Refused(422, *reloaded.errors)
+        return reply({"reloaded": True, "after_restart": list(reloaded.after_restart)})
 
     async def _log(self, request: Request) -> Response:
         if request.method == "PATCH":

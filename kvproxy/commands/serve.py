@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
+import resource
 import signal
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from typing import Any
 
 from kvproxy import __version__
-from kvproxy.admin.operated import Finding
+from kvproxy.admin.operated import Reloaded
 from kvproxy.app import Proxy
+from kvproxy.commands.configuration import Source
 from kvproxy.commands.logging_setup import logging_to
-from kvproxy.config.load import check_file, from_endpoints
+from kvproxy.commands.reload import FileReloader, findings_of
 from kvproxy.config.schema import Config
 from kvproxy.doctor.startup import StartupVisit
-from kvproxy.errors import ConfigError, Problem
-from kvproxy.filters.registry import discover
+from kvproxy.errors import Problem
 from kvproxy.listener.server import Server
 
 logger = logging.getLogger("kvproxy")
@@ -27,46 +29,14 @@ logger = logging.getLogger("kvproxy")
 _GC_THRESHOLD = 50_000
 
 
-def load(
-    path: str | None,
-    *,
-    endpoints: Sequence[str],
-    host: str | None,
-    port: int | None,
-    policy: str | None,
-    admin: bool,
-    lenient: bool,
-) -> tuple[Config, list[Problem]]:
-    """The configuration the command line asks for, and what is worth saying about it; `host` and `port` override a
-    file's. Raises ConfigError."""
-    problems: list[Problem] = []
-    if path is not None and endpoints:
-        raise ConfigError([Problem("", "either -c FILE or --endpoint, not both")])
-    if path is not None:
-        extra = {name: kind.settings for name, kind in discover().items()}
-        checked, problems = check_file(path, extra_filters=extra, lenient=lenient)
-        errors = [problem for problem in problems if problem.severity == "error"]
-        if checked is None or errors:
-            raise ConfigError(errors)
-        config = checked
-    elif endpoints:
-        config = from_endpoints(endpoints, host=host or "127.0.0.1", port=8888 if port is None else port, policy=policy)
-    else:
-        raise ConfigError([Problem("", "nothing to serve", "give -c FILE, or --endpoint ID=URL once per engine")])
-    given = {"host": host, "port": port}
-    listen = config.listen.model_copy(update={key: value for key, value in given.items() if value is not None})
-    changes: dict[str, object] = {"listen": listen}
-    if not admin:
-        changes["admin"] = config.admin.model_copy(update={"enabled": False})
-    return config.model_copy(update=changes), problems
-
-
-def run(config: Config, problems: Sequence[Problem]) -> int:
+def run(source: Source) -> int:
     """Serve until a signal; 0 after a graceful end. Warnings and notes about the configuration are logged once."""
+    config, problems = source.load()
     with logging_to(config.log):
         for problem in problems:
             logger.log(logging.WARNING if problem.severity == "warning" else logging.INFO, "%s", problem)
-        return run_loop(lambda: serve_until_signal(config, problems))
+        _raise_open_files()
+        return run_loop(lambda: serve_until_signal(config, problems, source))
 
 
 def run_loop(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
@@ -79,22 +49,13 @@ def run_loop(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
         return runner.run(main())
 
 
-async def serve_until_signal(config: Config, problems: Sequence[Problem] = ()) -> int:
+async def serve_until_signal(config: Config, problems: list[Problem], source: Source) -> int:
     """The proxy's whole life. A second signal ends the drain at once. `problems` are shown on the live page."""
-    stop = asyncio.Event()
-    hurry = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def on_signal(name: str) -> None:
-        if stop.is_set():
-            hurry.set()
-        stop.set()
-        logger.info("%s: no new requests, running ones have up to %g s", name, config.shutdown.drain)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal, number.name)
+    signals = Signals(config.shutdown.drain)
     async with Proxy(config) as proxy, AsyncExitStack() as listeners:
-        proxy.findings = [Finding(one.severity, one.path, one.message, one.hint) for one in problems]
+        proxy.findings = findings_of(problems)
+        reloader = FileReloader(proxy, source, interval_s=config.reload.interval if config.reload.watch else 0.0)
+        signals.install(reloader)
         if config.admin.enabled:
             admin = Server(proxy.admin, host=config.admin.host, port=config.admin.port, drain_s=1.0)
             await listeners.enter_async_context(admin)
@@ -104,7 +65,7 @@ async def serve_until_signal(config: Config, problems: Sequence[Problem] = ()) -
             host=config.listen.host,
             port=config.listen.port,
             drain_s=config.shutdown.drain,
-            hurry=hurry,
+            hurry=signals.hurry,
             tls=config.listen.tls,
             max_connections=config.limits.connections,
         )
@@ -114,10 +75,47 @@ async def serve_until_signal(config: Config, problems: Sequence[Problem] = ()) -
         gc.set_threshold(_GC_THRESHOLD, 20, 20)
         _announce(proxy, public.url)
         await listeners.enter_async_context(StartupVisit(config))
-        await stop.wait()
+        await listeners.enter_async_context(reloader)
+        await signals.stop.wait()
         proxy.draining = True
     logger.info("ended")
     return 0
+
+
+class Signals:
+    """SIGTERM and SIGINT end the proxy, a second one at once; SIGHUP reads the configuration anew."""
+
+    def __init__(self, drain_s: float) -> None:
+        self.stop = asyncio.Event()
+        self.hurry = asyncio.Event()
+        self._drain_s = drain_s
+        self._reloads: set[asyncio.Task[Reloaded]] = set()
+
+    def install(self, reloader: FileReloader) -> None:
+        """Take the signals over."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._end, number.name)
+        loop.add_signal_handler(signal.SIGHUP, self._reload, reloader)
+
+    def _end(self, name: str) -> None:
+        if self.stop.is_set():
+            self.hurry.set()
+        self.stop.set()
+        logger.info("%s: no new requests, running ones have up to %g s", name, self._drain_s)
+
+    def _reload(self, reloader: FileReloader) -> None:
+        task = asyncio.create_task(reloader(), name="reload on SIGHUP")
+        self._reloads.add(task)
+        task.add_done_callback(self._reloads.discard)
+
+
+def _raise_open_files() -> None:
+    """As many open files as the system allows without asking: every request in flight holds two sockets."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _announce(proxy: Proxy, url: str) -> None:

@@ -74,6 +74,7 @@ __all__ = [
     "Pool",
     "Port",
     "RateLimitSettings",
+    "Receipts",
     "RequestIdSettings",
     "Retry",
     "Route",
@@ -195,6 +196,30 @@ class Shutdown(Model):
     """After SIGTERM no new requests are taken; running ones have this long to finish."""
 
 
+class Receipts(Model):
+    """Decision receipts: one JSON line a request, with what was known, what was decided and what happened."""
+
+    path: str = ""
+    """File they are written to, one path for each proxy; empty: none are written."""
+    sample: Fraction = 1.0
+    """Share of the requests that get one."""
+    max_file: Size = 64 * 1024 * 1024
+    """A file that is full becomes `path`.1, and so on."""
+    max_files: int = Field(default=4, ge=1, le=1000)
+    """Files kept, the present one included; the oldest goes first."""
+    max_queue: int = Field(default=10_000, ge=1, le=1_000_000)
+    """Receipts waiting to be written; further ones are dropped and counted."""
+
+
+class Reload(Model):
+    """Reading the configuration file anew while the proxy runs (SIGHUP and the admin listener always may)."""
+
+    watch: bool = True
+    """Apply the file when it changes. A bad file changes nothing and says why."""
+    interval: Duration = Field(default=2.0, gt=0)
+    """How often the file is looked at."""
+
+
 class LogLevel(StrEnum):
     """Python's levels."""
 
@@ -245,5 +270,9 @@ class Config(Model):
     """Another endpoint when one fails."""
     shutdown: Shutdown = Shutdown()
     """Graceful end."""
+    reload: Reload = Reload()
+    """Hot reload."""
     log: Log = Log()
     """The process log."""
+    receipts: Receipts = Receipts()
+    """Decision receipts, for `kvproxy explain` and `kvproxy replay --receipts`; off unless they have a path."""

@@ -129,7 +129,10 @@ def build(app: ASGIApp, settings: KvCacheSettings, context: FilterContext) -> AS
     if not settings.enabled:
         return app
     clusters: Mapping[str, Cluster] = context.services.clusters
-    service = KvCache(settings, clusters=clusters, metrics=context.metrics, clock=context.clock, rng=context.rng)
+    same = (former for former in context.former if former.settings == settings and former not in context.kvcaches)
+    service = next(same, None) or KvCache(
+        settings, clusters=clusters, metrics=context.metrics, clock=context.clock, rng=context.rng
+    )
     context.lifetimes.append(service)
     context.kvcaches.append(service)
     prefer = {name: prefers(settings, cluster.settings.policy) for name, cluster in clusters.items()}

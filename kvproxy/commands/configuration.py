@@ -1,0 +1,51 @@
+"""Where a proxy's configuration comes from: a file, or `--endpoint` options; command line values go over both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvproxy.config.load import check_file, from_endpoints
+from kvproxy.config.schema import Config
+from kvproxy.errors import ConfigError, Problem
+from kvproxy.filters.registry import discover
+
+_DEFAULT_HOST, _DEFAULT_PORT = "127.0.0.1", 8888
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What the command line says; `load` reads it, as often as wanted."""
+
+    path: str | None = None
+    endpoints: Sequence[str] = ()
+    host: str | None = None
+    port: int | None = None
+    policy: str | None = None
+    admin: bool = True
+    lenient: bool = False
+
+    def load(self) -> tuple[Config, list[Problem]]:
+        """The configuration, and what is worth saying about it. Raises ConfigError with every error."""
+        config, problems = self._read()
+        given = {"host": self.host, "port": self.port}
+        listen = config.listen.model_copy(update={key: value for key, value in given.items() if value is not None})
+        changes: dict[str, object] = {"listen": listen}
+        if not self.admin:
+            changes["admin"] = config.admin.model_copy(update={"enabled": False})
+        return config.model_copy(update=changes), problems
+
+    def _read(self) -> tuple[Config, list[Problem]]:
+        if self.path is not None and self.endpoints:
+            raise ConfigError([Problem("", "either -c FILE or --endpoint, not both")])
+        if self.path is not None:
+            extra = {name: kind.settings for name, kind in discover().items()}
+            config, problems = check_file(self.path, extra_filters=extra, lenient=self.lenient)
+            errors = [problem for problem in problems if problem.severity == "error"]
+            if config is None or errors:
+                raise ConfigError(errors)
+            return config, problems
+        if not self.endpoints:
+            raise ConfigError([Problem("", "nothing to serve", "give -c FILE, or --endpoint ID=URL once per engine")])
+        host, port = self.host or _DEFAULT_HOST, _DEFAULT_PORT if self.port is None else self.port
+        return from_endpoints(self.endpoints, host=host, port=port, policy=self.policy), []

@@ -1,0 +1,90 @@
+"""Hot reload: the configuration file is read anew on SIGHUP, when it changed, or when the operator asks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from types import TracebackType
+
+from kvproxy.admin.operated import Finding, Reloaded
+from kvproxy.app import Proxy
+from kvproxy.commands.configuration import Source
+from kvproxy.errors import ConfigError, Problem
+
+logger = logging.getLogger("kvproxy")
+
+Signature = tuple[int, int, int]
+
+
+class FileReloader:
+    """Applies a file to a running proxy: whole or not at all, one reload at a time.
+
+    While entered it watches the file, every `interval_s` (0: never).
+    """
+
+    def __init__(self, proxy: Proxy, source: Source, *, interval_s: float) -> None:
+        self._proxy = proxy
+        self._source = source
+        self._interval_s = interval_s
+        self._one_at_a_time = asyncio.Lock()
+        self._watching: asyncio.Task[None] | None = None
+        self._seen = self._signature()
+
+    async def __aenter__(self) -> FileReloader:
+        self._proxy.reloader = self
+        if self._interval_s > 0 and self._source.path is not None:
+            self._watching = asyncio.create_task(self._watch(), name="watch the configuration")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self._proxy.reloader = None
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+
+    async def __call__(self) -> Reloaded:
+        """Read, check, apply. A bad file changes nothing and says why."""
+        async with self._one_at_a_time:
+            self._seen = self._signature()
+            try:
+                config, problems = await asyncio.to_thread(self._source.load)
+                later = await self._proxy.reload(config)
+            except ConfigError as error:
+                return self._refused(error.problems)
+            except Exception as error:  # a part that cannot start: whatever it raises, the old ones still run
+                logger.exception("the new configuration cannot be started")
+                return self._refused([Problem("", f"a part cannot be started: {type(error).__name__}: {error}")])
+            self._proxy.findings = findings_of(problems)
+            logger.info("configuration reloaded%s", f"; after a restart: {', '.join(later)}" if later else "")
+            return Reloaded(after_restart=tuple(later))
+
+    @staticmethod
+    def _refused(errors: list[Problem]) -> Reloaded:
+        for error in errors:
+            logger.error("configuration not reloaded: %s", error)
+        return Reloaded(errors=tuple(errors))
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._interval_s)
+            signature = await asyncio.to_thread(self._signature)
+            if signature is not None and signature != self._seen:
+                await self()
+
+    def _signature(self) -> Signature | None:
+        """Changes when the file does; None while it is away, as in the middle of being replaced."""
+        if self._source.path is None:
+            return None
+        try:
+            stat = os.stat(self._source.path)
+        except OSError:
+            return None
+        return (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+
+
+def findings_of(problems: list[Problem]) -> list[Finding]:
+    """Problems of a configuration as the live page shows them."""
+    return [Finding(one.severity, one.path, one.message, one.hint) for one in problems]

@@ -1,0 +1,117 @@
+"""What one configuration made: clusters, services and the chain. The next one takes over what did not change."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.http_probe import HttpProbe
+from kvproxy.cluster.routes import Routes
+from kvproxy.config import schema
+from kvproxy.config.schema import DEFAULT_FILTERS, Config, FilterSpec
+from kvproxy.filters.chain import FilterContext, FilterType, Observer, Services, WallClock, build_chain
+from kvproxy.filters.exchange import Exchange
+from kvproxy.filters.local_reply import local_reply
+from kvproxy.filters.registry import FILTERS, discover
+from kvproxy.kvcache.service import KvCache
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.types import Clock
+from kvproxy.upstream.pool import UpstreamPool
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What outlives every generation."""
+
+    metrics: Metrics
+    clock: Clock
+    wall_clock: WallClock
+    rng: random.Random
+    pool: UpstreamPool
+    probes: UpstreamPool
+    extra_filters: Mapping[str, FilterType] | None
+    arrivals: tuple[Callable[[Exchange], None], ...]
+    observers: tuple[Observer, ...]
+
+
+class Generation:
+    """Built whole or not at all (ConfigError); serves once `parts` are entered. `running` counts its open requests."""
+
+    def __init__(self, config: Config, shared: Shared, *, before: Generation | None = None) -> None:
+        self.config = config
+        self._shared = shared
+        self.running = 0
+        kept = {} if before is None else _unchanged(before, config)
+        self.clusters = {name: kept.get(name) or self._cluster(name, config.clusters[name]) for name in config.clusters}
+        routes = Routes.from_config(config, self.clusters)
+        context = FilterContext(
+            config,
+            shared.metrics,
+            shared.clock,
+            shared.wall_clock,
+            shared.rng,
+            Services(self.clusters, routes, shared.pool),
+            former=tuple(before.kvcaches) if before is not None and kept == self.clusters == before.clusters else (),
+            arrivals=list(shared.arrivals),
+            observers=list(shared.observers),
+        )
+        specs = config.filters or tuple(FilterSpec(name=name) for name in DEFAULT_FILTERS)
+        extra = shared.extra_filters
+        types = {**(discover({spec.name for spec in specs}) if extra is None else extra), **FILTERS}
+        self._chain: ASGIApp = build_chain(specs, self._not_found, context=context, types=types)
+        self.kvcaches: list[KvCache] = context.kvcaches
+        #: In the order they are entered; some may be running already, in the generation before.
+        self.parts: list[AbstractAsyncContextManager[object]] = [*self.clusters.values(), *context.lifetimes]
+
+    def take_over(self) -> None:
+        """Clusters that stay get the endpoints of this configuration."""
+        for name, cluster in self.clusters.items():
+            cluster.apply(self.config.clusters[name].endpoints)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.running += 1
+        try:
+            await self._chain(scope, receive, send)
+        finally:
+            self.running -= 1
+
+    def _cluster(self, name: str, settings: schema.Cluster) -> Cluster:
+        shared = self._shared
+        return Cluster(
+            name,
+            settings,
+            metrics=shared.metrics,
+            clock=shared.clock,
+            rng=shared.rng,
+            probe=HttpProbe(shared.probes, settings.health),
+        )
+
+    async def _not_found(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """What a chain without a router answers."""
+        message = "No filter answered this request."
+        metrics = self._shared.metrics
+        await local_reply(scope, send, status=404, reason="no_filter", message=message, metrics=metrics)
+
+
+def _unchanged(before: Generation, config: Config) -> dict[str, Cluster]:
+    """Clusters that differ in their static endpoints at most; those can be changed while they run."""
+    return {
+        name: before.clusters[name]
+        for name, settings in config.clusters.items()
+        if name in before.clusters and _but_endpoints(before.config.clusters[name]) == _but_endpoints(settings)
+    }
+
+
+def _but_endpoints(settings: schema.Cluster) -> schema.Cluster:
+    return settings.model_copy(update={"endpoints": ()})
+
+
+def needs_restart(old: Config, new: Config) -> list[str]:
+    """Settings whose change takes effect only when the process starts anew, by path."""
+    names = ("listen", "admin", "limits", "pool", "shutdown", "log", "receipts")
+    return [name for name in names if getattr(old, name) != getattr(new, name)]
