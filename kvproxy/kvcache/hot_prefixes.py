@@ -33,7 +33,9 @@ async def hot_prefixes(
             touched = [(local.hot.touches(run), cluster, run) for run in kept[start : start + SLICE_RUNS]]
             found = heapq.nlargest(limit, [*found, *touched], key=lambda one: one[0])
             await pause()
-    return [_shown(parts, cluster, run, touches) for touches, cluster, run in found if touches > 0.0]
+    # What was found in an early slice may be gone by now.
+    present = [(cluster, run, parts.local[cluster].hot.touches(run)) for _, cluster, run in found]
+    return [_shown(parts, cluster, run, touches) for cluster, run, touches in present if touches > 0.0]
 
 
 def _shown(parts: Parts, cluster: str, run: Heat, touches: float) -> dict[str, object]:
