@@ -56,8 +56,16 @@ async def test_the_official_client_streams_through() -> None:
 
     async def engine_like(engine: FakeEngine, call: Call, send: Send) -> None:
         if not json.loads(call.body)["stream"]:
-            body = {"id": "c", "object": "chat.completion", "created": 1, "model": "m", "usage": usage,
-                    "choices": [{"index": 0, "message": {"role": "assistant", "content": "hi"}, "finish_reason": "stop"}]}  # fmt: skip
+            message = {"role": "assistant", "content": "hi"}
+            choices = [{"index": 0, "message": message, "finish_reason": "stop"}]
+            body = {
+                "id": "c",
+                "object": "chat.completion",
+                "created": 1,
+                "model": "m",
+                "usage": usage,
+                "choices": choices,
+            }
             await reply(send, 200, json.dumps(body).encode())
             return
         await start_stream(send)
