@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,14 +15,17 @@ from types import TracebackType
 
 import httpx
 
-_PR_SET_PDEATHSIG = 1
 _GRACE_S = 15.0
+
+#: Ends a program's whole session when the process that started it is gone: its standard input then ends.
+_GUARD = "import os, signal, sys; sys.stdin.read(); os.killpg(int(sys.argv[1]), signal.SIGKILL)"
 
 
 class Program:
     """A context manager: inside it the program runs; afterwards nothing of it is left, whatever happened.
 
-    `ready` is the URL that answers 200 once it serves. Output goes to `log`.
+    Nothing is left either when the test run itself is killed. `ready` is the URL that answers 200 once it serves;
+    output goes to `log`.
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class Program:
         self._log = log
         self._environment = {**os.environ, **environment}
         self._child: subprocess.Popen[bytes] | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
 
     @property
     def pid(self) -> int:
@@ -57,8 +61,9 @@ class Program:
                 stderr=log,
                 env=self._environment,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
             )
+        guard = [sys.executable, "-c", _GUARD, str(self._child.pid)]
+        self._guard = subprocess.Popen(guard, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
 
     def await_ready(self, *, within_s: float) -> None:
         """Returns once it serves; AssertionError with the end of its log when it does not."""
@@ -88,6 +93,10 @@ class Program:
             os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait()
         self._child = None
+        assert self._guard is not None
+        with self._guard:  # closes its standard input and waits for it
+            self._guard.kill()
+        self._guard = None
 
     def __enter__(self) -> Program:
         self.start()
@@ -109,9 +118,3 @@ def free_ports(count: int) -> list[int]:
         for each in sockets:
             each.bind(("127.0.0.1", 0))
         return [each.getsockname()[1] for each in sockets]
-
-
-def _end_with_parent() -> None:
-    """In the child, before it becomes the program: SIGTERM to it when the test run dies without cleaning up."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
