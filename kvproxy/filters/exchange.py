@@ -11,6 +11,7 @@ from kvproxy.types import EndpointId, InferenceRequest
 
 if TYPE_CHECKING:
     from kvproxy.cluster.pick import Pick
+    from kvproxy.cluster.witness import Witness
 
 SCOPE_KEY = "kvproxy"
 
@@ -61,6 +62,7 @@ class Exchange:
         "request_id",
         "tenant",
         "trace",
+        "witness",
     )
 
     def __init__(self, *, received_at: float) -> None:
@@ -73,6 +75,7 @@ class Exchange:
         self.facts: OverlapFacts | None = None
         self.debug = False  # the client asked for x-kvproxy-decision
         self.trace: Trace | None = None  # only for requests that `tracing` follows
+        self.witness: Witness | None = None  # hears of this request's placements
         self.outcome = Outcome()
         #: Called by the router after every pick (a retry picks again), with the outcome's endpoint set; as below.
         self.on_pick: list[Callable[[Exchange], None]] = []

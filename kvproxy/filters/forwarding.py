@@ -143,6 +143,7 @@ class Forwarding:
             excluded=self._attempts.excluded,
             streams=inference is not None and inference.stream,
             prompt_head=parts[0][:_PROMPT_HEAD_BYTES] if parts else b"",
+            witness=exchange.witness,
         )
 
     def _refusal(self) -> Refusal:
@@ -213,6 +214,8 @@ class Forwarding:
         shared = self._shared
         if self._exchange.trace is not None:
             self._exchange.trace.attempt_failed(reason)
+        if self._exchange.witness is not None:
+            self._exchange.witness.failed(reason)
         safe = unprocessed or self._exchange.inference is not None or self._method in _IDEMPOTENT
         if not (safe and self._body.replayable):
             refusal = "not_replayable"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -50,6 +50,7 @@ class RouterParts:
     headers: RequestHeaders
     metrics: RouteMetrics
     debug_header: bytes
+    arrivals: Sequence[Callable[[Exchange], None]] = ()
     observers: Sequence[Observer] = ()
 
 
@@ -81,6 +82,7 @@ def build(inner: ASGIApp, settings: RouterSettings, context: FilterContext) -> R
             headers=RequestHeaders(request_id_header=id_header.lower().encode()),
             metrics=RouteMetrics(metrics),
             debug_header=settings.debug_header.lower().encode(),
+            arrivals=context.arrivals,
             observers=context.observers,
         )
     )
@@ -102,6 +104,8 @@ class RouterFilter:
         if path.startswith(models.PATH) and scope["method"] == "GET" and path[len(models.PATH) :][:1] in ("", "/"):
             await parts.models.answer(scope, send)
             return
+        for arrived in parts.arrivals:
+            arrived(exchange)
         inference = exchange.inference
         target = parts.routes.resolve(path, inference.model if inference else "")
         try:

@@ -160,6 +160,9 @@ class Metrics:
         """Bounds: what is held against what may be."""
         self.queue_depth = Gauge("kvproxy_queue_depth", "Entries held in a bounded place", ["queue"], registry=r)
         self.queue_limit = Gauge("kvproxy_queue_limit", "Bound of that place", ["queue"], registry=r)
+        self.receipts = Counter(
+            "kvproxy_receipts", "Decision receipts", ["result"], registry=r
+        )  # written, dropped, failed
         self.rate_limited = Counter("kvproxy_rate_limited", "Requests refused by rate_limit", ["kind"], registry=r)
         self.auth_failures = Counter("kvproxy_auth_failures", "Requests refused by auth", ["reason"], registry=r)
         self.body_refused = Counter("kvproxy_bodies_refused", "Bodies over the limit", registry=r)

@@ -11,8 +11,11 @@ from typing import TextIO
 import httpx
 
 from kvproxy.errors import KvproxyError
+from kvproxy.receipts.reading import Reading
 from kvproxy.replay.compare import Comparison, Plan, compare
+from kvproxy.replay.decided import decide_again
 from kvproxy.replay.live import LiveReplay, LiveSettings
+from kvproxy.replay.options import DEFAULT_POLICIES
 from kvproxy.replay.outcome import summarise
 from kvproxy.replay.plot import as_html
 from kvproxy.replay.progress import ProgressBar
@@ -28,6 +31,8 @@ def run(
 ) -> int:
     """Runs the command; its exit status. `transport` carries a live run's requests."""
     try:
+        if args.receipts or not args.trace:
+            return _receipts(args, out)
         trace = read_trace(args.trace)
         trace = trace.first(args.requests) if args.requests else trace
         comparison = _live(trace, args, err, transport=transport) if args.url else compare(trace, _plan(args), err=err)
@@ -39,6 +44,20 @@ def run(
         args.json.write_text(json.dumps(comparison.report.as_json(), indent=2) + "\n")
     if args.plot:
         args.plot.write_text(as_html(comparison.report, comparison.ttft_s))
+    return 0
+
+
+def _receipts(args: argparse.Namespace, out: TextIO) -> int:
+    if args.trace or not args.receipts or args.url:
+        raise ValueError("one of TRACE and --receipts FILE is needed, and --url goes with a TRACE")
+    wanted = [PolicySpec.parse(text) for text in args.policy.split(",")]
+    policies = [spec for spec in wanted if not spec.queue]
+    if len(policies) < len(wanted) and args.policy != DEFAULT_POLICIES:
+        raise ValueError("receipts tell where requests went, not when: the router queue cannot be replayed from them")
+    review = decide_again(Reading(args.receipts), policies, limit=args.requests)
+    print(review.as_table(), file=out)
+    if args.json:
+        args.json.write_text(json.dumps(review.as_json(), indent=2) + "\n")
     return 0
 
 

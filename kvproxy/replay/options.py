@@ -13,7 +13,10 @@ DEFAULT_POLICIES = "dynamo,lmetric,least_ttft,kv_aware,kv_aware+queue"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `kvproxy replay`."""
-    parser.add_argument("trace", type=Path, metavar="TRACE", help="a trace (see benchmarks/traces/), gzipped or not")
+    parser.add_argument("trace", type=Path, nargs="?", metavar="TRACE",
+                        help="a trace (see benchmarks/traces/), gzipped or not")  # fmt: skip
+    parser.add_argument("--receipts", type=Path, metavar="FILE",
+                        help="instead of a trace: decide recorded decisions again")  # fmt: skip
     parser.add_argument("--policy", default=DEFAULT_POLICIES, metavar="P,P...", help="policies, side by side; "
                         "+queue behind kv_aware or least_ttft adds the router queue (default %(default)s)")  # fmt: skip
     parser.add_argument("--baseline", default="", metavar="P", help="policy of the last column (default: the first)")

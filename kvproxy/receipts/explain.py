@@ -1,0 +1,155 @@
+"""One receipt in words: where the request went and why, what else it could have cost, what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kvproxy.filters.access_line import printable
+from kvproxy.receipts.forecast import matched_tokens, prefill_s
+from kvproxy.receipts.receipt import Attempt, Candidate, Receipt
+
+#: What the reasons of the policies and of the cluster mean.
+REASONS = {
+    "overlap": "nobody else holds more of this prompt",
+    "load": "another endpoint holds more of this prompt, but it would cost more there",
+    "no_overlap": "nobody is known to hold any of this prompt",
+    "lowest_cost": "its cost is the least",
+    "highest_score": "its score is the highest",
+    "sampled": "drawn at random, in favour of low costs",
+    "imbalanced": "the loads are far apart, so the least loaded was taken",
+    "preferred": "an earlier filter preferred it",
+    "panic": "no endpoint is well, so all of them are used",
+    "round_robin": "it was its turn",
+    "random": "drawn at random",
+    "least_request": "it has the fewest requests in flight",
+    "power_of_two": "the less loaded of two drawn at random",
+    "session": "its session lives there",
+    "session_overloaded": "its session's endpoint is overloaded",
+    "no_session": "the request names no session",
+    "hash_owner": "its hash belongs there",
+    "hash_overflow": "its hash's owner is full",
+    "hash_no_key": "there was nothing to hash",
+}  # fmt: skip
+
+_HEADER = ("", "endpoint", "cost", "wait", "prefill", "cached", "known from", "in flight", "pending")
+
+
+def explain(receipt: Receipt) -> str:
+    """Several lines for a terminal."""
+    return "\n".join([*_heading(receipt), *_decisions(receipt), "", *_outcome(receipt)])
+
+
+def _heading(receipt: Receipt) -> Iterator[str]:
+    about = [receipt.kind or "request", *(
+        f"{name} {printable(value)}" for name, value in (
+            ("model", receipt.model), ("tenant", receipt.tenant), ("session", receipt.session),
+            ("cluster", receipt.cluster)) if value
+    )]  # fmt: skip
+    yield f"Request {printable(receipt.request_id) or '(without an id)'}, ended {receipt.time}"
+    yield f"  {', '.join(about)}{', streamed' if receipt.stream else ''}"
+    if receipt.prompt_tokens is not None:
+        hot = f", the first {receipt.hot_tokens} of them hot" if receipt.hot_tokens else ""
+        yield f"  prompt of about {receipt.prompt_tokens} tokens{hot}"
+
+
+def _decisions(receipt: Receipt) -> Iterator[str]:
+    for number, attempt in enumerate(receipt.attempts, start=1):
+        yield ""
+        yield from _attempt(receipt, attempt, number)
+    if receipt.refusals:
+        yield ""
+        yield f"Nobody could take it {len(receipt.refusals)} time(s): {', '.join(dict.fromkeys(receipt.refusals))}."
+
+
+def _attempt(receipt: Receipt, attempt: Attempt, number: int) -> Iterator[str]:
+    meaning = REASONS.get(attempt.reason)
+    why = f"{attempt.reason} ({meaning})" if meaning else attempt.reason
+    yield f"Attempt {number}, {1000 * attempt.at_s:.1f} ms after it was received: {attempt.endpoint}"
+    yield f"  policy {attempt.policy}, reason {why}"
+    if attempt.preference is not None:
+        yield f"  an earlier filter's preference was {attempt.preference}"
+    ordered = sorted(attempt.candidates, key=lambda one: (one.cost is None, one.cost, one.id))
+    yield from _table([_HEADER, *(_row(receipt, attempt, one) for one in ordered)])
+    if attempt.left_out:
+        yield f"  and {attempt.left_out} more"
+    yield from _alternatives(attempt, ordered)
+    yield from _prediction(receipt, attempt)
+    if attempt.failure is not None:
+        yield f"  It failed: {attempt.failure}."
+
+
+def _row(receipt: Receipt, attempt: Attempt, candidate: Candidate) -> Sequence[str]:
+    held = receipt.facts.get(candidate.id)
+    cached = str(matched_tokens(receipt, candidate.id)) if receipt.prompt_tokens is not None else "-"
+    if held is not None and held.lower_tokens:
+        cached += f" ({held.lower_tokens} on lower tiers)"
+    return (
+        ">" if candidate.id == attempt.endpoint else "",
+        candidate.id,
+        "-" if candidate.cost is None else f"{candidate.cost:.4g}",
+        "-" if candidate.wait_s is None else f"{candidate.wait_s:.3f} s",
+        _seconds(_prefill_s(receipt, attempt, candidate)),
+        cached,
+        "-" if held is None else f"{held.source}, {held.age_s:.1f} s old",
+        str(candidate.in_flight),
+        f"{candidate.pending_tokens} tokens",
+    )
+
+
+def _alternatives(attempt: Attempt, ordered: Sequence[Candidate]) -> Iterator[str]:
+    """How the choice compares, by the policy's own costs."""
+    chosen = next((one for one in ordered if one.id == attempt.endpoint), None)
+    others = [one for one in ordered if one.id != attempt.endpoint and one.cost is not None]
+    if chosen is None or chosen.cost is None or not others or others[0].cost is None:
+        return
+    best = others[0]
+    assert best.cost is not None
+    difference = best.cost - chosen.cost
+    if difference >= 0:
+        yield f"  The next best, {best.id}, would have cost {difference:.4g} more."
+    else:
+        yield f"  {best.id} would have cost {-difference:.4g} less."
+
+
+def _prediction(receipt: Receipt, attempt: Attempt) -> Iterator[str]:
+    chosen = next((one for one in attempt.candidates if one.id == attempt.endpoint), None)
+    if chosen is None or receipt.prompt_tokens is None:
+        return
+    text = f"  Predicted: {matched_tokens(receipt, chosen.id)} of {receipt.prompt_tokens} tokens cached"
+    prefill = _prefill_s(receipt, attempt, chosen)
+    if prefill is not None and chosen.wait_s is not None:
+        text += f", first token {chosen.wait_s + prefill:.3f} s after the decision"
+    yield text + "."
+
+
+def _outcome(receipt: Receipt) -> Iterator[str]:
+    tries = f"{len(receipt.attempts)} attempt{'s' if len(receipt.attempts) != 1 else ''}"
+    where = f"{receipt.endpoint}, " if receipt.endpoint else ""
+    yield f"What happened: {where}status {receipt.status or 'none'}, {receipt.end or 'aborted'}, after {tries}"
+    first = "no first byte" if receipt.ttft_s is None else f"first byte after {receipt.ttft_s:.3f} s"
+    if receipt.ttft_s is not None and receipt.attempts:
+        first += f" ({receipt.ttft_s - receipt.attempts[-1].at_s:.3f} s after the decision)"
+    tokens = "" if receipt.completion_tokens is None else f", {receipt.completion_tokens} tokens generated"
+    yield f"  {first}, over after {receipt.duration_s:.3f} s{tokens}"
+    if receipt.cached_tokens is None:
+        yield "  the engine did not say how much it had cached"
+        return
+    prompt = receipt.engine_prompt_tokens
+    expected = matched_tokens(receipt, receipt.endpoint or "")
+    yield f"  cached by the engine's count: {receipt.cached_tokens} of {prompt or '?'} tokens (predicted {expected})"
+
+
+def _prefill_s(receipt: Receipt, attempt: Attempt, candidate: Candidate) -> float | None:
+    if attempt.seconds is None or candidate.slowness is None or receipt.prompt_tokens is None:
+        return None
+    return prefill_s(receipt, candidate.id, attempt.seconds, candidate.slowness)
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f} s"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -1,0 +1,98 @@
+"""The format of a receipt, one JSON line each. Hashes and lengths, never text of a prompt.
+
+Readers ignore fields they do not know and use defaults for missing ones, so that receipts of other versions stay
+readable; `v` changes when the meaning of a field does.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvproxy.balancing.load import Features
+
+VERSION = 1
+
+
+class Held(msgspec.Struct, frozen=True):
+    """Leading tokens of the prompt that one endpoint was believed to hold."""
+
+    device_tokens: int
+    source: str
+    lower_tokens: int = 0  # on host or disk tiers
+    age_s: float = 0.0  # of the knowledge
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """An endpoint that could have taken the request, as it stood just before the decision."""
+
+    id: str
+    in_flight: int
+    pending_requests: int  # without a first token
+    pending_tokens: int  # uncached ones of these
+    resident_tokens: int
+    work: Features  # pending prefill: requests, uncached tokens, attention work, lower-tier tokens
+    head: Features  # of it, what the engine was at work on
+    elapsed_s: float  # since its latest first token
+    weight: float = 1.0
+    cost: float | None = None  # by the policy, in its own unit
+    slowness: float | None = None  # learned, against the pool
+    wait_s: float | None = None  # estimated, until it would begin
+
+
+class Attempt(msgspec.Struct, frozen=True):
+    """One placement."""
+
+    at_s: float  # since the request was received
+    endpoint: str
+    policy: str
+    reason: str
+    candidates: tuple[Candidate, ...]
+    left_out: int = 0  # candidates beyond those recorded
+    preference: str | None = None  # what became of a preferred endpoint
+    seconds: Features | None = None  # the pool's learned time for one unit of each kind of work
+    failure: str | None = None  # why it failed, if that was before anything was sent to the client
+
+
+class Receipt(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One request from its receipt to its end. None: unknown. Times are seconds since it was received."""
+
+    time: str  # of its end, UTC
+    request_id: str
+    end: str
+    duration_s: float
+    v: int = VERSION
+    kind: str = ""
+    model: str = ""
+    tenant: str = ""
+    session: str = ""  # keyed hash; equal within one run of the proxy
+    head: str = ""  # keyed hash of the prompt's first bytes; likewise
+    stream: bool = False
+    cluster: str = ""
+    prompt_tokens: int | None = None  # known or estimated before the decision
+    hot_tokens: int = 0
+    facts: dict[str, Held] = {}
+    attempts: tuple[Attempt, ...] = ()
+    refusals: tuple[str, ...] = ()  # why nobody could be picked, each time it was tried
+    endpoint: str | None = None  # who answered, or failed last
+    status: int = 0
+    ttft_s: float | None = None
+    engine_prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Receipt)
+
+
+def encode(receipt: Receipt) -> bytes:
+    """Its line, newline included."""
+    return _encoder.encode(receipt) + b"\n"
+
+
+def decode(line: bytes) -> Receipt:
+    """The receipt on a line; ValueError when it is none."""
+    try:
+        return _decoder.decode(line)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"not a receipt: {error}") from None

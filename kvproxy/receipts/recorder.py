@@ -1,0 +1,105 @@
+"""Follows a share of the requests and hands their receipts to the writer: what the application puts in place."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+from kvproxy.config.schema import Receipts
+from kvproxy.filters.chain import WallClock
+from kvproxy.filters.exchange import Exchange
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.receipts.compose import Finished, compose, keyed_hash
+from kvproxy.receipts.files import RotatingFile
+from kvproxy.receipts.observed import Observed
+from kvproxy.receipts.receipt import encode
+from kvproxy.receipts.writer import Writer
+from kvproxy.types import Clock
+
+QUEUE = "receipts"
+
+#: Shutdown waits no longer for a slow disk.
+_CLOSE_S = 5.0
+
+
+class Recorder:
+    """Entered before the first request and left after the last. `arrived` and `finished` are called by the router."""
+
+    def __init__(
+        self, settings: Receipts, *, metrics: Metrics, clock: Clock, wall_clock: WallClock, rng: random.Random
+    ) -> None:
+        self._sample = settings.sample
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._rng = rng
+        self._hash = keyed_hash(os.urandom(16))
+        file = RotatingFile(Path(settings.path), max_bytes=settings.max_file, max_files=settings.max_files)
+        written, dropped, failed = (metrics.receipts.labels(result) for result in ("written", "dropped", "failed"))
+        self._writer: Writer[Finished] = Writer(
+            file, self._line, limit=settings.max_queue, written=written, dropped=dropped, failed=failed
+        )
+        metrics.queue_depth.labels(QUEUE).set_function(lambda: self._writer.waiting)
+        metrics.queue_limit.labels(QUEUE).set(settings.max_queue)
+
+    async def __aenter__(self) -> Self:
+        self._writer.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self._writer.close, _CLOSE_S)
+
+    def arrived(self, exchange: Exchange) -> None:
+        """A request is about to be routed; follow it if chance says so."""
+        if self._sample >= 1.0 or self._rng.random() < self._sample:
+            exchange.witness = Observed()
+
+    def finished(self, exchange: Exchange, now: float) -> None:
+        """It is over."""
+        observed = exchange.witness
+        if not isinstance(observed, Observed):
+            return
+        inference = exchange.inference
+        self._writer.put(
+            Finished(
+                request_id=exchange.request_id,
+                tenant=exchange.tenant,
+                model="" if inference is None else inference.model,
+                kind=None if inference is None else inference.kind,
+                stream=inference is not None and inference.stream,
+                session_key=None if inference is None else inference.session_key,
+                received_at=exchange.received_at,
+                ended_at=now,
+                outcome=exchange.outcome,
+                observed=observed,
+            )
+        )
+
+    def _line(self, over: Finished) -> bytes:
+        ended = self._wall_clock() - timedelta(seconds=self._clock() - over.ended_at)
+        return encode(compose(over, ended=ended, hashed=self._hash))
+
+
+class Composed(Protocol):
+    """The application, as far as a recorder needs it."""
+
+    @property
+    def metrics(self) -> Metrics: ...
+    @property
+    def clock(self) -> Clock: ...
+    @property
+    def wall_clock(self) -> WallClock: ...
+
+
+def recorder_of(proxy: Composed, settings: Receipts) -> Recorder | None:
+    """The recorder these settings ask for."""
+    if not settings.path:
+        return None
+    rng = random.Random()
+    return Recorder(settings, metrics=proxy.metrics, clock=proxy.clock, wall_clock=proxy.wall_clock, rng=rng)
