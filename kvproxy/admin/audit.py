@@ -14,9 +14,10 @@ log = logging.getLogger("kvproxy.audit")
 
 
 class Audit:
-    """Writes to the logger `kvproxy.audit`, one JSON object a line, never a secret."""
+    """Writes to the logger `kvproxy.audit`, one JSON object a line, never a secret, whatever the log level is."""
 
     def __init__(self, *, wall_clock: Callable[[], datetime]) -> None:
+        log.setLevel(logging.INFO)
         self._wall_clock = wall_clock
 
     def write(self, request: Request, action: str, **what: Any) -> None:

@@ -61,6 +61,7 @@ async def test_the_process_really_follows() -> None:
         async with admin_of(proxy_of()) as client:
             assert (await client.patch("/log", json={"level": "error"})).json() == {"level": "error"}
         assert root.level == logging.ERROR
+        assert logging.getLogger("kvproxy.audit").isEnabledFor(logging.INFO)  # changes are written down all the same
     finally:
         root.setLevel(before)
 

@@ -262,9 +262,9 @@ const perSecond = (value) => (known(value) ? (value < 10 && value % 1 ? value.to
 const drawRequests = chart("chart-requests", "Requests a second",
   [{ name: "ended", className: "one" }, { name: "failed", className: "fail" }], perSecond);
 const drawTtft = chart("chart-ttft", "Time to first byte",
-  [{ name: "median", className: "one" }, { name: "95th percentile", className: "two" }], seconds);
+  [{ name: "median", className: "one" }, { name: "p95", className: "two" }], seconds);
 const drawHits = chart("chart-hits", "Prompt tokens from cache",
-  [{ name: "reused by engines", className: "one" }, { name: "predicted", className: "two" }],
+  [{ name: "reused", className: "one" }, { name: "predicted", className: "two" }],
   (share) => (known(share) ? percent(share) : "–"));
 
 function showHistory(history) {
