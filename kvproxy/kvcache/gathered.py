@@ -27,6 +27,7 @@ class Gathered:
     prompt_bytes: int
     started_at: float
     facts: OverlapFacts = NO_FACTS
+    hot_blocks: int = 0  # of the hashes, the leading ones that many ask for
     preferred: EndpointId | None = None  # who holds most
     tokens: TokenIds | None = None  # of the prompt, or of its longest known beginning
     tokens_exact: bool = False  # of the whole prompt

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Collection, Mapping
+from functools import lru_cache
 
 from cachetools import LRUCache
 
@@ -24,6 +25,14 @@ DEFAULT_CAPACITY_BLOCKS = 262_144
 MAX_LORAS = 1024
 
 
+#: Models and cache salts whose chains were begun of late; salts come from clients.
+_REMEMBERED_SEEDS = 1024
+
+
+def _seed(model: str, cache_salt: str | None) -> int:
+    return root_seed(block_size=TEXT_BLOCK_BYTES, model=model, cache_salt=cache_salt)
+
+
 class LocalSources:
     """The approximate index, fed by what was routed; the precise index, fed by KV events; and the heat of blocks.
 
@@ -38,11 +47,11 @@ class LocalSources:
         self.exact: Collection[EndpointId] = frozenset()
         self.loras: LRUCache[str, None] = LRUCache(MAX_LORAS)  # adapters that events spoke of
         self._in_flight: Counter[EndpointId] = Counter()
+        self._seed = lru_cache(_REMEMBERED_SEEDS)(_seed)
 
     def hashes(self, request: InferenceRequest, model: str) -> array[int]:
         """The prompt's text blocks; () for a prompt shorter than one."""
-        seed = root_seed(block_size=TEXT_BLOCK_BYTES, model=model, cache_salt=request.cache_salt)
-        return text_blocks(request.prompt, seed)
+        return text_blocks(request.prompt, self._seed(model, request.cache_salt))
 
     def overlaps(
         self,
@@ -61,7 +70,7 @@ class LocalSources:
         """
         scale = TEXT_BLOCK_BYTES / bytes_per_token
         routed = {endpoint: int(blocks * scale) for endpoint, blocks in self.approximate.lookup(hashes).items()}
-        found = {endpoint: Overlap(length) for endpoint, length in routed.items()}
+        found = {endpoint: Overlap(length) for endpoint, length in routed.items()} if routed else {}
         if tokens is None or not (self.exact or self.precise.block_sizes):
             return found
         for endpoint in self.exact:

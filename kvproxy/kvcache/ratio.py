@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from cachetools import LRUCache
-
 #: English prose with JSON around it; replaced by what a model's first responses say.
 DEFAULT_BYTES_PER_TOKEN = 4.0
 #: What a single response may say: one token a byte, or long runs of whitespace and base64.
@@ -14,20 +12,21 @@ _WEIGHT = 0.05
 
 
 class BytesPerToken:
-    """One ratio a model, an average that follows the traffic. Bounded: the model least recently used is forgotten."""
+    """One ratio a model, an average that follows the traffic. Bounded: the model least recently answered is forgotten.
+
+    A dict in the order of the answers, because two look-ups in a cachetools cache cost more than hashing the prompt.
+    """
 
     def __init__(self, *, max_models: int = 256) -> None:
-        self._ratios: LRUCache[str, float] = LRUCache(max_models)
+        self._ratios: dict[str, float] = {}
+        self._max_models = max_models
 
     def __len__(self) -> int:
         return len(self._ratios)
 
     def of(self, model: str) -> float:
         """Bytes a token of `model`."""
-        try:
-            return self._ratios[model]
-        except KeyError:
-            return DEFAULT_BYTES_PER_TOKEN
+        return self._ratios.get(model, DEFAULT_BYTES_PER_TOKEN)
 
     @property
     def typical(self) -> float:
@@ -39,5 +38,7 @@ class BytesPerToken:
         if prompt_tokens < _MIN_TOKENS or prompt_bytes <= 0:
             return
         seen = min(max(prompt_bytes / prompt_tokens, _LEAST), _MOST)
-        known = self._ratios.get(model)
+        known = self._ratios.pop(model, None)
+        if known is None and len(self._ratios) >= self._max_models:
+            del self._ratios[next(iter(self._ratios))]
         self._ratios[model] = seen if known is None else known + _WEIGHT * (seen - known)

@@ -55,6 +55,7 @@ class KvCache:
             rng=random.Random() if rng is None else rng,
             sample_host=sample_host,
         )
+        self._facts_seconds = metrics.kv_facts_seconds.labels()
         self._uses_tokens = bool(settings.lmcache_endpoint) or settings.kv_events
         self._running = AsyncExitStack()
         self._entered = False
@@ -84,6 +85,7 @@ class KvCache:
 
     def gather(self, request: InferenceRequest, body: bytes, *, cluster: Cluster, model: str = "") -> Gathered:
         """What our own sources know, at once. `model` is what the engines call it, where that differs."""
+        began = self._clock()
         local = self.parts.local[cluster.name]
         model = model or request.model or self.settings.default_model
         prompt = request.prompt
@@ -95,13 +97,14 @@ class KvCache:
             model=model,
             hashes=local.hashes(request, model),
             prompt_bytes=len(prompt.shape) + sum(map(len, prompt.parts)),
-            started_at=self._clock(),
+            started_at=began,
         )
         if self._uses_tokens:
             self.parts.tokens.recall(gathered)
+        gathered.hot_blocks = local.hot.touch(gathered.hashes)
         self._assess(gathered)
-        local.hot.touch(gathered.hashes)
         gathered.wants_lookup = self._entered and self.parts.remote.wanted(gathered)
+        self._facts_seconds.observe(self._clock() - began)
         return gathered
 
     async def look_up(self, gathered: Gathered) -> None:
@@ -169,7 +172,7 @@ class KvCache:
 
         starting.push_async_callback(stop)
 
-    def _assess(self, gathered: Gathered, claims: Iterable[Claim] = ()) -> None:
+    def _assess(self, gathered: Gathered, claims: Sequence[Claim] = ()) -> None:
         """Facts and preference from everything known by now."""
         tokens, local = gathered.tokens, gathered.local
         if tokens:
@@ -186,9 +189,9 @@ class KvCache:
             model=gathered.model,
             cache_salt=gathered.request.cache_salt,
         )
-        found = merged(known, claims, prompt_tokens=prompt_tokens)
-        hot = local.hot.hot_prefix_blocks(gathered.hashes)
-        gathered.facts = OverlapFacts(prompt_tokens, found, int(hot * TEXT_BLOCK_BYTES / bytes_per_token))
+        found = merged(known, claims, prompt_tokens=prompt_tokens) if claims else known
+        hot_tokens = int(gathered.hot_blocks * TEXT_BLOCK_BYTES / bytes_per_token)
+        gathered.facts = OverlapFacts(prompt_tokens, found, hot_tokens)
         if found:
             order = [endpoint.id for endpoint in gathered.endpoints]
             gathered.preferred = preferred(gathered.facts, order, min_tokens=self.settings.min_matched_tokens)

@@ -55,7 +55,7 @@ class ApproximateIndex:
         return found
 
     def _report(self, found: dict[EndpointId, int], mask: int, depth: int) -> None:
-        if depth:
+        if depth and mask:
             for slot in slots_of(mask):
                 found[self._slots.member(slot)] = depth
 

@@ -55,10 +55,11 @@ class HotBlocks:
         """Decayed touches that make a block hot at present."""
         return HOT_TOUCHES_PER_ENDPOINT * max(1, self.endpoints)
 
-    def touch(self, hashes: array[int]) -> None:
-        """One request asked for this prompt (`array('Q')`, chained)."""
-        self._requests += 1
+    def touch(self, hashes: array[int]) -> int:
+        """One request asked for this prompt (`array('Q')`, chained); its leading blocks that were hot before."""
         path, depth, partial, inside = self._tree.walk(hashes)
+        hot = self._hot(path, partial, inside)
+        self._requests += 1
         if partial is not None and len(self._tree) < self._max_runs:
             head = self._tree.split(partial, inside)
             head.heat, head.last = partial.heat, partial.last
@@ -71,6 +72,7 @@ class HotBlocks:
             run.last = self._requests
         if partial is None and depth < len(hashes):  # without room to split, what branches off is not kept either
             self._grow(path[-1] if path else None, hashes[depth:])
+        return hot
 
     def kept(self) -> list[Heat]:
         """Every run kept, in no order that means anything."""
@@ -87,10 +89,13 @@ class HotBlocks:
     def hot_prefix_blocks(self, hashes: array[int]) -> int:
         """Leading blocks that are hot."""
         path, _, partial, inside = self._tree.walk(hashes)
+        return self._hot(path, partial, inside)
+
+    def _hot(self, path: list[Heat], partial: Heat | None, inside: int) -> int:
         threshold = self.threshold
         hot = 0
         for run in path:
-            if self._now(run) < threshold:
+            if run.heat < threshold or self._now(run) < threshold:  # heat only decays: no need to work out by how much
                 return hot
             hot += len(run.hashes)
         return hot + inside if partial is not None and self._now(partial) >= threshold else hot
