@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 
 from kvproxy.filters.shared_timer import SharedTimer
+from kvproxy.types import DEPARTURE, Departure
 
 #: Most unary replies are over by then and need no watcher (a task waiting on `receive` costs 11 us).
 ARM_DELAY_S = 0.02
@@ -21,15 +22,16 @@ def new_arming(delay_s: float = ARM_DELAY_S) -> Arming:
 
 
 class DisconnectWatcher:
-    """Cancels the task it was armed in when `receive` says the client is gone.
+    """Cancels the task it was armed in when the client is gone: our listener tells it, under another `receive` does.
 
     The request body must have been read before arming. Works like `asyncio.timeout`: the task that catches the
     cancellation asks `claims()` whether it was this watcher's, and re-raises it otherwise.
     """
 
-    __slots__ = ("_arming", "_receive", "_task", "_watch", "gone")
+    __slots__ = ("_arming", "_departure", "_receive", "_task", "_watch", "gone")
 
-    def __init__(self, receive: Receive, arming: Arming) -> None:
+    def __init__(self, scope: Scope, receive: Receive, arming: Arming) -> None:
+        self._departure: Departure | None = scope.get(DEPARTURE)
         self._receive = receive
         self._arming = arming
         self._task: asyncio.Task[object] | None = None
@@ -37,13 +39,18 @@ class DisconnectWatcher:
         self.gone = False
 
     def arm(self) -> None:
-        """Start watching after the delay, on behalf of the current task."""
+        """Start watching on behalf of the current task."""
         self._task = asyncio.current_task()
-        self._arming.add(self)
+        if self._departure is not None:
+            self._departure.watch(self._left)
+        else:
+            self._arming.add(self)
 
     def disarm(self) -> None:
         """Stop watching; nothing is cancelled from here on."""
-        if self._watch is not None:
+        if self._departure is not None:
+            self._departure.watch(None)
+        elif self._watch is not None:
             self._watch.cancel()
         else:
             self._arming.remove(self)
@@ -53,12 +60,15 @@ class DisconnectWatcher:
         return self.gone and self._task is not None and self._task.uncancel() == 0
 
     def start(self) -> None:
-        """Watch from now on."""
+        """Wait for the disconnect message from now on."""
         self._watch = asyncio.get_running_loop().create_task(self._wait(), name="disconnect watcher")
 
     async def _wait(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             continue
+        self._left()
+
+    def _left(self) -> None:
         self.gone = True
         assert self._task is not None
         self._task.cancel()

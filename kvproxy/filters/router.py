@@ -150,9 +150,9 @@ class RouterFilter:
             headers=parts.headers.build(scope, request_id=exchange.request_id),
             body=body,
             send=send,
-            debug=exchange.debug or any(name == parts.debug_header for name, _ in received),
+            debug=exchange.debug or parts.debug_header in [name for name, _ in received],
         )
-        watcher = DisconnectWatcher(receive, self._arming)
+        watcher = DisconnectWatcher(scope, receive, self._arming)
         if body.consumed:
             watcher.arm()
         try:

@@ -77,6 +77,10 @@ def read_usage(tail: bytes, head: bytes = b"") -> Usage | None:
         first = _decode(head, position)
     if found is None and first is None:
         return None
+    if first is None and found is not None and found.prompt_tokens is not None:  # OpenAI's, nearly all there are
+        details = found.prompt_tokens_details
+        cached = found.cache_read_input_tokens if details is None else details.cached_tokens
+        return Usage(found.prompt_tokens, cached, found.completion_tokens)
     return _merge(found or _NOTHING, first or _NOTHING)
 
 

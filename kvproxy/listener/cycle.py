@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
-from kvproxy.types import BODY_FOLLOWS
+from kvproxy.types import BODY_FOLLOWS, DEPARTURE, Departure
 
 _TOKEN = b"!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _HEAD = b"\r\n\t " + bytes(range(0x21, 0x7F)) + bytes(range(0x80, 0x100))
@@ -83,6 +83,7 @@ class CoalescingCycle(RequestResponseCycle):
         self.pieces: list[bytes] = []
         self.buffered_bytes = 0
         self.task: asyncio.Task[None] | None = None
+        scope[DEPARTURE] = self._departure = Departure()
         self._tasks = tasks
         self._loop = loop
         self._head = b""
@@ -96,6 +97,12 @@ class CoalescingCycle(RequestResponseCycle):
         finally:
             if self.task is not None:
                 self._tasks.discard(self.task)
+
+    def client_left(self) -> None:
+        """Nobody reads the response any more."""
+        self.disconnected = True
+        self.message_event.set()
+        self._departure.tell()
 
     async def receive(self) -> Any:
         """The next part of the request: everything of its body that arrived, or that the client is gone."""

@@ -57,9 +57,8 @@ class Protocol(HttpToolsProtocol):
             if handle is not None:
                 handle.cancel()
         for cycle in (self._running, *(cycle for cycle, _ in self.pipeline)):
-            if cycle is not None and not cycle.response_complete:
-                cycle.disconnected = True
-                cycle.message_event.set()
+            if isinstance(cycle, CoalescingCycle) and not cycle.response_complete:
+                cycle.client_left()
         self.pipeline.clear()
         super().connection_lost(exc)
         self._running = None
@@ -216,9 +215,8 @@ class Protocol(HttpToolsProtocol):
         if running is not None and not running.response_complete and running.response_started:
             self.transport.abort()
             return
-        if running is not None:
-            running.disconnected = True
-            running.message_event.set()
+        if running is not None and not running.response_complete:
+            running.client_left()
         if not self.transport.is_closing():
             self.transport.write(raw_error(status, message))
             self.transport.close()
