@@ -131,10 +131,13 @@ async def measure(
             # The same prompts for all policies of a repeat: the caches were emptied in between.
             pair.forget()
             async with kvproxy_serve("-c", config_file(folder, pair, policy)) as proxy:
+                started = time.perf_counter()
                 turns = await one_run(proxy.url, shape, seed=f"repeat {repeat}")
+                seconds = time.perf_counter() - started
             later = sorted(turn.ttft_s for turn in turns if turn.turn > 1)
             print(f"repeat {repeat + 1}, {policy}: later turns' TTFT p50 {later[len(later) // 2] * 1000:.0f} ms")
-            runs.append({"repeat": repeat, "policy": policy, "turns": [asdict(turn) for turn in turns]})
+            rows = [asdict(turn) for turn in turns]
+            runs.append({"repeat": repeat, "policy": policy, "seconds": seconds, "turns": rows})
     return runs
 
 

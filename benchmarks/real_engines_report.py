@@ -39,23 +39,25 @@ def _lines(runs: Sequence[_Run], shape: Mapping[str, int], policies: Sequence[st
         f"{shape['answer_tokens']} tokens. Policies interleaved on the same prompts, caches emptied in between. "
         "TTFT in milliseconds, as the client sees it; cached: the engines' own count.",
         "",
-        "| repeat | policy | later turns p50 | mean | p90 | first turns p50 | later turns cached |",
-        "|---|---|---|---|---|---|---|",
+        "| repeat | policy | later turns p50 | mean | p90 | first turns p50 | later turns cached | whole run, s |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     repeats = sorted({run["repeat"] for run in runs})
     for repeat in repeats:
-        lines += [_row(str(repeat + 1), policy, _turns(runs, policy, {repeat})) for policy in policies]
-    lines += [_row("all", policy, _turns(runs, policy, set(repeats))) for policy in policies]
+        lines += [_row(str(repeat + 1), policy, _of(runs, policy, {repeat})) for policy in policies]
+    lines += [_row("all", policy, _of(runs, policy, set(repeats))) for policy in policies]
     return [*lines, "", *_ratios(runs, policies, set(repeats))]
 
 
-def _row(repeat: str, policy: str, turns: Sequence[Mapping[str, Any]]) -> str:
+def _row(repeat: str, policy: str, runs: Sequence[_Run]) -> str:
+    turns = [turn for run in runs for turn in run["turns"]]
+    seconds = statistics.fmean(run["seconds"] for run in runs)
     later, first = _ttft_ms(turns, later=True), _ttft_ms(turns, later=False)
     figures = (statistics.median(later), statistics.fmean(later), _percentile(later, 0.9), statistics.median(first))
     told = " | ".join(f"{figure:.0f}" for figure in figures)
     grown = [turn for turn in turns if turn["turn"] > 1]
     cached = sum(turn["cached_tokens"] for turn in grown) / sum(turn["prompt_tokens"] for turn in grown)
-    return f"| {repeat} | {policy} | {told} | {cached:.0%} |"
+    return f"| {repeat} | {policy} | {told} | {cached:.0%} | {seconds:.0f} |"
 
 
 def _ratios(runs: Sequence[_Run], policies: Sequence[str], repeats: set[int]) -> list[str]:
@@ -63,7 +65,8 @@ def _ratios(runs: Sequence[_Run], policies: Sequence[str], repeats: set[int]) ->
     base, *others = policies
 
     def mean(policy: str, of: set[int]) -> float:
-        return statistics.fmean(_ttft_ms(_turns(runs, policy, of), later=True))
+        turns = [turn for run in _of(runs, policy, of) for turn in run["turns"]]
+        return statistics.fmean(_ttft_ms(turns, later=True))
 
     lines = []
     for policy in others:
@@ -73,8 +76,8 @@ def _ratios(runs: Sequence[_Run], policies: Sequence[str], repeats: set[int]) ->
     return lines
 
 
-def _turns(runs: Sequence[_Run], policy: str, repeats: set[int]) -> list[Mapping[str, Any]]:
-    return [turn for run in runs if run["policy"] == policy and run["repeat"] in repeats for turn in run["turns"]]
+def _of(runs: Sequence[_Run], policy: str, repeats: set[int]) -> list[_Run]:
+    return [run for run in runs if run["policy"] == policy and run["repeat"] in repeats]
 
 
 def _ttft_ms(turns: Sequence[Mapping[str, Any]], *, later: bool) -> list[float]:
