@@ -1,4 +1,4 @@
-"""The Kubernetes manifests fit Kubernetes' own API: every field exists and has its type, none that is required lacks."""
+"""The Kubernetes manifests fit Kubernetes' own API: fields exist and have their types, none that is required lacks."""
 
 from __future__ import annotations
 
