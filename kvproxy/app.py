@@ -16,12 +16,14 @@ from kvproxy.admin.app import admin_app
 from kvproxy.admin.history import History
 from kvproxy.admin.operated import FindingLike, Reloader
 from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.learned import show_learned
 from kvproxy.config.schema import Config
 from kvproxy.filters.chain import FilterType, Observer, WallClock
 from kvproxy.filters.recent import RecentDecisions
 from kvproxy.generation import Generation, Shared, needs_restart
 from kvproxy.kvcache.service import KvCache
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.metrics.loop_lag import LoopLag
 from kvproxy.receipts.recorder import recorder_of
 from kvproxy.succession import Succession
 from kvproxy.types import Clock
@@ -79,6 +81,7 @@ class Proxy:
         )
         self._generation = Generation(config, self._shared)
         self._succession = Succession(clock=clock, patience_s=config.shutdown.drain)
+        show_learned(self.metrics, lambda: self.clusters.values(), clock=clock)
         self._history = History(self)
         self.admin: ASGIApp = admin_app(self, self._history)
         self._running = AsyncExitStack()
@@ -122,6 +125,7 @@ class Proxy:
         return needs_restart(before.config, config)
 
     async def __aenter__(self) -> Proxy:
+        await self._running.enter_async_context(LoopLag(self.metrics, clock=self.clock))
         await self._running.enter_async_context(self._pool)
         await self._running.enter_async_context(self._probes)
         if self._recorder is not None:

@@ -116,6 +116,13 @@ class EndpointLoad:
         """Prefill work of the requests without a first token."""
         return self._work
 
+    def head(self) -> Features:
+        """Of the pending work, what the engine is at once at work on."""
+        head = self._head
+        if head is None:
+            head = self._head = head_of(self._pending.values())
+        return head
+
     def reserve(
         self, uncached_tokens: int, cached_tokens: int, now: float, *, lower_tokens: int = 0, hidden: bool = False
     ) -> Reservation:
@@ -168,9 +175,7 @@ class EndpointLoad:
             self._presume_by_time(seconds, slowness, now)
         if not self._pending:
             return 0.0
-        head, work = self._head, self._work
-        if head is None:
-            head = self._head = head_of(self._pending.values())
+        head, work = self.head(), self._work
         a, b, c, d = seconds  # not seconds_of: this runs for every endpoint of every pick
         progress = MAX_PROGRESS * slowness * (head[0] * a + head[1] * b + head[2] * c + head[3] * d)
         elapsed = now - self._last

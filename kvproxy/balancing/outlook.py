@@ -7,12 +7,13 @@ with. That is for the deciding policy alone; with other speeds it would be anoth
 from __future__ import annotations
 
 from itertools import islice
-from typing import NamedTuple
+
+import msgspec
 
 from kvproxy.balancing.load import MAX_PROGRESS, NO_WORK, EndpointLoad, Features, head_of, seconds_of
 
 
-class Outlook(NamedTuple):
+class Outlook(msgspec.Struct, frozen=True):
     """What an engine still has to prefill at one moment."""
 
     work: Features  # of everything pending
@@ -21,6 +22,8 @@ class Outlook(NamedTuple):
 
     def wait_s(self, seconds: Features, slowness: float) -> float:
         """Until it would begin with a request placed now; `seconds` and `slowness` as in `EndpointLoad.wait_s`."""
+        if self.work is NO_WORK:
+            return 0.0
         progress = MAX_PROGRESS * slowness * seconds_of(self.head, seconds)
         wait = slowness * seconds_of(self.work, seconds) - min(progress, max(0.0, self.elapsed_s))
         return max(0.0, wait)
@@ -34,18 +37,18 @@ def outlook_of(load: EndpointLoad, seconds: Features | None, slowness: float, no
     pending = load.pending
     if not pending:
         return IDLE
+    if seconds is None or not next(iter(pending)).hidden:
+        return Outlook(load.pending_work, load.head(), now - load.busy_since)
     work, overdue = load.pending_work, 0
-    if seconds is not None:
-        for reservation, own in pending.items():
-            if not reservation.hidden or now - reservation.started_at < slowness * seconds_of(
-                reservation.queued, seconds
-            ):
-                break
-            work = (work[0] - own[0], work[1] - own[1], work[2] - own[2], work[3] - own[3])
-            overdue += 1
+    for reservation, own in pending.items():
+        if not reservation.hidden or now - reservation.started_at < slowness * seconds_of(reservation.queued, seconds):
+            break
+        work = (work[0] - own[0], work[1] - own[1], work[2] - own[2], work[3] - own[3])
+        overdue += 1
     if overdue == len(pending):
         return IDLE
-    return Outlook(work, head_of(islice(pending.values(), overdue, None)), now - load.busy_since)
+    head = head_of(islice(pending.values(), overdue, None)) if overdue else load.head()
+    return Outlook(work, head, now - load.busy_since)
 
 
 class WatchedLoad:

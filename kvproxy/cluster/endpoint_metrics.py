@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from prometheus_client import Gauge
 
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.metrics.counting import Counter, Tally
+from kvproxy.metrics.counting import Counter, Distribution, Histogram, Tally
 from kvproxy.types import EndpointId
+
+#: Models told apart on one endpoint; further ones are counted together.
+MAX_MODELS = 16
+OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """How long the requests of one model took on one endpoint."""
+
+    ttft: Distribution
+    itl: Distribution
+    duration: Distribution
 
 
 class EndpointMetrics:
@@ -22,7 +36,8 @@ class EndpointMetrics:
         self._labels = (cluster, str(endpoint))
         self._children: dict[tuple[Counter, str], Tally] = {}
         self._answers: dict[int, Tally] = {}  # of `requests`, by status: the one that every request needs
-        self._series: list[tuple[Counter | Gauge, tuple[str, ...]]] = []
+        self._latencies: dict[str, Latency] = {}
+        self._series: list[tuple[Counter | Gauge | Histogram, tuple[str, ...]]] = []
         self._closed = False
 
     def request(self, status: int) -> None:
@@ -34,6 +49,19 @@ class EndpointMetrics:
                 return
             self._answers[status] = tally
         tally.value += 1.0
+
+    def latency(self, model: str) -> Latency | None:
+        """Histograms of this model's requests here; None once closed. `model` is from a closed set."""
+        latency = self._latencies.get(model)
+        if latency is not None or self._closed:
+            return latency
+        if len(self._latencies) >= MAX_MODELS and model != OTHER:
+            return self.latency(OTHER)
+        metrics, labels = self._metrics, (*self._labels, model)
+        families = (metrics.ttft, metrics.itl, metrics.duration)
+        self._series += [(family, labels) for family in families]
+        latency = self._latencies[model] = Latency(*(family.labels(*labels) for family in families))
+        return latency
 
     def attempt_failure(self, reason: str) -> None:
         """An attempt here failed; `reason` as UpstreamError names it."""
@@ -66,6 +94,7 @@ class EndpointMetrics:
         self._series.clear()
         self._children.clear()
         self._answers.clear()
+        self._latencies.clear()
 
     def _count(self, counter: Counter, label: str) -> None:
         tally = self._tally(counter, label)

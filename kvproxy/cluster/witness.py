@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from kvproxy.balancing.policy import PickRequest
 from kvproxy.balancing.speed import SpeedModel
 from kvproxy.cluster.endpoint import Endpoint
 
 
-@dataclass(frozen=True, slots=True)
-class Sight:
+class Sight(msgspec.Struct, frozen=True):
     """One decision as it is made. The loads are those of `candidates`, at this moment and no longer."""
 
     request: PickRequest

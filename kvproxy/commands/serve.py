@@ -12,6 +12,8 @@ from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from typing import Any
 
+from prometheus_client import ProcessCollector
+
 from kvproxy import __version__
 from kvproxy.admin.operated import Reloaded
 from kvproxy.app import Proxy
@@ -22,6 +24,7 @@ from kvproxy.config.schema import Config
 from kvproxy.doctor.startup import StartupVisit
 from kvproxy.errors import Problem
 from kvproxy.listener.server import Server
+from kvproxy.metrics.catalog import Metrics
 
 logger = logging.getLogger("kvproxy")
 
@@ -70,6 +73,7 @@ async def serve_until_signal(config: Config, problems: list[Problem], source: So
             max_connections=config.limits.connections,
         )
         await listeners.enter_async_context(public)
+        _show_process(proxy.metrics, public, limit=config.limits.connections)
         gc.collect()
         gc.freeze()
         gc.set_threshold(_GC_THRESHOLD, 20, 20)
@@ -116,6 +120,13 @@ def _raise_open_files() -> None:
     if soft != hard:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _show_process(metrics: Metrics, public: Server, *, limit: int) -> None:
+    """Figures of the process, and what only its listener knows."""
+    ProcessCollector(registry=metrics.registry)
+    metrics.queue_depth.labels("connections").set_function(lambda: public.connections)
+    metrics.queue_limit.labels("connections").set(limit)
 
 
 def _announce(proxy: Proxy, url: str) -> None:

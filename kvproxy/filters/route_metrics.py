@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint_metrics import OTHER
+from kvproxy.config.schema import Route
 from kvproxy.filters.exchange import Exchange
+from kvproxy.filters.savings import Savings
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.metrics.counting import Distribution, Tally
+from kvproxy.metrics.counting import Tally
 
 
 class _ClusterSeries:
     """Kept children of one cluster."""
 
     def __init__(self, catalog: Metrics, cluster: str) -> None:
-        self.ttft: Distribution = catalog.ttft.labels(cluster)
-        self.duration: Distribution = catalog.duration.labels(cluster)
         self.prompt_tokens: Tally = catalog.prompt_tokens.labels(cluster)
         self.cached_tokens: Tally = catalog.cached_tokens.labels(cluster)
         self.completion_tokens: Tally = catalog.completion_tokens.labels(cluster)
+        self.window = catalog.hit_windows.of(cluster)
+        self.device_hits, self.lower_hits = (catalog.tier_hits.labels(cluster, tier) for tier in ("device", "lower"))
+        self.device_tokens, self.lower_tokens = (
+            catalog.tier_hit_tokens.labels(cluster, tier) for tier in ("device", "lower")
+        )
 
 
 class RouteMetrics:
-    """Observes finished requests by cluster; what belongs to an endpoint is counted there, and goes with it."""
+    """Observes finished requests; what belongs to an endpoint is counted there, and goes with it."""
 
-    def __init__(self, catalog: Metrics) -> None:
+    def __init__(self, catalog: Metrics, *, clusters: Mapping[str, Cluster], routes: Sequence[Route] = ()) -> None:
         self.catalog = catalog
+        self._of = clusters
+        self._aliases = frozenset(route.model for route in routes if route.model and not route.model.endswith("*"))
         self._clusters: dict[str, _ClusterSeries] = {}
         self._ends: dict[str, Tally] = {}
+        self._savings = Savings(catalog)
 
     def observe(self, exchange: Exchange, now: float) -> None:
         """Count one request out."""
@@ -32,21 +44,66 @@ class RouteMetrics:
         end = self._ends.get(outcome.end)
         if end is None:
             end = self._ends[outcome.end] = self.catalog.request_ends.labels(outcome.end)
-        end.inc()
+        end.value += 1.0
         if outcome.cluster:
-            self._observe_cluster(exchange, now)
+            cluster = self._of.get(outcome.cluster)
+            model = self._model(exchange, cluster)
+            self._time(exchange, cluster, model, now)
+            self._count_tokens(exchange, cluster, model, now)
 
-    def _observe_cluster(self, exchange: Exchange, now: float) -> None:
+    def _model(self, exchange: Exchange, cluster: Cluster | None) -> str:
+        """A label from a closed set: clients may write any name into a body."""
+        inference = exchange.inference
+        model = "" if inference is None else inference.model
+        known = not model or model in self._aliases or (cluster is not None and model in cluster.models)
+        return model if known else OTHER
+
+    def _time(self, exchange: Exchange, cluster: Cluster | None, model: str, now: float) -> None:
+        """How long it took, where it went; a request that went nowhere took no time of anybody."""
+        outcome = exchange.outcome
+        endpoint = None if cluster is None or outcome.endpoint is None else cluster.endpoint(outcome.endpoint)
+        latency = None if endpoint is None else endpoint.metrics.latency(model)
+        if latency is None:
+            return
+        duration_s = now - exchange.received_at
+        latency.duration.observe(duration_s)
+        if outcome.ttft_s is None:
+            return
+        latency.ttft.observe(outcome.ttft_s)
+        tokens, inference = outcome.completion_tokens, exchange.inference
+        if tokens is not None and tokens > 1 and inference is not None and inference.stream:
+            latency.itl.observe((duration_s - outcome.ttft_s) / (tokens - 1))
+
+    def _count_tokens(self, exchange: Exchange, cluster: Cluster | None, model: str, now: float) -> None:
         outcome = exchange.outcome
         series = self._clusters.get(outcome.cluster)
         if series is None:
             series = self._clusters[outcome.cluster] = _ClusterSeries(self.catalog, outcome.cluster)
-        series.duration.observe(now - exchange.received_at)
-        if outcome.ttft_s is not None:
-            series.ttft.observe(outcome.ttft_s)
-        if outcome.prompt_tokens:
-            series.prompt_tokens.inc(outcome.prompt_tokens)
-        if outcome.cached_tokens:
-            series.cached_tokens.inc(outcome.cached_tokens)
+        if outcome.ttft_s is not None and exchange.facts is not None:
+            _count_tiers(series, exchange)
+        prompt, cached = outcome.prompt_tokens, outcome.cached_tokens
         if outcome.completion_tokens:
-            series.completion_tokens.inc(outcome.completion_tokens)
+            series.completion_tokens.value += outcome.completion_tokens
+        if not prompt:
+            return
+        series.prompt_tokens.value += prompt
+        if cached is None:
+            return
+        series.window.add(prompt, cached)
+        if cached:
+            series.cached_tokens.value += cached
+            speeds = None if cluster is None else cluster.speeds
+            self._savings.add(outcome, model=model, tenant=exchange.tenant, speeds=speeds, now=now)
+
+
+def _count_tiers(series: _ClusterSeries, exchange: Exchange) -> None:
+    facts, endpoint = exchange.facts, exchange.outcome.endpoint
+    held = None if facts is None or endpoint is None else facts.by_endpoint.get(endpoint)
+    if held is None:
+        return
+    if held.device_tokens:
+        series.device_hits.value += 1.0
+        series.device_tokens.value += held.device_tokens
+    if held.lower_tokens:
+        series.lower_hits.value += 1.0
+        series.lower_tokens.value += held.lower_tokens

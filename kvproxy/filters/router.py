@@ -80,7 +80,7 @@ def build(inner: ASGIApp, settings: RouterSettings, context: FilterContext) -> R
                 clock=context.clock,
             ),
             headers=RequestHeaders(request_id_header=id_header.lower().encode()),
-            metrics=RouteMetrics(metrics),
+            metrics=RouteMetrics(metrics, clusters=services.clusters, routes=config.routes),
             debug_header=settings.debug_header.lower().encode(),
             arrivals=context.arrivals,
             observers=context.observers,

@@ -18,6 +18,7 @@ from kvproxy.kvcache.guard import Guard
 from kvproxy.kvcache.learning import Learning
 from kvproxy.kvcache.local import LocalSources
 from kvproxy.kvcache.lookup import Lookups
+from kvproxy.kvcache.occupancy import PRECISE_ROW_BYTES, engine_requests, kv_usage, utilisation
 from kvproxy.kvcache.ratio import BytesPerToken
 from kvproxy.kvcache.remote import Remote
 from kvproxy.kvcache.signals import HostUse, Signals
@@ -80,6 +81,13 @@ class Parts:
         blocks.labels("approximate").set_function(lambda: sum(s.approximate.entries for s in sources))
         blocks.labels("precise").set_function(self._precise_blocks)
         blocks.labels("hot").set_function(lambda: sum(s.hot.blocks for s in sources))
+        size = metrics.kv_index_bytes
+        size.labels("approximate").set_function(lambda: sum(s.approximate.estimated_bytes for s in sources))
+        size.labels("precise").set_function(lambda: self._precise_blocks() * PRECISE_ROW_BYTES)
+        metrics.kv_index_utilisation.read(lambda: utilisation(self))
+        metrics.engine_kv_usage.read(lambda: kv_usage(self))
+        metrics.engine_requests.read(lambda: engine_requests(self))
+        metrics.kv_token_memory_entries.set_function(lambda: len(memory))
         metrics.kv_token_memory_bytes.set_function(lambda: memory.held_bytes)
         for result in ("exact", "prefix", "missed"):
             metrics.kv_recalls.labels(result).set_function(partial(getattr, memory.stats, result))

@@ -52,7 +52,7 @@ class Signals:
     def __init__(self, settings: CacheStrategy, *, clock: Clock, max_age_s: float) -> None:
         self._settings = settings
         self._clock = clock
-        self._max_age_s = max_age_s
+        self.max_age_s = max_age_s
         self._engines: dict[Endpoint, tuple[float, EngineMetrics]] = {}
         self._host: HostUse | None = None
         self._providers: Mapping[str, float] = {}
@@ -81,7 +81,7 @@ class Signals:
     def pressure(self, endpoint: Endpoint) -> Pressure:
         """What bears on the endpoint now, from the sources the settings name."""
         read_at, metrics = self._engines.get(endpoint, (0.0, None))
-        if metrics is not None and self._clock() - read_at > self._max_age_s:
+        if metrics is not None and self._clock() - read_at > self.max_age_s:
             metrics = None
         settings, host = self._settings, self._host
         if settings.load_source is SignalSource.HOST:

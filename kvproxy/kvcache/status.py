@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING
 from kvproxy.clients.kv_events.status import StreamState, StreamStatus
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.kvcache.occupancy import PRECISE_ROW_BYTES
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
 
 if TYPE_CHECKING:
     from kvproxy.kvcache.parts import Parts
-
-#: Rows of the precise index with their share of its tables, as benchmarks/prefix_index.py measures them.
-_PRECISE_ROW_BYTES = 80
 
 #: The worst stream decides what an endpoint's index is worth.
 _WORST_FIRST = (StreamState.APPROXIMATE, StreamState.DEGRADED, StreamState.CONNECTING)
@@ -57,7 +55,7 @@ def index_status(parts: Parts, cluster: Cluster) -> dict[str, object]:
             "runs": local.approximate.runs,
             "estimated_bytes": local.approximate.estimated_bytes,
         },
-        "precise": {"blocks": rows, "estimated_bytes": rows * _PRECISE_ROW_BYTES},
+        "precise": {"blocks": rows, "estimated_bytes": rows * PRECISE_ROW_BYTES},
         "hot": {"blocks": local.hot.blocks, "runs": local.hot.runs},
         "endpoints": {str(one.id): endpoint_index(parts, cluster.name, one) for one in cluster.endpoints},
     }

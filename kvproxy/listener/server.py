@@ -119,6 +119,11 @@ class Server:
         return port
 
     @property
+    def connections(self) -> int:
+        """Open ones."""
+        return len(self._server.server_state.connections)
+
+    @property
     def url(self) -> str:
         """Base URL."""
         host = f"[{self._host}]" if ":" in self._host else self._host

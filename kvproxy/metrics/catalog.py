@@ -10,10 +10,15 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Gauge
 
 from kvproxy.metrics.counting import Counter, Histogram
+from kvproxy.metrics.hit_window import HitWindows
+from kvproxy.metrics.reading import Reading
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 E2E_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 COST_BUCKETS = (0.0, 0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0, 1000.0, 100_000.0)  # seconds, blocks, scores
+ITL_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+LOCAL_BUCKETS_S = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05)
+LAG_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 FAST_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 2.5)
 
 
@@ -23,11 +28,17 @@ class Metrics:
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = CollectorRegistry() if registry is None else registry
         self._add_requests(self.registry)
+        self._add_cache_use(self.registry)
         self._add_endpoints(self.registry)
         self._add_connections(self.registry)
         self._add_kv_events(self.registry)
         self._add_kvcache(self.registry)
         self._add_bounds(self.registry)
+        self._add_process(self.registry)
+        self.hit_windows = HitWindows()
+        self.hit_ratio.read(self.hit_windows.hit_ratios)
+        self.miss_ratio.read(self.hit_windows.miss_ratios)
+        self.hit_window_requests.read(self.hit_windows.sizes)
 
     def _add_requests(self, r: CollectorRegistry) -> None:
         """The request path."""
@@ -55,16 +66,20 @@ class Metrics:
             "kvproxy_preferences", "What became of a preferred endpoint", ["result"], registry=r
         )  # followed, unknown, unhealthy, draining, saturated, excluded, breaker_open
         self.ttft = Histogram(
-            "kvproxy_ttft_seconds", "Request received to first body byte from upstream", ["cluster"],
-            buckets=TTFT_BUCKETS_S, registry=r,
+            "kvproxy_ttft_seconds", "Request received to first body byte from upstream",
+            ["cluster", "endpoint", "model"], buckets=TTFT_BUCKETS_S, registry=r,
         )  # fmt: skip
         self.router_queue_wait = Histogram(
             "kvproxy_router_queue_wait_seconds", "Time held in the router queue, by requests that were", ["cluster"],
             buckets=TTFT_BUCKETS_S, registry=r,
         )  # fmt: skip
         self.duration = Histogram(
-            "kvproxy_request_duration_seconds", "Request received to its end", ["cluster"],
-            buckets=E2E_BUCKETS_S, registry=r,
+            "kvproxy_request_duration_seconds", "Request received to its end",
+            ["cluster", "endpoint", "model"], buckets=E2E_BUCKETS_S, registry=r,
+        )  # fmt: skip
+        self.itl = Histogram(
+            "kvproxy_itl_seconds", "Mean time between the tokens of a streamed answer, one observation a request",
+            ["cluster", "endpoint", "model"], buckets=ITL_BUCKETS_S, registry=r,
         )  # fmt: skip
         self.prompt_tokens = Counter(
             "kvproxy_prompt_tokens", "Prompt tokens by the engines' count", ["cluster"], registry=r
@@ -73,6 +88,39 @@ class Metrics:
             "kvproxy_cached_tokens", "Prompt tokens the engines served from cache", ["cluster"], registry=r
         )
         self.completion_tokens = Counter("kvproxy_completion_tokens", "Tokens generated", ["cluster"], registry=r)
+
+    def _add_cache_use(self, r: CollectorRegistry) -> None:
+        """What the engines' caches were good for."""
+        self.hit_ratio = Reading(
+            "kvproxy_cache_hit_ratio", "Share served from cache, over the last 1000 requests by the engines' count",
+            ["cluster", "by"], registry=r,
+        )  # fmt: skip
+        self.miss_ratio = Reading("kvproxy_cache_miss_ratio", "What is missing to 1", ["cluster", "by"], registry=r)
+        self.hit_window_requests = Reading(
+            "kvproxy_cache_window_requests", "Requests these ratios are taken over", ["cluster"], registry=r
+        )
+        self.tier_hits = Counter(
+            "kvproxy_tier_hits", "Requests placed where a tier was believed to hold some of the prompt",
+            ["cluster", "tier"], registry=r,
+        )  # fmt: skip  # device, lower
+        self.tier_hit_tokens = Counter(
+            "kvproxy_tier_hit_tokens", "Prompt tokens it was believed to hold", ["cluster", "tier"], registry=r
+        )
+        self.saved_tokens = Counter(
+            "kvproxy_saved_prompt_tokens", "Prompt tokens not computed, being cached", ["model", "tenant"], registry=r
+        )
+        self.saved_seconds = Counter(
+            "kvproxy_saved_prefill_seconds", "Engine seconds of prefill these would have taken, by learned speeds "
+            "(of clusters whose policy or shadow policy learns them)", ["model", "tenant"], registry=r,
+        )  # fmt: skip
+        self.learned_tokens_per_s = Reading(
+            "kvproxy_learned_prefill_tokens_per_second", "Prefill speed of a pool before attention, as learned",
+            ["cluster"], registry=r,
+        )  # fmt: skip
+        self.learned_slowness = Reading(
+            "kvproxy_learned_slowness", "An endpoint's prefill time against its pool's, as learned",
+            ["cluster", "endpoint"], registry=r,
+        )  # fmt: skip
 
     def _add_endpoints(self, r: CollectorRegistry) -> None:
         """Endpoints."""
@@ -117,6 +165,10 @@ class Metrics:
 
     def _add_kvcache(self, r: CollectorRegistry) -> None:
         """Who holds which prefix, and what is done to keep it."""
+        self.kv_facts_seconds = Histogram(
+            "kvproxy_kvcache_facts_seconds", "Asking the indexes of the proxy itself about one prompt",
+            buckets=LOCAL_BUCKETS_S, registry=r,
+        )  # fmt: skip
         self.kv_lookups = Counter(
             "kvproxy_kvcache_lookups", "Requests by what came of asking LMCache before routing", ["outcome"], registry=r
         )  # hit, miss, lookup_timeout, error, breaker_open, busy, no_tokens
@@ -144,6 +196,24 @@ class Metrics:
         self.kv_index_blocks = Gauge(
             "kvproxy_kvcache_index_blocks", "Blocks held in an index, over endpoints", ["index"], registry=r
         )  # approximate, precise, hot
+        self.kv_index_bytes = Gauge(
+            "kvproxy_kvcache_index_bytes", "Estimated memory of an index", ["index"], registry=r
+        )  # approximate, precise
+        self.kv_index_utilisation = Reading(
+            "kvproxy_kvcache_index_utilisation_ratio", "Blocks believed to be at an endpoint against its capacity",
+            ["cluster", "endpoint"], registry=r,
+        )  # fmt: skip
+        self.engine_kv_usage = Reading(
+            "kvproxy_engine_kv_usage_ratio", "KV memory in use, by the engine's own metrics",
+            ["cluster", "endpoint"], registry=r,
+        )  # fmt: skip
+        self.engine_requests = Reading(
+            "kvproxy_engine_requests", "Requests in the engine, by its own metrics",
+            ["cluster", "endpoint", "state"], registry=r,
+        )  # fmt: skip  # running, waiting
+        self.kv_token_memory_entries = Gauge(
+            "kvproxy_kvcache_token_memory_entries", "Prompts and beginnings in token memory", registry=r
+        )
         self.kv_token_memory_bytes = Gauge("kvproxy_kvcache_token_memory_bytes", "Bytes of token memory", registry=r)
         self.kv_recalls = Gauge(
             "kvproxy_kvcache_token_recalls", "Prompts by what token memory knew, since the start", ["result"],
@@ -167,3 +237,10 @@ class Metrics:
         self.auth_failures = Counter("kvproxy_auth_failures", "Requests refused by auth", ["reason"], registry=r)
         self.body_refused = Counter("kvproxy_bodies_refused", "Bodies over the limit", registry=r)
         self.breaker_state = Gauge("kvproxy_breaker_open", "1: open or half open", ["breaker"], registry=r)
+
+    def _add_process(self, r: CollectorRegistry) -> None:
+        """The process."""
+        self.loop_lag = Histogram(
+            "kvproxy_event_loop_lag_seconds", "How late the event loop woke a task, sampled four times a second",
+            buckets=LAG_BUCKETS_S, registry=r,
+        )  # fmt: skip

@@ -23,6 +23,9 @@ The admin listener serves them under `/metrics` in the Prometheus text format. A
 `deploy/grafana/kvproxy.json`, alert rules are in `deploy/prometheus/alerts.yaml`; [deployment](deployment.md) says
 how to install both and what to do about each alert.
 
+`kvproxy serve` adds the usual figures of the process (`process_resident_memory_bytes`, `process_cpu_seconds_total`,
+`process_open_fds` and so on).
+
 Labels come from closed sets or from the configuration, never from a client, so the number of series is bounded:
 endpoints times a small constant. An endpoint that leaves takes its series along.
 """
@@ -31,20 +34,24 @@ endpoints times a small constant. An endpoint that leaves takes its series along
 LABELS: Mapping[str, str] = {
     "action": "`pin`, `compress` or `evict`",
     "breaker": "what the breaker guards",
-    "by": "`live` or `shadow`: whose costs",
+    "by": "what is counted (`tokens` or `requests`), or whose costs (`live` or `shadow`)",
     "cluster": "name of the cluster in the configuration",
     "end": "`completed`, `engine_error`, `upstream_died`, `client_disconnected` or `local_reply`",
     "endpoint": "id of the endpoint",
     "index": "`approximate`, `precise` or `hot`",
     "kind": "which of a few kinds; the meaning of the metric names them",
+    "model": "a model that is declared by an endpoint or named by a route; any other is `other`",
     "outcome": "how it ended",
     "policy": "name of the balancing policy",
-    "queue": "which bounded place: `upstream` connections, `rate_limit` buckets, `kvcache_...` jobs",
+    "queue": "which bounded place: `upstream` connections, `rate_limit` buckets, `kvcache_...` jobs, `receipts`, "
+    "client `connections`",
     "rank": "data-parallel rank of the engine",
     "reason": "why; a closed set of each metric",
     "result": "what became of it",
     "source": "`approximate`, `precise`, `lmcache_controller` or `lmcache_coordinator`",
     "state": "`1` on the series of the current state, `0` on the others; for connections `open` or `idle`",
+    "tenant": "name of the API key, empty without `auth`; `other` beyond 200 pairs of model and tenant",
+    "tier": "`device` or `lower` (host memory, disk)",
     "status": "HTTP status",
 }
 

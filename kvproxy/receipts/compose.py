@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import blake2b
 
 from kvproxy.filters.exchange import Outcome
-from kvproxy.receipts.observed import Observed, Placed, Stood
-from kvproxy.receipts.receipt import Attempt, Candidate, Held, Receipt
+from kvproxy.receipts.forecast import wait_s
+from kvproxy.receipts.observed import Observed, Placed
+from kvproxy.receipts.receipt import Attempt, Receipt
 from kvproxy.types import RequestKind
 
 #: Hides a session key or a prompt's head behind a key that dies with the proxy: the hash of a name is easily guessed.
@@ -56,10 +56,7 @@ def compose(over: Finished, *, ended: datetime, hashed: Hash) -> Receipt:
         cluster=outcome.cluster,
         prompt_tokens=facts.prompt_tokens or None,
         hot_tokens=facts.hot_tokens,
-        facts={
-            str(endpoint): Held(held.device_tokens, held.source.value, held.lower_tokens, _rounded(held.age_s))
-            for endpoint, held in facts.by_endpoint.items()
-        },
+        facts=facts.by_endpoint,
         attempts=tuple([_attempt(placed, over.received_at) for placed in observed.decisions]),
         refusals=tuple(observed.refusals),
         endpoint=outcome.endpoint,
@@ -72,36 +69,19 @@ def compose(over: Finished, *, ended: datetime, hashed: Hash) -> Receipt:
 
 
 def _attempt(placed: Placed, received_at: float) -> Attempt:
-    seconds = placed.seconds
+    if placed.seconds is not None:
+        for candidate in placed.candidates:
+            candidate.wait_s = _rounded(wait_s(candidate, placed.seconds, candidate.slowness or 1.0))
     return Attempt(
         at_s=_rounded(placed.at - received_at),
         endpoint=placed.endpoint,
         policy=placed.policy,
         reason=placed.reason,
-        candidates=tuple([_candidate(stood, placed) for stood in placed.stood]),
+        candidates=tuple(placed.candidates),
         left_out=placed.left_out,
         preference=placed.preference,
-        seconds=seconds,
+        seconds=placed.seconds,
         failure=placed.failure,
-    )
-
-
-def _candidate(stood: Stood, placed: Placed) -> Candidate:
-    seconds, slowness = placed.seconds, stood.slowness
-    wait_s = None if seconds is None or slowness is None else stood.outlook.wait_s(seconds, slowness)
-    return Candidate(
-        id=stood.id,
-        in_flight=stood.in_flight,
-        pending_requests=stood.pending_requests,
-        pending_tokens=stood.pending_tokens,
-        resident_tokens=stood.resident_tokens,
-        work=stood.outlook.work,
-        head=stood.outlook.head,
-        elapsed_s=_rounded(stood.outlook.elapsed_s),
-        weight=stood.weight,
-        cost=None if stood.cost is None or not math.isfinite(stood.cost) else stood.cost,
-        slowness=None if slowness is None else _rounded(slowness),
-        wait_s=None if wait_s is None else _rounded(wait_s),
     )
 
 

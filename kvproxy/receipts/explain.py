@@ -64,7 +64,7 @@ def _decisions(receipt: Receipt) -> Iterator[str]:
 def _attempt(receipt: Receipt, attempt: Attempt, number: int) -> Iterator[str]:
     meaning = REASONS.get(attempt.reason)
     why = f"{attempt.reason} ({meaning})" if meaning else attempt.reason
-    yield f"Attempt {number}, {1000 * attempt.at_s:.1f} ms after it was received: {attempt.endpoint}"
+    yield f"Attempt {number}, {_seconds(attempt.at_s)} after it was received: {attempt.endpoint}"
     yield f"  policy {attempt.policy}, reason {why}"
     if attempt.preference is not None:
         yield f"  an earlier filter's preference was {attempt.preference}"
@@ -87,10 +87,10 @@ def _row(receipt: Receipt, attempt: Attempt, candidate: Candidate) -> Sequence[s
         ">" if candidate.id == attempt.endpoint else "",
         candidate.id,
         "-" if candidate.cost is None else f"{candidate.cost:.4g}",
-        "-" if candidate.wait_s is None else f"{candidate.wait_s:.3f} s",
+        _seconds(candidate.wait_s),
         _seconds(_prefill_s(receipt, attempt, candidate)),
         cached,
-        "-" if held is None else f"{held.source}, {held.age_s:.1f} s old",
+        "-" if held is None else f"{held.source.value}, {held.age_s:.1f} s old",
         str(candidate.in_flight),
         f"{candidate.pending_tokens} tokens",
     )
@@ -118,7 +118,7 @@ def _prediction(receipt: Receipt, attempt: Attempt) -> Iterator[str]:
     text = f"  Predicted: {matched_tokens(receipt, chosen.id)} of {receipt.prompt_tokens} tokens cached"
     prefill = _prefill_s(receipt, attempt, chosen)
     if prefill is not None and chosen.wait_s is not None:
-        text += f", first token {chosen.wait_s + prefill:.3f} s after the decision"
+        text += f", first token {_seconds(chosen.wait_s + prefill)} after the decision"
     yield text + "."
 
 
@@ -126,16 +126,16 @@ def _outcome(receipt: Receipt) -> Iterator[str]:
     tries = f"{len(receipt.attempts)} attempt{'s' if len(receipt.attempts) != 1 else ''}"
     where = f"{receipt.endpoint}, " if receipt.endpoint else ""
     yield f"What happened: {where}status {receipt.status or 'none'}, {receipt.end or 'aborted'}, after {tries}"
-    first = "no first byte" if receipt.ttft_s is None else f"first byte after {receipt.ttft_s:.3f} s"
+    first = "no first byte" if receipt.ttft_s is None else f"first byte after {_seconds(receipt.ttft_s)}"
     if receipt.ttft_s is not None and receipt.attempts:
-        first += f" ({receipt.ttft_s - receipt.attempts[-1].at_s:.3f} s after the decision)"
+        first += f" ({_seconds(receipt.ttft_s - receipt.attempts[-1].at_s)} after the decision)"
     tokens = "" if receipt.completion_tokens is None else f", {receipt.completion_tokens} tokens generated"
-    yield f"  {first}, over after {receipt.duration_s:.3f} s{tokens}"
+    yield f"  {first}, over after {_seconds(receipt.duration_s)}{tokens}"
     if receipt.cached_tokens is None:
         yield "  the engine did not say how much it had cached"
         return
     prompt = receipt.engine_prompt_tokens
-    expected = matched_tokens(receipt, receipt.endpoint or "")
+    expected = 0 if receipt.endpoint is None else matched_tokens(receipt, receipt.endpoint)
     yield f"  cached by the engine's count: {receipt.cached_tokens} of {prompt or '?'} tokens (predicted {expected})"
 
 
@@ -146,7 +146,9 @@ def _prefill_s(receipt: Receipt, attempt: Attempt, candidate: Candidate) -> floa
 
 
 def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f} s"
+    if value is None:
+        return "-"
+    return f"{value:.2f} s" if value >= 1.0 else f"{1000 * value:.1f} ms"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

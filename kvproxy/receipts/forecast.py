@@ -5,15 +5,16 @@ from __future__ import annotations
 from kvproxy.balancing.load import Features, features_of, seconds_of
 from kvproxy.balancing.outlook import Outlook
 from kvproxy.receipts.receipt import Candidate, Receipt
+from kvproxy.types import EndpointId
 
 
-def matched_tokens(receipt: Receipt, endpoint: str) -> int:
+def matched_tokens(receipt: Receipt, endpoint: EndpointId) -> int:
     """Leading tokens it was believed to hold, never more than the prompt has."""
     held = receipt.facts.get(endpoint)
     return 0 if held is None else min(held.device_tokens + held.lower_tokens, receipt.prompt_tokens or 0)
 
 
-def own_work(receipt: Receipt, endpoint: str) -> Features:
+def own_work(receipt: Receipt, endpoint: EndpointId) -> Features:
     """The prefill this request would add there."""
     matched = matched_tokens(receipt, endpoint)
     held = receipt.facts.get(endpoint)
@@ -28,9 +29,11 @@ def first_token_s(receipt: Receipt, candidate: Candidate, seconds: Features, slo
 
 def wait_s(candidate: Candidate, seconds: Features, slowness: float) -> float:
     """Until it would begin."""
+    if not candidate.pending_requests:
+        return 0.0
     return Outlook(candidate.work, candidate.head, candidate.elapsed_s).wait_s(seconds, slowness)
 
 
-def prefill_s(receipt: Receipt, endpoint: str, seconds: Features, slowness: float) -> float:
+def prefill_s(receipt: Receipt, endpoint: EndpointId, seconds: Features, slowness: float) -> float:
     """The request's own prefill there."""
     return slowness * seconds_of(own_work(receipt, endpoint), seconds)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from heapq import nsmallest
 
+import msgspec
+
 from kvproxy.balancing.load import Features
-from kvproxy.balancing.outlook import Outlook, outlook_of
+from kvproxy.balancing.outlook import outlook_of
 from kvproxy.balancing.policy import NO_FACTS, OverlapFacts
 from kvproxy.balancing.speed import SpeedModel
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.witness import Sight
+from kvproxy.receipts.receipt import Candidate
+from kvproxy.types import EndpointId
 
 log = logging.getLogger(__name__)
 
@@ -22,32 +25,16 @@ MAX_CANDIDATES = 64
 MAX_ATTEMPTS = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Stood:
-    """A candidate as it stood."""
-
-    id: str
-    weight: float
-    in_flight: int
-    pending_requests: int
-    pending_tokens: int
-    resident_tokens: int
-    outlook: Outlook
-    cost: float | None
-    slowness: float | None
-
-
-@dataclass(slots=True)
-class Placed:
-    """One decision."""
+class Placed(msgspec.Struct):
+    """One decision. What its candidates had to wait is left to be worked out when the receipt is written."""
 
     at: float
-    endpoint: str
+    endpoint: EndpointId
     policy: str
     reason: str
     preference: str | None
     seconds: Features | None
-    stood: Sequence[Stood]
+    candidates: list[Candidate]
     left_out: int
     failure: str | None = None
 
@@ -86,7 +73,7 @@ class Observed:
 def _noted(sight: Sight, now: float) -> Placed:
     speeds, costs = sight.speeds, sight.costs
     chosen = _recorded(sight)
-    stood = [_stood(sight.candidates[i], costs[i] if costs else None, speeds, now) for i in chosen]
+    candidates = [_candidate(sight.candidates[i], costs[i] if costs else None, speeds, now) for i in chosen]
     return Placed(
         at=now,
         endpoint=sight.chosen.id,
@@ -94,7 +81,7 @@ def _noted(sight: Sight, now: float) -> Placed:
         reason=sight.reason,
         preference=sight.preference,
         seconds=None if speeds is None else speeds.seconds,
-        stood=stood,
+        candidates=candidates,
         left_out=len(sight.candidates) - len(chosen),
     )
 
@@ -110,18 +97,20 @@ def _recorded(sight: Sight) -> Sequence[int]:
     return sorted([*best, index])
 
 
-def _stood(endpoint: Endpoint, cost: float | None, speeds: SpeedModel | None, now: float) -> Stood:
+def _candidate(endpoint: Endpoint, cost: float | None, speeds: SpeedModel | None, now: float) -> Candidate:
     load = endpoint.load
     slowness = None if speeds is None else speeds.slowness(endpoint.id, now)
     outlook = outlook_of(load, None if speeds is None else speeds.seconds, slowness or 1.0, now)
-    return Stood(
+    return Candidate(
         endpoint.id,
-        endpoint.weight,
         load.in_flight,
         load.pending_requests,
         load.pending_tokens,
         load.resident_tokens,
-        outlook,
+        outlook.work,
+        outlook.head,
+        outlook.elapsed_s,
+        endpoint.weight,
         cost,
         slowness,
     )

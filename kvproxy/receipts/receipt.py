@@ -6,26 +6,21 @@ readable; `v` changes when the meaning of a field does.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from kvproxy.balancing.load import Features
+from kvproxy.balancing.policy import Overlap
+from kvproxy.types import EndpointId
 
 VERSION = 1
 
 
-class Held(msgspec.Struct, frozen=True):
-    """Leading tokens of the prompt that one endpoint was believed to hold."""
-
-    device_tokens: int
-    source: str
-    lower_tokens: int = 0  # on host or disk tiers
-    age_s: float = 0.0  # of the knowledge
-
-
-class Candidate(msgspec.Struct, frozen=True):
+class Candidate(msgspec.Struct):
     """An endpoint that could have taken the request, as it stood just before the decision."""
 
-    id: str
+    id: EndpointId
     in_flight: int
     pending_requests: int  # without a first token
     pending_tokens: int  # uncached ones of these
@@ -43,7 +38,7 @@ class Attempt(msgspec.Struct, frozen=True):
     """One placement."""
 
     at_s: float  # since the request was received
-    endpoint: str
+    endpoint: EndpointId
     policy: str
     reason: str
     candidates: tuple[Candidate, ...]
@@ -70,10 +65,10 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True):
     cluster: str = ""
     prompt_tokens: int | None = None  # known or estimated before the decision
     hot_tokens: int = 0
-    facts: dict[str, Held] = {}
+    facts: Mapping[EndpointId, Overlap] = {}
     attempts: tuple[Attempt, ...] = ()
     refusals: tuple[str, ...] = ()  # why nobody could be picked, each time it was tried
-    endpoint: str | None = None  # who answered, or failed last
+    endpoint: EndpointId | None = None  # who answered, or failed last
     status: int = 0
     ttft_s: float | None = None
     engine_prompt_tokens: int | None = None

@@ -19,7 +19,6 @@ from kvproxy.replay.decided_report import Recorded, Review, Verdict, mean
 from kvproxy.replay.outcome import percentile
 from kvproxy.replay.recorded import Decision, Lesson, decisions_of
 from kvproxy.replay.scenario import PolicySpec
-from kvproxy.types import EndpointId
 
 #: Seconds from a decision to its first token, had it gone to the candidate of this index.
 Expect = Callable[[Decision, int], float]
@@ -48,7 +47,7 @@ def _hindsight(decisions: Sequence[Decision]) -> Expect:
             speeds.observe(lesson.endpoint, lesson.work, lesson.busy_s, lesson.at)
     end = decisions[-1].at
     ids = {one.id for decision in decisions for one in decision.attempt.candidates}
-    slowness = {endpoint: speeds.slowness(EndpointId(endpoint), end) for endpoint in ids}
+    slowness = {endpoint: speeds.slowness(endpoint, end) for endpoint in ids}
 
     def expect(decision: Decision, index: int) -> float:
         candidate = decision.attempt.candidates[index]

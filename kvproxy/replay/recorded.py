@@ -8,9 +8,9 @@ from datetime import datetime
 
 from kvproxy.balancing.load import Features
 from kvproxy.balancing.outlook import Outlook
-from kvproxy.balancing.policy import FactSource, Overlap, OverlapFacts, PickRequest
+from kvproxy.balancing.policy import OverlapFacts, PickRequest
 from kvproxy.receipts.forecast import matched_tokens, own_work
-from kvproxy.receipts.receipt import Attempt, Candidate, Held, Receipt
+from kvproxy.receipts.receipt import Attempt, Candidate, Receipt
 from kvproxy.types import EndpointId
 
 
@@ -85,11 +85,7 @@ def _decision(receipt: Receipt, attempt: Attempt, index: int) -> Decision:
     request = PickRequest(
         model=receipt.model,
         session_key=receipt.session or None,
-        facts=OverlapFacts(
-            receipt.prompt_tokens or 0,
-            {EndpointId(endpoint): _overlap(held) for endpoint, held in receipt.facts.items()},
-            receipt.hot_tokens,
-        ),
+        facts=OverlapFacts(receipt.prompt_tokens or 0, receipt.facts, receipt.hot_tokens),
         streams=receipt.stream,
         prompt_head=receipt.head.encode(),
     )
@@ -113,7 +109,7 @@ def _lesson(receipt: Receipt, attempt: Attempt, chosen: Candidate, received: flo
     work = (chosen.work[0] + own[0], chosen.work[1] + own[1], chosen.work[2] + own[2], chosen.work[3] + own[3])
     return Lesson(
         at=received + first_token_s,
-        endpoint=EndpointId(chosen.id),
+        endpoint=chosen.id,
         work=work if shown else None,
         busy_s=max(0.0, first_token_s - attempt.at_s) + max(0.0, chosen.elapsed_s),
         predicted_tokens=matched_tokens(receipt, chosen.id),
@@ -124,10 +120,4 @@ def _lesson(receipt: Receipt, attempt: Attempt, chosen: Candidate, received: flo
 def _candidate(one: Candidate) -> RecordedCandidate:
     outlook = Outlook(one.work, one.head, one.elapsed_s)
     load = RecordedLoad(one.in_flight, one.pending_requests, one.pending_tokens, one.resident_tokens, outlook)
-    return RecordedCandidate(EndpointId(one.id), one.weight, load)
-
-
-def _overlap(held: Held) -> Overlap:
-    known = held.source in FactSource.__members__.values()
-    source = FactSource(held.source) if known else FactSource.APPROXIMATE
-    return Overlap(held.device_tokens, held.lower_tokens, source, held.age_s)
+    return RecordedCandidate(one.id, one.weight, load)

@@ -1,0 +1,27 @@
+"""What the clusters' policies have learned about their engines, as metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.types import Clock
+
+
+def show_learned(metrics: Metrics, clusters: Callable[[], Iterable[Cluster]], *, clock: Clock) -> None:
+    """Read at every scrape, from the clusters there are then; clusters whose policy learns nothing have no series."""
+
+    def speeds() -> Iterable[tuple[tuple[str, ...], float]]:
+        for cluster in clusters():
+            if cluster.speeds is not None:
+                yield (cluster.name,), cluster.speeds.estimates(clock()).tokens_per_s
+
+    def slowness() -> Iterable[tuple[tuple[str, ...], float]]:
+        for cluster in clusters():
+            if cluster.speeds is not None:
+                for endpoint in cluster.endpoints:
+                    yield (cluster.name, str(endpoint.id)), cluster.speeds.slowness(endpoint.id, clock())
+
+    metrics.learned_tokens_per_s.read(speeds)
+    metrics.learned_slowness.read(slowness)

@@ -1,0 +1,50 @@
+"""How full the indexes and the engines are, read for metrics when somebody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from kvproxy.clients.engine_metrics import EngineMetrics
+
+if TYPE_CHECKING:
+    from kvproxy.kvcache.parts import Parts
+
+#: Rows of the precise index with their share of its tables, as benchmarks/prefix_index.py measures them.
+PRECISE_ROW_BYTES = 80
+
+#: Label values, and a value.
+Series = Iterable[tuple[tuple[str, ...], float]]
+
+
+def utilisation(parts: Parts) -> Series:
+    """Blocks each endpoint is believed to hold against its capacity."""
+    for name, cluster in parts.clusters.items():
+        approximate = parts.local[name].approximate
+        for endpoint in cluster.endpoints:
+            capacity = approximate.capacity(endpoint.id)
+            if capacity:
+                yield (name, str(endpoint.id)), approximate.blocks(endpoint.id) / capacity
+
+
+def kv_usage(parts: Parts) -> Series:
+    """KV memory in use, where the engine's metrics say it and are not too old."""
+    for labels, metrics in _readings(parts):
+        if metrics.kv_usage is not None:
+            yield labels, metrics.kv_usage
+
+
+def engine_requests(parts: Parts) -> Series:
+    """Requests running and waiting there."""
+    for labels, metrics in _readings(parts):
+        for state, count in (("running", metrics.running), ("waiting", metrics.waiting)):
+            if count is not None:
+                yield (*labels, state), count
+
+
+def _readings(parts: Parts) -> Iterable[tuple[tuple[str, str], EngineMetrics]]:
+    for name, cluster in parts.clusters.items():
+        for endpoint in cluster.endpoints:
+            reading = parts.signals.reading(endpoint)
+            if reading is not None and reading[0] <= parts.signals.max_age_s:
+                yield (name, str(endpoint.id)), reading[1]

@@ -1,0 +1,44 @@
+"""Gauges read when somebody asks, for things that come and go: nothing is kept, so nothing has to be removed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+#: The series there are now: label values and value. Runs in the thread of the scrape.
+Source = Callable[[], Iterable[tuple[tuple[str, ...], float]]]
+
+
+class Reading(Collector):
+    """A gauge with one source; without any it shows no series."""
+
+    def __init__(
+        self, name: str, documentation: str, labelnames: Sequence[str] = (), *, registry: CollectorRegistry
+    ) -> None:
+        self.name = name
+        self._documentation = documentation
+        self._labelnames = tuple(labelnames)
+        self._source: Source = tuple
+        registry.register(self)
+
+    def read(self, source: Source) -> None:
+        """Ask `source` from now on, and no earlier one."""
+        self._source = source
+
+    def describe(self) -> Iterable[Metric]:
+        """Its name, for the registry's check of duplicates."""
+        return [self._family()]
+
+    def collect(self) -> Iterable[Metric]:
+        """What a scrape shows."""
+        family = self._family()
+        for labels, value in self._source():
+            family.add_metric(labels, value)
+        return [family]
+
+    def _family(self) -> GaugeMetricFamily:
+        return GaugeMetricFamily(self.name, self._documentation, labels=self._labelnames)
