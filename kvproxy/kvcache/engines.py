@@ -22,7 +22,7 @@ class Engines:
     def __init__(self, pool: UpstreamPool, *, timeout_s: float, tokenizer_url: str = "") -> None:
         self._pool = pool
         self._timeout_s = timeout_s
-        self._http: dict[tuple[str, bool], httpx.AsyncClient] = {}
+        self._http: dict[tuple[str, bool, str], httpx.AsyncClient] = {}
         self._clients: dict[Endpoint, VllmClient] = {}
         self._unable: set[Endpoint] = set()  # answered that they cannot tokenize
         self._tokenizer = VllmClient(self.http(), tokenizer_url, timeout_s=timeout_s) if tokenizer_url else None
@@ -34,12 +34,13 @@ class Engines:
         for client in self._http.values():
             await client.aclose()
 
-    def http(self, ca_file: str = "", insecure: bool = False) -> httpx.AsyncClient:
+    def http(self, ca_file: str = "", insecure: bool = False, server_name: str = "") -> httpx.AsyncClient:
         """The client for origins verified this way."""
-        client = self._http.get((ca_file, insecure))
+        verified = (ca_file, insecure, server_name)
+        client = self._http.get(verified)
         if client is None:
-            transport = PoolTransport(self._pool, ca_file=ca_file, insecure=insecure)
-            client = self._http[ca_file, insecure] = httpx.AsyncClient(transport=transport, trust_env=False)
+            transport = PoolTransport(self._pool, ca_file=ca_file, insecure=insecure, server_name=server_name)
+            client = self._http[verified] = httpx.AsyncClient(transport=transport, trust_env=False)
         return client
 
     def client(self, endpoint: Endpoint) -> VllmClient:
@@ -47,7 +48,7 @@ class Engines:
         client = self._clients.get(endpoint)
         if client is None:
             origin, key = endpoint.origin, endpoint.authorization
-            http = self.http(origin.ca_file, origin.insecure)
+            http = self.http(origin.ca_file, origin.insecure, origin.server_name)
             authorization = key.decode("latin-1") if key else None
             client = VllmClient(http, str(origin), authorization, timeout_s=self._timeout_s)
             self._clients[endpoint] = client
