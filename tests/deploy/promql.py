@@ -18,7 +18,7 @@ SERIES = {
     for name, labels in metric.series.items()
 } | {"up": SCRAPED}
 
-_FUNCTIONS = frozenset({"rate", "increase", "histogram_quantile", "vector", "clamp_max", "clamp_min"})
+_FUNCTIONS = frozenset({"rate", "increase", "histogram_quantile", "vector", "deriv"})
 _AGGREGATIONS = frozenset({"sum", "min", "max", "count", "avg"})
 _KEYWORDS = frozenset({"by", "on", "ignoring", "group_left", "offset", "and", "or", "unless"})
 
