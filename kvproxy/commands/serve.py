@@ -21,6 +21,7 @@ from kvproxy.commands.configuration import Source
 from kvproxy.commands.logging_setup import logging_to
 from kvproxy.commands.reload import FileReloader, findings_of
 from kvproxy.config.schema import Config
+from kvproxy.doctor.report import Report
 from kvproxy.doctor.startup import StartupVisit
 from kvproxy.errors import Problem
 from kvproxy.listener.server import Server
@@ -78,7 +79,11 @@ async def serve_until_signal(config: Config, problems: list[Problem], source: So
         gc.freeze()
         gc.set_threshold(_GC_THRESHOLD, 20, 20)
         _announce(proxy, public.url)
-        await listeners.enter_async_context(StartupVisit(config))
+
+        def show(report: Report) -> None:
+            proxy.findings = [*proxy.findings, *report.findings]
+
+        await listeners.enter_async_context(StartupVisit(config, on_report=show))
         await listeners.enter_async_context(reloader)
         await signals.stop.wait()
         proxy.draining = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -17,10 +18,14 @@ log = logging.getLogger("kvproxy.doctor")
 
 
 class StartupVisit:
-    """An async context manager: inside it a task visits once. `report` is what it found, None until then."""
+    """An async context manager: inside it a task visits once. `report` is what it found, None until then;
+    `on_report` is told of it."""
 
-    def __init__(self, config: Config, *, tools: Tools | None = None) -> None:
+    def __init__(
+        self, config: Config, *, tools: Tools | None = None, on_report: Callable[[Report], None] = lambda report: None
+    ) -> None:
         self.report: Report | None = None
+        self._on_report = on_report
         self._config = config
         self._tools = tools
         self._task: asyncio.Task[None] | None = None
@@ -49,6 +54,7 @@ class StartupVisit:
         except Exception:
             log.exception("the visit to the engines is broken; the proxy works on")
             return
+        self._on_report(self.report)
         for one in self.report.findings:
             level = logging.WARNING if one.severity is Severity.PROBLEM else logging.INFO
             log.log(level, "[doctor] %s: %s: %s; fix: %s", one.check, one.where, one.what, one.fix)

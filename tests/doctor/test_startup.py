@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvproxy.doctor.report import Report
 from kvproxy.doctor.startup import StartupVisit
 from kvproxy.doctor.tools import Tools
 from tests.doctor.setup import ENGINE, PATIENCE, cluster, parsed
@@ -38,6 +39,15 @@ async def test_findings_are_logged_once(caplog: pytest.LogCaptureFixture) -> Non
     lines = [record for record in caplog.records if "instance ids" in record.getMessage()]
     assert [record.levelname for record in lines] == ["WARNING"]
     assert "fix: set `instance_id` to its own of a, or start its LMCache" in lines[0].getMessage()
+
+
+async def test_who_asked_is_told_of_the_report() -> None:
+    """The live page shows it."""
+    told: list[Report] = []
+    config = parsed({"endpoints": {"a": "http://127.0.0.1:1"}})
+    async with StartupVisit(config, on_report=told.append) as visit:
+        report = await visit.finished()
+    assert told == [report]
 
 
 async def test_leaving_ends_the_visit() -> None:
