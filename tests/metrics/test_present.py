@@ -1,0 +1,59 @@
+"""Metrics that show the present: windows, readings, the loop's lag."""
+
+from __future__ import annotations
+
+import asyncio
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.metrics.hit_window import HitWindow
+from kvproxy.metrics.loop_lag import LoopLag
+from kvproxy.metrics.reading import Reading
+from tests.support.clock import FakeClock
+
+
+def test_a_window_forgets_what_slid_out() -> None:
+    """The sums are always those of what it holds."""
+    window = HitWindow(size=3)
+    for prompt, cached in ((100, 0), (100, 50), (200, 0), (300, 300), (10, 5)):
+        window.add(prompt, cached)
+    assert (len(window), window.prompt_tokens, window.cached_tokens, window.hits) == (3, 510, 305, 2)
+
+
+def test_a_reading_shows_what_there_is_at_the_scrape() -> None:
+    """Series come and go with what is read; only the last source is asked."""
+    registry = CollectorRegistry()
+    reading = Reading("x_level", "Level", ["tank"], registry=registry)
+    assert b"x_level{" not in generate_latest(registry)
+    tanks = {"a": 1.0, "b": 2.0}
+    reading.read(lambda: [(("gone",), 9.0)])
+    reading.read(lambda: [((name,), value) for name, value in tanks.items()])
+    assert registry.get_sample_value("x_level", {"tank": "b"}) == 2.0
+    del tanks["b"]
+    assert registry.get_sample_value("x_level", {"tank": "b"}) is None
+    assert registry.get_sample_value("x_level", {"tank": "gone"}) is None
+
+
+async def test_the_loops_lag_is_what_a_sleep_took_too_long() -> None:
+    """And never less than nothing."""
+    clock, metrics = FakeClock(), Metrics()
+    lags, done = [0.04, -0.01], asyncio.Event()
+
+    async def sleep(seconds: float) -> None:
+        if not lags:
+            done.set()
+            await asyncio.Event().wait()
+        clock.advance(seconds + lags.pop(0))
+
+    async with LoopLag(metrics, clock=clock, sleep=sleep):
+        await done.wait()
+    assert metrics.registry.get_sample_value("kvproxy_event_loop_lag_seconds_count") == 2
+    total = metrics.registry.get_sample_value("kvproxy_event_loop_lag_seconds_sum")
+    assert total is not None
+    assert abs(total - 0.04) < 1e-9
+
+
+async def test_a_sampler_that_was_not_entered_ends_quietly() -> None:
+    """A start that failed before it."""
+    await LoopLag(Metrics(), clock=FakeClock()).__aexit__(None, None, None)

@@ -1,0 +1,114 @@
+"""Recorded decisions decided again."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from kvproxy.balancing.policy import Overlap
+from kvproxy.receipts.reading import Reading
+from kvproxy.receipts.receipt import Attempt, Candidate, Receipt, encode
+from kvproxy.replay.decided import decide_again
+from kvproxy.replay.decided_report import Review
+from kvproxy.replay.scenario import PolicySpec
+from kvproxy.types import EndpointId
+
+A, B = EndpointId("a"), EndpointId("b")
+NOON = datetime(2026, 1, 2, 12, tzinfo=UTC)
+IDLE = (0.0, 0.0, 0.0, 0.0)
+
+
+def candidate(endpoint: EndpointId, pending_tokens: int = 0) -> Candidate:
+    """With this much to prefill before it."""
+    pending = int(pending_tokens > 0)
+    work = (float(pending), float(pending_tokens), 0.0, 0.0)
+    return Candidate(endpoint, pending, pending, pending_tokens, pending_tokens, work, work, 0.0)
+
+
+def receipt(number: int, endpoint: EndpointId, *candidates: Candidate, **fields: object) -> Receipt:
+    """A streamed request each second, of 1000 tokens at 1000 tokens a second, of which `a` holds 900."""
+    attempt = Attempt(0.0, endpoint, "round_robin", "round_robin", candidates)
+    known: dict[str, object] = {
+        "end": "completed", "stream": True, "prompt_tokens": 1000, "facts": {A: Overlap(900)},
+        "ttft_s": 0.1 if endpoint == A else 1.0,
+        "cached_tokens": 900 if endpoint == A else 0, "endpoint": endpoint, "duration_s": 1.0, "attempts": (attempt,),
+        **fields,
+    }  # fmt: skip
+    time = (NOON + timedelta(seconds=number)).isoformat()
+    return Receipt(time=time, request_id=str(number), **known)  # type: ignore[arg-type]
+
+
+def review(tmp_path: Path, receipts: list[Receipt], *policies: str, limit: int = 0) -> Review:
+    """Decided again from a file."""
+    path = tmp_path / "receipts.jsonl"
+    path.write_bytes(b"".join(map(encode, receipts)))
+    return decide_again(Reading(path), [PolicySpec.parse(name) for name in policies], limit=limit)
+
+
+def test_regret_is_what_the_recorded_choices_cost_more(tmp_path: Path) -> None:
+    """Round robin took turns; kv_aware would have followed the cache each time."""
+    receipts = [receipt(n, (A, B)[n % 2], candidate(A), candidate(B)) for n in range(40)]
+    found = review(tmp_path, receipts, "kv_aware", "lmetric", "round_robin")
+    assert (found.recorded.decisions, found.recorded.requests, found.recorded.policies) == (40, 40, ("round_robin",))
+    kv_aware, lmetric, turns = (found.policies[name] for name in ("kv_aware", "lmetric", "round_robin"))
+    assert kv_aware.differs == lmetric.differs == 0.5
+    assert lmetric.regret_mean == pytest.approx(450)  # half of them computed 900 tokens more
+    assert lmetric.regret_p99 == 900
+    assert (turns.different, turns.regret_mean) == (0, None)
+    assert kv_aware.hit_rate == pytest.approx(0.9)
+    assert found.recorded.hit_rate == pytest.approx(0.45)
+    assert kv_aware.ttft_difference_mean_s == pytest.approx(-0.45, rel=0.25)
+
+
+def test_speeds_are_learned_from_the_receipts(tmp_path: Path) -> None:
+    """Expected times are near those that were, though the prior is eight times off."""
+    receipts = [receipt(n, (A, B)[n % 2], candidate(A), candidate(B)) for n in range(200)]
+    found = review(tmp_path, receipts, "kv_aware")
+    assert found.recorded.real_ttft_mean_s == pytest.approx(0.55)
+    assert found.recorded.ttft_mean_s == pytest.approx(0.55, rel=0.2)
+
+
+def test_loads_at_the_pick_count(tmp_path: Path) -> None:
+    """Where the cache is, there may be a queue."""
+    receipts = [receipt(n, B, candidate(A, 50_000), candidate(B)) for n in range(20)]
+    found = review(tmp_path, receipts, "kv_aware", "least_request", "dynamo", "llm_d", "session", "consistent_hash")
+    assert found.policies["kv_aware"].different == 0
+    assert found.policies["least_request"].different == 0
+    assert found.policies["dynamo"].different == 0
+
+
+def test_failed_attempts_are_decisions_that_teach_nothing(tmp_path: Path) -> None:
+    """Each placement is decided again; only the one that answered shows a time."""
+    failed = Attempt(0.0, A, "kv_aware", "overlap", (candidate(A), candidate(B)), failure="connect_error")
+    second = Attempt(0.2, B, "kv_aware", "no_overlap", (candidate(B),))
+    lost = Attempt(0.0, A, "kv_aware", "overlap", (candidate(B),))  # its endpoint is not among those noted
+    receipts = [receipt(0, B, attempts=(failed, second)), receipt(1, A, attempts=(lost,))]
+    found = review(tmp_path, receipts, "least_request")
+    assert (found.recorded.decisions, found.recorded.requests) == (2, 1)
+    assert found.recorded.real_ttft_mean_s == pytest.approx(0.8)
+
+
+def test_hidden_first_tokens_are_no_times(tmp_path: Path) -> None:
+    """An answer that is not streamed, or never came, says nothing about a first token."""
+    receipts = [
+        receipt(0, A, candidate(A), stream=False),
+        receipt(1, A, candidate(A), ttft_s=None, cached_tokens=None, end="client_disconnected"),
+    ]
+    found = review(tmp_path, receipts, "kv_aware", "least_ttft")
+    assert found.recorded.real_ttft_mean_s is None
+    assert "really it was" not in found.as_table()
+
+
+def test_the_first_so_many_requests(tmp_path: Path) -> None:
+    """`--requests` bounds it; lines that are no receipts are counted."""
+    path = tmp_path / "receipts.jsonl"
+    good = encode(receipt(0, A, candidate(A)))
+    path.write_bytes(b"broken\n\n" + good + good)
+    found = decide_again(Reading(path), [PolicySpec.parse("random")], limit=1)
+    assert found.recorded.decisions == 1
+    assert "1 lines are no receipts" in found.as_table()
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match="no decisions"):
+        decide_again(Reading(path), [])
