@@ -33,6 +33,7 @@ class Metrics:
         self._add_connections(self.registry)
         self._add_kv_events(self.registry)
         self._add_kvcache(self.registry)
+        self._add_kvcache_holdings(self.registry)
         self._add_bounds(self.registry)
         self._add_process(self.registry)
         self.hit_windows = HitWindows()
@@ -164,7 +165,7 @@ class Metrics:
         )  # connecting, exact, degraded, approximate
 
     def _add_kvcache(self, r: CollectorRegistry) -> None:
-        """Who holds which prefix, and what is done to keep it."""
+        """Who holds which prefix: what was asked, predicted, and true."""
         self.kv_facts_seconds = Histogram(
             "kvproxy_kvcache_facts_seconds", "Asking the indexes of the proxy itself about one prompt",
             buckets=LOCAL_BUCKETS_S, registry=r,
@@ -193,6 +194,9 @@ class Metrics:
         self.kv_reused_tokens = Counter(
             "kvproxy_kvcache_reused_tokens", "Of these, tokens the engine did reuse", ["source"], registry=r
         )
+
+    def _add_kvcache_holdings(self, r: CollectorRegistry) -> None:
+        """What the indexes, the engines and token memory hold, and the work to keep it."""
         self.kv_index_blocks = Gauge(
             "kvproxy_kvcache_index_blocks", "Blocks held in an index, over endpoints", ["index"], registry=r
         )  # approximate, precise, hot
