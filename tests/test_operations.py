@@ -1,0 +1,72 @@
+"""What an operator sees of a running proxy beyond single rooms: learned speeds, lag, process, places with a bound."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.types import Send
+
+from kvproxy.commands.serve import _show_process
+from kvproxy.listener.server import Server
+from kvproxy.metrics.catalog import Metrics
+from tests.support.asgi import Inner
+from tests.support.fake_engine import Call, FakeEngine, event, start_stream
+from tests.support.loopback import serve
+from tests.support.proxy import chat, running_proxy
+from tests.support.until import until
+
+
+async def stream(engine: FakeEngine, call: Call, send: Send) -> None:
+    """A token and a usage."""
+    await start_stream(send)
+    usage = b'{"prompt_tokens":240,"completion_tokens":3,"prompt_tokens_details":{"cached_tokens":224}}'
+    await event(send, b'{"choices":[],"usage":%s}' % usage)
+    await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+
+async def test_traffic_shows_in_every_new_metric() -> None:
+    """Through a whole proxy: times, ratios, savings, learned speeds, the time of facts and the loop's lag."""
+    engine = [{"id": "a", "url": "", "models": ["m"]}]
+    async with serve(FakeEngine("a", stream)) as url:
+        engine[0]["url"] = url
+        async with running_proxy(engine, policy="kv_aware", shadow_policy="random") as proxy:
+            for _ in range(3):
+                body = chat("the same words over and over " * 30, stream=True)
+                assert (await proxy.client.post("/v1/chat/completions", json=body)).status_code == 200
+            at = {"cluster": "default", "endpoint": "a", "model": "m"}
+            for name in ("ttft", "itl", "request_duration"):
+                assert proxy.metric(f"kvproxy_{name}_seconds_count", **at) == 3
+            assert proxy.metric("kvproxy_cache_hit_ratio", cluster="default", by="requests") == 1.0
+            assert proxy.metric("kvproxy_saved_prompt_tokens_total", model="m", tenant="") == 3 * 224
+            assert proxy.metric("kvproxy_saved_prefill_seconds_total", model="m", tenant="") > 0
+            assert proxy.metric("kvproxy_tier_hits_total", cluster="default", tier="device") == 2
+            assert proxy.metric("kvproxy_learned_prefill_tokens_per_second", cluster="default") > 0
+            assert proxy.metric("kvproxy_learned_slowness", cluster="default", endpoint="a") > 0
+            assert proxy.metric("kvproxy_kvcache_facts_seconds_count") == 3
+            assert proxy.metric("kvproxy_kvcache_index_bytes", index="approximate") > 0
+            assert (
+                proxy.metric("kvproxy_shadow_decisions_total", cluster="default", policy="random", result="same") == 3
+            )
+            await until(lambda: proxy.metric("kvproxy_event_loop_lag_seconds_count") > 0)
+
+
+async def test_a_policy_that_learns_nothing_shows_no_speeds() -> None:
+    """Rather than those nobody measured."""
+    async with serve(FakeEngine("a")) as url, running_proxy({"a": url}) as proxy:
+        (family,) = proxy.proxy.metrics.learned_slowness.collect()
+        assert family.samples == []
+
+
+async def test_the_process_and_its_connections() -> None:
+    """What `kvproxy serve` adds to the catalogue."""
+    metrics = Metrics()
+    async with Server(Inner(), drain_s=1.0) as server:
+        _show_process(metrics, server, limit=77)
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        sample = metrics.registry.get_sample_value
+        await until(lambda: sample("kvproxy_queue_depth", {"queue": "connections"}) == 1)
+        assert sample("kvproxy_queue_limit", {"queue": "connections"}) == 77
+        assert (sample("process_resident_memory_bytes") or 0) > 0
+        assert (sample("process_open_fds") or 0) > 0
+        writer.close()
+        await writer.wait_closed()
