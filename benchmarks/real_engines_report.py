@@ -89,6 +89,4 @@ def _percentile(values: Sequence[float], share: float) -> float:
 
 
 def _machine() -> str:
-    return (
-        f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}, Python {platform.python_version()}"
-    )
+    return f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
