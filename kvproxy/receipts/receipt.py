@@ -1,7 +1,7 @@
 """The format of a receipt, one JSON line each. Hashes and lengths, never text of a prompt.
 
-Readers ignore fields they do not know and use defaults for missing ones, so that receipts of other versions stay
-readable; `v` changes when the meaning of a field does.
+What is left out has its default: 0, or unknown. Readers ignore fields they do not know, so that receipts of other
+versions stay readable; `v` changes when the meaning of a field does.
 """
 
 from __future__ import annotations
@@ -10,31 +10,31 @@ from collections.abc import Mapping
 
 import msgspec
 
-from kvproxy.balancing.load import Features
+from kvproxy.balancing.load import NO_WORK, Features
 from kvproxy.balancing.policy import Overlap
 from kvproxy.types import EndpointId
 
 VERSION = 1
 
 
-class Candidate(msgspec.Struct):
+class Candidate(msgspec.Struct, omit_defaults=True):
     """An endpoint that could have taken the request, as it stood just before the decision."""
 
     id: EndpointId
-    in_flight: int
-    pending_requests: int  # without a first token
-    pending_tokens: int  # uncached ones of these
-    resident_tokens: int
-    work: Features  # pending prefill: requests, uncached tokens, attention work, lower-tier tokens
-    head: Features  # of it, what the engine was at work on
-    elapsed_s: float  # since its latest first token
+    in_flight: int = 0
+    pending_requests: int = 0  # without a first token
+    pending_tokens: int = 0  # uncached ones of these
+    resident_tokens: int = 0
+    work: Features = NO_WORK  # pending prefill: requests, uncached tokens, attention work, lower-tier tokens
+    head: Features = NO_WORK  # of it, what the engine was at work on
+    elapsed_s: float = 0.0  # since its latest first token
     weight: float = 1.0
     cost: float | None = None  # by the policy, in its own unit
     slowness: float | None = None  # learned, against the pool
     wait_s: float | None = None  # estimated, until it would begin
 
 
-class Attempt(msgspec.Struct, frozen=True):
+class Attempt(msgspec.Struct, frozen=True, omit_defaults=True):
     """One placement."""
 
     at_s: float  # since the request was received
