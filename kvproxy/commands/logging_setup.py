@@ -54,6 +54,11 @@ class _DroppingQueueHandler(logging.handlers.QueueHandler):
 
     dropped = 0
 
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        """The message is fixed now, since what it is made of may change; its exception is left to the writer."""
+        record.msg, record.args = record.getMessage(), None
+        return record
+
     def enqueue(self, record: logging.LogRecord) -> None:
         try:
             self.queue.put_nowait(record)
@@ -80,5 +85,7 @@ def logging_to(settings: Log, *, stream: TextIO = sys.stderr) -> Iterator[None]:
         yield
     finally:
         listener.stop()
+        if handler.dropped:
+            stream.write(f"{handler.dropped} log records were dropped: the log could not be written fast enough\n")
         root.removeHandler(handler)
         root.setLevel(level)

@@ -1,33 +1,85 @@
-"""What the process log makes of records."""
+"""The process log: readable or JSON, written by a thread of its own, and never in anybody's way."""
 
 from __future__ import annotations
 
 import io
 import json
 import logging
+import re
+import threading
 
 from kvproxy.commands.logging_setup import logging_to
 from kvproxy.config.schema import Log
 
 
-def written(form: str, *records: tuple[str, str]) -> list[str]:
-    """The lines of a log in this format after these (logger, message) pairs."""
-    stream = io.StringIO()
-    with logging_to(Log(format=form), stream=stream):  # type: ignore[arg-type]
-        for name, message in records:
-            logging.getLogger(name).info(message)
-    return stream.getvalue().splitlines()
+def logged(settings: Log, *records: tuple[str, int, str]) -> list[str]:
+    out = io.StringIO()
+    with logging_to(settings, stream=out):
+        for logger, level, message in records:
+            logging.getLogger(logger).log(level, message)
+    return out.getvalue().splitlines()
 
 
-def test_access_lines_that_came_together_are_lines_of_their_own() -> None:
-    """Those that are JSON already stay as they are, the others become an object each."""
-    lines = written("json", ("kvproxy.access", '{"status":200}\nGET / 200'), ("kvproxy", "a\nb"))
-    assert lines[0] == '{"status":200}'
-    assert [json.loads(line)["message"] for line in lines[1:]] == ["GET / 200", "a\nb"]
+def test_console_lines_have_time_and_level_and_access_lines_are_complete() -> None:
+    """A person reads it; what is a whole line already is not wrapped again."""
+    lines = logged(Log(), ("kvproxy", logging.WARNING, "hot"), ("kvproxy.access", logging.INFO, "GET / 200"))
+    assert lines[0].endswith("WARNING hot")
+    assert lines[1] == "GET / 200"
 
 
-def test_people_see_access_lines_as_they_are() -> None:
-    """And everything else with its level."""
-    lines = written("console", ("kvproxy.access", "GET / 200\nGET /a 200"), ("kvproxy", "started"))
-    assert lines[:2] == ["GET / 200", "GET /a 200"]
-    assert lines[2].endswith("INFO    started")
+def test_json_lines_are_objects() -> None:
+    """One each; an access line that is JSON already stays as it is, one that is text becomes a message."""
+    settings = Log.model_validate({"format": "json"})
+    lines = logged(
+        settings,
+        ("kvproxy", logging.ERROR, 'a "quoted" word'),
+        ("kvproxy.access", logging.INFO, '{"status": 200}'),
+        ("kvproxy.access", logging.INFO, "GET / 200"),
+    )
+    first, second, third = map(json.loads, lines)
+    assert (first["level"], first["message"]) == ("error", 'a "quoted" word')
+    assert second == {"status": 200}
+    assert third["message"] == "GET / 200"
+
+
+def test_an_exception_is_part_of_its_record() -> None:
+    """With its traceback, still on one line."""
+    out = io.StringIO()
+    with logging_to(Log.model_validate({"format": "json"}), stream=out):
+        try:
+            raise ZeroDivisionError("boom")
+        except ZeroDivisionError:
+            logging.getLogger("kvproxy").exception("failed")
+    (line,) = out.getvalue().splitlines()
+    assert "ZeroDivisionError: boom" in json.loads(line)["exception"]
+
+
+def test_the_level_is_honoured_and_restored() -> None:
+    """Nothing below it; afterwards the root logger is as before."""
+    before = logging.getLogger().level
+    lines = logged(Log.model_validate({"level": "error"}), ("kvproxy", logging.WARNING, "no"))
+    assert lines == []
+    assert logging.getLogger().level == before
+
+
+class Stuck(io.StringIO):
+    """A terminal that takes nothing until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.let_go = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.let_go.wait(10)
+        return super().write(text)
+
+
+def test_a_stuck_terminal_loses_records_and_says_how_many() -> None:
+    """Whoever logs is never held up."""
+    out = Stuck()
+    with logging_to(Log(), stream=out):
+        for _ in range(10_100):
+            logging.getLogger("kvproxy").warning("x")
+        out.let_go.set()
+    assert re.search(r"^\d+ log records were dropped", out.getvalue(), re.MULTILINE)
+    assert out.getvalue().count("WARNING x") <= 10_001
