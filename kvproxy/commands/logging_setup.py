@@ -66,13 +66,31 @@ class _DroppingQueueHandler(logging.handlers.QueueHandler):
             self.dropped += 1
 
 
+class _Writer(logging.handlers.QueueListener):
+    """Ends although its queue is full: then the oldest waiting record makes room for the end mark."""
+
+    def __init__(self, waiting: queue.Queue[Any], handler: logging.Handler) -> None:
+        super().__init__(waiting, handler)
+        self._waiting = waiting
+
+    def enqueue_sentinel(self) -> None:
+        while True:
+            try:
+                self._waiting.put_nowait(None)
+            except queue.Full:
+                with contextlib.suppress(queue.Empty):
+                    self._waiting.get_nowait()
+            else:
+                return
+
+
 @contextlib.contextmanager
 def logging_to(settings: Log, *, stream: TextIO = sys.stderr) -> Iterator[None]:
     """Log to `stream` for the length of the block; what waits is written before it ends."""
     waiting: queue.Queue[logging.LogRecord] = queue.Queue(_MAX_WAITING_RECORDS)
     writer = logging.StreamHandler(stream)
     writer.setFormatter(JsonFormatter() if settings.format == "json" else ConsoleFormatter())
-    listener = logging.handlers.QueueListener(waiting, writer)
+    listener = _Writer(waiting, writer)
     handler = _DroppingQueueHandler(waiting)
     root = logging.getLogger()
     level = root.level
