@@ -13,6 +13,7 @@ from kvproxy.balancing.policy import NO_FACTS, PickRequest
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import AttemptOutcome, Pick, Refusal
+from kvproxy.cluster.waiting_room import WaitingRoom
 from kvproxy.config.schema import Retry
 from kvproxy.errors import ConnectError, FirstByteTimeout, IdleTimeout, PoolFull, UpstreamError
 from kvproxy.filters.attempts import Attempts
@@ -24,7 +25,7 @@ from kvproxy.filters.relay import ERROR_EVENT, Relay
 from kvproxy.filters.request_body import RequestBody
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.resilience.budget import RetryBudget
-from kvproxy.types import Clock, Headers
+from kvproxy.types import Clock, EndpointId, Headers
 from kvproxy.upstream.pool import Timeouts, UpstreamPool, UpstreamResponse
 
 #: An error answer kept while another endpoint is tried is no longer than this; a longer one goes down as it comes.
@@ -33,6 +34,7 @@ _MAX_HELD_BYTES = 64 * 1024
 CLIENT_CLOSED_REQUEST = 499
 _IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
 _PROMPT_HEAD_BYTES = 1024
+_NOBODY: frozenset[EndpointId] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +101,20 @@ class Forwarding:
         self._body = body
         self._send = send
         self._debug = debug
-        self._attempts = Attempts(shared.retry, rng=shared.rng)
+        self._earlier: Attempts | None = None  # once one failed
         self._last: UpstreamError | HeldReply | Refusal = Refusal.NO_ENDPOINTS
 
     async def run(self) -> None:
         """Attempt, and attempt again, within the attempts, the retry budget and what may safely be sent twice."""
-        self._shared.budget.request(self._shared.clock())
+        shared, cluster = self._shared, self._cluster
+        shared.budget.request(shared.clock())
         while True:
-            pick = await self._pick()
+            if cluster.room is None or self._exchange.outcome.attempts:
+                pick = cluster.pick(self._pick_request(), now=shared.clock())
+            else:
+                pick = await self._pick_in(cluster.room)
             if pick is None:
-                pause_s = self._attempts.next_round()
+                pause_s = self._earlier.next_round() if self._earlier is not None else None
                 if pause_s is None:
                     raise GaveUp(self._last if self._exchange.outcome.attempts else self._refusal())
             else:
@@ -116,31 +122,33 @@ class Forwarding:
                 verdict = await self._attempt(pick)
                 if verdict is _Next.DELIVERED:
                     return
-                pause_s = self._attempts.failed(pick.endpoint) if verdict is _Next.RETRY else None
+                pause_s = self._count_failed(pick.endpoint) if verdict is _Next.RETRY else None
                 if pause_s is None:
                     raise GaveUp(self._last)
             if pause_s:
                 await asyncio.sleep(pause_s)
 
-    async def _pick(self) -> Pick | None:
+    async def _pick_in(self, room: WaitingRoom) -> Pick | None:
         """The first attempt may have to wait for its turn; whoever was let in once does not queue again."""
-        room = self._cluster.room
-        if room is None or self._exchange.outcome.attempts:
-            return self._cluster.pick(self._pick_request(), now=self._shared.clock())
         header = self._cluster.settings.queue.priority_header
         priority = priority_of(self._headers, header.lower().encode()) if header else 0
         return await room.pick(self._pick_request, tenant=self._exchange.tenant, priority=priority)
 
+    def _count_failed(self, endpoint: Endpoint) -> float | None:
+        if self._earlier is None:
+            self._earlier = Attempts(self._shared.retry, rng=self._shared.rng)
+        return self._earlier.failed(endpoint)
+
     def _pick_request(self) -> PickRequest:
-        exchange = self._exchange
+        exchange, earlier = self._exchange, self._earlier
         inference = exchange.inference
         parts = inference.prompt.parts if inference else ()
         return PickRequest(
             model=self._model,
             session_key=inference.session_key if inference else None,
             facts=exchange.facts or NO_FACTS,
-            preferred=self._attempts.again or exchange.preferred,
-            excluded=self._attempts.excluded,
+            preferred=exchange.preferred if earlier is None else earlier.again or exchange.preferred,
+            excluded=_NOBODY if earlier is None else earlier.excluded,
             streams=inference is not None and inference.stream,
             prompt_head=parts[0][:_PROMPT_HEAD_BYTES] if parts else b"",
             witness=exchange.witness,

@@ -40,8 +40,11 @@ def merged(
 def preferred(facts: OverlapFacts, order: Iterable[EndpointId], *, min_tokens: int) -> EndpointId | None:
     """Who holds most, at least `min_tokens` (never less than one); among equals the first in `order`."""
     best, most = None, max(min_tokens, 1) - 1
+    held, prompt_tokens = facts.by_endpoint, facts.prompt_tokens
     for endpoint in order:
-        tokens = facts.matched_tokens(endpoint)
-        if tokens > most:
-            best, most = endpoint, tokens
+        overlap = held.get(endpoint)
+        if overlap is not None:
+            tokens = min(overlap.device_tokens + overlap.lower_tokens, prompt_tokens)
+            if tokens > most:
+                best, most = endpoint, tokens
     return best

@@ -69,10 +69,11 @@ class LocalSources:
         what earlier such claims proved worth.
         """
         scale = TEXT_BLOCK_BYTES / bytes_per_token
-        routed = {endpoint: int(blocks * scale) for endpoint, blocks in self.approximate.lookup(hashes).items()}
-        found = {endpoint: Overlap(length) for endpoint, length in routed.items()} if routed else {}
+        blocks_by_endpoint = self.approximate.lookup(hashes)
+        found = {endpoint: Overlap(int(blocks * scale)) for endpoint, blocks in blocks_by_endpoint.items()}
         if tokens is None or not (self.exact or self.precise.block_sizes):
             return found
+        routed = {endpoint: overlap.device_tokens for endpoint, overlap in found.items()}
         for endpoint in self.exact:
             if not self._in_flight[endpoint]:
                 found.pop(endpoint, None)

@@ -56,8 +56,8 @@ class ApproximateIndex:
 
     def _report(self, found: dict[EndpointId, int], mask: int, depth: int) -> None:
         if depth and mask:
-            for slot in slots_of(mask):
-                found[self._slots.member(slot)] = depth
+            for member in self._slots.members(mask):
+                found[member] = depth
 
     @property
     def entries(self) -> int:

@@ -67,8 +67,9 @@ class HotBlocks:
             path.append(head)
             depth += inside
             partial = None
+        window = WINDOW_REQUESTS_PER_ENDPOINT * max(1, self.endpoints)
         for run in path:
-            run.heat = self._now(run) + 1.0
+            run.heat = run.heat * exp((run.last - self._requests) / window) + 1.0
             run.last = self._requests
         if partial is None and depth < len(hashes):  # without room to split, what branches off is not kept either
             self._grow(path[-1] if path else None, hashes[depth:])

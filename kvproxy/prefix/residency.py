@@ -45,6 +45,17 @@ class Slots(Generic[M]):
         assert member is not None
         return member
 
+    def members(self, mask: int) -> list[M]:
+        """Who own these active slots."""
+        found = []
+        while mask:
+            low = mask & -mask
+            member = self._members[low.bit_length() - 1]
+            assert member is not None
+            found.append(member)
+            mask ^= low
+        return found
+
     def assign(self, member: M) -> int | None:
         """The member's slot, a fresh one if it has none; None when all are taken or not yet released."""
         slot = self._slot.get(member)

@@ -70,7 +70,7 @@ class Connection(asyncio.Protocol):
         self._timeouts = timeouts
         self._streaming = False
         self._buffered_bytes = 0
-        self._response = response = UpstreamResponse(self)
+        self._response = response = UpstreamResponse(self, self._loop)
         self._timer.start(timeouts.first_byte_s)
         self._transport.write(data)
         return response

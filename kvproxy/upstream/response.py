@@ -26,13 +26,14 @@ class UpstreamResponse:
     One reader at a time. Whoever does not read to the end calls `abort()`; both are idempotent.
     """
 
-    __slots__ = ("_complete", "_error", "_rest", "_source", "_waiter", "headers", "reason", "status")
+    __slots__ = ("_complete", "_error", "_loop", "_rest", "_source", "_waiter", "headers", "reason", "status")
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, loop: asyncio.AbstractEventLoop) -> None:
         self.status = 0
         self.headers: Headers = []
         self.reason = b""
         self._source: Source | None = source
+        self._loop = loop  # asking for it costs a system call (getpid)
         self._complete = False
         self._error: BaseException | None = None
         self._rest = b""
@@ -60,7 +61,7 @@ class UpstreamResponse:
     async def chunk(self) -> bytes:
         """Like `take`, but waits for the next bytes or the end."""
         while (data := self.take()) is None:
-            self._waiter = waiter = asyncio.get_running_loop().create_future()
+            self._waiter = waiter = self._loop.create_future()
             try:
                 await waiter
             finally:
@@ -72,7 +73,7 @@ class UpstreamResponse:
         while not self.status:
             if self._error is not None:
                 raise self._error
-            self._waiter = waiter = asyncio.get_running_loop().create_future()
+            self._waiter = waiter = self._loop.create_future()
             try:
                 await waiter
             finally:
