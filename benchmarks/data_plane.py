@@ -1,7 +1,7 @@
 """What carrying a request costs: kvproxy beside nginx and the routers, on one core each, interleaved in one run.
 
 `python -m benchmarks.data_plane [--rounds 3] [--seconds 3] [--only NAME...] [--out FOLDER]`. The proxy runs on core 0,
-load generator and engines on core 1 (cores 0 and 0 where there is only one). Writes data_plane.md and data_plane.json.
+load generator and engines on core 1 (cores 0 and 0 where there is only one). Writes data-plane.md and data-plane.json.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if target.process is not None:
                 held[target.name] = memory(target, core=load_core)
                 report.write(options.out, results, memory=held, skipped=skipped, cores=cores)
-    print((options.out / "data_plane.md").read_text())
+    print((options.out / "data-plane.md").read_text())
 
 
 def _start(
@@ -195,7 +195,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--policies", nargs="*", default=["round_robin"], help="of kvproxy")
     parser.add_argument("--kvproxy", default=peers.KVPROXY, help="its command line ({port}, {a}, {b}, {policy})")
     parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True, help="minutes more")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "reports")
     return parser.parse_args(arguments)
 
 

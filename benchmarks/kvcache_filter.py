@@ -253,7 +253,7 @@ def main() -> None:
     print(text_)
     if arguments.out is not None:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "kvcache_filter.md").write_text(text_)
+        (arguments.out / "kvcache-filter.md").write_text(text_)
 
 
 if __name__ == "__main__":

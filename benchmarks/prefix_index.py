@@ -3,7 +3,7 @@
 `python -m benchmarks.prefix_index [--entries 1000000] [--rounds 3] [--peer-python PATH] [--out FOLDER]`. The peer wants
 `pip install ai-dynamo-runtime==1.6.1`, in this interpreter or in the one of `--peer-python`; without it the report
 says why its rows are missing. Every measurement is a process of its own; rounds are interleaved, medians reported.
-Writes prefix_index.md and prefix_index.json.
+Writes prefix-index.md and prefix-index.json.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--entries", type=int, default=1_000_000, help="(endpoint, block) pairs in the index")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peer-python", default=sys.executable, help="interpreter with ai-dynamo-runtime")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "reports")
     parser.add_argument("--child", nargs=2, metavar=("INDEX", "SHAPE"), help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -177,7 +177,7 @@ def _write(
         "skipped": skipped,
     }  # fmt: skip
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "prefix_index.json").write_text(json.dumps(document, indent=1) + "\n")
+    (arguments.out / "prefix-index.json").write_text(json.dumps(document, indent=1) + "\n")
     lines = ["# Prefix index", "", f"`{command}` ({machine}). Medians over rounds, each in a process of its own.", ""]
     for shape in data.shapes(arguments.entries):
         lines += _table(shape, results.get(shape.name, {}))
@@ -191,7 +191,7 @@ def _write(
     ]  # fmt: skip
     lines += [f"- {name}: not measured, {why}" for name, why in skipped.items()]
     text = "\n".join(lines) + "\n"
-    (arguments.out / "prefix_index.md").write_text(text)
+    (arguments.out / "prefix-index.md").write_text(text)
     print(text)
 
 

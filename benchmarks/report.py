@@ -20,13 +20,13 @@ def write(
     skipped: Mapping[str, str],
     cores: int,
 ) -> None:
-    """data_plane.md and data_plane.json in `folder`."""
+    """data-plane.md and data-plane.json in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     raw = {name: {case: asdict(sample) for case, sample in cases.items()} for name, cases in results.items()}
     document = {"machine": _machine(cores), "results": raw, "memory": memory, "skipped": skipped}
-    (folder / "data_plane.json").write_text(json.dumps(document, indent=1) + "\n")
+    (folder / "data-plane.json").write_text(json.dumps(document, indent=1) + "\n")
     text = "\n".join(_lines(results, memory, skipped, cores)) + "\n"
-    (folder / "data_plane.md").write_text(text)
+    (folder / "data-plane.md").write_text(text)
 
 
 def _lines(
