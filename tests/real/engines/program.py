@@ -99,6 +99,7 @@ class Program:
         self._guard = None
 
     def __enter__(self) -> Program:
+        self._log.unlink(missing_ok=True)
         self.start()
         return self
 
