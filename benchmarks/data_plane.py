@@ -34,9 +34,10 @@ class Case:
 
     def body(self) -> bytes:
         """A chat request of about that size."""
-        rest = {"model": "bench", "stream": bool(self.stream), "user": self.stream or "bench"}
-        text = json.dumps({**rest, "messages": [{"role": "user", "content": ""}]}, separators=(",", ":"))
-        filling = "lorem ipsum dolor " * (self.body_bytes // 18 + 1)
+        request = {"model": "bench", "stream": bool(self.stream), "messages": [{"role": "user", "content": ""}]}
+        text = json.dumps(request, separators=(",", ":"))
+        # The engine reads the pace from the prompt: some routers write the body anew and drop fields like `user`.
+        filling = f"{self.stream} " + "lorem ipsum dolor " * (self.body_bytes // 18 + 1)
         return text.replace('"content":""', f'"content":"{filling[: max(0, self.body_bytes - len(text))]}"').encode()
 
 
@@ -53,6 +54,7 @@ CASES = (
 PROBE = Case("probe", 1)
 OPEN_STREAMS = 1000
 GROWTH_REQUESTS = 100_000
+GROWTH_LIMIT_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -106,16 +108,17 @@ def memory(target: Target, *, core: int) -> dict[str, float]:
         for _ in range(25):
             time.sleep(0.2)
             streams_mb.append(target.process.memory_mb())
+    warm = load.run(target.port, PROBE.body(), connections=32, seconds=5, core=core, streams=False)
     before_mb = target.process.memory_mb()
-    rate = measure(target, PROBE, seconds=1, core=core).rate
-    seconds = min(GROWTH_REQUESTS / max(rate, 1), 60.0)
-    done = load.run(target.port, PROBE.body(), connections=32, seconds=seconds, core=core, streams=False)
+    requests, end = 0, time.monotonic() + GROWTH_LIMIT_S
+    while requests < GROWTH_REQUESTS and time.monotonic() < end and warm.requests:
+        requests += load.run(target.port, PROBE.body(), connections=32, seconds=5, core=core, streams=False).requests
     grown_mb = target.process.memory_mb() - before_mb
     return {
         "rest_mb": rest_mb,
         "open_streams_mb": max(streams_mb),
         "grown_mb": grown_mb,
-        "grown_over_requests": float(done.requests),
+        "grown_over_requests": float(requests),
     }
 
 
@@ -164,11 +167,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 targets.append(target)
         results = run(targets, rounds=options.rounds, seconds=options.seconds, core=load_core)
         held: dict[str, dict[str, float]] = {}
-        report.write(options.out, results, memory=held, skipped=skipped, cores=cores)
+        about = report.about(cores, " ".join(["python -m benchmarks.data_plane", *(arguments or sys.argv[1:])]))
+        report.write(options.out, results, memory=held, skipped=skipped, about=about)
         for target in targets if options.memory else ():
-            if target.process is not None:
+            if target.process is not None and target.name.endswith("round_robin"):
                 held[target.name] = memory(target, core=load_core)
-                report.write(options.out, results, memory=held, skipped=skipped, cores=cores)
+                report.write(options.out, results, memory=held, skipped=skipped, about=about)
     print((options.out / "data-plane.md").read_text())
 
 
@@ -192,7 +196,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each load")
     parser.add_argument("--only", nargs="*", default=[], help="proxies whose names start with one of these")
-    parser.add_argument("--policies", nargs="*", default=["round_robin"], help="of kvproxy")
+    parser.add_argument("--policies", nargs="*", default=["round_robin", "kv_aware"], help="of kvproxy")
     parser.add_argument("--kvproxy", default=peers.KVPROXY, help="its command line ({port}, {a}, {b}, {policy})")
     parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True, help="minutes more")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "reports")

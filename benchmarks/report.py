@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
+import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks import targets
+from benchmarks.peers import VENVS
+from kvproxy import __version__
+
 BASELINE = "vllm-router round_robin"
+
+#: Written by hand after the run whose report is committed.
+NOTES = Path(__file__).parent / "data_plane_notes.md"
 
 
 def write(
@@ -18,24 +27,50 @@ def write(
     *,
     memory: Mapping[str, Mapping[str, float]],
     skipped: Mapping[str, str],
-    cores: int,
+    about: Mapping[str, str],
 ) -> None:
-    """data-plane.md and data-plane.json in `folder`."""
+    """data-plane.md and data-plane.json in `folder`; the notes of the last run that was looked at go below."""
     folder.mkdir(parents=True, exist_ok=True)
     raw = {name: {case: asdict(sample) for case, sample in cases.items()} for name, cases in results.items()}
-    document = {"machine": _machine(cores), "results": raw, "memory": memory, "skipped": skipped}
+    document = {"about": about, "results": raw, "memory": memory, "skipped": skipped}
     (folder / "data-plane.json").write_text(json.dumps(document, indent=1) + "\n")
-    text = "\n".join(_lines(results, memory, skipped, cores)) + "\n"
-    (folder / "data-plane.md").write_text(text)
+    text = "\n".join(_lines(results, memory, skipped, about)) + "\n"
+    (folder / "data-plane.md").write_text(text + (NOTES.read_text() if NOTES.exists() else ""))
+
+
+def about(cores: int, command: str) -> dict[str, str]:
+    """Machine, command, and what was measured in which version."""
+    commit = _output("git", "rev-parse", "--short", "HEAD")
+    versions = {"kvproxy": f"{__version__} ({commit})", "nginx": _output("nginx", "-v").removeprefix("nginx version: ")}
+    for name in ("vllm-router", "sglang-router", "litellm"):
+        python = VENVS / name / "bin" / "python"
+        code = f"import importlib.metadata as m; print(m.version({name!r}))"
+        versions[name] = _output(str(python), "-c", code) if python.exists() else ""
+    return {
+        "command": command,
+        "machine": f"{platform.machine()}, {cores} cores, Linux {platform.release()}",
+        "Python": platform.python_version(),
+        "load average before": " ".join(f"{load:.1f}" for load in os.getloadavg()),
+        **{name: version for name, version in versions.items() if version},
+    }
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return (done.stdout or done.stderr).strip()
 
 
 def _lines(
     results: Mapping[str, Mapping[str, Any]],
     memory: Mapping[str, Mapping[str, float]],
     skipped: Mapping[str, str],
-    cores: int,
+    about: Mapping[str, str],
 ) -> list[str]:
-    lines = ["# Data plane", "", _machine(cores) + ". Medians; the ratio in brackets is to " + BASELINE + ".", ""]
+    lines = ["# Data plane", "", *(f"- {name}: {value}" for name, value in about.items()), ""]
+    lines += [f"Medians; the ratio in brackets is to {BASELINE}.", "", *targets.rows(results, memory)]
     cases = list(next(iter(results.values())))
     for case in cases:
         stream = "events" in case
@@ -87,7 +122,3 @@ def _memory(memory: Mapping[str, Mapping[str, float]]) -> list[str]:
 
 def _ratio(value: float, base: float) -> str:
     return f" ({value / base:.2f}x)" if base > 0 else ""
-
-
-def _machine(cores: int) -> str:
-    return f"{platform.machine()}, {cores} cores, Linux {platform.release()}, Python {platform.python_version()}"
