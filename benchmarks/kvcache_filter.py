@@ -1,6 +1,6 @@
 """What the kvcache filter costs, how well it keeps its deadline, and how often a chat's next turn has a preference.
 
-`python -m benchmarks.kvcache_filter [--requests N] [--out FOLDER]`; writes kvcache_filter.md. One process and one core:
+`python -m benchmarks.kvcache_filter [--requests N] [--out FOLDER]`; writes kvcache-filter.md. One process and one core:
 whole proxies as ASGI apps over a stub engine on loopback, the variants interleaved request by request.
 """
 
@@ -11,11 +11,13 @@ import asyncio
 import gc
 import json
 import logging
+import multiprocessing
 import random
 import time
 from array import array
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +27,15 @@ from benchmarks.stub import Engine
 from kvproxy.app import Proxy
 from kvproxy.config.load import load_mapping
 from kvproxy.filters.body import parse_body
-from kvproxy.kvcache.gathered import Gathered, Result
+from kvproxy.filters.kvcache import STATE_KEY
 from kvproxy.kvcache.service import KvCache
 from kvproxy.listener.server import Server
+from kvproxy.simulator.engine_io import EngineSettings
+from kvproxy.simulator.fleet import Fleet, FleetSettings, engines_like
 from kvproxy.simulator.lmcache_controller import ControllerSettings, create_controller_app
 from kvproxy.simulator.lmcache_worker import WorkerSettings
-from kvproxy.types import EndpointId, InferenceRequest, RequestKind
+from kvproxy.simulator.vllm_settings import VllmSettings
+from kvproxy.types import InferenceRequest, RequestKind
 
 PATH = "/v1/chat/completions"
 SIZES = {"2 KB": 2_048, "64 KB": 65_536}
@@ -53,8 +58,8 @@ Limits: 0.3 ms added at 2 KB and 2 ms at 64 KB on the warm path (tokens remember
 Lookup deadline of {deadline:.0f} ms with a service that is always late: over it by {p50:.2f} ms (p50), {p99:.2f} ms
 (p99), {p999:.2f} ms (p99.9); the limit is 5 ms on an idle machine.
 
-Turns after a chat's first whose tokens were known before routing, without any inline tokenize call: {ours:.0%} by
-message prefix; {exact:.0%} where only the very same prompt counts.
+Turns after a chat's first that had a preferred endpoint before routing, without any inline tokenize call: {ours:.0%}
+by message prefix; {exact:.0%} where only whole prompts are remembered.
 """
 
 
@@ -67,7 +72,7 @@ def chat(*contents: str) -> bytes:
     """A chat's raw body."""
     roles = ("system", "user", "assistant")
     messages = [{"role": roles[min(i, 1) + (i > 1 and i % 2 == 0)], "content": c} for i, c in enumerate(contents)]
-    return json.dumps({"model": "bench", "messages": messages}).encode()
+    return json.dumps({"model": "bench", "max_tokens": 4, "messages": messages}).encode()
 
 
 def text(rng: random.Random, size: int) -> str:
@@ -87,7 +92,16 @@ def kvcache_of(proxy: Proxy) -> KvCache:
     return proxy.kvcache
 
 
-async def once(proxy: Proxy, body: bytes) -> float:
+def request_scope(body: bytes) -> dict[str, Any]:
+    """Of a chat request with this body."""
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    return {
+        "type": "http", "method": "POST", "path": PATH, "raw_path": PATH.encode(), "query_string": b"",
+        "headers": headers, "client": ("127.0.0.1", 1), "scheme": "http", "http_version": "1.1", "state": {},
+    }  # fmt: skip
+
+
+async def once(proxy: Proxy, body: bytes, scope: dict[str, Any]) -> float:
     """Seconds of one request through the whole chain."""
     waiting = [{"type": "http.request", "body": body, "more_body": False}]
     gone = asyncio.get_running_loop().create_future()
@@ -99,11 +113,6 @@ async def once(proxy: Proxy, body: bytes) -> float:
         if message["type"] == "http.response.start":
             assert message["status"] == 200
 
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    scope = {
-        "type": "http", "method": "POST", "path": PATH, "raw_path": PATH.encode(), "query_string": b"",
-        "headers": headers, "client": ("127.0.0.1", 1), "scheme": "http", "http_version": "1.1",
-    }  # fmt: skip
     began = time.perf_counter()
     await proxy(scope, receive, send)
     return time.perf_counter() - began
@@ -153,8 +162,9 @@ async def _measure(
 ) -> list[tuple[str, str, float, float, float]]:
     times: dict[str, list[float]] = {name: [] for name in proxies}
     for round_ in range(requests + len(bodies)):
+        body = bodies[round_ % len(bodies)]
         for name, proxy in proxies.items():
-            took_s = await once(proxy, bodies[round_ % len(bodies)])
+            took_s = await once(proxy, body, request_scope(body))
             if round_ >= len(bodies):  # the first sight of each prompt is not the warm path
                 times[name].append(took_s)
     base = percentile(next(iter(times.values())), 0.5)
@@ -166,10 +176,8 @@ async def _measure(
 
 async def deadline(requests: int) -> tuple[float, float, float]:
     """Milliseconds that asking took beyond the deadline at p50, p99 and p99.9, with a service that is always late."""
-    rng = random.Random(2)
     async with AsyncExitStack() as stack:
-        controller = create_controller_app(ControllerSettings((WorkerSettings("a"),), lookup_s=1.0), rng=rng)
-        lmcache = (await stack.enter_async_context(Server(controller, drain_s=0.1, cut_grace_s=0.1))).url
+        lmcache = stack.enter_context(_late_service())
         settings = {"lmcache_endpoint": lmcache, "engine_metrics_interval": 0, "lookup_routing_timeout": DEADLINE_S}
         proxy = await started(
             stack, ["inference_request", {"kvcache": settings}, "router"], {"a": "http://127.0.0.1:9"}
@@ -188,39 +196,59 @@ async def deadline(requests: int) -> tuple[float, float, float]:
         return percentile(over, 0.5), percentile(over, 0.99), percentile(over, 0.999)
 
 
+@contextmanager
+def _late_service() -> Iterator[str]:
+    """URL of a controller whose lookups take a second, in a process of its own: its work must not delay our timers."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=_serve_late, args=(theirs,), daemon=True)
+    process.start()
+    try:
+        yield ours.recv()
+    finally:
+        process.terminate()
+        process.join()
+
+
+def _serve_late(parent: Connection) -> None:
+    """The child process's main function; it sends its URL."""
+    controller = create_controller_app(ControllerSettings((WorkerSettings("a"),), lookup_s=1.0), rng=random.Random(2))
+
+    async def serve() -> None:
+        async with Server(controller, drain_s=0.1, cut_grace_s=0.1) as server:
+            parent.send(server.url)
+            await asyncio.Event().wait()
+
+    uvloop.run(serve())
+
+
 async def turns(sessions: int, length: int) -> tuple[float, float]:
-    """Share of turns after a chat's first with tokens for a lookup before routing: by message prefix, and where only
-    the very same prompt counts."""
+    """Share of turns after a chat's first that had a preference before routing, without any inline tokenize call; and
+    the share that would have had one were only whole prompts remembered. Simulated engines and controller."""
     rng = random.Random(3)
     async with AsyncExitStack() as stack:
-        settings = {
-            "lmcache_endpoint": "http://127.0.0.1:9",
-            "engine_metrics_interval": 0,
-            "tokenize": {"inline": False},
-        }
-        proxy = await started(
-            stack, ["inference_request", {"kvcache": settings}, "router"], {"a": "http://127.0.0.1:9"}
-        )
-        kv, later, ours, exact = kvcache_of(proxy), 0, 0, 0
+        engine = VllmSettings(model="bench", engine=EngineSettings(65_536, 16, token_outputs=True))
+        fleet = await stack.enter_async_context(Fleet(FleetSettings(engines_like(engine, 2))))
+        endpoints = {name: (await stack.enter_async_context(Server(app))).url for name, app in fleet.engines.items()}
+        assert fleet.controller is not None
+        lmcache = (await stack.enter_async_context(Server(fleet.controller))).url
+        settings = {"lmcache_endpoint": lmcache, "tokenize": {"inline": False}, "lookup_routing_timeout": 1.0}
+        proxy = await started(stack, ["inference_request", {"kvcache": settings}, "router"], endpoints)
+        later = preferred = whole = 0
+        seen: set[bytes] = set()
         histories = [[text(rng, 1200), text(rng, 800)] for _ in range(sessions)]
         for turn in range(length):
             for history in histories:
                 body = chat(*history)
-                gathered = kv.gather(_parsed(body), body, cluster=proxy.clusters["default"])
+                scope = request_scope(body)
+                await once(proxy, body, scope)
                 if turn:
                     later += 1
-                    ours += gathered.tokens is not None
-                    exact += gathered.tokens_exact
-                _answer(kv, gathered)
+                    preferred += STATE_KEY in scope["state"]
+                    whole += body in seen
+                seen.add(body)
                 history += [text(rng, 300), text(rng, 200)]
-    return ours / later, exact / later
-
-
-def _answer(kv: KvCache, gathered: Gathered) -> None:
-    """The engine answered, and its tokens were asked for afterwards."""
-    kv.parts.learning.finished(gathered, Result(EndpointId("a"), True))
-    tokens = array("I", range(gathered.prompt_bytes // BYTES_PER_TOKEN))
-    kv.parts.tokens.memory.remember(gathered.model, gathered.request.prompt, tokens)
+        return preferred / later, whole / later
 
 
 def _parsed(body: bytes) -> InferenceRequest:
@@ -232,7 +260,7 @@ def _parsed(body: bytes) -> InferenceRequest:
 async def report(requests: int) -> str:
     """All of it as Markdown."""
     rows = await added_latency(requests)
-    p50, p99, p999 = await deadline(max(100, requests // 2))
+    p50, p99, p999 = await deadline(max(1000, requests))
     ours, exact = await turns(50, 6)
     table = [f"| {size} | {name} | {a:.3f} | {b:.3f} | {added:+.3f} |" for size, name, a, b, added in rows]
     return TEXT.format(
