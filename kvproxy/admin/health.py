@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
@@ -10,6 +10,7 @@ from starlette.routing import Route
 from kvproxy.admin.operated import Operated
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition
+from kvproxy.metrics.exposition import exposition
 
 TAKING = (Condition.UP, Condition.SATURATED)
 
@@ -45,7 +46,7 @@ class HealthRoutes:
         return PlainTextResponse(f"{text}\n", 200 if ready else 503)
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(generate_latest(self._operated.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(await exposition(self._operated.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 def _available(cluster: Cluster, now: float) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Gauge
 
 from kvproxy.metrics.counting import Counter, Histogram
+from kvproxy.metrics.exposition import Registry
 from kvproxy.metrics.hit_window import HitWindows
 from kvproxy.metrics.reading import Reading
 
@@ -25,8 +26,8 @@ FAST_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.
 class Metrics:
     """The catalogue, bound to one registry (a fresh one unless given)."""
 
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        self.registry = CollectorRegistry() if registry is None else registry
+    def __init__(self, registry: Registry | None = None) -> None:
+        self.registry = Registry() if registry is None else registry
         self._add_requests(self.registry)
         self._add_cache_use(self.registry)
         self._add_endpoints(self.registry)

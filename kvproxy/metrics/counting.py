@@ -1,13 +1,14 @@
 """Counters and histograms of the request path, written by one thread and read at scrape time.
 
 prometheus_client's own take a lock and four Python calls for every increment; a request makes a dozen. Everything here
-is counted on the event loop, so an increment is an addition. What is exposed is the same, without `_created`.
+is counted on the event loop, so an increment is an addition. What is exposed is the same, without `_created`; a page of
+it is written from texts that are kept with the series.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Generic, TypeVar
 
@@ -16,6 +17,8 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
+
+from kvproxy.metrics.exposition import head, label_text
 
 
 class Tally:
@@ -53,11 +56,14 @@ S = TypeVar("S")
 class _Family(Collector, Generic[S]):
     """The series of one metric by their label values; without label names there is one from the start."""
 
+    kind: str
+
     def __init__(self, name: str, documentation: str, labelnames: Sequence[str], registry: CollectorRegistry) -> None:
         self.name = name
         self._documentation = documentation
         self._labelnames = tuple(labelnames)
         self._series: dict[tuple[str, ...], S] = {}
+        self._templates: dict[tuple[str, ...], str] = {}  # of a series' text, made by the first scrape that shows it
         if not self._labelnames:
             self.labels()
         registry.register(self)
@@ -74,7 +80,9 @@ class _Family(Collector, Generic[S]):
 
     def remove(self, *values: object) -> None:
         """Expose this series no longer. KeyError when there is none."""
-        del self._series[tuple(map(str, values))]
+        key = tuple(map(str, values))
+        del self._series[key]
+        self._templates.pop(key, None)
 
     def _make(self) -> S:
         raise NotImplementedError
@@ -91,12 +99,36 @@ class _Family(Collector, Generic[S]):
         """What a scrape shows."""
         return self._expose(self._copied())
 
+    def texts(self) -> Iterator[str]:
+        """The same as text, series by series."""
+        yield head(self._shown_name(), self.kind, self._documentation)
+        for key in list(self._series):
+            series = self._series.get(key)
+            if series is None:  # removed while the scrape made a pause
+                continue
+            template = self._templates.get(key)
+            if template is None:
+                template = self._templates[key] = self._template(label_text(self._labelnames, key).replace("%", "%%"))
+            yield template % self._values(series)
+
     def _expose(self, series: Iterable[tuple[tuple[str, ...], S]]) -> Iterable[Metric]:
+        raise NotImplementedError
+
+    def _shown_name(self) -> str:
+        return self.name
+
+    def _template(self, labels: str) -> str:
+        """Text of a series with places for `_values`."""
+        raise NotImplementedError
+
+    def _values(self, series: S) -> tuple[float, ...]:
         raise NotImplementedError
 
 
 class Counter(_Family[Tally]):
     """Like prometheus_client's Counter."""
+
+    kind = "counter"
 
     def __init__(
         self, name: str, documentation: str, labelnames: Sequence[str] = (), *, registry: CollectorRegistry
@@ -116,9 +148,21 @@ class Counter(_Family[Tally]):
             family.add_metric(values, tally.value)
         return [family]
 
+    def _shown_name(self) -> str:
+        return f"{self.name}_total"
+
+    def _template(self, labels: str) -> str:
+        braced = f"{{{labels}}}" if labels else ""
+        return f"{self._shown_name()}{braced} %r\n"
+
+    def _values(self, series: Tally) -> tuple[float, ...]:
+        return (series.value,)
+
 
 class Histogram(_Family[Distribution]):
     """Like prometheus_client's Histogram. `buckets` are upper bounds in rising order, without infinity."""
+
+    kind = "histogram"
 
     def __init__(
         self,
@@ -130,6 +174,7 @@ class Histogram(_Family[Distribution]):
         registry: CollectorRegistry,
     ) -> None:
         self._bounds = tuple(buckets)
+        self._bound_names = [floatToGoString(bound) for bound in (*buckets, float("inf"))]  # type: ignore[no-untyped-call]
         super().__init__(name, documentation, labelnames, registry)
 
     def observe(self, value: float) -> None:
@@ -141,8 +186,16 @@ class Histogram(_Family[Distribution]):
 
     def _expose(self, series: Iterable[tuple[tuple[str, ...], Distribution]]) -> Iterable[Metric]:
         family = HistogramMetricFamily(self.name, self._documentation, labels=self._labelnames)
-        names = [floatToGoString(bound) for bound in (*self._bounds, float("inf"))]  # type: ignore[no-untyped-call]
         for values, distribution in series:
-            rising = accumulate(distribution.counts)
-            family.add_metric(values, buckets=list(zip(names, rising, strict=True)), sum_value=distribution.total)
+            buckets = list(zip(self._bound_names, accumulate(distribution.counts), strict=True))
+            family.add_metric(values, buckets=buckets, sum_value=distribution.total)
         return [family]
+
+    def _template(self, labels: str) -> str:
+        before, braced = (f"{labels},", f"{{{labels}}}") if labels else ("", "")
+        buckets = "".join(f'{self.name}_bucket{{{before}le="{bound}"}} %d\n' for bound in self._bound_names)
+        return f"{buckets}{self.name}_count{braced} %d\n{self.name}_sum{braced} %r\n"
+
+    def _values(self, series: Distribution) -> tuple[float, ...]:
+        rising = (*accumulate(series.counts),)
+        return (*rising, rising[-1], series.total)

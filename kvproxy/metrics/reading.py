@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+
+from kvproxy.metrics.exposition import head, label_text
 
 #: The series there are now: label values and value. Runs in the thread of the scrape.
 Source = Callable[[], Iterable[tuple[tuple[str, ...], float]]]
@@ -39,6 +41,14 @@ class Reading(Collector):
         for labels, value in self._source():
             family.add_metric(labels, value)
         return [family]
+
+    def texts(self) -> Iterator[str]:
+        """The same as text, in one piece: what is read may change at any pause."""
+        lines = (f"{self.name}{self._labels(labels)} {value!r}\n" for labels, value in self._source())
+        yield head(self.name, "gauge", self._documentation) + "".join(lines)
+
+    def _labels(self, values: tuple[str, ...]) -> str:
+        return f"{{{label_text(self._labelnames, values)}}}" if values else ""
 
     def _family(self) -> GaugeMetricFamily:
         return GaugeMetricFamily(self.name, self._documentation, labels=self._labelnames)
