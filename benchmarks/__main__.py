@@ -12,6 +12,7 @@ import sys
 BENCHMARKS: dict[str, tuple[str, ...]] = {
     "data_plane": (),
     "kvcache_filter": ("--out", "benchmarks/reports"),
+    "scrape": (),
     "prefix_index": (),
     "routing": ("--quick",),
 }

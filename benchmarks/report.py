@@ -46,12 +46,16 @@ def about(cores: int, command: str) -> dict[str, str]:
         python = VENVS / name / "bin" / "python"
         code = f"import importlib.metadata as m; print(m.version({name!r}))"
         versions[name] = _output(str(python), "-c", code) if python.exists() else ""
+    return {**machine(cores, command), **{name: version for name, version in versions.items() if version}}
+
+
+def machine(cores: int, command: str) -> dict[str, str]:
+    """Where and how something was measured."""
     return {
         "command": command,
-        "machine": f"{platform.machine()}, {cores} cores, Linux {platform.release()}",
+        "machine": f"{platform.machine()}, {cores} cores",
         "Python": platform.python_version(),
         "load average before": " ".join(f"{load:.1f}" for load in os.getloadavg()),
-        **{name: version for name, version in versions.items() if version},
     }
 
 

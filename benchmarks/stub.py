@@ -1,7 +1,7 @@
 """A stand-in engine that costs as little as Python can: a raw protocol on uvloop, no parsing beyond what it needs.
 
-`python -m benchmarks.stub PORT`. A body with `"stream":true` gets 64 events, all at once, or 20 ms apart when it
-says `paced`; every other POST a short completion; GET what routers ask at start.
+`python -m benchmarks.stub PORT...`: as many engines in one process. A body with `"stream":true` gets 64 events, all at
+once, or 20 ms apart when it says `paced`; every other POST a short completion; GET what routers ask at start.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
+from collections.abc import Sequence
 from typing import cast
 
 import uvloop
@@ -86,11 +87,12 @@ class Engine(asyncio.Protocol):
             self._loop.call_later(PACE_S, self._pace, left - 1)
 
 
-async def main(port: int) -> None:
+async def main(ports: Sequence[int]) -> None:
     """Serves until killed."""
-    server = await asyncio.get_running_loop().create_server(Engine, "127.0.0.1", port, backlog=4096)
-    await server.serve_forever()
+    loop = asyncio.get_running_loop()
+    servers = [await loop.create_server(Engine, "127.0.0.1", port, backlog=4096) for port in ports]
+    await asyncio.gather(*(server.serve_forever() for server in servers))
 
 
 if __name__ == "__main__":
-    uvloop.run(main(int(sys.argv[1])))
+    uvloop.run(main([int(port) for port in sys.argv[1:]]))
