@@ -66,7 +66,7 @@ class Succession:
         await self._end(needless)
         for part in needless:
             if isinstance(part, Cluster) and part.name not in after.clusters:
-                part.apply(())  # takes its metric series along
+                part.dissolve()
 
     async def _end(self, parts: list[Part]) -> None:
         for part in reversed(parts):

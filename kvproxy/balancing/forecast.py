@@ -15,10 +15,8 @@ from kvproxy.types import EndpointId
 class Forecaster(Protocol):
     """A policy that knows how long a prefill takes; the router queue needs one."""
 
-    @property
-    def speeds(self) -> SpeedModel:
-        """The learned speeds of its pool."""
-        ...
+    speeds: SpeedModel
+    """The learned speeds of its pool."""
 
 
 def speeds_of(*policies: object) -> SpeedModel | None:

@@ -106,6 +106,25 @@ class RouterQueue(Generic[ItemT]):
         free_at = now + max(0.0, least_wait_s - self.settings.admit_below_s)
         return min(free_at, self._arrivals[0].queued_at + self.settings.max_wait_s)
 
+    def oldest_wait_s(self, now: float) -> float:
+        """How long the request that came first has waited; 0 when nothing waits."""
+        if self._waiting == 0:
+            return 0.0
+        self._skip_released()
+        return max(0.0, now - self._arrivals[0].queued_at)
+
+    def reconfigure(self, settings: QueueSettings) -> None:
+        """Other bounds and another order from now on. Whoever waits stays, also beyond a smaller limit."""
+        shift = settings.ageing - self.settings.ageing
+        self.settings = settings
+        if shift:
+            for line in self._lines.values():
+                line.heap = [
+                    (priority, key + shift * ticket.queued_at, number, ticket)
+                    for priority, key, number, ticket in line.heap
+                ]
+                heapq.heapify(line.heap)
+
     def retry_after_s(self, now: float) -> float:
         """How long a refused client should stay away: until the oldest waiting request must be out, at least 1 s."""
         if self._waiting == 0:

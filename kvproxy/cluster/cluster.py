@@ -10,18 +10,16 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
 
-from kvproxy.balancing.forecast import Forecaster, speeds_of
-from kvproxy.balancing.policy import Learner, PickRequest, Policy
-from kvproxy.balancing.registry import POLICIES
-from kvproxy.cluster.decision_metrics import DecisionMetrics
+from kvproxy.balancing.policy import PickRequest, Policy
+from kvproxy.cluster.deciders import Appointing, Deciders
 from kvproxy.cluster.discovery import Source, sources_of
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.membership import STATIC, Membership
 from kvproxy.cluster.pick import AttemptOutcome, Pick, Refusal, reserve
 from kvproxy.cluster.poller import Poller
 from kvproxy.cluster.prober import Probe, ProbeOutcome, Prober
+from kvproxy.cluster.reception import Reception
 from kvproxy.cluster.screening import Screening, may_eject, refusal_of, why_not
-from kvproxy.cluster.shadow import feed, shadow_of
 from kvproxy.cluster.waiting_room import WaitingRoom
 from kvproxy.cluster.witness import Sight
 from kvproxy.config import schema
@@ -34,9 +32,9 @@ log = logging.getLogger(__name__)
 class Cluster:
     """Endpoints that serve the same models. Entered, it probes them and follows discovery; picking needs neither.
 
-    `apply` replaces the static endpoints. Load, health and breaker of an endpoint survive as long as its id and
-    address stay; one that is gone finishes what it has, and then its metric series go too. `now` is always the
-    present time of `clock`.
+    `reconfigure` takes over other settings, `apply` other static endpoints. Load, health and breaker of an endpoint
+    survive as long as its id and address stay; one that is gone finishes what it has, and then its metric series go
+    too. `now` is always the present time of `clock`.
     """
 
     def __init__(
@@ -54,20 +52,25 @@ class Cluster:
     ) -> None:
         self.name = name
         self.settings = settings
-        self.policy = POLICIES[settings.policy](rng, settings) if policy is None else policy
-        self._learner = self.policy if isinstance(self.policy, Learner) else None
-        self.shadow = shadow_of(name, settings, metrics=metrics, rng=rng)
-        self.speeds = speeds_of(self.policy, None if self.shadow is None else self.shadow.policy)
         self._metrics = metrics
         self._clock = clock
-        self._counts = DecisionMetrics(metrics, name, self.policy_name)
         self._screening = Screening()
         self._members = Membership(self._make, on_left=self._left)
         self._prober = Prober(name, settings.health, probe=probe, on_result=self._probed, rng=rng, sleep=sleep)
         sources = sources_of(settings.discovery) if sources is None else sources
         self._poller = Poller(name, sources, on_update=self._update, metrics=metrics, sleep=sleep)
         self._running = AsyncExitStack()
-        self.room = self._open_room(settings.queue)  # where requests wait; None: nobody waits
+        self._appointing = Appointing(name, metrics=metrics, rng=rng)
+        self.decide_by(self._appointing.first(settings, policy))
+        self._reception = Reception(
+            name,
+            candidates=lambda model, now: self._screening.pool(model, now).usable,
+            pick=lambda request, now: self.pick(request, now=now),
+            metrics=metrics,
+            clock=clock,
+        )
+        #: Where requests wait; None: nobody waits.
+        self.room: WaitingRoom | None = self._reception.arrange(None, settings.queue, self.policy)
         self.apply(settings.endpoints)
 
     def __repr__(self) -> str:
@@ -108,6 +111,29 @@ class Cluster:
     def endpoint(self, endpoint_id: EndpointId) -> Endpoint | None:
         """The member of this id."""
         return self._members.get(endpoint_id)
+
+    def reconfigure(self, settings: schema.Cluster, *, probe: Probe | None) -> None:
+        """These are the settings from now on. Endpoints that stay keep their load, health and breaker, policies what
+        they learned, and requests that wait their turn. ValueError as in `apply`, and then the endpoints are as before.
+        """
+        before, self.settings = self.settings, settings
+        self.decide_by(self._appointing.next(self.deciders, before, settings))
+        for endpoint in self._members.everybody():
+            endpoint.reconfigure(settings)
+        if settings.health != before.health:
+            self._prober.reconfigure(settings.health, probe)
+        if settings.discovery != before.discovery:
+            self._poller.reconfigure(sources_of(settings.discovery))
+        self.apply(settings.endpoints)
+        room, self.room = self.room, None
+        self.room = self._reception.arrange(room, settings.queue, self.policy)
+
+    def dissolve(self) -> None:
+        """The cluster is no more: whoever waits hears so, and its endpoints take their metric series along."""
+        self.apply(())
+        if self.room is not None:
+            room, self.room = self.room, None
+            room.close()
 
     def apply(self, endpoints: Sequence[schema.Endpoint]) -> None:
         """These are the static endpoints from now on. ValueError for a URL that is none, and then nothing changed."""
@@ -193,9 +219,8 @@ class Cluster:
         been told to forget that endpoint."""
         if pick.endpoint.metrics.closed:
             return
-        for learner in (self._learner, self.shadow):
-            if learner is not None:
-                learner.observe_reuse(pick.endpoint.id, pick.reservation.cached_tokens, cached_tokens, now)
+        for learner in self._learners:
+            learner.observe_reuse(pick.endpoint.id, pick.reservation.cached_tokens, cached_tokens, now)
 
     def _preferred(
         self, request: PickRequest, candidates: Sequence[Endpoint], now: float
@@ -225,18 +250,13 @@ class Cluster:
         if self.room is not None:
             self.room.load_fell(now)
 
-    def _open_room(self, settings: schema.RouterQueue) -> WaitingRoom | None:
-        if not (settings.enabled and isinstance(self.policy, Forecaster)):
-            return None
-        return WaitingRoom(
-            settings,
-            self.policy,
-            cluster=self.name,
-            candidates=lambda model, now: self._screening.pool(model, now).usable,
-            pick=lambda request, now: self.pick(request, now=now),
-            metrics=self._metrics,
-            clock=self._clock,
-        )
+    def decide_by(self, deciders: Deciders) -> None:
+        """These decide from now on. What every pick needs of them is kept at hand."""
+        self.deciders = deciders
+        self.policy, self.shadow, self.speeds = deciders.policy, deciders.shadow, deciders.speeds
+        self._counts, self._learners = deciders.counts, deciders.learners
+        for endpoint in self._members.everybody():
+            deciders.hear(endpoint)
 
     def _eject(self, endpoint: Endpoint, now: float) -> None:
         length_s = endpoint.health.eject(now)
@@ -272,12 +292,8 @@ class Cluster:
             clock=self._clock,
             on_change=self._screening.invalidate,
         )
-        feed(endpoint.load, endpoint.id, [one for one in (self._learner, self.shadow) if one is not None])
+        self.deciders.hear(endpoint)
         return endpoint
 
     def _left(self, endpoint: Endpoint) -> None:
-        endpoint.load.on_sample = None
-        if self._learner is not None:
-            self._learner.forget(endpoint.id)
-        if self.shadow is not None:
-            self.shadow.forget(endpoint)
+        self.deciders.forget(endpoint)

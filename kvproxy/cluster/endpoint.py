@@ -90,6 +90,13 @@ class Endpoint:
         self.retry = config.retry
         self._on_change()
 
+    def reconfigure(self, settings: schema.Cluster) -> None:
+        """Take over what the cluster's settings say of every endpoint; load, health and breaker stay as they are."""
+        self.health.reconfigure(settings.health)
+        self.breaker.reconfigure(settings.breaker)
+        self.max_in_flight = settings.max_in_flight
+        self._on_change()
+
     @property
     def draining(self) -> bool:
         """An operator wants it to finish what it has and take nothing new."""

@@ -35,6 +35,12 @@ class Health:
         self._ejections = 0  # doublings the next ejection starts from
         self._back_at = -math.inf
 
+    def reconfigure(self, settings: schema.HealthCheck) -> None:
+        """Other bounds from now on. Verdicts stay, save that of probes which nobody sends any more."""
+        self._settings = settings
+        if not settings.active:
+            self._probed_well, self._streak = True, 0
+
     @property
     def failures(self) -> int:
         """Failed requests in a row."""

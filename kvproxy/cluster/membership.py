@@ -71,12 +71,16 @@ class Membership:
         return True
 
     def _settle(self, sources: dict[str, tuple[schema.Endpoint, ...]], dismissed: frozenset[EndpointId]) -> None:
-        named = _merge(sources)
+        named, earlier = _merge(sources), _merge(self._sources)
         wanted = {endpoint_id: config for endpoint_id, config in named.items() if endpoint_id not in dismissed}
         origins = {endpoint_id: origin_of(config) for endpoint_id, config in wanted.items()}
         self._sources = sources
         self._dismissed = dismissed & named.keys()
-        self._weights = {kept: weight for kept, weight in self._weights.items() if kept in wanted}
+        self._weights = {
+            kept: weight
+            for kept, weight in self._weights.items()
+            if kept in wanted and wanted[kept].weight == earlier[kept].weight
+        }
 
         before = self._present
         stays = {i: e for i, e in before.items() if i in wanted and e.origin == origins[i]}
@@ -90,13 +94,18 @@ class Membership:
             self._present[endpoint_id] = endpoint
 
     def reweight(self, endpoint_id: EndpointId, weight: float) -> bool:
-        """Set an operator's weight until the endpoint leaves; whether it is a member."""
+        """Set an operator's weight until the endpoint leaves or its source gives it another one; whether it is a
+        member."""
         endpoint = self._present.get(endpoint_id)
         if endpoint is None:
             return False
         self._weights[endpoint_id] = weight
         endpoint.configure(self._weighted(_merge(self._sources)[endpoint_id]))
         return True
+
+    def everybody(self) -> tuple[Endpoint, ...]:
+        """Members, and those who only finish what they have."""
+        return (*self._present.values(), *self._leaving)
 
     def settled(self, endpoint: Endpoint) -> None:
         """A request on a leaving endpoint is over."""

@@ -49,23 +49,51 @@ class Poller:
         self._answers: dict[str, tuple[schema.Endpoint, ...]] = {}
         self._complaints: dict[str, str] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self._ending: set[asyncio.Task[None]] = set()
+        self._running = False
 
     async def __aenter__(self) -> Self:
         await asyncio.gather(*(self._poll(source) for source in self._sources))
-        self._tasks = [
-            asyncio.create_task(self._run(source), name=f"discovery {self._cluster}/{source.name}")
-            for source in self._sources
-        ]
+        self._running = True
+        self._begin()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._running = False
+        self._end()
+        await asyncio.gather(*self._ending, return_exceptions=True)
 
-    async def _run(self, source: Source) -> None:
+    def reconfigure(self, sources: Sequence[Source]) -> None:
+        """Ask these from now on, at once for the first time. What one of the same name answered stands until it does;
+        what a source that is gone answered goes with it."""
+        self._end()
+        gone = self._answers.keys() - {source.name for source in sources}
+        self._sources = sources
+        for name in gone:
+            del self._answers[name]
+            self._complaints.pop(name, None)
+            self._on_update(name, ())
+        if self._running:
+            self._begin(at_once=True)
+
+    def _begin(self, *, at_once: bool = False) -> None:
+        self._tasks = [
+            asyncio.create_task(self._run(source, at_once=at_once), name=f"discovery {self._cluster}/{source.name}")
+            for source in self._sources
+        ]
+
+    def _end(self) -> None:
+        for task in self._tasks:
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+            task.cancel()
+        self._tasks = []
+
+    async def _run(self, source: Source, *, at_once: bool) -> None:
+        if at_once:
+            await self._poll(source)
         while True:
             await self._sleep(max(source.interval_s, MIN_INTERVAL_S))
             await self._poll(source)

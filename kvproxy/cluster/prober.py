@@ -77,6 +77,14 @@ class Prober:
         self.follow([])
         await asyncio.gather(*self._ending, return_exceptions=True)
 
+    def reconfigure(self, settings: schema.HealthCheck, probe: Probe | None) -> None:
+        """Probe the same endpoints like this from now on."""
+        endpoints = self._endpoints
+        self.follow([])
+        self._settings = settings
+        self._probe = probe if settings.active else None
+        self.follow(endpoints)
+
     def follow(self, endpoints: Iterable[Endpoint]) -> None:
         """Probe these from now on, and nobody else."""
         self._endpoints = list(endpoints)

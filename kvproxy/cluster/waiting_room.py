@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from kvproxy.balancing.forecast import Forecaster, least_own_s, least_wait_s
 from kvproxy.balancing.policy import Candidate, PickRequest
-from kvproxy.balancing.queue import QueueSettings, RouterQueue
+from kvproxy.balancing.queue import QueueSettings, RouterQueue, Ticket
 from kvproxy.balancing.speed import SpeedModel
 from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.config import schema
@@ -17,6 +19,17 @@ from kvproxy.types import Clock
 
 #: Waits shrink continuously; asking more often than this gains nothing.
 _TICK_S = 0.005
+
+
+class Exit(StrEnum):
+    """Why somebody waits no longer, or could not begin to; a metric label."""
+
+    TURN = "turn"  # an endpoint had room
+    MAX_WAIT = "max_wait"  # the bound on waiting, whatever the endpoints had pending
+    NO_ENDPOINT = "no_endpoint"  # nobody was left to take it
+    QUEUE_OFF = "queue_off"  # a reload took the queue away
+    CLIENT_LEFT = "client_left"
+    REFUSED = "refused"  # the queue was full
 
 
 class QueueFull(Exception):
@@ -31,7 +44,7 @@ class QueueFull(Exception):
 class _Guest:
     """Who waits: how to place it once its turn has come, and who is told."""
 
-    request: Callable[[], PickRequest]
+    again: Callable[[], PickRequest]
     placed: asyncio.Future[Pick | None]
 
 
@@ -53,45 +66,62 @@ class WaitingRoom:
         metrics: Metrics,
         clock: Clock,
     ) -> None:
-        self._queue: RouterQueue[_Guest] = RouterQueue(
-            QueueSettings(settings.limit, settings.admit_below, settings.ageing, settings.max_wait)
-        )
+        self._queue: RouterQueue[_Guest] = RouterQueue(_bounds(settings))
         self._forecaster = forecaster
         self._candidates = candidates
         self._pick = pick
+        self._metrics = metrics
         self._clock = clock
         self._timer: asyncio.TimerHandle | None = None
         self._looking = False
-        name = f"router/{cluster}"
-        metrics.queue_limit.labels(name).set(settings.limit)
-        metrics.queue_depth.labels(name).set_function(lambda: len(self._queue))
+        self._cluster = cluster
+        self._name = f"router/{cluster}"
+        metrics.queue_limit.labels(self._name).set(settings.limit)
+        metrics.queue_depth.labels(self._name).set_function(lambda: len(self._queue))
+        metrics.router_queue_oldest.labels(cluster).set_function(lambda: self._queue.oldest_wait_s(clock()))
         self._waited = metrics.router_queue_wait.labels(cluster)
+        self._exits = {exit_: metrics.router_queue_exits.labels(cluster, exit_.value) for exit_ in Exit}
 
     def __len__(self) -> int:
         """Requests waiting."""
         return len(self._queue)
 
-    async def pick(self, request: Callable[[], PickRequest], *, tenant: str, priority: int) -> Pick | None:
+    def status(self, now: float) -> dict[str, object]:
+        """For people: who waits against what may, and what became of everybody since the start."""
+        settings = self._queue.settings
+        exits = {exit_.value: int(tally.value) for exit_, tally in self._exits.items()}
+        refused = exits.pop(Exit.REFUSED.value)
+        return {
+            "depth": len(self._queue),
+            "limit": settings.limit,
+            "oldest_wait_s": round(self._queue.oldest_wait_s(now), 3),
+            "max_wait_s": settings.max_wait_s,
+            "released": exits,
+            "refused": refused,
+        }
+
+    async def pick(
+        self, asked: PickRequest, *, again: Callable[[], PickRequest], tenant: str, priority: int
+    ) -> Pick | None:
         """A place for this request, at once or when its turn has come; None when nobody may take it.
 
-        `request` is asked again at that time, since facts age. Raises QueueFull.
+        Whoever waited is asked for `again` then, since facts age. Raises QueueFull.
         """
         now = self._clock()
-        asked = request()
         candidates = self._candidates(asked.model, now)
         if not candidates or self._queue.admits(least_wait_s(candidates, self._speeds, now)):
             return self._pick(asked, now)
-        guest = _Guest(request, asyncio.get_running_loop().create_future())
+        guest = _Guest(again, asyncio.get_running_loop().create_future())
         own_s = least_own_s(asked.facts, candidates, self._speeds)
         ticket = self._queue.offer(guest, own_s, now, priority=priority, tenant=tenant)
         if ticket is None:
+            self._exits[Exit.REFUSED].inc()
             raise QueueFull(self._queue.retry_after_s(now))
         self._set_timer(now)
         try:
             pick = await guest.placed
         except asyncio.CancelledError:
-            self._queue.cancel(ticket)
-            self._give_back(guest)
+            self._leave(ticket)
             raise
         self._waited.observe(self._clock() - now)
         return pick
@@ -101,20 +131,48 @@ class WaitingRoom:
         if len(self._queue) and not self._looking:
             self._look(now)
 
+    def reconfigure(self, settings: schema.RouterQueue, forecaster: Forecaster) -> None:
+        """Other bounds, and maybe another forecaster. Whoever waits goes on waiting, by the new ones."""
+        self._queue.reconfigure(_bounds(settings))
+        self._forecaster = forecaster
+        self._metrics.queue_limit.labels(self._name).set(settings.limit)
+        if len(self._queue):
+            self._look(self._clock())
+
+    def close(self) -> None:
+        """Place everybody now, and show no queue any more."""
+        now = self._clock()
+        self._looking = True
+        while (ticket := self._queue.poll(-math.inf, now)) is not None:
+            self._place(ticket, Exit.QUEUE_OFF, now)
+        self._set_timer(now)
+        self._metrics.queue_limit.remove(self._name)
+        self._metrics.queue_depth.remove(self._name)
+        self._metrics.router_queue_oldest.remove(self._cluster)
+
     @property
     def _speeds(self) -> SpeedModel:
         return self._forecaster.speeds
 
     def _look(self, now: float) -> None:
         self._looking = True  # a pick that fails settles, and settling comes back here
+        max_wait_s = self._queue.settings.max_wait_s
         try:
             while (ticket := self._queue.poll(self._least_wait_s(now), now)) is not None:
-                guest = ticket.item
-                if not guest.placed.done():
-                    guest.placed.set_result(self._pick(guest.request(), now))
+                overdue = now - ticket.queued_at >= max_wait_s
+                self._place(ticket, Exit.MAX_WAIT if overdue else Exit.TURN, now)
         finally:
             self._looking = False
         self._set_timer(now)
+
+    def _place(self, ticket: Ticket[_Guest], why: Exit, now: float) -> None:
+        guest = ticket.item
+        if guest.placed.done():  # cancelled, and its own task has not noticed yet
+            self._exits[Exit.CLIENT_LEFT].inc()
+            return
+        pick = self._pick(guest.again(), now)
+        self._exits[Exit.NO_ENDPOINT if pick is None else why].inc()
+        guest.placed.set_result(pick)
 
     def _least_wait_s(self, now: float) -> float:
         """Of the whole cluster: a request for a model that few serve waits with all others."""
@@ -130,9 +188,17 @@ class WaitingRoom:
             delay_s = max(_TICK_S, at - now)
             self._timer = asyncio.get_running_loop().call_later(delay_s, lambda: self.load_fell(self._clock()))
 
-    def _give_back(self, guest: _Guest) -> None:
-        """Its turn had come in the same moment in which its client left."""
+    def _leave(self, ticket: Ticket[_Guest]) -> None:
+        """The client is gone; maybe its turn had come in the same moment."""
+        guest = ticket.item
+        if not ticket.released:
+            self._exits[Exit.CLIENT_LEFT].inc()
+            self._queue.cancel(ticket)
         if guest.placed.done() and not guest.placed.cancelled():
             pick = guest.placed.result()
             if pick is not None:
                 pick.settle(AttemptOutcome.CANCELLED, self._clock())
+
+
+def _bounds(settings: schema.RouterQueue) -> QueueSettings:
+    return QueueSettings(settings.limit, settings.admit_below, settings.ageing, settings.max_wait)

@@ -59,6 +59,7 @@ class Exchange:
         "outcome",
         "preferred",
         "received_at",
+        "refresh",
         "request_id",
         "tenant",
         "trace",
@@ -73,6 +74,8 @@ class Exchange:
         self.inference: InferenceRequest | None = None
         self.preferred: EndpointId | None = None
         self.facts: OverlapFacts | None = None
+        #: Brings facts and preference up to date from what is known here; must not raise, block or wait.
+        self.refresh: Callable[[], None] | None = None
         self.debug = False  # the client asked for x-kvproxy-decision
         self.trace: Trace | None = None  # only for requests that `tracing` follows
         self.witness: Witness | None = None  # hears of this request's placements

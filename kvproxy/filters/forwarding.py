@@ -132,7 +132,14 @@ class Forwarding:
         """The first attempt may have to wait for its turn; whoever was let in once does not queue again."""
         header = self._cluster.settings.queue.priority_header
         priority = priority_of(self._headers, header.lower().encode()) if header else 0
-        return await room.pick(self._pick_request, tenant=self._exchange.tenant, priority=priority)
+        asked, tenant = self._pick_request(), self._exchange.tenant
+        return await room.pick(asked, again=self._refreshed, tenant=tenant, priority=priority)
+
+    def _refreshed(self) -> PickRequest:
+        """After a wait, in which others with the same prompt may have gone somewhere."""
+        if self._exchange.refresh is not None:
+            self._exchange.refresh()
+        return self._pick_request()
 
     def _count_failed(self, endpoint: Endpoint) -> float | None:
         if self._earlier is None:

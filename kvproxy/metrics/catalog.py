@@ -35,6 +35,7 @@ class Metrics:
         self._add_kv_events(self.registry)
         self._add_kvcache(self.registry)
         self._add_kvcache_holdings(self.registry)
+        self._add_snapshots(self.registry)
         self._add_bounds(self.registry)
         self._add_process(self.registry)
         self.hit_windows = HitWindows()
@@ -74,6 +75,14 @@ class Metrics:
         self.router_queue_wait = Histogram(
             "kvproxy_router_queue_wait_seconds", "Time held in the router queue, by requests that were", ["cluster"],
             buckets=TTFT_BUCKETS_S, registry=r,
+        )  # fmt: skip
+        self.router_queue_exits = Counter(
+            "kvproxy_router_queue_exits", "Requests that left the router queue, or found it full",
+            ["cluster", "reason"], registry=r,
+        )  # fmt: skip  # turn, max_wait, no_endpoint, queue_off, client_left, refused
+        self.router_queue_oldest = Gauge(
+            "kvproxy_router_queue_oldest_wait_seconds", "How long the first of those in the router queue has waited",
+            ["cluster"], registry=r,
         )  # fmt: skip
         self.duration = Histogram(
             "kvproxy_request_duration_seconds", "Request received to its end",
@@ -230,6 +239,19 @@ class Metrics:
         self.kv_background = Counter(
             "kvproxy_kvcache_background_jobs", "Work after responses", ["result"], registry=r
         )  # done, failed, timeout, duplicate, dropped, abandoned
+
+    def _add_snapshots(self, r: CollectorRegistry) -> None:
+        """What is kept over a restart."""
+        self.kv_snapshot_writes = Counter(
+            "kvproxy_kvcache_snapshot_writes", "Snapshots written for the next start", ["outcome"], registry=r
+        )  # written, failed
+        self.kv_snapshot_restores = Counter(
+            "kvproxy_kvcache_snapshot_restores", "Starts by what became of the snapshot", ["outcome"], registry=r
+        )  # restored, none, or why it was not used
+        self.kv_snapshot_bytes = Reading("kvproxy_kvcache_snapshot_bytes", "Size of the snapshot there is", registry=r)
+        self.kv_snapshot_age = Reading(
+            "kvproxy_kvcache_snapshot_age_seconds", "Time since the snapshot there is was taken", registry=r
+        )
 
     def _add_bounds(self, r: CollectorRegistry) -> None:
         """Bounds: what is held against what may be."""

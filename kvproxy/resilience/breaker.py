@@ -96,6 +96,11 @@ class Breaker:
     def __repr__(self) -> str:
         return f"<Breaker {self.name} {self._state}>"
 
+    def reconfigure(self, settings: schema.Breaker) -> None:
+        """Other bounds from now on; its state and what it counted stay."""
+        self._settings = settings
+        self._record.fail_max = settings.failure_threshold
+
     @property
     def state(self) -> BreakerState:
         """As last recorded; an open breaker whose time has come stays open until the first call asks."""

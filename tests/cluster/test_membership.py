@@ -119,11 +119,14 @@ def test_a_bad_url_changes_nothing(make_cluster: MakeCluster) -> None:
 
 
 def test_an_operators_weight_outlives_updates(make_cluster: MakeCluster) -> None:
-    """Until the endpoint leaves."""
+    """Until the endpoint leaves, or its source gives it another weight than before: the later word wins."""
     bench = make_cluster("a", "b")
+    assert bench.cluster.reweight(A, 2)
+    bench.cluster.apply((*configs("a", labels={"rack": "7"}), *configs("b", weight=7)))
+    assert (bench.endpoint("a").weight, bench.endpoint("b").weight) == (2, 7)
+    bench.cluster.apply((*configs("a", weight=5), *configs("b", weight=7)))
+    assert bench.endpoint("a").weight == 5
     assert bench.cluster.reweight(A, 3)
-    bench.cluster.apply(configs("a", "b", weight=7))
-    assert (bench.endpoint("a").weight, bench.endpoint("b").weight) == (3, 7)
     picks = [bench.picked().endpoint.id for _ in range(10)]
     assert picks.count(A) == 3
     bench.cluster.apply(configs("b"))

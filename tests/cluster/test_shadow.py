@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -53,7 +54,7 @@ class Faulty:
 def shadowed(bench: Bench, policy: Faulty) -> Shadow:
     """Puts that policy behind the cluster, in place of the shadow it has."""
     shade = Shadow(policy, name="faulty", cluster="c", metrics=bench.metrics)
-    bench.cluster.shadow = shade
+    bench.cluster.decide_by(replace(bench.cluster.deciders, shadow=shade))
     return shade
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from kvproxy.balancing.policy import OverlapFacts, PickRequest
+from kvproxy.balancing.policy import Overlap, OverlapFacts, PickRequest
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.cluster.waiting_room import QueueFull, WaitingRoom
 from kvproxy.config import schema
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.types import EndpointId
 from tests.support.clock import FakeClock
 from tests.support.until import until
 
@@ -41,7 +42,8 @@ def room_of(cluster: Cluster) -> WaitingRoom:
 
 def enter(cluster: Cluster, tokens: int, **more: Any) -> asyncio.Task[Pick | None]:
     options = {"tenant": "", "priority": 0, **more}
-    return asyncio.create_task(room_of(cluster).pick(lambda: request(tokens), **options))
+    asked = request(tokens)
+    return asyncio.create_task(room_of(cluster).pick(asked, again=lambda: asked, **options))
 
 
 async def placed(task: asyncio.Task[Pick | None]) -> Pick:
@@ -146,14 +148,16 @@ async def test_the_request_is_asked_again_when_its_turn_comes(clock: FakeClock) 
 
     def fresh() -> PickRequest:
         asked.append(clock())
-        return request(5_000)
+        held = {EndpointId(name): Overlap(4_900) for name in ("a", "b")}
+        return PickRequest(facts=OverlapFacts(5_000, held))
 
-    waiting = asyncio.create_task(room_of(cluster).pick(fresh, tenant="", priority=0))
-    await until(lambda: len(room_of(cluster)) == 1)
+    room = room_of(cluster)
+    waiting = asyncio.create_task(room.pick(request(5_000), again=fresh, tenant="", priority=0))
+    await until(lambda: len(room) == 1)
     clock.advance(0.01)
     picks[0].first_token(clock())
-    await placed(waiting)
-    assert asked == [1000.0, 1000.01]
+    pick = await placed(waiting)
+    assert (asked, pick.reservation.cached_tokens) == ([1000.01], 4_900)
 
 
 async def test_without_endpoints_nobody_waits_for_nothing(clock: FakeClock) -> None:

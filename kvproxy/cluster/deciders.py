@@ -1,0 +1,99 @@
+"""Who decides in a cluster and who looks on, and what becomes of what they learned when others follow them."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvproxy.balancing.forecast import Forecaster, speeds_of
+from kvproxy.balancing.policy import Learner, Policy
+from kvproxy.balancing.registry import POLICIES
+from kvproxy.balancing.speed import SpeedModel
+from kvproxy.cluster.decision_metrics import DecisionMetrics
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.shadow import Shadow, feed, shadow_of
+from kvproxy.config import schema
+from kvproxy.metrics.catalog import Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Deciders:
+    """The policy that counts and the shadow that does not."""
+
+    policy: Policy
+    shadow: Shadow | None
+    counts: DecisionMetrics
+    known: SpeedModel | None = None  # learned under earlier policies, where none of these learns speeds
+
+    @property
+    def speeds(self) -> SpeedModel | None:
+        """What is being learned about the engines' speeds."""
+        return speeds_of(self.policy, None if self.shadow is None else self.shadow.policy)
+
+    @property
+    def learners(self) -> Sequence[Learner | Shadow]:
+        """Who is told of samples and reuse."""
+        policy = [self.policy] if isinstance(self.policy, Learner) else []
+        return policy if self.shadow is None else [*policy, self.shadow]
+
+    def hear(self, endpoint: Endpoint) -> None:
+        """Samples of its load come here from now on, and nowhere else; not those of one that left for good."""
+        endpoint.load.on_sample = None
+        if not endpoint.metrics.closed:
+            feed(endpoint.load, endpoint.id, self.learners)
+
+    def forget(self, endpoint: Endpoint) -> None:
+        """It left for good."""
+        endpoint.load.on_sample = None
+        if isinstance(self.policy, Learner):
+            self.policy.forget(endpoint.id)
+        if self.shadow is not None:
+            self.shadow.forget(endpoint)
+        if self.known is not None:
+            self.known.forget(endpoint.id)
+
+
+class Appointing:
+    """Makes the deciders of one cluster, and those that follow them.
+
+    A policy that stays keeps all it has. A new one that learns speeds goes on with what is known of them, be it from
+    the policy before it, from the shadow, or from a policy of some time ago.
+    """
+
+    def __init__(self, cluster: str, *, metrics: Metrics, rng: random.Random) -> None:
+        self._cluster = cluster
+        self._metrics = metrics
+        self._rng = rng
+
+    def first(self, settings: schema.Cluster, policy: Policy | None = None) -> Deciders:
+        """As the settings say; `policy` in place of theirs."""
+        if policy is None:
+            policy = POLICIES[settings.policy](self._rng, settings)
+        return Deciders(policy, self._shadow(settings), self._counts(settings))
+
+    def next(self, before: Deciders, old: schema.Cluster, new: schema.Cluster) -> Deciders:
+        """Those of the `new` settings, after `before`, which the `old` ones made."""
+        known = before.speeds or before.known
+        policy, shadow, counts = before.policy, before.shadow, before.counts
+        if new.policy is not old.policy:
+            policy, counts = POLICIES[new.policy](self._rng, new), self._counts(new)
+            _teach(policy, known)
+        if new.shadow_policy is not old.shadow_policy:
+            shadow = self._shadow(new)
+            if shadow is not None:
+                _teach(shadow.policy, known)
+        return Deciders(policy, shadow, counts, known)
+
+    def _shadow(self, settings: schema.Cluster) -> Shadow | None:
+        return shadow_of(self._cluster, settings, metrics=self._metrics, rng=self._rng)
+
+    def _counts(self, settings: schema.Cluster) -> DecisionMetrics:
+        return DecisionMetrics(self._metrics, self._cluster, settings.policy.value)
+
+
+def _teach(policy: Policy, known: SpeedModel | None) -> None:
+    """A copy of its own, since policy and shadow each learn from every sample."""
+    if known is not None and isinstance(policy, Forecaster):
+        policy.speeds = copy.deepcopy(known)
