@@ -21,6 +21,15 @@ class OnboardingCost:
         """The present estimate."""
         return max(0.0, self._seconds) / (self._tokens + self._prior_tokens)
 
+    @property
+    def sums(self) -> tuple[float, float]:
+        """Seconds and tokens it rests on."""
+        return self._seconds, self._tokens
+
+    def resume(self, sums: tuple[float, float]) -> None:
+        """Go on from the `sums` of an earlier life."""
+        self._seconds, self._tokens = sums
+
     def observe(self, lower_tokens: float, extra_s: float, bound_s: float) -> None:
         """A sample took `extra_s` longer than its prefill; computing its `lower_tokens` would have taken `bound_s`."""
         self._seconds = self._decay * self._seconds + min(bound_s, max(-bound_s, extra_s))

@@ -8,11 +8,12 @@ little and never breaks them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from kvproxy.balancing.load import Features
 from kvproxy.balancing.onboarding import OnboardingCost
+from kvproxy.balancing.speed_state import FactorState, SpeedState, checked
 from kvproxy.types import EndpointId
 
 _DIMENSIONS = range(3)
@@ -102,8 +103,7 @@ class SpeedModel:
         own_s = max(busy_s - factor * work[3] * self._onboarding.seconds_per_token, 0.1 * busy_s)
         self._fit(work, own_s / factor, predicted_s)
         self._samples += 1
-        request_s, token_s, attention_s = (theta * scale for theta, scale in zip(self._theta, self._scale, strict=True))
-        self.seconds = (request_s, token_s, attention_s, self._onboarding.seconds_per_token)
+        self._settle()
         self._move_factor(endpoint, factor, max(1e-4, own_s) / self._prefill_s(work), now)
 
     def forget(self, endpoint: EndpointId) -> None:
@@ -121,6 +121,31 @@ class SpeedModel:
             samples=self._samples,
             slowness={endpoint: self.slowness(endpoint, now) for endpoint in self._factors},
         )
+
+    def state(self, now: float) -> SpeedState:
+        """All that was learned, for another life of the process."""
+        factors = {str(name): FactorState(one.log, one.samples, now - one.at) for name, one in self._factors.items()}
+        moment, onboarding = tuple(self._moment), self._onboarding.sums
+        return SpeedState(
+            self._scale, tuple(self._theta), _flat(self._gram), moment, onboarding, self._samples, factors
+        )
+
+    def resume(self, state: SpeedState, now: float, *, keep: Container[str], away_s: float) -> None:
+        """Go on from what was learned `away_s` seconds ago, of these endpoints only. ValueError for what cannot be."""
+        checked(state, scale=self._scale)
+        self._theta, self._moment = list(state.theta), list(state.moment)
+        self._gram = [list(state.gram[3 * i : 3 * i + 3]) for i in _DIMENSIONS]
+        self._onboarding.resume(state.onboarding)
+        self._samples = state.samples
+        for name, one in state.factors.items():
+            if name in keep and len(self._factors) < self._max_endpoints:
+                log = max(-_LOG_BOUND, min(_LOG_BOUND, one.log))
+                self._factors[EndpointId(name)] = _Factor(log, one.samples, now - away_s - one.age_s)
+        self._settle()
+
+    def _settle(self) -> None:
+        request_s, token_s, attention_s = (theta * scale for theta, scale in zip(self._theta, self._scale, strict=True))
+        self.seconds = (request_s, token_s, attention_s, self._onboarding.seconds_per_token)
 
     def _prefill_s(self, work: Features) -> float:
         seconds = self.seconds
@@ -163,3 +188,7 @@ class SpeedModel:
         shift = _RECENTRE * sum(f.log for f in self._factors.values()) / len(self._factors)
         for each in self._factors.values():
             each.log -= shift
+
+
+def _flat(rows: list[list[float]]) -> tuple[float, ...]:
+    return tuple(value for row in rows for value in row)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Iterator
 
 from kvproxy.prefix.holding import Claim, Holding, Run
 from kvproxy.prefix.radix import RadixTree
@@ -91,20 +92,18 @@ class ApproximateIndex:
         return self.default_capacity if holding is None else holding.capacity
 
     def younger_blocks(self, endpoint: EndpointId, hashes: array[int], block: int) -> int | None:
-        """Blocks the endpoint was asked for since it was last asked for `hashes[block]`; None if it is not held.
-
-        An engine that has evicted that block has room for at most so many. Walks all its runs: not for every request.
-        """
+        """Blocks the endpoint was asked for since it was last asked for `hashes[block]`, to within a 32nd of its
+        capacity; None if it is not held. An engine that has evicted that block has room for at most so many."""
         holding = self._known(endpoint)
         run = self._run_at(hashes, block)
         if holding is None or run is None or run not in holding.stamps:
             return None
         return holding.younger_blocks(run)
 
-    def recency(self, endpoint: EndpointId) -> list[Run]:
-        """Last runs of the confirmed paths the endpoint holds, least recently asked for first."""
+    def newest_first(self, endpoint: EndpointId) -> Iterator[Run | None]:
+        """Ends of the confirmed paths the endpoint holds, as `Holding.newest_first`; the index may change meanwhile."""
         holding = self._known(endpoint)
-        return [] if holding is None else holding.tips()
+        return iter(()) if holding is None else holding.newest_first()
 
     # what changes it
 
@@ -116,13 +115,18 @@ class ApproximateIndex:
             return Claim(endpoint, hashes, 0, self._claims, None)
         before = holding.blocks
         path = self._path(hashes)
+        known: Run | None = None
         for run in path:
             if not run.mask & holding.mask:
                 holding.take(run)
                 holding.claims[run] = {self._claims}
             elif run in holding.claims:
                 holding.claims[run].add(self._claims)
-        claim = Claim(endpoint, hashes, holding.blocks - before, self._claims, holding)
+                known = None
+            else:
+                known = run
+        age = None if known is None else holding.younger_blocks(known)
+        claim = Claim(endpoint, hashes, holding.blocks - before, self._claims, holding, age)
         holding.touch(path)
         self._step(holding)
         return claim
@@ -227,8 +231,8 @@ class ApproximateIndex:
                 holding.claims.pop(run, None)
         while len(path) > 1 and self._mergeable(path[-2], path[-1], holding):
             leaf = path.pop()
+            holding.merge(path[-1], leaf)
             self._tree.absorb(path[-1], leaf)
-            holding.stamps.pop(leaf, None)
         holding.touch(path)
         self._step(holding)
 
@@ -283,7 +287,7 @@ class ApproximateIndex:
                 self._drop(holding, run)
             elif run.mask == holding.mask:
                 self._tree.cut(run, len(run.hashes) - surplus)
-                holding.blocks -= surplus
+                holding.shorten(run, surplus)
             else:
                 self._split(run, len(run.hashes) - surplus)
                 self._drop(holding, run)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kvproxy.prefix.ages import GENERATIONS, Ages
 from kvproxy.prefix.radix import Node
 from kvproxy.types import EndpointId
 
@@ -27,7 +29,7 @@ class Holding:
     run that engines evict first: the end of the prompt that was not asked for longest.
     """
 
-    __slots__ = ("_front", "_records", "blocks", "capacity", "claims", "mask", "slot", "stamps")
+    __slots__ = ("_ages", "_front", "_records", "blocks", "capacity", "claims", "mask", "slot", "stamps")
 
     def __init__(self, slot: int, capacity: int) -> None:
         self.slot = slot
@@ -38,12 +40,20 @@ class Holding:
         self.claims: dict[Run, set[int]] = {}  # runs no response confirmed yet, and the requests that vouch for them
         self._records: deque[Run] = deque()  # last run of each touched path
         self._front = 0  # number of the first record
+        self._ages = Ages()
 
     def touch(self, path: list[Run]) -> None:
         """The path was asked for just now."""
-        stamp = self._front + len(self._records)
+        stamp, stamps, ages = self._front + len(self._records), self.stamps, self._ages
+        ages.begin(stamp, self.capacity // GENERATIONS)
+        newest = ages.newest
         for run in path:
-            self.stamps[run] = stamp
+            before = stamps.get(run)
+            if before is None:
+                ages.enter(len(run.hashes))
+            elif before < newest:
+                ages.renew(before, len(run.hashes))
+            stamps[run] = stamp
         self._records.append(path[-1])
         if len(self._records) > 2 * len(self.stamps) + 64:
             self._compact()
@@ -57,8 +67,20 @@ class Holding:
         """Count the run out. Nothing below it may be held."""
         run.mask &= ~self.mask
         self.blocks -= len(run.hashes)
-        del self.stamps[run]
+        self._ages.change(self.stamps.pop(run), -len(run.hashes))
         self.claims.pop(run, None)
+
+    def shorten(self, run: Run, blocks: int) -> None:
+        """Count out so many blocks at the end of the run."""
+        self.blocks -= blocks
+        self._ages.change(self.stamps[run], -blocks)
+
+    def merge(self, run: Run, leaf: Run) -> None:
+        """`leaf`, perhaps new, becomes the end of `run`; a touch follows."""
+        stamp = self.stamps.pop(leaf, None)
+        if stamp is not None:
+            self._ages.change(stamp, -len(leaf.hashes))
+        self._ages.change(self.stamps[run], len(leaf.hashes))
 
     def cover(self, head: Run, tail: Run) -> None:
         """`head` was split off `tail`: same recency, same claims."""
@@ -74,16 +96,24 @@ class Holding:
             self._front += 1
         return run
 
-    def tips(self) -> list[Run]:
-        """Confirmed ends of touched paths, oldest first."""
-        found = []
-        for stamp, last in enumerate(self._records, self._front):
-            run = self._tip(stamp, last)
-            while run is not None and run in self.claims:
+    def newest_first(self) -> Iterator[Run | None]:
+        """Confirmed ends of touched paths, those asked for last first; None where a touch left nothing of its own.
+
+        What is held may change between two steps: each step answers by what is held then.
+        """
+        covered: set[Run] = set()
+        for last in reversed(tuple(self._records)):
+            run: Run | None = last
+            while run is not None and (run not in self.stamps or run in self.claims):
                 run = run.parent
-            if run is not None:
-                found.append(run)
-        return found
+            if run is None or run in covered:
+                yield None
+                continue
+            above: Run | None = run
+            while above is not None and above not in covered:
+                covered.add(above)
+                above = above.parent
+            yield run
 
     def _tip(self, stamp: int, run: Run | None) -> Run | None:
         """What is left of the path that touch number `stamp` ended with, if nothing touched it since."""
@@ -92,9 +122,9 @@ class Holding:
         return run if run is not None and self.stamps[run] == stamp else None
 
     def younger_blocks(self, run: Run) -> int:
-        """Blocks touched more recently than the run: an engine that evicted it has room for fewer than these."""
-        stamp = self.stamps[run]
-        return sum(len(other.hashes) for other, touched in self.stamps.items() if touched > stamp)
+        """Blocks touched since the run was, to within a 32nd of the capacity: an engine that evicted it has room for
+        about so many at most."""
+        return self._ages.younger(self.stamps[run])
 
     def _compact(self) -> None:
         """Forget records no run's stamp refers to, and number the rest anew."""
@@ -106,6 +136,7 @@ class Holding:
                 number[stamp] = len(kept)
                 kept.append(run)
         self.stamps = {run: number[stamp] for run, stamp in self.stamps.items()}
+        self._ages.renumber(list(number))
         self._records = kept
         self._front = 0
 
@@ -119,3 +150,4 @@ class Claim:
     new_blocks: int  # that the endpoint was not believed to hold before
     number: int
     holding: Holding | None  # None once settled, or when the index had no room for the endpoint
+    age_blocks: int | None = None  # asked for since the last of the known blocks was; None: none, or not confirmed yet

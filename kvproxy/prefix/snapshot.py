@@ -1,165 +1,203 @@
-"""The approximate index as bytes and back, for a warm restart. Who keeps the bytes is the caller's business."""
+"""The approximate index as plain columns and back, for a warm restart. Who keeps them is the caller's business.
+
+Both ways go path by path, so that the caller may do something else between two steps.
+"""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Container, Generator, Iterator
 from dataclasses import dataclass
-from enum import StrEnum
-from struct import Struct
+from itertools import accumulate
 
 import msgspec
-from xxhash import xxh3_64_intdigest
 
 from kvproxy.prefix.approximate import ApproximateIndex
-from kvproxy.prefix.hashing import little_endian
+from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, little_endian, root_seed, text_blocks
 from kvproxy.prefix.holding import Run
-from kvproxy.types import EndpointId
+from kvproxy.types import EndpointId, Prompt
 
-_MAGIC = b"kvpxidx\n"
-#: Of the layout and of what the hashes mean: raise it when either changes.
-VERSION = 1
-_HEAD = Struct("<8sHQ")  # magic, version, xxh3_64 of the rest
-_RUN_BYTES = 16  # upper bound of a run's framing
+#: Hashes are handed out in pieces of about this size, so that nobody has to copy all of them at once.
+CHUNK_BYTES = 256 * 1024
+_RUN_BYTES = 8  # parent and length
+_PATH_BYTES = 4
+_ENDPOINT_BYTES = 32
 
 
-class RestoreOutcome(StrEnum):
-    """What became of a snapshot; a metric label."""
+class EndpointPaths(msgspec.Struct, array_like=True, frozen=True):
+    """What one endpoint holds."""
 
-    RESTORED = "restored"
-    NOT_A_SNAPSHOT = "not_a_snapshot"
-    OTHER_VERSION = "other_version"
-    CORRUPT = "corrupt"
+    id: str
+    capacity: int  # blocks
+    paths: bytes  # u32: numbers of last runs, most recently asked for first
+
+
+class IndexColumns(msgspec.Struct, array_like=True, frozen=True):
+    """Runs by number, and each endpoint's paths. The runs' hashes (u64) stand beside it, one run after another."""
+
+    parents: bytes  # i32: number of an earlier run, or -1
+    lengths: bytes  # u32: blocks
+    endpoints: list[EndpointPaths]
+
+    @property
+    def blocks(self) -> int:
+        """Hashes of all runs."""
+        return sum(_numbers("I", self.lengths))
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
-    """Nothing was changed unless the outcome is RESTORED."""
+class Dumped:
+    """Columns, and the hashes in pieces (u64, little-endian)."""
 
-    outcome: RestoreOutcome
-    endpoints: int = 0
-    blocks: int = 0
-
-
-class _RunRecord(msgspec.Struct, array_like=True):
-    parent: int  # index of an earlier run, or -1
-    hashes: bytes  # u64 little-endian
+    columns: IndexColumns
+    hashes: list[bytes]
+    bytes_used: int
 
 
-class _EndpointRecord(msgspec.Struct, array_like=True):
-    id: str
-    capacity: int
-    paths: list[int]  # last runs, least recently used first
-
-
-class _Snapshot(msgspec.Struct, array_like=True):
-    runs: list[_RunRecord]
-    endpoints: list[_EndpointRecord]
+def fingerprint() -> int:
+    """Changes whenever the same prompt would get other hashes: block size, seeds, canonical bytes, hash function."""
+    seed = root_seed(block_size=TEXT_BLOCK_BYTES, model="model", lora="lora", cache_salt="salt")
+    return text_blocks(Prompt(b"shape", (b"first", bytes(2 * TEXT_BLOCK_BYTES))), seed)[-1]
 
 
 class _Writer:
-    """Numbers runs so that a parent comes before its children, within a budget of bytes."""
+    """Numbers runs so that a parent comes before its children, within a budget of bytes.
+
+    A run is known by its last hash, which names its whole prefix: one that is split or grows between two steps is
+    another run then, and what was written of it stays true.
+    """
 
     def __init__(self, max_bytes: int) -> None:
-        self.runs: list[_RunRecord] = []
-        self._left = max_bytes - _HEAD.size - _RUN_BYTES
-        self._number: dict[Run, int] = {}
+        self.max_bytes = self.left = max_bytes
+        self.parents = array("i")
+        self.lengths = array("I")
+        self.full: list[bytes] = []
+        self.chunk = bytearray()
+        self._number: dict[int, int] = {}
 
     def add(self, run: Run) -> int | None:
         """The run's number, its ancestors written before it; None when that does not fit."""
         path: list[Run] = []
         at: Run | None = run
-        while at is not None and at not in self._number:
+        while at is not None and at.hashes[-1] not in self._number:
             path.append(at)
             at = at.parent
-        cost = 5 + sum(_RUN_BYTES + 8 * len(each.hashes) for each in path)
-        if cost > self._left:
+        cost = _PATH_BYTES + sum(_RUN_BYTES + 8 * len(each.hashes) for each in path)
+        if cost > self.left:
             return None
-        self._left -= cost
-        number = -1 if at is None else self._number[at]
+        self.left -= cost
+        number = -1 if at is None else self._number[at.hashes[-1]]
         for each in reversed(path):
-            self.runs.append(_RunRecord(number, little_endian(each.hashes).tobytes()))
-            number = self._number[each] = len(self.runs) - 1
+            self._append(each, number)
+            number = self._number[each.hashes[-1]] = len(self.parents) - 1
         return number
 
-    def endpoint(self, endpoint: EndpointId, capacity: int) -> _EndpointRecord | None:
-        """An empty record of the endpoint; None when that does not fit."""
-        cost = len(endpoint.encode()) + 2 * _RUN_BYTES
-        if cost > self._left:
-            return None
-        self._left -= cost
-        return _EndpointRecord(endpoint, capacity, [])
+    def endpoint(self, endpoint: EndpointId) -> bool:
+        """Whether there is room for the endpoint's record."""
+        cost = _ENDPOINT_BYTES + len(endpoint.encode())
+        if cost > self.left:
+            return False
+        self.left -= cost
+        return True
+
+    def _append(self, run: Run, parent: int) -> None:
+        self.parents.append(parent)
+        self.lengths.append(len(run.hashes))
+        self.chunk += little_endian(run.hashes).tobytes()
+        if len(self.chunk) >= CHUNK_BYTES:
+            self.full.append(bytes(self.chunk))
+            self.chunk.clear()
 
 
-def dump(index: ApproximateIndex, *, max_bytes: int = 64 * 1024 * 1024) -> bytes:
-    """The index in at most so many bytes; what was least recently used is left out first."""
+def dump(index: ApproximateIndex, *, max_bytes: int) -> Generator[None, None, Dumped]:
+    """The index in at most so many bytes, a path a step; what was asked for longest ago is left out first.
+
+    The index may change between steps. Each path is as it is when its turn comes.
+    """
     writer = _Writer(max_bytes)
-    waiting: list[tuple[_EndpointRecord, Iterator[Run]]] = []
+    paths: dict[EndpointId, array[int]] = {}
+    waiting: list[tuple[array[int], Iterator[Run | None]]] = []
     for endpoint in index.endpoints:
-        record = writer.endpoint(endpoint, index.capacity(endpoint))
-        if record is not None:
-            waiting.append((record, reversed(index.recency(endpoint))))
-    records = [record for record, _ in waiting]
+        if writer.endpoint(endpoint):
+            paths[endpoint] = array("I")
+            waiting.append((paths[endpoint], index.newest_first(endpoint)))
     while waiting:  # a path of each endpoint in turn, so that all are cut at a like age
-        waiting = [(record, newest) for record, newest in waiting if _write_next(writer, record, newest)]
-    for record in records:
-        record.paths.reverse()
-    payload = msgspec.msgpack.encode(_Snapshot(writer.runs, records))
-    return _HEAD.pack(_MAGIC, VERSION, xxh3_64_intdigest(payload)) + payload
+        still = []
+        for numbers, newest in waiting:
+            if _write_next(writer, numbers, newest):
+                still.append((numbers, newest))
+            yield
+        waiting = still
+    rows = [EndpointPaths(each, index.capacity(each), _bytes(numbers)) for each, numbers in paths.items()]
+    columns = IndexColumns(_bytes(writer.parents), _bytes(writer.lengths), rows)
+    return Dumped(columns, [*writer.full, bytes(writer.chunk)], writer.max_bytes - writer.left)
 
 
-def restore(index: ApproximateIndex, data: bytes) -> Restored:
-    """Insert a snapshot's paths, oldest first, with the capacities they were kept under. Never raises for bad bytes."""
-    if len(data) < _HEAD.size or not data.startswith(_MAGIC):
-        return Restored(RestoreOutcome.NOT_A_SNAPSHOT)
-    _, version, checksum = _HEAD.unpack_from(data)
-    if version != VERSION:
-        return Restored(RestoreOutcome.OTHER_VERSION)
-    payload = memoryview(data)[_HEAD.size :]
-    if xxh3_64_intdigest(payload) != checksum:
-        return Restored(RestoreOutcome.CORRUPT)
+def _write_next(writer: _Writer, numbers: array[int], newest: Iterator[Run | None]) -> bool:
+    """One step of one endpoint; False when it is through, or nothing more fits."""
     try:
-        snapshot = msgspec.msgpack.decode(payload, type=_Snapshot)
-        runs = [_hashes(snapshot, number) for number in range(len(snapshot.runs))]
-        _check_paths(snapshot)
-    except (msgspec.DecodeError, ValueError):
-        return Restored(RestoreOutcome.CORRUPT)
-    before = index.entries
-    for record in snapshot.endpoints:
-        endpoint = EndpointId(record.id)
-        index.set_capacity(endpoint, record.capacity)
-        for number in record.paths:
-            index.insert(endpoint, _path(snapshot, runs, number))
-    return Restored(RestoreOutcome.RESTORED, len(snapshot.endpoints), max(0, index.entries - before))
+        run = next(newest)
+    except StopIteration:
+        return False
+    if run is None:
+        return True
+    number = writer.add(run)
+    if number is None:
+        return False
+    numbers.append(number)
+    return True
 
 
-def _write_next(writer: _Writer, record: _EndpointRecord, newest: Iterator[Run]) -> bool:
-    run = next(newest, None)
-    number = None if run is None else writer.add(run)
-    if number is not None:
-        record.paths.append(number)
-    return number is not None
+class Restoration:
+    """A dump to be put back. Raises ValueError for one that cannot be: then nothing has been changed."""
+
+    def __init__(self, columns: IndexColumns, hashes: memoryview) -> None:
+        self._parents = _numbers("i", columns.parents)
+        self._ends = array("Q", accumulate(_numbers("I", columns.lengths)))
+        self._hashes = hashes
+        self._endpoints = [(one, _numbers("I", one.paths)) for one in columns.endpoints]
+        self._check(columns)
+
+    def into(self, index: ApproximateIndex, *, keep: Container[str]) -> Iterator[None]:
+        """Insert the paths of these endpoints, oldest first, under the capacities they had; a path a step."""
+        for row, numbers in self._endpoints:
+            if row.id in keep:
+                endpoint = EndpointId(row.id)
+                index.set_capacity(endpoint, row.capacity)
+                for number in reversed(numbers):
+                    index.insert(endpoint, self._path(number))
+                    yield
+
+    def _check(self, columns: IndexColumns) -> None:
+        runs = len(self._parents)
+        if len(self._ends) != runs or 8 * (self._ends[-1] if runs else 0) != len(self._hashes):
+            raise ValueError("columns of different lengths")
+        if 0 in _numbers("I", columns.lengths):
+            raise ValueError("an empty run")
+        if any(not -1 <= parent < number for number, parent in enumerate(self._parents)):
+            raise ValueError("a run before its parent")
+        for row, numbers in self._endpoints:
+            if row.capacity < 0 or any(number >= runs for number in numbers):
+                raise ValueError("an endpoint out of range")
+
+    def _path(self, number: int) -> array[int]:
+        parts = []
+        while number >= 0:
+            start = self._ends[number - 1] if number else 0
+            parts.append(self._hashes[8 * start : 8 * self._ends[number]])
+            number = self._parents[number]
+        path = array("Q")
+        for part in reversed(parts):
+            path.frombytes(part)
+        return little_endian(path)
 
 
-def _hashes(snapshot: _Snapshot, number: int) -> array[int]:
-    """The run's hashes; raises ValueError for a run that cannot be."""
-    record = snapshot.runs[number]
-    if not -1 <= record.parent < number or not record.hashes:
-        raise ValueError("run out of order")
-    hashes = array("Q")
-    hashes.frombytes(record.hashes)
-    return little_endian(hashes)
+def _bytes(numbers: array[int]) -> bytes:
+    return little_endian(numbers).tobytes()
 
 
-def _check_paths(snapshot: _Snapshot) -> None:
-    for record in snapshot.endpoints:
-        if record.capacity < 0 or any(not 0 <= number < len(snapshot.runs) for number in record.paths):
-            raise ValueError("endpoint out of range")
-
-
-def _path(snapshot: _Snapshot, runs: list[array[int]], number: int) -> array[int]:
-    parts = []
-    while number >= 0:
-        parts.append(runs[number])
-        number = snapshot.runs[number].parent
-    return array("Q", b"".join(part.tobytes() for part in reversed(parts)))
+def _numbers(code: str, data: bytes) -> array[int]:
+    """Raises ValueError when it is no whole number of items."""
+    numbers = array(code)
+    numbers.frombytes(data)
+    return little_endian(numbers)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from random import Random
 
+import msgspec
 import pytest
 
 from kvproxy.balancing.load import features_of, seconds_of
 from kvproxy.balancing.onboarding import OnboardingCost
 from kvproxy.balancing.speed import SpeedModel, SpeedPriors
+from kvproxy.balancing.speed_state import FactorState, SpeedState
 from kvproxy.types import EndpointId
 
 TRUTH = (0.02, 1 / 10_000, 1 / (10_000 * 32_000), 0.0)
@@ -123,3 +126,73 @@ def test_onboarding_is_free_until_measured_and_never_dearer_than_computing() -> 
     for _ in range(2000):
         cost.observe(1000, 99.0, 0.1)
     assert cost.seconds_per_token < 0.1 / 1000
+
+
+def learned() -> tuple[SpeedModel, float]:
+    """A model of two endpoints, one of them slow and with lower tiers."""
+    model = SpeedModel()
+    now = teach(model, FAST, 1.0, samples=50)
+    now = teach(model, SLOW, 3.0, samples=50, start=now)
+    model.observe(SLOW, features_of(500, 4000, 4000), 1.0, now)
+    return model, now
+
+
+def resumed(state: SpeedState, now: float, *, keep: tuple[str, ...] = (FAST, SLOW), away_s: float = 0.0) -> SpeedModel:
+    model = SpeedModel()
+    model.resume(msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=SpeedState), now, keep=keep, away_s=away_s)
+    return model
+
+
+def test_another_life_goes_on_from_what_was_learned() -> None:
+    """The same estimates, and the same ones after the next samples; clocks of two lives have nothing in common."""
+    model, now = learned()
+    again = resumed(model.state(now), 5.0)
+    assert again.estimates(5.0) == model.estimates(now)
+    teach(model, FAST, 2.0, samples=5, start=now)
+    teach(again, FAST, 2.0, samples=5, start=5.0)
+    assert again.seconds == pytest.approx(model.seconds)
+    assert again.slowness(FAST, 10.0) == pytest.approx(model.slowness(FAST, now + 5.0))
+
+
+def test_time_away_counts_as_time_without_samples() -> None:
+    """What an endpoint was like fades; what the pool is like stays."""
+    model, now = learned()
+    again = resumed(model.state(now), 5.0, away_s=120.0)
+    assert again.slowness(SLOW, 5.0) == pytest.approx(model.slowness(SLOW, now) ** 0.5)
+    assert again.seconds == model.seconds
+
+
+def test_endpoints_that_are_gone_are_not_taken_over() -> None:
+    """Nor would they ever be forgotten: nobody says that they left."""
+    model, now = learned()
+    again = resumed(model.state(now), 5.0, keep=(FAST,))
+    assert set(again.estimates(5.0).slowness) == {FAST}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"scale": (0.01, 0.1, 0.1)},
+        {"theta": (1.0, 1.0)},
+        {"theta": (1.0, 0.0, 1.0)},
+        {"gram": (math.nan,) * 9},
+        {"gram": (0.0,) * 9},
+        {"moment": (-1.0, 0.0, 0.0)},
+        {"moment": (0.0, 0.0, 0.0)},
+        {"onboarding": (1.0, -1.0)},
+        {"factors": {"fast": FactorState(math.inf, 1, 0.0)}},
+        {"factors": {"fast": FactorState(0.0, 1, math.nan)}},
+    ],
+)
+def test_a_state_that_cannot_be_is_refused(wrong: dict[str, object]) -> None:
+    """One bad number would stay in the sums for ever."""
+    model, now = learned()
+    fresh = SpeedModel()
+    with pytest.raises(ValueError, match=r"."):
+        fresh.resume(msgspec.structs.replace(model.state(now), **wrong), 0.0, keep=(FAST,), away_s=0.0)
+    assert fresh.estimates(0.0) == SpeedModel().estimates(0.0)
+
+
+def test_a_model_that_learned_nothing_resumes() -> None:
+    """A proxy that never saw a first token is restarted as well."""
+    assert resumed(SpeedModel().state(0.0), 0.0).estimates(0.0) == SpeedModel().estimates(0.0)

@@ -1,30 +1,58 @@
+"""The approximate index as columns and back, step by step."""
+
 from __future__ import annotations
 
-import msgspec
+from array import array
+from collections.abc import Generator, Iterator
+from typing import TypeVar
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from xxhash import xxh3_64_intdigest
 
+from kvproxy.prefix import snapshot
 from kvproxy.prefix.approximate import ApproximateIndex
-from kvproxy.prefix.snapshot import RestoreOutcome, dump, restore
+from kvproxy.prefix.snapshot import Dumped, EndpointPaths, IndexColumns, Restoration, dump, fingerprint
 from tests.prefix.support import A, B, C, chained
 
-PATHS = st.lists(st.tuples(st.sampled_from([A, B]), st.lists(st.integers(0, 2), min_size=1, max_size=6)), max_size=20)
+T = TypeVar("T")
+EVERYBODY = {A, B, C}
+PATH = st.lists(st.integers(0, 2), min_size=1, max_size=6)
+PATHS = st.lists(st.tuples(st.sampled_from([A, B]), PATH), max_size=20)
+CHANGES = st.lists(st.tuples(st.sampled_from(["insert", "contradict", "shrink", "remove"]), PATH), max_size=30)
 
 
-def signed(payload: object, *, version: int = 1) -> bytes:
-    body = msgspec.msgpack.encode(payload)
-    return b"kvpxidx\n" + version.to_bytes(2, "little") + xxh3_64_intdigest(body).to_bytes(8, "little") + body
+def finished(steps: Generator[None, None, T]) -> T:
+    """What it comes to."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            result: T = done.value
+            return result
+
+
+def dumped(index: ApproximateIndex, max_bytes: int = 1 << 20) -> Dumped:
+    return finished(dump(index, max_bytes=max_bytes))
+
+
+def restored(data: Dumped, keep: set[str] | None = None) -> ApproximateIndex:
+    """A new index of these endpoints' parts."""
+    index = ApproximateIndex()
+    restoration = Restoration(data.columns, memoryview(b"".join(data.hashes)))
+    for _ in restoration.into(index, keep=set(map(str, EVERYBODY)) if keep is None else keep):
+        pass
+    return index
 
 
 @given(PATHS, st.integers(4, 20))
 def test_a_restart_knows_what_was_known(paths: list[tuple[str, list[int]]], capacity: int) -> None:
     """Same matches, same capacities, and the same order of eviction afterwards."""
-    index, warm = ApproximateIndex(capacity_blocks=capacity), ApproximateIndex()
+    index = ApproximateIndex(capacity_blocks=capacity)
     for endpoint, path in paths:
         index.insert(endpoint, chained(path))
-    assert restore(warm, dump(index)).blocks == index.entries
+    warm = restored(dumped(index))
+    assert warm.entries == index.entries
     for room in range(capacity, -1, -1):
         for endpoint in index.endpoints:
             assert warm.blocks(endpoint) == index.blocks(endpoint)
@@ -34,28 +62,93 @@ def test_a_restart_knows_what_was_known(paths: list[tuple[str, list[int]]], capa
             assert warm.lookup(chained(path)) == index.lookup(chained(path))
 
 
+def change(index: ApproximateIndex, what: str, path: list[int]) -> None:
+    """One thing that requests, engines and operators do to an index."""
+    match what:
+        case "insert":
+            index.insert(A, chained(path))
+        case "contradict":
+            index.contradict(A, chained(path), len(path) // 2)
+        case "shrink":
+            index.set_capacity(A, len(path))
+        case _:
+            index.remove(B)
+
+
+@given(PATHS, CHANGES, st.integers(1, 4))
+def test_an_index_that_changes_meanwhile_is_kept_truly(
+    paths: list[tuple[str, list[int]]], changes: list[tuple[str, list[int]]], every: int
+) -> None:
+    """Nothing comes back that was not known at some moment of the dump, and every block comes back under its prefix."""
+    index = ApproximateIndex()
+    for endpoint, path in paths:
+        index.insert(endpoint, chained(path))
+    ever = {(endpoint, depth) for endpoint, path in paths for depth in prefixes(path)}
+    steps, waiting = dump(index, max_bytes=1 << 20), list(changes)
+
+    def changing() -> Generator[None, None, Dumped]:
+        while True:
+            for _ in range(every):
+                try:
+                    next(steps)
+                except StopIteration as done:
+                    return done.value  # type: ignore[no-any-return]
+            if waiting:
+                what, path = waiting.pop()
+                change(index, what, path)
+                ever.update((A, depth) for depth in prefixes(path))
+            yield
+
+    warm = restored(finished(changing()))
+    for path in [path for _, path in (*paths, *changes)]:
+        for endpoint, depth in warm.lookup(chained(path)).items():
+            assert (endpoint, tuple(path[:depth])) in ever
+    for path in [path for _, path in (*paths, *changes)]:
+        whole = chained(path)
+        warm.insert(C, whole)  # a tree of wrong chains would not take it
+        assert warm.lookup(whole)[C] == len(whole)
+
+
+def prefixes(path: list[int]) -> Iterator[tuple[int, ...]]:
+    return (tuple(path[:depth]) for depth in range(1, len(path) + 1))
+
+
+def test_a_run_that_grows_between_two_steps_is_written_anew() -> None:
+    """A chat's next turn while it is being written must not leave a hole between old and new blocks."""
+    index = ApproximateIndex()
+    index.insert(A, chained((1, 2)))
+    index.insert(B, chained((9,)))
+    steps = dump(index, max_bytes=1 << 20)
+    next(steps)  # a's path is written
+    index.insert(A, chained((1, 2, 3, 4)))
+    assert index.runs == 2  # the same run, only longer
+    index.insert(B, chained((1, 2, 3, 4, 5)))
+    warm = restored(finished(steps))
+    assert warm.lookup(chained((1, 2, 3, 4, 5))) == {A: 2, B: 5}
+
+
 def test_speculative_entries_are_left_out() -> None:
     """A request in flight at the end of one life is not confirmed in the next."""
-    index, warm = ApproximateIndex(), ApproximateIndex()
+    index = ApproximateIndex()
     index.insert(A, chained((1, 2)))
     index.route(A, chained((1, 2, 3)))
     index.route(A, chained((9,)))
-    assert restore(warm, dump(index)).blocks == 2
+    warm = restored(dumped(index))
+    assert warm.entries == 2
     assert warm.lookup(chained((1, 2, 3))) == {A: 2}
     assert warm.lookup(chained((9,))) == {}
 
 
 def test_the_most_recently_used_fits_first() -> None:
     """A bounded snapshot keeps what is likeliest to be asked for, of every endpoint."""
-    index, warm = ApproximateIndex(), ApproximateIndex()
+    index = ApproximateIndex()
     for session in range(100):
         index.insert(A, chained((session, *range(20))))
         index.insert(B, chained((500 + session, *range(20))))
-    data = dump(index, max_bytes=4_000)
-    assert len(data) <= 4_000
-    restored = restore(warm, data)
-    assert restored.outcome is RestoreOutcome.RESTORED
-    assert 0 < restored.blocks < index.entries
+    data = dumped(index, 4_000)
+    assert sum(map(len, data.hashes)) < data.bytes_used <= 4_000
+    warm = restored(data)
+    assert 0 < warm.entries < index.entries
     assert warm.lookup(chained((99, *range(20)))) == {A: 21}
     assert warm.lookup(chained((599, *range(20)))) == {B: 21}
     assert warm.lookup(chained((0, *range(20)))) == {}
@@ -63,43 +156,68 @@ def test_the_most_recently_used_fits_first() -> None:
 
 def test_no_room_even_for_the_endpoints() -> None:
     """A tiny bound gives a valid, empty snapshot."""
-    index, warm = ApproximateIndex(), ApproximateIndex()
+    index = ApproximateIndex()
     index.insert(C, chained((1, 2)))
-    restored = restore(warm, dump(index, max_bytes=40))
-    assert (restored.outcome, restored.endpoints, restored.blocks) == (RestoreOutcome.RESTORED, 0, 0)
+    data = dumped(index, 20)
+    assert (data.columns.endpoints, data.bytes_used) == ([], 0)
+    assert restored(data).endpoints == ()
+
+
+def test_endpoints_that_are_not_wanted_stay_away() -> None:
+    """They were removed from the configuration meanwhile, or are other engines now."""
+    index = ApproximateIndex()
+    index.insert(A, chained((1, 2)))
+    index.insert(B, chained((1, 2, 3)))
+    warm = restored(dumped(index), keep={"b"})
+    assert warm.lookup(chained((1, 2, 3))) == {B: 3}
+    assert warm.endpoints == (B,)
+
+
+def test_hashes_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that nobody has to copy tens of megabytes at once."""
+    monkeypatch.setattr(snapshot, "CHUNK_BYTES", 64)
+    index = ApproximateIndex()
+    for session in range(10):
+        index.insert(A, chained((session, 1, 2, 3)))
+    data = dumped(index)
+    assert len(data.hashes) > 4
+    assert restored(data).entries == index.entries
+
+
+def columns(parents: list[int], lengths: list[int], endpoints: list[EndpointPaths] | None = None) -> IndexColumns:
+    return IndexColumns(array("i", parents).tobytes(), array("I", lengths).tobytes(), endpoints or [])
+
+
+def paths_of(endpoint: str, capacity: int, *numbers: int) -> EndpointPaths:
+    return EndpointPaths(endpoint, capacity, array("I", numbers).tobytes())
 
 
 @pytest.mark.parametrize(
-    ("data", "outcome"),
+    ("bad", "blocks"),
     [
-        (b"", RestoreOutcome.NOT_A_SNAPSHOT),
-        (b"kvpxidx\n", RestoreOutcome.NOT_A_SNAPSHOT),
-        (b"SQLite format 3\0" + bytes(40), RestoreOutcome.NOT_A_SNAPSHOT),
-        (signed([[], []], version=2), RestoreOutcome.OTHER_VERSION),
-        (signed([[], []])[:-1] + b"x", RestoreOutcome.CORRUPT),
-        (signed({"runs": 1}), RestoreOutcome.CORRUPT),
-        (signed([[[0, bytes(8)]], []]), RestoreOutcome.CORRUPT),
-        (signed([[[-2, bytes(8)]], []]), RestoreOutcome.CORRUPT),
-        (signed([[[-1, b""]], []]), RestoreOutcome.CORRUPT),
-        (signed([[[-1, bytes(7)]], []]), RestoreOutcome.CORRUPT),
-        (signed([[[-1, bytes(8)]], [["a", 5, [1]]]]), RestoreOutcome.CORRUPT),
-        (signed([[[-1, bytes(8)]], [["a", 5, [-1]]]]), RestoreOutcome.CORRUPT),
-        (signed([[], [["a", -5, []]]]), RestoreOutcome.CORRUPT),
+        (columns([0], [1]), 1),
+        (columns([-2], [1]), 1),
+        (columns([-1, 1], [1, 1]), 2),
+        (columns([-1], [0]), 0),
+        (columns([-1], [1]), 2),
+        (columns([-1], [2]), 1),
+        (columns([-1, 0], [1]), 1),
+        (columns([], []), 1),
+        (columns([-1], [1], [paths_of("a", 5, 1)]), 1),
+        (columns([-1], [1], [paths_of("a", -5)]), 1),
+        (IndexColumns(b"\0\0\0", b"", []), 0),
+        (IndexColumns(b"", b"", [EndpointPaths("a", 1, b"\0")]), 0),
     ],
 )
-def test_bad_bytes_are_reported_and_change_nothing(data: bytes, outcome: RestoreOutcome) -> None:
-    """Foreign, truncated, tampered with, or from another version: a warning for the caller, never an exception."""
-    index = ApproximateIndex()
-    assert restore(index, data).outcome is outcome
-    assert (index.entries, index.endpoints) == (0, ())
+def test_columns_that_cannot_be_are_refused(bad: IndexColumns, blocks: int) -> None:
+    """Before anything is changed; the caller starts empty."""
+    with pytest.raises(ValueError, match=r"."):
+        Restoration(bad, memoryview(bytes(8 * blocks)))
 
 
-@given(st.data())
-def test_no_flipped_byte_passes(data: st.DataObject) -> None:
-    """The checksum covers all that is not the head."""
-    index = ApproximateIndex()
-    index.insert(A, chained((1, 2, 3)))
-    good = bytearray(dump(index))
-    at = data.draw(st.integers(0, len(good) - 1))
-    good[at] ^= data.draw(st.integers(1, 255))
-    assert restore(ApproximateIndex(), bytes(good)).outcome is not RestoreOutcome.RESTORED
+def test_the_fingerprint_follows_the_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hashes of another kind would match nothing, or the wrong thing."""
+    assert fingerprint() == fingerprint()
+    before = fingerprint()
+    monkeypatch.setattr(snapshot, "TEXT_BLOCK_BYTES", 512)
+    assert fingerprint() != before
