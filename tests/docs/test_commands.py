@@ -1,0 +1,89 @@
+"""Every command the documentation shows works, or is on a short list that says who tests it instead."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kvproxy.cli import _parser
+from tests.docs.blocks import ROOT, Block, blocks, inline
+from tests.docs.shell import Shell, commands
+from tests.docs.world import world
+
+#: Beginnings of commands that are not run here, and who does.
+NOT_HERE = {
+    "make test": "is this test suite; make test-real runs against real engines",
+    "make demo": "tests/commands/test_demo.py; `kvproxy demo` is run below",
+    "make dist": "make test-packaging",
+    "make binary": "make test-packaging",
+    "./dist/kvproxy serve": "make test-packaging",
+    "pip install": "make test-packaging",
+    "docker": "tests/deploy and make test-packaging look at the image and the Compose file",
+    "export MODEL=": "tests/deploy: Compose is told what it needs",
+    "kubectl": "tests/deploy and make test-packaging check the manifests",
+    "install -": "tests/deploy: the files exist, the unit is sound",
+    "systemctl": "tests/deploy: the unit is sound",
+    "vllm serve": "make test-real",
+}
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def run_here(block: Block) -> list[str]:
+    """The commands of a block that are run."""
+    return [command for command in commands(block.text) if not command.startswith(tuple(NOT_HERE))]
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="pages talk to the proxy by curl")
+@pytest.mark.parametrize("block", [block for block in blocks("sh") if run_here(block)], ids=lambda block: block.where)
+async def test_commands_work(block: Block, tmp_path: Path) -> None:
+    """In order, in front of simulated engines, each with the exit status of success."""
+    of_sample = block.page.startswith("samples/")  # those are started from a clone
+    async with (
+        world(tmp_path, own_gateway=of_sample) as place,
+        Shell(ROOT if of_sample else tmp_path, place.environment) as shell,
+    ):
+        for command in run_here(block):
+            await shell.run(place.told(command))
+
+
+def test_what_is_not_run_is_shown_somewhere() -> None:
+    """The list names nothing that is gone."""
+    shown = [command for block in blocks("sh") for command in commands(block.text)]
+    assert [begin for begin in NOT_HERE if not any(command.startswith(begin) for command in shown)] == []
+
+
+def test_make_targets_exist() -> None:
+    """In blocks and in sentences."""
+    shown = [command for block in blocks("sh") for command in commands(block.text) if command.startswith("make ")]
+    shown += [text for _, text in inline("make")]
+    used = {word for text in shown for word in shlex.split(text)[1:] if "=" not in word and not word.startswith("-")}
+    assert {"demo", "test", "bench"} <= used
+    assert used <= TARGETS
+
+
+@pytest.mark.parametrize(("page", "text"), inline("kvproxy"))
+def test_command_lines_in_sentences_parse(page: str, text: str) -> None:
+    """Each names a command and options it has; the last value may be left out."""
+    words = shlex.split(text)[1:]
+    assert words == ["--version"] or parses(words) or parses([*words, "VALUE"]), f"{page}: {text}"
+
+
+def parses(words: list[str]) -> bool:
+    """Whether the command line is one."""
+    try:
+        return bool(_parser().parse_args(words).run)
+    except SystemExit:
+        return False
+
+
+@pytest.mark.parametrize(("page", "text"), inline("python"))
+def test_modules_and_scripts_in_sentences_exist(page: str, text: str) -> None:
+    """`python -m NAME` and `python FILE`."""
+    words = shlex.split(text)
+    found = importlib.util.find_spec(words[2]) if words[1] == "-m" else (ROOT / words[1]).exists()
+    assert found, f"{page}: {text}"

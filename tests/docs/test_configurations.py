@@ -1,0 +1,48 @@
+"""Every configuration the documentation shows is one that loads."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvproxy.config.load import load_file, load_text
+from tests.docs.blocks import ROOT, Block, blocks
+
+#: Of another program: what tests/deploy looks at.
+FOREIGN = {"scrape_configs"}
+
+
+def own() -> list[Block]:
+    """YAML for kvproxy."""
+    return [block for block in blocks("yaml") if not FOREIGN & set(yaml.safe_load(block.text))]
+
+
+def whole(text: str) -> str:
+    """A part of a configuration with what it leaves out: endpoints, and the router at the end of its chain."""
+    given = yaml.safe_load(text)
+    if not {"endpoints", "clusters"} & set(given):
+        text = f"endpoints: [http://127.0.0.1:8000]\n{text}"
+    if "filters" in given and not any("router" in str(spec) for spec in given["filters"]):
+        text = re.sub(r"(filters:\n(?:  .*\n?)+)", r"\1  - router\n", text)
+    return text
+
+
+@pytest.mark.parametrize("block", own(), ids=lambda block: block.where)
+def test_configurations_load(block: Block, tmp_path: Path) -> None:
+    """A reader who pastes one gets a proxy that starts."""
+    (tmp_path / "keys").write_text("bob: sk-b\n")
+    env = {"ALICE_KEY": "sk-a", "KEYS_FILE": str(tmp_path / "keys"), "KVPROXY_ADMIN_TOKEN": "t"}
+    assert load_text(whole(block.text), env=env, extra_filters={"model_policy": None}).clusters
+
+
+def test_blocks_of_other_programs_are_known() -> None:
+    """Nothing is passed over by mistake: one block, Prometheus' own configuration."""
+    assert [block.page for block in blocks("yaml") if block not in own()] == ["docs/deployment.md"]
+
+
+def test_the_shipped_configuration_loads() -> None:
+    """`kvproxy serve -c config.yaml` out of the box."""
+    assert len(load_file(ROOT / "config.yaml").clusters["default"].endpoints) == 2

@@ -1,0 +1,26 @@
+"""What the pages promise of themselves: links that lead somewhere, tables that name everything."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kvproxy.config.schema import PolicyName
+from tests.docs.blocks import PAGES, ROOT
+
+_LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+
+
+def test_every_policy_is_documented() -> None:
+    """The table names each policy once."""
+    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/policies.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(PolicyName)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    """Relative links point at files that exist."""
+    missing = [link for link in _LINK.findall(page.read_text()) if not (page.parent / link).exists()]
+    assert not missing
