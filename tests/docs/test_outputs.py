@@ -1,0 +1,127 @@
+"""What the documentation shows as output is what the programs print."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvproxy.balancing.policy import FactSource, Overlap
+from kvproxy.config.load import load_mapping
+from kvproxy.doctor.finding import Finding, Severity
+from kvproxy.doctor.render import print_table
+from kvproxy.doctor.report import Report, Skipped
+from kvproxy.filters.access_line import as_text, fields
+from kvproxy.filters.exchange import Exchange
+from kvproxy.receipts.explain import explain
+from kvproxy.receipts.receipt import Attempt, Candidate, Receipt
+from kvproxy.types import EndpointId
+from tests.docs.blocks import ROOT, block, blocks
+from tests.support.fake_engine import FakeEngine
+from tests.support.loopback import serve
+from tests.support.proxy import chat, running_proxy
+from tests.test_samples import load
+
+A, B = EndpointId("a"), EndpointId("b")
+
+
+async def _access_log() -> str:
+    exchange = Exchange(received_at=0.0)
+    exchange.request_id, exchange.tenant = "5f0c9a...", "alice"
+    outcome = exchange.outcome
+    outcome.endpoint, outcome.attempts, outcome.ttft_s = A, 1, 0.1812
+    outcome.prompt_tokens, outcome.cached_tokens, outcome.completion_tokens = 3120, 2944, 212
+    asked: dict[str, Any] = {"method": "POST", "path": b"/v1/chat/completions", "status": 200, "sent_bytes": 18231}
+    return as_text(fields(exchange, **asked, duration_s=2.3104, end="completed", word=str))
+
+
+async def _doctor() -> str:
+    caching = "560 of 562 prompt tokens came from its cache the second time"
+    unknown = "LMCache knows no instance 'vllm-a': lookups never lead to this endpoint; it holds the engine's prompts "
+    unknown += "under 'a'"
+    findings = [
+        Finding(Severity.OK, "endpoint a", caching, check="prefix caching"),
+        Finding(Severity.OK, "endpoint a", "KV events arrive: blocks of 16 tokens, written as maps", check="kv events"),
+        Finding(Severity.PROBLEM, "endpoint a", unknown, "set `instance_id: a`", check="instance ids"),
+    ]
+    out = io.StringIO()
+    print_table(Report.of(findings), out)
+    return out.getvalue()
+
+
+async def _explained() -> str:
+    busy = Candidate(A, in_flight=9, pending_tokens=16384, cost=2.31, slowness=1.0, wait_s=2.1)
+    idle = Candidate(B, in_flight=3, cost=1.104, slowness=1.0, wait_s=0.0)
+    decided = Attempt(0.0004, B, "kv_aware", "load", (busy, idle), seconds=(0.0, 0.52 / 4096, 0.0, 0.0))
+    return explain(
+        Receipt(
+            "2026-01-02T12:00:01.250+00:00", "0f3c9a", "completed", 4.2, kind="chat", model="m", tenant="alice",
+            session="e484e7bf21614dde", cluster="default", stream=True, prompt_tokens=4096,
+            facts={A: Overlap(3584, 0, FactSource.PRECISE, 0.4)}, attempts=(decided,), endpoint=B, status=200,
+            ttft_s=0.5401, engine_prompt_tokens=4102, cached_tokens=0, completion_tokens=211,
+        )
+    )  # fmt: skip
+
+
+async def _decision_header() -> str:
+    async with serve(FakeEngine("a")) as url, running_proxy({"a": url}) as running:
+        answer = await running.client.post("/v1/chat/completions", json=chat(), headers={"x-kvproxy-debug": "1"})
+    return f"x-kvproxy-decision: {answer.headers['x-kvproxy-decision']}"
+
+
+async def _pixius_checks() -> str:
+    checks = await load(ROOT / "samples" / "pixiu-mock" / "run.py").run()
+    return "\n".join(f"{'ok  ' if holds else 'FAIL'} {name}" for name, holds in checks.items())
+
+
+#: Page, a text of the block, and what prints it.
+PRINTED: dict[tuple[str, str], Callable[[], Any]] = {
+    ("docs/filters/access_log.md", "POST /v1"): _access_log,
+    ("docs/doctor.md", "fix: set"): _doctor,
+    ("docs/receipts.md", "What happened"): _explained,
+    ("docs/operations.md", "x-kvproxy-decision:"): _decision_header,
+    ("samples/pixiu-mock/README.md", "engine a tokenized"): _pixius_checks,
+}
+#: A picture (looked at below), and what a run against real engines printed (make test-real prints it anew).
+NOT_PRINTED = {("docs/concepts.md", "client ──"), ("docs/real-engines.md", "collecting")}
+
+
+@pytest.mark.parametrize(("page", "containing"), PRINTED, ids=lambda text: text)
+async def test_output_is_what_is_printed(page: str, containing: str) -> None:
+    """To the character, for the case the page tells."""
+    printed = await PRINTED[(page, containing)]()
+    assert printed.strip() == block(page, containing).strip()
+
+
+def test_there_are_no_others() -> None:
+    """A new output needs somebody who prints it."""
+    known = {block(*one) for one in (*PRINTED, *NOT_PRINTED)}
+    assert {found.where for found in blocks("", "text") if found.text not in known} == set()
+
+
+def test_every_language_is_looked_at() -> None:
+    """sh, yaml and python have tests of their own; toml is installed by tests/filters/test_documented_filter."""
+    assert {found.language for found in blocks()} == {"sh", "yaml", "python", "json", "toml", "", "text"}
+    assert [found.page for found in blocks("json")] == ["docs/doctor.md"]
+    assert [found.page for found in blocks("toml")] == ["docs/filters/README.md"]
+
+
+def test_the_doctors_json_has_these_keys() -> None:
+    """In every part, and no others."""
+    shown = json.loads(block("docs/doctor.md", '"problems"'))
+    found = Finding(Severity.PROBLEM, "endpoint a", "x", "y", (), "instance ids")
+    report = Report((found,), skipped=(Skipped("lookup", "endpoint b", "z"),)).as_dict()
+    assert shown.keys() == report.keys()
+    assert [one.keys() for one in shown["findings"]] == [one.keys() for one in report["findings"]]
+    assert [one.keys() for one in shown["skipped"]] == [one.keys() for one in report["skipped"]]
+
+
+def test_the_picture_shows_the_default_chain() -> None:
+    """Name by name, in order."""
+    (listed,) = [line for line in block("docs/concepts.md", "client ──").splitlines() if "filters:" in line]
+    config = load_mapping({"endpoints": ["http://127.0.0.1:8000"]})
+    names = [name.strip() for name in listed.partition("filters:")[2].partition("──")[0].split(",")]
+    assert names == [spec.name for spec in config.filters]

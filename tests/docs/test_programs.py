@@ -1,0 +1,63 @@
+"""Every Python program the documentation shows runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import anyio
+import httpx
+import pytest
+
+from tests.docs.blocks import block, blocks
+from tests.docs.world import MODEL, world
+from tests.kvcache.support import long_text
+from tests.support.loopback import serve
+
+#: Page, and a text of its program; the filter's is installed and run by tests/filters/test_documented_filter.
+PROGRAMS = {
+    "docs/quickstart.md": "from openai import OpenAI",
+    "docs/middleware.md": "app.add_middleware",
+    "docs/filters/README.md": "# model_policy.py",
+}
+
+
+def test_there_are_no_others() -> None:
+    """A new program needs a test."""
+    assert sorted(block.page for block in blocks("python")) == sorted(PROGRAMS)
+
+
+async def test_a_client_needs_nothing_but_the_url(tmp_path: Path) -> None:
+    """The quick start's client gets an answer."""
+    async with world(tmp_path) as place:
+        program = place.told(block("docs/quickstart.md", PROGRAMS["docs/quickstart.md"]))
+
+        def ask() -> str | None:
+            names: dict[str, object] = {}
+            exec(compile(program, "quickstart", "exec"), names)
+            client = names["client"]
+            messages = [{"role": "user", "content": "Hello"}]
+            with client:  # type: ignore[attr-defined]
+                return client.chat.completions.create(model=MODEL, messages=messages).choices[0].message.content  # type: ignore[attr-defined,no-any-return]
+
+        assert await anyio.to_thread.run_sync(ask)
+
+
+@pytest.mark.filterwarnings("default::DeprecationWarning")
+async def test_the_middleware_tells_an_app_where_to_send_a_chat(tmp_path: Path) -> None:
+    """First another way is chosen; afterwards the engine that served the prompt is preferred."""
+    chosen: list[str] = []
+
+    def choose_another_way() -> str:
+        chosen.append("b")
+        return "b"
+
+    async with world(tmp_path) as place:
+        program = place.told(block("docs/middleware.md", PROGRAMS["docs/middleware.md"]))
+        names: dict[str, object] = {"choose_another_way": choose_another_way}
+        exec(compile(program, "middleware", "exec"), names)
+        body = {"model": MODEL, "messages": [{"role": "user", "content": long_text("w")}]}
+        async with serve(names["app"], lifespan="on") as url, httpx.AsyncClient(base_url=url, timeout=20) as client:  # type: ignore[arg-type]
+            for _ in range(2):
+                answer = await client.post("/v1/chat/completions", json=body)
+                assert answer.status_code == 200, answer.text
+    assert chosen == ["b"]
