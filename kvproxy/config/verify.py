@@ -72,7 +72,7 @@ def _endpoints(cluster: Cluster, at: Path) -> Iterator[Finding]:
     for index, endpoint in enumerate(cluster.endpoints):
         here: Path = (*at, index)
         if endpoint.id in ids:
-            yield error((*here, "id"), f"two endpoints have the id {endpoint.id!r}")
+            yield error((*here, "id"), f"two endpoints have the id {endpoint.id!r}", "give each an id of its own")
         ids.add(endpoint.id)
         instance = endpoint.instance_id or endpoint.id
         if endpoint.id != instances.setdefault(instance, endpoint.id):

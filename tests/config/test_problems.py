@@ -102,7 +102,7 @@ def test_no_message_contains_a_secret() -> None:
     ("text", "expected"),
     [
         ("endpoints: [{id: a}, {id: b, url: 'http://h:1'}, {id: b, url: 'http://h:2'}]",
-         ["endpoints[0].url: required", "endpoints[2].id: two endpoints have the id 'b'"]),
+         ["endpoints[0].url: required", "endpoints[2].id: two endpoints have the id 'b' (give each an id of its own)"]),
         ("clusters: {x: 5, y: {endpoints: 7}}\nroutes: [{cluster: x}, 9, {cluster: z}]",
          ["clusters.x: must be a mapping of settings", "clusters.y.endpoints: must be a list",
           "routes[1]: must be a mapping of settings", "routes[2].cluster: there is no cluster 'z' (clusters: x, y)",

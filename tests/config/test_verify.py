@@ -159,7 +159,7 @@ def test_endpoints_that_collide() -> None:
         "  - {id: f, url: 'http://127.0.0.1:3', api_key: k}\n"
     )
     assert problems_of(text) == [
-        "error: endpoints[1].id: two endpoints have the id 'a'",
+        "error: endpoints[1].id: two endpoints have the id 'a' (give each an id of its own)",
         "warning: endpoints[2].instance_id: the instance id 'a' also belongs to 'a' "
         "(right only if both share one LMCache)",
         "warning: endpoints[2].url: the same engine as 'a': its load is counted apart",

@@ -82,7 +82,10 @@ async def test_caching_off() -> None:
     assert (caching.severity, caching.where) == (Severity.PROBLEM, "endpoint b")
     assert "prefix caching is off" in caching.what
     assert "--no-enable-prefix-caching" in caching.fix
-    assert {one.check for one in report.findings} == {"prefix caching", "kv events"}
+    assert {one.check for one in report.findings} == {"prefix caching"}
+    assert [(one.check, one.where) for one in report.skipped if "caching off" in one.reason] == [
+        ("kv events", "endpoint b")
+    ]
 
 
 async def test_cached_tokens_not_shown() -> None:
@@ -112,7 +115,7 @@ async def test_wrong_port() -> None:
     assert (refused.severity, refused.where) == (Severity.PROBLEM, "endpoint b")
     assert f"nothing listens on 127.0.0.1:{port}" in refused.what
     assert str(port) in refused.fix
-    assert {one.check for one in report.findings} == {"connection", "instance ids"}
+    assert {one.check for one in report.findings} == {"connection"}
     assert {one.where for one in report.skipped} == {"endpoint b"}
 
 
@@ -155,7 +158,8 @@ async def test_chunk_larger_than_the_prompts_that_come() -> None:
         found = only(await visit(site.config()))
     assert (found.severity, found.check, found.where) == (Severity.PROBLEM, "chunk size", "endpoint a")
     assert "100% of its 30 prompts were shorter than one chunk of 256 tokens" in found.what
-    assert "smaller chunk size" in found.fix
+    assert "take `lmcache_endpoint` out" in found.fix
+    assert "256 tokens only" in found.fix
 
 
 async def test_chunk_larger_than_any_prompt() -> None:
@@ -165,6 +169,7 @@ async def test_chunk_larger_than_any_prompt() -> None:
         found = only(await visit(site.config()))
     assert (found.severity, found.check) == (Severity.PROBLEM, "chunk size")
     assert "a chunk of LMCache is larger than a prompt of" in found.what
+    assert "start LMCache with a smaller chunk size" in found.fix
 
 
 async def test_endpoint_without_the_model() -> None:
@@ -176,6 +181,16 @@ async def test_endpoint_without_the_model() -> None:
     assert "does not serve the model 'sim'" in missing.what
     assert "--served-model-name sim" in missing.fix
     assert "`models` of the endpoint to what it serves: other" in missing.fix
+
+
+async def test_the_odd_one_out() -> None:
+    """One of three serves another model: it is named, and not the two that agree."""
+    async with cluster({"a": ENGINE, "b": replace(ENGINE, model="other"), "c": ENGINE}) as site:
+        report = await visit(site.config())
+    models = [one for one in report.findings if one.check == "models"]
+    assert {one.where for one in models} == {"endpoint b"}
+    assert any("serves the model 'other', which most engines of its cluster do not" in one.what for one in models)
+    assert any("does not serve the model 'sim'" in one.what for one in models)
 
 
 async def test_declared_model_that_is_not_served() -> None:
@@ -192,9 +207,9 @@ async def test_duplicate_ids() -> None:
         endpoints = [{"id": "a", "url": url} for url in site.urls.values()]
         report = await visit(site.config(endpoints=endpoints))
     found = only(report)
-    assert (found.severity, found.where) == (Severity.PROBLEM, "endpoints[1].id")
+    assert (found.severity, found.check, found.where) == (Severity.PROBLEM, "configuration", "endpoints[1].id")
     assert "two endpoints have the id 'a'" in found.what
-    assert found.fix
+    assert found.fix == "give each an id of its own"
     assert report.exit_status(strict=False) == 1
 
 

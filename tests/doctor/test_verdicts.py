@@ -197,7 +197,7 @@ def test_configuration_problems_keep_their_severity() -> None:
     assert [one.severity for one in found] == [Severity.PROBLEM, Severity.WARNING, Severity.OK]
     assert [one.where for one in found] == ["a", "configuration", "c"]
     assert found[0].fix == "do this"
-    assert "kvproxy check" in found[1].fix
+    assert "docs/configuration.md" in found[1].fix
 
 
 EXPOSITION = b"""\

@@ -36,7 +36,7 @@ def caching_finding(where: str, trial: Trial) -> Finding:
     cached, counted = trial.second.cached_tokens, trial.second.prompt_tokens
     if cached:
         return ok(where, f"{cached} of {counted} prompt tokens came from its cache the second time")
-    configured, hits = _configured(trial), _hits(trial)
+    configured, hits = caching_configured(trial), _hits(trial)
     if configured is False:
         return problem(where, "prefix caching is off (by its /metrics)", _TURN_ON)
     if cached == 0:
@@ -55,7 +55,8 @@ def caching_finding(where: str, trial: Trial) -> Finding:
     return warning(where, f"the engine {what}, and shows no counters", f"{_SHOW}, and serve /metrics")
 
 
-def _configured(trial: Trial) -> bool | None:
+def caching_configured(trial: Trial) -> bool | None:
+    """What the engine's metrics say; None when they do not."""
     for metrics in (trial.after, trial.before):
         if metrics is not None and metrics.cache is not None:
             return metrics.cache.prefix_caching

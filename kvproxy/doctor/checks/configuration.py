@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvproxy.doctor.finding import Finding, ok, problem, warning
 from kvproxy.errors import Problem
 
-_FIX = "correct it as `kvproxy check` says; docs/configuration.md has every key"
+_FIX = "correct this place of the file; docs/configuration.md has every key and its values"
+_NAME = "configuration"
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,7 @@ class ConfigurationCheck:
     problems: Sequence[Problem]
     undiscovered: Sequence[Finding] = ()
 
-    name = "configuration"
+    name = _NAME
     calls = 1
     where = "configuration"
 
@@ -32,7 +33,8 @@ def configuration_findings(problems: Sequence[Problem]) -> Iterator[Finding]:
     for one in problems:
         where = one.path or "configuration"
         if one.severity == "note":
-            yield ok(where, one.message)
+            found = ok(where, one.message)
         else:
             make = problem if one.severity == "error" else warning
-            yield make(where, one.message, one.hint or _FIX)
+            found = make(where, one.message, one.hint or _FIX)
+        yield replace(found, check=_NAME)

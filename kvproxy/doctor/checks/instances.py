@@ -37,31 +37,37 @@ class InstancesCheck:
             return [warning(self.where, "cannot list its instances, so their ids are not checked", fix)]
         except ClientError as error:
             return [problem(self.where, f"does not list its instances: {error}", "read LMCache's log")]
-        strangers = [engine for engine in self.site.engines if engine.instance_id not in registered]
+        strangers = [
+            engine
+            for engine in self.site.engines
+            if engine.instance_id not in registered and (await engine.link()).error is None
+        ]
         names: dict[Engine, str] = {}
         if self.trial and registered:
             found = await known(strangers, self.lmcache.found)
             names = {engine: one.holders[0] for engine, one in found.items() if len(one.holders) == 1}
-        return instance_findings(self.where, self.site.engines, registered, names)
+        wanted = {engine.instance_id for engine in self.site.engines}
+        return instance_findings(self.where, wanted, registered, strangers, names)
 
 
 def instance_findings(
-    where: str, engines: Sequence[Engine], registered: Collection[str], names: Mapping[Engine, str]
+    where: str,
+    wanted: Collection[str],
+    registered: Collection[str],
+    strangers: Sequence[Engine],
+    names: Mapping[Engine, str],
 ) -> Sequence[Finding]:
-    """`names`: under which instance LMCache holds what an engine has just computed, where that is known."""
+    """`wanted`: the instance ids of all endpoints. `strangers`: engines that are up, but not registered by theirs.
+    `names`: under which instance LMCache holds what an engine has just computed, where that is known."""
     if not registered:
         return [_nobody(where)]
-    wanted = {engine.instance_id for engine in engines}
-    free = sorted(set(registered) - wanted - set(names.values()))
-    found = [
-        _unregistered(engine, names.get(engine, ""), free) for engine in engines if engine.instance_id not in registered
-    ]
-    if found:
-        return found
+    free = sorted(set(registered) - set(wanted) - set(names.values()))
+    if strangers:
+        return [_unregistered(engine, names.get(engine, ""), free) for engine in strangers]
     if free:
         what = f"no endpoint has the registered instance(s) {', '.join(free)}: what they hold is passed over"
         return [warning(where, what, "set `instance_id` of their endpoints, or stop engines that nobody uses")]
-    return [ok(where, f"every endpoint is registered ({', '.join(sorted(wanted))})")]
+    return [ok(where, f"every endpoint that is up is registered ({', '.join(sorted(set(wanted) & set(registered)))})")]
 
 
 def _nobody(where: str) -> Finding:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from kvproxy.doctor.checks.caching import caching_configured
 from kvproxy.doctor.checks.chat import TRIAL_CALLS
 from kvproxy.doctor.engine import Engine
 from kvproxy.doctor.finding import Finding, ok, problem, warning
 from kvproxy.doctor.listening import Heard
 from kvproxy.doctor.trial import Trial
-from kvproxy.errors import NotSupported
+from kvproxy.errors import ClientError, NotSupported
 
 _ENABLE = (
     'start the engine with `--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", '
@@ -62,6 +63,8 @@ class KvEventsCheck:
 
     async def find(self) -> Sequence[Finding]:
         trial = await self.engine.trial()
+        if trial.heard and caching_configured(trial) is False:
+            raise ClientError(f"{self.where} has prefix caching off, so there is nothing to publish")
         return list(event_findings(self.where, trial)) if trial.heard else []
 
 
@@ -87,7 +90,7 @@ def event_findings(where: str, trial: Trial) -> Iterator[Finding]:
     elif connected:
         seen = sum(heard.batches for heard in connected)
         what = f"published no KV event of a prompt it computed ({seen} batches of other things)"
-        fix = f"is prefix caching on, and is this the engine's own port? Otherwise {_ENABLE}"
+        fix = f"is this the engine's own port, and is prefix caching on? Otherwise {_ENABLE}"
         yield problem(where, what, fix)
 
 

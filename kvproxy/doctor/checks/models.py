@@ -47,9 +47,13 @@ def _undeclared(served: Mapping[Engine, frozenset[str]], routed: Sequence[str]) 
     anywhere = {engine: names for engine, names in served.items() if not engine.endpoint.models}
     expected = set().union(*anywhere.values())
     expected |= {model for model in routed if any(model in names for names in served.values())}
-    for engine, names in anywhere.items():
-        for model in sorted(expected - names):
-            yield _missing(engine, model, names, "though other engines of its cluster do")
+    for model in sorted(expected):
+        without = [engine for engine, names in anywhere.items() if model not in names]
+        if len(without) * 2 > len(anywhere) and model not in routed:
+            yield from (_alone(engine, model, names) for engine, names in anywhere.items() if model in names)
+        else:
+            for engine in without:
+                yield _missing(engine, model, anywhere[engine], "though other engines of its cluster do")
 
 
 def _unserved(
@@ -70,6 +74,13 @@ def _missing(engine: Engine, model: str, names: frozenset[str], why: str) -> Fin
         f"or set `models` of the endpoint to what it serves: {_list(names)}"
     )
     return problem(engine.where, f"does not serve the model {model!r}, {why}", fix)
+
+
+def _alone(engine: Engine, model: str, names: frozenset[str]) -> Finding:
+    what = f"serves the model {model!r}, which most engines of its cluster do not: requests for it go to them as well"
+    own = f"set `models` of every endpoint to what it serves (here: {_list(names)})"
+    fix = f"start it with the model of the others, or {own}"
+    return problem(engine.where, what, fix)
 
 
 def _list(names: set[str] | frozenset[str]) -> str:
