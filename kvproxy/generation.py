@@ -56,7 +56,7 @@ class Generation:
             shared.wall_clock,
             shared.rng,
             Services(self.clusters, routes, shared.pool),
-            former=tuple(before.kvcaches) if before is not None and kept == self.clusters == before.clusters else (),
+            former=() if before is None else tuple(before.kvcaches),
             arrivals=list(shared.arrivals),
             observers=list(shared.observers),
         )

@@ -33,6 +33,7 @@ _NAMES: dict[str, tuple[bytes, ...]] = {
     "generation_tokens": (b"generation_tokens_total",),
 }
 _WANTED = frozenset(name for names in _NAMES.values() for name in names) | {_CACHE_CONFIG}
+_STARTED = re.compile(rb"^process_start_time_seconds ([0-9.eE+]+)", re.MULTILINE)
 _LABEL = re.compile(rb'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -61,6 +62,7 @@ class EngineMetrics:
     prompt_tokens_cached: int | None = None
     generation_tokens: int | None = None
     cache: CacheConfig | None = None
+    started_at: float | None = None  # of the process, seconds since the epoch by the engine's clock
 
 
 def parse_engine_metrics(text: bytes) -> EngineMetrics:
@@ -91,7 +93,13 @@ def parse_engine_metrics(text: bytes) -> EngineMetrics:
         prompt_tokens_cached=_total(samples, "prompt_tokens_cached"),
         generation_tokens=_total(samples, "generation_tokens"),
         cache=cache,
+        started_at=_started_at(text),
     )
+
+
+def _started_at(text: bytes) -> float | None:
+    found = _STARTED.search(text)
+    return None if found is None else _value(found[0])
 
 
 def _value(line: bytes) -> float | None:

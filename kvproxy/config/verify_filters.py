@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path as FilePath
 from typing import Any
 
 from kvproxy.config.endpoint_url import url_fault
+from kvproxy.config.kvcache_schema import Snapshot
 from kvproxy.config.paths import Path
 from kvproxy.config.schema import (
     FILTER_SETTINGS,
@@ -123,6 +125,17 @@ def _kvcache(settings: KvCacheSettings, at: Path, config: Config) -> Iterator[Fi
     if settings.lookup_routing_timeout > settings.request_timeout:
         yield warning((*at, "lookup_routing_timeout"), "longer than request_timeout, which then ends lookups first")
     yield from _instances(settings, plan, config)
+    yield from _snapshot(settings.snapshot, (*at, "snapshot"))
+
+
+def _snapshot(settings: Snapshot, at: Path) -> Iterator[Finding]:
+    if not settings.path:
+        return
+    folder = FilePath(settings.path).parent
+    if not folder.is_dir():
+        yield warning((*at, "path"), f"no such folder: {str(folder)!r}", "make it, writable for the proxy")
+    if settings.max_age < settings.interval:
+        yield warning((*at, "max_age"), "shorter than interval: after a crash the file would often be too old")
 
 
 def _instances(settings: KvCacheSettings, plan: Path, config: Config) -> Iterator[Finding]:

@@ -58,7 +58,7 @@ class FilterContext:
     lifetimes: list[AbstractAsyncContextManager[object]] = field(default_factory=list)
     #: The services behind `kvcache` filters, for status.
     kvcaches: list[KvCache] = field(default_factory=list)
-    #: Such services of the configuration before this one, running over the same clusters: to be taken over if equal.
+    #: Such services of the configuration before this one, still running: taken over if equal, else followed.
     former: tuple[KvCache, ...] = ()
     #: Told by the router of every request it is about to route; must not raise or block.
     arrivals: list[Callable[[Exchange], None]] = field(default_factory=list)

@@ -129,10 +129,19 @@ def build(app: ASGIApp, settings: KvCacheSettings, context: FilterContext) -> AS
     if not settings.enabled:
         return app
     clusters: Mapping[str, Cluster] = context.services.clusters
-    same = (former for former in context.former if former.settings == settings and former not in context.kvcaches)
-    service = next(same, None) or KvCache(
-        settings, clusters=clusters, metrics=context.metrics, clock=context.clock, rng=context.rng
-    )
+    former = next((one for one in context.former if one not in context.kvcaches), None)
+    if former is not None and former.settings == settings and former.parts.clusters == clusters:
+        service = former
+    else:
+        service = KvCache(
+            settings,
+            clusters=clusters,
+            metrics=context.metrics,
+            clock=context.clock,
+            wall_clock=lambda: context.wall_clock().timestamp(),
+            rng=context.rng,
+            former=former,
+        )
     context.lifetimes.append(service)
     context.kvcaches.append(service)
     prefer = {name: prefers(settings, cluster.settings.policy) for name, cluster in clusters.items()}

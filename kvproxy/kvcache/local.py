@@ -25,6 +25,9 @@ DEFAULT_CAPACITY_BLOCKS = 262_144
 MAX_LORAS = 1024
 
 
+#: An engine's start time is the same in every reading, but for the rounding of clocks.
+_SAME_START_S = 2.0
+
 #: Models and cache salts whose chains were begun of late; salts come from clients.
 _REMEMBERED_SEEDS = 1024
 
@@ -36,17 +39,23 @@ def _seed(model: str, cache_salt: str | None) -> int:
 class LocalSources:
     """The approximate index, fed by what was routed; the precise index, fed by KV events; and the heat of blocks.
 
-    `exact` names the endpoints whose event streams miss nothing.
+    `exact` names the endpoints whose event streams miss nothing. Made after `former`, it shares with it what was
+    routed where, heat and trust; events it follows anew.
     """
 
-    def __init__(self, *, endpoints: int) -> None:
-        self.approximate = ApproximateIndex(capacity_blocks=DEFAULT_CAPACITY_BLOCKS)
+    def __init__(self, *, endpoints: int, former: LocalSources | None = None) -> None:
         self.precise = PreciseIndex()
-        self.hot = HotBlocks(endpoints=endpoints)
-        self.trust = Trust()
         self.exact: Collection[EndpointId] = frozenset()
         self.loras: LRUCache[str, None] = LRUCache(MAX_LORAS)  # adapters that events spoke of
-        self._in_flight: Counter[EndpointId] = Counter()
+        if former is None:
+            self.approximate = ApproximateIndex(capacity_blocks=DEFAULT_CAPACITY_BLOCKS)
+            self.hot = HotBlocks(endpoints=endpoints)
+            self.trust = Trust()
+            self.started_at: dict[EndpointId, float] = {}  # when each engine's process began, by its own clock
+            self._in_flight: Counter[EndpointId] = Counter()
+        else:
+            self.approximate, self.hot, self.trust = former.approximate, former.hot, former.trust
+            self.started_at, self._in_flight = former.started_at, former._in_flight
         self._seed = lru_cache(_REMEMBERED_SEEDS)(_seed)
 
     def hashes(self, request: InferenceRequest, model: str) -> array[int]:
@@ -119,8 +128,22 @@ class LocalSources:
             del self._in_flight[claim.endpoint]
         (self.approximate.confirm if prefilled else self.approximate.rollback)(claim)
 
+    def began(self, endpoint: EndpointId, started_at: float) -> bool:
+        """The engine says when its process began. Whether that is another process than before, which holds nothing.
+
+        Only a later start counts: behind one address there may be several engines that answer in turn.
+        """
+        before = self.started_at.get(endpoint)
+        if before is not None and started_at <= before + _SAME_START_S:
+            return False
+        if before is not None:
+            self.forget(endpoint)
+        self.started_at[endpoint] = started_at
+        return before is not None
+
     def forget(self, endpoint: EndpointId) -> None:
         """The endpoint left, or another engine took its id: nothing that was routed there counts. (Its events are
         their own business.)"""
+        self.started_at.pop(endpoint, None)
         self.approximate.remove(endpoint)
         self.trust.forget(endpoint)

@@ -24,6 +24,7 @@ from kvproxy.kvcache.remote import Remote
 from kvproxy.kvcache.signals import HostUse, Signals
 from kvproxy.kvcache.tokens import TokenSource
 from kvproxy.kvcache.upkeep import Upkeep
+from kvproxy.kvcache.warm.restart import warm_restart
 from kvproxy.kvcache.watch import Watch
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.types import Clock
@@ -43,15 +44,21 @@ class Parts:
         clusters: Mapping[str, Cluster],
         metrics: Metrics,
         clock: Clock,
+        wall_clock: Clock,
         rng: random.Random,
         sample_host: Callable[[], HostUse],
+        former: Parts | None,
     ) -> None:
         self.settings = settings
         self.clusters = clusters
         self.pool = UpstreamPool(max_connections=settings.max_connections, clock=clock)
         self.engines = Engines(self.pool, timeout_s=settings.request_timeout, tokenizer_url=settings.vllm_endpoint)
-        self.local = {name: LocalSources(endpoints=len(cluster.endpoints)) for name, cluster in clusters.items()}
-        self.ratios = BytesPerToken()
+        known = {} if former is None else former.local
+        self.local: dict[str, LocalSources] = {
+            name: LocalSources(endpoints=len(cluster.endpoints), former=known.get(name))
+            for name, cluster in clusters.items()
+        }
+        self.ratios: BytesPerToken = BytesPerToken() if former is None else former.ratios
         self.guard = Guard(settings.circuit_breaker, clock=clock, metrics=metrics)
         self.lookups = Lookups(guard=self.guard, metrics=metrics, clock=clock)
         shared = _Shared(settings, metrics, clock)
@@ -61,9 +68,12 @@ class Parts:
         max_age_s = _STALE_INTERVALS * settings.engine_metrics_interval + _STALE_S
         self.signals = Signals(settings.cache_strategy, clock=clock, max_age_s=max_age_s)
         self.upkeep = shared.upkeep(self, rng)
-        self.watch = shared.watch(self, sample_host)
+        self.watch: Watch = shared.watch(self, sample_host, None if former is None else former.watch)
         self.streams = shared.streams(self) if settings.kv_events else None
         self.learning = Learning(ratios=self.ratios, lookups=self.lookups, metrics=metrics)
+        self.warm = warm_restart(
+            self, settings.snapshot, fresh=former is None, metrics=metrics, clock=clock, wall_clock=wall_clock
+        )
         self._show(metrics)
 
     def endpoints(self) -> Iterable[Endpoint]:
@@ -134,7 +144,7 @@ class _Shared:
             clock=self.clock,
         )
 
-    def watch(self, parts: Parts, sample_host: Callable[[], HostUse]) -> Watch:
+    def watch(self, parts: Parts, sample_host: Callable[[], HostUse], former: Watch | None) -> Watch:
         return Watch(
             self.settings.engine_metrics_interval,
             clusters=parts.clusters,
@@ -145,6 +155,7 @@ class _Shared:
             ratios=parts.ratios,
             sample_host=sample_host,
             on_round=parts.upkeep.tick,
+            former=former,
         )
 
     def streams(self, parts: Parts) -> EventStreams:

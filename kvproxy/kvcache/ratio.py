@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 #: English prose with JSON around it; replaced by what a model's first responses say.
 DEFAULT_BYTES_PER_TOKEN = 4.0
 #: What a single response may say: one token a byte, or long runs of whitespace and base64.
@@ -32,6 +34,17 @@ class BytesPerToken:
     def typical(self) -> float:
         """Bytes a token over the models known."""
         return sum(self._ratios.values()) / len(self._ratios) if self._ratios else DEFAULT_BYTES_PER_TOKEN
+
+    @property
+    def learned(self) -> Mapping[str, float]:
+        """By model, the one least recently answered first."""
+        return dict(self._ratios)
+
+    def resume(self, learned: Mapping[str, float]) -> None:
+        """Go on from what was learned in an earlier life; what cannot be true is left out."""
+        for model, ratio in list(learned.items())[-self._max_models :]:
+            if _LEAST <= ratio <= _MOST:
+                self._ratios[model] = ratio
 
     def observe(self, model: str, prompt_bytes: int, prompt_tokens: int) -> None:
         """The engine counted `prompt_tokens` in a prompt of `prompt_bytes`."""

@@ -18,6 +18,7 @@ from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.kvcache import signals
 from kvproxy.kvcache.background import Job
 from kvproxy.kvcache.connect import Connection
+from kvproxy.kvcache.event_streams import utc_seconds
 from kvproxy.kvcache.facts import Claim, merged, preferred
 from kvproxy.kvcache.gathered import Gathered, Result
 from kvproxy.kvcache.hotness import KnownPrefix
@@ -32,7 +33,8 @@ class KvCache:
     """Enter it before the first request; its tasks end with it.
 
     A request is `gather`ed without waiting, may wait for `look_up`, is told of as `picked` (each attempt anew), and is
-    `finished` exactly once. Nothing here raises for a request's sake, and nothing here fails one.
+    `finished` exactly once. Nothing here raises for a request's sake, and nothing here fails one. One that takes over
+    from a `former` service, still running, shares with it what was routed where.
     """
 
     def __init__(
@@ -42,18 +44,22 @@ class KvCache:
         clusters: Mapping[str, Cluster],
         metrics: Metrics,
         clock: Clock = time.monotonic,
+        wall_clock: Clock = utc_seconds,
         rng: random.Random | None = None,
         sample_host: Callable[[], HostUse] = signals.sample_host,
+        former: KvCache | None = None,
     ) -> None:
         self.settings = settings
         self._clock = clock
-        self.parts = Parts(
+        self.parts: Parts = Parts(
             settings,
             clusters=clusters,
             metrics=metrics,
             clock=clock,
+            wall_clock=wall_clock,
             rng=random.Random() if rng is None else rng,
             sample_host=sample_host,
+            former=None if former is None else former.parts,
         )
         self._facts_seconds = metrics.kv_facts_seconds.labels()
         self._uses_tokens = bool(settings.lmcache_endpoint) or settings.kv_events
@@ -63,6 +69,8 @@ class KvCache:
     async def __aenter__(self) -> Self:
         parts = self.parts
         async with AsyncExitStack() as starting:
+            if parts.warm is not None:
+                await starting.enter_async_context(parts.warm)
             await starting.enter_async_context(parts.pool)
             await starting.enter_async_context(parts.engines)
             starting.push_async_callback(parts.tokens.close)

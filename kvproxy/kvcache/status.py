@@ -34,6 +34,7 @@ def cache_status(parts: Parts) -> dict[str, object]:
             "limit_bytes": settings.token_cache.max_bytes,
             "recalls": {name: getattr(memory.stats, name) for name in ("exact", "prefix", "missed")},
         },
+        "snapshot": None if parts.warm is None else parts.warm.status(),
         "background": {
             "waiting": parts.background.waiting,
             "limit": settings.background.max_queue,

@@ -46,6 +46,7 @@ class Watch:
         ratios: BytesPerToken,
         sample_host: Callable[[], HostUse],
         on_round: Callable[[], None],
+        former: Watch | None = None,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
         self._interval_s = interval_s
@@ -58,7 +59,8 @@ class Watch:
         self._sample_host = sample_host
         self._on_round = on_round
         self._sleep = sleep
-        self._present: dict[str, dict[str, Endpoint]] = {name: {} for name in clusters}
+        known = {} if former is None else former._present
+        self._present: dict[str, Mapping[str, Endpoint]] = {name: known.get(name, {}) for name in clusters}
         self._slots = asyncio.Semaphore(MAX_CONCURRENT)
         self._task: asyncio.Task[None] | None = None
 
@@ -102,7 +104,7 @@ class Watch:
             local, before = self._local[name], self._present[name]
             now = {str(endpoint.id): endpoint for endpoint in cluster.endpoints}
             for endpoint_id, endpoint in before.items():
-                if now.get(endpoint_id) is not endpoint:
+                if endpoint_id not in now or now[endpoint_id].origin != endpoint.origin:
                     local.forget(endpoint.id)
             self._present[name] = now
             local.hot.endpoints = max(1, len(now))
@@ -118,6 +120,8 @@ class Watch:
             log.debug("[kvcache] metrics of %s: %s", endpoint.id, error)
             return
         self._signals.engine(endpoint, metrics)
+        if metrics.started_at is not None and self._local[cluster].began(endpoint.id, metrics.started_at):
+            log.info("[kvcache] %s/%s is a new process: what it held is forgotten", cluster, endpoint.id)
         self._size(cluster, endpoint, metrics)
 
     def _size(self, cluster: str, endpoint: Endpoint, metrics: EngineMetrics) -> None:

@@ -22,7 +22,8 @@ _COMMON = ("engine", "model_name")
 class VllmMetrics:
     """Observes the engine's outputs; totals the engine itself counts are read when scraped."""
 
-    def __init__(self, settings: VllmSettings, engine: Engine) -> None:
+    def __init__(self, settings: VllmSettings, engine: Engine, *, started_at: float) -> None:
+        self.started_at = started_at  # of the process, seconds since the epoch
         self._engine = engine
         self._registry = CollectorRegistry()
         rank = settings.kv_events.rank if settings.kv_events is not None else 0
@@ -42,6 +43,12 @@ class VllmMetrics:
             ("model_name", "reason"),
             registry=self._registry,
         )
+        started = Gauge(
+            "process_start_time_seconds",
+            "Start time of the process since unix epoch in seconds.",
+            registry=self._registry,
+        )
+        started.set_function(lambda: self.started_at)
         self._last_token_at: dict[str, float] = {}
         self._published: dict[tuple[str, str], float] = {}
         self._touch(settings)

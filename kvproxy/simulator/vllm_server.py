@@ -85,6 +85,7 @@ class VllmApp:
         on_prefilled: OnPrefilled | None,
     ) -> None:
         self._on_prefilled = on_prefilled
+        began_at = wall_clock()
         tokenizer, engine = Tokenizer(word_pieces=settings.word_pieces), Engine(settings.engine)
         self._publisher = self._build_publisher(settings, wall_clock)
         self._runner = EngineRunner(engine, clock=clock, on_events=self._publish, on_output=self._observe)
@@ -94,13 +95,13 @@ class VllmApp:
             prompts=Prompts(tokenizer),
             planner=Planner(settings, tokenizer),
             runner=self._runner,
-            metrics=VllmMetrics(settings, engine),
+            metrics=VllmMetrics(settings, engine, started_at=began_at),
             faults=Faults(),
             publisher=self._publisher,
             wall_clock=wall_clock,
             rng=rng,
             fingerprint=f"vllm-{settings.version}-{rng.getrandbits(32):08x}",
-            started_at=wall_clock(),
+            started_at=began_at,
         )
         self._stack = contextlib.AsyncExitStack()
 

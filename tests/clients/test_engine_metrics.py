@@ -90,3 +90,18 @@ def test_labels_may_hold_anything() -> None:
     """Braces and escaped quotes in a model's name, a timestamp after the value."""
     metrics = parse_engine_metrics(b'vllm:num_requests_waiting{model_name="a\\"}{ b"} 3.0 1795252803\n')
     assert metrics.waiting == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "started_at"),
+    [
+        (b"process_start_time_seconds 1.79525276252e+09", 1795252762.52),
+        (b"process_start_time_seconds ", None),
+        (b"process_start_time_seconds +e", None),
+        (b"my_process_start_time_seconds 17", None),
+        (b"# HELP process_start_time_seconds 17", None),
+    ],
+)
+def test_when_the_process_began(line: bytes, started_at: float | None) -> None:
+    """Another time is another process, with an empty cache."""
+    assert parse_engine_metrics(b"vllm:x 1\n" + line + b"\npython_info 1").started_at == started_at

@@ -109,6 +109,8 @@ def test_what_does_not_fit_together(text: str, problem: str) -> None:
          "warning: filters[1].kvcache.cache_strategy.compress_instance_id: no endpoint has the instance id 'nobody'"),
         ("retry: {base_backoff: 3s}", "error: filters[1].kvcache.retry.max_backoff: shorter than base_backoff"),
         ("lookup_routing_timeout: 3s", "warning: filters[1].kvcache.lookup_routing_timeout: longer than"),
+        ("snapshot: {path: /nowhere/kept}", "warning: filters[1].kvcache.snapshot.path: no such folder: '/nowhere'"),
+        ("snapshot: {path: /kept, interval: 5m, max_age: 1m}", "warning: filters[1].kvcache.snapshot.max_age: shorter"),
     ],
 )  # fmt: skip
 def test_kvcache_settings(settings: str, problem: str) -> None:

@@ -18,6 +18,7 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.config import schema
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.filters.body import parse_body
+from kvproxy.kvcache.event_streams import utc_seconds
 from kvproxy.kvcache.gathered import Gathered, Result
 from kvproxy.kvcache.service import KvCache
 from kvproxy.kvcache.signals import HostUse
@@ -176,7 +177,9 @@ async def running(
     cluster: Cluster,
     *,
     clock: Clock = time.monotonic,
+    wall_clock: Clock = utc_seconds,
     host: HostUse = HostUse(0.0, 0.0),
+    former: Service | None = None,
 ) -> AsyncIterator[Service]:
     """A service, entered."""
     metrics = Metrics()
@@ -185,6 +188,8 @@ async def running(
         clusters={cluster.name: cluster},
         metrics=metrics,
         clock=clock,
+        wall_clock=wall_clock,
+        former=None if former is None else former.kv,
         rng=random.Random(1),
         sample_host=lambda: host,
     )

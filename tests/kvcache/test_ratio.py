@@ -49,3 +49,13 @@ def test_models_are_bounded() -> None:
     for number in range(100):
         ratios.observe(f"m{number}", 4000, 1000)
     assert len(ratios) == 10
+
+
+def test_another_life_goes_on_from_what_was_learned() -> None:
+    """Within the bound, the models answered last; what no engine could have counted is left out."""
+    ratios = BytesPerToken()
+    for number in range(4):
+        ratios.observe(f"m{number}", 3000 + number, 1000)
+    again = BytesPerToken(max_models=3)
+    again.resume({**ratios.learned, "m3": 1e9})
+    assert again.learned == {"m1": 3.001, "m2": 3.002}

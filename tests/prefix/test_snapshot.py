@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvproxy.prefix import snapshot
 from kvproxy.prefix.approximate import ApproximateIndex
 from kvproxy.prefix.snapshot import Dumped, EndpointPaths, IndexColumns, Restoration, dump, fingerprint
+from kvproxy.types import EndpointId
 from tests.prefix.support import A, B, C, chained
 
 T = TypeVar("T")
@@ -46,7 +47,7 @@ def restored(data: Dumped, keep: set[str] | None = None) -> ApproximateIndex:
 
 
 @given(PATHS, st.integers(4, 20))
-def test_a_restart_knows_what_was_known(paths: list[tuple[str, list[int]]], capacity: int) -> None:
+def test_a_restart_knows_what_was_known(paths: list[tuple[EndpointId, list[int]]], capacity: int) -> None:
     """Same matches, same capacities, and the same order of eviction afterwards."""
     index = ApproximateIndex(capacity_blocks=capacity)
     for endpoint, path in paths:
@@ -77,7 +78,7 @@ def change(index: ApproximateIndex, what: str, path: list[int]) -> None:
 
 @given(PATHS, CHANGES, st.integers(1, 4))
 def test_an_index_that_changes_meanwhile_is_kept_truly(
-    paths: list[tuple[str, list[int]]], changes: list[tuple[str, list[int]]], every: int
+    paths: list[tuple[EndpointId, list[int]]], changes: list[tuple[str, list[int]]], every: int
 ) -> None:
     """Nothing comes back that was not known at some moment of the dump, and every block comes back under its prefix."""
     index = ApproximateIndex()

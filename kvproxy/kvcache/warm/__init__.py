@@ -1,0 +1,1 @@
+"""Warm restart: what the proxy knows, in a file."""
