@@ -14,6 +14,7 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "kvcache_filter": ("--out", "benchmarks/reports"),
     "scrape": (),
     "prefix_index": (),
+    "decision": (),
     "routing": ("--quick",),
 }
 

@@ -64,15 +64,19 @@ class KvAware:
         hot = min(facts.hot_tokens, prompt)
         slowness_of, seconds = self.speeds.slowness, self.speeds.seconds
         request_s, token_s, attention_s, lower_s = seconds
-        kappa, stall, saving = self.kappa(now), self.settings.stall, 1.0 - self.settings.hot_discount
+        settings = self.settings
+        kappa, stall, saving = self.kappa(now), settings.stall, 1.0 - settings.hot_discount
         costs, held = [], []
         for candidate in candidates:
             endpoint, load = candidate.id, candidate.load
-            overlap = by_endpoint.get(endpoint, NOTHING_HELD)
-            lower = overlap.lower_tokens
-            matched = overlap.device_tokens + lower
-            if matched > prompt:
-                matched = prompt
+            overlap = by_endpoint.get(endpoint)
+            if overlap is None:
+                matched = lower = 0
+            else:
+                lower = overlap.lower_tokens
+                matched = overlap.device_tokens + lower
+                if matched > prompt:
+                    matched = prompt
             uncached = prompt - matched
             own = request_s + uncached * (token_s + attention_s * (matched + 0.5 * uncached))
             if hot > matched:

@@ -73,6 +73,7 @@ class EndpointLoad:
         "_anchor",
         "_done",
         "_head",
+        "_hidden",
         "_last",
         "_pending",
         "_presumed",
@@ -91,6 +92,7 @@ class EndpointLoad:
         self._pending: dict[Reservation, Features] = {}
         self._work = NO_WORK  # of everything pending
         self._head: Features | None = NO_WORK  # of the oldest pending requests; None: to be summed again
+        self._hidden = 0  # of the pending requests
         self._done = NO_WORK  # of first tokens in the open sample
         self._presumed = NO_WORK  # of hidden ones since the last first token; joins the sample with the next one
         self._anchor = 0.0  # when the open sample's work began
@@ -134,6 +136,7 @@ class EndpointLoad:
         if not self._pending:
             self._anchor = self._last = now
             self._work = self._done = self._presumed = NO_WORK  # also ends the drift of adding and subtracting floats
+        self._hidden += hidden
         work = self._pending[reservation] = reservation.features
         self._work = reservation.queued = _sum(self._work, work)
         self._head = None
@@ -171,11 +174,13 @@ class EndpointLoad:
 
         `seconds` is the pool's time for one unit of each feature, `slowness` this endpoint's factor on it.
         """
-        if self._pending:
+        if self._hidden:
             self._presume_by_time(seconds, slowness, now)
         if not self._pending:
             return 0.0
-        head, work = self.head(), self._work
+        head, work = self._head, self._work
+        if head is None:
+            head = self.head()
         a, b, c, d = seconds  # not seconds_of: this runs for every endpoint of every pick
         progress = MAX_PROGRESS * slowness * (head[0] * a + head[1] * b + head[2] * c + head[3] * d)
         elapsed = now - self._last
@@ -213,6 +218,7 @@ class EndpointLoad:
         """Takes a request out of the pending ones; None when it is none."""
         work = self._pending.pop(reservation, None)
         if work is not None:
+            self._hidden -= reservation.hidden
             self.pending_tokens -= reservation.uncached_tokens
             self._work = _difference(self._work, work)
             self._head = None

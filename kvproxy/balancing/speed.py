@@ -51,7 +51,7 @@ class SpeedEstimates:
 
 @dataclass(slots=True)
 class _Factor:
-    log: float
+    log: float  # before the model's recentring
     samples: int
     at: float
 
@@ -81,6 +81,8 @@ class SpeedModel:
         self._half_life_s = half_life_s
         self._max_endpoints = max_endpoints
         self._factors: dict[EndpointId, _Factor] = {}
+        self._logs = 0.0  # their sum
+        self._recentred = 0.0  # what was taken out of every one of them so far
         self._onboarding = OnboardingCost()
         self._samples = 0
         self.seconds: Features = (*self._scale, 0.0)  # pooled time of one unit of each feature
@@ -90,7 +92,7 @@ class SpeedModel:
         factor = self._factors.get(endpoint)
         if factor is None:
             return 1.0
-        return math.exp(factor.log * 0.5 ** ((now - factor.at) / self._half_life_s))
+        return math.exp((factor.log - self._recentred) * 0.5 ** ((now - factor.at) / self._half_life_s))
 
     def observe(self, endpoint: EndpointId, work: Features, busy_s: float, now: float) -> None:
         """Learns that `endpoint` did `work` in `busy_s` seconds."""
@@ -108,7 +110,7 @@ class SpeedModel:
 
     def forget(self, endpoint: EndpointId) -> None:
         """The endpoint left the pool."""
-        self._factors.pop(endpoint, None)
+        self._take_out(endpoint)
 
     def estimates(self, now: float) -> SpeedEstimates:
         """What is believed now."""
@@ -124,7 +126,10 @@ class SpeedModel:
 
     def state(self, now: float) -> SpeedState:
         """All that was learned, for another life of the process."""
-        factors = {str(name): FactorState(one.log, one.samples, now - one.at) for name, one in self._factors.items()}
+        factors = {
+            str(name): FactorState(one.log - self._recentred, one.samples, now - one.at)
+            for name, one in self._factors.items()
+        }
         moment, onboarding = tuple(self._moment), self._onboarding.sums
         return SpeedState(
             self._scale, tuple(self._theta), _flat(self._gram), moment, onboarding, self._samples, factors
@@ -140,12 +145,12 @@ class SpeedModel:
         for name, one in state.factors.items():
             if name in keep and len(self._factors) < self._max_endpoints:
                 log = max(-_LOG_BOUND, min(_LOG_BOUND, one.log))
-                self._factors[EndpointId(name)] = _Factor(log, one.samples, now - away_s - one.age_s)
+                self._put_in(EndpointId(name), _Factor(log + self._recentred, one.samples, now - away_s - one.age_s))
         self._settle()
 
     def _settle(self) -> None:
-        request_s, token_s, attention_s = (theta * scale for theta, scale in zip(self._theta, self._scale, strict=True))
-        self.seconds = (request_s, token_s, attention_s, self._onboarding.seconds_per_token)
+        (t, u, v), (x, y, z) = self._theta, self._scale
+        self.seconds = (t * x, u * y, v * z, self._onboarding.seconds_per_token)
 
     def _prefill_s(self, work: Features) -> float:
         seconds = self.seconds
@@ -154,40 +159,60 @@ class SpeedModel:
     def _fit(self, work: Features, pooled_s: float, predicted_s: float) -> None:
         """One decayed step of weighted least squares; relative errors count, a large sample no more than a small."""
         target_s = min(self._clip * predicted_s, max(predicted_s / self._clip, pooled_s))
-        weight = 1.0 / (predicted_s * target_s)
-        scaled = [work[i] * self._scale[i] for i in _DIMENSIONS]
-        for i in _DIMENSIONS:
-            self._moment[i] = self._decay * self._moment[i] + weight * scaled[i] * target_s
-            row = self._gram[i]
-            for k in _DIMENSIONS:
-                row[k] = self._decay * row[k] + weight * scaled[i] * scaled[k]
+        weight, decay = 1.0 / (predicted_s * target_s), self._decay
+        x, y, z = self._scale
+        x, y, z = work[0] * x, work[1] * y, work[2] * z
+        moment, gram = self._moment, self._gram
+        for i, share in ((0, weight * x), (1, weight * y), (2, weight * z)):
+            moment[i] = decay * moment[i] + share * target_s
+            p, q, r = gram[i]
+            gram[i] = [decay * p + share * x, decay * q + share * y, decay * r + share * z]
         self._solve()
 
     def _solve(self) -> None:
-        """Ridge regression towards one common scale of the priors, by coordinate descent from the last solution."""
-        theta, moment = self._theta, self._moment
-        common = sum(moment) / sum(map(sum, self._gram))
+        """Ridge regression towards one common scale of the priors, by coordinate descent from the last solution.
+
+        Written out for its three dimensions: it runs at every first token.
+        """
+        (a, p, q), (_, b, r), (_, _, c) = self._gram  # symmetric
+        x, y, z = self._moment
+        common = (x + y + z) / (a + b + c + 2.0 * (p + q + r))
         ridge = self._ridge / (common * common)
+        pull, low, high = ridge * common, common / _SCALE_BOUND, _SCALE_BOUND * common
+        x, y, z, a, b, c = x + pull, y + pull, z + pull, a + ridge, b + ridge, c + ridge
+        t, u, v = self._theta
         for _ in range(_SWEEPS):
-            for i in _DIMENSIONS:
-                row = self._gram[i]
-                rest = sum(row[k] * theta[k] for k in _DIMENSIONS if k != i)
-                value = (moment[i] + ridge * common - rest) / (row[i] + ridge)
-                theta[i] = min(_SCALE_BOUND * common, max(common / _SCALE_BOUND, value))
+            t = (x - p * u - q * v) / a
+            t = low if t < low else high if t > high else t
+            u = (y - p * t - r * v) / b
+            u = low if u < low else high if u > high else u
+            v = (z - q * t - r * u) / c
+            v = low if v < low else high if v > high else v
+        self._theta = [t, u, v]
 
     def _move_factor(self, endpoint: EndpointId, factor: float, ratio: float, now: float) -> None:
         """One step of the endpoint's log factor towards this sample's `ratio`, faster while it is new."""
-        known = self._factors.pop(endpoint, None)
+        known = self._take_out(endpoint)
         samples = 0 if known is None else known.samples
         log = math.log(factor)
         residual = max(-1.0, min(1.0, math.log(ratio) - log))
         log += max(self._gain, 1 / (samples + 6)) * residual
         if known is None and len(self._factors) >= self._max_endpoints:
-            del self._factors[next(iter(self._factors))]  # the one without a sample for longest
-        self._factors[endpoint] = _Factor(max(-_LOG_BOUND, min(_LOG_BOUND, log)), samples + 1, now)
-        shift = _RECENTRE * sum(f.log for f in self._factors.values()) / len(self._factors)
-        for each in self._factors.values():
-            each.log -= shift
+            self._take_out(next(iter(self._factors)))  # the one without a sample for longest
+        log = max(-_LOG_BOUND, min(_LOG_BOUND, log))
+        self._put_in(endpoint, _Factor(log + self._recentred, samples + 1, now))
+        self._recentred += _RECENTRE * (self._logs / len(self._factors) - self._recentred)
+
+    def _put_in(self, endpoint: EndpointId, factor: _Factor) -> None:
+        self._take_out(endpoint)
+        self._factors[endpoint] = factor
+        self._logs += factor.log
+
+    def _take_out(self, endpoint: EndpointId) -> _Factor | None:
+        factor = self._factors.pop(endpoint, None)
+        if factor is not None:
+            self._logs -= factor.log
+        return factor
 
 
 def _flat(rows: list[list[float]]) -> tuple[float, ...]:

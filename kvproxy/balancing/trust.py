@@ -40,7 +40,9 @@ class Trust:
     def believed(self, endpoint: EndpointId, tokens: int, backed_tokens: int) -> int:
         """What a claim of `tokens` counts for, of which `backed_tokens` (or more) are backed."""
         unbacked = tokens - backed_tokens
-        return tokens if unbacked <= 0 else backed_tokens + int(self.share(endpoint) * unbacked)
+        if unbacked <= 0 or endpoint not in self._records:
+            return tokens
+        return backed_tokens + int(self.share(endpoint) * unbacked)
 
     def observe(self, endpoint: EndpointId, tokens: int, backed_tokens: int, cached_tokens: int) -> None:
         """A response of that endpoint reported `cached_tokens`; its claim had been `tokens`, so many backed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from kvproxy.balancing.policy import FactSource, Overlap, OverlapFacts
@@ -37,14 +37,25 @@ def merged(
     return found
 
 
-def preferred(facts: OverlapFacts, order: Iterable[EndpointId], *, min_tokens: int) -> EndpointId | None:
-    """Who holds most, at least `min_tokens` (never less than one); among equals the first in `order`."""
+def preferred(
+    facts: OverlapFacts,
+    order: Iterable[EndpointId],
+    *,
+    min_tokens: int,
+    serves: Callable[[EndpointId], bool] = lambda endpoint: True,
+) -> EndpointId | None:
+    """Who holds most, at least `min_tokens` (never less than one); among equals the first in `order`.
+
+    `serves` is asked of those only that hold more than everybody before them.
+    """
     best, most = None, max(min_tokens, 1) - 1
     held, prompt_tokens = facts.by_endpoint, facts.prompt_tokens
     for endpoint in order:
         overlap = held.get(endpoint)
         if overlap is not None:
-            tokens = min(overlap.device_tokens + overlap.lower_tokens, prompt_tokens)
-            if tokens > most:
+            tokens = overlap.device_tokens + overlap.lower_tokens
+            if tokens > prompt_tokens:
+                tokens = prompt_tokens
+            if tokens > most and serves(endpoint):
                 best, most = endpoint, tokens
     return best

@@ -9,7 +9,9 @@ from kvproxy.balancing.policy import NO_FACTS, OverlapFacts
 from kvproxy.clients.tokens import TokenIds
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.kvcache.facts import Claim as Named
 from kvproxy.kvcache.local import LocalSources
+from kvproxy.prefix.hashed_tokens import HashedTokens
 from kvproxy.prefix.holding import Claim
 from kvproxy.types import EndpointId, InferenceRequest
 
@@ -30,11 +32,18 @@ class Gathered:
     hot_blocks: int = 0  # of the hashes, the leading ones that many ask for
     preferred: EndpointId | None = None  # who holds most
     tokens: TokenIds | None = None  # of the prompt, or of its longest known beginning
+    hashed: HashedTokens | None = None  # begins with these tokens
     tokens_exact: bool = False  # of the whole prompt
     tokens_bytes: int = 0  # of the prompt that these tokens stand for
     wants_lookup: bool = False  # a lookup service can still be asked
+    named: tuple[Named, ...] = ()  # what a lookup that answered in time said
     holders_named: int | None = None  # by a lookup that answered in time
     claim: Claim | None = None  # what routing promised the approximate index
+
+    def served_by(self, endpoint_id: EndpointId) -> bool:
+        """Whether this member of the cluster may serve it."""
+        endpoint = self.cluster.endpoint(endpoint_id)
+        return endpoint is not None and endpoint.serves(self.model)
 
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:

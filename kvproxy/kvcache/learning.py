@@ -27,9 +27,8 @@ class Learning:
         self._ratios = ratios
         self._lookups = lookups
         self._empty = EmptyLookups()
-        self._predictions = metrics.kv_predictions
-        self._predicted = metrics.kv_predicted_tokens
-        self._reused = metrics.kv_reused_tokens
+        self._metrics = metrics
+        self._scores: dict[FactSource, _Score] = {}
 
     def finished(self, gathered: Gathered, result: Result) -> None:
         """The request is over, however it went. Once a request."""
@@ -67,7 +66,20 @@ class Learning:
             self._lookups.contradicted(endpoint, gathered.hashes, cached_tokens)
 
     def _count(self, source: FactSource, predicted: int, cached: int, contradicted: bool) -> None:
-        result = "miss" if cached == 0 else "partial" if contradicted else "hit"
-        self._predictions.labels(source.value, result).inc()
-        self._predicted.labels(source.value).inc(predicted)
-        self._reused.labels(source.value).inc(min(predicted, cached))
+        score = self._scores.get(source)
+        if score is None:
+            score = self._scores[source] = _Score(self._metrics, source)
+        result = score.miss if cached == 0 else score.partial if contradicted else score.hit
+        result.value += 1.0
+        score.predicted.value += predicted
+        score.reused.value += min(predicted, cached)
+
+
+class _Score:
+    """Kept children of one source."""
+
+    def __init__(self, metrics: Metrics, source: FactSource) -> None:
+        results = (metrics.kv_predictions.labels(source.value, result) for result in ("miss", "partial", "hit"))
+        self.miss, self.partial, self.hit = results
+        self.predicted = metrics.kv_predicted_tokens.labels(source.value)
+        self.reused = metrics.kv_reused_tokens.labels(source.value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Collection, Mapping
 from functools import lru_cache
 
@@ -13,10 +12,12 @@ from kvproxy.balancing.policy import FactSource, Overlap
 from kvproxy.balancing.trust import Trust
 from kvproxy.clients.tokens import TokenIds
 from kvproxy.prefix.approximate import ApproximateIndex
-from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, root_seed, text_blocks, token_blocks
+from kvproxy.prefix.hashed_tokens import HashedTokens
+from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, root_seed, token_blocks
 from kvproxy.prefix.holding import Claim
 from kvproxy.prefix.hot_blocks import HotBlocks
 from kvproxy.prefix.precise import PreciseIndex, PreciseMatch, precise_root
+from kvproxy.prefix.session_hashes import SessionHashes
 from kvproxy.types import EndpointId, InferenceRequest
 
 #: Blocks of text an endpoint is believed to hold until its engine says how much fits (64 MiB of prompts).
@@ -52,15 +53,24 @@ class LocalSources:
             self.hot = HotBlocks(endpoints=endpoints)
             self.trust = Trust()
             self.started_at: dict[EndpointId, float] = {}  # when each engine's process began, by its own clock
-            self._in_flight: Counter[EndpointId] = Counter()
+            self.sessions = SessionHashes()
+            self._in_flight: dict[EndpointId, int] = {}
         else:
             self.approximate, self.hot, self.trust = former.approximate, former.hot, former.trust
             self.started_at, self._in_flight = former.started_at, former._in_flight
+            self.sessions = former.sessions
         self._seed = lru_cache(_REMEMBERED_SEEDS)(_seed)
+        self._precise_root = lru_cache(_REMEMBERED_SEEDS)(precise_root)
 
     def hashes(self, request: InferenceRequest, model: str) -> array[int]:
-        """The prompt's text blocks; () for a prompt shorter than one."""
-        return text_blocks(request.prompt, self._seed(model, request.cache_salt))
+        """The prompt's text blocks, not to be changed; empty for a prompt shorter than one."""
+        return self.sessions.text_blocks(request.prompt, self._seed(model, request.cache_salt))
+
+    def prepare(self, hashed: HashedTokens, *, model: str, cache_salt: str | None) -> None:
+        """Hash these tokens for the precise index now, when nobody waits for it."""
+        lora = model if self.loras and model in self.loras else ""
+        for size in self.precise.block_sizes:
+            hashed.blocks(size, self._precise_root(size, lora=lora, cache_salt=cache_salt))
 
     def overlaps(
         self,
@@ -68,57 +78,63 @@ class LocalSources:
         *,
         bytes_per_token: float,
         tokens: TokenIds | None,
+        hashed: HashedTokens | None = None,
         model: str = "",
         cache_salt: str | None,
     ) -> dict[EndpointId, Overlap]:
-        """Leading tokens by endpoint. `tokens` (or as much of them as is known) also asks the precise index.
+        """Leading tokens by endpoint. `tokens` (or as much of them as is known) also asks the precise index; `hashed`
+        begins with them.
 
         A complete event stream is believed over what was routed, save while a request to that endpoint is under way:
         its blocks are promised and not yet announced. What an event stream claims beyond what was routed counts for
         what earlier such claims proved worth.
         """
         scale = TEXT_BLOCK_BYTES / bytes_per_token
-        blocks_by_endpoint = self.approximate.lookup(hashes)
-        found = {endpoint: Overlap(int(blocks * scale)) for endpoint, blocks in blocks_by_endpoint.items()}
+        routed = {endpoint: int(blocks * scale) for endpoint, blocks in self.approximate.lookup(hashes).items()}
         if tokens is None or not (self.exact or self.precise.block_sizes):
-            return found
-        routed = {endpoint: overlap.device_tokens for endpoint, overlap in found.items()}
-        for endpoint in self.exact:
-            if not self._in_flight[endpoint]:
-                found.pop(endpoint, None)
-        for endpoint, overlap in self._announced(tokens, model, cache_salt, routed).items():
-            known = found.get(endpoint)
-            if known is None or overlap.tokens > known.tokens:
-                found[endpoint] = overlap
+            return {endpoint: Overlap(held) for endpoint, held in routed.items()}
+        announced = self._announced(tokens, hashed, model, cache_salt)
+        exact, in_flight = self.exact, self._in_flight
+        found = {}
+        for endpoint, match in announced.items():
+            backed = routed.pop(endpoint, 0)
+            overlap = self._trusted(endpoint, match, backed)
+            if backed > overlap.tokens and (endpoint not in exact or endpoint in in_flight):
+                overlap = Overlap(backed)
+            found[endpoint] = overlap
+        for endpoint, held in routed.items():
+            if endpoint not in exact or endpoint in in_flight:
+                found[endpoint] = Overlap(held)
         return found
 
     def _announced(
-        self, tokens: TokenIds, model: str, cache_salt: str | None, routed: Mapping[EndpointId, int]
-    ) -> Mapping[EndpointId, Overlap]:
+        self, tokens: TokenIds, hashed: HashedTokens | None, model: str, cache_salt: str | None
+    ) -> Mapping[EndpointId, PreciseMatch]:
         """The same tokens under a LoRA are other blocks; a model's name is a LoRA's if events call one so."""
-        lora = model if model in self.loras else ""
-        matches = self.precise.lookup(
-            lambda size: token_blocks(tokens, size, precise_root(size, lora=lora, cache_salt=cache_salt))
-        )
-        return {
-            endpoint: self._trusted(endpoint, match, routed.get(endpoint, 0)) for endpoint, match in matches.items()
-        }
+        lora = model if self.loras and model in self.loras else ""
+
+        def blocks(size: int) -> array[int]:
+            root = self._precise_root(size, lora=lora, cache_salt=cache_salt)
+            if hashed is None:
+                return token_blocks(tokens, size, root)
+            return hashed.leading_blocks(size, root, len(tokens))
+
+        return self.precise.lookup(blocks)
 
     def _trusted(self, endpoint: EndpointId, match: PreciseMatch, backed: int) -> Overlap:
-        claimed = match.device_tokens + match.lower_tokens
+        device, lower = match.device_tokens, match.lower_tokens
+        claimed = device + lower
+        if backed >= claimed:
+            return Overlap(device, lower, FactSource.PRECISE, 0.0, claimed, claimed)
         believed = self.trust.believed(endpoint, claimed, backed)
-        device = min(match.device_tokens, believed)
-        return Overlap(
-            device,
-            believed - device,
-            FactSource.PRECISE,
-            claimed_tokens=claimed,
-            backed_tokens=min(claimed, backed),
-        )
+        if believed < claimed:
+            device = min(device, believed)
+            lower = believed - device
+        return Overlap(device, lower, FactSource.PRECISE, 0.0, claimed, backed)
 
     def route(self, endpoint: EndpointId, hashes: array[int]) -> Claim:
         """A request goes there: it counts as holding the prompt until the claim is settled."""
-        self._in_flight[endpoint] += 1
+        self._in_flight[endpoint] = self._in_flight.get(endpoint, 0) + 1
         return self.approximate.route(endpoint, hashes)
 
     def settle(self, claim: Claim, *, prefilled: bool) -> None:

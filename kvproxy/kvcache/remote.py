@@ -103,7 +103,7 @@ class Remote:
         answer = task.result()
         self._outcomes.labels(answer.outcome).inc()
         if answer.tokens is not None:
-            gathered.tokens, gathered.tokens_exact = answer.tokens, True
+            gathered.tokens, gathered.tokens_exact, gathered.hashed = answer.tokens, True, None
             gathered.tokens_bytes = gathered.prompt_bytes
         if answer.outcome in ("hit", "miss"):
             gathered.holders_named = len(answer.holders)

@@ -56,9 +56,9 @@ class TokenSource:
         if self._enabled:
             known = self.memory.recall(gathered.model, request.prompt, salt=request.cache_salt or "")
             if known is not None:
-                gathered.tokens, gathered.tokens_exact = known.tokens, known.exact
-                parts = request.prompt.parts[: known.parts_known]
-                gathered.tokens_bytes = len(request.prompt.shape) + sum(map(len, parts))
+                gathered.tokens, gathered.tokens_exact, gathered.hashed = known.tokens, known.exact, known.hashed
+                rest = request.prompt.parts[known.parts_known :]
+                gathered.tokens_bytes = gathered.prompt_bytes - sum(map(len, rest))
                 return
         if request.kind is RequestKind.COMPLETION and request.prompt.parts[0].startswith(b"["):
             gathered.tokens = _given(request)
@@ -121,10 +121,15 @@ class TokenSource:
             return None
         self._seconds.observe(self._clock() - started)
         self._outcomes.labels("ok").inc()
+        self.learned(gathered, answer.tokens)
+        return answer.tokens
+
+    def learned(self, gathered: Gathered, tokens: TokenIds) -> None:
+        """Remember the tokens of this prompt, hashed for the chat's next turn."""
         if self._enabled:
             request = gathered.request
-            self.memory.remember(gathered.model, request.prompt, answer.tokens, salt=request.cache_salt or "")
-        return answer.tokens
+            hashed = self.memory.remember(gathered.model, request.prompt, tokens, salt=request.cache_salt or "")
+            gathered.local.prepare(hashed, model=gathered.model, cache_salt=request.cache_salt)
 
     async def _call(self, client: VllmClient, gathered: Gathered) -> Tokenized:
         if gathered.request.kind is RequestKind.CHAT:

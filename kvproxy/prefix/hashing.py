@@ -83,6 +83,11 @@ def canonical_bytes(prompt: Prompt) -> bytes:
     return _END_OF_PART.join((prompt.shape, *prompt.parts, b""))
 
 
+def canonical_tail(parts: Sequence[bytes]) -> bytes:
+    """What these last parts of a prompt put at the end of its canonical bytes."""
+    return _END_OF_PART.join((*parts, b""))
+
+
 def chain(data: bytes, slice_bytes: int, seed: int, *, start: int = 0) -> array[int]:
     """Chained hashes of the full slices of `data` from byte `start` on."""
     stop = start + (len(data) - start) // slice_bytes * slice_bytes

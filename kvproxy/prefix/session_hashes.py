@@ -1,36 +1,26 @@
-"""Hashes only the new tail of a session whose earlier prompt was hashed before."""
+"""Hashes only the new tail of a chat whose earlier turn was hashed before."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
 
-from cachetools import LRUCache
-from xxhash import xxh3_64_intdigest
-
-from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, canonical_bytes, chain, mix_keys, token_bytes
+from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, canonical_bytes, canonical_tail, chain, message_chain, text_blocks
 from kvproxy.types import Prompt
 
-_ENTRY_BYTES = 300  # an entry's objects besides the hashes themselves
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    covered_bytes: int  # whole slices only
-    digest: int  # of the covered bytes: a changed history is noticed, not believed
-    hashes: array[int]
-
-
-def _size(known: _Known) -> int:
-    return _ENTRY_BYTES + 8 * len(known.hashes)
+_ENTRY_BYTES = 250  # an entry's objects besides the hashes themselves
 
 
 class SessionHashes:
-    """Block hashes by message prefix, bounded by bytes (least recently used first out). Holds no prompt text."""
+    """Text blocks by message prefix, bounded by bytes, the longest unused first out. Holds no prompt text.
+
+    A key names all the text it stands for (seed, shape and messages), so what is found under it needs no comparing.
+    The entries are a dict in order of use: a cachetools cache takes longer than the hashing it would spare.
+    """
 
     def __init__(self, *, max_bytes: int = 64 * 1024 * 1024) -> None:
-        self._known: LRUCache[int, _Known] = LRUCache(max_bytes, getsizeof=_size)
+        self._max_bytes = max_bytes
+        self._known: dict[int, array[int]] = {}
+        self._bytes = 0
 
     def __len__(self) -> int:
         return len(self._known)
@@ -38,41 +28,52 @@ class SessionHashes:
     @property
     def held_bytes(self) -> int:
         """Bytes held, objects included."""
-        return int(self._known.currsize)
+        return self._bytes
 
-    def token_blocks(self, prefix_keys: Sequence[int], tokens: array[int], block_size: int, seed: int) -> array[int]:
-        """As `hashing.token_blocks`; `prefix_keys` is the prompt's `message_chain`. The result is not to be changed."""
-        return self._blocks(prefix_keys, token_bytes(tokens), 4 * block_size, seed)
-
-    def text_blocks(self, prefix_keys: Sequence[int], prompt: Prompt, seed: int) -> array[int]:
+    def text_blocks(self, prompt: Prompt, seed: int) -> array[int]:
         """As `hashing.text_blocks`. The result is not to be changed."""
-        return self._blocks(prefix_keys, canonical_bytes(prompt), TEXT_BLOCK_BYTES, seed)
-
-    def _blocks(self, prefix_keys: Sequence[int], data: bytes, slice_bytes: int, seed: int) -> array[int]:
-        if not prefix_keys:
-            return chain(data, slice_bytes, seed)
-        space = mix_keys(seed, (slice_bytes,))
-        covered = len(data) // slice_bytes * slice_bytes
-        known = self._longest(prefix_keys, data, space)
-        if known is None:
-            hashes = chain(data, slice_bytes, seed)
-        elif known.covered_bytes >= covered:
-            return known.hashes if known.covered_bytes == covered else known.hashes[: covered // slice_bytes]
+        keys = message_chain(prompt, seed)
+        if not keys:
+            return text_blocks(prompt, seed)
+        known, whole = self._known, keys[-1]
+        hashes = known.pop(whole, None)
+        if hashes is not None:
+            known[whole] = hashes
+            return hashes
+        for key in reversed(keys):
+            earlier = known.get(key)
+            if earlier is not None:
+                hashes = _continued(earlier, prompt)
+                break
         else:
-            parent = known.hashes[-1] if known.hashes else seed
-            hashes = known.hashes + chain(data, slice_bytes, parent, start=known.covered_bytes)
-        entry = _Known(covered, xxh3_64_intdigest(memoryview(data)[:covered]), hashes)
-        if _size(entry) <= self._known.maxsize:
-            self._known[prefix_keys[-1] ^ space] = entry
+            hashes = text_blocks(prompt, seed)
+        self._keep(whole, hashes)
         return hashes
 
-    def _longest(self, prefix_keys: Sequence[int], data: bytes, space: int) -> _Known | None:
-        view = memoryview(data)
-        for key in reversed(prefix_keys):
-            try:
-                known = self._known[key ^ space]
-            except KeyError:  # cheaper than .get, which takes the slow path of the base class
-                continue
-            if known.covered_bytes <= len(data) and xxh3_64_intdigest(view[: known.covered_bytes]) == known.digest:
-                return known
-        return None
+    def _keep(self, key: int, hashes: array[int]) -> None:
+        size = _size(hashes)
+        if size > self._max_bytes or not hashes:
+            return
+        self._bytes += size
+        while self._bytes > self._max_bytes:
+            self._bytes -= _size(self._known.pop(next(iter(self._known))))
+        self._known[key] = hashes
+
+
+def _size(hashes: array[int]) -> int:
+    return _ENTRY_BYTES + hashes.itemsize * len(hashes)
+
+
+def _continued(earlier: array[int], prompt: Prompt) -> array[int]:
+    """The blocks of a prompt that begins with the text of these; only messages they do not cover are looked at."""
+    parts = prompt.parts
+    covered = TEXT_BLOCK_BYTES * len(earlier)
+    first, offset = len(parts), len(prompt.shape) + 1 + sum(map(len, parts)) + len(parts)  # as of canonical_bytes
+    while offset > covered and first:
+        first -= 1
+        offset -= len(parts[first]) + 1
+    if offset > covered:  # not even the shape was
+        offset, tail = 0, canonical_bytes(prompt)
+    else:
+        tail = canonical_tail(parts[first:])
+    return earlier + chain(tail, TEXT_BLOCK_BYTES, earlier[-1], start=covered - offset)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, islice
 
-from cachetools import TTLCache
-
+from kvproxy.prefix.hashed_tokens import HashedTokens
 from kvproxy.prefix.hashing import message_chain, mix_keys
 from kvproxy.types import Clock, Prompt
 
 _ENTRY_BYTES = 500  # an entry's objects besides the tokens themselves
+_HASH_BYTES_PER_TOKEN = 0.5  # block hashes, at the usual 16 tokens a block
+#: Entries, the longest unused, looked at for their age whenever another is made.
+_LOOKED_AT = 4
+#: Models and cache salts whose chains were begun of late; salts come from clients.
+_REMEMBERED_SEEDS = 1024
 #: Chained hash of a message prefix, and how many bytes went into it.
 _Key = tuple[int, int]
 
@@ -23,6 +28,7 @@ class Recalled:
     tokens: array[int]
     exact: bool  # the whole prompt as it was tokenized; otherwise whole blocks of its beginning
     parts_known: int
+    hashed: HashedTokens  # of all tokens of that prefix, the ones given up included
 
 
 @dataclass(slots=True)
@@ -37,7 +43,8 @@ class TokenMemoryStats:
 
 @dataclass(slots=True)
 class _Entry:
-    tokens: array[int]
+    hashed: HashedTokens
+    expires_at: float
     grown_from: _Key | None = None
     grown_into: int = 0
 
@@ -64,7 +71,13 @@ class TokenMemory:
         self._max_entries = max_entries
         self._block_tokens = block_tokens
         self._given_up = generation_prompt_tokens
-        self._entries: TTLCache[_Key, _Entry] = TTLCache(max_bytes, ttl_s, timer=clock, getsizeof=_size)
+        self._max_bytes = max_bytes
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._bytes = 0
+        #: In order of use. A cachetools cache takes microseconds to say that it has not got something.
+        self._entries: dict[_Key, _Entry] = {}
+        self._seed = lru_cache(_REMEMBERED_SEEDS)(_seed)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -72,44 +85,48 @@ class TokenMemory:
     @property
     def held_bytes(self) -> int:
         """Bytes held, objects included."""
-        return int(self._entries.currsize)
+        return self._bytes
 
     def recall(self, model: str, prompt: Prompt, *, salt: str = "") -> Recalled | None:
         """The tokens of the longest known message prefix; None when nothing useful is known."""
-        keys = list(_keys(model, prompt, salt))
+        keys = self._keys(model, prompt, salt)
         for parts in range(len(keys), 0, -1):
             entry = self._get(keys[parts - 1])
             if entry is None:
                 continue
+            hashed = entry.hashed
             if parts == len(keys):
                 self.stats.exact += 1
-                return Recalled(entry.tokens, True, parts)
-            keep = (len(entry.tokens) - self._given_up) // self._block_tokens * self._block_tokens
+                return Recalled(hashed.tokens, True, parts, hashed)
+            keep = (len(hashed.tokens) - self._given_up) // self._block_tokens * self._block_tokens
             if keep > 0:
                 self.stats.prefix += 1
-                return Recalled(entry.tokens[:keep], False, parts)
+                return Recalled(hashed.tokens[:keep], False, parts, hashed)
         self.stats.missed += 1
         return None
 
-    def remember(self, model: str, prompt: Prompt, tokens: array[int], *, salt: str = "") -> None:
+    def remember(self, model: str, prompt: Prompt, tokens: array[int], *, salt: str = "") -> HashedTokens:
         """The whole prompt tokenizes to `tokens` (`array('I')`), the generation prompt included."""
-        entry = _Entry(tokens)
-        keys = list(_keys(model, prompt, salt))
-        if not keys or _size(entry) > self._entries.maxsize:
+        entry = _Entry(HashedTokens(tokens), self._clock() + self._ttl_s)
+        keys = self._keys(model, prompt, salt)
+        if not keys or _size(entry) > self._max_bytes:
             self.stats.too_large += bool(keys)
-            return
+            return entry.hashed
         known = self._get(keys[-1])
         if known is not None:
             entry.grown_from, entry.grown_into = known.grown_from, known.grown_into
         else:
             self._supersede(entry, keys[:-1])
-        while len(self._entries) >= self._max_entries:
-            self._entries.popitem()
+        self._drop(keys[-1])
+        self._make_room(_size(entry))
         self._entries[keys[-1]] = entry
+        self._bytes += _size(entry)
+        return entry.hashed
 
     def clear(self) -> None:
         """Forget everything (a model's template changed)."""
         self._entries.clear()
+        self._bytes = 0
 
     def _supersede(self, entry: _Entry, keys: list[_Key]) -> None:
         """Note what the prompt grew from, and forget what that grew from unless other chats did too."""
@@ -118,27 +135,49 @@ class TokenMemory:
             if older is None:
                 continue
             entry.grown_from = key
+            entry.hashed = HashedTokens(entry.hashed.tokens, grown_from=older.hashed, given_up=self._given_up)
             older.grown_into += 1
             oldest = None if older.grown_from is None else self._get(older.grown_from)
             if oldest is not None and oldest.grown_into == 1:
                 assert older.grown_from is not None
-                del self._entries[older.grown_from]
+                self._drop(older.grown_from)
             return
 
     def _get(self, key: _Key) -> _Entry | None:
-        try:
-            return self._entries[key]
-        except KeyError:  # cheaper than .get, which takes the slow path of the base class
+        entry = self._entries.pop(key, None)
+        if entry is None:
             return None
+        if entry.expires_at <= self._clock():
+            self._bytes -= _size(entry)
+            return None
+        self._entries[key] = entry
+        return entry
+
+    def _drop(self, key: _Key) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self._bytes -= _size(entry)
+
+    def _make_room(self, size: int) -> None:
+        """The longest unused go, and those of them that are too old."""
+        now = self._clock()
+        for key, entry in list(islice(self._entries.items(), _LOOKED_AT)):
+            if entry.expires_at <= now:
+                self._drop(key)
+        while self._entries and (self._bytes + size > self._max_bytes or len(self._entries) >= self._max_entries):
+            self._drop(next(iter(self._entries)))
+
+    def _keys(self, model: str, prompt: Prompt, salt: str) -> list[_Key]:
+        """One key per message prefix, over everything that shapes the template; shortest first."""
+        lengths = accumulate(map(len, prompt.parts), initial=len(prompt.shape))
+        next(lengths)
+        return list(zip(message_chain(prompt, self._seed(model, salt)), lengths, strict=True))
 
 
 def _size(entry: _Entry) -> int:
-    return _ENTRY_BYTES + entry.tokens.itemsize * len(entry.tokens)
+    tokens = entry.hashed.tokens
+    return _ENTRY_BYTES + int((tokens.itemsize + _HASH_BYTES_PER_TOKEN) * len(tokens))
 
 
-def _keys(model: str, prompt: Prompt, salt: str) -> Iterator[_Key]:
-    """One key per message prefix, over everything that shapes the template; shortest first."""
-    length = len(prompt.shape)
-    for key, part in zip(message_chain(prompt, mix_keys(0, (model, salt))), prompt.parts, strict=True):
-        length += len(part)
-        yield key, length
+def _seed(model: str, salt: str) -> int:
+    return mix_keys(0, (model, salt))

@@ -57,5 +57,7 @@ def test_zero_tokens_are_never_preferred() -> None:
 
 
 def test_who_cannot_serve_the_model_is_not_preferred() -> None:
-    """Only endpoints in the order count."""
-    assert preferred(OverlapFacts(1000, {A: Overlap(900), B: Overlap(10)}), [B], min_tokens=1) == B
+    """Nor who is not in the order."""
+    facts = OverlapFacts(1000, {A: Overlap(900), B: Overlap(10)})
+    assert preferred(facts, [B], min_tokens=1) == B
+    assert preferred(facts, [A, B], min_tokens=1, serves=lambda endpoint: endpoint == B) == B

@@ -1,74 +1,82 @@
-from __future__ import annotations
+"""Text blocks turn by turn: what hashing everything gives, bounded."""
 
-from array import array
+from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproxy.prefix.hashing import message_chain, text_blocks, token_blocks
+from kvproxy.prefix import session_hashes
+from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, text_blocks
 from kvproxy.prefix.session_hashes import SessionHashes
 from kvproxy.types import Prompt
 
-TOKENS = array("I", range(1000))
+SYSTEM, LONG = b"s" * 600, b"l" * 5000
 
 
-def test_a_next_turn_hashes_like_a_whole_prompt() -> None:
-    """Continuing a known session gives what hashing everything gives."""
+def turns(*parts: bytes, shape: bytes = b"shape") -> Prompt:
+    return Prompt(shape, parts)
+
+
+@given(st.lists(st.binary(min_size=0, max_size=700), min_size=1, max_size=6), st.binary(max_size=600))
+def test_a_growing_chat_hashes_like_whole_prompts(parts: list[bytes], shape: bytes) -> None:
+    """Whatever was kept of earlier turns, and wherever these ended within a block."""
     memo = SessionHashes()
-    first = memo.token_blocks([11], TOKENS[:100], 16, 5)
-    second = memo.token_blocks([11, 12, 13], TOKENS[:400], 16, 5)
-    assert first == token_blocks(TOKENS[:100], 16, 5)
-    assert second == token_blocks(TOKENS[:400], 16, 5)
-    assert len(memo) == 2
+    for turn in range(1, len(parts) + 1):
+        prompt = Prompt(shape, tuple(parts[:turn]))
+        assert memo.text_blocks(prompt, 8) == text_blocks(prompt, 8)
+        assert memo.text_blocks(prompt, 8) == text_blocks(prompt, 8)  # asked again
 
 
-def test_a_changed_history_is_noticed() -> None:
-    """The same session key over other tokens does not bring back the old blocks."""
+def test_only_the_new_messages_are_hashed() -> None:
+    """What a known turn covers is not looked at any more: its text may be anything (its key cannot)."""
     memo = SessionHashes()
-    memo.token_blocks([11], TOKENS[:100], 16, 5)
-    other = array("I", [9, *TOKENS[1:200]])
-    assert memo.token_blocks([11, 12], other, 16, 5) == token_blocks(other, 16, 5)
+    memo.text_blocks(turns(SYSTEM, LONG), 8)
+    kept = next(iter(memo._known.values()))
+    kept[0] ^= 1
+    grown = turns(SYSTEM, LONG, b"next" * 100)
+    assert memo.text_blocks(grown, 8)[1:] == text_blocks(grown, 8)[1:]
+    assert memo.text_blocks(grown, 8)[0] == kept[0]
 
 
-def test_a_shorter_prompt_under_a_known_key_is_cut() -> None:
-    """The known blocks may be more than this prompt has."""
+def test_a_branch_of_a_chat_has_its_own_blocks() -> None:
+    """Two answers to one turn."""
     memo = SessionHashes()
-    memo.token_blocks([11], TOKENS[:100], 16, 5)
-    assert memo.token_blocks([11, 12], TOKENS[:96], 16, 5) == token_blocks(TOKENS[:96], 16, 5)
-    assert memo.token_blocks([11, 12], TOKENS[:50], 16, 5) == token_blocks(TOKENS[:50], 16, 5)
+    memo.text_blocks(turns(SYSTEM, LONG), 8)
+    for answer in (b"a" * 900, b"b" * 900):
+        branch = turns(SYSTEM, LONG, answer)
+        assert memo.text_blocks(branch, 8) == text_blocks(branch, 8)
 
 
-def test_block_sizes_and_seeds_do_not_mix() -> None:
-    """One session may be hashed in several ways at once."""
+def test_seeds_and_shapes_do_not_mix() -> None:
+    """Other models, salts and tools are other prompts."""
     memo = SessionHashes()
-    for size in (16, 32):
-        for seed in (1, 2):
-            assert memo.token_blocks([11], TOKENS, size, seed) == token_blocks(TOKENS, size, seed)
+    for seed in (1, 2):
+        for shape in (b"", b"tools"):
+            prompt = turns(LONG, shape=shape)
+            assert memo.text_blocks(prompt, seed) == text_blocks(prompt, seed)
     assert len(memo) == 4
 
 
-def test_without_session_keys_nothing_is_kept() -> None:
-    """A prompt without parts has no session."""
+def test_what_has_no_blocks_is_not_kept() -> None:
+    """Nor a prompt without messages."""
     memo = SessionHashes()
-    assert memo.token_blocks([], TOKENS, 16, 1) == token_blocks(TOKENS, 16, 1)
-    assert len(memo) == 0
+    assert memo.text_blocks(turns(), 1) == text_blocks(turns(), 1)
+    assert not memo.text_blocks(turns(b"hi"), 1)
+    assert (len(memo), memo.held_bytes) == (0, 0)
 
 
 def test_the_memo_is_bounded_in_bytes() -> None:
-    """Least recently used sessions go; one that would not fit at all is not kept."""
-    memo = SessionHashes(max_bytes=2000)
-    for session in range(50):
-        memo.token_blocks([session], TOKENS[:320], 16, 1)
-    assert 0 < memo.held_bytes <= 2000
-    kept = len(memo)
-    memo.token_blocks([99], array("I", range(16 * 400)), 16, 1)
-    assert len(memo) == kept
-
-
-@given(st.lists(st.binary(min_size=0, max_size=400), min_size=1, max_size=6))
-def test_text_of_a_growing_chat(parts: list[bytes]) -> None:
-    """Turn by turn, the memo's text blocks are those of the whole prompt."""
-    memo = SessionHashes()
-    for turn in range(1, len(parts) + 1):
-        prompt = Prompt(b"shape", tuple(parts[:turn]))
-        assert memo.text_blocks(message_chain(prompt, 3), prompt, 8) == text_blocks(prompt, 8)
+    """The longest unused goes; what would not fit at all is not kept."""
+    size = session_hashes._ENTRY_BYTES + 8 * (TEXT_BLOCK_BYTES * 4 // TEXT_BLOCK_BYTES)
+    memo = SessionHashes(max_bytes=3 * size)
+    prompts = [turns(b"%04d" % number + b"x" * (4 * TEXT_BLOCK_BYTES)) for number in range(4)]
+    for prompt in prompts[:3]:
+        memo.text_blocks(prompt, 1)
+    assert (len(memo), memo.held_bytes) == (3, 3 * size)
+    memo.text_blocks(prompts[0], 1)
+    oldest = set(memo._known) - set(list(memo._known)[1:])
+    memo.text_blocks(prompts[3], 1)
+    assert (len(memo), memo.held_bytes) == (3, 3 * size)
+    assert not oldest & set(memo._known)
+    memo.text_blocks(turns(b"y" * (TEXT_BLOCK_BYTES * 1000)), 1)
+    assert len(memo) == 3

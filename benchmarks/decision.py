@@ -1,0 +1,243 @@
+"""What a request's routing decision costs the proxy, by its parts, and how that grows.
+
+`python -m benchmarks.decision [--rounds N] [--out FOLDER]`; writes decision.md and decision.json. The proxy's own
+objects decide (the kvcache service and a cluster with kv_aware), one process and one core, no sockets; first sights,
+next turns and prompts asked again alternate, and so do the two kinds of knowledge, round by round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import platform
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.decision_world import IN_FLIGHT, SYSTEM_TOKENS, TURN_TOKENS, Asked, Decided, World
+from benchmarks.stopwatch import InFrontOf, Stopwatch
+
+TOKENS, ENDPOINTS = 4096, 8
+#: Microseconds at the median, everything included.
+LIMITS = {"first sight": 200.0, "next turn": 60.0}
+CASES = ("first sight", "next turn", "asked again")
+KNOWLEDGE = {"what was routed": False, "routed + KV events": True}
+GROWTH_ENDPOINTS = (2, 8, 32, 128, 512)
+GROWTH_TOKENS = (1024, 4096, 16_384, 32_768, 65_536, 131_072)
+_BATCH = 16
+
+ABOUT = """\
+`{command}` ({machine}). Microseconds of everything a decision costs the proxy with kv_aware: hashing, token memory,
+indexes, facts, cost over all endpoints, the reservation, and after the answer the ledger, the learned speeds and the
+indexes. {tokens} tokens of prompt and {endpoints} endpoints unless said otherwise, {in_flight} requests under way on
+each; all chats share a system prompt of {system} tokens, a next turn adds {turn}. KV events cover what the engines
+computed; of a first sight no tokens are known, of a next turn those of the turn before. Other work on the machine slows
+everything by about one factor: the quietest round is nearest to an idle machine.
+"""
+
+Samples = dict[str, list[Decided]]
+
+
+def one_round(world: World, tokens: int, batch: int = _BATCH) -> Samples:
+    """Each case `batch` times, alternating, with what they need prepared before."""
+    later, known = (
+        [world.chat(tokens - TURN_TOKENS) for _ in range(batch)],
+        [next(world.chat(tokens)) for _ in range(batch)],
+    )
+    for chat, again in zip(later, known, strict=True):
+        world.ask(next(chat))
+        world.ask(again)
+    world.fill(tokens)
+    new: list[Asked] = [next(world.chat(tokens)) for _ in range(batch)]
+    turns = [next(chat) for chat in later]
+    samples: Samples = {case: [] for case in CASES}
+    for asked in zip(new, turns, known, strict=True):
+        for case, each in zip(CASES, asked, strict=True):
+            samples[case].append(world.ask(each))
+    world.fill(tokens)
+    return samples
+
+
+def measured(worlds: Mapping[str, World], tokens: int, rounds: int, batch: int = _BATCH) -> dict[str, Any]:
+    """By knowledge and case: medians over all, the quietest round's median, p99."""
+    for world in worlds.values():
+        world.fill(tokens)
+        one_round(world, tokens, batch)
+    collected: dict[str, dict[str, list[list[Decided]]]] = {name: {case: [] for case in CASES} for name in worlds}
+    gc.collect()
+    for _ in range(rounds):
+        for name, world in worlds.items():
+            for case, decided in one_round(world, tokens, batch).items():
+                collected[name][case].append(decided)
+    return {name: {case: _figures(rows) for case, rows in cases.items()} for name, cases in collected.items()}
+
+
+def _figures(rounds: Sequence[Sequence[Decided]]) -> dict[str, float]:
+    every = [decided for one in rounds for decided in one]
+    whole = sorted(each.reserved_us + each.settled_us for each in every)
+    return {
+        "reserved_p50_us": statistics.median(each.reserved_us for each in every),
+        "p50_us": statistics.median(whole),
+        "quietest_p50_us": min(statistics.median(each.reserved_us + each.settled_us for each in one) for one in rounds),
+        "p99_us": whole[min(len(whole) - 1, int(0.99 * len(whole)))],
+    }
+
+
+def watched(world: World) -> Stopwatch:
+    """Stands in front of everything that takes part, from now on."""
+    watch, kv, cluster, local = Stopwatch(), world.kv, world.cluster, world.local
+    parts, precise = kv.parts, local.precise.lookup
+    local.hashes = watch.timed("text hashes", local.hashes)  # type: ignore[method-assign]
+    local.overlaps = watch.timed("facts", local.overlaps)  # type: ignore[method-assign]
+    local.hot = InFrontOf(local.hot, watch, {"touch": "heat"})  # type: ignore[assignment]
+    tree = {"lookup": "approximate index, lookup", "route": "approximate index, claim"}
+    local.approximate = InFrontOf(local.approximate, watch, {**tree, "confirm": "approximate index, confirm"})  # type: ignore[assignment]
+    found = InFrontOf(local.precise, watch, {})
+
+    def lookup(hashes_at: Callable[[int], object]) -> object:
+        return precise(watch.timed("token hashes", hashes_at))
+
+    found.lookup = watch.timed("precise index, lookup", lookup)
+    local.precise = found  # type: ignore[assignment]
+    parts.tokens.recall = watch.timed("token memory", parts.tokens.recall)  # type: ignore[method-assign]
+    parts.learning.finished = watch.timed("compare with the engine", parts.learning.finished)  # type: ignore[method-assign]
+    kv.gather = watch.timed("facts", kv.gather)  # type: ignore[method-assign]
+    kv.picked = watch.timed("claim", kv.picked)  # type: ignore[method-assign]
+    kv.finished = watch.timed("follow up", kv.finished)  # type: ignore[method-assign]
+    cluster.policy.choose = watch.timed("cost", cluster.policy.choose)  # type: ignore[method-assign]
+    cluster.pick = watch.timed("screen, reserve", cluster.pick)  # type: ignore[method-assign]
+    return watch
+
+
+def parts_of(world: World, tokens: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Median microseconds a request by case and part. What is settled meanwhile is the traffic of others."""
+    world.fill(tokens)
+    one_round(world, tokens)
+    watch = watched(world)
+    seen: dict[str, list[dict[str, float]]] = {case: [] for case in CASES[:2]}
+    for _ in range(rounds):
+        later = [world.chat(tokens - TURN_TOKENS) for _ in range(_BATCH)]
+        for chat in later:
+            world.ask(next(chat))
+        world.fill(tokens)
+        new, turns = [next(world.chat(tokens)) for _ in later], [next(chat) for chat in later]
+        for asked in zip(new, turns, strict=True):
+            for case, each in zip(seen, asked, strict=True):
+                before, outside = dict(watch.seconds), world.spent_us
+                world.ask(each)
+                took = {part: 1e6 * (watch.seconds[part] - before.get(part, 0.0)) for part in watch.seconds}
+                rest = world.spent_us - outside - sum(took.values())
+                seen[case].append({**took, "first token, end, learned speeds": rest})
+    return {case: _medians(rows) for case, rows in seen.items()}
+
+
+def _medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = {name for row in rows for name in row}
+    medians = {name: statistics.median(row.get(name, 0.0) for row in rows) for name in names}
+    return dict(sorted(medians.items(), key=lambda pair: -pair[1]))
+
+
+def growth(rounds: int) -> dict[str, Any]:
+    """Medians by number of endpoints and by prompt length."""
+    found: dict[str, Any] = {"endpoints": {}, "tokens": {}}
+    for endpoints in GROWTH_ENDPOINTS:
+        found["endpoints"][endpoints] = measured(_worlds(endpoints), TOKENS, max(2, rounds // 5))
+    for tokens in GROWTH_TOKENS:
+        found["tokens"][tokens] = measured(_worlds(ENDPOINTS), tokens, max(2, rounds // 5), batch=8)
+    return found
+
+
+def slope(points: Mapping[int, float]) -> float:
+    """Of the straight line with the least squares."""
+    xs, ys = list(points), list(points.values())
+    return statistics.linear_regression(xs, ys).slope
+
+
+def _worlds(endpoints: int) -> dict[str, World]:
+    return {name: World(endpoints=endpoints, events=events, seed=1) for name, events in KNOWLEDGE.items()}
+
+
+def _summary(results: Mapping[str, Any]) -> list[str]:
+    lines = [
+        "| | knows | p50 us | of it until a place is reserved | quietest round's p50 | p99 us | limit |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for case in CASES:
+        for name, cases in results.items():
+            row = cases[case]
+            limit = f"{LIMITS[case]:.0f}" if case in LIMITS else ""
+            lines.append(
+                f"| {case} | {name} | {row['p50_us']:.0f} | {row['reserved_p50_us']:.0f} | "
+                f"{row['quietest_p50_us']:.0f} | {row['p99_us']:.0f} | {limit} |"
+            )
+    return lines
+
+
+def _parts(parts: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[str]:
+    columns = [(name, case) for name in parts for case in parts[name]]
+    rows = sorted({part for name, case in columns for part in parts[name][case]}, key=lambda part: -max(
+        parts[name][case].get(part, 0.0) for name, case in columns))  # fmt: skip
+    lines = ["| us | " + " | ".join(f"{case}, {name}" for name, case in columns) + " |", "|---" * 5 + "|"]
+    for part in rows:
+        cells = " | ".join(f"{parts[name][case].get(part, 0.0):.1f}" for name, case in columns)
+        lines.append(f"| {part} | {cells} |")
+    return lines
+
+
+def _growth(found: Mapping[int, Any], unit: str, per: int) -> list[str]:
+    columns = [(name, case) for name in KNOWLEDGE for case in CASES[:2]]
+    lines = [f"| {unit} | " + " | ".join(f"{case}, {name}" for name, case in columns) + " |", "|---" * 5 + "|"]
+    for number, results in found.items():
+        cells = " | ".join(f"{results[name][case]['p50_us']:.0f}" for name, case in columns)
+        lines.append(f"| {number} | {cells} |")
+    slopes = (slope({n: results[name][case]["p50_us"] for n, results in found.items()}) for name, case in columns)
+    each = f"{per} more" if per > 1 else "one more"
+    return [*lines, f"| {each} | " + " | ".join(f"+{per * value:.2f}" for value in slopes) + " |"]
+
+
+def report(document: Mapping[str, Any]) -> str:
+    """As Markdown."""
+    lines = [
+        "# The routing decision", "",
+        ABOUT.format(command=document["command"], machine=document["machine"], tokens=TOKENS, endpoints=ENDPOINTS,
+                     in_flight=IN_FLIGHT, system=SYSTEM_TOKENS, turn=TURN_TOKENS),
+        *_summary(document["results"]), "",
+        "## Where it goes", "",
+        "Medians with a stopwatch in front of every part, which costs some microseconds by itself.", "",
+        *_parts(document["parts"]), "",
+        "## Growth with endpoints", "", *_growth(document["growth"]["endpoints"], "endpoints", 1), "",
+        "## Growth with the prompt", "", *_growth(document["growth"]["tokens"], "tokens", 1024),
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/reports"))
+    arguments = parser.parse_args()
+    logging.disable(logging.WARNING)
+    document = {
+        "command": f"python -m benchmarks.decision --rounds {arguments.rounds}",
+        "machine": f"{platform.machine()}, Python {platform.python_version()}",
+        "limits_us": LIMITS,
+        "results": measured(_worlds(ENDPOINTS), TOKENS, arguments.rounds),
+        "parts": {
+            name: parts_of(World(endpoints=ENDPOINTS, events=events, seed=1), TOKENS, max(2, arguments.rounds // 3))
+            for name, events in KNOWLEDGE.items()
+        },
+        "growth": growth(arguments.rounds),
+    }
+    text = report(document)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "decision.json").write_text(json.dumps(document, indent=1) + "\n")
+    (arguments.out / "decision.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
