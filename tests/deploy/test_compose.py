@@ -20,11 +20,10 @@ ENGINES = ("vllm-a", "vllm-b")
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Config:
-    """The proxy's configuration with the secret where Compose would put it."""
-    (tmp_path / "admin_token").write_text("t0ken\n")
-    text = (DEPLOY / "compose" / "kvproxy.yaml").read_text()
-    return load_text(text.replace("/run/secrets/", f"{tmp_path}/"), env={})
+def config() -> Config:
+    """The proxy's configuration with the variables that Compose gives it."""
+    given = SERVICES["kvproxy"]["environment"]
+    return load_text((DEPLOY / "compose" / "kvproxy.yaml").read_text(), env=dict.fromkeys(given, "t0ken"))
 
 
 def test_the_proxy_knows_exactly_the_engines(config: Config) -> None:
@@ -70,14 +69,15 @@ def test_each_engine_has_a_gpu_of_its_own_and_tells_what_kvproxy_needs() -> None
 
 
 def test_prometheus_scrapes_the_admin_listener_with_its_token(config: Config) -> None:
-    """Job name of the rules, port of the configuration, the secret mounted in both."""
+    """Job name of the rules, port of the configuration, one token for both."""
     prometheus = yaml.safe_load((DEPLOY / "compose" / "prometheus.yaml").read_text())
     jobs = {job["job_name"]: job for job in prometheus["scrape_configs"]}
     assert jobs["kvproxy"]["static_configs"] == [{"targets": [f"kvproxy:{config.admin.port}"]}]
     assert jobs["kvproxy"]["authorization"] == {"credentials_file": "/run/secrets/admin_token"}
     assert jobs["vllm"]["static_configs"] == [{"targets": [f"{name}:8000" for name in ENGINES]}]
-    assert [SERVICES[name]["secrets"] for name in ("kvproxy", "prometheus")] == [["admin_token"]] * 2
-    assert set(COMPOSE["secrets"]) == {"admin_token"}
+    assert SERVICES["prometheus"]["secrets"] == ["admin_token"]
+    assert COMPOSE["secrets"] == {"admin_token": {"environment": "KVPROXY_ADMIN_TOKEN"}}
+    assert SERVICES["kvproxy"]["environment"]["KVPROXY_ADMIN_TOKEN"].startswith("${KVPROXY_ADMIN_TOKEN:?")
     assert config.admin.token is not None
     assert config.admin.token.get_secret_value() == "t0ken"
 
@@ -118,6 +118,13 @@ def test_every_service_says_whether_it_is_well() -> None:
         assert re.search(r":v?\d|:local", service["image"]), service["image"]
         assert set(service.get("depends_on", {})) <= set(SERVICES)
         assert set(service["networks"]) <= set(COMPOSE["networks"])
+
+
+def test_read_only_services_have_no_secret_that_must_be_written() -> None:
+    """Compose writes secrets that come from variables into the container, and refuses a read-only one."""
+    written = {name for name, secret in COMPOSE["secrets"].items() if "file" not in secret}
+    for name, service in SERVICES.items():
+        assert not service.get("read_only") or not written & set(service.get("secrets", [])), name
 
 
 def test_the_proxy_may_finish_its_streams(config: Config) -> None:

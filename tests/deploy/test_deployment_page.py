@@ -58,11 +58,11 @@ def test_files_and_folders_exist() -> None:
 def test_variables_are_set_before_they_are_needed() -> None:
     """Compose is told what it refuses to start without."""
     compose = (ROOT / "deploy" / "compose.yaml").read_text()
-    required = set(re.findall(r"\$\{(\w+):\?", compose)) | {"KVPROXY_ADMIN_TOKEN"}
+    required = set(re.findall(r"\$\{(\w+):\?", compose))
     exported = {word.partition("=")[0] for words in words_of("export") for word in words}
     assert required <= exported
     optional = set(re.findall(r"\$\{(\w+):-", compose))
-    assert set(re.findall(r"\$\{(\w+)", compose)) == required - {"KVPROXY_ADMIN_TOKEN"} | optional
+    assert set(re.findall(r"\$\{(\w+)", compose)) == required | optional
 
 
 def test_the_secret_kubernetes_is_given_is_the_one_it_asks_for() -> None:
