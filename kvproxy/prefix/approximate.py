@@ -131,6 +131,10 @@ class ApproximateIndex:
         self._step(holding)
         return claim
 
+    def stands(self, claim: Claim) -> bool:
+        """Whether the claim is neither settled nor void (the endpoint left, or lost its cache, since)."""
+        return claim.holding is not None and self._known(claim.endpoint) is claim.holding
+
     def confirm(self, claim: Claim) -> None:
         """The engine answered: it does hold the prompt now. Idempotent."""
         holding, claim.holding = claim.holding, None

@@ -81,6 +81,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         index=args.index,
         index_delay_s=args.index_delay,
         index_capacity=args.index_capacity,
+        learn_capacity=not args.fixed_capacity,
         wrong_share=args.wrong,
     )
     return Plan(fleet, policies, load=args.load, baseline=args.baseline, seeds=args.seeds,

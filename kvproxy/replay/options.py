@@ -56,7 +56,9 @@ def _add_knowledge_options(group: argparse._ArgumentGroup) -> None:
                        help="KV events, or only what was routed (default %(default)s)")  # fmt: skip
     group.add_argument("--index-delay", type=float, default=0.0, metavar="S", help="events come this late")
     group.add_argument("--index-capacity", type=float, default=1.0, metavar="X",
-                       help="what the approximate index believes of the true capacity")  # fmt: skip
+                       help="what the approximate index is told of the true capacity")  # fmt: skip
+    group.add_argument("--fixed-capacity", action="store_true",
+                       help="do not correct that by what engines reuse (with --index approximate)")  # fmt: skip
     group.add_argument("--wrong", type=float, default=0.0, metavar="X",
                        help="share of the index's entries that are false")  # fmt: skip
     group.add_argument("--prior-factor", type=float, default=1.0, metavar="X", help="error of the prior speeds")

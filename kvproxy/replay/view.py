@@ -13,6 +13,7 @@ from kvproxy.balancing.policy import FactSource, Overlap, OverlapFacts
 from kvproxy.balancing.trust import Trust
 from kvproxy.clients.kv_events import events as wire
 from kvproxy.prefix.approximate import ApproximateIndex
+from kvproxy.prefix.capacities import Capacities
 from kvproxy.prefix.hashing import token_blocks
 from kvproxy.prefix.holding import Claim
 from kvproxy.prefix.hot_blocks import HotBlocks
@@ -69,6 +70,7 @@ class IndexView:
         self._events = fleet.index is IndexMode.EVENTS
         capacity = int(fleet.capacity_tokens * fleet.index_capacity) // block_size
         self._routed = ApproximateIndex(capacity_blocks=capacity)
+        self._capacities = Capacities(self._routed, learning=fleet.learn_capacity and not self._events)
         self._in_flight = ApproximateIndex(capacity_blocks=capacity)
         self._precise = PreciseIndex()
         self._root = precise_root(_BLOCK_TOKENS)
@@ -106,8 +108,11 @@ class IndexView:
         self, endpoint: EndpointId, asked: Asked, claims: tuple[Claim, Claim], predicted: int, cached: int
     ) -> None:
         turn, cached_blocks = asked.turn, cached // self._block_size
+        lost = self._capacities.observe(claims[0], cached_blocks)
         if cached < predicted:
             self._routed.contradict(endpoint, turn.blocks, cached_blocks)
+        if lost:
+            self._routed.insert(endpoint, turn.blocks)
         self._routed.confirm(claims[0])
         self._in_flight.rollback(claims[1])
         limit = (turn.prompt_tokens - 1) // self._block_size

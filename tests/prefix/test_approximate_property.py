@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -153,10 +154,19 @@ class ApproximateAgainstNaive(RuleBasedStateMachine):
     def check_recency(self, endpoint: EndpointId, known: NaiveEndpoint) -> None:
         for path in self.seen:
             for at, block in enumerate(blocks_of(path)):
-                expected = None
-                if block in known.touched:
-                    expected = sum(touched > known.touched[block] for touched in known.touched.values())
-                assert self.index.younger_blocks(endpoint, chained(path), at) == expected
+                found = self.index.younger_blocks(endpoint, chained(path), at)
+                if block not in known.touched:
+                    assert found is None
+                    continue
+                touches = list(known.touched.values())
+                younger, alike = (sum(map(which, touches)) for which in self.than(known.touched[block]))
+                assert found is not None
+                assert younger <= found <= younger + alike // 2
+
+    @staticmethod
+    def than(touch: int) -> tuple[Callable[[int], bool], Callable[[int], bool]]:
+        """Touched later, and at the same time; with a capacity this small every touch is a generation of its own."""
+        return touch.__lt__, touch.__eq__
 
     def expected(self, path: Path) -> dict[EndpointId, int]:
         found = {}

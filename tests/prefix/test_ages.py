@@ -1,0 +1,71 @@
+"""Generations of touches against the touches themselves."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvproxy.prefix.ages import Ages
+
+#: (which of a few blocks are touched, generation size); block n is n + 1 blocks long.
+TOUCHES = st.lists(st.sets(st.integers(0, 30), min_size=1, max_size=4), min_size=1, max_size=300)
+
+
+def played(touches: list[set[int]], span: int) -> tuple[Ages, dict[int, int]]:
+    """The generations, and the latest touch of each run."""
+    ages, latest = Ages(), dict[int, int]()
+    for touch, runs in enumerate(touches):
+        ages.begin(touch, span)
+        for run in sorted(runs):
+            before = latest.get(run)
+            if before is None:
+                ages.enter(run + 1)
+            elif before < ages.newest:
+                ages.renew(before, run + 1)
+            latest[run] = touch
+    return ages, latest
+
+
+def younger(latest: dict[int, int], touch: int) -> int:
+    return sum(run + 1 for run, at in latest.items() if at > touch)
+
+
+@given(touches=TOUCHES, span=st.integers(1, 60))
+def test_the_blocks_touched_since_are_known_to_within_a_generation(touches: list[set[int]], span: int) -> None:
+    """A generation is full at `span` blocks; the touch that fills it may bring up to 124 more, and half counts."""
+    ages, latest = played(touches, span)
+    for touch in latest.values():
+        assert abs(ages.younger(touch) - younger(latest, touch)) <= (span + 124) / 2
+
+
+@given(touches=TOUCHES)
+def test_tidying_up_changes_no_answer(touches: list[set[int]]) -> None:
+    """Touches nothing depends on any more lose their number."""
+    ages, latest = played(touches, 20)
+    before = {touch: ages.younger(touch) for touch in latest.values()}
+    kept = sorted(before)
+    ages.renumber(kept)
+    assert [ages.younger(number) for number in range(len(kept))] == [before[touch] for touch in kept]
+
+
+def test_generations_that_emptied_are_put_together() -> None:
+    """One prompt asked for again and again beside an old one that nobody evicts."""
+    ages = Ages()
+    ages.enter(50)
+    ages.begin(1, 10)
+    ages.enter(10)
+    for touch in range(2, 1000):
+        ages.begin(touch, 10)
+        ages.renew(touch - 1, 10)
+    assert len(ages._first) <= 97
+    assert ages.younger(0) == 10 + 50 // 2
+    assert ages.younger(999) == 10 // 2
+
+
+def test_what_is_dropped_is_no_age() -> None:
+    ages = Ages()
+    ages.enter(30)
+    ages.begin(1, 10)
+    ages.enter(12)
+    ages.change(1, -12)
+    assert ages.younger(0) == 30 // 2
