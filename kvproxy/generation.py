@@ -46,8 +46,10 @@ class Generation:
         self.config = config
         self._shared = shared
         self.running = 0
-        kept = {} if before is None else _unchanged(before, config)
-        self.clusters = {name: kept.get(name) or self._cluster(name, config.clusters[name]) for name in config.clusters}
+        kept = {} if before is None else before.clusters
+        self.clusters: dict[str, Cluster] = {
+            name: kept.get(name) or self._cluster(name, config.clusters[name]) for name in config.clusters
+        }
         routes = Routes.from_config(config, self.clusters)
         context = FilterContext(
             config,
@@ -69,9 +71,10 @@ class Generation:
         self.parts: list[AbstractAsyncContextManager[object]] = [*self.clusters.values(), *context.lifetimes]
 
     def take_over(self) -> None:
-        """Clusters that stay get the endpoints of this configuration."""
+        """Clusters that stay get the settings of this configuration."""
         for name, cluster in self.clusters.items():
-            cluster.apply(self.config.clusters[name].endpoints)
+            settings = self.config.clusters[name]
+            cluster.reconfigure(settings, probe=self._probe(settings))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.running += 1
@@ -88,27 +91,17 @@ class Generation:
             metrics=shared.metrics,
             clock=shared.clock,
             rng=shared.rng,
-            probe=HttpProbe(shared.probes, settings.health),
+            probe=self._probe(settings),
         )
+
+    def _probe(self, settings: schema.Cluster) -> HttpProbe:
+        return HttpProbe(self._shared.probes, settings.health)
 
     async def _not_found(self, scope: Scope, receive: Receive, send: Send) -> None:
         """What a chain without a router answers."""
         message = "No filter answered this request."
         metrics = self._shared.metrics
         await local_reply(scope, send, status=404, reason="no_filter", message=message, metrics=metrics)
-
-
-def _unchanged(before: Generation, config: Config) -> dict[str, Cluster]:
-    """Clusters that differ in their static endpoints at most; those can be changed while they run."""
-    return {
-        name: before.clusters[name]
-        for name, settings in config.clusters.items()
-        if name in before.clusters and _but_endpoints(before.config.clusters[name]) == _but_endpoints(settings)
-    }
-
-
-def _but_endpoints(settings: schema.Cluster) -> schema.Cluster:
-    return settings.model_copy(update={"endpoints": ()})
 
 
 def needs_restart(old: Config, new: Config) -> list[str]:

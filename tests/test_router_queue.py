@@ -68,7 +68,55 @@ async def test_a_client_that_gives_up_waiting_frees_its_place() -> None:
     assert len(engine.calls) == 1
 
 
-def ask(proxy: RunningProxy, content: str) -> asyncio.Task[Any]:
+async def test_a_prompt_follows_one_that_went_while_it_waited() -> None:
+    """Another request with the same long prefix overtakes it and goes to b: once it is let in, b is where it goes too,
+    though a is free, and though nobody held the prefix when it came."""
+    engines = {name: Gated(name) for name in ("a", "b")}
+    queue: dict[str, Any] = {"max_wait": "20s", "priority_header": "x-priority"}
+    async with (
+        serve(engines["a"].engine) as a,
+        serve(engines["b"].engine) as b,
+        running_proxy({"a": a, "b": b}, policy="kv_aware", queue=queue) as proxy,
+    ):
+        room = proxy.proxy.clusters["default"].room
+        assert room is not None
+        fillers = []
+        for number in range(2):
+            fillers.append(ask(proxy, f"filler {number} " * 20_000))
+            await until(lambda: sum(len(one.engine.calls) for one in engines.values()) == len(fillers))
+        waits = ask(proxy, LONG + "and a question")
+        await until(lambda: len(room) == 1)
+        overtakes = ask(proxy, LONG + "and another one", priority="1")
+        await until(lambda: len(room) == 2)
+        engines["b"].let_go()
+        await until(lambda: len(engines["b"].engine.calls) == 2)
+        assert len(room) == 1
+        engines["a"].let_go()
+        await until(lambda: len(room) == 0)
+        for one in engines.values():
+            one.let_go(9)
+        answers = await asyncio.gather(*fillers, waits, overtakes)
+    assert [answer.headers["x-kvproxy-endpoint"] for answer in answers[2:]] == ["b", "b"]
+
+
+class Gated:
+    """An engine that answers as many requests as it was let to, the oldest first."""
+
+    def __init__(self, name: str) -> None:
+        self.engine = FakeEngine(name, self._behave)
+        self._allowed = asyncio.Semaphore(0)
+
+    def let_go(self, count: int = 1) -> None:
+        """Answer so many more."""
+        for _ in range(count):
+            self._allowed.release()
+
+    async def _behave(self, engine: FakeEngine, call: Call, send: Send) -> None:
+        await self._allowed.acquire()
+        await answer_ok(engine, call, send)
+
+
+def ask(proxy: RunningProxy, content: str, *, priority: str = "0") -> asyncio.Task[Any]:
     """A streamed chat, so that its first byte is its first token."""
-    body = chat(content, stream=True)
-    return asyncio.create_task(proxy.client.post("/v1/chat/completions", json=body))
+    body, headers = chat(content, stream=True), {"x-priority": priority}
+    return asyncio.create_task(proxy.client.post("/v1/chat/completions", json=body, headers=headers))

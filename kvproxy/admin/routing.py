@@ -20,9 +20,10 @@ from kvproxy.errors import ConfigError, Problem
 
 
 def routing_status(cluster: Cluster, now: float) -> dict[str, object]:
-    """Policy, parameters with their ranges, and what was learned."""
-    policy = cluster.policy
+    """Policy, parameters with their ranges, what was learned, and the router queue (None: there is none)."""
+    policy, room = cluster.policy, cluster.room
     status: dict[str, object] = {"policy": cluster.policy_name, "parameters": {}, "allowed": {}, "learned": {}}
+    status["queue"] = None if room is None else room.status(now)
     if isinstance(policy, Tunable):
         status["parameters"] = policy.settings.model_dump()
         status["allowed"] = ranges(policy.settings)

@@ -19,6 +19,7 @@ def render(live: Mapping[str, Any], *, colour: bool = False) -> str:
         [_finding(one) for one in live["findings"]],
         _table(_ENDPOINT_HEADS, [_endpoint(live, one) for one in live["endpoints"]], colour=colour),
         [_routing(name, one) for name, one in live["routing"].items()],
+        _table(_QUEUE_HEADS, _queues(live["routing"]), colour=colour),
         _cache(live["cache"]),
         _table(_DECISION_HEADS, [_decision(one) for one in live["decisions"][:_DECISIONS]], colour=colour),
     ]
@@ -85,6 +86,31 @@ def _routing(name: str, one: Mapping[str, Any]) -> str:
     if "rho" in learned:
         facts.append(f"rho {learned['rho']:.2f}, kappa {learned['kappa']:.2f}")
     return _plain(", ".join(facts))
+
+
+_QUEUE_HEADS = ("ROUTER QUEUE", "STATE", "WAITING", "OLDEST", "IN TURN", "AT BOUND", "LEFT", "NO ENDPOINT", "REFUSED")
+
+
+def _queues(routing: Mapping[str, Any]) -> list[list[Cell]]:
+    return [_queue(name, one["queue"]) for name, one in routing.items() if one.get("queue")]
+
+
+def _queue(name: str, queue: Mapping[str, Any]) -> list[Cell]:
+    depth, limit, oldest, released = queue["depth"], queue["limit"], queue["oldest_wait_s"], queue["released"]
+    state: Cell = ("holds requests", "good") if depth else ("empty", "")
+    if depth >= limit:
+        state = ("full", "down")
+    elif depth and oldest >= queue["max_wait_s"] / 2:
+        state = ("long waits", "warn")
+    ways = ("turn", "max_wait", "client_left", "no_endpoint")
+    return [
+        (name, ""),
+        state,
+        (f"{depth:,} of {limit:,}", ""),
+        (_seconds(oldest) if depth else "-", ""),
+        *((f"{released[way]:,}", "") for way in ways),
+        (f"{queue['refused']:,}", "warn" if queue["refused"] else ""),
+    ]
 
 
 def _cache(cache: Mapping[str, Any] | None) -> list[str]:

@@ -82,6 +82,7 @@ class KvCacheFilter:
         announce(scope, gathered.preferred, header=self._header)
         if self._prefer[gathered.cluster.name]:
             exchange.preferred = gathered.preferred
+        exchange.refresh = lambda: self._refresh(gathered, exchange)
         exchange.on_pick.append(lambda picked: self._picked(gathered, picked))
         exchange.on_complete.append(lambda over: self._service.finished(gathered, result_of(over)))
 
@@ -93,6 +94,17 @@ class KvCacheFilter:
         if target is None:
             return None
         return self._service.gather(request, body, cluster=target.cluster, model=target.upstream_model)
+
+    def _refresh(self, gathered: Gathered, exchange: Exchange) -> None:
+        """The router asks before it places a request that had to wait; whoever was announced earlier stays."""
+        try:
+            self._service.refresh(gathered)
+        except Exception:
+            log.exception("[kvcache] this request is placed by the facts from before its wait")
+            return
+        exchange.facts = gathered.facts
+        if self._prefer[gathered.cluster.name]:
+            exchange.preferred = gathered.preferred
 
     def _picked(self, gathered: Gathered, exchange: Exchange) -> None:
         assert exchange.outcome.endpoint is not None
@@ -144,5 +156,6 @@ def build(app: ASGIApp, settings: KvCacheSettings, context: FilterContext) -> AS
         )
     context.lifetimes.append(service)
     context.kvcaches.append(service)
-    prefer = {name: prefers(settings, cluster.settings.policy) for name, cluster in clusters.items()}
+    policies = {name: one.policy for name, one in context.config.clusters.items()}  # the clusters may have older ones
+    prefer = {name: prefers(settings, policy) for name, policy in policies.items()}
     return KvCacheFilter(app, service, routes=context.services.routes, prefer=prefer, clock=context.clock)

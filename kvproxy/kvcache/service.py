@@ -19,7 +19,7 @@ from kvproxy.kvcache import signals
 from kvproxy.kvcache.background import Job
 from kvproxy.kvcache.connect import Connection
 from kvproxy.kvcache.event_streams import utc_seconds
-from kvproxy.kvcache.facts import Claim, merged, preferred
+from kvproxy.kvcache.facts import merged, preferred
 from kvproxy.kvcache.gathered import Gathered, Result
 from kvproxy.kvcache.hotness import KnownPrefix
 from kvproxy.kvcache.parts import Parts
@@ -119,8 +119,16 @@ class KvCache:
         """Ask the lookup service within what is left of the routing deadline, and complete the facts."""
         gathered.wants_lookup = False
         claims = self.parts.upkeep.usable(gathered, await self.parts.remote.ask(gathered))
+        gathered.named = tuple(claims)
         if claims or gathered.tokens_exact:
-            self._assess(gathered, claims)
+            self._assess(gathered)
+
+    def refresh(self, gathered: Gathered) -> None:
+        """The facts of a request that was not placed yet, anew from our own sources; what a lookup said stands."""
+        if self._uses_tokens and not gathered.tokens_exact:
+            self.parts.tokens.recall(gathered)
+        gathered.hot_blocks = gathered.local.hot.hot_prefix_blocks(gathered.hashes)
+        self._assess(gathered)
 
     async def facts_for(self, request: InferenceRequest, body: bytes, *, cluster: Cluster, model: str = "") -> Gathered:
         """`gather`, and `look_up` where that is worth it."""
@@ -180,7 +188,7 @@ class KvCache:
 
         starting.push_async_callback(stop)
 
-    def _assess(self, gathered: Gathered, claims: Sequence[Claim] = ()) -> None:
+    def _assess(self, gathered: Gathered) -> None:
         """Facts and preference from everything known by now."""
         tokens, local = gathered.tokens, gathered.local
         if tokens:
@@ -194,12 +202,16 @@ class KvCache:
             gathered.hashes,
             bytes_per_token=bytes_per_token,
             tokens=tokens,
+            hashed=gathered.hashed,
             model=gathered.model,
             cache_salt=gathered.request.cache_salt,
         )
+        claims = gathered.named
         found = merged(known, claims, prompt_tokens=prompt_tokens) if claims else known
         hot_tokens = int(gathered.hot_blocks * TEXT_BLOCK_BYTES / bytes_per_token)
         gathered.facts = OverlapFacts(prompt_tokens, found, hot_tokens)
+        gathered.preferred = None
         if found:
-            order = [endpoint.id for endpoint in gathered.endpoints]
-            gathered.preferred = preferred(gathered.facts, order, min_tokens=self.settings.min_matched_tokens)
+            order = [endpoint.id for endpoint in gathered.cluster.endpoints]
+            least = self.settings.min_matched_tokens
+            gathered.preferred = preferred(gathered.facts, order, min_tokens=least, serves=gathered.served_by)

@@ -182,3 +182,33 @@ def test_cancelled_requests_do_not_pile_up() -> None:
         queue.cancel(held(queue, f"goes{number}"))
     assert len(queue._arrivals) < 100
     assert len(queue._lines[""].heap) < 100
+
+
+def test_the_oldest_wait_is_known() -> None:
+    """Of those that still wait, whatever order they will go in."""
+    queue: RouterQueue[str] = RouterQueue()
+    assert queue.oldest_wait_s(5.0) == 0.0
+    first = held(queue, "long", 9.0, now=1.0)
+    held(queue, "short", 0.1, now=3.0)
+    assert queue.oldest_wait_s(5.0) == 4.0
+    queue.cancel(first)
+    assert queue.oldest_wait_s(5.0) == 2.0
+
+
+def test_other_settings_reorder_those_who_wait() -> None:
+    """As if they had come under the new ageing; a smaller limit throws nobody out."""
+    queue: RouterQueue[str] = RouterQueue(QueueSettings(ageing=0.0, limit=3))
+    for item, own_s, now in (("long", 3.2, 0.0), ("late", 0.1, 10.0), ("later", 0.3, 10.5)):
+        held(queue, item, own_s, now)
+    queue.reconfigure(QueueSettings(ageing=0.3, limit=1))
+    assert queue.offer("refused", 0.1, 10.5) is None
+    assert drained(queue, 11.0) == ["late", "long", "later"]
+
+
+def test_a_shorter_bound_counts_for_those_who_wait() -> None:
+    """They are overdue at once."""
+    queue: RouterQueue[str] = RouterQueue()
+    held(queue, "a")
+    assert queue.poll(BUSY, 10.0) is None
+    queue.reconfigure(QueueSettings(max_wait_s=5.0))
+    assert queue.poll(BUSY, 10.0) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 from collections.abc import AsyncIterator
@@ -11,17 +12,19 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Send
 
 from kvproxy.app import Proxy
 from kvproxy.config.load import load_mapping
 from kvproxy.listener.server import Server
 from tests.browser.conftest import Browser
-from tests.support.fake_engine import FakeEngine
+from tests.support.fake_engine import Call, FakeEngine, answer_ok
 from tests.support.proxy import chat
 
 pytestmark = pytest.mark.browser
 
 ROW = "document.querySelector('#endpoints tr[data-key=\"default/' + arguments[0] + '\"]')"
+QUEUE = "document.querySelector('#queues tr[data-key=\"default\"]')"
 HOSTILE = '<img src=x onerror="window.hacked=1">'
 
 
@@ -34,6 +37,7 @@ class Stage:
     client: httpx.AsyncClient
     engines: dict[str, Server]
     stack: AsyncExitStack
+    hold: asyncio.Event  # cleared: the engines keep their answers to themselves
 
     async def stop_engine(self, name: str) -> None:
         """Nobody listens there any more."""
@@ -43,17 +47,29 @@ class Stage:
         """One request from a client."""
         await self.client.post("/v1/chat/completions", json=chat(content, **fields))
 
+    def start(self, content: str) -> asyncio.Task[None]:
+        """The same, streamed, and nobody waits for it here."""
+        return asyncio.create_task(self.ask(content, stream=True))
+
 
 @contextlib.asynccontextmanager
 async def stage(**config: Any) -> AsyncIterator[Stage]:
+    hold = asyncio.Event()
+    hold.set()
+
+    async def behave(engine: FakeEngine, call: Call, send: Send) -> None:
+        await hold.wait()
+        await answer_ok(engine, call, send)
+
     async with AsyncExitStack() as stack:
-        engines = {name: await stack.enter_async_context(Server(FakeEngine(name), drain_s=0.1)) for name in ("a", "b")}
+        fakes = {name: FakeEngine(name, behave) for name in ("a", "b")}
+        engines = {name: await stack.enter_async_context(Server(fake, drain_s=0.1)) for name, fake in fakes.items()}
         raw = {"endpoints": {name: server.url for name, server in engines.items()}, "policy": "kv_aware", **config}
         proxy = await stack.enter_async_context(Proxy(load_mapping(raw)))
         public = await stack.enter_async_context(Server(proxy, drain_s=0.1))
         admin = await stack.enter_async_context(Server(proxy.admin, drain_s=0.1))
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=public.url, timeout=10))
-        yield Stage(proxy, admin, client, engines, stack)
+        yield Stage(proxy, admin, client, engines, stack, hold)
 
 
 async def test_it_shows_what_happens(browser: Browser) -> None:
@@ -69,6 +85,28 @@ async def test_it_shows_what_happens(browser: Browser) -> None:
         summary = await browser.script("return document.querySelector('#endpoints-summary').innerText")
         assert re.search(r"2 of 2 up · \d requests in the last minute, 0 failed", summary)
         assert await browser.complaints() == []
+
+
+async def test_the_router_queue_is_shown(browser: Browser) -> None:
+    """Only where there is one: who waits against what may, full when it is, and what became of those that waited."""
+    async with stage(queue={"limit": 2, "max_wait": "20s"}, timeouts={"first_byte": "30s"}) as on:
+        await browser.open(on.admin.url)
+        await browser.until(f"{QUEUE}?.innerText.includes('empty')")
+        on.hold.clear()
+        asked = [on.start(f"{number} " * 40_000) for number in range(4)]
+        await browser.until(f"{QUEUE}.innerText.includes('2 of 2')")
+        assert await browser.script(f"return {QUEUE}.className") == "down"
+        assert await browser.script(f"return {QUEUE}.innerText.includes('full: refuses')")
+        await on.ask("one too many")
+        await browser.until(f"{QUEUE}.lastElementChild.innerText === '1'")
+        on.hold.set()
+        await asyncio.gather(*asked)
+        await browser.until(f"{QUEUE}.innerText.includes('empty') && {QUEUE}.cells[4].innerText === '2'")
+        assert await browser.complaints() == []
+    async with stage() as on:
+        await browser.open(on.admin.url)
+        await browser.until(f"{ROW}", "a")
+        assert await browser.script("return document.querySelector('#queues-card').hidden")
 
 
 async def test_an_idle_engines_death_is_seen_within_three_seconds(browser: Browser) -> None:
@@ -141,7 +179,7 @@ async def test_a_proxy_that_is_gone(browser: Browser) -> None:
 @pytest.mark.parametrize("width", [360, 1360])
 async def test_every_text_is_readable(browser: Browser, scheme: str, width: int) -> None:
     """WCAG AA contrast of every text on what is behind it, and nothing to scroll sideways for."""
-    async with stage() as on:
+    async with stage(queue={}) as on:
         for _ in range(2):
             await on.ask("x" * 3000, model="org/a-model-with-a-very-long-name-" * 3)
         await on.stop_engine("b")

@@ -19,16 +19,20 @@ from tests.support.clock import FakeClock
 from tests.support.until import until
 
 
-def cluster_of(clock: FakeClock, **queue: Any) -> Cluster:
-    settings = schema.Cluster(
-        policy=schema.PolicyName.KV_AWARE,
+def settings_of(policy: schema.PolicyName = schema.PolicyName.KV_AWARE, **queue: Any) -> schema.Cluster:
+    return schema.Cluster(
+        policy=policy,
         endpoints=tuple(
             schema.Endpoint(id=name, url=f"http://127.0.0.1:{port}") for name, port in (("a", 1), ("b", 2))
         ),
         health=schema.HealthCheck(active=False),
         queue=schema.RouterQueue(**queue),
     )
-    return Cluster("c", settings, metrics=Metrics(), clock=clock, rng=random.Random(1))
+
+
+def cluster_of(clock: FakeClock, *, metrics: Metrics | None = None, **queue: Any) -> Cluster:
+    settings = settings_of(**queue)
+    return Cluster("c", settings, metrics=metrics or Metrics(), clock=clock, rng=random.Random(1))
 
 
 def request(tokens: int) -> PickRequest:
@@ -171,3 +175,98 @@ async def test_without_endpoints_nobody_waits_for_nothing(clock: FakeClock) -> N
 def test_there_is_no_room_unless_asked_for(clock: FakeClock) -> None:
     """Off by default, and for policies that do not know how long a prefill takes."""
     assert cluster_of(clock, enabled=False).room is None
+
+
+async def test_who_waits_and_what_became_of_them_is_shown(clock: FakeClock) -> None:
+    """Every way out is counted once, for people and as metrics."""
+    metrics = Metrics()
+    cluster = cluster_of(clock, metrics=metrics, limit=3, max_wait="7s")
+    room = room_of(cluster)
+    picks = await fill(cluster, 80_000)
+    turn, overdue, leaves = (enter(cluster, tokens) for tokens in (5_000, 9_000, 9_500))
+    await until(lambda: len(room) == 3)
+    with pytest.raises(QueueFull):
+        await enter(cluster, 5_000)
+    clock.advance(2.0)
+    shown = room.status(clock())
+    assert (shown["depth"], shown["limit"], shown["oldest_wait_s"], shown["max_wait_s"]) == (3, 3, 2.0, 7.0)
+    assert metrics.registry.get_sample_value("kvproxy_router_queue_oldest_wait_seconds", {"cluster": "c"}) == 2.0
+    leaves.cancel()
+    await asyncio.gather(leaves, return_exceptions=True)
+    picks[0].settle(AttemptOutcome.CANCELLED, clock())
+    await placed(turn)
+    for endpoint in cluster.endpoints:  # whoever is placed now has a long way to go
+        endpoint.load.reserve(200_000, 0, clock())
+    clock.advance(5.0)
+    room.load_fell(clock())
+    await placed(overdue)
+    shown = room.status(clock())
+    assert shown["released"] == {"turn": 1, "max_wait": 1, "no_endpoint": 0, "queue_off": 0, "client_left": 1}
+    assert (shown["refused"], shown["depth"], shown["oldest_wait_s"]) == (1, 0, 0.0)
+    for reason in ("turn", "max_wait", "client_left", "refused"):
+        assert (
+            metrics.registry.get_sample_value("kvproxy_router_queue_exits_total", {"cluster": "c", "reason": reason})
+            == 1
+        )
+
+
+async def test_nobody_left_to_take_it_is_counted(clock: FakeClock) -> None:
+    """Its turn comes, and the refusal is its answer."""
+    cluster = cluster_of(clock)
+    await fill(cluster)
+    waiting = enter(cluster, 5_000)
+    await until(lambda: len(room_of(cluster)) == 1)
+    for endpoint in cluster.endpoints:
+        cluster.drain(endpoint.id)
+    room_of(cluster).load_fell(clock())
+    assert await waiting is None
+    assert room_of(cluster).status(clock())["released"]["no_endpoint"] == 1  # type: ignore[index]
+
+
+async def test_other_settings_find_the_same_requests_waiting(clock: FakeClock) -> None:
+    """A reload throws nobody out; here a shorter bound places at once whoever is over it."""
+    metrics = Metrics()
+    cluster = cluster_of(clock, metrics=metrics, max_wait="30s")
+    room = room_of(cluster)
+    await fill(cluster, 80_000)
+    waiting = enter(cluster, 5_000)
+    await until(lambda: len(room) == 1)
+    clock.advance(6.0)
+    cluster.reconfigure(settings_of(limit=9), probe=None)
+    assert (cluster.room, len(room), room.status(clock())["limit"]) == (room, 1, 9)
+    assert metrics.registry.get_sample_value("kvproxy_queue_limit", {"queue": "router/c"}) == 9
+    cluster.reconfigure(settings_of(max_wait="5s"), probe=None)
+    assert len(room) == 0
+    await placed(waiting)
+
+
+@pytest.mark.parametrize("after", [settings_of(enabled=False), settings_of(schema.PolicyName.ROUND_ROBIN)])
+async def test_a_queue_that_is_taken_away_places_whoever_waits(clock: FakeClock, after: schema.Cluster) -> None:
+    """Also where it goes because the new policy knows nothing of prefills; its gauges go too, and may come back."""
+    metrics = Metrics()
+    cluster = cluster_of(clock, metrics=metrics)
+    room = room_of(cluster)
+    await fill(cluster, 80_000)
+    waiting = [enter(cluster, 5_000) for _ in range(2)]
+    await until(lambda: len(room) == 2)
+    cluster.reconfigure(after, probe=None)
+    assert cluster.room is None
+    for each in waiting:
+        await placed(each)
+    assert room.status(clock())["released"]["queue_off"] == 2  # type: ignore[index]
+    assert metrics.registry.get_sample_value("kvproxy_queue_depth", {"queue": "router/c"}) is None
+    assert metrics.registry.get_sample_value("kvproxy_router_queue_oldest_wait_seconds", {"cluster": "c"}) is None
+    cluster.reconfigure(settings_of(), probe=None)
+    assert metrics.registry.get_sample_value("kvproxy_queue_depth", {"queue": "router/c"}) == 0
+
+
+async def test_a_cluster_that_is_no_more_keeps_nobody_waiting(clock: FakeClock) -> None:
+    """They are refused, as anybody is who comes to it now."""
+    metrics = Metrics()
+    cluster = cluster_of(clock, metrics=metrics)
+    await fill(cluster)
+    waiting = enter(cluster, 5_000)
+    await until(lambda: len(room_of(cluster)) == 1)
+    cluster.dissolve()
+    assert await waiting is None
+    assert metrics.registry.get_sample_value("kvproxy_queue_limit", {"queue": "router/c"}) is None

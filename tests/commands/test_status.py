@@ -201,3 +201,20 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     """Nobody listens on port 1."""
     assert main(["status", "--url", "http://127.0.0.1:1"]) == 1
     assert "kvproxy status: nothing answers" in capsys.readouterr().err
+
+
+async def test_the_router_queue() -> None:
+    """A row for each cluster that has one, with a word for how it is."""
+    live = await live_of(proxy_of(policy="kv_aware", queue={"limit": 1500, "max_wait": "10s"}))
+    rows = render(live).splitlines()
+    heads = "ROUTER QUEUE STATE WAITING OLDEST IN TURN AT BOUND LEFT NO ENDPOINT REFUSED"
+    at = [" ".join(line.split()) for line in rows].index(heads)
+    assert " ".join(rows[at + 1].split()) == "default empty 0 of 1,500 - 0 0 0 0 0"
+    queue = live["routing"]["default"]["queue"]
+    queue["released"] |= {"turn": 4, "max_wait": 3, "client_left": 2, "no_endpoint": 1}
+    for depth, oldest, state in ((3, 1.0, "holds requests"), (3, 5.0, "long waits"), (1500, 5.0, "full")):
+        queue |= {"depth": depth, "oldest_wait_s": oldest, "refused": 7}
+        row = " ".join(render(live).splitlines()[at + 1].split())
+        assert row == f"default {state} {depth:,} of 1,500 {oldest:.1f}s 4 3 2 1 7"
+    live["routing"]["default"]["queue"] = None
+    assert "ROUTER QUEUE" not in render(live)

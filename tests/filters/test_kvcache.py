@@ -11,15 +11,19 @@ from typing import Any
 import httpx
 import pytest
 
+from kvproxy.balancing.policy import OverlapFacts
+from kvproxy.cluster.routes import Routes
 from kvproxy.config.cluster_schema import PolicyName
+from kvproxy.config.schema import Config
 from kvproxy.filters.chain import FilterContext
 from kvproxy.filters.exchange import Exchange
 from kvproxy.filters.kvcache import STATE_KEY, KvCacheFilter, build, prefers
+from kvproxy.kvcache.gathered import Gathered
 from kvproxy.kvcache.service import KvCache
 from kvproxy.simulator.lmcache_coordinator import CoordinatorSettings
 from kvproxy.types import EndpointId, InferenceRequest, Prompt, RequestKind
 from tests.kvcache.fleet import Place, simulated
-from tests.kvcache.support import long_text, settings
+from tests.kvcache.support import NOWHERE, cluster_of, long_text, settings
 from tests.simulator.support import slow
 from tests.support.asgi import Inner, call, http_scope
 from tests.support.fake_engine import Call, FakeEngine, answer_ok
@@ -309,3 +313,38 @@ async def test_facts_come_before_the_client_is_answered_by_plain_httpx() -> None
         assert answer.status_code == 400
         async with httpx.AsyncClient() as plain:
             assert (await plain.get(f"{proxy.url}/v1/models")).status_code == 200
+
+
+class Forgetful(KvCache):
+    """A service that knows one thing once, and then breaks."""
+
+    def refresh(self, gathered: Gathered) -> None:
+        gathered.preferred = EndpointId("b")
+        gathered.facts = OverlapFacts(7)
+        self.refresh = self._broken  # type: ignore[method-assign]
+
+    def _broken(self, gathered: Gathered) -> None:
+        raise ZeroDivisionError("no facts today")
+
+
+@pytest.mark.parametrize("prefers_match", [True, False])
+async def test_facts_and_preference_are_refreshed_when_the_router_asks(
+    prefers_match: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What cannot be refreshed stays as it was, and the request goes on; a preference only where there is to be one."""
+    cluster = cluster_of({"a": NOWHERE, "b": NOWHERE})
+    inner, context = Inner(), filter_context()
+    kv = Forgetful(settings(), clusters={"default": cluster}, metrics=context.metrics)
+    routes: Any = Routes.from_config(Config(), {"default": cluster})
+    app = KvCacheFilter(inner, kv, routes=routes, prefer={"default": prefers_match}, clock=context.clock)
+    scope = http_scope("/v1/chat/completions", method="POST")
+    exchange = Exchange.of(scope, now=0.0)
+    exchange.inference, exchange.body = request(), b"{}"
+    await call(app, scope)
+    assert exchange.refresh is not None
+    exchange.refresh()
+    assert exchange.facts is not None
+    for _ in range(2):
+        assert (exchange.facts.prompt_tokens, exchange.preferred) == (7, "b" if prefers_match else None)
+        exchange.refresh()
+    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]

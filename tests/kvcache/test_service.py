@@ -213,3 +213,42 @@ async def test_index_sizes_are_exposed() -> None:
         for index in ("approximate", "hot"):
             assert service.metric("kvproxy_kvcache_index_blocks", index=index) == len(gathered.hashes)
         assert service.metric("kvproxy_kvcache_index_blocks", index="precise") == 0
+
+
+async def test_facts_are_refreshed_for_a_request_that_had_to_wait() -> None:
+    """Who was routed, who failed and who left meanwhile; its own wait leaves nothing behind."""
+    async with running(settings(), cluster_of({"a": NOWHERE, "b": NOWHERE})) as service:
+        waits = await service.ask(chat(TURN, "an answer", "and now?"))
+        assert (waits.preferred, waits.facts.by_endpoint) == (None, {})
+        other = await service.ask(chat(TURN))
+        service.kv.picked(other, B)
+        service.kv.refresh(waits)
+        assert waits.preferred == B
+        assert waits.facts.matched_tokens(B) > 0.9 * other.facts.prompt_tokens
+        service.kv.finished(other, Result(B, False))
+        service.kv.refresh(waits)
+        assert (waits.preferred, waits.facts.matched_tokens(B)) == (None, 0)
+
+
+async def test_a_refresh_makes_a_prompt_no_hotter() -> None:
+    """Only arrivals count as touches."""
+    async with running(settings(), cluster_of({"a": NOWHERE})) as service:
+        hot = [await service.ask(chat(TURN)) for _ in range(5)][-1]
+        assert hot.facts.hot_tokens > 0
+        cold = await service.ask(chat(long_text("z")))
+        for _ in range(5):
+            service.kv.refresh(cold)
+        assert cold.facts.hot_tokens == 0
+
+
+async def test_a_refresh_keeps_what_a_lookup_said() -> None:
+    """Nobody is asked again: what LMCache answered before the wait is as good as anything known of it."""
+    lmcache = controller(lambda tokens: {"b": ["LocalCPUBackend", len(tokens)]})
+    async with world({"a": engine(), "b": engine()}, lmcache) as service:
+        waits = await service.ask(chat(TURN))
+        claimed = waits.facts.matched_tokens(B)
+        asked = lmcache.calls["/lookup"]
+        assert claimed > 0
+        service.kv.refresh(waits)
+        assert waits.facts.matched_tokens(B) == claimed
+        assert lmcache.calls["/lookup"] == asked == 1

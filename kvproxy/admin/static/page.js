@@ -363,6 +363,31 @@ function announce(rows) {
   conditions = new Map([...now].map(([key, [kind]]) => [key, kind]));
 }
 
+function stateOfQueue({ depth, limit, oldest_wait_s: oldest, max_wait_s: longest }) {
+  if (depth >= limit) return ["down", "full: refuses"];
+  if (depth && oldest >= longest / 2) return ["warn", "long waits"];
+  return depth ? ["good", "holds requests"] : ["", "empty"];
+}
+
+const QUEUE_COLUMNS = [
+  titled((q) => q.key, (q) => `at most ${seconds(q.max_wait_s)}`, "lead"),
+  pill(stateOfQueue, "state"),
+  meter((q) => q.depth / q.limit, (q) => `${count(q.depth)} of ${count(q.limit)}`, 0.8),
+  number((q) => (q.depth ? seconds(q.oldest_wait_s) : "–")),
+  number((q) => count(q.released.turn)),
+  number((q) => count(q.released.max_wait)),
+  number((q) => count(q.released.client_left)),
+  number((q) => count(q.released.no_endpoint)),
+  number((q) => count(q.refused)),
+];
+
+function showQueues(routing) {
+  const queues = Object.entries(routing).filter(([, one]) => one.queue);
+  const rows = queues.map(([name, { queue }]) => ({ ...queue, key: name, className: stateOfQueue(queue)[0] }));
+  fill("queues", rows, QUEUE_COLUMNS);
+  byId("queues-card").hidden = queues.length === 0;
+}
+
 const HOT_COLUMNS = [
   text((p) => p.prefix, "code lead wide"),
   number((p) => short(p.estimated_tokens)),
@@ -450,6 +475,7 @@ function show(live) {
   showFindings(live.findings);
   showHistory(live.history);
   showEndpoints(live);
+  showQueues(live.routing);
   const hot = (live.cache?.hot || []).map((prefix) => ({ ...prefix, key: `${prefix.cluster}/${prefix.prefix}` }));
   fill("hot", hot, HOT_COLUMNS);
   byId("hot").hidden = !hot.length;

@@ -1,0 +1,249 @@
+"""Other settings for a running cluster: what is known of its endpoints stays, and what was learned of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvproxy.balancing.kv_aware import KvAware
+from kvproxy.balancing.load import features_of
+from kvproxy.cluster.discovery import Source
+from kvproxy.cluster.endpoint import Condition, Endpoint
+from kvproxy.cluster.pick import AttemptOutcome
+from kvproxy.cluster.poller import Poller
+from kvproxy.config import schema
+from kvproxy.config.cluster_schema import PolicyName
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.types import EndpointId
+from tests.cluster.conftest import Bench, MakeCluster, configs
+from tests.support.until import until
+
+A, B = EndpointId("a"), EndpointId("b")
+
+
+def reconfigure(bench: Bench, **changes: Any) -> None:
+    """The same settings but for these."""
+    settings = schema.Cluster.model_validate({**bench.cluster.settings.model_dump(), **changes})
+    bench.cluster.reconfigure(settings, probe=None)
+
+
+def taught(bench: Bench, endpoint: str = "a", tokens: int = 8000) -> None:
+    """One first token, after as many seconds as would be one at twice the speed that is believed first."""
+    pick = bench.picked(preferred=EndpointId(endpoint))
+    bench.endpoint(endpoint).load.on_sample(features_of(tokens, 0), 2.0, bench.clock())  # type: ignore[misc]
+    pick.settle(AttemptOutcome.SUCCESS, bench.clock())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"policy": "least_request"},
+        {"health": {"active": False, "interval": 9}},
+        {"max_in_flight": 7},
+        {"queue": {}},
+        {"breaker": {"recovery_timeout": 99}},
+    ],
+)
+def test_what_is_known_of_endpoints_stays(make_cluster: MakeCluster, changes: dict[str, Any]) -> None:
+    """Whatever else changes: who is ejected, whose breaker is open, and what is in flight where."""
+    bench = make_cluster("a", "b", "c", "d", breaker=schema.Breaker(failure_threshold=2))
+    before = bench.cluster.endpoints
+    bench.outcomes("a", AttemptOutcome.FAILURE, times=3)  # opens a's breaker, and ejects it
+    pick = bench.picked(preferred=B)
+    bench.cluster.drain(EndpointId("c"))
+    conditions = [endpoint.condition(bench.clock()) for endpoint in before]
+    assert conditions == [Condition.EJECTED, Condition.UP, Condition.DRAINING, Condition.UP]
+    reconfigure(bench, **changes)
+    assert bench.cluster.endpoints == before
+    assert [endpoint.condition(bench.clock()) for endpoint in before] == conditions
+    assert bench.endpoint("a").breaker.state == "open"
+    assert bench.endpoint("b").load.in_flight == 1
+    pick.settle(AttemptOutcome.SUCCESS, bench.clock())
+    assert bench.endpoint("b").load.in_flight == 0
+    assert bench.ids() == {"b", "d"}
+
+
+def test_new_bounds_count_from_now_on(make_cluster: MakeCluster) -> None:
+    """Of breaker, ejection and requests in flight."""
+    bench = make_cluster("a", "b", "c", "d")
+    reconfigure(bench, breaker={"failure_threshold": 2}, health={"active": False, "eject_after": 0}, max_in_flight=1)
+    bench.outcomes("a", AttemptOutcome.FAILURE)
+    assert bench.endpoint("a").breaker.state == "closed"
+    bench.outcomes("a", AttemptOutcome.FAILURE)
+    assert bench.endpoint("a").condition(bench.clock()) is Condition.BREAKER_OPEN
+    bench.picked(preferred=B)
+    assert bench.endpoint("b").condition(bench.clock()) is Condition.SATURATED
+
+
+def test_a_verdict_of_probes_ends_with_the_probes(make_cluster: MakeCluster) -> None:
+    """Nobody would ever bring the endpoint back."""
+    bench = make_cluster("a", "b")
+    bench.endpoint("a").health.probe(False, bench.clock())
+    assert bench.endpoint("a").condition(bench.clock()) is Condition.UNHEALTHY
+    reconfigure(bench, health={"active": True, "interval": 2})
+    assert bench.endpoint("a").condition(bench.clock()) is Condition.UNHEALTHY
+    reconfigure(bench, health={"active": False})
+    assert bench.ids() == {"a", "b"}
+
+
+def test_a_policy_that_stays_is_the_same_one(make_cluster: MakeCluster) -> None:
+    """With what it learned, and what was changed about it while it ran."""
+    bench = make_cluster("a", "b", policy=PolicyName.KV_AWARE)
+    policy = bench.cluster.policy
+    assert isinstance(policy, KvAware)
+    policy.settings = policy.settings.model_copy(update={"stall": 0.5})
+    reconfigure(bench, queue={}, shadow_policy="least_ttft")
+    assert bench.cluster.policy is policy
+    assert policy.settings.stall == 0.5
+
+
+@pytest.mark.parametrize("way", [["least_ttft"], ["round_robin", "least_ttft"], ["least_ttft", "kv_aware"]])
+def test_learned_speeds_outlive_the_policy(make_cluster: MakeCluster, way: list[str]) -> None:
+    """Also where a policy between them learns nothing; and learning goes on."""
+    bench = make_cluster("a", "b", policy=PolicyName.KV_AWARE)
+    taught(bench)
+    learned = bench.cluster.speeds
+    assert learned is not None
+    for policy in way:
+        reconfigure(bench, policy=policy)
+    speeds = bench.cluster.speeds
+    assert speeds is not None
+    assert speeds.estimates(bench.clock()) == learned.estimates(bench.clock())
+    taught(bench)
+    assert speeds.estimates(bench.clock()).samples == 2
+    assert learned.estimates(bench.clock()).samples == 1
+
+
+def test_what_the_shadow_learned_is_the_policys_when_it_takes_over(make_cluster: MakeCluster) -> None:
+    """Tried in the shadow, then used; the other way round as well, and each learns on by itself."""
+    bench = make_cluster("a", "b", shadow_policy=PolicyName.KV_AWARE)
+    taught(bench)
+    reconfigure(bench, policy="kv_aware", shadow_policy="least_ttft")
+    shadow = bench.cluster.shadow
+    assert isinstance(bench.cluster.policy, KvAware)
+    assert shadow is not None
+    taught(bench)
+    live, watching = bench.cluster.policy.speeds, shadow.policy.speeds  # type: ignore[attr-defined]
+    assert [one.estimates(bench.clock()).samples for one in (live, watching)] == [2, 2]
+    assert live is not watching
+    reconfigure(bench, shadow_policy=None)
+    assert bench.cluster.shadow is None
+
+
+def test_who_left_under_a_policy_that_learns_nothing_is_forgotten(make_cluster: MakeCluster) -> None:
+    """Its id may come back as another engine."""
+    bench = make_cluster("a", "b", policy=PolicyName.KV_AWARE)
+    taught(bench)
+    reconfigure(bench, policy="round_robin")
+    bench.cluster.apply(configs("b"))
+    bench.cluster.apply(configs("a", "b"))
+    reconfigure(bench, policy="kv_aware")
+    assert bench.cluster.speeds is not None
+    assert A not in bench.cluster.speeds.estimates(bench.clock()).slowness
+
+
+def test_a_replaced_endpoints_last_samples_go_nowhere(make_cluster: MakeCluster) -> None:
+    """It has its requests still, and its id belongs to another one, when the policy changes."""
+    bench = make_cluster("a", policy=PolicyName.KV_AWARE)
+    pick = bench.picked()
+    bench.cluster.apply((schema.Endpoint(id="a", url="http://127.0.0.1:7"),))
+    reconfigure(bench, policy="least_ttft")
+    assert pick.endpoint.load.on_sample is None
+    assert bench.endpoint("a").load.on_sample is not None
+
+
+def test_decisions_are_counted_under_the_new_policys_name(make_cluster: MakeCluster) -> None:
+    """And the old one's stand."""
+    bench = make_cluster("a", "b")
+    bench.picked()
+    reconfigure(bench, policy="least_request")
+    bench.picked()
+    for policy, reason in (("round_robin", "round_robin"), ("least_request", "least_request")):
+        assert bench.sample("kvproxy_picks_total", cluster="c", policy=policy, reason=reason) == 1, policy
+
+
+class Said:
+    """A discovery that says what it is told to."""
+
+    def __init__(self, *ids: str) -> None:
+        self.ids = ids
+        self.asked = 0
+
+    async def endpoints(self) -> Sequence[schema.Endpoint]:
+        self.asked += 1
+        return configs(*self.ids)
+
+
+class Heard:
+    """What a poller passed on, by source."""
+
+    def __init__(self) -> None:
+        self.present: dict[str, tuple[str, ...]] = {}
+
+    def __call__(self, source: str, endpoints: Sequence[schema.Endpoint]) -> None:
+        self.present[source] = tuple(endpoint.id for endpoint in endpoints)
+
+
+async def test_other_sources_are_asked_at_once() -> None:
+    """One of the same name keeps its endpoints until it answers; one that is gone takes them along."""
+    heard, never = Heard(), asyncio.Event()
+
+    async def sleep(seconds: float) -> None:
+        await never.wait()
+
+    old, gone, new = Said("a"), Said("x"), Said("b")
+    sources = [Source("file", old, 1.0), Source("dns", gone, 1.0)]
+    poller = Poller("c", sources, on_update=heard, metrics=Metrics(), sleep=sleep)
+    async with poller:
+        assert heard.present == {"file": ("a",), "dns": ("x",)}
+        poller.reconfigure([Source("file", new, 1.0)])
+        assert heard.present == {"file": ("a",), "dns": ()}
+        await until(lambda: heard.present["file"] == ("b",))
+    assert (old.asked, gone.asked, new.asked) == (1, 1, 1)
+    poller.reconfigure([Source("file", old, 1.0)])
+    assert old.asked == 1  # nobody is asked any more
+
+
+async def test_discovery_is_part_of_it(make_cluster: MakeCluster, tmp_path: Any) -> None:
+    """Endpoints of a file that is no longer named leave; the static ones stay as they are."""
+    file = tmp_path / "endpoints.yaml"
+    file.write_text("x: http://127.0.0.1:9\n")
+    bench = make_cluster("a")
+    static = bench.endpoint("a")
+    async with bench.cluster:
+        reconfigure(bench, discovery={"file": {"path": str(file)}})
+        await until(lambda: [each.id for each in bench.cluster.endpoints] == ["a", "x"])
+        reconfigure(bench, discovery={})
+        assert bench.cluster.endpoints == (static,)
+
+
+async def test_probes_go_on_with_other_settings(make_cluster: MakeCluster) -> None:
+    """Another path, and another pace, for the same endpoints; or none at all."""
+    asked: list[str] = []
+    turns = asyncio.Semaphore(1)
+
+    def probe_of(name: str) -> Any:
+        async def probe(endpoint: Endpoint) -> bool:
+            asked.append(name)
+            return True
+
+        return probe
+
+    async def sleep(seconds: float) -> None:
+        await turns.acquire()
+
+    bench = make_cluster("a", with_={"probe": probe_of("old"), "sleep": sleep}, health=schema.HealthCheck())
+    async with bench.cluster:
+        await until(lambda: asked == ["old"])
+        settings = bench.cluster.settings
+        other = settings.model_copy(update={"health": schema.HealthCheck(path="/ready")})
+        bench.cluster.reconfigure(other, probe=probe_of("new"))
+        turns.release()
+        await until(lambda: asked == ["old", "new"])
+        bench.cluster.reconfigure(settings.model_copy(update={"health": schema.HealthCheck(active=False)}), probe=None)
+        turns.release()
+        await asyncio.sleep(0.01)
+    assert asked == ["old", "new"]
