@@ -10,6 +10,8 @@ from kvproxy.config.cluster_schema import Breaker
 from kvproxy.config.model import Fraction, Model
 from kvproxy.config.values import Duration, Size
 
+_EVENT_ADDRESS = r"^(tcp://\S+:[1-9]\d{0,4})?$"
+
 
 class Provider(StrEnum):
     """Which LMCache service `lmcache_endpoint` is."""
@@ -136,6 +138,20 @@ class Snapshot(Model):
     """Largest file (a little over 8 bytes for each 256 bytes of prompt); what was asked for longest ago is left out."""
 
 
+class EventSources(Model):
+    """Where engines publish their KV events that cannot say it themselves (vLLM without `/kv_event_sources`).
+
+    As in their `--kv-events-config`: only ports are taken, the host is the endpoint's own. Each further data-parallel
+    rank publishes one port higher."""
+
+    endpoint: str = Field(default="", pattern=_EVENT_ADDRESS)
+    """Such as `tcp://*:5557`; empty: such engines are not followed."""
+    replay_endpoint: str = Field(default="", pattern=_EVENT_ADDRESS)
+    """Such as `tcp://*:5558`; empty: a gap in the events cannot be filled."""
+    data_parallel_size: int = Field(default=1, ge=1, le=1024)
+    """Ranks of each engine."""
+
+
 class KvCacheSettings(Model):
     """Settings of `kvcache`: which endpoint holds most of the prompt already, and what keeps it there."""
 
@@ -166,6 +182,8 @@ class KvCacheSettings(Model):
     """How often each engine's `/metrics` is read (KV usage, queue, cache size), never for a request; 0: never."""
     kv_events: bool = False
     """Follow the KV events of engines that publish them (vLLM's `--kv-events-config`); others are left alone."""
+    kv_event_sources: EventSources = EventSources()
+    """Where older engines publish them."""
     hot_window: Duration = 300.0
     """How far back uses of a prefix count."""
     hot_max_records: int = Field(default=300, ge=1)

@@ -12,14 +12,15 @@ import httpx
 
 from kvproxy.clients.api import Api
 from kvproxy.clients.engine_metrics import EngineMetrics, parse_engine_metrics
-from kvproxy.clients.kv_events.source import KvEventSource
+from kvproxy.clients.kv_events.source import KvEventSource, stated_sources
 from kvproxy.clients.vllm import MAX_METRICS_BYTES, ModelInfo, VllmClient
 from kvproxy.cluster.endpoint import origin_of
 from kvproxy.config import schema
+from kvproxy.config.kvcache_schema import EventSources
 from kvproxy.doctor.link import Link, connect
 from kvproxy.doctor.tools import Tools
 from kvproxy.doctor.trial import Trial, TrialPlan, run_trial
-from kvproxy.errors import BadResponse, ClientError, ClientUnavailable
+from kvproxy.errors import BadResponse, ClientError, ClientUnavailable, NotSupported
 
 T = TypeVar("T")
 
@@ -48,6 +49,7 @@ class Engine:
         plan: TrialPlan,
         label: str = "",
         routed: tuple[str, ...] = (),
+        stated: EventSources | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.cluster = cluster
@@ -57,6 +59,7 @@ class Engine:
         self.origin = origin_of(endpoint)
         self._health_path = health_path
         self._routed = routed
+        self._stated = stated
         self._http = tools.http(self.origin)
         key = endpoint.api_key
         authorization = None if key is None else f"Bearer {key.get_secret_value()}"
@@ -87,8 +90,13 @@ class Engine:
         return await self._fact("version", self.vllm.version)
 
     async def sources(self) -> tuple[KvEventSource, ...]:
-        """Where it publishes KV events."""
-        return await self._fact("kv event sources", self.vllm.kv_event_sources)
+        """Where it publishes KV events: as it says, else as the configuration says of engines that cannot."""
+        try:
+            return await self._fact("kv event sources", self.vllm.kv_event_sources)
+        except NotSupported:
+            if self._stated is None or not self._stated.endpoint:
+                raise
+            return stated_sources(self._stated, host=self.origin.host)
 
     async def sample(self) -> tuple[int, ...]:
         """Tokens of a sample text by `/tokenize`."""

@@ -67,6 +67,7 @@ async def survey(config: Config, *, tools: Tools, open_files: int | None = None)
                     plan=plan,
                     label=f"endpoint {name}/{endpoint.id}" if len(config.clusters) > 1 else "",
                     routed=routed,
+                    stated=None if kvcache is None else kvcache.kv_event_sources,
                 )
             )
     return Site(

@@ -13,11 +13,12 @@ from typing import Self
 import zmq.asyncio
 
 from kvproxy.clients.kv_events.events import BlockStored, KvEvent
-from kvproxy.clients.kv_events.source import KvEventSource
+from kvproxy.clients.kv_events.source import KvEventSource, stated_sources
 from kvproxy.clients.kv_events.status import StreamState, StreamStatus
 from kvproxy.clients.kv_events.subscriber import KvEventSubscriber
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.config.kvcache_schema import EventSources
 from kvproxy.errors import ClientError, NotSupported
 from kvproxy.kvcache.engines import Engines
 from kvproxy.kvcache.local import LocalSources
@@ -30,6 +31,8 @@ log = logging.getLogger("kvproxy.kvcache")
 LOOK_AGAIN_S = 2.0
 
 Sleep = Callable[[float], Awaitable[None]]
+
+_UNSTATED = EventSources()
 
 
 def utc_seconds() -> float:
@@ -72,8 +75,10 @@ class _Consumer:
 
 
 class EventStreams:
-    """Owns one task that keeps a subscriber for each stream of each endpoint there is. An engine without
-    `/kv_event_sources` is left alone and said so once."""
+    """Owns one task that keeps a subscriber for each stream of each endpoint there is.
+
+    `stated`: where engines without `/kv_event_sources` publish. Who publishes nothing is left alone and said so once.
+    """
 
     def __init__(
         self,
@@ -83,10 +88,12 @@ class EventStreams:
         engines: Engines,
         metrics: Metrics,
         clock: Clock,
+        stated: EventSources = _UNSTATED,
         wall_clock: Clock = utc_seconds,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
         self._clusters = clusters
+        self._stated = stated
         self._consumers = {name: _Consumer(sources) for name, sources in local.items()}
         self._engines = engines
         self._metrics = metrics
@@ -144,16 +151,18 @@ class EventStreams:
             await self._sleep(LOOK_AGAIN_S)
 
     async def _begin(self, endpoint: Endpoint, cluster: str) -> None:
+        why = "publishes no KV events"
         try:
             sources = await self._engines.client(endpoint).kv_event_sources()
         except NotSupported:
-            sources = ()
+            sources = stated_sources(self._stated, host=endpoint.origin.host)
+            why = "cannot say where it publishes KV events (`kv_event_sources` of the kvcache filter can)"
         except ClientError as error:
             log.debug("[kvcache] KV event sources of %s: %s", endpoint.id, error)
             return
         if not sources:
             self._without.add(endpoint)
-            log.warning("[kvcache] %s publishes no KV events: what was routed there is all that is known", endpoint.id)
+            log.warning("[kvcache] %s %s: what was routed there is all that is known", endpoint.id, why)
             return
         stack = AsyncExitStack()
         subscribers = [await stack.enter_async_context(self._subscriber(endpoint, cluster, one)) for one in sources]

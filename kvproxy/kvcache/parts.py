@@ -160,5 +160,10 @@ class _Shared:
 
     def streams(self, parts: Parts) -> EventStreams:
         return EventStreams(
-            clusters=parts.clusters, local=parts.local, engines=parts.engines, metrics=self.metrics, clock=self.clock
+            clusters=parts.clusters,
+            local=parts.local,
+            engines=parts.engines,
+            metrics=self.metrics,
+            clock=self.clock,
+            stated=self.settings.kv_event_sources,
         )

@@ -15,6 +15,7 @@ from kvproxy.simulator.lmcache_controller import ControllerSettings
 from kvproxy.simulator.lmcache_coordinator import CoordinatorSettings
 from kvproxy.simulator.lmcache_worker import WorkerSettings
 from tests.doctor.setup import ENGINE, FAST, IMPATIENT, cluster, only, visit
+from tests.doctor.test_engines import Front
 from tests.support.certificates import make_certificate
 from tests.support.loopback import serve
 
@@ -103,6 +104,21 @@ async def test_events_off() -> None:
     assert (found.severity, found.check, found.where) == (Severity.PROBLEM, "kv event sources", "endpoint b")
     assert "publishes no KV events" in found.what
     assert "--kv-events-config" in found.fix
+
+
+async def test_an_engine_that_cannot_say_where_it_publishes() -> None:
+    """A warning with the setting that says it; with that, the events arrive."""
+    async with cluster({"a": ENGINE}) as site, httpx.AsyncClient(trust_env=False) as client:
+        said = (await client.get(f"{site.urls['a']}/kv_event_sources")).json()["0"]
+        stated = {name: f"tcp://*:{said[name].rpartition(':')[2]}" for name in ("endpoint", "replay_endpoint")}
+        older = Front(site.fleet.engines["a"], {"/kv_event_sources": (404, {"detail": "Not Found"})})
+        async with serve(older) as url:
+            found = only(await visit(site.config(endpoints={"a": url})))
+            mended = await visit(site.config(endpoints={"a": url}, kvcache={"kv_event_sources": stated}))
+    assert (found.severity, found.check) == (Severity.WARNING, "kv event sources")
+    assert "set `kv_event_sources`" in found.fix
+    assert mended.findings == ()
+    assert any(one.check == "kv events" for one in mended.passed)
 
 
 async def test_wrong_port() -> None:

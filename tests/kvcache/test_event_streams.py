@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.balancing.policy import FactSource
 from kvproxy.clients.kv_events.events import BlockStored
@@ -19,6 +20,7 @@ from kvproxy.config import schema
 from kvproxy.kvcache.engines import Engines
 from kvproxy.kvcache.event_streams import EventStreams, _Consumer
 from kvproxy.kvcache.local import LocalSources
+from kvproxy.listener.server import serve
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.simulator.kv_event_publisher import PublisherSettings
 from kvproxy.types import EndpointId
@@ -99,7 +101,31 @@ async def test_an_engine_without_events_is_left_alone_and_said_so(caplog: pytest
         assert streams is not None
         await streams.follow()
         assert plain.calls["/kv_event_sources"] == 1
-    assert caplog.text.count("a publishes no KV events") == 1
+    assert caplog.text.count("a cannot say where it publishes KV events") == 1
+
+
+class Older:
+    """An engine as it was before `/kv_event_sources`."""
+
+    def __init__(self, engine: ASGIApp) -> None:
+        self._engine = engine
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        hidden = {**scope, "path": "/nowhere"} if scope.get("path") == "/kv_event_sources" else scope
+        await self._engine(hidden, receive, send)
+
+
+async def test_an_older_engine_is_followed_where_the_configuration_says() -> None:
+    """It cannot say where it publishes; whoever started it can."""
+    async with simulated(engine=EVENTS, names=("a",)) as place, httpx.AsyncClient(trust_env=False) as http:
+        said = (await http.get(f"{place.engines['a']}/kv_event_sources")).json()["0"]
+        stated = {name: f"tcp://*:{said[name].rpartition(':')[2]}" for name in ("endpoint", "replay_endpoint")}
+        async with serve(Older(place.fleet.engines["a"])) as url:
+            configured = settings(kv_events=True, kv_event_sources=stated)
+            async with running(configured, cluster_of({"a": url})) as service:
+                await until(lambda: exact(service) == {A})
+                await generate(place, "a", TURN)
+                await until(lambda: service.kv.parts.local["default"].precise.rows(A) > 0)
 
 
 async def test_an_engine_that_is_down_is_asked_again() -> None:

@@ -1,10 +1,12 @@
-"""Where an engine publishes its KV events, from what `/kv_event_sources` says. Pure."""
+"""Where an engine publishes its KV events, from what `/kv_event_sources` or the configuration says. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import msgspec
+
+from kvproxy.config.kvcache_schema import EventSources
 
 _MAX_PORT = 65535
 
@@ -50,6 +52,19 @@ def sources_from_wire(answer: WireSources, *, host: str) -> tuple[KvEventSource,
             replay = reachable(entry.replay_endpoint, host=host, offset=offset)
             sources.append(KvEventSource(rank, endpoint, replay, entry.topic or "", entry.buffer_steps or 0))
     return tuple(sources)
+
+
+def stated_sources(stated: EventSources, *, host: str) -> tuple[KvEventSource, ...]:
+    """The streams of an engine that cannot say where they are, from what it was started with; () when that is unknown.
+
+    vLLM publishes each data-parallel rank one port above the one before.
+    """
+    found = []
+    for rank in range(stated.data_parallel_size):
+        address = reachable(stated.endpoint, host=host, offset=rank)
+        if address is not None:
+            found.append(KvEventSource(rank, address, reachable(stated.replay_endpoint, host=host, offset=rank)))
+    return tuple(found)
 
 
 def reachable(address: str | None, *, host: str, offset: int = 0) -> str | None:

@@ -38,7 +38,10 @@ class EventSourcesCheck:
         try:
             sources = await self.engine.sources()
         except NotSupported:
-            fix = "upgrade the engine to one with /kv_event_sources; until then its index is approximate"
+            fix = (
+                "set `kv_event_sources` of the kvcache filter to the addresses in its `--kv-events-config`; until then "
+                "its index is approximate"
+            )
             return [warning(self.where, "cannot say where it publishes KV events", fix)] if self.wanted else []
         if sources:
             note = "" if self.wanted else "; `kv_events: true` of the kvcache filter would follow them"

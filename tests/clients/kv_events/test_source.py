@@ -6,8 +6,16 @@ from typing import Any
 
 import msgspec
 import pytest
+from pydantic import ValidationError
 
-from kvproxy.clients.kv_events.source import KvEventSource, WireSources, reachable, sources_from_wire
+from kvproxy.clients.kv_events.source import (
+    KvEventSource,
+    WireSources,
+    reachable,
+    sources_from_wire,
+    stated_sources,
+)
+from kvproxy.config.kvcache_schema import EventSources
 
 
 def sources(answer: object, *, host: str = "10.0.0.9") -> tuple[KvEventSource, ...]:
@@ -78,3 +86,26 @@ def test_streams_that_are_off_are_left_out(off: dict[str, Any]) -> None:
     """Nothing would ever arrive there."""
     assert sources({"0": off}) == ()
     assert sources({"default": entry()}) == (KvEventSource(0, "tcp://10.0.0.9:5557"),)
+
+
+def test_stated_ports_are_those_of_the_first_rank() -> None:
+    """The host is where the engine answers; each rank is one port higher."""
+    stated = EventSources(endpoint="tcp://*:5557", replay_endpoint="tcp://0.0.0.0:6000", data_parallel_size=2)
+    assert stated_sources(stated, host="10.0.0.1") == (
+        KvEventSource(0, "tcp://10.0.0.1:5557", "tcp://10.0.0.1:6000"),
+        KvEventSource(1, "tcp://10.0.0.1:5558", "tcp://10.0.0.1:6001"),
+    )
+
+
+def test_without_an_address_nothing_is_stated() -> None:
+    """A replay port alone is no stream, and no port lies beyond the last."""
+    assert stated_sources(EventSources(replay_endpoint="tcp://*:5558"), host="h") == ()
+    last = EventSources(endpoint="tcp://*:65535", data_parallel_size=2)
+    assert [source.dp_rank for source in stated_sources(last, host="h")] == [0]
+
+
+@pytest.mark.parametrize("address", ["5557", "tcp://*", "tcp://*:0", "http://h:5557", "tcp://h:5557/x", "tcp://h h:1"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    """When the configuration is read, not when the proxy runs."""
+    with pytest.raises(ValidationError):
+        EventSources(endpoint=address)
