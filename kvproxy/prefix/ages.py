@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from typing import TypeVar
 
+from kvproxy.prefix.radix import Node
+
+#: A capacity's share that a generation is full at, and so the resolution.
+GENERATIONS = 16
 #: Generations there may be before neighbours are put together; the sum over them is what an answer costs.
-_MOST_GENERATIONS = 96
-#: A generation's share of the capacity, and so the resolution.
-GENERATIONS = 32
+_MOST_GENERATIONS = 3 * GENERATIONS
+
+
+N = TypeVar("N", bound=Node)
 
 
 class Ages:
@@ -23,27 +29,22 @@ class Ages:
         self._first = [0]  # touch each generation begins with, rising
         self._blocks = [0]  # whose latest touch falls into it
 
-    @property
-    def newest(self) -> int:
-        """First touch of the generation that is being filled."""
-        return self._first[-1]
-
-    def begin(self, touch: int, span: int) -> None:
-        """Touch number `touch` follows; a generation of `span` blocks is full."""
-        if self._blocks[-1] >= span:
-            if len(self._first) >= _MOST_GENERATIONS:
-                self._join(span)
-            self._first.append(touch)
-            self._blocks.append(0)
-
-    def renew(self, touch: int, blocks: int) -> None:
-        """These blocks, touched before the newest generation, are touched now."""
-        self._blocks[bisect_right(self._first, touch) - 1] -= blocks
-        self._blocks[-1] += blocks
-
-    def enter(self, blocks: int) -> None:
-        """So many more blocks are touched now."""
-        self._blocks[-1] += blocks
+    def touch(self, runs: Sequence[N], stamps: dict[N, int], touch: int, span: int) -> None:
+        """All blocks of these runs are touched now, as number `touch`; `stamps` has each run's latest touch. A
+        generation of `span` blocks is full."""
+        first, blocks = self._first, self._blocks
+        if blocks[-1] >= span:
+            self._begin(touch, span)
+            first, blocks = self._first, self._blocks
+        newest = first[-1]
+        for run in runs:
+            before = stamps.get(run, -1)
+            if before < newest:
+                count = len(run.hashes)
+                blocks[-1] += count
+                if before >= 0:
+                    blocks[bisect_right(first, before) - 1] -= count
+            stamps[run] = touch
 
     def change(self, touch: int, blocks: int) -> None:
         """So many more (or fewer) blocks have this as their latest touch."""
@@ -51,12 +52,21 @@ class Ages:
 
     def younger(self, touch: int) -> int:
         """Blocks touched since, half of the touch's own generation among them."""
-        at = bisect_right(self._first, touch) - 1
-        return sum(self._blocks[at + 1 :]) + self._blocks[at] // 2
+        blocks = self._blocks
+        if touch >= self._first[-1]:
+            return blocks[-1] // 2
+        at = bisect_right(self._first, touch)
+        return sum(blocks[at:]) + blocks[at - 1] // 2
 
     def renumber(self, kept: Sequence[int]) -> None:
         """Touches are numbered anew: `kept[n]` becomes n, the others had no block left."""
         self._first = [bisect_left(kept, touch) for touch in self._first]
+
+    def _begin(self, touch: int, span: int) -> None:
+        if len(self._first) >= _MOST_GENERATIONS:
+            self._join(span)
+        self._first.append(touch)
+        self._blocks.append(0)
 
     def _join(self, span: int) -> None:
         """Neighbours that are one generation's blocks together become one."""

@@ -92,7 +92,7 @@ class ApproximateIndex:
         return self.default_capacity if holding is None else holding.capacity
 
     def younger_blocks(self, endpoint: EndpointId, hashes: array[int], block: int) -> int | None:
-        """Blocks the endpoint was asked for since it was last asked for `hashes[block]`, to within a 32nd of its
+        """Blocks the endpoint was asked for since it was last asked for `hashes[block]`, to within a 16th of its
         capacity; None if it is not held. An engine that has evicted that block has room for at most so many."""
         holding = self._known(endpoint)
         run = self._run_at(hashes, block)
@@ -130,10 +130,6 @@ class ApproximateIndex:
         holding.touch(path)
         self._step(holding)
         return claim
-
-    def stands(self, claim: Claim) -> bool:
-        """Whether the claim is neither settled nor void (the endpoint left, or lost its cache, since)."""
-        return claim.holding is not None and self._known(claim.endpoint) is claim.holding
 
     def confirm(self, claim: Claim) -> None:
         """The engine answered: it does hold the prompt now. Idempotent."""

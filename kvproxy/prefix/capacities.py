@@ -28,17 +28,15 @@ class Capacities:
     def observe(self, claim: Claim, reused_blocks: int) -> bool:
         """The response to what was claimed reused so many leading blocks; before the claim is settled. True: the engine
         lost what it held, and so did the index."""
-        endpoint = claim.endpoint
-        if not self.learning or not self._index.stands(claim):
+        holding = claim.holding
+        if not self.learning or holding is None or not holding.capacity:  # settled, void, or nothing to learn
             return False
+        endpoint = claim.endpoint
         known = self._learned.get(endpoint) or self._known(endpoint)
+        held = len(claim.hashes) - claim.new_blocks
+        full = reused_blocks > held and holding.blocks >= _FULL * holding.capacity
         before = known.blocks
-        lost = known.observe(
-            age_blocks=claim.age_blocks,
-            known_blocks=len(claim.hashes) - claim.new_blocks,
-            reused_blocks=reused_blocks,
-            full=self._index.blocks(endpoint) >= _FULL * before,
-        )
+        lost = known.observe(age_blocks=claim.age_blocks, known_blocks=held, reused_blocks=reused_blocks, full=full)
         if known.blocks != before:
             self._index.set_capacity(endpoint, known.blocks)
         if lost:

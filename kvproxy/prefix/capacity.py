@@ -35,6 +35,7 @@ class LearnedCapacity:
     def __init__(self, told: int) -> None:
         self.told = told
         self.blocks = told
+        self.least = _least(told)
         self._forget()
 
     def tell(self, blocks: int) -> None:
@@ -46,6 +47,7 @@ class LearnedCapacity:
         elif self.blocks == self.told:
             self.blocks = blocks
         self.told = blocks
+        self.least = _least(blocks)
         self.blocks = self._bounded(self.blocks)
 
     def observe(self, *, age_blocks: int | None, known_blocks: int, reused_blocks: int, full: bool) -> bool:
@@ -57,11 +59,14 @@ class LearnedCapacity:
         """
         if not self.told:
             return False
-        slack = known_blocks // 8 + _SLACK_BLOCKS
+        slack = (known_blocks >> 3) + _SLACK_BLOCKS
         if age_blocks is not None and known_blocks >= _LEAST_BLOCKS:
             if reused_blocks + slack < known_blocks or not reused_blocks:
                 return self._gone(age_blocks)
-            self._kept(age_blocks)
+            if age_blocks >= self.least:  # no capacity there can be is less
+                self._kept(age_blocks)
+            elif self._losses:
+                self._losses.clear()
         if full and reused_blocks > known_blocks + slack:
             self._forgotten += 1
             self._try_more(capacity_bin(self.blocks))
@@ -69,8 +74,6 @@ class LearnedCapacity:
 
     def _kept(self, age: int) -> None:
         self._losses.clear()
-        if age < self._least:
-            return  # no capacity there can be says otherwise
         at, current = age_bin(age), capacity_bin(self.blocks)
         self._fates.kept(at)
         if at >= current:
@@ -81,12 +84,12 @@ class LearnedCapacity:
     def _gone(self, age: int) -> bool:
         del self._losses[: 1 - 2 * _LOST]
         self._losses.append(age)
-        if len(self._losses) >= _LOST and sum(each < self._least for each in self._losses) >= _LOST_YOUNG:
+        if len(self._losses) >= _LOST and sum(each < self.least for each in self._losses) >= _LOST_YOUNG:
             for each in self._losses:
                 self._fates.pardon(age_bin(each))
             self._losses.clear()
             return True
-        if age >= self._least:
+        if age >= self.least:
             at, current = age_bin(age), capacity_bin(self.blocks)
             self._fates.gone(at)
             if at >= current - _FAR:
@@ -95,7 +98,7 @@ class LearnedCapacity:
         return False
 
     def _settle(self, current: int) -> None:
-        best, spared = self._fates.best(capacity_bin(self._least), capacity_bin(self._most), near=current)
+        best, spared = self._fates.best(capacity_bin(self.least), capacity_bin(self._most), near=current)
         if spared >= _MARGIN:
             self._take(capacity_of(best))
 
@@ -111,11 +114,7 @@ class LearnedCapacity:
         self._far = self._forgotten = 0
 
     def _bounded(self, blocks: int) -> int:
-        return max(self._least, min(blocks, self._most))
-
-    @property
-    def _least(self) -> int:
-        return -(-self.told // MOST_FACTOR)
+        return max(self.least, min(blocks, self._most))
 
     @property
     def _most(self) -> int:
@@ -126,3 +125,7 @@ class LearnedCapacity:
         self._losses: list[int] = []  # ages of what was gone since anything was still there, the latest 16
         self._far = 0  # kept at the far end since the estimate changed, less what was gone there
         self._forgotten = 0  # of these, what the index had forgotten
+
+
+def _least(told: int) -> int:
+    return -(-told // MOST_FACTOR)

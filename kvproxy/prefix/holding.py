@@ -34,7 +34,7 @@ class Holding:
     def __init__(self, slot: int, capacity: int) -> None:
         self.slot = slot
         self.mask = 1 << slot
-        self.capacity = capacity
+        self.capacity = capacity  # 0 as well when the endpoint left
         self.blocks = 0
         self.stamps: dict[Run, int] = {}
         self.claims: dict[Run, set[int]] = {}  # runs no response confirmed yet, and the requests that vouch for them
@@ -44,16 +44,8 @@ class Holding:
 
     def touch(self, path: list[Run]) -> None:
         """The path was asked for just now."""
-        stamp, stamps, ages = self._front + len(self._records), self.stamps, self._ages
-        ages.begin(stamp, self.capacity // GENERATIONS)
-        newest = ages.newest
-        for run in path:
-            before = stamps.get(run)
-            if before is None:
-                ages.enter(len(run.hashes))
-            elif before < newest:
-                ages.renew(before, len(run.hashes))
-            stamps[run] = stamp
+        stamp = self._front + len(self._records)
+        self._ages.touch(path, self.stamps, stamp, self.capacity // GENERATIONS)
         self._records.append(path[-1])
         if len(self._records) > 2 * len(self.stamps) + 64:
             self._compact()
@@ -122,8 +114,8 @@ class Holding:
         return run if run is not None and self.stamps[run] == stamp else None
 
     def younger_blocks(self, run: Run) -> int:
-        """Blocks touched since the run was, to within a 32nd of the capacity: an engine that evicted it has room for
-        about so many at most."""
+        """Blocks touched since the run was, to within a sixteenth of the capacity: an engine that evicted it has
+        room for about so many at most."""
         return self._ages.younger(self.stamps[run])
 
     def _compact(self) -> None:

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
+from array import array
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvproxy.prefix.ages import Ages
+from kvproxy.prefix.radix import Node
 
 #: (which of a few blocks are touched, generation size); block n is n + 1 blocks long.
 TOUCHES = st.lists(st.sets(st.integers(0, 30), min_size=1, max_size=4), min_size=1, max_size=300)
 
 
-def played(touches: list[set[int]], span: int) -> tuple[Ages, dict[int, int]]:
+def played(touches: list[set[int]], span: int) -> tuple[Ages, dict[Node, int]]:
     """The generations, and the latest touch of each run."""
-    ages, latest = Ages(), dict[int, int]()
-    for touch, runs in enumerate(touches):
-        ages.begin(touch, span)
-        for run in sorted(runs):
-            before = latest.get(run)
-            if before is None:
-                ages.enter(run + 1)
-            elif before < ages.newest:
-                ages.renew(before, run + 1)
-            latest[run] = touch
+    ages, latest = Ages(), dict[Node, int]()
+    runs = [Node(array("Q", range(length + 1))) for length in range(31)]
+    for number, touched in enumerate(touches):
+        ages.touch([runs[each] for each in sorted(touched)], latest, number, span)
     return ages, latest
 
 
-def younger(latest: dict[int, int], touch: int) -> int:
-    return sum(run + 1 for run, at in latest.items() if at > touch)
+def younger(latest: dict[Node, int], touch: int) -> int:
+    return sum(len(run.hashes) for run, at in latest.items() if at > touch)
 
 
 @given(touches=TOUCHES, span=st.integers(1, 60))
@@ -50,22 +47,20 @@ def test_tidying_up_changes_no_answer(touches: list[set[int]]) -> None:
 
 def test_generations_that_emptied_are_put_together() -> None:
     """One prompt asked for again and again beside an old one that nobody evicts."""
-    ages = Ages()
-    ages.enter(50)
-    ages.begin(1, 10)
-    ages.enter(10)
-    for touch in range(2, 1000):
-        ages.begin(touch, 10)
-        ages.renew(touch - 1, 10)
-    assert len(ages._first) <= 97
+    old, hot = Node(array("Q", range(50))), Node(array("Q", range(10)))
+    ages, latest = Ages(), dict[Node, int]()
+    ages.touch([old], latest, 0, 10)
+    for touch in range(1, 1000):
+        ages.touch([hot], latest, touch, 10)
+    assert len(ages._first) <= 48
     assert ages.younger(0) == 10 + 50 // 2
     assert ages.younger(999) == 10 // 2
 
 
 def test_what_is_dropped_is_no_age() -> None:
-    ages = Ages()
-    ages.enter(30)
-    ages.begin(1, 10)
-    ages.enter(12)
+    old, dropped = Node(array("Q", range(30))), Node(array("Q", range(12)))
+    ages, latest = Ages(), dict[Node, int]()
+    ages.touch([old], latest, 0, 10)
+    ages.touch([dropped], latest, 1, 10)
     ages.change(1, -12)
     assert ages.younger(0) == 30 // 2
