@@ -42,6 +42,8 @@ def test_it_is_one_file_of_reasonable_size(binary: Path) -> None:
     assert [path.name for path in binary.parent.iterdir() if path.name != "build"] == ["kvproxy"]
     assert os.access(binary, os.X_OK)
     assert binary.stat().st_size < LIMIT_BYTES
+    (said,) = re.findall(r"`dist/kvproxy` \((\d+) MB\)", (ROOT / "docs" / "deployment.md").read_text())
+    assert abs(binary.stat().st_size / 1e6 - int(said)) < 3, "the page says another size"
 
 
 def test_it_says_its_version(binary: Path, tmp_path: Path) -> None:
