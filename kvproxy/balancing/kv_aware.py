@@ -33,7 +33,8 @@ class KvAwareSettings(Model):
     """Weights of the cost."""
 
     kappa: float | None = Field(default=None, ge=0, le=10)
-    """What a second of own work costs those who come after; None: rho / (1 - rho) of the pool's utilisation."""
+    """What a second of own work costs those who come after; None: rho^2 / (1 - rho) of the pool's utilisation,
+    the mean number that wait for one server."""
     stall: float = Field(default=0.05, ge=0, le=1)
     """What it costs each sequence in flight there; 0.1 goes with a constant kappa of 1."""
     hot_discount: float = Field(default=0.25, ge=0, le=1)
@@ -56,7 +57,7 @@ class KvAware:
         if self.settings.kappa is not None:
             return self.settings.kappa
         rho = self.utilisation.rho(now)
-        return rho / (1.0 - rho)
+        return rho * rho / (1.0 - rho)
 
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
         facts = request.facts

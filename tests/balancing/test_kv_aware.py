@@ -135,15 +135,15 @@ def test_reason_says_how_the_choice_stands_to_the_cache(held: dict[str, int], qu
 
 
 def test_kappa_follows_the_utilisation() -> None:
-    """rho / (1 - rho): 1 at first, near 0 in a quiet pool, at most 9."""
+    """rho^2 / (1 - rho): 0.5 at first, near 0 in a quiet pool, at most 8.1."""
     subject, candidates = policy(KvAwareSettings()), fleet(1)
-    assert subject.kappa(0.0) == pytest.approx(1.0)
+    assert subject.kappa(0.0) == pytest.approx(0.5)
     for second in range(60):
         subject.choose(ask(2), candidates, float(second))
     assert subject.kappa(60.0) < 0.1
     for _ in range(100):
         subject.choose(ask(100_000), candidates, 60.0)
-    assert subject.kappa(60.0) == pytest.approx(9.0)
+    assert subject.kappa(60.0) == pytest.approx(8.1)
 
 
 def test_without_facts_it_still_balances() -> None:
@@ -176,7 +176,7 @@ def test_what_it_learned_is_plain_data() -> None:
     learned = subject.learned(1.0)
     assert learned["samples"] == 1
     assert learned["rho"] == pytest.approx(0.5)
-    assert learned["kappa"] == pytest.approx(1.0)
+    assert learned["kappa"] == pytest.approx(0.5)
 
 
 def test_a_wrong_prediction_teaches_no_speed() -> None:
