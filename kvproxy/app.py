@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.admin.app import admin_app
 from kvproxy.admin.history import History
-from kvproxy.admin.operated import FindingLike, Reloader
+from kvproxy.admin.operated import FindingLike, Reloaded, Reloader
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.learned import show_learned
 from kvproxy.config.schema import Config
@@ -107,22 +107,22 @@ class Proxy:
         """The service behind the `kvcache` filter."""
         return next(iter(self._generation.kvcaches), None)
 
-    async def reload(self, config: Config) -> list[str]:
+    async def reload(self, config: Config) -> Reloaded:
         """Serve by this configuration from now on; running requests finish by the one before.
 
-        What did not change stays as it is: clusters with their loads and learned speeds, indexes, leases, connections.
-        Raises ConfigError, and whatever a new part raises when it is started; then nothing has changed. Answers with
-        the settings that take effect only after a restart.
+        What did not change stays as it is: endpoints with their loads, learned speeds and health, indexes, leases,
+        connections, rate limits. Raises ConfigError, and whatever a new part raises when it is started; then nothing
+        has changed.
         """
         before = self._generation
         rehearsal = replace(self._shared, metrics=Metrics())
         Generation(config, rehearsal)  # all that can be wrong with it is found without touching what runs
         after = Generation(config, self._shared, before=before)
         await self._succession.begin(after)
-        after.take_over()
+        lost = after.take_over()
         self._generation = after
         self._succession.retire(before, after)
-        return needs_restart(before.config, config)
+        return Reloaded(after_restart=tuple(needs_restart(before.config, config)), lost=lost)
 
     async def __aenter__(self) -> Proxy:
         await self._running.enter_async_context(LoopLag(self.metrics, clock=self.clock))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvproxy.balancing.tuning import departures
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.http_probe import HttpProbe
 from kvproxy.cluster.routes import Routes
@@ -59,6 +60,7 @@ class Generation:
             shared.rng,
             Services(self.clusters, routes, shared.pool),
             former=() if before is None else tuple(before.kvcaches),
+            inherited={} if before is None else before.left,
             arrivals=list(shared.arrivals),
             observers=list(shared.observers),
         )
@@ -67,14 +69,20 @@ class Generation:
         types = {**(discover({spec.name for spec in specs}) if extra is None else extra), **FILTERS}
         self._chain: ASGIApp = build_chain(specs, self._not_found, context=context, types=types)
         self.kvcaches: list[KvCache] = context.kvcaches
+        self.left: dict[str, list[object]] = context.left  # by filters, to their successors
         #: In the order they are entered; some may be running already, in the generation before.
         self.parts: list[AbstractAsyncContextManager[object]] = [*self.clusters.values(), *context.lifetimes]
 
-    def take_over(self) -> None:
-        """Clusters that stay get the settings of this configuration."""
+    def take_over(self) -> dict[str, dict[str, object]]:
+        """Clusters that stay get the settings of this configuration. Answers with the routing parameters that are lost
+        by it, by cluster: those an operator changed about a policy that another one replaces."""
+        lost: dict[str, dict[str, object]] = {}
         for name, cluster in self.clusters.items():
-            settings = self.config.clusters[name]
+            settings, policy = self.config.clusters[name], cluster.policy
             cluster.reconfigure(settings, probe=self._probe(settings))
+            if cluster.policy is not policy and (changed := departures(policy)):
+                lost[name] = changed
+        return lost
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.running += 1

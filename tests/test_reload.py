@@ -51,7 +51,7 @@ async def test_endpoints_come_and_go_and_the_rest_stays() -> None:
         proxy = running.proxy
         cluster, kvcache = proxy.clusters["default"], proxy.kvcache
         assert await served_by(running.client) == "a"
-        assert await proxy.reload(config_of({"b": b})) == []
+        assert (await proxy.reload(config_of({"b": b}))).after_restart == ()
         assert [await served_by(running.client) for _ in range(2)] == ["b", "b"]
         assert proxy.clusters["default"] is cluster
         assert proxy.kvcache is kvcache
@@ -157,7 +157,7 @@ async def test_what_needs_a_restart_is_said() -> None:
     """Listeners and pools are not moved under running connections."""
     async with two_engines() as (a, _), Proxy(config_of({"a": a})) as proxy:
         changed = config_of({"a": a}, listen="127.0.0.1:9999", pool={"max_connections": 300})
-        assert await proxy.reload(changed) == ["listen", "pool"]
+        assert (await proxy.reload(changed)).after_restart == ("listen", "pool")
 
 
 async def test_the_file_reloader_says_why_and_changes_nothing(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Protocol
 
@@ -47,10 +47,12 @@ class Reloader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Reloaded:
-    """What came of it: nothing changed where there are `errors`; `after_restart` names what a reload cannot change."""
+    """What came of it: nothing changed where there are `errors`; `after_restart` names what a reload cannot change,
+    `lost` the routing parameters, by cluster, that were changed at runtime about a policy which is used no more."""
 
     errors: tuple[Problem, ...] = ()
     after_restart: tuple[str, ...] = ()
+    lost: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
 
 class Operated(Protocol):

@@ -63,10 +63,12 @@ class SettingsRoutes:
         if reloader is None:
             raise Refused(409, Problem("", "the proxy was not started from a file", "start it with -c FILE"))
         reloaded = await reloader()
-        self._audit.write(request, "reload", before="", after="refused" if reloaded.errors else "applied")
         if reloaded.errors:
+            self._audit.write(request, "reload", before="", after="refused")
             raise Refused(422, *reloaded.errors)
-        return reply({"reloaded": True, "after_restart": list(reloaded.after_restart)})
+        told = {"after_restart": list(reloaded.after_restart), "lost": reloaded.lost}
+        self._audit.write(request, "reload", before="", after="applied", **told)
+        return reply({"reloaded": True, **told})
 
     async def _log(self, request: Request) -> Response:
         if request.method == "PATCH":

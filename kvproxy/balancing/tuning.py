@@ -30,6 +30,14 @@ class Informed(Protocol):
         ...
 
 
+def departures(policy: object) -> dict[str, object]:
+    """Parameters that somebody changed while it ran: those that differ from what a new policy begins with."""
+    if not isinstance(policy, Tunable):
+        return {}
+    first, present = type(policy.settings)().model_dump(), policy.settings.model_dump()
+    return {name: value for name, value in present.items() if value != first[name]}
+
+
 def tuned(settings: Model, changes: Mapping[str, Any]) -> Model:
     """`settings` with the changes; ConfigError with every problem (unknown name, wrong type, out of range), by name."""
     kind = type(settings)

@@ -51,15 +51,19 @@ class FileReloader:
             self._seen = self._signature()
             try:
                 config, problems = await asyncio.to_thread(self._source.load)
-                later = await self._proxy.reload(config)
+                reloaded = await self._proxy.reload(config)
             except ConfigError as error:
                 return self._refused(error.problems)
             except Exception as error:  # a part that cannot start: whatever it raises, the old ones still run
                 logger.exception("the new configuration cannot be started")
                 return self._refused([Problem("", f"a part cannot be started: {type(error).__name__}: {error}")])
             self._proxy.findings = findings_of(problems)
-            logger.info("configuration reloaded%s", f"; after a restart: {', '.join(later)}" if later else "")
-            return Reloaded(after_restart=tuple(later))
+            later = ", ".join(reloaded.after_restart)
+            logger.info("configuration reloaded%s", f"; after a restart: {later}" if later else "")
+            for cluster, changed in reloaded.lost.items():
+                values = ", ".join(f"{name}={value}" for name, value in changed.items())
+                logger.warning("cluster %s has another policy; changed at runtime and lost: %s", cluster, values)
+            return reloaded
 
     @staticmethod
     def _refused(errors: list[Problem]) -> Reloaded:

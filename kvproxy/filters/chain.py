@@ -60,10 +60,23 @@ class FilterContext:
     kvcaches: list[KvCache] = field(default_factory=list)
     #: Such services of the configuration before this one, still running: taken over if equal, else followed.
     former: tuple[KvCache, ...] = ()
+    #: What filters leave to those that take their places at the next reload, by filter name, the innermost first.
+    left: dict[str, list[object]] = field(default_factory=dict)
+    #: What those of the configuration before this one left.
+    inherited: Mapping[str, Sequence[object]] = field(default_factory=dict)
     #: Told by the router of every request it is about to route; must not raise or block.
     arrivals: list[Callable[[Exchange], None]] = field(default_factory=list)
     #: Told by the router of every request it finished, and when; must not raise or block.
     observers: list[Observer] = field(default_factory=list)
+
+    def heir(self, name: str) -> object | None:
+        """What the filter left that was called so and had this place among its like; None: there was none."""
+        inherited, place = self.inherited.get(name, ()), len(self.left.get(name, ()))
+        return inherited[place] if place < len(inherited) else None
+
+    def leave(self, name: str, what: object) -> None:
+        """Keep this for whoever takes the place of the filter that is being built, the next one of its name."""
+        self.left.setdefault(name, []).append(what)
 
 
 @dataclass(frozen=True, slots=True)

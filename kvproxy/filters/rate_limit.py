@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import math
-from dataclasses import dataclass
 
-from cachetools import LRUCache
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvproxy.config.filter_schema import RateLimitSettings
 from kvproxy.errors import ConfigError, Problem
+from kvproxy.filters.buckets import Buckets, Limit
 from kvproxy.filters.chain import FilterContext
 from kvproxy.filters.exchange import Exchange
 from kvproxy.filters.local_reply import local_reply
@@ -23,30 +22,6 @@ _BYTES_PER_TOKEN = 4
 _EVENT_END = b"\n\n"  # a stream carries about one token an event
 
 
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """One limited thing: `kind` names it in headers, errors and metrics."""
-
-    kind: str
-    per_minute: float
-    burst_minutes: float
-
-    def bucket(self, now: float) -> TokenBucket:
-        """A full bucket; it holds at least one unit, or nobody would ever be let in."""
-        capacity = max(1.0, self.per_minute * self.burst_minutes)
-        return TokenBucket(rate_per_s=self.per_minute / 60.0, capacity=capacity, now=now)
-
-    def headers(self, bucket: TokenBucket, now: float) -> Headers:
-        """`x-ratelimit-limit-*`, `-remaining-*` and `-reset-*` as OpenAI's clients read them."""
-        suffix = self.kind.encode()
-        reset_s = bucket.wait_s(bucket.capacity, now)
-        return [
-            (b"x-ratelimit-limit-" + suffix, b"%d" % self.per_minute),
-            (b"x-ratelimit-remaining-" + suffix, b"%d" % max(0.0, bucket.level(now))),
-            (b"x-ratelimit-reset-" + suffix, b"%.3fs" % reset_s),
-        ]
-
-
 class RateLimitFilter:
     """Refuses with 429 and `retry-after` what is over a limit.
 
@@ -54,16 +29,14 @@ class RateLimitFilter:
     estimate, so that a bucket may go into debt, and nobody gets in before the debt is paid.
     """
 
-    def __init__(
-        self, app: ASGIApp, *, limits: tuple[Limit, ...], max_keys: int, metrics: Metrics, clock: Clock
-    ) -> None:
+    def __init__(self, app: ASGIApp, *, buckets: Buckets, metrics: Metrics, clock: Clock) -> None:
         self._app = app
-        self._limits = limits
-        self._buckets: LRUCache[str, tuple[TokenBucket, ...]] = LRUCache(max_keys)
+        self._limits = buckets.limits
+        self._buckets = buckets
         self._metrics = metrics
         self._clock = clock
-        self._depth = metrics.queue_depth.labels("rate_limit")
-        metrics.queue_limit.labels("rate_limit").set(max_keys)
+        metrics.queue_depth.labels("rate_limit").set_function(lambda: len(buckets))
+        metrics.queue_limit.labels("rate_limit").set(buckets.max_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -71,7 +44,7 @@ class RateLimitFilter:
             return
         now = self._clock()
         exchange = Exchange.of(scope, now=now)
-        buckets = self._buckets_of(bucket_key(exchange.tenant, scope), now)
+        buckets = self._buckets.of(bucket_key(exchange.tenant, scope), now)
         if any(bucket.wait_s(1.0, now) for bucket in buckets):
             await self._refuse(buckets, now, scope, send)
             return
@@ -92,17 +65,9 @@ class RateLimitFilter:
             exchange.on_complete.append(lambda done: buckets[-1].charge(tokens_used(done, events), self._clock()))
         await self._app(scope, receive, send_counted)
 
-    def _buckets_of(self, key: str, now: float) -> tuple[TokenBucket, ...]:
-        try:
-            return self._buckets[key]
-        except KeyError:
-            buckets = self._buckets[key] = tuple(limit.bucket(now) for limit in self._limits)
-            self._depth.set(len(self._buckets))
-            return buckets
-
     def _standing(self, buckets: tuple[TokenBucket, ...], now: float) -> Headers:
         pairs = zip(self._limits, buckets, strict=True)
-        return [header for limit, bucket in pairs for header in limit.headers(bucket, now)]
+        return [header for limit, bucket in pairs for header in standing(limit, bucket, now)]
 
     async def _refuse(self, buckets: tuple[TokenBucket, ...], now: float, scope: Scope, send: Send) -> None:
         wait_s, limit = max(
@@ -120,6 +85,17 @@ class RateLimitFilter:
             metrics=self._metrics,
             headers=[(b"retry-after", b"%d" % retry_after_s), *self._standing(buckets, now)],
         )
+
+
+def standing(limit: Limit, bucket: TokenBucket, now: float) -> Headers:
+    """`x-ratelimit-limit-*`, `-remaining-*` and `-reset-*` as OpenAI's clients read them."""
+    suffix = limit.kind.encode()
+    reset_s = bucket.wait_s(bucket.capacity, now)
+    return [
+        (b"x-ratelimit-limit-" + suffix, b"%d" % limit.per_minute),
+        (b"x-ratelimit-remaining-" + suffix, b"%d" % max(0.0, bucket.level(now))),
+        (b"x-ratelimit-reset-" + suffix, b"%.3fs" % reset_s),
+    ]
 
 
 def tokens_used(exchange: Exchange, events: int) -> int:
@@ -152,10 +128,18 @@ def bucket_key(tenant: str, scope: Scope) -> str:
 
 
 def build(app: ASGIApp, settings: RateLimitSettings, context: FilterContext) -> ASGIApp:
-    """The filter around `app`. Raises ConfigError when nothing is limited."""
+    """The filter around `app`, with the buckets of the one before it at a reload. Raises ConfigError when nothing is
+    limited."""
     rates = (("requests", settings.requests_per_minute), ("tokens", settings.tokens_per_minute))
     limits = tuple(Limit(kind, rate, settings.burst) for kind, rate in rates if rate)
     if not limits:
         hint = "set requests_per_minute or tokens_per_minute"
         raise ConfigError([Problem("", "nothing is limited", hint)])
-    return RateLimitFilter(app, limits=limits, max_keys=settings.max_keys, metrics=context.metrics, clock=context.clock)
+    former = context.heir("rate_limit")
+    assert former is None or isinstance(former, Buckets)
+    if former is not None and former.same(limits, settings.max_keys):
+        buckets = former
+    else:
+        buckets = Buckets(limits, settings.max_keys, former=former)
+    context.leave("rate_limit", buckets)
+    return RateLimitFilter(app, buckets=buckets, metrics=context.metrics, clock=context.clock)

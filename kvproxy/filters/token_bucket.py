@@ -21,6 +21,11 @@ class TokenBucket:
             self._at = now
         return self._level
 
+    def resize(self, *, rate_per_s: float, capacity: float, now: float) -> None:
+        """Another rate and size from now on, as full as before; a debt grows and shrinks with the size as well."""
+        self._level = self.level(now) * (capacity / self.capacity)
+        self.rate_per_s, self.capacity = rate_per_s, capacity
+
     def charge(self, amount: float, now: float) -> None:
         """Take `amount`, whatever is there."""
         self._level = self.level(now) - amount

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
 from kvproxy.cluster.routes import Routes
@@ -15,8 +16,13 @@ from tests.support.clock import FakeClock
 NOON = datetime(2026, 1, 2, 12, 0, 0, tzinfo=UTC)
 
 
-def filter_context(*, clock: FakeClock | None = None, limits: Limits | None = None) -> FilterContext:
-    """A context whose wall clock stands at NOON."""
+def filter_context(
+    *,
+    clock: FakeClock | None = None,
+    limits: Limits | None = None,
+    inherited: Mapping[str, Sequence[object]] | None = None,
+) -> FilterContext:
+    """A context whose wall clock stands at NOON; `inherited` is what filters of an earlier one left."""
     return FilterContext(
         config=Config(limits=limits or Limits()),
         metrics=Metrics(),
@@ -24,6 +30,7 @@ def filter_context(*, clock: FakeClock | None = None, limits: Limits | None = No
         wall_clock=lambda: NOON,
         rng=random.Random(1),
         services=Services(clusters={}, routes=Routes([]), pool=UpstreamPool()),
+        inherited=inherited or {},
     )
 
 
