@@ -39,6 +39,13 @@ def test_what_still_streams_may_finish() -> None:
     assert settings()["KillMode"] == ["mixed"]
 
 
+def test_the_binary_may_unpack_and_run_what_it_unpacked() -> None:
+    """Into a directory that the unit makes, and from which code may be mapped whatever the mount says."""
+    (runtime,) = settings()["RuntimeDirectory"]
+    assert f"TMPDIR=/run/{runtime}" in settings()["Environment"]
+    assert settings()["ExecPaths"] == [f"/run/{runtime}"]
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
 def test_systemd_accepts_it_and_calls_it_well_confined(tmp_path: Path) -> None:
     """`verify` is silent; the exposure is in the best band."""
