@@ -40,9 +40,9 @@ class World:
 
 @contextlib.asynccontextmanager
 async def world(folder: Path, *, own_gateway: bool = False) -> AsyncIterator[World]:
-    """Two simulated engines and LMCache's controller; a proxy with the README's configuration (deciding by kv_aware,
-    since pages change that policy's parameters) that has answered one request and written its receipt. Port 8888 is
-    the proxy's, or that of what the commands start themselves (`own_gateway`)."""
+    """Two simulated engines and LMCache's controller; a proxy with the README's configuration that has answered one
+    request and written its receipt. Port 8888 is the proxy's, or that of what the commands start themselves
+    (`own_gateway`)."""
     level = logging.getLogger().level
     async with simulated() as place, contextlib.AsyncExitStack() as stack:
         places = {
@@ -55,7 +55,7 @@ async def world(folder: Path, *, own_gateway: bool = False) -> AsyncIterator[Wor
             "/run/secrets/kvproxy-admin": str(folder / "token"),
         }
         given = World(folder, places, {}, "")
-        text = given.told(block("README.md", "# config.yaml")).replace("least_request", "kv_aware")
+        text = given.told(block("README.md", "# config.yaml"))
         text = re.sub(r"127\.0\.0\.1:888\d", "127.0.0.1:0", text)
         (folder / "config.yaml").write_text(text)
         (folder / "token").write_text("secret\n")
