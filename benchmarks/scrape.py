@@ -26,7 +26,7 @@ import psutil
 import yaml
 
 from benchmarks import load, scrape_report
-from benchmarks.processes import Process, free_port
+from benchmarks.processes import Process, free_ports
 from benchmarks.scrape_page import MODELS, configuration, page
 from benchmarks.scrape_report import Measured, Round
 
@@ -146,10 +146,9 @@ def measure(endpoints: int, *, rounds: int, seconds: float, core: int) -> Measur
     """A proxy over that many engines, its rounds with and without a scraper in turn."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        ports = [free_port() for _ in range(endpoints)]
+        *ports, listen, admin = free_ports(endpoints + 2)
         stub = [sys.executable, "-m", "benchmarks.stub", *map(str, ports)]
         engines = stack.enter_context(Process(stub, core=core, log=folder / "stub.log"))
-        listen, admin = free_port(), free_port()
         config = folder / "config.yaml"
         config.write_text(yaml.safe_dump(configuration(ports, listen=listen, admin=admin)))
         probe = body(MODELS[0], 0)
