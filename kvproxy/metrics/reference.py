@@ -23,6 +23,9 @@ The admin listener serves them under `/metrics` in the Prometheus text format. A
 `deploy/grafana/kvproxy.json`, alert rules are in `deploy/prometheus/alerts.yaml`; [deployment](deployment.md) says
 how to install both and what to do about each alert.
 
+The page is written in slices of half a millisecond, so that a scrape delays no request, however many endpoints there
+are; [what it costs](../benchmarks/reports/scrape.md).
+
 `kvproxy serve` adds the usual figures of the process (`process_resident_memory_bytes`, `process_cpu_seconds_total`,
 `process_open_fds` and so on).
 
