@@ -5,25 +5,26 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from dataclasses import asdict, replace
 from typing import TextIO
 
 import httpx
 
 from kvproxy.errors import KvproxyError
 from kvproxy.receipts.reading import Reading
-from kvproxy.replay.compare import Comparison, Plan, compare
+from kvproxy.replay.compare import Plan, compare
 from kvproxy.replay.decided import decide_again
 from kvproxy.replay.live import LiveReplay, LiveSettings
+from kvproxy.replay.live_report import ROW, LiveReport, report_of
 from kvproxy.replay.options import DEFAULT_POLICIES
-from kvproxy.replay.outcome import summarise
 from kvproxy.replay.plot import as_html
 from kvproxy.replay.progress import ProgressBar
-from kvproxy.replay.report import Report
 from kvproxy.replay.scenario import PolicySpec
 from kvproxy.replay.settings import FleetSettings, Pace
 from kvproxy.replay.trace import Trace, read_trace
 from kvproxy.simulator.timing import EngineTiming
+
+#: As shells have it for a program that Ctrl-C ended.
+INTERRUPTED = 130
 
 
 def run(
@@ -35,7 +36,9 @@ def run(
             return _receipts(args, out)
         trace = read_trace(args.trace)
         trace = trace.first(args.requests) if args.requests else trace
-        comparison = _live(trace, args, err, transport=transport) if args.url else compare(trace, _plan(args), err=err)
+        if args.url:
+            return _live(trace, args, out, err, transport=transport)
+        comparison = compare(trace, _plan(args), err=err)
     except (KvproxyError, OSError, ValueError, httpx.HTTPError) as error:
         print(f"kvproxy replay: {error}", file=err)
         return 1
@@ -89,17 +92,34 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 
 def _live(
-    trace: Trace, args: argparse.Namespace, err: TextIO, *, transport: httpx.AsyncBaseTransport | None
-) -> Comparison:
-    """One row: whatever policy the server has."""
+    trace: Trace, args: argparse.Namespace, out: TextIO, err: TextIO, *, transport: httpx.AsyncBaseTransport | None
+) -> int:
+    """One row: whatever policy the server has. Ctrl-C leaves the report of what ended before it."""
+    if args.concurrency < 1 or args.pace < 0:
+        raise ValueError("--concurrency is at least 1, --pace is not negative")
     bar = ProgressBar(trace.requests, out=err)
     bar.begin(args.url)
     settings = LiveSettings(args.url, model=args.model, api_key=args.api_key, concurrency=args.concurrency)
-    replay = LiveReplay(trace, Pace(scale=args.pace), settings, transport=transport, progress=bar.advance)
-    outcomes = asyncio.run(replay.run())
-    bar.close()
-    summary = summarise(outcomes, max(1, len(replay.endpoints)))
-    settings = replace(settings, api_key="")
-    report = Report(trace.name, len(replay.endpoints), 0.0, trace.requests, trace.hit_ceiling(), 0.0, 0.0, "live",
-                    {"live": summary}, {"live": asdict(settings), "pace": args.pace})  # fmt: skip
-    return Comparison(report, {"live": sorted(each.ttft_s for each in outcomes if each.ttft_s is not None)})
+    pace = Pace(scale=args.pace, closed_loop=not args.open_loop)
+    replay = LiveReplay(trace, pace, settings, transport=transport, progress=bar.advance)
+    interrupted = False
+    try:
+        asyncio.run(replay.run())
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        bar.close()
+    report = report_of(trace, replay, settings, pace, interrupted=interrupted)
+    _write_live(report, args, out, [each.ttft_s for each in replay.outcomes if each.ttft_s is not None])
+    if report.summary.requests == report.summary.failed:
+        print("kvproxy replay: no request was answered", file=err)
+        return INTERRUPTED if interrupted else 1
+    return INTERRUPTED if interrupted else 0
+
+
+def _write_live(report: LiveReport, args: argparse.Namespace, out: TextIO, ttft_s: list[float]) -> None:
+    print(report.as_table(), file=out)
+    if args.json:
+        args.json.write_text(json.dumps(report.as_json(), indent=2) + "\n")
+    if args.plot:
+        args.plot.write_text(as_html(report.plotted(), {ROW: sorted(ttft_s)}))

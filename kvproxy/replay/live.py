@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import httpx
+import msgspec
 
+from kvproxy.errors import KvproxyError
+from kvproxy.replay.live_request import RequestFailed, Sent, follow
 from kvproxy.replay.outcome import Outcome
 from kvproxy.replay.prompts import prompt_text
 from kvproxy.replay.settings import Pace
-from kvproxy.replay.trace import Session, Trace, Turn
+from kvproxy.replay.trace import Trace, Turn
 from kvproxy.types import Clock
 
-_DATA = "data:"
+_CONNECT_TIMEOUT_S = 10.0
+
+
+class NoServer(KvproxyError):
+    """The server cannot be asked, or does not say what it serves."""
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
 
 
 @dataclass(frozen=True, slots=True)
 class LiveSettings:
     """Where to send, and how."""
 
-    url: str
+    url: str  # of the server, with or without the /v1 of its API
     model: str = ""  # empty: the first one the server lists
     api_key: str = ""
     concurrency: int = 256  # requests under way at once
@@ -32,7 +47,12 @@ class LiveSettings:
 
 
 class LiveReplay:
-    """Plays sessions against a URL; outcomes as in virtual time, endpoints numbered as they appear."""
+    """Plays sessions against a URL; outcomes as in virtual time, endpoints numbered as they appear.
+
+    Cancelled, it keeps the outcomes it has. In a closed loop a turn follows the end of the one before it, whatever
+    became of that; in an open loop turns come at the trace's times. All times of the trace are multiplied by the pace's
+    scale.
+    """
 
     def __init__(
         self,
@@ -52,49 +72,66 @@ class LiveReplay:
         self._slots = asyncio.Semaphore(settings.concurrency)
         headers = {"authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
         self._client = httpx.AsyncClient(
-            base_url=settings.url.rstrip("/"),
+            base_url=settings.url.rstrip("/").removesuffix("/v1"),
             headers=headers,
-            timeout=settings.timeout_s,
+            timeout=httpx.Timeout(settings.timeout_s, connect=_CONNECT_TIMEOUT_S),
             transport=transport,
             limits=httpx.Limits(max_connections=settings.concurrency),
         )
         self._endpoints: dict[str, int] = {}
-        self._outcomes: list[Outcome] = []
-        self._finished = 0
         self._model = settings.model
+        self.outcomes: list[Outcome] = []  # of requests that are over, in the order they ended
+        self.failures: Counter[str] = Counter()  # by reason
+        self.held_back = 0  # requests that had to wait here for others to end: they came later than they should
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """Names of the endpoints that answered, in the order of their numbers."""
+        """Names of the endpoints that answered, in the order of their numbers; "" for a server that names none."""
         return tuple(self._endpoints)
 
     async def run(self) -> list[Outcome]:
-        """Every request's outcome, in order of arrival. Raises httpx.HTTPError when the server lists no models."""
+        """Every request's outcome. Raises NoServer before anything was sent."""
         async with self._client:
             self._model = self._model or await self._first_model()
             started = self._clock()
             async with asyncio.TaskGroup() as tasks:
-                for number, session in enumerate(self._trace.sessions):
-                    tasks.create_task(self._play(session, number, started), name=f"replay session {number}")
-        return self._outcomes
+                for at, number, turns in self._starts():
+                    await asyncio.sleep(max(0.0, started + at - self._clock()))
+                    tasks.create_task(self._play(number, turns), name=f"replay session {number}")
+        return self.outcomes
+
+    def _starts(self) -> Iterator[tuple[float, int, tuple[Turn, ...]]]:
+        """What begins when: sessions in a closed loop, single turns in an open one."""
+        sessions, scale = self._trace.sessions, self._pace.scale
+        if self._pace.closed_loop:
+            yield from ((session.start_s * scale, number, session.turns) for number, session in enumerate(sessions))
+            return
+        timed = replace(self._pace, scale=1.0).arrivals(self._trace)
+        for at, number, turn in sorted(timed):
+            yield at * scale, number, (sessions[number].turns[turn],)
 
     async def _first_model(self) -> str:
-        response = await self._client.get("/v1/models")
-        response.raise_for_status()
-        return str(response.json()["data"][0]["id"])
+        try:
+            response = await self._client.get("/v1/models")
+            response.raise_for_status()
+            return msgspec.json.decode(response.content, type=_Models).data[0].id
+        except httpx.HTTPStatusError as error:
+            raise NoServer(f"the server answers {error.response.status_code} when asked for its models") from None
+        except httpx.HTTPError as error:
+            raise NoServer(f"{self._settings.url} cannot be reached: {error or type(error).__name__}") from None
+        except (msgspec.DecodeError, IndexError):
+            raise NoServer("the server lists no models: give one with --model") from None
 
-    async def _play(self, session: Session, number: int, started: float) -> None:
-        await asyncio.sleep(max(0.0, started + session.start_s * self._pace.scale - self._clock()))
-        for turn in session.turns:
-            await asyncio.sleep(turn.delay_s * self._pace.scale)
+    async def _play(self, number: int, turns: tuple[Turn, ...]) -> None:
+        for index, turn in enumerate(turns):
+            if index:
+                await asyncio.sleep(turn.delay_s * self._pace.scale)
+            self.held_back += self._slots.locked()
             async with self._slots:
                 await self._ask(turn, number)
-            self._finished += 1
-            self._progress(self._finished)
+            self._progress(len(self.outcomes))
 
     async def _ask(self, turn: Turn, session: int) -> None:
-        outcome = Outcome(self._clock(), turn.prompt_tokens)
-        self._outcomes.append(outcome)
         body = {
             "model": self._model,
             "prompt": prompt_text(turn, self._trace.block_size),
@@ -103,27 +140,12 @@ class LiveReplay:
             "stream_options": {"include_usage": True},
             "ignore_eos": True,
         }
-        request = self._client.stream(
-            "POST", "/v1/completions", json=body, headers={"x-session-id": f"replay-{session}"}
-        )
+        outcome, sent = Outcome(self._clock(), turn.prompt_tokens), Sent(body, f"replay-{session}")
+        header = self._settings.endpoint_header
         try:
-            async with request as response:
-                if response.status_code != httpx.codes.OK:
-                    return
-                name = response.headers.get(self._settings.endpoint_header, "")
-                outcome.endpoint = self._endpoints.setdefault(name, len(self._endpoints))
-                await self._follow(response.aiter_lines(), outcome)
-        except httpx.HTTPError:
+            name = await follow(self._client, sent, outcome, endpoint_header=header, clock=self._clock)
+            outcome.endpoint = self._endpoints.setdefault(name, len(self._endpoints))
+        except RequestFailed as failed:
+            self.failures[str(failed)] += 1
             outcome.first_token_at = None  # counted as failed, however far it came
-
-    async def _follow(self, lines: AsyncIterator[str], outcome: Outcome) -> None:
-        async for line in lines:
-            if not line.startswith(_DATA) or line.endswith("[DONE]"):
-                continue
-            if outcome.first_token_at is None:
-                outcome.first_token_at = self._clock()
-            usage = json.loads(line[len(_DATA) :]).get("usage")
-            if usage:
-                outcome.prompt_tokens = usage["prompt_tokens"]
-                outcome.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        outcome.finished_at = self._clock()
+        self.outcomes.append(outcome)

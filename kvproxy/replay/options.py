@@ -34,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     live.add_argument("--url", metavar="URL", help="send the trace's shape to this proxy or engine")
     live.add_argument("--model", default="", help="model to ask for (default: the first the server lists)")
     live.add_argument("--api-key", default="", help="sent as a bearer token")
-    live.add_argument("--pace", type=float, default=1.0, metavar="X", help="multiplies the trace's times")
+    live.add_argument(
+        "--pace", type=float, default=1.0, metavar="X", help="multiplies the trace's times (default %(default)s)"
+    )
     live.add_argument("--concurrency", type=int, default=256, help="requests under way at once (default %(default)s)")
 
 

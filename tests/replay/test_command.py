@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import io
 import json
+import signal
 from html.parser import HTMLParser
 from pathlib import Path
 
+import httpx
 import pytest
 
 from kvproxy.replay.command import run
@@ -32,7 +35,7 @@ def trace_file(tmp_path: Path) -> Path:
     return path
 
 
-def replay(*arguments: str | Path, transport: FakeServer | None = None) -> tuple[int, str, str]:
+def replay(*arguments: str | Path, transport: httpx.AsyncBaseTransport | None = None) -> tuple[int, str, str]:
     """Status, output, errors."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
@@ -87,20 +90,87 @@ def test_a_missing_or_broken_trace_is_an_error_message(tmp_path: Path) -> None:
     assert replay(tmp_path / "none.jsonl")[0] == 1
 
 
-def test_a_live_run_has_one_row(trace_file: Path) -> None:
-    """Whatever policy the server has."""
-    arguments = (trace_file, "--url", "http://proxy", "--pace", "0", "--requests", "8")
-    status, table, _ = replay(*arguments, transport=FakeServer())
+def test_a_live_run_has_one_row(trace_file: Path, tmp_path: Path) -> None:
+    """Whatever policy the server has; what each endpoint served stands below. No key is written anywhere."""
+    files = (tmp_path / "figures.json", tmp_path / "plot.html")
+    arguments = (trace_file, "--url", "http://me:secret@proxy", "--pace", "0", "--requests", "8", "--api-key", "secret")
+    status, table, _ = replay(*arguments, "--json", files[0], "--plot", files[1], transport=FakeServer())
     assert status == 0
     assert table.splitlines()[2].split()[0] == "live"
-    assert "2 instances" in table
+    assert [line.split() for line in table.splitlines()[-2:]] == [
+        ["e1", "4", "4000", "1600"],
+        ["e0", "4", "4000", "1600"],
+    ]
+    figures = json.loads(files[0].read_text())
+    assert figures["policies"]["live"]["hit_rate"] == 0.4
+    assert figures["endpoints"]["e0"] == {"requests": 4, "prompt_tokens": 4000, "cached_tokens": 1600}
+    assert "secret" not in files[0].read_text() + files[1].read_text() + table
+
+
+def test_failures_and_what_was_held_back_are_said(trace_file: Path) -> None:
+    """How many, and why."""
+    arguments = (trace_file, "--url", "http://proxy", "--pace", "0", "--requests", "8", "--concurrency", "1")
+    status, table, _ = replay(*arguments, transport=FakeServer(trouble="status"))
+    assert status == 0
+    assert "live (2 failed)" in table
+    assert "failed: 2 x status 429" in table
+    assert "7 requests were held back by --concurrency" in table
+
+
+def test_a_run_without_any_answer_is_an_error(trace_file: Path) -> None:
+    """For scripts."""
+    arguments = (trace_file, "--url", "http://proxy", "--pace", "0", "--requests", "8", "--model", "m")
+    status, table, errors = replay(*arguments, transport=Deaf())
+    assert (status, errors) == (1, "kvproxy replay: no request was answered\n")
+    assert "failed: 8 x no connection" in table
+
+
+def test_ctrl_c_leaves_what_ended_before_it(trace_file: Path, tmp_path: Path) -> None:
+    """The table and the JSON say that they are not the whole, and the exit status too."""
+    arguments = (trace_file, "--url", "http://proxy", "--pace", "0", "--requests", "8", "--concurrency", "1")
+    status, table, _ = replay(*arguments, "--json", tmp_path / "figures.json", transport=Interrupted(after=3))
+    assert status == 130
+    assert "3 of 8 requests" in table
+    assert "interrupted" in table
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert (figures["interrupted"], figures["requests"], figures["policies"]["live"]["failed"]) == (True, 3, 0)
+
+
+@pytest.mark.parametrize("option", [("--concurrency", "0"), ("--pace", "-1")])
+def test_a_wrong_live_option_is_an_error_message(trace_file: Path, option: tuple[str, str]) -> None:
+    """Before anything is sent."""
+    status, _, errors = replay(trace_file, "--url", "http://proxy", *option, transport=FakeServer())
+    assert status == 1
+    assert option[0] in errors
 
 
 def test_a_server_that_cannot_be_reached_is_an_error_message(trace_file: Path) -> None:
     """Before any request is sent: its models cannot be listed."""
     status, _, errors = replay(trace_file, "--url", "http://127.0.0.1:9", "--pace", "0")
     assert status == 1
-    assert errors
+    assert "cannot be reached" in errors
+
+
+class Deaf(httpx.AsyncBaseTransport):
+    """Takes no connection."""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused")
+
+
+class Interrupted(FakeServer):
+    """Somebody presses Ctrl-C while it answers."""
+
+    def __init__(self, *, after: int) -> None:
+        super().__init__()
+        self._after = after
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        response = await super().handle_async_request(request)
+        if len(self.bodies) > self._after:
+            signal.raise_signal(signal.SIGINT)
+            await asyncio.Event().wait()
+        return response
 
 
 class Terminal(io.StringIO):
