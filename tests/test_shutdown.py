@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import httpx
 from starlette.types import Send
@@ -93,3 +94,16 @@ def _python() -> tuple[str, ...]:
     import sys
 
     return sys.executable, "-m", "kvproxy"
+
+
+async def test_the_last_requests_are_in_the_access_log(tmp_path: Path) -> None:
+    """Lines are gathered for a moment; the end of the process loses none of them."""
+    file = tmp_path / "config.yaml"
+    async with serve(FakeEngine("a")) as url:
+        file.write_text(f"endpoints: {{a: '{url}'}}\nlisten: ':0'\nadmin: {{enabled: false}}\n")
+        async with kvproxy_serve("-c", str(file)) as kvproxy, httpx.AsyncClient(base_url=kvproxy.url) as client:
+            for _ in range(20):
+                assert (await client.post("/v1/chat/completions", json=chat())).status_code == 200
+            kvproxy.terminate()
+    lines = [line for line in kvproxy.lines if "POST /v1/chat/completions 200" in line]
+    assert len(lines) == 20

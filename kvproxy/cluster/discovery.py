@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from kvproxy.cluster.endpoint import origin_of
 from kvproxy.config import schema
+from kvproxy.config.endpoint_url import url_fault
+from kvproxy.config.environment import substitute
+from kvproxy.config.paths import dotted
 from kvproxy.errors import DiscoveryError
 
 #: Larger endpoint files are refused unread.
@@ -41,10 +45,14 @@ class Source:
 
 
 class FileDiscovery:
-    """A YAML or JSON file with a list of endpoints, or a mapping `id: url`; read off the event loop."""
+    """A YAML or JSON file with a list of endpoints, or a mapping `id: url`; read off the event loop.
 
-    def __init__(self, path: str | Path) -> None:
+    `${VAR}` and `${VAR:-default}` in its values are taken from `env`, as in the configuration itself.
+    """
+
+    def __init__(self, path: str | Path, *, env: Mapping[str, str] = os.environ) -> None:
         self._path = Path(path)
+        self._env = env
         self._text = b""
         self._parsed: tuple[schema.Endpoint, ...] = ()
 
@@ -52,7 +60,7 @@ class FileDiscovery:
         """The file's endpoints; it is parsed only when its text changed."""
         text = await asyncio.to_thread(self._read)
         if text != self._text or not self._parsed:
-            self._parsed = await asyncio.to_thread(parse_endpoints, text)
+            self._parsed = await asyncio.to_thread(parse_endpoints, text, env=self._env)
             self._text = text
         return self._parsed
 
@@ -64,12 +72,16 @@ class FileDiscovery:
         return text
 
 
-def parse_endpoints(text: bytes) -> tuple[schema.Endpoint, ...]:
-    """Endpoints from YAML or JSON; DiscoveryError for anything that is not a list of good ones with distinct ids."""
+def parse_endpoints(text: bytes, *, env: Mapping[str, str] = MappingProxyType({})) -> tuple[schema.Endpoint, ...]:
+    """Endpoints from YAML or JSON; DiscoveryError for anything that is not a list of good ones with distinct ids, and
+    for a variable that `env` has not."""
     try:
         data = yaml.safe_load(text)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise DiscoveryError(f"not YAML or JSON: {' '.join(str(error).split())}") from error
+    data, missing = substitute(data, env, dotted)
+    if missing:
+        raise DiscoveryError("; ".join(f"{problem.path}: {problem.message}" for problem in missing))
     if isinstance(data, Mapping):
         data = [{"id": str(key), "url": url} for key, url in data.items()]
     if not data or not isinstance(data, list):
@@ -83,10 +95,8 @@ def parse_endpoints(text: bytes) -> tuple[schema.Endpoint, ...]:
     if len(set(ids)) < len(ids):
         raise DiscoveryError(f"endpoint ids occur twice: {', '.join(sorted({i for i in ids if ids.count(i) > 1}))}")
     for endpoint in endpoints:
-        try:
-            origin_of(endpoint)
-        except ValueError as error:
-            raise DiscoveryError(f"{endpoint.id}: {error}") from error
+        if fault := url_fault(endpoint.url):
+            raise DiscoveryError(f"{endpoint.id}: {fault}")
     return endpoints
 
 

@@ -24,6 +24,7 @@ from kvproxy.config.schema import Config
 from kvproxy.doctor.report import Report
 from kvproxy.doctor.startup import StartupVisit
 from kvproxy.errors import Problem
+from kvproxy.listener.limits import ListenerLimits
 from kvproxy.listener.server import Server
 from kvproxy.metrics.catalog import Metrics
 
@@ -71,7 +72,7 @@ async def serve_until_signal(config: Config, problems: list[Problem], source: So
             drain_s=config.shutdown.drain,
             hurry=signals.hurry,
             tls=config.listen.tls,
-            max_connections=config.limits.connections,
+            limits=ListenerLimits.from_config(config.limits),
         )
         await listeners.enter_async_context(public)
         _show_process(proxy.metrics, public, limit=config.limits.connections)

@@ -117,7 +117,7 @@ class FileDiscovery(Model):
     """Endpoints from a YAML or JSON file (a list of endpoints), watched for changes."""
 
     path: str
-    """The file."""
+    """The file. `${VAR}` and `${VAR:-default}` in its values are replaced as they are here."""
     interval: Duration = 2.0
     """How often it is looked at."""
 

@@ -130,6 +130,17 @@ class Limits(Model):
     """The whole body must have arrived after this long; otherwise the client gets 408."""
     connections: int = Field(default=10_000, ge=1)
     """Client connections served at once; further ones get 503."""
+    head: Size = Field(default=64 * 1024, ge=4096, le=1024 * 1024)
+    """Largest request line with its header fields; a larger one gets 431."""
+    headers: int = Field(default=256, ge=16, le=10_000)
+    """Header fields of a request; more get 431."""
+    head_timeout: Duration = Field(default=20.0, le=3600)
+    """From a request's first byte (or the connection's start) to the end of its head; then 408. 0: no bound."""
+    keep_alive: Duration = Field(default=75.0, le=86_400)
+    """A client's connection without a request is closed after this long: keep it longer than what stands before the
+    proxy does. 0: never."""
+    stall_timeout: Duration = Field(default=120.0, le=86_400)
+    """A client that takes no byte of its answer for this long is gone. 0: no bound."""
 
 
 class Timeouts(Model):

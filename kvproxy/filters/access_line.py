@@ -52,6 +52,8 @@ def fields(
         line["completion_tokens"] = outcome.completion_tokens
     if exchange.request_id:
         line["request_id"] = printable(exchange.request_id)
+    if exchange.trace_id:
+        line["trace_id"] = exchange.trace_id
     if exchange.tenant:
         line["tenant"] = word(exchange.tenant)
     line["end"] = end

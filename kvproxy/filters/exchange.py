@@ -63,6 +63,7 @@ class Exchange:
         "request_id",
         "tenant",
         "trace",
+        "trace_id",
         "witness",
     )
 
@@ -78,6 +79,7 @@ class Exchange:
         self.refresh: Callable[[], None] | None = None
         self.debug = False  # the client asked for x-kvproxy-decision
         self.trace: Trace | None = None  # only for requests that `tracing` follows
+        self.trace_id = ""  # W3C, 32 hex digits; "" without `tracing`
         self.witness: Witness | None = None  # hears of this request's placements
         self.outcome = Outcome()
         #: Called by the router after every pick (a retry picks again), with the outcome's endpoint set; as below.

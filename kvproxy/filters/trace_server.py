@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from opentelemetry.context import Context
-from opentelemetry.trace import SpanContext, SpanKind, Tracer
+from opentelemetry.trace import SpanContext, SpanKind, Tracer, format_trace_id
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -48,8 +48,10 @@ class TracingFilter:
             attributes=attributes,
             start_time=base_ns + int(exchange.received_at * 1e9),
         )
-        carried = headers_of(server.get_span_context())
+        span = server.get_span_context()
+        carried = headers_of(span)
         if carried:
+            exchange.trace_id = format_trace_id(span.trace_id)
             scope = {**scope, "headers": [*(pair for pair in scope["headers"] if pair[0] not in _CONTEXT), *carried]}
         if not server.is_recording():
             await self._app(scope, receive, send)

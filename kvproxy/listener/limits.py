@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from kvproxy.config import schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,14 @@ class ListenerLimits:
     stall_timeout_s: float = 120.0
     """A client that takes no byte of its response for this long is gone."""
 
-    def with_connections(self, max_connections: int) -> ListenerLimits:
-        """The same with another bound on connections."""
-        return replace(self, max_connections=max_connections)
+    @classmethod
+    def from_config(cls, limits: schema.Limits) -> ListenerLimits:
+        """What the configuration says of the public listener."""
+        return cls(
+            max_connections=limits.connections,
+            max_head_bytes=limits.head,
+            max_headers=limits.headers,
+            head_timeout_s=limits.head_timeout,
+            keep_alive_s=limits.keep_alive,
+            stall_timeout_s=limits.stall_timeout,
+        )

@@ -73,7 +73,7 @@ class Server:
 
     Leaving stops accepting, closes idle connections, lets running requests end for at most `drain_s` (or until `hurry`
     is set), then cuts what is left and gives its apps `cut_grace_s` to notice before they are cancelled. `limits` bound
-    what clients may hold, `max_connections` among them.
+    what clients may hold.
     """
 
     def __init__(
@@ -87,18 +87,14 @@ class Server:
         hurry: asyncio.Event | None = None,
         tls: ListenerTls | None = None,
         limits: ListenerLimits | None = None,
-        max_connections: int | None = None,
         **options: Any,
     ) -> None:
         self._host = host
         self._tls = tls is not None
         if tls is not None:
             options |= {"ssl_certfile": tls.certificate, "ssl_keyfile": tls.private_key}
-        bounds = limits or ListenerLimits()
-        if max_connections is not None:
-            bounds = bounds.with_connections(max_connections)
         defaults: dict[str, Any] = {
-            "http": http_protocol(bounds),
+            "http": http_protocol(limits or ListenerLimits()),
             "loop": "none",
             "ws": "none",
             "lifespan": "off",

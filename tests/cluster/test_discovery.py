@@ -65,7 +65,7 @@ def test_a_mapping_of_urls_is_read() -> None:
         (b"[" * 600, "not YAML or JSON"),
         (b"- {id: a}", "0.url: Field required"),
         (b"- {id: a, url: 'http://x', wait: 1}", "0.wait: Extra inputs"),
-        (b"- {id: a, url: 'ftp://x'}", "a: expected http"),
+        (b"- {id: a, url: 'ftp://x'}", "a: the scheme must be http or https"),
         (b"- {id: a, url: 'http://x'}\n- {id: a, url: 'http://y'}", "occur twice: a"),
     ],
 )
@@ -73,6 +73,42 @@ def test_a_bad_file_says_why(text: bytes, complaint: str) -> None:
     """With the place where it is wrong."""
     with pytest.raises(DiscoveryError, match=complaint):
         parse_endpoints(text)
+
+
+def test_values_come_from_the_environment_as_in_the_configuration() -> None:
+    """In lists and in mappings, numbers included, with defaults, and a dollar sign where two are written."""
+    env = {"HOST": "10.0.0.7", "WEIGHT": "2.5", "KEY": "sk-1"}
+    text = b"- {id: a, url: 'http://${HOST}:${PORT:-8000}', weight: '${WEIGHT}', api_key: '${KEY}', labels: {p: $$1}}"
+    (a,) = parse_endpoints(text, env=env)
+    assert a.api_key is not None
+    assert (a.url, a.weight, a.labels["p"]) == ("http://10.0.0.7:8000", 2.5, "$1")
+    assert a.api_key.get_secret_value() == "sk-1"
+    assert [one.url for one in parse_endpoints(b"b: http://${HOST}:1", env=env)] == ["http://10.0.0.7:1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (b"- {id: a, url: 'http://${NOWHERE}:1'}", r"^\[0\].url: environment variable NOWHERE is not set$"),
+        (b"- {id: a, url: 'http://x', weight: '${heavy-1}'}", r"^\[0\].weight: a placeholder is written"),
+        (b"a: http://${NOWHERE}", "^a: environment variable NOWHERE is not set$"),
+        (b"- {id: a, url: 'http://x', weight: '${WORD}'}", "0.weight"),
+        (b"- {id: a, url: '${WORD}'}", "a: must start with http"),
+    ],
+)
+def test_a_variable_that_is_missing_or_wrong_is_named(text: bytes, complaint: str) -> None:
+    """With its place; what a variable holds is not shown."""
+    with pytest.raises(DiscoveryError, match=complaint) as caught:
+        parse_endpoints(text, env={"WORD": "sesame"})
+    assert "sesame" not in str(caught.value)
+
+
+async def test_a_files_values_come_from_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its environment is what the file is read with."""
+    path = tmp_path / "endpoints.yaml"
+    path.write_text("a: http://${ENGINE_HOST}:1\n")
+    monkeypatch.setenv("ENGINE_HOST", "127.0.0.1")
+    assert [one.url for one in await FileDiscovery(path).endpoints()] == ["http://127.0.0.1:1"]
 
 
 def test_complaints_show_no_keys() -> None:

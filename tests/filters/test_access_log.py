@@ -182,3 +182,18 @@ async def test_other_scope_types_pass(clock: FakeClock, lines: list[str]) -> Non
     """The lifespan is no request."""
     await call(sampled(Inner(), 1.0, clock), {"type": "lifespan"})
     assert lines == []
+
+
+async def test_the_trace_is_named_where_the_request_has_one(lines: list[str], clock: FakeClock) -> None:
+    """So that a line leads to its trace."""
+
+    class Traced(Served):
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            Exchange.of(scope, now=0.0).trace_id = "0af7651916cd43dd8448eb211c80319c"
+            await super().__call__(scope, receive, send)
+
+    served = Traced(clock, end="completed", status=200)
+    for format_ in ("text", "json"):
+        await call(build(served, AccessLogSettings(format=format_), filter_context(clock=clock)), http_scope())
+    assert "request_id=r-1 trace_id=0af7651916cd43dd8448eb211c80319c tenant=alice" in lines[0]
+    assert json.loads(lines[1])["trace_id"] == "0af7651916cd43dd8448eb211c80319c"

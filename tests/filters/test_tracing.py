@@ -18,7 +18,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased, Sampler
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased, Sampler
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from opentelemetry.trace import NoOpTracer, SpanKind, StatusCode
 from starlette.types import Receive, Scope, Send
@@ -443,3 +443,13 @@ def test_nothing_is_imported_unless_a_chain_names_it() -> None:
         "sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))\n"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+async def test_the_trace_id_is_known_to_the_access_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Of a request that nobody records as well: its engine and its client may."""
+    with caplog.at_level("INFO", "kvproxy.access"):
+        for sampler in (ALWAYS_ON, ALWAYS_OFF):
+            async with traced(FakeEngine("a"), sampler=sampler, filters=["access_log", *DEFAULT]) as proxy:
+                await proxy.client.post(CHAT, json=chat(), headers={"traceparent": PARENT})
+    lines = "\n".join(record.getMessage() for record in caplog.records if record.name == "kvproxy.access")
+    assert lines.count(f"trace_id={TRACE}") == 2

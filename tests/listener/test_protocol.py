@@ -381,7 +381,7 @@ async def test_no_keep_alive_time_is_no_limit() -> None:
 
 async def test_connections_over_the_bound_get_503() -> None:
     """In OpenAI's error shape, while those before them go on; a place given up is a place again."""
-    async with serve(echo, max_connections=1) as url, connect(url) as first:
+    async with serve(echo, limits=ListenerLimits(max_connections=1)) as url, connect(url) as first:
         await first.send(GET)
         await first.response()
         async with connect(url) as second:
