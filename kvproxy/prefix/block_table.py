@@ -1,264 +1,174 @@
-"""The blocks of one event source, in columns: which engine hash is which of our blocks, on which tiers, under what.
-
-Columns of machine integers rather than an object a block: a million blocks are nothing the garbage collector visits.
-"""
+"""The blocks of one event source: which engine hash is which of our blocks, and on which tiers it is."""
 
 from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
-#: Tier 0 is the engine's own memory, the only one whose gaps are tracked.
-DEVICE = 0
-#: Bits of a block's column of tiers.
+from kvproxy.prefix.prefix_match import Depths, match
+from kvproxy.prefix.runs import MAX_RUNS, Run, Runs
+
+#: Bits of a block's tiers; bit 0 is the engine's own memory.
 MAX_TIERS = 8
-
-ROOT = -1
-
-
-@dataclass(slots=True)
-class Tier:
-    """Who holds what on one tier: our hash -> mask of sources."""
-
-    name: str
-    masks: dict[int, int] = field(default_factory=dict)
 
 
 class BlockTable:
-    """One source (endpoint, rank, group). A row stays while a tier holds its block or a row hangs below it."""
+    """One source (endpoint, rank, group). A block is kept, under all its names, while it is on any tier."""
 
-    def __init__(self, slot: int, block_size: int, tiers: Sequence[Tier], *, max_rows: int, max_ghosts: int) -> None:
-        self.slot = slot
+    def __init__(self, block_size: int, *, max_rows: int, max_ghosts: int) -> None:
         self.block_size = block_size
-        self.gaps = 0  # blocks missing on the device between blocks that are there
-        self._mask = 1 << slot
-        self._tiers = tiers
-        self._max_rows = max_rows
+        self._max_rows = min(max_rows, MAX_RUNS - 2)  # a run a block at worst, and one while another is cut
         self._max_ghosts = max_ghosts
-        self._rows: dict[int, int] = {}
+        self._runs = Runs()
         self._ghosts: OrderedDict[int, int] = OrderedDict()  # removed blocks: children may still come
-        self._copies: dict[tuple[int, int], int] = {}  # further engine hashes of one of our blocks, by (tier, block)
-        self._free: list[int] = []
-        self._keys = array("Q")
-        self._blocks = array("Q")
-        self._parents = array("i")
-        self._on = array("B")  # bit per tier
-        self._children = array("I")
-        self._device_children = array("I")
+        self._aliases: dict[int, int] = {}  # a block's further engine hashes: the one its run has
+        self._names: dict[int, dict[int, int]] = {}  # of our blocks with several: tiers of each, as bits
 
     def __len__(self) -> int:
-        """Rows, those of missing blocks between present ones included."""
-        return len(self._rows)
+        """Rows: engine hashes of blocks that are there."""
+        return self._runs.blocks + len(self._aliases)
 
     def find(self, key: int) -> int | None:
         """Our hash of the block with this engine hash, also for a while after it was removed."""
-        row = self._rows.get(key)
-        return self._ghosts.get(key) if row is None else self._blocks[row]
+        place = self._place(key)
+        return self._ghosts.get(key) if place is None else place[0].blocks[place[1]]
 
-    def store(self, keys: Sequence[int], blocks: Sequence[int], parent: int | None, tier: int) -> int:
+    def match(self, hashes: array[int], guess: int) -> Depths:
+        """How much of a prompt is there."""
+        return match(self._runs.firsts, hashes, guess)
+
+    def store(self, keys: array[int], blocks: array[int], parent: int | None, tier: int) -> int:
         """Consecutive blocks are on `tier`, below the block `parent` (its engine hash, which `find` knows; None: root).
 
         Keys are distinct, and `parent` is none of them. Storing what is there changes nothing. Returns how many fitted
         into the bound.
         """
-        above = ROOT if parent is None else self._parent_row(parent)
-        known = 0
-        if not self._rows.keys().isdisjoint(keys):
-            self._forget_renamed(keys, blocks)
-            above = ROOT if parent is None else self._parent_row(parent)
-            while known < len(keys) and keys[known] in self._rows:
-                known += 1
-            self._store_each(keys[:known], blocks[:known], above, tier)
-            above = self._rows[keys[known - 1]] if known else above
-            keys, blocks = keys[known:], blocks[known:]
-        if self._rows.keys().isdisjoint(keys) and len(self._rows) + len(keys) <= self._max_rows:
-            self._store_new(keys, blocks, above, tier)
-            return known + len(keys)
-        return known + self._store_each(keys, blocks, above, tier)
+        above = None if parent is None else self._place(parent)
+        runs, bit = self._runs, 1 << tier
+        if (
+            runs.firsts.keys().isdisjoint(blocks)
+            and (above is None or runs.locate(blocks[0], above) is None)
+            and (not self._aliases or self._aliases.keys().isdisjoint(keys))
+            and len(self) + len(keys) <= self._max_rows
+            and runs.append(keys, blocks, above, bit) is not None
+        ):
+            return len(keys)
+        return self._store_stretches(keys, blocks, parent, bit)
 
     def remove(self, key: int, tier: int) -> bool:
         """The block left `tier`; False when it was not known there."""
-        row = self._rows.get(key)
-        if row is None or not self._on[row] >> tier & 1:
+        place = self._place(key)
+        if place is None:
             return False
-        self._hide(row, tier)
-        self._prune(row)
+        run, at = place
+        tiers, bit = run.on(at), 1 << tier
+        names = self._names.get(run.blocks[at]) if self._names else None
+        if not (tiers if names is None else names[key]) & bit:
+            return False
+        if names is not None:
+            names[key] ^= bit
+            if any(each & bit for each in names.values()):
+                return True
+        if tiers == bit:
+            self._vanish(run, at)
+        else:
+            run.put(at, at + 1, tiers ^ bit)
         return True
 
     def sweep(self, rows: int) -> int:
-        """Take at most so many rows' bits off the tiers, of a table nobody uses any more; returns rows left."""
-        while self._rows and rows > 0:
-            rows -= 1
-            _, row = self._rows.popitem()
-            for tier in _bits(self._on[row]):
-                self._clear_bit(tier, self._blocks[row])
-        return len(self._rows)
+        """Give up about so many rows of a table nobody uses any more; returns rows left."""
+        self._aliases.clear()
+        self._runs.sweep(rows)
+        return self._runs.blocks
 
-    def _store_new(self, keys: Sequence[int], blocks: Sequence[int], above: int, tier: int) -> None:
-        """What `_store_each` does, for blocks that are all new: nearly every event, at a third of the cost."""
-        if not keys:
-            return
-        numbers = self._spare_rows(len(keys))
-        self._rows.update(zip(keys, numbers, strict=True))
-        columns = self._keys, self._blocks, self._parents, self._on, self._children, self._device_children
-        key_of, block_of, parent_of, on, children, device_children = columns
-        masks, mask, bit, on_device = self._tiers[tier].masks, self._mask, 1 << tier, int(tier == DEVICE)
-        parent = above
-        for row, key, block in zip(numbers, keys, blocks, strict=True):
-            key_of[row], block_of[row], parent_of[row] = key, block, parent
-            on[row], children[row], device_children[row] = bit, 1, on_device
-            parent = row
-            held = masks.get(block, 0)
-            if held & mask:
-                self._copies[tier, block] = self._copies.get((tier, block), 0) + 1
+    def _place(self, key: int) -> tuple[Run, int] | None:
+        place = self._runs.find(key)
+        if place is None and self._aliases:
+            named = self._aliases.get(key)
+            return None if named is None else self._runs.find(named)
+        return place
+
+    def _store_stretches(self, keys: array[int], blocks: array[int], parent: int | None, bit: int) -> int:
+        """What is known already, as far as it goes by the same names, at once; the rest block by block."""
+        done, above = 0, parent
+        while done < len(keys):
+            place = None if above is None else self._place(above)
+            here = self._runs.locate(blocks[done], place)
+            known = 0 if here is None or self._names else _equal(here, keys, blocks, done)
+            if here is not None and known:
+                here[0].add(here[1], here[1] + known, bit)
+                done += known
+            elif self._store_one(keys[done], blocks[done], above, bit):
+                done += 1
             else:
-                masks[block] = held | mask if held else mask
-        children[parent] = device_children[parent] = 0
-        if above >= 0:
-            children[above] += 1
-            if on_device:
-                self._device_child_arrives(above)
-        for key in keys if self._ghosts else ():
-            self._ghosts.pop(key, None)
+                break
+            above = keys[done - 1]
+        return done
 
-    def _spare_rows(self, n: int) -> list[int]:
-        """Rows given back, then fresh ones at the end of the columns."""
-        given_back = min(n, len(self._free))
-        numbers = self._free[len(self._free) - given_back :]
-        del self._free[len(self._free) - given_back :]
-        fresh, end = n - given_back, len(self._keys)
-        for column in (self._keys, self._blocks, self._parents, self._on, self._children, self._device_children):
-            column.frombytes(bytes(column.itemsize * fresh))
-        numbers.extend(range(end, end + fresh))
-        return numbers
+    def _store_one(self, key: int, block: int, above: int | None, bit: int) -> bool:
+        named = self._place(key)
+        if named is not None and named[0].blocks[named[1]] != block:
+            self._forget(key, *named)
+            named = None
+        place = None if above is None else self._place(above)
+        here = self._runs.locate(block, place)
+        if named is None and len(self) >= self._max_rows:
+            return False
+        if here is None:
+            self._runs.append(array("Q", (key,)), array("Q", (block,)), place, bit)
+            return True
+        run, at = here
+        if named is None:
+            self._aliases[key] = run.keys[at]
+            self._names.setdefault(block, {run.keys[at]: run.on(at)})[key] = 0
+        if block in self._names:
+            self._names[block][key] |= bit
+        run.add(at, at + 1, bit)
+        return True
 
-    def _store_each(self, keys: Sequence[int], blocks: Sequence[int], above: int, tier: int) -> int:
-        bit = 1 << tier
-        stored = 0
-        for key, block in zip(keys, blocks, strict=True):
-            row = self._rows.get(key)
-            if row is None:
-                if len(self._rows) >= self._max_rows:
-                    break
-                row = self._row(key, block, above)
-            elif self._parents[row] != above:
-                self._move(row, above)
-            if not self._on[row] & bit:
-                self._show(row, tier)
-            above = row
-            stored += 1
-        self._prune(above)  # a parent brought back for nothing
-        return stored
-
-    def _row(self, key: int, block: int, parent: int) -> int:
-        row = self._free.pop() if self._free else self._spare_rows(1)[0]
-        self._keys[row], self._blocks[row], self._parents[row] = key, block, parent
-        self._rows[key] = row
-        if self._ghosts:
-            self._ghosts.pop(key, None)
-        if parent >= 0:
-            self._children[parent] += 1
-        return row
-
-    def _show(self, row: int, tier: int) -> None:
-        self._on[row] |= 1 << tier
-        block = self._blocks[row]
-        masks = self._tiers[tier].masks
-        held = masks.get(block)
-        if held is None:
-            masks[block] = self._mask
-        elif held & self._mask:
-            self._copies[tier, block] = self._copies.get((tier, block), 0) + 1
+    def _forget(self, key: int, run: Run, at: int) -> None:
+        """The engine gives an old hash to another block: under this name, the old block is gone."""
+        block = run.blocks[at]
+        names = self._names.get(block)
+        if names is None:
+            self._vanish(run, at)
+            return
+        del names[key]
+        if self._aliases.pop(key, None) is None:
+            other = next(iter(names))
+            del self._aliases[other]
+            for each in names.keys() - {other}:
+                self._aliases[each] = other
+            self._runs.rename(run, at, other)
+        tiers = 0
+        for each in names.values():
+            tiers |= each
+        if len(names) == 1:
+            del self._names[block]
+        if tiers:
+            run.put(at, at + 1, tiers)
         else:
-            masks[block] = held | self._mask
-        if tier == DEVICE:
-            self._device_arrives(row)
+            self._vanish(run, at)
 
-    def _hide(self, row: int, tier: int) -> None:
-        self._on[row] &= ~(1 << tier)
-        block = self._blocks[row]
-        copies = self._copies.pop((tier, block), 0) if self._copies else 0
-        if copies > 1:
-            self._copies[tier, block] = copies - 1
-        elif not copies:
-            self._clear_bit(tier, block)
-        if tier == DEVICE:
-            self._device_leaves(row)
-
-    def _clear_bit(self, tier: int, block: int) -> None:
-        masks = self._tiers[tier].masks
-        left = masks.get(block, 0) & ~self._mask
-        if left:
-            masks[block] = left
-        else:
-            masks.pop(block, None)
-
-    def _device_arrives(self, row: int) -> None:
-        if self._device_children[row]:
-            self.gaps -= 1
-        parent = self._parents[row]
-        if parent >= 0:
-            self._device_child_arrives(parent)
-
-    def _device_child_arrives(self, parent: int) -> None:
-        if not self._device_children[parent] and not self._on[parent] & 1:
-            self.gaps += 1
-        self._device_children[parent] += 1
-
-    def _device_leaves(self, row: int) -> None:
-        if self._device_children[row]:
-            self.gaps += 1
-        parent = self._parents[row]
-        if parent >= 0:
-            self._device_children[parent] -= 1
-            if not self._device_children[parent] and not self._on[parent] & 1:
-                self.gaps -= 1
-
-    def _parent_row(self, key: int) -> int:
-        row = self._rows.get(key)
-        return self._row(key, self._ghosts[key], ROOT) if row is None else row
-
-    def _move(self, row: int, parent: int) -> None:
-        """A row whose parent was not known, or was another copy of the same block, hangs below `parent` from now on."""
-        old, on_device = self._parents[row], self._on[row] & 1
-        if on_device:
-            self._device_leaves(row)
-        self._parents[row] = parent
-        if parent >= 0:
-            self._children[parent] += 1
-        if on_device:
-            self._device_arrives(row)
-        if old >= 0:
-            self._children[old] -= 1
-            self._prune(old)
-
-    def _forget_renamed(self, keys: Sequence[int], blocks: Sequence[int]) -> None:
-        """The engine gives an old hash to another block: the old block is gone, what hangs below it stays."""
-        for key, block in zip(keys, blocks, strict=True):
-            row = self._rows.get(key)
-            if row is None or self._blocks[row] == block:
-                continue
-            for tier in _bits(self._on[row]):
-                self._hide(row, tier)
-            self._prune(row)
-            self._rows.pop(key, None)
-
-    def _prune(self, row: int) -> None:
-        """Give the row back unless it is needed, then those above it that were needed only for it."""
-        while row >= 0 and not self._on[row] and not self._children[row]:
-            key, parent = self._keys[row], self._parents[row]
-            if self._rows.get(key) == row:
-                del self._rows[key]
-            self._free.append(row)
-            self._ghosts[key] = self._blocks[row]
+    def _vanish(self, run: Run, at: int) -> None:
+        """The block is on no tier any more."""
+        block = run.blocks[at]
+        names = self._names.pop(block, None) if self._names else None
+        for key in (run.keys[at],) if names is None else names:
+            self._aliases.pop(key, None)
+            self._ghosts.pop(key, None)
+            self._ghosts[key] = block
             if len(self._ghosts) > self._max_ghosts:
                 self._ghosts.popitem(last=False)
-            if parent >= 0:
-                self._children[parent] -= 1
-            row = parent
+        self._runs.drop(run, at)
 
 
-def _bits(on: int) -> Iterator[int]:
-    return (tier for tier in range(MAX_TIERS) if on >> tier & 1)
+def _equal(here: tuple[Run, int], keys: array[int], blocks: array[int], start: int) -> int:
+    """Blocks from `start` on that follow here under the same names."""
+    run, at = here
+    n = min(len(run.keys) - at, len(keys) - start)
+    if run.blocks[at : at + n] != blocks[start : start + n]:
+        n = next(i for i in range(n) if run.blocks[at + i] != blocks[start + i])
+    if run.keys[at : at + n] != keys[start : start + n]:
+        n = next(i for i in range(n) if run.keys[at + i] != keys[start + i])
+    return n

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ class Orphan:
     """A run of blocks waiting for the block before it."""
 
     parent: int | None  # None: the root, never parked
-    keys: list[int]
+    keys: array[int]
     token_ids: TokenIds
     extra: tuple[BlockExtra, ...] | None
     lora: str

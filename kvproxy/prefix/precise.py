@@ -7,18 +7,16 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
 from kvproxy.clients.kv_events.events import FULL_ATTENTION, BlockRemoved, BlockStored, EngineHash, KvEvent
-from kvproxy.prefix.block_table import DEVICE, MAX_TIERS, BlockTable, Tier
+from kvproxy.prefix.block_table import MAX_TIERS, BlockTable
 from kvproxy.prefix.hashing import mix_keys, root_seed, token_blocks
 from kvproxy.prefix.orphans import Orphan, Orphans
-from kvproxy.prefix.prefix_match import contiguous_depths, run_length
-from kvproxy.prefix.residency import Slots
 from kvproxy.types import EndpointId
 
 #: Rows of sources that were cleared or left, given up per operation.
@@ -27,8 +25,7 @@ STEP_ROWS = 1024
 _U64 = 2**64 - 1
 
 
-@dataclass(frozen=True, slots=True)
-class PreciseMatch:
+class PreciseMatch(NamedTuple):
     """Leading tokens one endpoint holds: in engine memory, then further ones on lower tiers; on its best rank."""
 
     device_tokens: int
@@ -56,9 +53,11 @@ class PreciseCounts:
     other_groups: int = 0
 
 
+_Rank = tuple[EndpointId, int]
+
+
 class _Source(NamedTuple):
-    endpoint: EndpointId
-    dp_rank: int
+    rank: _Rank
     group: int
 
 
@@ -73,8 +72,8 @@ class PreciseIndex:
         self._max_blocks = max_blocks
         self._max_orphan_blocks = max_orphan_blocks
         self._max_ghosts = max_ghosts
-        self._tiers = [Tier("GPU")]
-        self._slots: Slots[_Source] = Slots(limit=max_sources)
+        self._max_sources = max_sources
+        self._tiers = {"GPU": 0}  # by medium; 0 is the engine's own memory
         self._tables: dict[_Source, BlockTable] = {}
         self._by_size: dict[int, dict[_Source, BlockTable]] = {}  # the same, by block size
         self._orphans: dict[_Source, Orphans] = {}
@@ -88,27 +87,28 @@ class PreciseIndex:
             if isinstance(event, BlockStored):
                 self._stored(endpoint, dp_rank, event)
             elif isinstance(event, BlockRemoved):
-                self._removed(_Source(endpoint, dp_rank, event.group or 0), event)
+                self._removed(_Source((endpoint, dp_rank), event.group or 0), event)
             else:
                 self.cleared(endpoint, dp_rank)
 
     def cleared(self, endpoint: EndpointId, dp_rank: int) -> None:
         """The engine's rank holds nothing any more, on any tier."""
-        for source in [each for each in self._tables if each.endpoint == endpoint and each.dp_rank == dp_rank]:
+        for source in [each for each in self._tables if each.rank == (endpoint, dp_rank)]:
             self._retire(source)
 
     def remove(self, endpoint: EndpointId) -> None:
         """The endpoint left, or its event stream cannot be trusted any more."""
-        for source in [each for each in self._tables if each.endpoint == endpoint]:
+        for source in [each for each in self._tables if each.rank[0] == endpoint]:
             self._retire(source)
 
     def sweep(self, rows: int = STEP_ROWS) -> bool:
         """Give up at most so many rows of retired sources; True when nothing is left to sweep."""
         while self._swept and rows > 0:
             before = len(self._swept[0])
-            rows -= max(1, before - self._swept[0].sweep(rows))
-            if not len(self._swept[0]):
-                self._slots.release(self._swept.popleft().slot)
+            left = self._swept[0].sweep(rows)
+            rows -= max(1, before - left)
+            if not left:
+                self._swept.popleft()
         return not self._swept
 
     # what is known
@@ -125,38 +125,31 @@ class PreciseIndex:
 
     def rows(self, endpoint: EndpointId) -> int:
         """Blocks kept for the endpoint, over ranks and groups."""
-        return sum(len(table) for source, table in self._tables.items() if source.endpoint == endpoint)
+        return sum(len(table) for source, table in self._tables.items() if source.rank[0] == endpoint)
 
     def lookup(self, hashes_at: Callable[[int], array[int]]) -> dict[EndpointId, PreciseMatch]:
         """The match of each endpoint that holds anything. `hashes_at(block_size)` gives the prompt's token blocks,
         chained from `precise_root`.
         """
-        ranks: dict[tuple[EndpointId, int], tuple[int, int]] = {}  # total and device tokens, the least over groups
-        lower = [tier.masks for tier in self._tiers[1:] if tier.masks]
+        ranks: dict[_Rank, tuple[int, int]] = {}  # total and device tokens, the least over groups
         for size, tables in self._by_size.items():
-            hashes = hashes_at(size)
-            depths = self._device_depths(tables, hashes)
+            hashes, parting = hashes_at(size), 0
             for source, table in tables.items():
-                device = depths.get(table.slot, 0)
-                total = device + run_length(lower, hashes, device, 1 << table.slot) if lower else device
-                rank = source.endpoint, source.dp_rank
-                known = ranks.get(rank, (total * size, device * size))
-                ranks[rank] = min(total * size, known[0]), min(device * size, known[1])
+                device, total, parting = table.match(hashes, parting)
+                rank = source.rank
+                if rank in ranks:
+                    known = ranks[rank]
+                    ranks[rank] = min(total * size, known[0]), min(device * size, known[1])
+                else:
+                    ranks[rank] = total * size, device * size
         best: dict[EndpointId, PreciseMatch] = {}
         for (endpoint, dp_rank), (total, device) in ranks.items():
+            if not total:
+                continue
             old = best.get(endpoint)
-            if total and (old is None or (total, device, -dp_rank) > (old.tokens, old.device_tokens, -old.dp_rank)):
+            if old is None or (total, device, -dp_rank) > (old.tokens, old.device_tokens, -old.dp_rank):
                 best[endpoint] = PreciseMatch(device, total - device, dp_rank)
         return best
-
-    def _device_depths(self, tables: Mapping[_Source, BlockTable], hashes: array[int]) -> dict[int, int]:
-        closed = gapped = 0
-        for table in tables.values():
-            if table.gaps:
-                gapped |= 1 << table.slot
-            else:
-                closed |= 1 << table.slot
-        return contiguous_depths(self._tiers[DEVICE].masks, hashes, closed, gapped)
 
     # how
 
@@ -168,11 +161,12 @@ class PreciseIndex:
         if tier is None or not event.uniform or (event.extra is not None and len(event.extra) != event.blocks):
             self.counts.malformed += 1
             return
-        source = _Source(endpoint, dp_rank, event.group or 0)
         run = _parkable(event, tier)
-        if len({run.parent, *run.keys}) != event.blocks + 1:  # a block twice, or below itself
+        names = set(run.keys)
+        if len(names) != event.blocks or run.parent in names:  # a block twice, or below itself
             self.counts.malformed += 1
             return
+        source = _Source((endpoint, dp_rank), event.group or 0)
         table = self._table(source, event.block_tokens)
         if table is None:
             self.counts.over_bound += event.blocks
@@ -222,16 +216,14 @@ class PreciseIndex:
             self._retire(source)
             table = None
         if table is None:
-            slot = self._slots.assign(source)
-            if slot is None:
+            if len(self._tables) + len(self._swept) >= self._max_sources:
                 return None
-            table = BlockTable(slot, block_size, self._tiers, max_rows=self._max_blocks, max_ghosts=self._max_ghosts)
+            table = BlockTable(block_size, max_rows=self._max_blocks, max_ghosts=self._max_ghosts)
             self._tables[source] = self._by_size.setdefault(block_size, {})[source] = table
             self._orphans[source] = Orphans(max_blocks=self._max_orphan_blocks)
         return table
 
     def _retire(self, source: _Source) -> None:
-        self._slots.retire(source)
         del self._orphans[source]
         table = self._tables.pop(source)
         del self._by_size[table.block_size][source]
@@ -243,13 +235,10 @@ class PreciseIndex:
     def _tier(self, medium: str | None) -> int | None:
         """Index of the medium's tier, made on first sight; None beyond the bound."""
         name = (medium or "GPU").upper()
-        for index, tier in enumerate(self._tiers):
-            if tier.name == name:
-                return index
-        if len(self._tiers) == MAX_TIERS:
-            return None
-        self._tiers.append(Tier(name))
-        return len(self._tiers) - 1
+        tier = self._tiers.get(name)
+        if tier is None and len(self._tiers) < MAX_TIERS:
+            tier = self._tiers[name] = len(self._tiers)
+        return tier
 
 
 def precise_root(block_size: int, *, lora: str = "", cache_salt: str | None = None) -> int:
@@ -262,17 +251,24 @@ def _key(engine_hash: EngineHash) -> int:
     return engine_hash & _U64 if isinstance(engine_hash, int) else xxh3_64_intdigest(engine_hash)
 
 
+def _keys(engine_hashes: Sequence[EngineHash]) -> array[int]:
+    try:
+        return array("Q", engine_hashes)  # type: ignore[arg-type]
+    except (TypeError, OverflowError):
+        return array("Q", [_key(each) for each in engine_hashes])
+
+
 def _parkable(event: BlockStored, tier: int) -> Orphan:
     parent = None if event.parent is None else _key(event.parent)
     lora = event.lora_name or (f"lora_id {event.lora_id}" if event.lora_id is not None else "")
-    return Orphan(parent, [_key(each) for each in event.block_hashes], event.token_ids, event.extra, lora, tier)
+    return Orphan(parent, _keys(event.block_hashes), event.token_ids, event.extra, lora, tier)
 
 
-def _chain(run: Orphan, block_size: int, seed: int) -> Sequence[int]:
+def _chain(run: Orphan, block_size: int, seed: int) -> array[int]:
     """Our hashes of the run's blocks."""
     if run.extra is None:
         return token_blocks(run.token_ids, block_size, seed)
-    blocks = []
+    blocks = array("Q")
     for index, keys in enumerate(run.extra):
         if keys:  # the LoRA's name is in the root already, and older engines do not list it here
             seed = mix_keys(seed, (key for key in keys if key != run.lora))

@@ -1,66 +1,76 @@
-"""Longest contiguous prefix of many holders at once, over a table from block hash to a mask of holders."""
+"""How far a prompt's blocks are there without a gap: on the device, and from there on the tiers below it."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import NamedTuple
 
-from kvproxy.prefix.residency import slots_of
+from kvproxy.prefix.runs import Run
 
+#: Bit of the engine's own memory; every other bit is a lower tier's.
+DEVICE = 1
+LOWER = 0xFE
 
-def contiguous_depths(masks: Mapping[int, int], hashes: array[int], closed: int, gapped: int) -> dict[int, int]:
-    """Leading blocks by slot (absent: none). `closed` holders have no gaps and are searched by halving; `gapped` ones
-    block by block.
-    """
-    depths: dict[int, int] = {}
-    if hashes and closed:
-        _halve(masks, hashes, closed, depths)
-    if gapped:
-        _step(masks, hashes, gapped, depths)
-    return depths
+_MISSING = {mask: bytes(not tiers & mask for tiers in range(256)) for mask in (DEVICE, LOWER)}
 
 
-def run_length(tiers: Sequence[Mapping[int, int]], hashes: array[int], start: int, holder: int) -> int:
-    """Blocks from `start` on that the holder has on any of the tiers, up to the first it has not."""
-    for index in range(start, len(hashes)):
-        block = hashes[index]
-        if not any(masks.get(block, 0) & holder for masks in tiers):
-            return index - start
-    return len(hashes) - start
+class Depths(NamedTuple):
+    """Leading blocks on the device, and those with the ones that follow on lower tiers."""
+
+    device: int
+    total: int
+    parting: int  # where the prompt last left a run before its end; a good guess for the next source
 
 
-def _halve(masks: Mapping[int, int], hashes: array[int], holders: int, depths: dict[int, int]) -> None:
-    """Between two depths with the same holders nothing changes; elsewhere look in the middle."""
-    n = len(hashes)
-    deepest = masks.get(hashes[n - 1], 0) & holders
-    for slot in slots_of(deepest):
-        depths[slot] = n
-    todo = [(0, holders, n, deepest)] if deepest != holders else []
-    while todo:
-        low, at_low, high, at_high = todo.pop()
-        while high - low > 1:
-            middle = (low + high) // 2
-            here = masks.get(hashes[middle - 1], 0) & holders
-            if here == at_high:
-                high = middle
-            elif here == at_low:
-                low = middle
-            else:
-                todo.append((middle, here, high, at_high))
-                high, at_high = middle, here
-        for slot in slots_of(at_low & ~at_high if low else 0):
-            depths[slot] = low
+def match(firsts: Mapping[int, Run], hashes: array[int], guess: int = 0) -> Depths:
+    """Since a hash names its whole prefix, a block follows the one above it in its run or begins a run."""
+    depth, n, device = 0, len(hashes), -1
+    while depth < n:
+        run = firsts.get(hashes[depth])
+        if run is None:
+            break
+        blocks, start = run.blocks, run.start
+        count = len(blocks) - start
+        if depth + count > n or blocks[-1] != hashes[depth + count - 1]:
+            count = _common(blocks, start, hashes, depth, guess)
+            guess = depth + count
+        here = 0
+        if device < 0:
+            here = count if run.mixed is None and run.tiers & DEVICE else _leading(run, 0, count, DEVICE)
+            if here < count:
+                device = depth + here
+        if device >= 0:
+            here = _leading(run, here, count, LOWER)
+            if here < count:
+                return Depths(device, depth + here, guess)
+        depth += count
+    return Depths(depth if device < 0 else device, depth, guess)
 
 
-def _step(masks: Mapping[int, int], hashes: array[int], holders: int, depths: dict[int, int]) -> None:
-    depth = 0
-    for block in hashes:
-        here = masks.get(block, 0) & holders
-        for slot in slots_of(holders ^ here if depth else 0):
-            depths[slot] = depth
-        holders = here
-        if not holders:
-            return
-        depth += 1
-    for slot in slots_of(holders if depth else 0):
-        depths[slot] = depth
+def _leading(run: Run, skip: int, count: int, mask: int) -> int:
+    """How many of the run's first `count` blocks, the first `skip` given, come before one on none of these tiers."""
+    if run.mixed is None:
+        return count if run.tiers & mask else skip
+    found = run.mixed[run.start + skip : run.start + count].translate(_MISSING[mask]).find(1)
+    return count if found < 0 else skip + found
+
+
+def _common(blocks: array[int], start: int, hashes: array[int], depth: int, guess: int) -> int:
+    """Leading blocks the run shares with the prompt from `depth` on, at least one; once apart they never meet again."""
+    low, high = 1, min(len(blocks) - start, len(hashes) - depth)
+    if low < guess - depth < high:
+        middle = guess - depth
+        if blocks[start + middle - 1] != hashes[depth + middle - 1]:
+            high = middle - 1
+        elif blocks[start + middle] != hashes[depth + middle]:
+            return middle
+        else:
+            low = middle + 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if blocks[start + middle - 1] == hashes[depth + middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
