@@ -18,6 +18,8 @@ from kvproxy.filters.access_line import as_text, fields
 from kvproxy.filters.exchange import Exchange
 from kvproxy.receipts.explain import explain
 from kvproxy.receipts.receipt import Attempt, Candidate, Receipt
+from kvproxy.replay.live_report import LiveReport
+from kvproxy.replay.outcome import Summary
 from kvproxy.types import EndpointId
 from tests.docs.blocks import ROOT, block, blocks
 from tests.support.fake_engine import FakeEngine
@@ -72,6 +74,15 @@ async def _decision_header() -> str:
     return f"x-kvproxy-decision: {answer.headers['x-kvproxy-decision']}"
 
 
+async def _live_replay() -> str:
+    summary = Summary(1200, 12, 0.412, 0.288, 0.93, 2.104, 3.271, 0.431, 1.08, 0.0, 3.14)
+    endpoints = {
+        name: {"requests": requests, "prompt_tokens": prompt, "cached_tokens": cached}
+        for name, requests, prompt, cached in [("vllm-a", 611, 7912344, 3391200), ("vllm-b", 577, 7466120, 3242880)]
+    }
+    return LiveReport("conv", 1200, 0.47, summary, endpoints, {"status 429": 12}, 0, False, {}).as_table()
+
+
 async def _pixius_checks() -> str:
     checks = await load(ROOT / "samples" / "pixiu-mock" / "run.py").run()
     return "\n".join(f"{'ok  ' if holds else 'FAIL'} {name}" for name, holds in checks.items())
@@ -83,6 +94,7 @@ PRINTED: dict[tuple[str, str], Callable[[], Any]] = {
     ("docs/doctor.md", "fix: set"): _doctor,
     ("docs/receipts.md", "What happened"): _explained,
     ("docs/operations.md", "x-kvproxy-decision:"): _decision_header,
+    ("docs/replay.md", "hit ceiling"): _live_replay,
     ("samples/pixiu-mock/README.md", "engine a tokenized"): _pixius_checks,
 }
 #: A picture (looked at below), and what a run against real engines printed (make test-real prints it anew).
