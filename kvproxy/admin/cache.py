@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from kvproxy.admin.counts import by_label
-from kvproxy.admin.operated import Operated
+from kvproxy.admin.operated import FindingLike, Operated
 from kvproxy.admin.replies import Refused, limit_of, reply
 from kvproxy.errors import Problem
 from kvproxy.kvcache.hot_prefixes import hot_prefixes
@@ -37,6 +39,7 @@ class CacheRoutes:
             "predicted_tokens": by_label(metrics.kv_predicted_tokens, "source"),
             "reused_tokens": by_label(metrics.kv_reused_tokens, "source"),
             "results": by_label(metrics.kv_predictions, "result"),
+            "alarms": [{"where": one.where, "what": one.what, "fix": one.fix} for one in self._alarms()],
         }
         return reply(
             {
@@ -54,6 +57,9 @@ class CacheRoutes:
 
     async def _leases(self, request: Request) -> Response:
         return reply({"leases": leases(self._parts(), self._operated.clock())})
+
+    def _alarms(self) -> Sequence[FindingLike]:
+        return self._parts().learning.scores.alarms()
 
     def _parts(self) -> Parts:
         kvcache = self._operated.kvcache

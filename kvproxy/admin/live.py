@@ -14,7 +14,7 @@ from kvproxy.admin.decisions import last_decisions
 from kvproxy.admin.endpoints import endpoint_status
 from kvproxy.admin.health import readiness
 from kvproxy.admin.history import History
-from kvproxy.admin.operated import Operated
+from kvproxy.admin.operated import FindingLike, Operated
 from kvproxy.admin.routing import routing_status
 from kvproxy.filters.recent import Tally
 from kvproxy.kvcache.hot_prefixes import hot_prefixes
@@ -71,7 +71,7 @@ class LiveView:
             "decisions": last_decisions(operated, DECISIONS),
             "findings": [
                 {"severity": str(one.severity), "where": one.where, "what": one.what, "fix": one.fix}
-                for one in operated.findings
+                for one in (*operated.findings, *self._alarms())
             ],
         }
 
@@ -103,6 +103,10 @@ class LiveView:
             "cached_tokens": [one.cached_tokens for one in samples],
             "predicted_tokens": [one.predicted_tokens for one in samples],
         }
+
+    def _alarms(self) -> Sequence[FindingLike]:
+        kvcache = self._operated.kvcache
+        return () if kvcache is None else kvcache.parts.learning.scores.alarms()
 
     def _cache(self, now: float) -> dict[str, object] | None:
         kvcache = self._operated.kvcache

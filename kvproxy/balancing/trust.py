@@ -30,6 +30,10 @@ class Trust:
         self._max_endpoints = max_endpoints
         self._records: dict[EndpointId, _Record] = {}
 
+    def __contains__(self, endpoint: object) -> bool:
+        """Whether an unbacked claim about it was ever put to the test."""
+        return endpoint in self._records
+
     def share(self, endpoint: EndpointId) -> float:
         """Of an unbacked claim that is believed, 0 to 1."""
         record = self._records.get(endpoint)

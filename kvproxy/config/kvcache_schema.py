@@ -180,6 +180,9 @@ class KvCacheSettings(Model):
     policy does not weigh matches itself (kv_aware and its peers do)."""
     engine_metrics_interval: Duration = 5.0
     """How often each engine's `/metrics` is read (KV usage, queue, cache size), never for a request; 0: never."""
+    learn_capacity: bool = True
+    """Correct the size of each engine's cache by what it reuses (an eighth to eight times what its `/metrics` say);
+    other clients of the same engines are accounted for that way. KV events that miss nothing make it needless."""
     kv_events: bool = False
     """Follow the KV events of engines that publish them (vLLM's `--kv-events-config`); others are left alone."""
     kv_event_sources: EventSources = EventSources()

@@ -133,6 +133,7 @@ def result_of(exchange: Exchange) -> Result:
         prefilled=outcome.ttft_s is not None and 200 <= outcome.status < 300 and outcome.end != "engine_error",
         prompt_tokens=outcome.prompt_tokens,
         cached_tokens=outcome.cached_tokens,
+        request_id=exchange.request_id,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from kvproxy.balancing.policy import FactSource, Overlap, OverlapFacts
+from kvproxy.balancing.trust import Trust
 from kvproxy.types import EndpointId
 
 
@@ -20,20 +21,23 @@ class Claim:
 
 
 def merged(
-    local: Mapping[EndpointId, Overlap], claims: Iterable[Claim], *, prompt_tokens: int
+    local: Mapping[EndpointId, Overlap], claims: Iterable[Claim], *, prompt_tokens: int, trust: Trust
 ) -> dict[EndpointId, Overlap]:
     """Local knowledge with the claims of a lookup laid over it.
 
     LMCache speaks of host and disk tiers, so what a claim adds to an endpoint's match is lower-tier. Claims of nothing
-    are passed over, and none counts for more than the prompt has.
+    are passed over, and none counts for more than the prompt has. What nothing else backs counts for what earlier such
+    claims about that endpoint proved worth.
     """
     found = dict(local)
     for claim in claims:
         known = found.get(claim.endpoint)
         tokens = min(claim.tokens, prompt_tokens)
-        if tokens > (0 if known is None else known.tokens):
+        backed = 0 if known is None else known.tokens
+        if tokens > backed:
             device = 0 if known is None else known.device_tokens
-            found[claim.endpoint] = Overlap(device, tokens - device, claim.source)
+            believed = trust.believed(claim.endpoint, tokens, backed)
+            found[claim.endpoint] = Overlap(device, believed - device, claim.source, 0.0, tokens, backed)
     return found
 
 

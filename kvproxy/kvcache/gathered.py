@@ -59,3 +59,4 @@ class Result:
     prefilled: bool  # a first byte of a good answer came
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
+    request_id: str = ""

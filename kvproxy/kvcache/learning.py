@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Collection
+
 from kvproxy.balancing.policy import FactSource
+from kvproxy.kvcache.accounts import Accounts
 from kvproxy.kvcache.gathered import Gathered, Result
 from kvproxy.kvcache.lookup import Lookups
 from kvproxy.kvcache.ratio import BytesPerToken
+from kvproxy.kvcache.scores import Scores
 from kvproxy.kvcache.selfcheck import EmptyLookups
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
-from kvproxy.types import EndpointId
+from kvproxy.prefix.holding import Claim
+from kvproxy.types import Clock, EndpointId
+
+log = logging.getLogger("kvproxy.kvcache")
 
 
 def tolerance_tokens(predicted_tokens: int) -> int:
@@ -20,66 +28,104 @@ def tolerance_tokens(predicted_tokens: int) -> int:
     return min(predicted_tokens // 2, 64) + predicted_tokens // 8
 
 
-class Learning:
-    """Settles what was promised about a request, corrects the sources, and keeps the score by source."""
+#: Who speaks for LMCache.
+LOOKUPS = frozenset({FactSource.LMCACHE_CONTROLLER, FactSource.LMCACHE_COORDINATOR})
 
-    def __init__(self, *, ratios: BytesPerToken, lookups: Lookups, metrics: Metrics) -> None:
+
+class Learning:
+    """Settles what was promised about a request, corrects the sources, and keeps the score by endpoint and source.
+
+    One that takes over from a `former` keeps its scores and accounts.
+    """
+
+    def __init__(
+        self,
+        *,
+        ratios: BytesPerToken,
+        lookups: Lookups,
+        metrics: Metrics,
+        clock: Clock,
+        former: Learning | None = None,
+    ) -> None:
         self._ratios = ratios
         self._lookups = lookups
         self._empty = EmptyLookups()
-        self._metrics = metrics
-        self._scores: dict[FactSource, _Score] = {}
+        self.scores: Scores = Scores(metrics, clock=clock) if former is None else former.scores
+        self.accounts: Accounts = Accounts() if former is None else former.accounts
+        metrics.kv_prediction_alarm.read(self.scores.alarm_series)
+        metrics.endpoint_hit_ratio.read(self.accounts.hit_series)
+        metrics.engine_foreign_ratio.read(self.accounts.foreign_series)
 
     def finished(self, gathered: Gathered, result: Result) -> None:
         """The request is over, however it went. Once a request."""
-        cached = result.cached_tokens if result.prefilled else None
-        if result.endpoint is not None and cached is not None:
-            self._compare(gathered, result.endpoint, cached)
-            if gathered.holders_named is not None:
-                ever_hit = self._lookups.hits > 0
-                self._empty.observe(cached_tokens=cached, holders_named=gathered.holders_named, ever_hit=ever_hit)
+        local, endpoint = gathered.local, result.endpoint
         claim, gathered.claim = gathered.claim, None
+        lost = False
+        if result.prefilled and endpoint is not None:
+            predicted = gathered.facts.matched_tokens(endpoint)
+            cached = result.cached_tokens
+            self.accounts.served(
+                (gathered.cluster.name, endpoint),
+                prompt_tokens=gathered.facts.prompt_tokens if result.prompt_tokens is None else result.prompt_tokens,
+                cached_tokens=cached or 0,
+                predicted_tokens=predicted,
+            )
+            if cached is not None:
+                if claim is not None and claim.endpoint == endpoint and endpoint not in local.exact:
+                    lost = self._size(gathered, claim, result, cached)
+                self._compare(gathered, endpoint, result.request_id, predicted, cached)
         if claim is not None:
-            gathered.local.settle(claim, prefilled=result.prefilled)
-        elif result.endpoint is not None and result.prefilled:  # routed by somebody else
-            gathered.local.approximate.insert(result.endpoint, gathered.hashes)
+            local.settle(claim, prefilled=result.prefilled)
+        if endpoint is not None and result.prefilled and (claim is None or lost):  # routed by somebody else
+            local.approximate.insert(endpoint, gathered.hashes)
         if result.prompt_tokens is not None and result.prefilled:
             self._ratios.observe(gathered.model, gathered.prompt_bytes, result.prompt_tokens)
 
-    def _compare(self, gathered: Gathered, endpoint: EndpointId, cached_tokens: int) -> None:
+    def keep(self, present: Collection[tuple[str, EndpointId]]) -> None:
+        """Forget all endpoints but these."""
+        self.scores.keep(present)
+        self.accounts.keep(present)
+
+    def _size(self, gathered: Gathered, claim: Claim, result: Result, cached_tokens: int) -> bool:
+        """What the response says about the room at its endpoint; True when it lost all that it held."""
+        tokens = result.prompt_tokens
+        bytes_per_token = gathered.prompt_bytes / tokens if tokens else self._ratios.of(gathered.model)
+        lost = gathered.local.capacities.observe(claim, int(cached_tokens * bytes_per_token) // TEXT_BLOCK_BYTES)
+        if lost:
+            log.info(
+                "[kvcache] %s/%s reuses nothing of what it was sent, not even what it was sent just now: forgotten "
+                "(a restart, or its cache was cleared)",
+                gathered.cluster.name,
+                claim.endpoint,
+            )
+        return lost
+
+    def _compare(
+        self, gathered: Gathered, endpoint: EndpointId, request_id: str, predicted: int, cached_tokens: int
+    ) -> None:
         """A contradicted prefix leaves the index at once; believing it longer would send more requests astray."""
-        overlap = gathered.facts.by_endpoint.get(endpoint)
-        predicted = gathered.facts.matched_tokens(endpoint)
-        if overlap is None:
-            return
-        if overlap.source is FactSource.PRECISE:
-            gathered.local.trust.observe(endpoint, overlap.claimed_tokens, overlap.backed_tokens, cached_tokens)
-        if not predicted:
+        local, overlap = gathered.local, gathered.facts.by_endpoint.get(endpoint)
+        source = None if overlap is None else overlap.source
+        for trust, speaks in ((local.trust, source is FactSource.PRECISE), (local.lookup_trust, source in LOOKUPS)):
+            claimed, backed = (overlap.claimed_tokens, overlap.backed_tokens) if overlap and speaks else (0, 0)
+            trust.observe(endpoint, claimed, backed, cached_tokens)
+        if gathered.holders_named is not None:
+            ever_hit = self._lookups.hits > 0
+            self._empty.observe(cached_tokens=cached_tokens, holders_named=gathered.holders_named, ever_hit=ever_hit)
+        if source is None or not predicted:
             return
         contradicted = cached_tokens + tolerance_tokens(predicted) < predicted
-        source = overlap.source
-        self._count(source, predicted, cached_tokens, contradicted)
+        self.scores.count(
+            gathered.cluster.name,
+            endpoint,
+            source,
+            predicted=predicted,
+            cached=cached_tokens,
+            contradicted=contradicted,
+            request_id=request_id,
+        )
         if contradicted:
             bytes_per_token = self._ratios.of(gathered.model)
             cached_blocks = int(cached_tokens * bytes_per_token) // TEXT_BLOCK_BYTES
-            gathered.local.approximate.contradict(endpoint, gathered.hashes, cached_blocks)
+            local.approximate.contradict(endpoint, gathered.hashes, cached_blocks)
             self._lookups.contradicted(endpoint, gathered.hashes, cached_tokens)
-
-    def _count(self, source: FactSource, predicted: int, cached: int, contradicted: bool) -> None:
-        score = self._scores.get(source)
-        if score is None:
-            score = self._scores[source] = _Score(self._metrics, source)
-        result = score.miss if cached == 0 else score.partial if contradicted else score.hit
-        result.value += 1.0
-        score.predicted.value += predicted
-        score.reused.value += min(predicted, cached)
-
-
-class _Score:
-    """Kept children of one source."""
-
-    def __init__(self, metrics: Metrics, source: FactSource) -> None:
-        results = (metrics.kv_predictions.labels(source.value, result) for result in ("miss", "partial", "hit"))
-        self.miss, self.partial, self.hit = results
-        self.predicted = metrics.kv_predicted_tokens.labels(source.value)
-        self.reused = metrics.kv_reused_tokens.labels(source.value)

@@ -12,6 +12,7 @@ from kvproxy.balancing.policy import FactSource, Overlap
 from kvproxy.balancing.trust import Trust
 from kvproxy.clients.tokens import TokenIds
 from kvproxy.prefix.approximate import ApproximateIndex
+from kvproxy.prefix.capacities import Capacities
 from kvproxy.prefix.hashed_tokens import HashedTokens
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, root_seed, token_blocks
 from kvproxy.prefix.holding import Claim
@@ -44,21 +45,24 @@ class LocalSources:
     routed where, heat and trust; events it follows anew.
     """
 
-    def __init__(self, *, endpoints: int, former: LocalSources | None = None) -> None:
+    def __init__(self, *, endpoints: int, learn_capacity: bool = True, former: LocalSources | None = None) -> None:
         self.precise = PreciseIndex()
         self.exact: Collection[EndpointId] = frozenset()
         self.loras: LRUCache[str, None] = LRUCache(MAX_LORAS)  # adapters that events spoke of
         if former is None:
             self.approximate = ApproximateIndex(capacity_blocks=DEFAULT_CAPACITY_BLOCKS)
+            self.capacities = Capacities(self.approximate)
             self.hot = HotBlocks(endpoints=endpoints)
-            self.trust = Trust()
+            self.trust, self.lookup_trust = Trust(), Trust()  # in what KV events say, and in what LMCache says
             self.started_at: dict[EndpointId, float] = {}  # when each engine's process began, by its own clock
             self.sessions = SessionHashes()
             self._in_flight: dict[EndpointId, int] = {}
         else:
-            self.approximate, self.hot, self.trust = former.approximate, former.hot, former.trust
+            self.approximate, self.capacities, self.hot = former.approximate, former.capacities, former.hot
+            self.trust, self.lookup_trust = former.trust, former.lookup_trust
             self.started_at, self._in_flight = former.started_at, former._in_flight
             self.sessions = former.sessions
+        self.capacities.learning = learn_capacity
         self._seed = lru_cache(_REMEMBERED_SEEDS)(_seed)
         self._precise_root = lru_cache(_REMEMBERED_SEEDS)(precise_root)
 
@@ -153,7 +157,7 @@ class LocalSources:
         if before is not None and started_at <= before + _SAME_START_S:
             return False
         if before is not None:
-            self.forget(endpoint)
+            self.lose(endpoint)
         self.started_at[endpoint] = started_at
         return before is not None
 
@@ -162,4 +166,12 @@ class LocalSources:
         their own business.)"""
         self.started_at.pop(endpoint, None)
         self.approximate.remove(endpoint)
-        self.trust.forget(endpoint)
+        self.capacities.forget(endpoint)
+        for trust in (self.trust, self.lookup_trust):
+            trust.forget(endpoint)
+
+    def lose(self, endpoint: EndpointId) -> None:
+        """The engine began anew: it holds nothing; its capacity is what it was."""
+        self.approximate.clear(endpoint)
+        for trust in (self.trust, self.lookup_trust):
+            trust.forget(endpoint)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from kvproxy.balancing.policy import FactSource
 from kvproxy.clients.engine_metrics import EngineMetrics
+from kvproxy.types import EndpointId
 
 if TYPE_CHECKING:
     from kvproxy.kvcache.parts import Parts
@@ -25,6 +27,32 @@ def utilisation(parts: Parts) -> Series:
             capacity = approximate.capacity(endpoint.id)
             if capacity:
                 yield (name, str(endpoint.id)), approximate.blocks(endpoint.id) / capacity
+
+
+def capacities(parts: Parts) -> Series:
+    """Blocks each endpoint has room for, as its engine says and as it proved."""
+    for name, cluster in parts.clusters.items():
+        local = parts.local[name]
+        for endpoint in cluster.endpoints:
+            yield (name, str(endpoint.id), "told"), local.capacities.told(endpoint.id)
+            yield (name, str(endpoint.id), "learned"), local.approximate.capacity(endpoint.id)
+
+
+def trust(parts: Parts) -> Series:
+    """How far each source is believed about each endpoint, where nothing else backs it and it was ever tried."""
+    for name, cluster in parts.clusters.items():
+        for endpoint in cluster.endpoints:
+            for source, share in shares(parts, name, endpoint.id).items():
+                yield (name, str(endpoint.id), source), share
+
+
+def shares(parts: Parts, cluster: str, endpoint: EndpointId) -> dict[str, float]:
+    """The same of one endpoint, by source."""
+    local, provider = parts.local[cluster], parts.lookups.provider
+    sources = {FactSource.PRECISE: local.trust}
+    if provider is not None:
+        sources[provider.source] = local.lookup_trust
+    return {source.value: one.share(endpoint) for source, one in sources.items() if endpoint in one}
 
 
 def kv_usage(parts: Parts) -> Series:

@@ -18,7 +18,7 @@ from kvproxy.kvcache.guard import Guard
 from kvproxy.kvcache.learning import Learning
 from kvproxy.kvcache.local import LocalSources
 from kvproxy.kvcache.lookup import Lookups
-from kvproxy.kvcache.occupancy import PRECISE_ROW_BYTES, engine_requests, kv_usage, utilisation
+from kvproxy.kvcache.occupancy import PRECISE_ROW_BYTES, capacities, engine_requests, kv_usage, trust, utilisation
 from kvproxy.kvcache.ratio import BytesPerToken
 from kvproxy.kvcache.remote import Remote
 from kvproxy.kvcache.signals import HostUse, Signals
@@ -55,7 +55,9 @@ class Parts:
         self.engines = Engines(self.pool, timeout_s=settings.request_timeout, tokenizer_url=settings.vllm_endpoint)
         known = {} if former is None else former.local
         self.local: dict[str, LocalSources] = {
-            name: LocalSources(endpoints=len(cluster.endpoints), former=known.get(name))
+            name: LocalSources(
+                endpoints=len(cluster.endpoints), learn_capacity=settings.learn_capacity, former=known.get(name)
+            )
             for name, cluster in clusters.items()
         }
         self.ratios: BytesPerToken = BytesPerToken() if former is None else former.ratios
@@ -68,9 +70,15 @@ class Parts:
         max_age_s = _STALE_INTERVALS * settings.engine_metrics_interval + _STALE_S
         self.signals = Signals(settings.cache_strategy, clock=clock, max_age_s=max_age_s)
         self.upkeep = shared.upkeep(self, rng)
+        self.learning: Learning = Learning(
+            ratios=self.ratios,
+            lookups=self.lookups,
+            metrics=metrics,
+            clock=clock,
+            former=None if former is None else former.learning,
+        )
         self.watch: Watch = shared.watch(self, sample_host, None if former is None else former.watch)
         self.streams = shared.streams(self) if settings.kv_events else None
-        self.learning = Learning(ratios=self.ratios, lookups=self.lookups, metrics=metrics)
         self.warm = warm_restart(
             self, settings.snapshot, fresh=former is None, metrics=metrics, clock=clock, wall_clock=wall_clock
         )
@@ -84,6 +92,12 @@ class Parts:
         """LMCache instance ids of every endpoint there is."""
         return frozenset(endpoint.instance_id for endpoint in self.endpoints())
 
+    def tick(self) -> None:
+        """Between requests."""
+        present = {(name, one.id) for name, cluster in self.clusters.items() for one in cluster.endpoints}
+        self.learning.keep(present)
+        self.upkeep.tick()
+
     def _show(self, metrics: Metrics) -> None:
         """Sizes are read when somebody asks for them."""
         sources, memory = self.local.values(), self.tokens.memory
@@ -95,6 +109,8 @@ class Parts:
         size.labels("approximate").set_function(lambda: sum(s.approximate.estimated_bytes for s in sources))
         size.labels("precise").set_function(lambda: self._precise_blocks() * PRECISE_ROW_BYTES)
         metrics.kv_index_utilisation.read(lambda: utilisation(self))
+        metrics.kv_index_capacity.read(lambda: capacities(self))
+        metrics.kv_trust.read(lambda: trust(self))
         metrics.engine_kv_usage.read(lambda: kv_usage(self))
         metrics.engine_requests.read(lambda: engine_requests(self))
         metrics.kv_token_memory_entries.set_function(lambda: len(memory))
@@ -154,7 +170,8 @@ class _Shared:
             lookups=parts.lookups,
             ratios=parts.ratios,
             sample_host=sample_host,
-            on_round=parts.upkeep.tick,
+            accounts=parts.learning.accounts,
+            on_round=parts.tick,
             former=former,
         )
 

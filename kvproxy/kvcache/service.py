@@ -207,7 +207,7 @@ class KvCache:
             cache_salt=gathered.request.cache_salt,
         )
         claims = gathered.named
-        found = merged(known, claims, prompt_tokens=prompt_tokens) if claims else known
+        found = merged(known, claims, prompt_tokens=prompt_tokens, trust=local.lookup_trust) if claims else known
         hot_tokens = int(gathered.hot_blocks * TEXT_BLOCK_BYTES / bytes_per_token)
         gathered.facts = OverlapFacts(prompt_tokens, found, hot_tokens)
         gathered.preferred = None

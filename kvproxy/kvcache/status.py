@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from kvproxy.clients.kv_events.status import StreamState, StreamStatus
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.kvcache.occupancy import PRECISE_ROW_BYTES
+from kvproxy.kvcache.occupancy import PRECISE_ROW_BYTES, shares
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -73,6 +74,9 @@ def endpoint_index(parts: Parts, cluster: str, endpoint: Endpoint) -> dict[str, 
         ],
         "approximate_blocks": local.approximate.blocks(endpoint.id),
         "approximate_capacity_blocks": local.approximate.capacity(endpoint.id),
+        "told_capacity_blocks": local.capacities.told(endpoint.id),
+        "trust": shares(parts, cluster, endpoint.id),
+        "hit_ratio": asdict(parts.learning.accounts.use((cluster, endpoint.id))),
         "block_bytes": TEXT_BLOCK_BYTES,
         "precise_blocks": local.precise.rows(endpoint.id),
     }

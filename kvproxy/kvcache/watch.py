@@ -12,12 +12,14 @@ from kvproxy.clients.engine_metrics import EngineMetrics
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.errors import ClientError
+from kvproxy.kvcache.accounts import Accounts
 from kvproxy.kvcache.engines import Engines
 from kvproxy.kvcache.local import LocalSources
 from kvproxy.kvcache.lookup import Lookups
 from kvproxy.kvcache.ratio import BytesPerToken
 from kvproxy.kvcache.signals import HostUse, Signals
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
+from kvproxy.types import EndpointId
 
 log = logging.getLogger("kvproxy.kvcache")
 
@@ -44,6 +46,7 @@ class Watch:
         signals: Signals,
         lookups: Lookups,
         ratios: BytesPerToken,
+        accounts: Accounts,
         sample_host: Callable[[], HostUse],
         on_round: Callable[[], None],
         former: Watch | None = None,
@@ -56,6 +59,7 @@ class Watch:
         self._signals = signals
         self._lookups = lookups
         self._ratios = ratios
+        self._accounts = accounts
         self._sample_host = sample_host
         self._on_round = on_round
         self._sleep = sleep
@@ -120,17 +124,26 @@ class Watch:
             log.debug("[kvcache] metrics of %s: %s", endpoint.id, error)
             return
         self._signals.engine(endpoint, metrics)
-        if metrics.started_at is not None and self._local[cluster].began(endpoint.id, metrics.started_at):
+        if self._began_anew(cluster, endpoint.id, metrics):
             log.info("[kvcache] %s/%s is a new process: what it held is forgotten", cluster, endpoint.id)
         self._size(cluster, endpoint, metrics)
 
+    def _began_anew(self, cluster: str, endpoint: EndpointId, metrics: EngineMetrics) -> bool:
+        """Whether this is another process than before; one that does not say when it began tells by its counters."""
+        local, anew = self._local[cluster], self._accounts.scraped((cluster, endpoint), metrics)
+        if metrics.started_at is not None:
+            return local.began(endpoint, metrics.started_at)
+        if anew:
+            local.lose(endpoint)
+        return anew
+
     def _size(self, cluster: str, endpoint: Endpoint, metrics: EngineMetrics) -> None:
-        """The index believes an endpoint to hold as much as its engine has room for, never more."""
+        """The index believes an endpoint to hold as much as its engine has room for, as far as nothing contradicts."""
         cache = metrics.cache
         if cache is None or not cache.capacity_tokens:
             return
         blocks = int(cache.capacity_tokens * self._ratios.typical) // TEXT_BLOCK_BYTES
-        self._local[cluster].approximate.set_capacity(endpoint.id, 0 if cache.prefix_caching is False else blocks)
+        self._local[cluster].capacities.tell(endpoint.id, 0 if cache.prefix_caching is False else blocks)
 
     async def _read_provider(self) -> None:
         provider = self._lookups.provider

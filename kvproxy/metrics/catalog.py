@@ -195,15 +195,25 @@ class Metrics:
             "kvproxy_kvcache_unknown_instances", "Holders that are no endpoint's instance_id", registry=r
         )
         self.kv_predictions = Counter(
-            "kvproxy_kvcache_predictions", "Predicted matches by what the engine then reused", ["source", "result"],
-            registry=r,
+            "kvproxy_kvcache_predictions", "Predicted matches by what the engine then reused",
+            ["cluster", "endpoint", "source", "result"], registry=r,
         )  # fmt: skip  # hit, partial, miss
         self.kv_predicted_tokens = Counter(
-            "kvproxy_kvcache_predicted_tokens", "Matched tokens where requests went", ["source"], registry=r
-        )
+            "kvproxy_kvcache_predicted_tokens", "Matched tokens where requests went",
+            ["cluster", "endpoint", "source"], registry=r,
+        )  # fmt: skip
         self.kv_reused_tokens = Counter(
-            "kvproxy_kvcache_reused_tokens", "Of these, tokens the engine did reuse", ["source"], registry=r
-        )
+            "kvproxy_kvcache_reused_tokens", "Of these, tokens the engine did reuse",
+            ["cluster", "endpoint", "source"], registry=r,
+        )  # fmt: skip
+        self.kv_prediction_alarm = Reading(
+            "kvproxy_kvcache_prediction_alarm", "1: of the last 8 large predictions at least 3 were wrong",
+            ["cluster", "endpoint", "source"], registry=r,
+        )  # fmt: skip
+        self.kv_trust = Reading(
+            "kvproxy_kvcache_trust_ratio", "How far what only this source says of an endpoint is believed, once tried",
+            ["cluster", "endpoint", "source"], registry=r,
+        )  # fmt: skip
 
     def _add_kvcache_holdings(self, r: CollectorRegistry) -> None:
         """What the indexes, the engines and token memory hold, and the work to keep it."""
@@ -215,6 +225,18 @@ class Metrics:
         )  # approximate, precise
         self.kv_index_utilisation = Reading(
             "kvproxy_kvcache_index_utilisation_ratio", "Blocks believed to be at an endpoint against its capacity",
+            ["cluster", "endpoint"], registry=r,
+        )  # fmt: skip
+        self.kv_index_capacity = Reading(
+            "kvproxy_kvcache_index_capacity_blocks", "Room in an endpoint's cache, as `told` by it and as `learned`",
+            ["cluster", "endpoint", "kind"], registry=r,
+        )  # fmt: skip
+        self.endpoint_hit_ratio = Reading(
+            "kvproxy_endpoint_cache_hit_ratio", "Share of prompt tokens reused since twelve readings of the engine ago",
+            ["cluster", "endpoint", "by"], registry=r,
+        )  # fmt: skip
+        self.engine_foreign_ratio = Reading(
+            "kvproxy_engine_foreign_tokens_ratio", "Prompt tokens the engine looked up that others sent, of all",
             ["cluster", "endpoint"], registry=r,
         )  # fmt: skip
         self.engine_kv_usage = Reading(

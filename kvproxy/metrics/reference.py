@@ -37,7 +37,8 @@ endpoints times a small constant. An endpoint that leaves takes its series along
 LABELS: Mapping[str, str] = {
     "action": "`pin`, `compress` or `evict`",
     "breaker": "what the breaker guards",
-    "by": "what is counted (`tokens` or `requests`), or whose costs (`live` or `shadow`)",
+    "by": "what is counted (`tokens` or `requests`), whose costs (`live` or `shadow`), or who says so (`engine`, "
+    "`responses`, `prediction`)",
     "cluster": "name of the cluster in the configuration",
     "end": "`completed`, `engine_error`, `upstream_died`, `client_disconnected` or `local_reply`",
     "endpoint": "id of the endpoint",

@@ -46,7 +46,7 @@ class Capacities:
     def told(self, endpoint: EndpointId) -> int:
         """Blocks the endpoint has room for by what was said."""
         known = self._learned.get(endpoint)
-        return self._index.default_capacity if known is None else known.told
+        return self._index.capacity(endpoint) if known is None else known.told
 
     def forget(self, endpoint: EndpointId) -> None:
         """The endpoint left, or is another engine now."""
@@ -55,5 +55,5 @@ class Capacities:
     def _known(self, endpoint: EndpointId) -> LearnedCapacity:
         known = self._learned.get(endpoint)
         if known is None:
-            known = self._learned[endpoint] = LearnedCapacity(self._index.default_capacity)
+            known = self._learned[endpoint] = LearnedCapacity(self._index.capacity(endpoint))
         return known

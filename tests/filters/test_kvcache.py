@@ -93,8 +93,11 @@ async def test_the_engine_confirms_what_was_predicted() -> None:
         await ask(proxy, TURN)
         await ask(proxy, TURN, "an answer", "more")
         results = [
-            proxy.metric("kvproxy_kvcache_predictions_total", source=source, result="hit")
+            proxy.metric(
+                "kvproxy_kvcache_predictions_total", cluster="default", endpoint=name, source=source, result="hit"
+            )
             for source in ("approximate", "lmcache_controller")
+            for name in place.engines
         ]
         assert sum(results) == 1
 

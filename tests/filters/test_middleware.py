@@ -205,7 +205,7 @@ async def test_anthropic_usage_is_read_from_the_streams_head() -> None:
         for _ in range(2):
             await call(under_test, http_scope("/v1/messages", method="POST"), body=raw(TURN))
         sample = under_test.metrics.registry.get_sample_value
-        labels = {"source": "approximate", "result": "hit"}
+        labels = {"cluster": "default", "endpoint": "a", "source": "approximate", "result": "hit"}
         assert sample("kvproxy_kvcache_predictions_total", labels) == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvproxy.balancing.policy import FactSource, Overlap, OverlapFacts
+from kvproxy.balancing.trust import Trust
 from kvproxy.kvcache.facts import Claim, merged, preferred
 from kvproxy.types import EndpointId
 
@@ -16,22 +17,34 @@ def claim(endpoint: EndpointId, tokens: int) -> Claim:
 
 def test_a_larger_claim_extends_what_is_in_engine_memory() -> None:
     """LMCache holds host and disk copies: what it adds to the device's match is lower-tier."""
-    assert merged({A: Overlap(256)}, [claim(A, 1024)], prompt_tokens=2000)[A] == Overlap(256, 768, LMCACHE)
+    assert merged({A: Overlap(256)}, [claim(A, 1024)], prompt_tokens=2000, trust=Trust())[A] == Overlap(
+        256, 768, LMCACHE, claimed_tokens=1024, backed_tokens=256
+    )
 
 
 def test_a_smaller_claim_changes_nothing() -> None:
     """Device memory is never believed to hold less because LMCache does."""
-    assert merged({A: Overlap(512)}, [claim(A, 256)], prompt_tokens=2000) == {A: Overlap(512)}
+    assert merged({A: Overlap(512)}, [claim(A, 256)], prompt_tokens=2000, trust=Trust()) == {A: Overlap(512)}
 
 
 def test_a_claim_of_nothing_is_no_fact() -> None:
     """A 0-token match is not a match."""
-    assert merged({}, [claim(A, 0)], prompt_tokens=100) == {}
+    assert merged({}, [claim(A, 0)], prompt_tokens=100, trust=Trust()) == {}
 
 
 def test_a_claim_is_capped_by_the_prompt() -> None:
     """Nobody holds more of a prompt than there is."""
-    assert merged({}, [claim(A, 4096)], prompt_tokens=100)[A].tokens == 100
+    assert merged({}, [claim(A, 4096)], prompt_tokens=100, trust=Trust())[A].tokens == 100
+
+
+def test_what_only_a_lookup_says_counts_for_what_it_proved_worth() -> None:
+    """What is known otherwise stands; other endpoints are believed as before."""
+    trust = Trust()
+    for _ in range(2):
+        trust.observe(A, 1000, 0, 0)
+    found = merged({A: Overlap(200)}, [claim(A, 1000), claim(B, 1000)], prompt_tokens=2000, trust=trust)
+    assert found[A] == Overlap(200, 400, LMCACHE, claimed_tokens=1000, backed_tokens=200)
+    assert found[B].tokens == 1000
 
 
 def test_the_largest_match_is_preferred() -> None:

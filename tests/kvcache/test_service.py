@@ -24,6 +24,7 @@ from tests.kvcache.support import (
 )
 
 TURN = long_text("w")
+ROUTED_TO_A = {"cluster": "default", "endpoint": "a", "source": "approximate"}
 
 
 def nobody(_: list[int]) -> dict[str, Any]:
@@ -81,7 +82,7 @@ async def test_a_contradiction_removes_the_prefix_at_once() -> None:
         wrong = await service.ask(chat(TURN, "another answer", "y"))
         service.kv.picked(wrong, A)
         service.kv.finished(wrong, Result(A, True, cached_tokens=0))
-        assert service.metric("kvproxy_kvcache_predictions_total", source="approximate", result="miss") == 1
+        assert service.metric("kvproxy_kvcache_predictions_total", **ROUTED_TO_A, result="miss") == 1
         # It holds what it has just prefilled, and nothing else of what was believed.
         assert (await service.ask(chat(TURN, "another answer", "y"))).facts.matched_tokens(A) > 0
         local = service.kv.parts.local["default"].approximate
@@ -93,9 +94,9 @@ async def test_a_good_prediction_is_scored() -> None:
         await service.serve(chat(TURN), A)
         predicted = (await service.ask(chat(TURN))).facts.matched_tokens(A)
         await service.serve(chat(TURN), A, cached=predicted - 10)
-        assert service.metric("kvproxy_kvcache_predictions_total", source="approximate", result="hit") == 1
-        assert service.metric("kvproxy_kvcache_predicted_tokens_total", source="approximate") == predicted
-        assert service.metric("kvproxy_kvcache_reused_tokens_total", source="approximate") == predicted - 10
+        assert service.metric("kvproxy_kvcache_predictions_total", **ROUTED_TO_A, result="hit") == 1
+        assert service.metric("kvproxy_kvcache_predicted_tokens_total", **ROUTED_TO_A) == predicted
+        assert service.metric("kvproxy_kvcache_reused_tokens_total", **ROUTED_TO_A) == predicted - 10
 
 
 async def test_the_length_of_prompts_is_learned() -> None:

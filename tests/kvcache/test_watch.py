@@ -138,3 +138,25 @@ async def test_leases_are_renewed_between_requests(clock: FakeClock) -> None:
         await round_of(service)
         await service.settled()
         assert lmcache.calls["/pin"] == 2
+
+
+@pytest.mark.parametrize(("counters", "held"), [((100, 200, 300), True), ((100, 200, 50), False)])
+async def test_an_engine_whose_counters_begin_anew_holds_nothing(counters: tuple[int, ...], held: bool) -> None:
+    """One that does not say when its process began."""
+    values = iter(counters)
+
+    def counting(_: dict[str, Any]) -> bytes:
+        queries = next(values)
+        return (
+            exposition()
+            + f"\nvllm:prefix_cache_queries_total{{}} {queries}\nvllm:prefix_cache_hits_total{{}} 0".encode()
+        )
+
+    async with world({"a": Fake({"/metrics": counting})}) as service:
+        await round_of(service)
+        await service.serve(chat(TURN), A)
+        for _ in range(2):
+            await round_of(service)
+        index = service.kv.parts.local["default"].approximate
+        assert (index.blocks(A) > 0) is held
+        assert index.capacity(A) == 400
