@@ -65,7 +65,8 @@ That is the CPU time of one scrape (of 100, beyond what the proxy uses at rest) 
 
 Medians of {rounds} pairs of rounds, one after the other in turn. A ratio's range is that of the middle half of the
 pairs: where it holds 1.00, the machine's own noise is larger than the cost. Load generator, engines and scraper share a
-core, so reading the page is in these figures too.
+core, so reading the page is in these figures too. Where other programs use the machine (see the load average), the
+proxy has a part of a core only, and a scrape takes more of that part than of a whole one.
 
 | endpoints | load | requests/s | ratio | CPU ratio per request | p50 ms | p99 ms | added p99 ms | errors |
 |---|---|---|---|---|---|---|---|---|
