@@ -25,6 +25,8 @@ log = logging.getLogger("kvproxy.kvcache")
 
 #: Lookups under way at once, late ones included; further requests are routed without.
 MAX_LOOKUPS = 512
+#: Request bodies that these keep in memory, each for `request_timeout` at most; beyond it likewise.
+MAX_HELD_BYTES = 128 * 1024 * 1024
 QUEUE = "kvcache_lookup"
 
 
@@ -64,6 +66,7 @@ class Remote:
         self._clock = clock
         self._outcomes = metrics.kv_lookups
         self._tasks: dict[_Question, asyncio.Task[_Answer]] = {}
+        self._held_bytes = 0
         metrics.queue_depth.labels(QUEUE).set_function(lambda: len(self._tasks))
         metrics.queue_limit.labels(QUEUE).set(MAX_LOOKUPS)
 
@@ -75,7 +78,7 @@ class Remote:
         if not lookups.possible:
             self._outcomes.labels("breaker_open").inc()
             return False
-        if len(self._tasks) >= MAX_LOOKUPS and _question(gathered) not in self._tasks:
+        if self._full(len(gathered.body)) and _question(gathered) not in self._tasks:
             self._outcomes.labels("busy").inc()
             return False
         if gathered.tokens is not None:  # if only of the prompt's beginning: what was never seen, nobody holds
@@ -90,8 +93,7 @@ class Remote:
         task = self._tasks.get(question)
         first = task is None
         if task is None:
-            task = self._tasks[question] = asyncio.create_task(self._answer(gathered), name="kvcache lookup")
-            task.add_done_callback(lambda _: self._tasks.pop(question))
+            task = self._begin(question, gathered)
         try:
             done, _ = await asyncio.wait({task}, timeout=max(0.0, left_s))
         finally:
@@ -115,6 +117,22 @@ class Remote:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _full(self, body_bytes: int) -> bool:
+        held = self._held_bytes
+        return len(self._tasks) >= MAX_LOOKUPS or (held > 0 and held + body_bytes > MAX_HELD_BYTES)
+
+    def _begin(self, question: _Question, gathered: Gathered) -> asyncio.Task[_Answer]:
+        task = self._tasks[question] = asyncio.create_task(self._answer(gathered), name="kvcache lookup")
+        held = len(gathered.body)
+        self._held_bytes += held
+
+        def over(_: object) -> None:
+            del self._tasks[question]
+            self._held_bytes -= held
+
+        task.add_done_callback(over)
+        return task
 
     async def _answer(self, gathered: Gathered) -> _Answer:
         fresh = None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvproxy.balancing.policy import FactSource
-from kvproxy.kvcache.remote import MAX_LOOKUPS
+from kvproxy.kvcache.remote import MAX_HELD_BYTES, MAX_LOOKUPS
 from kvproxy.listener.server import serve
 from tests.kvcache.support import (
     A,
@@ -171,6 +171,27 @@ async def test_lookups_under_way_are_bounded() -> None:
         assert service.metric("kvproxy_queue_depth", queue="kvcache_lookup") == MAX_LOOKUPS
         assert service.metric("kvproxy_queue_limit", queue="kvcache_lookup") == MAX_LOOKUPS
         assert service.metric("kvproxy_kvcache_lookups_total", outcome="busy") == 3
+
+
+async def test_bodies_of_lookups_under_way_are_bounded() -> None:
+    """Late lookups keep what the clients sent; all together no more than a bound, and free again when they end."""
+    go = asyncio.Event()
+
+    async def gated(asked: dict[str, Any]) -> Any:
+        await go.wait()
+        return {"layout_info": {}}
+
+    body = bytes(MAX_HELD_BYTES // 2)
+    limits = {"lookup_routing_timeout": 0, "request_timeout": 3600}
+    async with world({"a": engine()}, Fake({"/lookup": gated}), **limits) as service:
+        for number in range(3):
+            await service.ask((completion(list(range(number, number + 300)))[0], body))
+        assert service.metric("kvproxy_queue_depth", queue="kvcache_lookup") == 2
+        assert service.metric("kvproxy_kvcache_lookups_total", outcome="busy") == 1
+        go.set()
+        await until(lambda: not service.metric("kvproxy_queue_depth", queue="kvcache_lookup"))
+        await service.ask((completion(list(range(9, 309)))[0], body))
+        assert service.metric("kvproxy_queue_depth", queue="kvcache_lookup") == 1
 
 
 async def test_local_knowledge_alone_never_waits() -> None:
