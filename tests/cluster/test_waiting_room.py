@@ -270,3 +270,17 @@ async def test_a_cluster_that_is_no_more_keeps_nobody_waiting(clock: FakeClock) 
     cluster.dissolve()
     assert await waiting is None
     assert metrics.registry.get_sample_value("kvproxy_queue_limit", {"queue": "router/c"}) is None
+
+
+async def test_a_client_that_left_in_this_very_moment_is_passed_over(clock: FakeClock) -> None:
+    """Its task has not run since; its turn is the next one's, and it counts as one who left."""
+    cluster = cluster_of(clock)
+    picks = await fill(cluster)
+    gone, lucky = enter(cluster, 5_000), enter(cluster, 6_000)
+    await until(lambda: len(room_of(cluster)) == 2)
+    gone.cancel()
+    picks[0].first_token(clock())
+    await placed(lucky)
+    await asyncio.gather(gone, return_exceptions=True)
+    released = room_of(cluster).status(clock())["released"]
+    assert released == {"turn": 1, "max_wait": 0, "no_endpoint": 0, "queue_off": 0, "client_left": 1}
