@@ -64,7 +64,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one endpoint 3x slower in the middle third": {"slow_middle": 3.0},
     "one endpoint 3x slower in the middle third, known": {"slow_middle": 3.0, "known": True},
     "20 % of entries false": {"wrong_share": 0.2},
-}
+    "approximate index told a quarter of the capacity": {"index": IndexMode.APPROXIMATE, "index_capacity": 0.25},
+    "approximate index of a quarter of the capacity, fixed": {
+        "index": IndexMode.APPROXIMATE, "index_capacity": 0.25, "learn_capacity": False,
+    },
+    "approximate index told four times the capacity": {"index": IndexMode.APPROXIMATE, "index_capacity": 4.0},
+    "approximate index of four times the capacity, fixed": {
+        "index": IndexMode.APPROXIMATE, "index_capacity": 4.0, "learn_capacity": False,
+    },
+}  # fmt: skip
 #: Where the others are disturbed as well: faults of engines or knowledge that every policy suffers from.
 COMPARED = ("half the fleet at 0.4x", "20 % of entries false")
 

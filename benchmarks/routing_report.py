@@ -26,6 +26,10 @@ TARGETS = (
 VARIANT_TARGETS = (
     ("events 500 ms late", "kv_aware", "", (), 1.02),
     ("approximate index", "kv_aware", "", (), 1.05),
+    ("approximate index told a quarter of the capacity", "kv_aware",
+     "approximate index of a quarter of the capacity, fixed", (), 0.90),
+    ("approximate index told four times the capacity", "kv_aware",
+     "approximate index of four times the capacity, fixed", (), 1.00),
     ("priors 4x too fast", "kv_aware", "", (), 1.03),
     ("priors 4x too slow", "kv_aware", "", (), 1.03),
     ("half the fleet at 0.4x", "lmetric", "half the fleet at 0.4x", (), 0.85),

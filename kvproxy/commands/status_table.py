@@ -8,6 +8,8 @@ from typing import Any
 _COLOURS = {"good": "32", "warn": "33", "down": "31;1", "quiet": "2"}
 _DOWN = frozenset({"unhealthy", "ejected", "breaker_open"})
 _DECISIONS = 8
+#: A learned cache size this far from what the engine says is shown.
+_NOTABLE = 1.5
 
 Cell = tuple[str, str]  # text, colour name or ""
 
@@ -20,6 +22,7 @@ def render(live: Mapping[str, Any], *, colour: bool = False) -> str:
         _table(_ENDPOINT_HEADS, [_endpoint(live, one) for one in live["endpoints"]], colour=colour),
         [_routing(name, one) for name, one in live["routing"].items()],
         _table(_QUEUE_HEADS, _queues(live["routing"]), colour=colour),
+        [_learned(one) for one in live["endpoints"] if _unlike_told(one)],
         _cache(live["cache"]),
         _table(_DECISION_HEADS, [_decision(one) for one in live["decisions"][:_DECISIONS]], colour=colour),
     ]
@@ -111,6 +114,20 @@ def _queue(name: str, queue: Mapping[str, Any]) -> list[Cell]:
         *((f"{released[way]:,}", "") for way in ways),
         (f"{queue['refused']:,}", "warn" if queue["refused"] else ""),
     ]
+
+
+def _unlike_told(one: Mapping[str, Any]) -> bool:
+    cache = one.get("cache") or {}
+    told, learned = cache.get("told_capacity_blocks", 0), cache.get("approximate_capacity_blocks", 0)
+    return bool(told) and not 1 / _NOTABLE < learned / told < _NOTABLE
+
+
+def _learned(one: Mapping[str, Any]) -> str:
+    cache = one["cache"]
+    ratio = cache["approximate_capacity_blocks"] / cache["told_capacity_blocks"]
+    foreign = (cache.get("hit_ratio") or {}).get("foreign")
+    others = f"; {_percent(foreign)} of what it looks up is sent by others" if foreign else ""
+    return _plain(f"{one['id']} keeps {_percent(ratio)} of what its cache size promises (learned){others}")
 
 
 def _cache(cache: Mapping[str, Any] | None) -> list[str]:

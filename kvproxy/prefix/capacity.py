@@ -18,7 +18,7 @@ MOST_BLOCKS = 1 << 20
 #: Contradictions that another capacity must spare before it is taken.
 _MARGIN = 2.5
 #: Prefixes still there at the far end before more is tried, and fates beyond it that are answer enough.
-_TRY_AFTER, _TRIED = 3, 1.5
+_TRY_AFTER, _TRIED = 2, 1.5
 #: Bins that are added at once, and as many before the end are the far end.
 _STEP = _FAR = PER_OCTAVE // 4
 #: Losses in a row, and how many of them of prefixes asked for just before, that no capacity explains.

@@ -96,6 +96,31 @@ async def test_engine_cache_and_findings() -> None:
     assert "ENDPOINT" not in render(live)
 
 
+@pytest.mark.parametrize(
+    ("learned", "foreign", "said"),
+    [
+        (
+            250,
+            0.6,
+            "a keeps 25% of what its cache size promises (learned); 60% of what it looks up is sent by others\n",
+        ),
+        (3000, None, "a keeps 300% of what its cache size promises (learned)\n"),
+        (900, 0.6, ""),
+    ],
+)
+async def test_a_cache_unlike_its_size(learned: int, foreign: float | None, said: str) -> None:
+    """Told apart from one that is nearly as large as its engine says."""
+    live = await live_of(proxy_of(policy="kv_aware"))
+    live["endpoints"][0]["cache"] |= {
+        "told_capacity_blocks": 1000,
+        "approximate_capacity_blocks": learned,
+        "hit_ratio": {"foreign": foreign},
+    }
+    text = render(live)
+    assert said in text
+    assert ("promises" in text) is bool(said)
+
+
 def answering(*answers: httpx.Response | Exception | dict[str, Any]) -> httpx.MockTransport:
     """A listener that gives these answers in turn, the last one for ever."""
     waiting = list(answers)

@@ -201,6 +201,20 @@ async def test_reuse_that_no_lookup_ever_named_is_said(caplog: pytest.LogCapture
     assert caplog.text.count("that LMCache's lookup has never named") == 1
 
 
+async def test_a_lookup_that_keeps_being_wrong_is_believed_less_about_that_endpoint() -> None:
+    """Half after two wrong claims; about others it is believed as before, and it is shown."""
+    lmcache = controller(lambda tokens: {name: ["LocalCPUBackend", len(tokens)] for name in "ab"})
+    async with world({"a": engine(), "b": engine()}, lmcache) as service:
+        for number in range(2):
+            assert (await service.serve(chat(long_text(f"{number}w")), A, cached=0)).facts.matched_tokens(A) > 600
+        facts = (await service.ask(chat(long_text("3w")))).facts
+        assert facts.matched_tokens(A) == pytest.approx(facts.matched_tokens(B) / 2, abs=1)
+        at = {"cluster": "default", "source": "lmcache_controller"}
+        assert service.metric("kvproxy_kvcache_trust_ratio", **at, endpoint="a") == pytest.approx(0.5, abs=0.01)
+        shown = {labels["endpoint"] for one in service.metrics.kv_trust.collect() for _, labels, *_ in one.samples}
+        assert shown == {"a"}
+
+
 async def test_a_prompt_routed_by_somebody_else_is_learned_all_the_same() -> None:
     """As middleware in another app nobody tells of picks, only of answers."""
     async with running(settings(), cluster_of({"a": NOWHERE})) as service:

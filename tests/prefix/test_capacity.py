@@ -117,17 +117,25 @@ def test_an_engine_that_lost_everything_is_noticed_and_its_capacity_kept() -> No
     assert under_test.blocks == pytest.approx(1000, rel=0.2)
 
 
+def test_losses_between_others_that_are_kept_are_no_lost_cache() -> None:
+    """A client whose requests may not use the cache, among those that do."""
+    under_test = LearnedCapacity(1000)
+    for _ in range(20):
+        assert not any(gone(under_test, 10, 7))
+        kept(under_test, 10)
+
+
 def test_old_prefixes_alone_are_no_lost_cache() -> None:
     """That is what a cache too small looks like."""
     assert not any(gone(LearnedCapacity(1000), 800, 50))
 
 
-def test_a_shorter_reuse_within_whole_blocks_is_no_loss() -> None:
+@pytest.mark.parametrize(("reused", "smaller"), [(33, False), (32, True)])
+def test_a_shorter_reuse_within_whole_blocks_is_no_loss(reused: int, smaller: bool) -> None:
+    """Of 40 blocks: engines reuse whole blocks of their own and always compute the last one."""
     under_test = LearnedCapacity(1000)
-    gone(under_test, 900, 2, reused=34)
-    assert under_test.blocks == 1000
-    gone(under_test, 900, 1, reused=34)
-    assert under_test.blocks > 1000
+    gone(under_test, 600, 5, reused=reused)
+    assert (under_test.blocks < 1000) is smaller
 
 
 def test_a_scrape_that_says_the_same_keeps_what_was_learned() -> None:
