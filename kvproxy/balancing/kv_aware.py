@@ -89,7 +89,7 @@ class KvAware:
             costs.append(cost / candidate.weight)
             held.append(matched)
         index = least(costs, self._rng)
-        self._count(request, candidates[index].id, len(candidates), now)
+        self.placed(request, candidates[index].id, len(candidates), now)
         return Choice(index, reason_of(held, index), costs)
 
     def learned(self, now: float) -> Mapping[str, object]:
@@ -106,7 +106,8 @@ class KvAware:
     def forget(self, endpoint: EndpointId) -> None:
         self.speeds.forget(endpoint)
 
-    def _count(self, request: PickRequest, endpoint: EndpointId, endpoints: int, now: float) -> None:
+    def placed(self, request: PickRequest, endpoint: EndpointId, endpoints: int, now: float) -> None:
+        """Count the work towards the pool's utilisation."""
         if self.settings.kappa is None:
             self.utilisation.add(own_s(request.facts, endpoint, self.speeds), endpoints, now)
 

@@ -70,6 +70,8 @@ class PickRequest(msgspec.Struct, frozen=True):
     streams: bool = True
     #: Stable bytes of the prompt's head, for hashing policies; b"" when unknown.
     prompt_head: bytes = b""
+    #: Policy the client asked for, where the cluster lets it; "": the cluster's own.
+    policy: str = ""
     #: Told by the cluster what it decides; nothing for a policy.
     witness: Witness | None = None
 
@@ -111,6 +113,15 @@ class Policy(Protocol):
     """Chooses one of at least one candidate. Called once per placement, so a policy may count what it decided."""
 
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice: ...
+
+
+@runtime_checkable
+class Onlooker(Protocol):
+    """A policy that counts what is placed in its pool, also by other policies that decide there."""
+
+    def placed(self, request: PickRequest, endpoint: EndpointId, endpoints: int, now: float) -> None:
+        """The request went to `endpoint`, one of `endpoints`."""
+        ...
 
 
 @runtime_checkable

@@ -15,6 +15,7 @@ from kvproxy.cluster.deciders import Appointing, Deciders
 from kvproxy.cluster.discovery import Source, sources_of
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.membership import STATIC, Membership
+from kvproxy.cluster.named import Decider
 from kvproxy.cluster.pick import AttemptOutcome, Pick, Refusal, reserve
 from kvproxy.cluster.poller import Poller
 from kvproxy.cluster.prober import Probe, ProbeOutcome, Prober
@@ -170,8 +171,10 @@ class Cluster:
 
         A preferred endpoint is taken if it may serve; otherwise the policy chooses.
         """
-        pool = self._screening.pool(request.model, now)
+        pool, decider = self._screening.pool(request.model, now), self._own
         candidates = pool.usable
+        if request.policy and self._named is not None:
+            decider = self._named.deciders.get(request.policy, decider)
         if request.excluded:
             candidates = tuple([endpoint for endpoint in candidates if endpoint.id not in request.excluded])
         preferred, preference = None, None
@@ -179,36 +182,32 @@ class Cluster:
             preferred, preference = self._preferred(request, candidates, now)
         if not candidates:
             refusal = self.refusal(request, now=now).value
-            self._counts.decision(refusal)
+            decider.counts.decision(refusal)
             if request.witness is not None:
                 request.witness.refused(refusal, now)
             return None
         if preferred is not None:
             endpoint, reason, costs = preferred, "preferred", ()  # type: Endpoint, str, Sequence[float]
         else:
-            choice = self.policy.choose(request, candidates, now)
+            choice = decider.policy.choose(request, candidates, now)
             endpoint, reason, costs = candidates[choice.index], choice.reason, choice.costs
+            if self._named is not None:
+                self._named.tell(decider, request, endpoint, len(candidates), now)
         permit = endpoint.breaker.admit() if not pool.panic or endpoint.breaker.admits else None
         if pool.panic:
             reason = "panic"
-        self._counts.decision(reason)
+        decider.counts.decision(reason)
         if self.shadow is not None:
             self.shadow.decide(request, candidates, endpoint, costs, now)
+        policy = decider.name
         if request.witness is not None:
-            name, speeds = self.policy_name, self.speeds
-            request.witness.placed(Sight(request, candidates, endpoint, reason, preference, costs, name, speeds), now)
+            sight = Sight(request, candidates, endpoint, reason, preference, costs, policy, self.speeds)
+            request.witness.placed(sight, now)
         reservation = reserve(endpoint, request, now)
         if endpoint.load.in_flight == endpoint.max_in_flight:
             self._screening.invalidate()
-        return Pick(
-            endpoint,
-            reservation,
-            reason=reason,
-            preference=preference,
-            costs=costs,
-            permit=permit,
-            judge=self,
-        )
+        return Pick(endpoint, reservation, policy=policy, reason=reason, preference=preference, costs=costs,
+                    permit=permit, judge=self)  # fmt: skip
 
     def refusal(self, request: PickRequest, *, now: float) -> Refusal:
         """Why nobody may take this request, when `pick` answered None."""
@@ -229,7 +228,7 @@ class Cluster:
         endpoint = self._members.get(request.preferred)
         followed = endpoint is not None and endpoint in candidates
         result = "followed" if followed else why_not(endpoint, request, now)
-        self._counts.preference(result)
+        self._own.counts.preference(result)
         return (endpoint if followed else None), result
 
     def judge(self, endpoint: Endpoint, outcome: AttemptOutcome, now: float) -> None:
@@ -254,7 +253,8 @@ class Cluster:
         """These decide from now on. What every pick needs of them is kept at hand."""
         self.deciders = deciders
         self.policy, self.shadow, self.speeds = deciders.policy, deciders.shadow, deciders.speeds
-        self._counts, self._learners = deciders.counts, deciders.learners
+        self._own, self._named = Decider(self.policy_name, deciders.policy, deciders.counts), deciders.named
+        self._learners = deciders.learners
         for endpoint in self._members.everybody():
             deciders.hear(endpoint)
 

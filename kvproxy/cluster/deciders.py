@@ -13,6 +13,7 @@ from kvproxy.balancing.registry import POLICIES
 from kvproxy.balancing.speed import SpeedModel
 from kvproxy.cluster.decision_metrics import DecisionMetrics
 from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.named import Decider, NamedPolicies, named_policies
 from kvproxy.cluster.shadow import Shadow, feed, shadow_of
 from kvproxy.config import schema
 from kvproxy.metrics.catalog import Metrics
@@ -26,17 +27,21 @@ class Deciders:
     shadow: Shadow | None
     counts: DecisionMetrics
     known: SpeedModel | None = None  # learned under earlier policies, where none of these learns speeds
+    named: NamedPolicies | None = None  # that clients may ask for
 
     @property
     def speeds(self) -> SpeedModel | None:
         """What is being learned about the engines' speeds."""
-        return speeds_of(self.policy, None if self.shadow is None else self.shadow.policy)
+        shadow = None if self.shadow is None else self.shadow.policy
+        return speeds_of(self.policy, *(() if self.named is None else self.named.learners), shadow)
 
     @property
     def learners(self) -> Sequence[Learner | Shadow]:
         """Who is told of samples and reuse."""
-        policy = [self.policy] if isinstance(self.policy, Learner) else []
-        return policy if self.shadow is None else [*policy, self.shadow]
+        learners: list[Learner | Shadow] = [self.policy] if isinstance(self.policy, Learner) else []
+        if self.named is not None:
+            learners += self.named.learners
+        return learners if self.shadow is None else [*learners, self.shadow]
 
     def hear(self, endpoint: Endpoint) -> None:
         """Samples of its load come here from now on, and nowhere else; not those of one that left for good."""
@@ -49,6 +54,8 @@ class Deciders:
         endpoint.load.on_sample = None
         if isinstance(self.policy, Learner):
             self.policy.forget(endpoint.id)
+        if self.named is not None:
+            self.named.forget(endpoint)
         if self.shadow is not None:
             self.shadow.forget(endpoint)
         if self.known is not None:
@@ -71,7 +78,8 @@ class Appointing:
         """As the settings say; `policy` in place of theirs."""
         if policy is None:
             policy = POLICIES[settings.policy](self._rng, settings)
-        return Deciders(policy, self._shadow(settings), self._counts(settings))
+        counts = self._counts(settings)
+        return Deciders(policy, self._shadow(settings), counts, None, self._named(settings, policy, counts))
 
     def next(self, before: Deciders, old: schema.Cluster, new: schema.Cluster) -> Deciders:
         """Those of the `new` settings, after `before`, which the `old` ones made."""
@@ -84,7 +92,16 @@ class Appointing:
             shadow = self._shadow(new)
             if shadow is not None:
                 _teach(shadow.policy, known)
-        return Deciders(policy, shadow, counts, known)
+        named = before.named
+        if policy is not before.policy or new.client_policies != old.client_policies:
+            named = self._named(new, policy, counts)
+            for learner in () if named is None else named.learners:
+                _teach(learner, known)
+        return Deciders(policy, shadow, counts, known, named)
+
+    def _named(self, settings: schema.Cluster, policy: Policy, counts: DecisionMetrics) -> NamedPolicies | None:
+        own = Decider(settings.policy.value, policy, counts)
+        return named_policies(self._cluster, settings, own, metrics=self._metrics, rng=self._rng)
 
     def _shadow(self, settings: schema.Cluster) -> Shadow | None:
         return shadow_of(self._cluster, settings, metrics=self._metrics, rng=self._rng)
@@ -93,7 +110,7 @@ class Appointing:
         return DecisionMetrics(self._metrics, self._cluster, settings.policy.value)
 
 
-def _teach(policy: Policy, known: SpeedModel | None) -> None:
+def _teach(policy: object, known: SpeedModel | None) -> None:
     """A copy of its own, since policy and shadow each learn from every sample."""
     if known is not None and isinstance(policy, Forecaster):
         policy.speeds = copy.deepcopy(known)

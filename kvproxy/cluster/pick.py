@@ -37,9 +37,6 @@ class Refusal(StrEnum):
 class Judge(Protocol):
     """The cluster, as a pick sees it."""
 
-    @property
-    def policy_name(self) -> str: ...
-
     def judge(self, endpoint: Endpoint, outcome: AttemptOutcome, now: float) -> None: ...
 
     def load_fell(self, now: float) -> None: ...
@@ -48,13 +45,14 @@ class Judge(Protocol):
 class Pick:
     """A reserved place on an endpoint. Whoever got it settles it on every way out, best in a `finally`."""
 
-    __slots__ = ("_judge", "_permit", "costs", "endpoint", "preference", "reason", "reservation")
+    __slots__ = ("_judge", "_permit", "costs", "endpoint", "policy", "preference", "reason", "reservation")
 
     def __init__(
         self,
         endpoint: Endpoint,
         reservation: Reservation,
         *,
+        policy: str,
         reason: str,
         preference: str | None,
         costs: Sequence[float],
@@ -63,6 +61,7 @@ class Pick:
     ) -> None:
         self.endpoint = endpoint
         self.reservation = reservation
+        self.policy = policy  # name of the one that decided
         self.reason = reason  # the policy's own, "preferred" or "panic"
         self.preference = preference  # what became of a preferred endpoint; None when there was none
         self.costs = costs  # by candidate, from policies that know
@@ -71,11 +70,6 @@ class Pick:
 
     def __repr__(self) -> str:
         return f"<Pick {self.endpoint.id} {self.reason}>"
-
-    @property
-    def policy(self) -> str:
-        """Name of the policy of its cluster."""
-        return self._judge.policy_name
 
     def first_token(self, now: float) -> None:
         """The engine sent the first body byte."""

@@ -168,10 +168,13 @@ class RouterQueue(Model):
 class Cluster(Model):
     """Endpoints that serve the same models."""
 
-    policy: PolicyName = PolicyName.LEAST_REQUEST
+    policy: PolicyName = PolicyName.KV_AWARE
     """How an endpoint is chosen."""
     shadow_policy: PolicyName | None = None
     """A second policy that decides on the same traffic without effect; how it differs is counted. Empty: none."""
+    client_policies: tuple[PolicyName, ...] = ()
+    """Policies a client may ask for instead, in the router's `policy_header`; empty: none may. The cluster's own may
+    always be named then."""
     endpoints: tuple[Endpoint, ...] = ()
     """Static endpoints. Also written as a mapping `id: url`."""
     discovery: Discovery = Discovery()

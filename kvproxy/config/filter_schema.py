@@ -95,6 +95,8 @@ class RouterSettings(Model):
 
     debug_header: str = "x-kvproxy-debug"
     """A request that carries it gets `x-kvproxy-decision`; empty: nobody does."""
+    policy_header: str = Field(default="x-kvproxy-policy", min_length=1)
+    """Names the balancing policy for one request, in clusters with `client_policies`. Never sent to an engine."""
 
 
 class TracingSettings(Model):

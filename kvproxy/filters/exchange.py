@@ -57,6 +57,7 @@ class Exchange:
         "on_complete",
         "on_pick",
         "outcome",
+        "policy",
         "preferred",
         "received_at",
         "refresh",
@@ -73,6 +74,9 @@ class Exchange:
         self.tenant = ""  # name of the API key that authenticated; "" when none
         self.body: bytes | None = None  # the whole body once inference_request read it
         self.inference: InferenceRequest | None = None
+        self.policy = (
+            ""  # that the client asked for and gets; "": the cluster's own. It decides alone, preference or not
+        )
         self.preferred: EndpointId | None = None
         self.facts: OverlapFacts | None = None
         #: Brings facts and preference up to date from what is known here; must not raise, block or wait.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from starlette.types import Scope
 
@@ -36,11 +37,11 @@ def _without_named_by_connection(headers: Headers, connection: bytes) -> Headers
 class RequestHeaders:
     """Makes the client's headers ready for an engine.
 
-    Hop-by-hop headers go; Host and body framing are the pool's business; `x-forwarded-*`, the request id and a W3C
-    trace parent (the client's if it is valid, else a new one) come in. Credentials are chosen per attempt.
+    Hop-by-hop headers and `dropped` ones go; Host and body framing are the pool's business. `x-forwarded-*`, request
+    id and a W3C trace parent (the client's if it is valid, else a new one) come in. Credentials are chosen per attempt.
     """
 
-    def __init__(self, *, request_id_header: bytes = b"x-request-id") -> None:
+    def __init__(self, *, request_id_header: bytes = b"x-request-id", dropped: Iterable[bytes] = ()) -> None:
         self._id_header = request_id_header
         self._random = RandomHex()
         self._special = HOP_BY_HOP | {
@@ -52,6 +53,7 @@ class RequestHeaders:
             b"x-forwarded-for",
             b"x-forwarded-host",
             b"x-forwarded-proto",
+            *dropped,
         }
 
     def build(self, scope: Scope, *, request_id: str) -> Headers:

@@ -148,16 +148,17 @@ class Forwarding:
 
     def _pick_request(self) -> PickRequest:
         exchange, earlier = self._exchange, self._earlier
-        inference = exchange.inference
+        inference, preferred = exchange.inference, None if exchange.policy else exchange.preferred
         parts = inference.prompt.parts if inference else ()
         return PickRequest(
             model=self._model,
             session_key=inference.session_key if inference else None,
             facts=exchange.facts or NO_FACTS,
-            preferred=exchange.preferred if earlier is None else earlier.again or exchange.preferred,
+            preferred=preferred if earlier is None else earlier.again or preferred,
             excluded=_NOBODY if earlier is None else earlier.excluded,
             streams=inference is not None and inference.stream,
             prompt_head=parts[0][:_PROMPT_HEAD_BYTES] if parts else b"",
+            policy=exchange.policy,
             witness=exchange.witness,
         )
 
@@ -168,7 +169,7 @@ class Forwarding:
         outcome = self._exchange.outcome
         outcome.attempts += 1
         outcome.endpoint = pick.endpoint.id
-        outcome.policy = self._cluster.policy_name
+        outcome.policy = pick.policy
         outcome.pick_reason = pick.reason
         for callback in self._exchange.on_pick:
             callback(self._exchange)
@@ -251,9 +252,7 @@ class Forwarding:
         relay = Relay(self._exchange, response, send=self._send)
         headers = response_headers(response.headers, endpoint=pick.endpoint.id.encode())
         if self._debug:
-            headers.append(
-                (b"x-kvproxy-decision", describe(pick, self._cluster.policy_name, self._exchange.facts).encode())
-            )
+            headers.append((b"x-kvproxy-decision", describe(pick, pick.policy, self._exchange.facts).encode()))
         error = await relay.run(headers, first)
         if error is not None:
             pick.endpoint.metrics.attempt_failure(error.reason)

@@ -24,6 +24,7 @@ from kvproxy.filters.forward_headers import RequestHeaders
 from kvproxy.filters.forwarding import CLIENT_CLOSED_REQUEST, Forwarder, Forwarding, GaveUp, HeldReply, local_status
 from kvproxy.filters.local_reply import local_reply
 from kvproxy.filters.models import ModelList
+from kvproxy.filters.policy_choice import NotOffered, chosen_policy
 from kvproxy.filters.request_body import ClientGone, RequestBody
 from kvproxy.filters.route_metrics import RouteMetrics
 from kvproxy.resilience.budget import RetryBudget
@@ -50,6 +51,7 @@ class RouterParts:
     headers: RequestHeaders
     metrics: RouteMetrics
     debug_header: bytes
+    policy_header: bytes = b""  # b"": no cluster lets clients choose
     arrivals: Sequence[Callable[[Exchange], None]] = ()
     observers: Sequence[Observer] = ()
 
@@ -59,6 +61,7 @@ def build(inner: ASGIApp, settings: RouterSettings, context: FilterContext) -> R
     config, services, metrics = context.config, context.services, context.metrics
     retry = config.retry
     request_id = next((spec.settings for spec in config.filters if spec.name == "request_id"), None)
+    policy_header = settings.policy_header.lower().encode()
     id_header = request_id.header if isinstance(request_id, RequestIdSettings) else RequestIdSettings().header
     return RouterFilter(
         RouterParts(
@@ -79,9 +82,10 @@ def build(inner: ASGIApp, settings: RouterSettings, context: FilterContext) -> R
                 metrics=metrics,
                 clock=context.clock,
             ),
-            headers=RequestHeaders(request_id_header=id_header.lower().encode()),
+            headers=RequestHeaders(request_id_header=id_header.lower().encode(), dropped=[policy_header]),
             metrics=RouteMetrics(metrics, clusters=services.clusters, routes=config.routes),
             debug_header=settings.debug_header.lower().encode(),
+            policy_header=policy_header if any(one.client_policies for one in config.clusters.values()) else b"",
             arrivals=context.arrivals,
             observers=context.observers,
         )
@@ -113,9 +117,14 @@ class RouterFilter:
                 await self._no_route(exchange, scope, send)
             else:
                 exchange.outcome.cluster = target.cluster.name
+                if parts.policy_header:
+                    exchange.policy = chosen_policy(scope["headers"], parts.policy_header, target.cluster)
                 if exchange.trace is not None:
                     exchange.trace.routing_began()
                 await self._forward(exchange, target, scope, receive, send)
+        except NotOffered as error:
+            metrics = parts.metrics.catalog
+            await local_reply(scope, send, status=400, reason="policy_not_offered", message=str(error), metrics=metrics)
         finally:
             self._over(exchange)
 

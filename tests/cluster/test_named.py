@@ -1,0 +1,118 @@
+"""Policies a client may ask for: one ledger, one set of learned speeds, counts of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvproxy.balancing.kv_aware import KvAware
+from kvproxy.balancing.least_ttft import LeastTtft
+from kvproxy.balancing.load import features_of
+from kvproxy.balancing.policy import Overlap, OverlapFacts, Policy
+from kvproxy.cluster.pick import AttemptOutcome
+from kvproxy.config import schema
+from kvproxy.config.cluster_schema import PolicyName
+from kvproxy.types import EndpointId
+from tests.cluster.conftest import Bench, MakeCluster, configs
+
+A, B = EndpointId("a"), EndpointId("b")
+
+
+def policy(bench: Bench, name: str) -> Policy:
+    """What decides under this name."""
+    named = bench.cluster.deciders.named
+    assert named is not None
+    return named.deciders[name].policy
+
+
+def test_the_named_policy_decides_by_the_same_loads(make_cluster: MakeCluster) -> None:
+    """Requests placed by one are load to the other."""
+    bench = make_cluster("a", "b", policy="round_robin", client_policies=["least_request"])
+    first = bench.picked()
+    by_load = bench.picked(policy="least_request")
+    assert by_load.endpoint.id != first.endpoint.id
+    assert (first.policy, by_load.policy) == ("round_robin", "least_request")
+    for one in (first, by_load):
+        one.settle(AttemptOutcome.SUCCESS, bench.clock())
+    assert [endpoint.load.in_flight for endpoint in bench.cluster.endpoints] == [0, 0]
+
+
+def test_each_is_counted_under_its_own_name(make_cluster: MakeCluster) -> None:
+    """A closed set: what is not on offer is the cluster's own."""
+    bench = make_cluster("a", policy="round_robin", client_policies=["random"])
+    for name in ("", "random", "random", "kv_aware", "x" * 100):
+        bench.picked(policy=name)
+    counted = {
+        sample.labels["policy"]: sample.value
+        for metric in bench.metrics.registry.collect() if metric.name == "kvproxy_picks"
+        for sample in metric.samples if sample.name == "kvproxy_picks_total"
+    }  # fmt: skip
+    assert counted == {"round_robin": 3.0, "random": 2.0}
+
+
+def test_nobody_is_offered_anything_unless_it_is_configured(make_cluster: MakeCluster) -> None:
+    """The name in a request means nothing then."""
+    bench = make_cluster("a", policy="round_robin")
+    assert bench.cluster.deciders.named is None
+    assert bench.picked(policy="random").policy == "round_robin"
+
+
+@pytest.mark.parametrize("own", ["kv_aware", "least_ttft", "round_robin"])
+def test_learned_speeds_are_shared_and_learned_once(make_cluster: MakeCluster, own: str) -> None:
+    """One model for all that go by speeds, told of each sample once, whoever placed the request."""
+    bench = make_cluster("a", "b", policy=own, client_policies=["kv_aware", "least_ttft", "random"])
+    first, second = policy(bench, "kv_aware"), policy(bench, "least_ttft")
+    assert isinstance(first, KvAware)
+    assert isinstance(second, LeastTtft)
+    assert first.speeds is second.speeds is bench.cluster.speeds
+    bench.endpoint("a").load.on_sample(features_of(8000, 0), 2.0, bench.clock())  # type: ignore[misc]
+    assert first.speeds.estimates(bench.clock()).samples == 1
+    bench.cluster.dismiss(A)
+    assert not first.speeds.estimates(bench.clock()).slowness
+
+
+def test_utilisation_counts_what_others_place(make_cluster: MakeCluster) -> None:
+    """Once a request, whichever policy placed it; kappa would believe in an idle pool otherwise."""
+    facts = OverlapFacts(5_000, {A: Overlap(100)})
+
+    def rho_after(*named: str) -> float:
+        bench = make_cluster("a", "b", policy="kv_aware", client_policies=["round_robin"])
+        for name in named:
+            bench.picked(policy=name, facts=facts)
+        aware = bench.cluster.policy
+        assert isinstance(aware, KvAware)
+        return aware.utilisation.rho(bench.clock())
+
+    assert rho_after("round_robin", "round_robin") > rho_after("round_robin") > rho_after()
+    assert rho_after("") == pytest.approx(rho_after("round_robin"), rel=1e-6)
+
+
+def changed(bench: Bench, **changes: Any) -> None:
+    """Other settings while it runs."""
+    settings = schema.Cluster.model_validate({**bench.cluster.settings.model_dump(), **changes})
+    bench.cluster.reconfigure(settings, probe=None)
+
+
+def test_a_reload_changes_the_offer_and_keeps_what_was_learned(make_cluster: MakeCluster) -> None:
+    """The same list stays as it is; a new one goes on with the speeds known."""
+    bench = make_cluster("a", "b", policy="kv_aware", client_policies=["round_robin"])
+    bench.endpoint("a").load.on_sample(features_of(8000, 0), 2.0, bench.clock())  # type: ignore[misc]
+    before = policy(bench, "round_robin")
+    changed(bench, max_in_flight=9)
+    assert policy(bench, "round_robin") is before
+    changed(bench, client_policies=["least_ttft"])
+    assert bench.picked(policy="round_robin").policy == "kv_aware"
+    assert policy(bench, "least_ttft").speeds is bench.cluster.speeds  # type: ignore[attr-defined]
+    changed(bench, policy="least_request")
+    learned = policy(bench, "least_ttft").speeds.estimates(bench.clock())  # type: ignore[attr-defined]
+    assert learned.samples == 1
+    changed(bench, client_policies=[])
+    assert bench.cluster.deciders.named is None
+
+
+def test_the_clusters_own_policy_may_be_listed_too(make_cluster: MakeCluster) -> None:
+    """It is the same object."""
+    own = PolicyName.KV_AWARE
+    bench = make_cluster(endpoints=configs("a"), policy=own, client_policies=[own, PolicyName.RANDOM])
+    assert policy(bench, "kv_aware") is bench.cluster.policy
