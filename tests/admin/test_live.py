@@ -51,7 +51,7 @@ async def test_everything_the_page_shows(clock: FakeClock) -> None:
     assert (live["endpoints"][0]["id"], live["endpoints"][0]["requests_last_minute"]) == ("a", 3)
     assert live["history"]["requests"] == [3]
     assert (live["history"]["failed"], live["history"]["ttft_p50_s"]) == ([1], [0.2])
-    assert live["routing"]["default"]["policy"] == "least_request"
+    assert live["routing"]["default"]["policy"] == "kv_aware"
     assert (live["decisions"][0]["end"], live["decisions"][0]["retries"]) == ("upstream_died", 1)
     assert live["findings"][0] == {
         "severity": "warning", "where": "endpoints[0]", "what": "sent in clear text", "fix": "use https",

@@ -168,7 +168,7 @@ def test_from_endpoints() -> None:
     assert endpoints(config) == [("a", URL), ("h:8001", "http://h:8001")]
     assert (config.listen.host, config.listen.port) == ("::1", 0)
     assert config.clusters["default"].policy is PolicyName.RANDOM
-    assert from_endpoints([URL], host="::1", port=0).clusters["default"].policy is PolicyName.LEAST_REQUEST
+    assert from_endpoints([URL], host="::1", port=0).clusters["default"].policy is PolicyName.KV_AWARE
 
 
 @pytest.mark.parametrize(
