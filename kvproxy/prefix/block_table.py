@@ -6,7 +6,7 @@ from array import array
 from collections import OrderedDict
 
 from kvproxy.prefix.prefix_match import Depths, match
-from kvproxy.prefix.runs import MAX_RUNS, Run, Runs
+from kvproxy.prefix.runs import MAX_RUNS, Place, Run, Runs
 
 #: Bits of a block's tiers; bit 0 is the engine's own memory.
 MAX_TIERS = 8
@@ -28,36 +28,60 @@ class BlockTable:
         """Rows: engine hashes of blocks that are there."""
         return self._runs.blocks + len(self._aliases)
 
-    def find(self, key: int) -> int | None:
-        """Our hash of the block with this engine hash, also for a while after it was removed."""
-        place = self._place(key)
-        return self._ghosts.get(key) if place is None else place[0].blocks[place[1]]
+    def place(self, key: int) -> Place | None:
+        """Where the block with this engine hash is; good until the next change."""
+        place = self._runs.find(key)
+        if place is None and self._aliases:
+            named = self._aliases.get(key)
+            return None if named is None else self._runs.find(named)
+        return place
+
+    def former(self, key: int) -> int | None:
+        """Our hash of a block with this engine hash that was removed not long ago."""
+        return self._ghosts.get(key)
 
     def match(self, hashes: array[int], guess: int) -> Depths:
         """How much of a prompt is there."""
         return match(self._runs.firsts, hashes, guess)
 
-    def store(self, keys: array[int], blocks: array[int], parent: int | None, tier: int) -> int:
-        """Consecutive blocks are on `tier`, below the block `parent` (its engine hash, which `find` knows; None: root).
-
-        Keys are distinct, and `parent` is none of them. Storing what is there changes nothing. Returns how many fitted
-        into the bound.
+    def store_new(self, keys: array[int], blocks: array[int], above: Place | None, tier: int) -> bool:
+        """What `store` does where nothing of it is known, all of it fits, and the parent is at `above` (None: root):
+        nearly every event, at a fraction of the cost. Otherwise, and where a key comes twice or is the parent's, False
+        and nothing done.
         """
-        above = None if parent is None else self._place(parent)
-        runs, bit = self._runs, 1 << tier
-        if (
+        runs = self._runs
+        return (
             runs.firsts.keys().isdisjoint(blocks)
             and (above is None or runs.locate(blocks[0], above) is None)
             and (not self._aliases or self._aliases.keys().isdisjoint(keys))
             and len(self) + len(keys) <= self._max_rows
-            and runs.append(keys, blocks, above, bit) is not None
-        ):
-            return len(keys)
-        return self._store_stretches(keys, blocks, parent, bit)
+            and runs.append(keys, blocks, above, 1 << tier) is not None
+        )
+
+    def store(self, keys: array[int], blocks: array[int], parent: int | None, tier: int) -> int:
+        """Consecutive blocks are on `tier`, below the block with the engine hash `parent`, there or not (None: root).
+
+        Keys are distinct, and `parent` is none of them. Storing what is there changes nothing. Returns how many fitted
+        into the bound. What is known by the same names already is stored at once, the rest block by block.
+        """
+        done, above, bit = 0, parent, 1 << tier
+        while done < len(keys):
+            place = None if above is None else self.place(above)
+            here = self._runs.locate(blocks[done], place)
+            known = 0 if here is None or self._names else _equal(here, keys, blocks, done)
+            if here is not None and known:
+                here[0].add(here[1], here[1] + known, bit)
+                done += known
+            elif self._store_one(keys[done], blocks[done], above, bit):
+                done += 1
+            else:
+                break
+            above = keys[done - 1]
+        return done
 
     def remove(self, key: int, tier: int) -> bool:
         """The block left `tier`; False when it was not known there."""
-        place = self._place(key)
+        place = self.place(key)
         if place is None:
             return False
         run, at = place
@@ -81,36 +105,12 @@ class BlockTable:
         self._runs.sweep(rows)
         return self._runs.blocks
 
-    def _place(self, key: int) -> tuple[Run, int] | None:
-        place = self._runs.find(key)
-        if place is None and self._aliases:
-            named = self._aliases.get(key)
-            return None if named is None else self._runs.find(named)
-        return place
-
-    def _store_stretches(self, keys: array[int], blocks: array[int], parent: int | None, bit: int) -> int:
-        """What is known already, as far as it goes by the same names, at once; the rest block by block."""
-        done, above = 0, parent
-        while done < len(keys):
-            place = None if above is None else self._place(above)
-            here = self._runs.locate(blocks[done], place)
-            known = 0 if here is None or self._names else _equal(here, keys, blocks, done)
-            if here is not None and known:
-                here[0].add(here[1], here[1] + known, bit)
-                done += known
-            elif self._store_one(keys[done], blocks[done], above, bit):
-                done += 1
-            else:
-                break
-            above = keys[done - 1]
-        return done
-
     def _store_one(self, key: int, block: int, above: int | None, bit: int) -> bool:
-        named = self._place(key)
+        named = self.place(key)
         if named is not None and named[0].blocks[named[1]] != block:
             self._forget(key, *named)
             named = None
-        place = None if above is None else self._place(above)
+        place = None if above is None else self.place(above)
         here = self._runs.locate(block, place)
         if named is None and len(self) >= self._max_rows:
             return False
@@ -163,7 +163,7 @@ class BlockTable:
         self._runs.drop(run, at)
 
 
-def _equal(here: tuple[Run, int], keys: array[int], blocks: array[int], start: int) -> int:
+def _equal(here: Place, keys: array[int], blocks: array[int], start: int) -> int:
     """Blocks from `start` on that follow here under the same names."""
     run, at = here
     n = min(len(run.keys) - at, len(keys) - start)

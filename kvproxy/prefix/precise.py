@@ -54,11 +54,15 @@ class PreciseCounts:
 
 
 _Rank = tuple[EndpointId, int]
+_Source = tuple[EndpointId, int, int]  # endpoint, data-parallel rank, KV cache group
 
 
-class _Source(NamedTuple):
+class _Followed(NamedTuple):
+    """What is known of one source."""
+
     rank: _Rank
-    group: int
+    table: BlockTable
+    orphans: Orphans
 
 
 class PreciseIndex:
@@ -74,9 +78,8 @@ class PreciseIndex:
         self._max_ghosts = max_ghosts
         self._max_sources = max_sources
         self._tiers = {"GPU": 0}  # by medium; 0 is the engine's own memory
-        self._tables: dict[_Source, BlockTable] = {}
-        self._by_size: dict[int, dict[_Source, BlockTable]] = {}  # the same, by block size
-        self._orphans: dict[_Source, Orphans] = {}
+        self._followed: dict[_Source, _Followed] = {}
+        self._by_size: dict[int, dict[_Source, _Followed]] = {}  # the same, by block size
         self._swept: deque[BlockTable] = deque()
 
     # events
@@ -87,18 +90,18 @@ class PreciseIndex:
             if isinstance(event, BlockStored):
                 self._stored(endpoint, dp_rank, event)
             elif isinstance(event, BlockRemoved):
-                self._removed(_Source((endpoint, dp_rank), event.group or 0), event)
+                self._removed((endpoint, dp_rank, event.group or 0), event)
             else:
                 self.cleared(endpoint, dp_rank)
 
     def cleared(self, endpoint: EndpointId, dp_rank: int) -> None:
         """The engine's rank holds nothing any more, on any tier."""
-        for source in [each for each in self._tables if each.rank == (endpoint, dp_rank)]:
+        for source in [each for each in self._followed if each[:2] == (endpoint, dp_rank)]:
             self._retire(source)
 
     def remove(self, endpoint: EndpointId) -> None:
         """The endpoint left, or its event stream cannot be trusted any more."""
-        for source in [each for each in self._tables if each.rank[0] == endpoint]:
+        for source in [each for each in self._followed if each[0] == endpoint]:
             self._retire(source)
 
     def sweep(self, rows: int = STEP_ROWS) -> bool:
@@ -121,22 +124,21 @@ class PreciseIndex:
     @property
     def orphan_blocks(self) -> int:
         """Blocks parked until their parent comes."""
-        return sum(len(orphans) for orphans in self._orphans.values())
+        return sum(len(each.orphans) for each in self._followed.values())
 
     def rows(self, endpoint: EndpointId) -> int:
         """Blocks kept for the endpoint, over ranks and groups."""
-        return sum(len(table) for source, table in self._tables.items() if source.rank[0] == endpoint)
+        return sum(len(each.table) for source, each in self._followed.items() if source[0] == endpoint)
 
     def lookup(self, hashes_at: Callable[[int], array[int]]) -> dict[EndpointId, PreciseMatch]:
         """The match of each endpoint that holds anything. `hashes_at(block_size)` gives the prompt's token blocks,
         chained from `precise_root`.
         """
         ranks: dict[_Rank, tuple[int, int]] = {}  # total and device tokens, the least over groups
-        for size, tables in self._by_size.items():
+        for size, followed in self._by_size.items():
             hashes, parting = hashes_at(size), 0
-            for source, table in tables.items():
+            for rank, table, _ in followed.values():
                 device, total, parting = table.match(hashes, parting)
-                rank = source.rank
                 if rank in ranks:
                     known = ranks[rank]
                     ranks[rank] = min(total * size, known[0]), min(device * size, known[1])
@@ -161,27 +163,25 @@ class PreciseIndex:
         if tier is None or not event.uniform or (event.extra is not None and len(event.extra) != event.blocks):
             self.counts.malformed += 1
             return
+        source = endpoint, dp_rank, event.group or 0
+        followed = self._followed.get(source)
+        if followed is None or followed.table.block_size != event.block_tokens:
+            followed = self._begin(source, event.block_tokens)
+            if followed is None:
+                self.counts.over_bound += event.blocks
+                return
         run = _parkable(event, tier)
-        names = set(run.keys)
-        if len(names) != event.blocks or run.parent in names:  # a block twice, or below itself
-            self.counts.malformed += 1
-            return
-        source = _Source((endpoint, dp_rank), event.group or 0)
-        table = self._table(source, event.block_tokens)
-        if table is None:
-            self.counts.over_bound += event.blocks
-            return
-        self._store(source, table, run)
+        if self._place(followed, run) and len(followed.orphans):
+            self._adopt(followed, run)
         if self._swept:
             self.sweep()
 
     def _removed(self, source: _Source, event: BlockRemoved) -> None:
-        table = self._tables.get(source)
-        tier = self._tier(event.medium)
-        if table is None or tier is None:
+        followed, tier = self._followed.get(source), self._tier(event.medium)
+        if followed is None or tier is None:
             self.counts.removed_unknown += event.blocks
             return
-        orphans = self._orphans[source]
+        _, table, orphans = followed
         for each in event.block_hashes:
             key = _key(each)
             if table.remove(key, tier) or (len(orphans) and orphans.remove(key, tier)):
@@ -189,43 +189,55 @@ class PreciseIndex:
             else:
                 self.counts.removed_unknown += 1
 
-    def _store(self, source: _Source, table: BlockTable, first: Orphan) -> None:
-        """Store a run and every parked one that waited for it."""
-        orphans = self._orphans[source]
-        todo = [first]
+    def _place(self, followed: _Followed, run: Orphan) -> bool:
+        """Store the run, or park it; False when it is malformed or was parked."""
+        _, table, orphans = followed
+        size = table.block_size
+        above = None if run.parent is None else table.place(run.parent)
+        if run.parent is None:
+            seed: int | None = root_seed(block_size=size, lora=run.lora)
+        else:
+            seed = table.former(run.parent) if above is None else above[0].blocks[above[1]]
+        blocks = None if seed is None else _chain(run, size, seed)
+        placed = run.parent is None or above is not None
+        if blocks is not None and placed and table.store_new(run.keys, blocks, above, run.tier):
+            self.counts.stored += len(blocks)
+            return True
+        names = set(run.keys)
+        if len(names) != len(run.keys) or run.parent in names:  # a block twice, or below itself
+            self.counts.malformed += 1
+            return False
+        if blocks is None:
+            self.counts.orphaned += len(run.keys)
+            self.counts.orphans_dropped += orphans.park(run)
+            return False
+        stored = table.store(run.keys, blocks, run.parent, run.tier)
+        self.counts.stored += stored
+        self.counts.over_bound += len(run.keys) - stored
+        return True
+
+    def _adopt(self, followed: _Followed, run: Orphan) -> None:
+        """Store the runs that waited for a block of this one, and those that waited for them."""
+        todo = followed.orphans.claim(run.keys)
         while todo:
             run = todo.pop()
-            seed = (
-                root_seed(block_size=table.block_size, lora=run.lora) if run.parent is None else table.find(run.parent)
-            )
-            if seed is None:
-                self.counts.orphaned += len(run.keys)
-                self.counts.orphans_dropped += orphans.park(run)
-                continue
-            stored = table.store(run.keys, _chain(run, table.block_size, seed), run.parent, run.tier)
-            self.counts.stored += stored
-            self.counts.over_bound += len(run.keys) - stored
-            if len(orphans):
-                adopted = orphans.claim(run.keys)
-                self.counts.adopted += sum(len(each.keys) for each in adopted)
-                todo += adopted
+            self.counts.adopted += len(run.keys)
+            if self._place(followed, run):
+                todo += followed.orphans.claim(run.keys)
 
-    def _table(self, source: _Source, block_size: int) -> BlockTable | None:
-        table = self._tables.get(source)
-        if table is not None and table.block_size != block_size:  # the engine was restarted with another block size
+    def _begin(self, source: _Source, block_size: int) -> _Followed | None:
+        """Follow a source anew; None when there are too many."""
+        if source in self._followed:  # the engine was restarted with another block size
             self._retire(source)
-            table = None
-        if table is None:
-            if len(self._tables) + len(self._swept) >= self._max_sources:
-                return None
-            table = BlockTable(block_size, max_rows=self._max_blocks, max_ghosts=self._max_ghosts)
-            self._tables[source] = self._by_size.setdefault(block_size, {})[source] = table
-            self._orphans[source] = Orphans(max_blocks=self._max_orphan_blocks)
-        return table
+        if len(self._followed) + len(self._swept) >= self._max_sources:
+            return None
+        table = BlockTable(block_size, max_rows=self._max_blocks, max_ghosts=self._max_ghosts)
+        followed = _Followed(source[:2], table, Orphans(max_blocks=self._max_orphan_blocks))
+        self._followed[source] = self._by_size.setdefault(block_size, {})[source] = followed
+        return followed
 
     def _retire(self, source: _Source) -> None:
-        del self._orphans[source]
-        table = self._tables.pop(source)
+        table = self._followed.pop(source).table
         del self._by_size[table.block_size][source]
         if not self._by_size[table.block_size]:
             del self._by_size[table.block_size]
@@ -234,7 +246,7 @@ class PreciseIndex:
 
     def _tier(self, medium: str | None) -> int | None:
         """Index of the medium's tier, made on first sight; None beyond the bound."""
-        name = (medium or "GPU").upper()
+        name = "GPU" if medium == "GPU" or not medium else medium.upper()
         tier = self._tiers.get(name)
         if tier is None and len(self._tiers) < MAX_TIERS:
             tier = self._tiers[name] = len(self._tiers)

@@ -29,12 +29,12 @@ class Run:
 
     __slots__ = ("blocks", "keys", "links", "mixed", "number", "start", "tiers")
 
-    def __init__(self, number: int, tiers: int) -> None:
+    def __init__(self, number: int, keys: array[int], blocks: array[int], tiers: int) -> None:
         self.number = number
         self.start = 0
-        self.keys: array[int] = array("Q")  # the engine's names
-        self.blocks: array[int] = array("Q")  # our hashes
-        self.links: array[int] = array("I")  # next row of the same chain of the hash table
+        self.keys = keys  # the engine's names
+        self.blocks = blocks  # our hashes
+        self.links = array("I", bytes(4 * len(keys)))  # next row of the same chain of the hash table
         self.tiers = tiers  # bit per tier all blocks are on, unless `mixed` says it for each
         self.mixed: bytearray | None = None
 
@@ -66,15 +66,13 @@ class Run:
 
     def extend(self, keys: array[int], blocks: array[int], tier_bit: int) -> None:
         """New blocks at the end, on one tier."""
-        if not self.keys:
-            self.keys, self.blocks = keys, blocks
-            return
         if self.mixed is None and self.tiers != tier_bit:
             self.mixed = bytearray((self.tiers,)) * len(self.keys)
         if self.mixed is not None:
             self.mixed += bytes((tier_bit,)) * len(keys)
         self.keys += keys
         self.blocks += blocks
+        self.links.frombytes(bytes(4 * len(keys)))
 
     def _settle(self, tiers: int) -> None:
         """Say it once if all blocks are on these tiers by now."""
@@ -93,6 +91,10 @@ class Run:
             self.keys, self.blocks, self.links = self.keys[:], self.blocks[:], self.links[:]
 
 
+#: A block: its run and its place there.
+Place = tuple[Run, int]
+
+
 class Runs:
     """The runs of one source. No name is on two blocks and no block in two runs: the caller sees to that."""
 
@@ -103,7 +105,7 @@ class Runs:
         self._free: list[int] = []
         self._heads = array("I", bytes(4 * _SIZES[0]))
 
-    def find(self, key: int) -> tuple[Run, int] | None:
+    def find(self, key: int) -> Place | None:
         """Where the block with this engine's name is."""
         row = self._heads[key % len(self._heads)]
         while row:
@@ -114,7 +116,7 @@ class Runs:
             row = run.links[at]
         return None
 
-    def locate(self, block: int, above: tuple[Run, int] | None) -> tuple[Run, int] | None:
+    def locate(self, block: int, above: Place | None) -> Place | None:
         """Where our block is, given where the one above it is (None: nowhere)."""
         if above is not None:
             run, at = above
@@ -123,22 +125,22 @@ class Runs:
         found = self.firsts.get(block)
         return None if found is None else (found, found.start)
 
-    def append(
-        self, keys: array[int], blocks: array[int], above: tuple[Run, int] | None, tier_bit: int
-    ) -> tuple[Run, int] | None:
+    def append(self, keys: array[int], blocks: array[int], above: Place | None, tier_bit: int) -> Place | None:
         """New blocks below `above`, on one tier; returns where the last one is. None, and nothing changed, when one of
         the names is taken.
         """
-        if self.blocks + len(keys) > len(self._heads):
-            self._grow(self.blocks + len(keys))
-        added: list[tuple[Run, int]] = []
+        if 2 * (self.blocks + len(keys)) > len(self._heads):
+            self._grow(2 * (self.blocks + len(keys)))
+        added: list[Place] = []
         run, done, total = self._room_below(above), 0, len(keys)
         while done < total:
             if run is None:
-                run = self._new(tier_bit)
-            start = len(run.keys)
-            end = min(total, done + SPAN - start)
-            run.extend(keys[done:end], blocks[done:end], tier_bit)
+                start, end = 0, min(total, done + SPAN)
+                run = self._new(keys[done:end], blocks[done:end], tier_bit)
+            else:
+                start = len(run.keys)
+                end = min(total, done + SPAN - start)
+                run.extend(keys[done:end], blocks[done:end], tier_bit)
             added.append((run, start))
             if not self._link(run, start):
                 self._undo(added)
@@ -188,18 +190,18 @@ class Runs:
             self.blocks -= live
             blocks -= live
 
-    def _room_below(self, above: tuple[Run, int] | None) -> Run | None:
+    def _room_below(self, above: Place | None) -> Run | None:
         if above is not None and above[1] == len(above[0].keys) - 1 < _LAST:
             return above[0]
         return None
 
-    def _new(self, tiers: int) -> Run:
+    def _new(self, keys: array[int], blocks: array[int], tiers: int) -> Run:
         if self._free:
             number = self._free.pop()
+            run = self._runs[number] = Run(number, keys, blocks, tiers)
         else:
-            number = len(self._runs)
-            self._runs.append(None)
-        run = self._runs[number] = Run(number, tiers)
+            run = Run(len(self._runs), keys, blocks, tiers)
+            self._runs.append(run)
         return run
 
     def _give_back(self, run: Run) -> None:
@@ -220,13 +222,12 @@ class Runs:
 
     def _move(self, run: Run, at: int, end: int) -> Run:
         """A new run of these places' blocks; they are still in the old one, but no name leads there."""
-        moved = self._new(run.tiers)
-        moved.keys, moved.blocks = run.keys[at:end], run.blocks[at:end]
+        moved = self._new(run.keys[at:end], run.blocks[at:end], run.tiers)
         if run.mixed is not None:
             moved.mixed = run.mixed[at:end]
         row = moved.number << _BITS
         for place in range(at, end):
-            moved.links.append(run.links[place])
+            moved.links[place - at] = run.links[place]
             self._redirect(run, place, row)
             row += 1
         return moved
@@ -250,21 +251,22 @@ class Runs:
     def _link(self, run: Run, start: int) -> bool:
         """Make the names from place `start` on known; False at the first that is known already."""
         runs, heads, links = self._runs, self._heads, run.links
-        size, row = len(heads), run.number << _BITS | start
-        for key in run.keys[start:] if start else run.keys:
+        keys, size = run.keys[start:] if start else run.keys, len(heads)
+        for row, key in enumerate(keys, run.number << _BITS | start):
             slot = key % size
-            first = known = heads[slot]
-            while known:
-                other: Run = runs[known >> _BITS]  # type: ignore[assignment]
-                if other.keys[known & _LAST] == key:
-                    return False
-                known = other.links[known & _LAST]
-            links.append(first)
+            if known := heads[slot]:
+                links[row & _LAST] = known
+                while known:
+                    other: Run = runs[known >> _BITS]  # type: ignore[assignment]
+                    at = known & _LAST
+                    if other.keys[at] == key:
+                        del links[row & _LAST :]
+                        return False
+                    known = other.links[at]
             heads[slot] = row
-            row += 1
         return True
 
-    def _undo(self, added: Sequence[tuple[Run, int]]) -> None:
+    def _undo(self, added: Sequence[Place]) -> None:
         """Take back what `append` did, the last first."""
         heads = self._heads
         for run, start in reversed(added):
@@ -277,17 +279,17 @@ class Runs:
                 self._runs[run.number] = None
                 self._free.append(run.number)
 
-    def _grow(self, blocks: int) -> None:
+    def _grow(self, slots: int) -> None:
         """A larger hash table; four times as many slots at least, so that it comes seldom."""
-        size = next((size for size in _SIZES if size >= blocks), _SIZES[-1])
+        size = next((size for size in _SIZES if size >= slots), _SIZES[-1])
         if size == len(self._heads):
             return
         heads = self._heads = array("I", bytes(4 * size))
         for run in self._runs:
             if run is None:
                 continue
-            links, row = run.links, run.number << _BITS
-            for at in range(run.start, len(links)):
-                slot = run.keys[at] % size
-                links[at] = heads[slot]
-                heads[slot] = row | at
+            links, start = [0] * run.start, run.start
+            for row, slot in enumerate([key % size for key in run.keys[start:]], run.number << _BITS | start):
+                links.append(heads[slot])
+                heads[slot] = row
+            run.links = array("I", links)

@@ -268,3 +268,25 @@ def test_a_name_given_to_another_block_is_that_block() -> None:
     assert device(index) == {A: 2}
     index.apply(A, 0, [removed(PATH), removed(PATH[:3]), removed((5,)), BlockRemoved((engine_hash((1, 2)),))])
     assert (device(index), device(index, (5, 6)), index.rows(A)) == ({A: 2}, {}, 1)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_name_of_several_given_to_another_block_leaves_the_others(first: int) -> None:
+    """Whichever name came first: what only the lost name vouched for is gone, and the rest goes by those left."""
+    index = PreciseIndex()
+    index.apply(A, 0, [stored(PATH, engine=first), stored(PATH, engine=1 - first), stored(PATH, engine=2)])
+    index.apply(A, 0, [stored(PATH, engine=0, medium="CPU"), removed(PATH[:3], engine=1), removed(PATH[:3], engine=2)])
+    clash = replace(stored((5, 6)), block_hashes=(engine_hash((5,)), engine_hash(PATH[:3])))
+    index.apply(A, 0, [clash])
+    assert index.lookup(prompt_of((5, 6))) == {A: PreciseMatch(4, 0, 0)}
+    assert index.lookup(prompt_of(PATH)) == {A: PreciseMatch(4, 0, 0)}
+    index.apply(A, 0, [stored(PATH, engine=2)])
+    assert index.lookup(prompt_of(PATH)) == {A: PreciseMatch(8, 0, 0)}
+    again = replace(stored((7,)), block_hashes=(engine_hash(PATH),))
+    index.apply(A, 0, [again, removed(PATH, engine=1)])
+    assert device(index) == {A: 8}
+    index.apply(A, 0, [removed(PATH, engine=2), removed((7,), engine=9)])
+    assert device(index) == {A: 6}
+    for engine in (0, 1, 2):
+        index.apply(A, 0, [removed(*(PATH[:n] for n in range(4, 0, -1)), engine=engine)])
+    assert index.lookup(prompt_of(PATH)) == {A: PreciseMatch(0, 4, 0)}

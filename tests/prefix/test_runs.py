@@ -1,0 +1,152 @@
+"""Runs long enough to be cut, moved and numbered anew, against a dictionary."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+import pytest
+
+from kvproxy.prefix.prefix_match import match
+from kvproxy.prefix.runs import SPAN, Run, Runs
+
+GPU, CPU = 1, 2
+
+
+def names(count: int, *, seed: int) -> array[int]:
+    rng = random.Random(seed)
+    return array("Q", [rng.getrandbits(64) for _ in range(count)])
+
+
+def filled(count: int, *, seed: int = 1) -> tuple[Runs, array[int], array[int]]:
+    """One chain, and its names by the engine's word and by ours."""
+    runs, keys, blocks = Runs(), names(count, seed=seed), names(count, seed=seed + 100)
+    assert runs.append(keys, blocks, None, GPU) is not None
+    return runs, keys, blocks
+
+
+def check(runs: Runs, left: dict[int, int], gone: array[int]) -> None:
+    """Every name left leads to its block, none other leads anywhere, and each block is in one run."""
+    assert runs.blocks == len(left)
+    for key, block in left.items():
+        place = runs.find(key)
+        assert place is not None
+        assert place[0].blocks[place[1]] == block
+    assert not any(runs.find(key) for key in gone if key not in left)
+    listed = [block for first, run in runs.firsts.items() for block in run.blocks[run.start :]]
+    assert sorted(listed) == sorted(left.values())
+    assert all(run.blocks[run.start] == first for first, run in runs.firsts.items())
+
+
+@pytest.mark.parametrize("order", ["last first", "first first", "random", "every other", "from the middle"])
+def test_every_order_of_dropping_leaves_the_rest(order: str) -> None:
+    """Cutting at the end, at the start and in between, over several runs, down to nothing; numbers are used again."""
+    runs, keys, blocks = filled(3 * SPAN + 100)
+    left = dict(zip(keys, blocks, strict=True))
+    sequence = list(keys)
+    if order == "last first":
+        sequence.reverse()
+    elif order == "random":
+        random.Random(5).shuffle(sequence)
+    elif order == "every other":
+        sequence = sequence[::2] + sequence[1::2]
+    elif order == "from the middle":
+        sequence = sequence[SPAN // 2 :] + sequence[: SPAN // 2]
+    for count, key in enumerate(sequence):
+        place = runs.find(key)
+        assert place is not None
+        runs.drop(*place)
+        del left[key]
+        if not count % 211:
+            check(runs, left, keys)
+    check(runs, {}, keys)
+    again = names(700, seed=9)
+    assert runs.append(again, again, None, GPU) is not None
+    check(runs, dict(zip(again, again, strict=True)), keys)
+
+
+def test_dead_places_do_not_pile_up() -> None:
+    """A run whose beginning left is moved to one of its size, so that a block never pins a whole run's memory."""
+    runs, keys, _ = filled(SPAN)
+    for key in keys[:-1]:
+        place = runs.find(key)
+        assert place is not None
+        runs.drop(*place)
+    (run,) = runs.firsts.values()
+    assert len(run.keys) < SPAN // 4
+
+
+def test_a_taken_name_undoes_the_whole_append() -> None:
+    """However many runs it had filled by then, the one it went on from included."""
+    runs, keys, blocks = filled(700)
+    end = runs.find(keys[-1])
+    more = names(2 * SPAN, seed=3) + keys[5:6]
+    assert runs.append(more, names(len(more), seed=4), end, CPU) is None
+    twice = names(10, seed=6)
+    assert runs.append(twice + twice[:1], names(11, seed=7), None, GPU) is None
+    check(runs, dict(zip(keys, blocks, strict=True)), more[:-1])
+    assert match(runs.firsts, blocks).device == 700
+
+
+def test_a_chain_told_block_by_block_is_few_runs() -> None:
+    """A growing answer is one run, not one a block."""
+    runs, keys, blocks, above = Runs(), names(1200, seed=1), names(1200, seed=2), None
+    for at in range(1200):
+        above = runs.append(keys[at : at + 1], blocks[at : at + 1], above, GPU)
+    check(runs, dict(zip(keys, blocks, strict=True)), array("Q"))
+    assert len(runs.firsts) == 3
+
+
+def test_regular_names_are_spread() -> None:
+    """Names that differ in their upper bits only must not share a chain."""
+    runs = Runs()
+    keys = array("Q", [n << 40 for n in range(1, 20_000)])
+    assert runs.append(keys, names(len(keys), seed=1), None, GPU) is not None
+    assert sum(1 for run in runs.firsts.values() for link in run.links if link) < len(keys) // 2
+
+
+def test_another_name_leads_to_the_same_block() -> None:
+    """Also from within a chain of the hash table, and the former name leads nowhere."""
+    runs, keys, blocks = filled(600)
+    left = dict(zip(keys, blocks, strict=True))
+    for number, key in enumerate(keys[::7]):
+        place = runs.find(key)
+        assert place is not None
+        runs.rename(*place, number + 1)
+        left[number + 1] = left.pop(key)
+    check(runs, left, keys)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tiers_of_a_run_are_those_of_its_blocks(seed: int) -> None:
+    """Said once while they agree, for each block while they do not, whatever the order."""
+    rng = random.Random(seed)
+    run = Run(1, names(40, seed=1), names(40, seed=2), GPU)
+    run.start = 5
+    tiers = [GPU] * 40
+    for _ in range(400):
+        at = rng.randrange(5, 40)
+        end = rng.randint(at + 1, 40)
+        if rng.random() < 0.5:
+            bits = rng.choice([GPU, CPU, GPU | CPU])
+            run.put(at, end, bits)
+            tiers[at:end] = [bits] * (end - at)
+        else:
+            run.add(at, end, CPU)
+            tiers[at:end] = [each | CPU for each in tiers[at:end]]
+        assert [run.on(place) for place in range(5, 40)] == tiers[5:]
+        assert (run.mixed is None) == (len(set(tiers[5:])) == 1)
+
+
+@pytest.mark.parametrize("guess", [0, 1, 300, 511, 512, 900, 5000])
+def test_a_guess_changes_nothing_about_a_match(guess: int) -> None:
+    """Where the last source's match ended says nothing certain about this one's."""
+    runs, keys, blocks = filled(1500)
+    branch = runs.find(keys[700])
+    others = names(50, seed=8)
+    assert runs.append(names(50, seed=7), others, branch, CPU) is not None
+    for length in (1, 299, 300, 301, 511, 512, 513, 701, 1499, 1500):
+        prompt = blocks[:length] + names(20, seed=length + 1000)
+        assert match(runs.firsts, prompt, guess)[:2] == (length, length)
+    assert match(runs.firsts, blocks[:701] + others + blocks[:9], guess)[:2] == (701, 751)
+    assert match(runs.firsts, array("Q"), guess)[:2] == (0, 0)
