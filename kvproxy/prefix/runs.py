@@ -212,7 +212,7 @@ class Runs:
     def _begin(self, run: Run, start: int) -> None:
         """What is before `start` is not the run's any more; where that is most of it, the rest moves out."""
         run.start = start
-        if 2 * start > len(run.keys) and start >= _TRIM:
+        if 4 * start > 3 * len(run.keys) and start >= _TRIM:
             self.firsts[run.blocks[start]] = run
             rest = self._move(run, start, len(run.keys))
             self._give_back(run)
