@@ -68,10 +68,12 @@ def measured(worlds: Mapping[str, World], tokens: int, rounds: int, batch: int =
         one_round(world, tokens, batch)
     collected: dict[str, dict[str, list[list[Decided]]]] = {name: {case: [] for case in CASES} for name in worlds}
     gc.collect()
+    gc.freeze()  # what the worlds hold is as old as a proxy's own indexes; only what is new is looked at again
     for _ in range(rounds):
         for name, world in worlds.items():
             for case, decided in one_round(world, tokens, batch).items():
                 collected[name][case].append(decided)
+    gc.unfreeze()
     return {name: {case: _figures(rows) for case, rows in cases.items()} for name, cases in collected.items()}
 
 

@@ -17,6 +17,7 @@ from kvproxy.admin.history import History
 from kvproxy.admin.operated import FindingLike, Reloaded, Reloader
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.learned import show_learned
+from kvproxy.cluster.routes import Routes
 from kvproxy.config.schema import Config
 from kvproxy.filters.chain import FilterType, Observer, WallClock
 from kvproxy.filters.recent import RecentDecisions
@@ -101,6 +102,11 @@ class Proxy:
     def clusters(self) -> dict[str, Cluster]:
         """Clusters by name."""
         return self._generation.clusters
+
+    @property
+    def routes(self) -> Routes:
+        """Which request goes to which cluster."""
+        return self._generation.routes
 
     @property
     def kvcache(self) -> KvCache | None:

@@ -51,7 +51,7 @@ class Generation:
         self.clusters: dict[str, Cluster] = {
             name: kept.get(name) or self._cluster(name, config.clusters[name]) for name in config.clusters
         }
-        routes = Routes.from_config(config, self.clusters)
+        routes = self.routes = Routes.from_config(config, self.clusters)
         context = FilterContext(
             config,
             shared.metrics,

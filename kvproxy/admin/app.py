@@ -19,6 +19,7 @@ from kvproxy.admin.history import History
 from kvproxy.admin.live import LiveView
 from kvproxy.admin.operated import Operated
 from kvproxy.admin.page import Page
+from kvproxy.admin.pick import PickRoutes
 from kvproxy.admin.replies import Refused, on_http_error, on_refused
 from kvproxy.admin.routing import RoutingRoutes
 from kvproxy.admin.settings import SettingsRoutes
@@ -39,6 +40,7 @@ def admin_app(operated: Operated, history: History, *, set_level: Callable[[str]
         CacheRoutes(operated),
         RoutingRoutes(operated, audit),
         DecisionRoutes(operated),
+        PickRoutes(operated),
         SettingsRoutes(operated, audit, set_level=set_level),
     )
     app = Starlette(

@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Protocol
 
 from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.routes import Routes
 from kvproxy.config.schema import Config
 from kvproxy.errors import Problem
 from kvproxy.filters.recent import RecentDecisions
@@ -62,6 +63,8 @@ class Operated(Protocol):
     def config(self) -> Config: ...
     @property
     def clusters(self) -> Mapping[str, Cluster]: ...
+    @property
+    def routes(self) -> Routes: ...
     @property
     def kvcache(self) -> KvCache | None: ...
     @property

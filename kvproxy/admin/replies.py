@@ -58,17 +58,23 @@ async def on_http_error(request: Request, raised: Exception) -> Response:
     return error(raised.status_code, [problem], headers=raised.headers)
 
 
-async def json_object(request: Request, *, optional: bool = False) -> dict[str, Any]:
-    """The request's body, a JSON object of at most 64 KiB; Refused otherwise. `optional`: an empty body is {}."""
+async def body_of(request: Request, *, most: int = MAX_BODY_BYTES) -> bytes:
+    """The request's body, of at most `most` bytes; Refused otherwise."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise Refused(413, Problem("(body)", f"larger than {MAX_BODY_BYTES} bytes", "send less"))
+        if len(body) > most:
+            raise Refused(413, Problem("(body)", f"larger than {most} bytes", "send less"))
+    return bytes(body)
+
+
+async def json_object(request: Request, *, optional: bool = False) -> dict[str, Any]:
+    """The request's body, a JSON object of at most 64 KiB; Refused otherwise. `optional`: an empty body is {}."""
+    body = await body_of(request)
     if not body and optional:
         return {}
     try:
-        data = msgspec.json.decode(bytes(body))
+        data = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as broken:
         raise Refused(400, Problem("(body)", f"not JSON: {broken}", "send a JSON object")) from None
     if not isinstance(data, dict):

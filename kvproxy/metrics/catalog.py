@@ -57,6 +57,10 @@ class Metrics:
             "Where they differ: what the other's endpoint would cost more by the costs of `by`, in that policy's unit",
             ["cluster", "policy", "by"], buckets=COST_BUCKETS, registry=r,
         )  # fmt: skip
+        self.pick_reservations = Counter(
+            "kvproxy_pick_reservations", "Places reserved for requests others carry (`POST /pick`), and their ends",
+            ["result"], registry=r,
+        )  # fmt: skip  # made, expired, and the outcomes of AttemptOutcome
         self.retries = Counter("kvproxy_retries", "Attempts after the first", ["reason"], registry=r)
         self.retries_refused = Counter("kvproxy_retries_refused", "Retries not made", ["reason"], registry=r)
         self.attempt_failures = Counter(

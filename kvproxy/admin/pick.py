@@ -1,0 +1,187 @@
+"""The proxy as a picker: it says where a request should go, and somebody else carries it there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvproxy.admin.operated import Operated
+from kvproxy.admin.pick_request import Question, question_of, report_of
+from kvproxy.admin.replies import Refused, json_object, reply
+from kvproxy.admin.reservations import Reservation, Reservations
+from kvproxy.balancing.policy import NO_FACTS, OverlapFacts, PickRequest
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.pick import Refusal
+from kvproxy.cluster.question import Answer, ask
+from kvproxy.cluster.routes import RouteTarget
+from kvproxy.cluster.witness import Sight
+from kvproxy.errors import Problem
+from kvproxy.filters.kvcache import prefers
+from kvproxy.kvcache.gathered import Gathered
+from kvproxy.types import InferenceRequest
+
+_PROMPT_HEAD_BYTES = 1024
+
+
+class PickRoutes:
+    """`/pick`, and what becomes of the places it reserved."""
+
+    def __init__(self, operated: Operated, *, reservations: Reservations | None = None) -> None:
+        self._operated = operated
+        if reservations is None:  # an empty one is false
+            reservations = Reservations(metrics=operated.metrics, clock=operated.clock)
+        self._held = reservations
+
+    def routes(self) -> list[Route]:
+        """Their paths."""
+        return [
+            Route("/pick", self._pick, methods=["POST"]),
+            Route("/pick/{id}/first_token", self._first_token, methods=["POST"]),
+            Route("/pick/{id}/done", self._done, methods=["POST"]),
+        ]
+
+    async def _pick(self, request: Request) -> Response:
+        operated = self._operated
+        question, body, inference = await question_of(request, most_bytes=operated.config.limits.body)
+        target = operated.routes.resolve(question.path, inference.model)
+        if target is None:
+            raise Refused(404, Problem("request.model", "no route leads there", "GET /endpoints shows the clusters"))
+        _check_policy(question, target.cluster)
+        gathered = await self._gathered(inference, body, target)
+        asked = self._pick_request(question, inference, target, gathered)
+        if question.reserve:
+            return self._reserved(question, asked, target, gathered)
+        answer = ask(target.cluster, asked, operated.clock())
+        if isinstance(answer, Refusal):
+            raise _nobody(answer)
+        return reply(_shown(answer, asked, target.cluster))
+
+    async def _gathered(self, inference: InferenceRequest, body: bytes, target: RouteTarget) -> Gathered | None:
+        service = self._operated.kvcache
+        if service is None:
+            return None
+        return await service.facts_for(inference, body, cluster=target.cluster, model=target.upstream_model)
+
+    def _pick_request(
+        self, question: Question, inference: InferenceRequest, target: RouteTarget, gathered: Gathered | None
+    ) -> PickRequest:
+        service, parts = self._operated.kvcache, inference.prompt.parts
+        prefer = service is not None and prefers(service.settings, target.cluster.settings.policy)
+        return PickRequest(
+            model=target.upstream_model or inference.model,
+            session_key=inference.session_key,
+            facts=NO_FACTS if gathered is None else gathered.facts,
+            preferred=gathered.preferred if prefer and gathered is not None and not question.policy else None,
+            streams=question.first_token,
+            prompt_head=parts[0][:_PROMPT_HEAD_BYTES] if parts else b"",
+            policy=question.policy,
+        )
+
+    def _reserved(
+        self, question: Question, asked: PickRequest, target: RouteTarget, gathered: Gathered | None
+    ) -> Response:
+        """Pick and hold in one step: nothing may come between the choice and its load."""
+        if self._held.full:
+            raise Refused(429, Problem("reserve", "too many reservations are open", "settle them with /pick/ID/done"))
+        cluster, now, note = target.cluster, self._operated.clock(), _Note()
+        pick = cluster.pick(_witnessed(asked, note), now=now)
+        if pick is None:
+            raise _nobody(cluster.refusal(asked, now=now))
+        service = self._operated.kvcache
+        held = self._held.hold(cluster, pick, service=service, gathered=gathered, lease_s=question.lease_s)
+        answer = Answer(pick.endpoint, pick.policy, pick.reason, note.candidates, pick.costs)
+        shown = _shown(answer, asked, cluster)
+        shown["reservation"] = {"id": held.id, "lease_s": question.lease_s}
+        return reply(shown, 201)
+
+    async def _first_token(self, request: Request) -> Response:
+        await json_object(request, optional=True)
+        if not self._held.first_token(request.path_params["id"]):
+            raise _unknown()
+        return reply({"first_token": True})
+
+    async def _done(self, request: Request) -> Response:
+        ended = await report_of(request)
+        held: Reservation | None = self._held.end(request.path_params["id"], ended)
+        if held is None:
+            raise _unknown()
+        return reply({"endpoint": held.pick.endpoint.id, "outcome": ended.outcome.value})
+
+
+class _Note:
+    """Keeps whom a pick chose among."""
+
+    def __init__(self) -> None:
+        self.candidates: Sequence[Endpoint] = ()
+
+    def placed(self, sight: Sight, now: float) -> None:
+        self.candidates = sight.candidates
+
+    def refused(self, reason: str, now: float) -> None:
+        """The answer says so."""
+
+    def failed(self, reason: str) -> None:
+        """Whoever carries the request knows."""
+
+
+def _witnessed(asked: PickRequest, note: _Note) -> PickRequest:
+    return PickRequest(
+        asked.model, asked.session_key, asked.facts, asked.preferred, asked.excluded, asked.streams, asked.prompt_head,
+        asked.policy, note,
+    )  # fmt: skip
+
+
+def _check_policy(question: Question, cluster: Cluster) -> None:
+    named = cluster.deciders.named
+    offered = () if named is None else tuple(named.deciders)
+    if question.policy and question.policy not in offered:
+        fix = (
+            f"on offer: {', '.join(offered)}"
+            if offered
+            else "clusters.NAME.client_policies lists what may be asked for"
+        )
+        raise Refused(422, Problem("policy", "this cluster does not offer that policy", fix))
+
+
+def _nobody(refusal: Refusal) -> Refused:
+    status = 404 if refusal is Refusal.MODEL_NOT_SERVED else 503
+    return Refused(
+        status, Problem("endpoint", f"nobody can take this request: {refusal.value}", "GET /endpoints says why")
+    )
+
+
+def _unknown() -> Refused:
+    return Refused(404, Problem("id", "there is no such reservation", "it was settled, or its lease ran out"))
+
+
+def _shown(answer: Answer, asked: PickRequest, cluster: Cluster) -> dict[str, object]:
+    facts, costs = asked.facts, answer.costs
+    return {
+        "cluster": cluster.name,
+        "endpoint": answer.endpoint.id,
+        "url": str(answer.endpoint.origin),
+        "model": asked.model,
+        "policy": answer.policy,
+        "reason": answer.reason,
+        "prompt_tokens": facts.prompt_tokens or None,
+        "matched_tokens": facts.matched_tokens(answer.endpoint.id),
+        "candidates": [
+            _candidate(each, facts, costs[index] if costs else None) for index, each in enumerate(answer.candidates)
+        ],
+        "reservation": None,
+    }
+
+
+def _candidate(endpoint: Endpoint, facts: OverlapFacts, cost: float | None) -> dict[str, object]:
+    overlap = facts.by_endpoint.get(endpoint.id)
+    return {
+        "endpoint": endpoint.id,
+        "url": str(endpoint.origin),
+        "matched_tokens": facts.matched_tokens(endpoint.id),
+        "source": None if overlap is None else overlap.source.value,
+        "cost": cost,
+    }

@@ -1,0 +1,88 @@
+"""What `POST /pick` and its answers' `/done` are told, checked whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+
+from kvproxy.admin.replies import Refused, body_of
+from kvproxy.admin.reservations import Ended
+from kvproxy.cluster.pick import AttemptOutcome
+from kvproxy.config.fields import nearest
+from kvproxy.errors import Problem
+from kvproxy.filters.body import parse_body
+from kvproxy.filters.inference_request import KIND_OF_PATH
+from kvproxy.types import InferenceRequest
+
+DEFAULT_PATH = "/v1/chat/completions"
+DEFAULT_LEASE_S, MAX_LEASE_S = 60.0, 3600.0
+
+
+class Question(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of `POST /pick`; `request` is what the engine will be sent, to the byte."""
+
+    request: msgspec.Raw
+    path: str = DEFAULT_PATH
+    session: str = ""  # as the x-session-id header
+    policy: str = ""  # one of the cluster's client_policies
+    reserve: bool = False
+    lease_s: float = DEFAULT_LEASE_S
+    first_token: bool = False  # the caller will tell of it
+
+
+class Report(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of `POST /pick/ID/done`."""
+
+    status: int = 200  # the engine's answer; 0: none came
+    cancelled: bool = False  # the client left
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+
+
+async def question_of(request: Request, *, most_bytes: int) -> tuple[Question, bytes, InferenceRequest]:
+    """The question, the raw inference body in it, and that parsed. Refused with what is wrong."""
+    question = _decoded(await body_of(request, most=most_bytes), Question)
+    kind = KIND_OF_PATH.get(question.path)
+    if kind is None:
+        hint = nearest(question.path, KIND_OF_PATH) or f"known: {', '.join(KIND_OF_PATH)}"
+        raise Refused(422, Problem("path", "not an inference path", hint))
+    if not 0 < question.lease_s <= MAX_LEASE_S:
+        raise Refused(422, Problem("lease_s", "not a possible lease", f"allowed: more than 0, at most {MAX_LEASE_S:g}"))
+    body = bytes(question.request)
+    inference = parse_body(kind, body, session=question.session)
+    if inference is None:
+        raise Refused(422, Problem("request", "not a body of this path", "what the engine would be sent"))
+    return question, body, inference
+
+
+async def report_of(request: Request) -> Ended:
+    """How the request went; an empty body is a good answer. Refused with what is wrong."""
+    report = _decoded(await body_of(request) or b"{}", Report)
+    problems = [
+        Problem(name, "not a number of tokens", "a whole number from 0 on")
+        for name in ("prompt_tokens", "cached_tokens")
+        if (getattr(report, name) or 0) < 0
+    ]
+    if problems:
+        raise Refused(422, *problems)
+    return Ended(_outcome(report), report.prompt_tokens, report.cached_tokens)
+
+
+def _outcome(report: Report) -> AttemptOutcome:
+    if report.cancelled:
+        return AttemptOutcome.CANCELLED
+    if report.status == 503:
+        return AttemptOutcome.BUSY
+    if not 100 <= report.status < 500:
+        return AttemptOutcome.FAILURE
+    return AttemptOutcome.CLIENT_ERROR if report.status >= 400 else AttemptOutcome.SUCCESS
+
+
+def _decoded(body: bytes, kind: type[Any]) -> Any:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as broken:
+        fields = ", ".join(field.name for field in msgspec.structs.fields(kind))
+        raise Refused(400, Problem("(body)", str(broken), f"an object with some of: {fields}")) from None

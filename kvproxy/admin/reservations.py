@@ -1,0 +1,120 @@
+"""Places taken for requests that travel without this proxy: each is settled by its caller, or its lease runs out."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.pick import AttemptOutcome, Pick
+from kvproxy.kvcache.gathered import Gathered, Result
+from kvproxy.kvcache.service import KvCache
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.types import Clock
+
+QUEUE = "picks"
+#: Held at once; a caller that forgets to settle cannot take more than this until its leases run out.
+MAX_RESERVATIONS = 10_000
+
+
+class Timer(Protocol):
+    """What `later` answers with."""
+
+    def cancel(self) -> None: ...
+
+
+#: Calls back after so many seconds.
+Later = Callable[[float, Callable[[], None]], Timer]
+
+
+def _later(delay_s: float, callback: Callable[[], None]) -> Timer:
+    return asyncio.get_running_loop().call_later(delay_s, callback)
+
+
+@dataclass(slots=True)
+class Reservation:
+    """One place, and whom to tell what became of it."""
+
+    id: str
+    cluster: Cluster
+    pick: Pick
+    service: KvCache | None
+    gathered: Gathered | None
+    timer: Timer
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How the request went, by the caller's word; None: unknown."""
+
+    outcome: AttemptOutcome = AttemptOutcome.SUCCESS
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+
+
+class Reservations:
+    """Bounded; ids cannot be guessed. A lease that ran out blames nobody, and nothing is learned of it."""
+
+    def __init__(self, *, metrics: Metrics, clock: Clock, later: Later = _later, limit: int = MAX_RESERVATIONS) -> None:
+        self._clock = clock
+        self._later = later
+        self._limit = limit
+        self._held: dict[str, Reservation] = {}
+        self._results = metrics.pick_reservations
+        metrics.queue_depth.labels(QUEUE).set_function(lambda: len(self._held))
+        metrics.queue_limit.labels(QUEUE).set(limit)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def full(self) -> bool:
+        """Whether there is no place for another one."""
+        return len(self._held) >= self._limit
+
+    def hold(
+        self, cluster: Cluster, pick: Pick, *, service: KvCache | None, gathered: Gathered | None, lease_s: float
+    ) -> Reservation:
+        """Keep this pick until it is settled, at most `lease_s`."""
+        name = secrets.token_hex(12)
+        timer = self._later(lease_s, lambda: self._expire(name))
+        held = self._held[name] = Reservation(name, cluster, pick, service, gathered, timer)
+        if service is not None and gathered is not None:
+            service.picked(gathered, pick.endpoint.id)
+        self._results.labels("made").inc()
+        return held
+
+    def first_token(self, name: str) -> bool:
+        """The engine sent its first token; whether there is such a reservation."""
+        held = self._held.get(name)
+        if held is not None:
+            held.pick.first_token(self._clock())
+        return held is not None
+
+    def end(self, name: str, ended: Ended) -> Reservation | None:
+        """The request is over; None when there is no such reservation (any more)."""
+        held = self._held.pop(name, None)
+        if held is not None:
+            held.timer.cancel()
+            self._settle(held, ended)
+            self._results.labels(ended.outcome.value).inc()
+        return held
+
+    def _expire(self, name: str) -> None:
+        held = self._held.pop(name, None)
+        if held is not None:
+            self._settle(held, Ended(AttemptOutcome.CANCELLED))
+            self._results.labels("expired").inc()
+
+    def _settle(self, held: Reservation, ended: Ended) -> None:
+        now, pick = self._clock(), held.pick
+        well = ended.outcome is AttemptOutcome.SUCCESS
+        pick.settle(ended.outcome, now)
+        if well and ended.cached_tokens is not None:
+            held.cluster.reused(pick, ended.cached_tokens, now)
+        if held.service is not None and held.gathered is not None:
+            result = Result(pick.endpoint.id, well, ended.prompt_tokens, ended.cached_tokens)
+            held.service.finished(held.gathered, result)
