@@ -6,7 +6,8 @@ from array import array
 from collections import OrderedDict
 
 from kvproxy.prefix.prefix_match import Depths, match
-from kvproxy.prefix.runs import MAX_RUNS, Place, Run, Runs
+from kvproxy.prefix.run import Run
+from kvproxy.prefix.runs import MAX_RUNS, Place, Runs
 
 #: Bits of a block's tiers; bit 0 is the engine's own memory.
 MAX_TIERS = 8
@@ -66,7 +67,7 @@ class BlockTable:
         """
         done, above, bit = 0, parent, 1 << tier
         while done < len(keys):
-            place = None if above is None else self.place(above)
+            place = None if above is None else self._above(above)
             here = self._runs.locate(blocks[done], place)
             known = 0 if here is None or self._names else _equal(here, keys, blocks, done)
             if here is not None and known:
@@ -105,12 +106,18 @@ class BlockTable:
         self._runs.sweep(rows)
         return self._runs.blocks
 
+    def _above(self, key: int) -> Place | None:
+        """Where a parent is. One removed under this name may be there under another: rare enough to look everywhere."""
+        place = self.place(key)
+        block = self._ghosts.get(key) if place is None else None
+        return place if block is None else self._runs.search(block)
+
     def _store_one(self, key: int, block: int, above: int | None, bit: int) -> bool:
         named = self.place(key)
         if named is not None and named[0].blocks[named[1]] != block:
             self._forget(key, *named)
             named = None
-        place = None if above is None else self.place(above)
+        place = None if above is None else self._above(above)
         here = self._runs.locate(block, place)
         if named is None and len(self) >= self._max_rows:
             return False

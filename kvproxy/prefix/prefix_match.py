@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from kvproxy.prefix.runs import Run
+from kvproxy.prefix.run import Run
 
 #: Bit of the engine's own memory; every other bit is a lower tier's.
 DEVICE = 1

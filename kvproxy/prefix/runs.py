@@ -1,13 +1,15 @@
-"""Runs of consecutive blocks under two names each: the engine's, by which events speak, and our chained hash.
+"""All runs of one source: from an engine's name, or our hash of a first block, to where the block is.
 
-A block costs some thirty bytes and no object of its own: names are columns of machine integers, and a hash table of
-row numbers, chained through one more column, leads from an engine's name to its row.
+A block costs some thirty bytes and no object of its own: a hash table of row numbers, chained through a column of the
+runs, leads from an engine's name to its row.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+
+from kvproxy.prefix.run import TRIM, Run
 
 #: Blocks of a run at most, so that cutting one is cheap. A row number is its run's number and a place in it.
 SPAN = 1 << 9
@@ -19,77 +21,6 @@ MAX_RUNS = 1 << 32 - _BITS
 
 #: Sizes of the hash table: primes, so that no regularity in an engine's names makes chains long.
 _SIZES = (37, 131, 521, 2053, 8209, 32_771, 131_101, 524_309, 2_097_169, 8_388_617)
-
-#: Tails that left are given back to the allocator in steps of so many blocks.
-_TRIM = 64
-
-
-class Run:
-    """Blocks each below the one before. Places before `start` are dead."""
-
-    __slots__ = ("blocks", "keys", "links", "mixed", "number", "start", "tiers")
-
-    def __init__(self, number: int, keys: array[int], blocks: array[int], tiers: int) -> None:
-        self.number = number
-        self.start = 0
-        self.keys = keys  # the engine's names
-        self.blocks = blocks  # our hashes
-        self.links = array("I", bytes(4 * len(keys)))  # next row of the same chain of the hash table
-        self.tiers = tiers  # bit per tier all blocks are on, unless `mixed` says it for each
-        self.mixed: bytearray | None = None
-
-    def on(self, at: int) -> int:
-        """Tiers of one block, as bits."""
-        return self.tiers if self.mixed is None else self.mixed[at]
-
-    def put(self, at: int, end: int, tiers: int) -> None:
-        """Blocks at..end are on these tiers and no other."""
-        if at == self.start and end == len(self.keys):
-            self.tiers, self.mixed = tiers, None
-            return
-        if self.mixed is None:
-            if tiers == self.tiers:
-                return
-            self.mixed = bytearray((self.tiers,)) * len(self.keys)
-        self.mixed[at:end] = bytes((tiers,)) * (end - at)
-        self._settle(tiers)
-
-    def add(self, at: int, end: int, tier_bit: int) -> None:
-        """Blocks at..end are on this tier as well."""
-        if self.mixed is None:
-            self.put(at, end, self.tiers | tier_bit)
-            return
-        for place in range(at, end):
-            tiers = self.mixed[place] | tier_bit
-            self.mixed[place] = tiers
-        self._settle(tiers)
-
-    def extend(self, keys: array[int], blocks: array[int], tier_bit: int) -> None:
-        """New blocks at the end, on one tier."""
-        if self.mixed is None and self.tiers != tier_bit:
-            self.mixed = bytearray((self.tiers,)) * len(self.keys)
-        if self.mixed is not None:
-            self.mixed += bytes((tier_bit,)) * len(keys)
-        self.keys += keys
-        self.blocks += blocks
-        self.links.frombytes(bytes(4 * len(keys)))
-
-    def _settle(self, tiers: int) -> None:
-        """Say it once if all blocks are on these tiers by now."""
-        mixed, start = self.mixed, self.start
-        if mixed is None or mixed[start] != tiers or mixed[-1] != tiers:
-            return
-        if mixed.count(tiers, start) == len(mixed) - start:
-            self.tiers, self.mixed = tiers, None
-
-    def cut(self, end: int) -> None:
-        """Forget the places from `end` on."""
-        del self.keys[end:], self.blocks[end:], self.links[end:]
-        if self.mixed is not None:
-            del self.mixed[end:]
-        if not end % _TRIM:
-            self.keys, self.blocks, self.links = self.keys[:], self.blocks[:], self.links[:]
-
 
 #: A block: its run and its place there.
 Place = tuple[Run, int]
@@ -124,6 +55,13 @@ class Runs:
                 return run, at + 1
         found = self.firsts.get(block)
         return None if found is None else (found, found.start)
+
+    def search(self, block: int) -> Place | None:
+        """Where our block is, by a look at all there are."""
+        for run in self.firsts.values():
+            if block in run.blocks[run.start :]:
+                return run, run.blocks.index(block, run.start)
+        return None
 
     def append(self, keys: array[int], blocks: array[int], above: Place | None, tier_bit: int) -> Place | None:
         """New blocks below `above`, on one tier; returns where the last one is. None, and nothing changed, when one of
@@ -212,7 +150,7 @@ class Runs:
     def _begin(self, run: Run, start: int) -> None:
         """What is before `start` is not the run's any more; where that is most of it, the rest moves out."""
         run.start = start
-        if 4 * start > 3 * len(run.keys) and start >= _TRIM:
+        if 4 * start > 3 * len(run.keys) and start >= TRIM:
             self.firsts[run.blocks[start]] = run
             rest = self._move(run, start, len(run.keys))
             self._give_back(run)

@@ -290,3 +290,15 @@ def test_a_name_of_several_given_to_another_block_leaves_the_others(first: int) 
     for engine in (0, 1, 2):
         index.apply(A, 0, [removed(*(PATH[:n] for n in range(4, 0, -1)), engine=engine)])
     assert index.lookup(prompt_of(PATH)) == {A: PreciseMatch(0, 4, 0)}
+
+
+def test_a_parent_by_a_former_name_is_the_same_block() -> None:
+    """What is stored below a name that was removed joins what is there under another, and is one block with it."""
+    index = PreciseIndex()
+    index.apply(A, 0, [stored(PATH, engine=1), removed(*(PATH[:n] for n in range(4, 0, -1)), engine=1)])
+    index.apply(A, 0, [stored(PATH), stored(PATH, 2, engine=1)])
+    assert (device(index), index.rows(A)) == ({A: 8}, 6)
+    index.apply(A, 0, [removed(PATH[:2]), removed(PATH[:3]), removed(PATH)])
+    assert device(index) == {A: 2}
+    index.apply(A, 0, [stored(PATH[:2], 1)])
+    assert device(index) == {A: 8}

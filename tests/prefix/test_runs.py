@@ -8,7 +8,8 @@ from array import array
 import pytest
 
 from kvproxy.prefix.prefix_match import match
-from kvproxy.prefix.runs import SPAN, Run, Runs
+from kvproxy.prefix.run import Run
+from kvproxy.prefix.runs import SPAN, Runs
 
 GPU, CPU = 1, 2
 
