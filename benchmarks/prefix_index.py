@@ -46,7 +46,7 @@ prompt's new blocks in one event. Ours gets it parsed and hashes the 16 tokens o
 reading the msgpack in which engines publish it. The peer gets block hashes without tokens, as JSON that it parses.
 
 Where the precise index misses its limit: half of the time goes to making the engine's names known, a hash table entry
-a block in interpreted code (nearly all of it cache misses; a plain dictionary is no faster and takes 90 bytes more), a
+a block in interpreted code (nearly all of it cache misses; a plain dictionary is no faster and far larger), a
 fifth to hashing. Short events do not spread what an event costs by itself, and runs of four blocks do not spread what
 a run takes besides its blocks.
 """
