@@ -13,6 +13,7 @@ import json
 import logging
 import platform
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,16 @@ def measured(worlds: Mapping[str, World], tokens: int, rounds: int, batch: int =
                 collected[name][case].append(decided)
     gc.unfreeze()
     return {name: {case: _figures(rows) for case, rows in cases.items()} for name, cases in collected.items()}
+
+
+def disturbance(seconds: float = 2.0) -> float:
+    """How much slower than at its best this machine runs Python at present: the median of a fixed piece of work."""
+    spans = []
+    until = time.perf_counter() + seconds
+    while (began := time.perf_counter()) < until:
+        sum(number * number for number in range(1000))
+        spans.append(time.perf_counter() - began)
+    return statistics.median(spans) / min(spans)
 
 
 def _figures(rounds: Sequence[Sequence[Decided]]) -> dict[str, float]:
@@ -207,6 +218,8 @@ def report(document: Mapping[str, Any]) -> str:
         ABOUT.format(command=document["command"], machine=document["machine"], tokens=TOKENS, endpoints=ENDPOINTS,
                      in_flight=IN_FLIGHT, system=SYSTEM_TOKENS, turn=TURN_TOKENS),
         *_summary(document["results"]), "",
+        f"A fixed piece of Python took {document['disturbance'][0]:.2f} times its best before this, and",
+        f"{document['disturbance'][1]:.2f} times afterwards.", "",
         "## Where it goes", "",
         "Medians with a stopwatch in front of every part, which costs some microseconds by itself.", "",
         *_parts(document["parts"]), "",
@@ -223,11 +236,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/reports"))
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
+    before = disturbance()
+    results = measured(_worlds(ENDPOINTS), TOKENS, arguments.rounds)
     document = {
         "command": f"python -m benchmarks.decision --rounds {arguments.rounds}",
         "machine": f"{platform.machine()}, Python {platform.python_version()}",
         "limits_us": LIMITS,
-        "results": measured(_worlds(ENDPOINTS), TOKENS, arguments.rounds),
+        "disturbance": [before, disturbance()],
+        "results": results,
         "parts": {
             name: parts_of(World(endpoints=ENDPOINTS, events=events, seed=1), TOKENS, max(2, arguments.rounds // 3))
             for name, events in KNOWLEDGE.items()
