@@ -4,9 +4,10 @@
 
 `wait` is the pending prefill there, `own` the prefill this request would add: uncached tokens with the attention work
 behind them, and bringing lower-tier tokens up. A greedy router stops at wait + slowness * own and is myopic by it:
-own work also delays whoever comes next (kappa, which grows with the pool's utilisation) and stalls the sequences
-decoding there (stall). That part is charged in pooled seconds, so that the slow half of a mixed fleet is not starved.
-Computing a hot prefix once more is an investment and discounted. Speeds are learned (speed.py).
+own work also delays those who come while the endpoint is busy with it (kappa: the longer the backlog would last, the
+more of them, so a long prompt weighs more than its length) and stalls the sequences decoding there (stall). That part
+is charged in pooled seconds, so that the slow half of a mixed fleet is not starved. Computing a hot prefix once more is
+an investment and discounted. Speeds are learned (speed.py).
 """
 
 from __future__ import annotations
@@ -20,21 +21,24 @@ from pydantic import Field
 from kvproxy.balancing.forecast import own_s
 from kvproxy.balancing.least import least
 from kvproxy.balancing.load import Features
-from kvproxy.balancing.policy import Candidate, Choice, Overlap, PickRequest
+from kvproxy.balancing.policy import Candidate, Choice, PickRequest
 from kvproxy.balancing.speed import SpeedModel
 from kvproxy.balancing.utilisation import Utilisation
 from kvproxy.config.model import Model
 from kvproxy.types import EndpointId
 
-NOTHING_HELD = Overlap(device_tokens=0)
+#: No backlog is believed to delay more than this many others.
+MAX_KAPPA = 9.0
 
 
 class KvAwareSettings(Model):
     """Weights of the cost."""
 
     kappa: float | None = Field(default=None, ge=0, le=10)
-    """What a second of own work costs those who come after; None: rho^2 / (1 - rho) of the pool's utilisation,
-    the mean number that wait for one server."""
+    """What a second of own work costs those who come after; None: `crowding` of those expected until the endpoint
+    would be idle again."""
+    crowding: float = Field(default=0.15, ge=0, le=10)
+    """Share of those who come meanwhile that own work delays; the others go elsewhere."""
     stall: float = Field(default=0.05, ge=0, le=1)
     """What it costs each sequence in flight there; 0.1 goes with a constant kappa of 1."""
     hot_discount: float = Field(default=0.25, ge=0, le=1)
@@ -52,12 +56,12 @@ class KvAware:
         self._rng = rng
         self.settings = settings
 
-    def kappa(self, now: float) -> float:
-        """What a second of own work costs those who come after."""
+    def kappa_per_s(self, now: float) -> float:
+        """How many more each second of backlog would delay; 0 where kappa is constant."""
         if self.settings.kappa is not None:
-            return self.settings.kappa
-        rho = self.utilisation.rho(now)
-        return rho * rho / (1.0 - rho)
+            return 0.0
+        pool = self.utilisation
+        return self.settings.crowding * pool.arrivals_per_s(now) / (1.0 - pool.rho(now))
 
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
         facts = request.facts
@@ -66,7 +70,8 @@ class KvAware:
         slowness_of, seconds = self.speeds.slowness, self.speeds.seconds
         request_s, token_s, attention_s, lower_s = seconds
         settings = self.settings
-        kappa, stall, saving = self.kappa(now), settings.stall, 1.0 - settings.hot_discount
+        kappa, kappa_per_s = settings.kappa or 0.0, self.kappa_per_s(now)
+        stall, saving = settings.stall, 1.0 - settings.hot_discount
         costs, held = [], []
         for candidate in candidates:
             endpoint, load = candidate.id, candidate.load
@@ -85,7 +90,9 @@ class KvAware:
             if lower:
                 own += lower_s * min(lower, matched)
             slowness = slowness_of(endpoint, now)
-            cost = load.wait_s(seconds, slowness, now) + own * (slowness + kappa + stall * load.in_flight)
+            cost = load.wait_s(seconds, slowness, now) + own * slowness  # when the backlog would be over
+            delayed = kappa + min(MAX_KAPPA, kappa_per_s * cost)
+            cost += own * (delayed + stall * load.in_flight)
             costs.append(cost / candidate.weight)
             held.append(matched)
         index = least(costs, self._rng)
@@ -95,7 +102,7 @@ class KvAware:
     def learned(self, now: float) -> Mapping[str, object]:
         """The present estimates."""
         estimates = asdict(self.speeds.estimates(now))
-        return {**estimates, "rho": self.utilisation.rho(now), "kappa": self.kappa(now)}
+        return {**estimates, "rho": self.utilisation.rho(now), "kappa_per_s": self.kappa_per_s(now)}
 
     def observe_sample(self, endpoint: EndpointId, work: Features, busy_s: float, now: float) -> None:
         self.speeds.observe(endpoint, work, busy_s, now)

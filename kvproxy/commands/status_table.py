@@ -87,7 +87,7 @@ def _routing(name: str, one: Mapping[str, Any]) -> str:
     if "tokens_per_s" in learned:
         facts.append(f"{learned['tokens_per_s']:,.0f} tokens/s prefill after {learned['samples']} samples")
     if "rho" in learned:
-        facts.append(f"rho {learned['rho']:.2f}, kappa {learned['kappa']:.2f}")
+        facts.append(f"rho {learned['rho']:.2f}")
     return _plain(", ".join(facts))
 
 

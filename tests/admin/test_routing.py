@@ -24,7 +24,7 @@ async def test_what_was_learned_is_shown() -> None:
     learned = shown["learned"]
     assert learned["samples"] == 1
     assert learned["slowness"]["a"] > 1.0
-    assert (learned["rho"], learned["kappa"]) == (0.5, 0.5)
+    assert (learned["rho"], learned["kappa_per_s"]) == (0.5, 0.0)
     assert learned["tokens_per_s"] > 0
 
 

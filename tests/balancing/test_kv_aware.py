@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from kvproxy.balancing.kv_aware import KvAware, KvAwareSettings
+from kvproxy.balancing.kv_aware import MAX_KAPPA, KvAware, KvAwareSettings
 from kvproxy.balancing.load import features_of, seconds_of
 from kvproxy.balancing.policy import Learner, Overlap, PickRequest
 from kvproxy.balancing.speed import SpeedModel
@@ -134,16 +134,37 @@ def test_reason_says_how_the_choice_stands_to_the_cache(held: dict[str, int], qu
     assert policy().choose(ask(1000, held), candidates, 0.0).reason == reason
 
 
-def test_kappa_follows_the_utilisation() -> None:
-    """rho^2 / (1 - rho): 0.5 at first, near 0 in a quiet pool, at most 8.1."""
-    subject, candidates = policy(KvAwareSettings()), fleet(1)
-    assert subject.kappa(0.0) == pytest.approx(0.5)
+def test_kappa_follows_arrivals_and_utilisation() -> None:
+    """Nobody at first; then `crowding` of the arrivals a second and endpoint, the more the busier the pool."""
+    subject, candidates = policy(KvAwareSettings(crowding=0.5)), fleet(2)
+    assert subject.kappa_per_s(0.0) == 0.0
     for second in range(60):
         subject.choose(ask(2), candidates, float(second))
-    assert subject.kappa(60.0) < 0.1
+    quiet = subject.kappa_per_s(60.0)
+    assert quiet == pytest.approx(0.5 * 0.5, rel=0.1)
     for _ in range(100):
         subject.choose(ask(100_000), candidates, 60.0)
-    assert subject.kappa(60.0) == pytest.approx(8.1)
+    assert subject.kappa_per_s(60.0) == pytest.approx(0.5 * (0.5 + 2.5) / 0.1, rel=0.1)
+
+
+def test_those_who_come_meanwhile_make_long_work_dearer_than_its_length() -> None:
+    """Where many come, a prompt waits for its cached half rather than keeping another endpoint busy twice as long."""
+    subject, candidates = policy(KvAwareSettings(stall=0.0)), fleet(2)
+    occupy(candidates[0], uncached=60_000)
+    long = ask(100_000, {"e0": 50_000})
+    assert candidates[subject.choose(long, candidates, 0.0).index].id == "e1"
+    for _ in range(4000):
+        subject.choose(ask(2), candidates, 0.0)
+    assert candidates[subject.choose(long, candidates, 0.0).index].id == "e0"
+
+
+def test_no_backlog_delays_more_than_a_few() -> None:
+    """However long it is and however many come: the cost stays finite and comparable."""
+    subject, candidates = policy(KvAwareSettings(stall=0.0)), fleet(1)
+    alone = subject.choose(ask(100_000), candidates, 0.0).costs[0]
+    for _ in range(100_000):
+        subject.choose(ask(2), candidates, 0.0)
+    assert subject.choose(ask(100_000), candidates, 0.0).costs[0] == pytest.approx(alone * (1.0 + MAX_KAPPA))
 
 
 def test_without_facts_it_still_balances() -> None:
@@ -176,7 +197,7 @@ def test_what_it_learned_is_plain_data() -> None:
     learned = subject.learned(1.0)
     assert learned["samples"] == 1
     assert learned["rho"] == pytest.approx(0.5)
-    assert learned["kappa"] == pytest.approx(0.5)
+    assert learned["kappa_per_s"] == 0.0
 
 
 def test_a_wrong_prediction_teaches_no_speed() -> None:

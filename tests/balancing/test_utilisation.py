@@ -21,7 +21,7 @@ def test_the_belief_gives_way_to_what_was_routed() -> None:
 
 
 def test_it_is_capped() -> None:
-    """An overloaded pool still has a finite kappa."""
+    """An overloaded pool still has a finite cost."""
     pool = Utilisation()
     pool.add(1e6, 1, 0.0)
     assert pool.rho(1.0) == 0.9
@@ -32,3 +32,13 @@ def test_a_quiet_pool_is_idle() -> None:
     pool = Utilisation()
     pool.add(100.0, 1, 0.0)
     assert pool.rho(65.0) == 0.0
+
+
+def test_arrivals_are_counted_by_endpoint() -> None:
+    """None at first; two a second over four endpoints; forgotten after a while."""
+    pool = Utilisation()
+    assert pool.arrivals_per_s(0.0) == 0.0
+    for tick in range(101):
+        pool.add(0.1, 4, tick / 2)
+    assert pool.arrivals_per_s(50.0) == pytest.approx(0.5, rel=0.06)
+    assert pool.arrivals_per_s(200.0) == 0.0
