@@ -47,14 +47,6 @@ def tokens_of(prompt: Prompt) -> array[int]:
     return tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """One request as the client sent it."""
-
-    request: InferenceRequest
-    body: bytes
-
-
 @dataclass(slots=True)
 class Chat:
     """A session: its first turn is of about `tokens`; the next one is that with `TURN_TOKENS` more."""
@@ -64,24 +56,21 @@ class Chat:
     tokens: int
     contents: list[str] = field(default_factory=list)
 
-    def turns(self) -> Iterator[Asked]:
-        """As they are asked."""
+    def turns(self) -> Iterator[bytes]:
+        """Their bodies, as clients send them."""
         self.contents = [self.system, self._text(self.tokens - SYSTEM_TOKENS)]
         while True:
-            yield self._asked()
+            yield self._body()
             self.contents += [self._text(TURN_TOKENS // 2), self._text(TURN_TOKENS // 2)]
 
     def _text(self, tokens: int) -> str:
         """Without the bytes of the JSON around it."""
         return self.rng.randbytes(2 * tokens).hex()[: max(1, BYTES_PER_TOKEN * tokens - 36)]
 
-    def _asked(self) -> Asked:
+    def _body(self) -> bytes:
         roles = (_ROLES[min(i, 1) + (i > 1 and i % 2 == 0)] for i in range(len(self.contents)))
         messages = [{"role": role, "content": text} for role, text in zip(roles, self.contents, strict=True)]
-        body = msgspec.json.encode({"model": MODEL, "stream": True, "messages": messages})
-        request = parse_body(RequestKind.CHAT, body)
-        assert request is not None
-        return Asked(request, body)
+        return msgspec.json.encode({"model": MODEL, "stream": True, "messages": messages})
 
 
 @dataclass(slots=True)
@@ -131,7 +120,7 @@ class World:
         """Virtual: the engines take no time of this process."""
         return self.now
 
-    def chat(self, tokens: int) -> Iterator[Asked]:
+    def chat(self, tokens: int) -> Iterator[bytes]:
         """The turns of a new session."""
         return Chat(self.rng, self.system, tokens).turns()
 
@@ -140,12 +129,14 @@ class World:
         for _ in range(self._most + 1):
             self.ask(next(self.chat(tokens)))
 
-    def ask(self, asked: Asked) -> Decided:
-        """Decide where it goes. It is settled some requests later."""
+    def ask(self, body: bytes) -> Decided:
+        """Decide where it goes, just parsed as in the proxy. It is settled some requests later."""
         self.now += self._interval_s
+        request = parse_body(RequestKind.CHAT, body)
+        assert request is not None
         began = perf_counter()
-        gathered = self.kv.gather(asked.request, asked.body, cluster=self.cluster)
-        pick = self.cluster.pick(_pick_request(asked.request, gathered), now=self.now)
+        gathered = self.kv.gather(request, body, cluster=self.cluster)
+        pick = self.cluster.pick(_pick_request(request, gathered), now=self.now)
         assert pick is not None
         self.kv.picked(gathered, pick.endpoint.id)
         decided = Decided(gathered, pick, 1e6 * (perf_counter() - began))

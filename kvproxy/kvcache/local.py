@@ -100,12 +100,11 @@ class LocalSources:
         announced = self._announced(tokens, hashed, model, cache_salt)
         exact, in_flight = self.exact, self._in_flight
         found = {}
-        for endpoint, match in announced.items():
+        for endpoint, (device, lower, _) in announced.items():
             backed = routed.pop(endpoint, 0)
-            overlap = self._trusted(endpoint, match, backed)
-            if backed > overlap.tokens and (endpoint not in exact or endpoint in in_flight):
-                overlap = Overlap(backed)
-            found[endpoint] = overlap
+            overlap = self._trusted(endpoint, device, lower, backed)
+            promised = endpoint not in exact or endpoint in in_flight
+            found[endpoint] = Overlap(backed) if promised and backed > overlap.tokens else overlap
         for endpoint, held in routed.items():
             if endpoint not in exact or endpoint in in_flight:
                 found[endpoint] = Overlap(held)
@@ -125,8 +124,7 @@ class LocalSources:
 
         return self.precise.lookup(blocks)
 
-    def _trusted(self, endpoint: EndpointId, match: PreciseMatch, backed: int) -> Overlap:
-        device, lower = match.device_tokens, match.lower_tokens
+    def _trusted(self, endpoint: EndpointId, device: int, lower: int, backed: int) -> Overlap:
         claimed = device + lower
         if backed >= claimed:
             return Overlap(device, lower, FactSource.PRECISE, 0.0, claimed, claimed)
