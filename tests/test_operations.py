@@ -44,6 +44,7 @@ async def test_traffic_shows_in_every_new_metric() -> None:
             assert proxy.metric("kvproxy_learned_slowness", cluster="default", endpoint="a") > 0
             assert proxy.metric("kvproxy_kvcache_facts_seconds_count") == 3
             assert proxy.metric("kvproxy_kvcache_index_bytes", index="approximate") > 0
+            assert proxy.metric("kvproxy_kvcache_index_bytes", index="sessions") > 0
             assert (
                 proxy.metric("kvproxy_shadow_decisions_total", cluster="default", policy="random", result="same") == 3
             )

@@ -108,6 +108,7 @@ class Parts:
         size = metrics.kv_index_bytes
         size.labels("approximate").set_function(lambda: sum(s.approximate.estimated_bytes for s in sources))
         size.labels("precise").set_function(lambda: self._precise_blocks() * PRECISE_ROW_BYTES)
+        size.labels("sessions").set_function(lambda: sum(s.sessions.held_bytes for s in sources))
         metrics.kv_index_utilisation.read(lambda: utilisation(self))
         metrics.kv_index_capacity.read(lambda: capacities(self))
         metrics.kv_trust.read(lambda: trust(self))

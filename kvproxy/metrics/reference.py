@@ -42,7 +42,7 @@ LABELS: Mapping[str, str] = {
     "cluster": "name of the cluster in the configuration",
     "end": "`completed`, `engine_error`, `upstream_died`, `client_disconnected` or `local_reply`",
     "endpoint": "id of the endpoint",
-    "index": "`approximate`, `precise` or `hot`",
+    "index": "`approximate`, `precise`, `hot` or `sessions` (hashes of chats, at most 64 MiB a cluster)",
     "kind": "which of a few kinds; the meaning of the metric names them",
     "model": "a model that is declared by an endpoint or named by a route; any other is `other`",
     "outcome": "how it ended",
