@@ -82,10 +82,13 @@ async def in_flight(http: httpx.AsyncClient, server: Vllm) -> int:
 async def until_in_flight(http: httpx.AsyncClient, server: Vllm, wanted: int, *, within_s: float = 20.0) -> float:
     """Seconds until the engine is busy with exactly `wanted` requests."""
     loop = asyncio.get_running_loop()
-    started = loop.time()
-    async with asyncio.timeout(within_s):
-        while await in_flight(http, server) != wanted:  # noqa: ASYNC110 - another program's state
-            await asyncio.sleep(0.005)
+    started, seen = loop.time(), -1
+    try:
+        async with asyncio.timeout(within_s):
+            while (seen := await in_flight(http, server)) != wanted:  # noqa: ASYNC110 - another program's state
+                await asyncio.sleep(0.005)
+    except TimeoutError:
+        raise AssertionError(f"engine {server.name} is busy with {seen} requests, not {wanted}") from None
     return loop.time() - started
 
 

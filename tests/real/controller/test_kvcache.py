@@ -114,9 +114,10 @@ async def test_kv_events_outweigh_what_was_routed(pair: Pair, saw: Saw) -> None:
 
 
 async def test_the_controllers_lookup_decides(pair: Pair, lmcache_services: Lmcache, saw: Saw) -> None:
-    """Prompts never routed before go to the instance the controller names, whatever the policy's turn."""
+    """Prompts never routed before go to the instance the controller names, whatever the policy's turn. LMCache is not
+    the cache of these vLLMs, so its word about each of them is believed less from the second time on."""
     settings = {"lmcache_endpoint": lmcache_services.url, "lookup_routing_timeout": PATIENT}
-    seen = []
+    seen: list[str] = []
     async with running_proxy(pair.urls, filters=with_kvcache(**settings)) as proxy:
         for holder in ("b", "a", "a", "b", "b"):
             body = chat(pair.model.name, text(300, seed=f"lookup {len(seen)}"))
@@ -124,7 +125,11 @@ async def test_the_controllers_lookup_decides(pair: Pair, lmcache_services: Lmca
             await asyncio.sleep(0.05)  # the engines report to the controller in batches of 10 ms
             answer = await ask(proxy.client, body)
             assert (answer.endpoint, answer.source) == (holder, "lmcache_controller")
-            assert answer.predicted == answer.prompt_tokens // 256 * 256
+            named = answer.prompt_tokens // 256 * 256
+            if any(earlier.startswith(holder) for earlier in seen):
+                assert 0 < answer.predicted < named
+            else:
+                assert answer.predicted == named
             seen.append(f"{holder}: {answer.predicted}")
         hits = proxy.metric("kvproxy_kvcache_lookups_total", outcome="hit")
         followed = proxy.metric("kvproxy_preferences_total", result="followed")

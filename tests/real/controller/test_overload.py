@@ -23,22 +23,28 @@ async def full(server: Vllm) -> AsyncIterator[None]:
     """Inside the block the engine runs and queues all it will; afterwards it is idle again."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits) as http:
-        bodies = [
-            chat(server.model.name, text(20, seed=f"full {server.name} {n}"), max_tokens=7000, ignore_eos=True)
-            for n in range(MAX_RUNNING + MAX_QUEUED)
-        ]
-        tasks = [
-            asyncio.create_task(http.post("/v1/chat/completions", json=body), name=f"filler {n}")
-            for n, body in enumerate(bodies)
-        ]
+        tasks: list[asyncio.Task[httpx.Response]] = []
         try:
-            await until_in_flight(http, server, len(tasks))
+            while not await _refused(tasks):  # one by one: a burst gets in before it is counted
+                assert len(tasks) <= MAX_RUNNING + MAX_QUEUED, "the engine takes more than it was told to"
+                prompt = text(20, seed=f"full {server.name} {len(tasks)}")
+                body = chat(server.model.name, prompt, max_tokens=7000, ignore_eos=True)
+                post = http.post("/v1/chat/completions", json=body)
+                tasks.append(asyncio.create_task(post, name=f"filler {len(tasks)}"))
             yield
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await until_in_flight(http, server, 0)
+
+
+async def _refused(tasks: list[asyncio.Task[httpx.Response]]) -> bool:
+    """Whether the newest request came back at once; a refusal takes milliseconds, an answer of 7000 tokens does not."""
+    if not tasks:
+        return False
+    done, _ = await asyncio.wait({tasks[-1]}, timeout=0.3)
+    return bool(done) and tasks[-1].result().status_code == 503
 
 
 async def test_a_full_engine_is_passed_over(pair: Pair, saw: Saw) -> None:
