@@ -80,7 +80,7 @@ class Exchange:
         self.preferred: EndpointId | None = None
         self.facts: OverlapFacts | None = None
         #: Brings facts and preference up to date from what is known here; must not raise, block or wait.
-        self.refresh: Callable[[], None] | None = None
+        self.refresh: Callable[[Exchange], None] | None = None
         self.debug = False  # the client asked for x-kvproxy-decision
         self.trace: Trace | None = None  # only for requests that `tracing` follows
         self.trace_id = ""  # W3C, 32 hex digits; "" without `tracing`

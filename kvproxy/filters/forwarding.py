@@ -138,7 +138,7 @@ class Forwarding:
     def _refreshed(self) -> PickRequest:
         """After a wait, in which others with the same prompt may have gone somewhere."""
         if self._exchange.refresh is not None:
-            self._exchange.refresh()
+            self._exchange.refresh(self._exchange)
         return self._pick_request()
 
     def _count_failed(self, endpoint: Endpoint) -> float | None:

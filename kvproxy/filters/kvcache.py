@@ -82,7 +82,8 @@ class KvCacheFilter:
         announce(scope, gathered.preferred, header=self._header)
         if self._prefer[gathered.cluster.name]:
             exchange.preferred = gathered.preferred
-        exchange.refresh = lambda: self._refresh(gathered, exchange)
+        # Told of the exchange, not holding it: a cycle would keep the body until the collector comes by.
+        exchange.refresh = lambda waiting: self._refresh(gathered, waiting)
         exchange.on_pick.append(lambda picked: self._picked(gathered, picked))
         exchange.on_complete.append(lambda over: self._service.finished(gathered, result_of(over)))
 

@@ -345,9 +345,9 @@ async def test_facts_and_preference_are_refreshed_when_the_router_asks(
     exchange.inference, exchange.body = request(), b"{}"
     await call(app, scope)
     assert exchange.refresh is not None
-    exchange.refresh()
+    exchange.refresh(exchange)
     assert exchange.facts is not None
     for _ in range(2):
         assert (exchange.facts.prompt_tokens, exchange.preferred) == (7, "b" if prefers_match else None)
-        exchange.refresh()
+        exchange.refresh(exchange)
     assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
