@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
+
+from kvproxy.clients.lmcache_controller import LMCacheControllerClient
 
 _MATCHED = re.compile(r"(\w+):(\d+)/(\w+)")
 
@@ -56,3 +61,14 @@ async def chat_tokens(server_url: str, body: dict[str, Any]) -> list[int]:
         asked = {name: body[name] for name in ("model", "messages")}
         tokens: list[int] = (await http.post(f"{server_url}/tokenize", json=asked)).json()["tokens"]
         return tokens
+
+
+async def found(directory: LMCacheControllerClient, tokens: Sequence[int], wanted: dict[str, int]) -> None:
+    """Returns once a lookup names exactly these instances with these tokens; engines report in batches of 10 ms."""
+    seen: dict[str, int] = {}
+    for _ in range(200):
+        seen = {holder.instance_id: holder.matched_tokens for holder in await directory.lookup(array("I", tokens))}
+        if seen == wanted:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"lookup says {seen}, not {wanted}")

@@ -13,7 +13,7 @@ from kvproxy.clients.lmcache_controller import LMCacheControllerClient
 from tests.real.conftest import Saw
 from tests.real.controller.conftest import Lmcache
 from tests.real.engines.lmcache import LOCATION
-from tests.real.kvcache import Asked, ask, chat_tokens, with_kvcache
+from tests.real.kvcache import Asked, ask, chat_tokens, found, with_kvcache
 from tests.real.pair import Pair
 from tests.real.prompts import chat, text
 from tests.support.proxy import running_proxy
@@ -113,7 +113,9 @@ async def test_kv_events_outweigh_what_was_routed(pair: Pair, saw: Saw) -> None:
     saw(f"routed to {first.endpoint} first, then held by {other} only: {again.cached_tokens} tokens cached there")
 
 
-async def test_the_controllers_lookup_decides(pair: Pair, lmcache_services: Lmcache, saw: Saw) -> None:
+async def test_the_controllers_lookup_decides(
+    pair: Pair, lmcache_services: Lmcache, directory: LMCacheControllerClient, saw: Saw
+) -> None:
     """Prompts never routed before go to the instance the controller names, whatever the policy's turn. LMCache is not
     the cache of these vLLMs, so its word about each of them is believed less from the second time on."""
     settings = {"lmcache_endpoint": lmcache_services.url, "lookup_routing_timeout": PATIENT}
@@ -121,8 +123,9 @@ async def test_the_controllers_lookup_decides(pair: Pair, lmcache_services: Lmca
     async with running_proxy(pair.urls, filters=with_kvcache(**settings)) as proxy:
         for holder in ("b", "a", "a", "b", "b"):
             body = chat(pair.model.name, text(300, seed=f"lookup {len(seen)}"))
-            lmcache_services.workers[holder].store(await chat_tokens(pair.a.url, body))
-            await asyncio.sleep(0.05)  # the engines report to the controller in batches of 10 ms
+            tokens = await chat_tokens(pair.a.url, body)
+            stored = lmcache_services.workers[holder].store(tokens)
+            await found(directory, tokens, {holder: stored})
             answer = await ask(proxy.client, body)
             assert (answer.endpoint, answer.source) == (holder, "lmcache_controller")
             named = answer.prompt_tokens // 256 * 256

@@ -13,6 +13,7 @@ from kvproxy.errors import ClientError, NotSupported, UnknownInstance
 from tests.real.conftest import Saw
 from tests.real.controller.conftest import Lmcache
 from tests.real.engines.lmcache import LOCATION
+from tests.real.kvcache import found
 
 pytestmark = pytest.mark.real
 
@@ -21,17 +22,6 @@ def prompt(chunks: int, *, seed: str) -> array[int]:
     """Token ids of so many whole chunks and half of one."""
     rng = random.Random(seed)
     return array("I", [rng.randrange(151_000) for _ in range(chunks * CHUNK_TOKENS + CHUNK_TOKENS // 2)])
-
-
-async def found(directory: LMCacheControllerClient, tokens: array[int], wanted: dict[str, int]) -> None:
-    """Returns once a lookup names exactly these instances with these tokens; engines report in batches of 10 ms."""
-    seen: dict[str, int] = {}
-    for _ in range(200):
-        seen = {holder.instance_id: holder.matched_tokens for holder in await directory.lookup(tokens)}
-        if seen == wanted:
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError(f"lookup says {seen}, not {wanted}")
 
 
 async def test_lookup_tells_two_instances_apart(
