@@ -28,7 +28,7 @@ ROWS: tuple[frozenset[str], ...] = (
     frozenset({"resilience"}),
     frozenset({"config"}),
     frozenset({"metrics"}),
-    frozenset({"types", "errors"}),
+    frozenset({"types", "errors", "owned_task"}),
 )
 ROW_OF = {room: index for index, rooms in enumerate(ROWS) for room in rooms}
 

@@ -7,12 +7,12 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
 from kvproxy.admin.counts import total
 from kvproxy.filters.recent import RecentDecisions, Tally
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.owned_task import OwnedTask
 from kvproxy.types import Clock
 
 log = logging.getLogger(__name__)
@@ -47,8 +47,10 @@ class Sample:
     predicted_tokens: float  # matched tokens where requests went
 
 
-class History:
+class History(OwnedTask):
     """Owns one task. Samples are read by whoever draws."""
+
+    task_name = "admin history"
 
     def __init__(self, sampled: Sampled, *, sleep: Sleep = asyncio.sleep) -> None:
         self.samples: deque[Sample] = deque(maxlen=KEPT)
@@ -56,18 +58,6 @@ class History:
         self._sleep = sleep
         self._last_at = sampled.clock()
         self._last = (0.0, 0.0, 0.0)
-        self._task: asyncio.Task[None] | None = None
-
-    async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._run(), name="admin history")
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
         while True:

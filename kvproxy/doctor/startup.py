@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self
 
 from kvproxy.config.schema import Config
 from kvproxy.doctor.finding import Severity
 from kvproxy.doctor.report import Report
 from kvproxy.doctor.tools import Tools
 from kvproxy.doctor.visit import startup_findings
+from kvproxy.owned_task import OwnedTask
 
 log = logging.getLogger("kvproxy.doctor")
 
 
-class StartupVisit:
+class StartupVisit(OwnedTask):
     """An async context manager: inside it a task visits once. `report` is what it found, None until then;
     `on_report` is told of it."""
+
+    task_name = "startup visit"
 
     def __init__(
         self, config: Config, *, tools: Tools | None = None, on_report: Callable[[Report], None] = lambda report: None
@@ -28,18 +29,6 @@ class StartupVisit:
         self._on_report = on_report
         self._config = config
         self._tools = tools
-        self._task: asyncio.Task[None] | None = None
-
-    async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._visit(), name="startup visit")
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
 
     async def finished(self) -> Report:
         """Waits for the report."""
@@ -48,7 +37,7 @@ class StartupVisit:
         assert self.report is not None, "the visit did not end well"
         return self.report
 
-    async def _visit(self) -> None:
+    async def _run(self) -> None:
         try:
             self.report = await startup_findings(self._config, tools=self._tools or Tools())
         except Exception:

@@ -23,6 +23,7 @@ from kvproxy.errors import ClientError, NotSupported
 from kvproxy.kvcache.engines import Engines
 from kvproxy.kvcache.local import LocalSources
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.owned_task import OwnedTask
 from kvproxy.types import Clock, EndpointId
 
 log = logging.getLogger("kvproxy.kvcache")
@@ -74,11 +75,13 @@ class _Consumer:
         )
 
 
-class EventStreams:
+class EventStreams(OwnedTask):
     """Owns one task that keeps a subscriber for each stream of each endpoint there is.
 
     `stated`: where engines without `/kv_event_sources` publish. Who publishes nothing is left alone and said so once.
     """
+
+    task_name = "kvcache event streams"
 
     def __init__(
         self,
@@ -103,19 +106,15 @@ class EventStreams:
         self._streams: dict[Endpoint, tuple[str, AsyncExitStack, tuple[KvEventSubscriber, ...]]] = {}
         self._without: set[Endpoint] = set()
         self._context: zmq.asyncio.Context | None = None
-        self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         self._context = zmq.asyncio.Context()
-        self._task = asyncio.create_task(self._run(), name="kvcache event streams")
-        return self
+        return await super().__aenter__()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await super().__aexit__(kind, error, tb)
         for endpoint in list(self._streams):
             await self._end(endpoint)
         if self._context is not None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from types import TracebackType
-from typing import Self
 
 from kvproxy.clients.engine_metrics import EngineMetrics
 from kvproxy.cluster.cluster import Cluster
@@ -18,6 +16,7 @@ from kvproxy.kvcache.local import LocalSources
 from kvproxy.kvcache.lookup import Lookups
 from kvproxy.kvcache.ratio import BytesPerToken
 from kvproxy.kvcache.signals import HostUse, Signals
+from kvproxy.owned_task import OwnedTask
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.types import EndpointId
 
@@ -32,9 +31,11 @@ WITHOUT_READING_S = 5.0
 Sleep = Callable[[float], Awaitable[None]]
 
 
-class Watch:
+class Watch(OwnedTask):
     """Owns one task. Each round reads every engine (a few at a time), sizes its index, forgets who left, and ticks;
     with `interval_s` 0 no engine is read."""
+
+    task_name = "kvcache watch"
 
     def __init__(
         self,
@@ -66,18 +67,6 @@ class Watch:
         known = {} if former is None else former._present
         self._present: dict[str, Mapping[str, Endpoint]] = {name: known.get(name, {}) for name in clusters}
         self._slots = asyncio.Semaphore(MAX_CONCURRENT)
-        self._task: asyncio.Task[None] | None = None
-
-    async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._run(), name="kvcache watch")
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
         interval_s = self._interval_s or WITHOUT_READING_S

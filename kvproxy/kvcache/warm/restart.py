@@ -16,6 +16,7 @@ from kvproxy.kvcache.warm.file_format import Outcome, Unusable
 from kvproxy.kvcache.warm.own_thread import OwnThread
 from kvproxy.kvcache.warm.snapshot_file import SnapshotFile, Store
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.owned_task import OwnedTask
 from kvproxy.types import Clock
 
 if TYPE_CHECKING:
@@ -41,12 +42,14 @@ class Last:
     took_s: float | None  # None: another life wrote it
 
 
-class WarmRestart:
+class WarmRestart(OwnedTask):
     """An async context manager around the service's other tasks: entered first, so that everything is there when they
     start, and left last. Only a `fresh` service is filled; one that follows on another has it all already.
 
     Nothing about the file ever fails a request, the start or the end.
     """
+
+    task_name = "kvcache snapshots"
 
     def __init__(
         self,
@@ -68,7 +71,6 @@ class WarmRestart:
         self._sleep = sleep
         self._file_timeout_s = file_timeout_s
         self._thread = OwnThread("kvcache snapshot")
-        self._task: asyncio.Task[None] | None = None
         self._last: Last | None = None
         self._failing = False
         self.restored: Outcome | None = None
@@ -81,15 +83,12 @@ class WarmRestart:
     async def __aenter__(self) -> Self:
         if self._fresh:
             await self._restore()
-        self._task = asyncio.create_task(self._run(), name="kvcache snapshots")
-        return self
+        return await super().__aenter__()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await super().__aexit__(kind, error, tb)
         await self.write(pause_s=0.0)
 
     def status(self) -> dict[str, object]:
