@@ -70,7 +70,10 @@ def little_endian(values: array[int]) -> array[int]:
 
 def token_blocks(tokens: array[int], block_size: int, seed: int) -> array[int]:
     """Hashes of the full blocks of `tokens` (an `array('I')`), as an `array('Q')`; a partial last block has none."""
-    return chain(token_bytes(tokens), block_size * _TOKEN_BYTES, seed)
+    slice_bytes = block_size * _TOKEN_BYTES
+    slices = _SLICES.get(slice_bytes) or Struct(f"{slice_bytes}s")
+    whole = len(tokens) // block_size * block_size
+    return _chained(slices.iter_unpack(little_endian(tokens if whole == len(tokens) else tokens[:whole])), seed)
 
 
 def text_blocks(prompt: Prompt, seed: int) -> array[int]:
@@ -92,8 +95,12 @@ def chain(data: bytes, slice_bytes: int, seed: int, *, start: int = 0) -> array[
     """Chained hashes of the full slices of `data` from byte `start` on."""
     stop = start + (len(data) - start) // slice_bytes * slice_bytes
     slices = _SLICES.get(slice_bytes) or Struct(f"{slice_bytes}s")
+    return _chained(slices.iter_unpack(memoryview(data)[start:stop]), seed)
+
+
+def _chained(slices: Iterable[tuple[bytes]], seed: int) -> array[int]:
     digest = xxh3_64_intdigest
-    return array("Q", [seed := digest(piece, seed) for (piece,) in slices.iter_unpack(memoryview(data)[start:stop])])
+    return array("Q", [seed := digest(piece, seed) for (piece,) in slices])
 
 
 def message_chain(prompt: Prompt, seed: int) -> Sequence[int]:

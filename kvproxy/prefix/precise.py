@@ -9,6 +9,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
@@ -21,6 +22,9 @@ from kvproxy.types import EndpointId
 
 #: Rows of sources that were cleared or left, given up per operation.
 STEP_ROWS = 1024
+
+#: Adapters whose chains were begun of late.
+_REMEMBERED_ROOTS = 1024
 
 _U64 = 2**64 - 1
 
@@ -81,6 +85,7 @@ class PreciseIndex:
         self._followed: dict[_Source, _Followed] = {}
         self._by_size: dict[int, dict[_Source, _Followed]] = {}  # the same, by block size
         self._swept: deque[BlockTable] = deque()
+        self._root = lru_cache(_REMEMBERED_ROOTS)(precise_root)
 
     # events
 
@@ -156,10 +161,12 @@ class PreciseIndex:
     # how
 
     def _stored(self, endpoint: EndpointId, dp_rank: int, event: BlockStored) -> None:
-        if event.spec_kind not in (None, FULL_ATTENTION):
+        if event.spec_kind is not None and event.spec_kind != FULL_ATTENTION:
             self.counts.other_groups += 1
             return
-        tier = self._tier(event.medium)
+        tier = self._tiers.get(event.medium)
+        if tier is None:
+            tier = self._tier(event.medium)
         if tier is None or not event.uniform or (event.extra is not None and len(event.extra) != event.blocks):
             self.counts.malformed += 1
             return
@@ -171,7 +178,7 @@ class PreciseIndex:
                 self.counts.over_bound += event.blocks
                 return
         run = _parkable(event, tier)
-        if self._place(followed, run) and len(followed.orphans):
+        if self._place(followed, run) and followed.orphans:
             self._adopt(followed, run)
         if self._swept:
             self.sweep()
@@ -192,11 +199,12 @@ class PreciseIndex:
     def _place(self, followed: _Followed, run: Orphan) -> bool:
         """Store the run, or park it; False when it is malformed or was parked."""
         _, table, orphans = followed
-        size = table.block_size
-        above = None if run.parent is None else table.place(run.parent)
+        size, above = table.block_size, None
+        seed: int | None
         if run.parent is None:
-            seed: int | None = root_seed(block_size=size, lora=run.lora)
+            seed = self._root(size, lora=run.lora)
         else:
+            above = table.place(run.parent)
             seed = table.former(run.parent) if above is None else above[0].blocks[above[1]]
         blocks = None if seed is None else _chain(run, size, seed)
         placed = run.parent is None or above is not None

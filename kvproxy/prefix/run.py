@@ -14,14 +14,13 @@ TRIM = 64
 class Run:
     """Blocks each below the one before. Places before `start` are dead."""
 
-    __slots__ = ("blocks", "keys", "links", "mixed", "number", "start", "tiers")
+    __slots__ = ("blocks", "keys", "mixed", "number", "start", "tiers")
 
     def __init__(self, number: int, keys: array[int], blocks: array[int], tiers: int) -> None:
         self.number = number
         self.start = 0
         self.keys = keys  # the engine's names
         self.blocks = blocks  # our hashes
-        self.links = array("I", bytes(4 * len(keys)))  # next row of the same chain of the hash table
         self.tiers = tiers  # bit per tier all blocks are on, unless `mixed` says it for each
         self.mixed: bytearray | None = None
 
@@ -59,7 +58,6 @@ class Run:
             self.mixed += bytes((tier_bit,)) * len(keys)
         self.keys += keys
         self.blocks += blocks
-        self.links.frombytes(bytes(4 * len(keys)))
 
     def _settle(self, tiers: int) -> None:
         """Say it once if all blocks are on these tiers by now."""
@@ -71,8 +69,8 @@ class Run:
 
     def cut(self, end: int) -> None:
         """Forget the places from `end` on."""
-        del self.keys[end:], self.blocks[end:], self.links[end:]
+        del self.keys[end:], self.blocks[end:]
         if self.mixed is not None:
             del self.mixed[end:]
         if not end % TRIM:
-            self.keys, self.blocks, self.links = self.keys[:], self.blocks[:], self.links[:]
+            self.keys, self.blocks = self.keys[:], self.blocks[:]

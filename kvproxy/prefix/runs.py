@@ -1,14 +1,13 @@
 """All runs of one source: from an engine's name, or our hash of a first block, to where the block is.
 
-A block costs some thirty bytes and no object of its own: a hash table of row numbers, chained through a column of the
-runs, leads from an engine's name to its row.
+A block costs some thirty to fifty bytes and no object of its own.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 
+from kvproxy.prefix.names import Names
 from kvproxy.prefix.run import TRIM, Run
 
 #: Blocks of a run at most, so that cutting one is cheap. A row number is its run's number and a place in it.
@@ -18,9 +17,6 @@ _LAST = SPAN - 1
 
 #: Runs that 32-bit row numbers can name.
 MAX_RUNS = 1 << 32 - _BITS
-
-#: Sizes of the hash table: primes, so that no regularity in an engine's names makes chains long.
-_SIZES = (37, 131, 521, 2053, 8209, 32_771, 131_101, 524_309, 2_097_169, 8_388_617)
 
 #: A block: its run and its place there.
 Place = tuple[Run, int]
@@ -32,20 +28,15 @@ class Runs:
     def __init__(self) -> None:
         self.firsts: dict[int, Run] = {}  # by our hash of the first block
         self.blocks = 0
-        self._runs: list[Run | None] = [None]  # row 0 is the end of every chain
+        self._runs: list[Run | None] = [None]  # no row is below SPAN
         self._free: list[int] = []
-        self._heads = array("I", bytes(4 * _SIZES[0]))
+        self._names = Names(self._name_of)
 
     def find(self, key: int) -> Place | None:
         """Where the block with this engine's name is."""
-        row = self._heads[key % len(self._heads)]
-        while row:
-            run, at = self._runs[row >> _BITS], row & _LAST
-            assert run is not None
-            if run.keys[at] == key:
-                return run, at
-            row = run.links[at]
-        return None
+        row = self._names.find(key)
+        run = self._runs[row >> _BITS]
+        return None if run is None else (run, row & _LAST)
 
     def locate(self, block: int, above: Place | None) -> Place | None:
         """Where our block is, given where the one above it is (None: nowhere)."""
@@ -67,10 +58,9 @@ class Runs:
         """New blocks below `above`, on one tier; returns where the last one is. None, and nothing changed, when one of
         the names is taken.
         """
-        if 2 * (self.blocks + len(keys)) > len(self._heads):
-            self._grow(2 * (self.blocks + len(keys)))
-        added: list[Place] = []
         run, done, total = self._room_below(above), 0, len(keys)
+        added: list[Place] = []
+        rows: list[range] = []
         while done < total:
             if run is None:
                 start, end = 0, min(total, done + SPAN)
@@ -80,10 +70,12 @@ class Runs:
                 end = min(total, done + SPAN - start)
                 run.extend(keys[done:end], blocks[done:end], tier_bit)
             added.append((run, start))
-            if not self._link(run, start):
-                self._undo(added)
-                return None
+            first = run.number << _BITS | start
+            rows.append(range(first, first + end - done))
             last, run, done = run, None, end
+        if not self._names.add(keys, rows):
+            self._undo(added)
+            return None
         for each, start in added:
             if not start:
                 self.firsts[each.blocks[0]] = each
@@ -93,7 +85,7 @@ class Runs:
     def drop(self, run: Run, at: int) -> None:
         """Forget one block."""
         self.blocks -= 1
-        self._redirect(run, at, run.links[at])
+        self._names.drop(run.keys[at], run.number << _BITS | at)
         if at == len(run.keys) - 1:
             if at == run.start:
                 self._give_back(run)
@@ -113,11 +105,10 @@ class Runs:
 
     def rename(self, run: Run, at: int, key: int) -> None:
         """The block goes by another name, which is not taken."""
-        self._redirect(run, at, run.links[at])
+        row = run.number << _BITS | at
+        self._names.drop(run.keys[at], row)
         run.keys[at] = key
-        slot = key % len(self._heads)
-        run.links[at] = self._heads[slot]
-        self._heads[slot] = run.number << _BITS | at
+        self._names.add(run.keys[at : at + 1], (range(row, row + 1),))
 
     def sweep(self, blocks: int) -> None:
         """Give up so many blocks, and those of the last run, of what nobody uses any more."""
@@ -163,71 +154,20 @@ class Runs:
         moved = self._new(run.keys[at:end], run.blocks[at:end], run.tiers)
         if run.mixed is not None:
             moved.mixed = run.mixed[at:end]
-        row = moved.number << _BITS
-        for place in range(at, end):
-            moved.links[place - at] = run.links[place]
-            self._redirect(run, place, row)
-            row += 1
+        before, after = run.number << _BITS | at, moved.number << _BITS
+        for place, name in enumerate(moved.keys):
+            self._names.redirect(name, before + place, after + place)
         return moved
 
-    def _redirect(self, run: Run, at: int, to: int) -> None:
-        """Whatever points to this row points to another one from now on."""
-        heads, sought = self._heads, run.number << _BITS | at
-        slot = run.keys[at] % len(heads)
-        row = heads[slot]
-        if row == sought:
-            heads[slot] = to
-            return
-        while True:
-            other, place = self._runs[row >> _BITS], row & _LAST
-            assert other is not None
-            row = other.links[place]
-            if row == sought:
-                other.links[place] = to
-                return
-
-    def _link(self, run: Run, start: int) -> bool:
-        """Make the names from place `start` on known; False at the first that is known already."""
-        runs, heads, links = self._runs, self._heads, run.links
-        keys, size = run.keys[start:] if start else run.keys, len(heads)
-        for row, key in enumerate(keys, run.number << _BITS | start):
-            slot = key % size
-            if known := heads[slot]:
-                links[row & _LAST] = known
-                while known:
-                    other: Run = runs[known >> _BITS]  # type: ignore[assignment]
-                    at = known & _LAST
-                    if other.keys[at] == key:
-                        del links[row & _LAST :]
-                        return False
-                    known = other.links[at]
-            heads[slot] = row
-        return True
-
-    def _undo(self, added: Sequence[Place]) -> None:
-        """Take back what `append` did, the last first."""
-        heads = self._heads
-        for run, start in reversed(added):
-            while len(run.links) > start:
-                key = run.keys[len(run.links) - 1]
-                heads[key % len(heads)] = run.links.pop()
+    def _undo(self, added: list[Place]) -> None:
+        """Take back the runs that `append` made and what it made longer."""
+        for run, start in added:
             if start:
                 run.cut(start)
             else:
                 self._runs[run.number] = None
                 self._free.append(run.number)
 
-    def _grow(self, slots: int) -> None:
-        """A larger hash table; four times as many slots at least, so that it comes seldom."""
-        size = next((size for size in _SIZES if size >= slots), _SIZES[-1])
-        if size == len(self._heads):
-            return
-        heads = self._heads = array("I", bytes(4 * size))
-        for run in self._runs:
-            if run is None:
-                continue
-            links, start = [0] * run.start, run.start
-            for row, slot in enumerate([key % size for key in run.keys[start:]], run.number << _BITS | start):
-                links.append(heads[slot])
-                heads[slot] = row
-            run.links = array("I", links)
+    def _name_of(self, row: int) -> int | None:
+        run = self._runs[row >> _BITS]
+        return None if run is None else run.keys[row & _LAST]

@@ -98,16 +98,8 @@ def test_a_chain_told_block_by_block_is_few_runs() -> None:
     assert len(runs.firsts) == 3
 
 
-def test_regular_names_are_spread() -> None:
-    """Names that differ in their upper bits only must not share a chain."""
-    runs = Runs()
-    keys = array("Q", [n << 40 for n in range(1, 20_000)])
-    assert runs.append(keys, names(len(keys), seed=1), None, GPU) is not None
-    assert sum(1 for run in runs.firsts.values() for link in run.links if link) < len(keys) // 2
-
-
 def test_another_name_leads_to_the_same_block() -> None:
-    """Also from within a chain of the hash table, and the former name leads nowhere."""
+    """The former name leads nowhere."""
     runs, keys, blocks = filled(600)
     left = dict(zip(keys, blocks, strict=True))
     for number, key in enumerate(keys[::7]):
