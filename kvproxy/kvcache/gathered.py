@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvproxy.balancing.policy import NO_FACTS, OverlapFacts
@@ -26,6 +27,7 @@ class Gathered:
     body: bytes  # as the client sent it
     model: str  # as the engines call it
     hashes: array[int]
+    keys: Sequence[int]  # one a message prefix, shortest first
     prompt_bytes: int
     started_at: float
     facts: OverlapFacts = NO_FACTS

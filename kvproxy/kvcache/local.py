@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 
 from cachetools import LRUCache
@@ -14,7 +14,7 @@ from kvproxy.clients.tokens import TokenIds
 from kvproxy.prefix.approximate import ApproximateIndex
 from kvproxy.prefix.capacities import Capacities
 from kvproxy.prefix.hashed_tokens import HashedTokens
-from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, root_seed, token_blocks
+from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, message_chain, root_seed, token_blocks
 from kvproxy.prefix.holding import Claim
 from kvproxy.prefix.hot_blocks import HotBlocks
 from kvproxy.prefix.precise import PreciseIndex, PreciseMatch, precise_root
@@ -29,6 +29,8 @@ MAX_LORAS = 1024
 
 #: An engine's start time is the same in every reading, but for the rounding of clocks.
 _SAME_START_S = 2.0
+
+_PRECISE = FactSource.PRECISE
 
 #: Models and cache salts whose chains were begun of late; salts come from clients.
 _REMEMBERED_SEEDS = 1024
@@ -66,9 +68,13 @@ class LocalSources:
         self._seed = lru_cache(_REMEMBERED_SEEDS)(_seed)
         self._precise_root = lru_cache(_REMEMBERED_SEEDS)(precise_root)
 
-    def hashes(self, request: InferenceRequest, model: str) -> array[int]:
-        """The prompt's text blocks, not to be changed; empty for a prompt shorter than one."""
-        return self.sessions.text_blocks(request.prompt, self._seed(model, request.cache_salt))
+    def hashes(self, request: InferenceRequest, model: str) -> tuple[array[int], Sequence[int]]:
+        """The prompt's text blocks, empty for a prompt shorter than one, and a key for each message prefix, shortest
+        first. Neither is to be changed.
+        """
+        seed, prompt = self._seed(model, request.cache_salt), request.prompt
+        keys = message_chain(prompt, seed)
+        return self.sessions.text_blocks(prompt, seed, keys), keys
 
     def prepare(self, hashed: HashedTokens, *, model: str, cache_salt: str | None) -> None:
         """Hash these tokens for the precise index now, when nobody waits for it."""
@@ -98,16 +104,24 @@ class LocalSources:
         if tokens is None or not (self.exact or self.precise.block_sizes):
             return {endpoint: Overlap(held) for endpoint, held in routed.items()}
         announced = self._announced(tokens, hashed, model, cache_salt)
-        exact, in_flight = self.exact, self._in_flight
+        exact, in_flight, trust = self.exact, self._in_flight, self.trust
         found = {}
         for endpoint, (device, lower, _) in announced.items():
+            claimed = device + lower
             backed = routed.pop(endpoint, 0)
-            overlap = self._trusted(endpoint, device, lower, backed)
-            promised = endpoint not in exact or endpoint in in_flight
-            found[endpoint] = Overlap(backed) if promised and backed > overlap.tokens else overlap
-        for endpoint, held in routed.items():
+            if backed >= claimed:
+                promised = backed > claimed and (endpoint not in exact or endpoint in in_flight)
+                held = Overlap(device, lower, _PRECISE, 0.0, claimed, claimed)
+                found[endpoint] = Overlap(backed) if promised else held
+                continue
+            believed = trust.believed(endpoint, claimed, backed)
+            if believed < claimed:
+                device = min(device, believed)
+                lower = believed - device
+            found[endpoint] = Overlap(device, lower, _PRECISE, 0.0, claimed, backed)
+        for endpoint, backed in routed.items():
             if endpoint not in exact or endpoint in in_flight:
-                found[endpoint] = Overlap(held)
+                found[endpoint] = Overlap(backed)
         return found
 
     def _announced(
@@ -123,16 +137,6 @@ class LocalSources:
             return hashed.leading_blocks(size, root, len(tokens))
 
         return self.precise.lookup(blocks)
-
-    def _trusted(self, endpoint: EndpointId, device: int, lower: int, backed: int) -> Overlap:
-        claimed = device + lower
-        if backed >= claimed:
-            return Overlap(device, lower, FactSource.PRECISE, 0.0, claimed, claimed)
-        believed = self.trust.believed(endpoint, claimed, backed)
-        if believed < claimed:
-            device = min(device, believed)
-            lower = believed - device
-        return Overlap(device, lower, FactSource.PRECISE, 0.0, claimed, backed)
 
     def route(self, endpoint: EndpointId, hashes: array[int]) -> Claim:
         """A request goes there: it counts as holding the prompt until the claim is settled."""

@@ -97,13 +97,15 @@ class KvCache:
         local = self.parts.local[cluster.name]
         model = model or request.model or self.settings.default_model
         prompt = request.prompt
+        hashes, keys = local.hashes(request, model)
         gathered = Gathered(
             cluster=cluster,
             local=local,
             request=request,
             body=body,
             model=model,
-            hashes=local.hashes(request, model),
+            hashes=hashes,
+            keys=keys,
             prompt_bytes=len(prompt.shape) + sum(map(len, prompt.parts)),
             started_at=began,
         )

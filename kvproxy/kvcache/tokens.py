@@ -15,7 +15,6 @@ from kvproxy.kvcache.engines import Engines
 from kvproxy.kvcache.gathered import Gathered
 from kvproxy.kvcache.guard import Guard
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.prefix.hashing import message_chain, mix_keys
 from kvproxy.prefix.token_memory import TokenMemory
 from kvproxy.types import Clock, InferenceRequest, RequestKind
 
@@ -42,7 +41,7 @@ class TokenSource:
         self._engines = engines
         self._guard = guard
         self._clock = clock
-        self._tasks: dict[tuple[int, int], asyncio.Task[TokenIds | None]] = {}
+        self._tasks: dict[int, asyncio.Task[TokenIds | None]] = {}
         self._outcomes = metrics.kv_tokenizes
         self._seconds = metrics.kv_tokenize_seconds
         metrics.queue_depth.labels("kvcache_tokenize").set_function(lambda: len(self._tasks))
@@ -54,7 +53,7 @@ class TokenSource:
         if not request.prompt.parts:
             return
         if self._enabled:
-            known = self.memory.recall(gathered.model, request.prompt, salt=request.cache_salt or "")
+            known = self.memory.recall(gathered.keys)
             if known is not None:
                 gathered.tokens, gathered.tokens_exact, gathered.hashed = known.tokens, known.exact, known.hashed
                 rest = request.prompt.parts[known.parts_known :]
@@ -78,11 +77,9 @@ class TokenSource:
 
         It outlives whoever awaits it: shield the wait, never cancel the task.
         """
-        request = gathered.request
-        keys = message_chain(request.prompt, mix_keys(0, (gathered.model, request.cache_salt or "")))
-        if not keys:
+        if not gathered.keys:
             return None
-        key = (keys[-1], gathered.prompt_bytes)
+        key = gathered.keys[-1]
         task = self._tasks.get(key)
         if task is None:
             if len(self._tasks) >= self._settings.tokenize.max_concurrent:
@@ -127,9 +124,8 @@ class TokenSource:
     def learned(self, gathered: Gathered, tokens: TokenIds) -> None:
         """Remember the tokens of this prompt, hashed for the chat's next turn."""
         if self._enabled:
-            request = gathered.request
-            hashed = self.memory.remember(gathered.model, request.prompt, tokens, salt=request.cache_salt or "")
-            gathered.local.prepare(hashed, model=gathered.model, cache_salt=request.cache_salt)
+            hashed = self.memory.remember(gathered.keys, tokens)
+            gathered.local.prepare(hashed, model=gathered.model, cache_salt=gathered.request.cache_salt)
 
     async def _call(self, client: VllmClient, gathered: Gathered) -> Tokenized:
         if gathered.request.kind is RequestKind.CHAT:

@@ -18,7 +18,6 @@ from kvproxy.kvcache.strategies import Served, Strategy
 from kvproxy.kvcache.strategies.compress import Compress
 from kvproxy.kvcache.strategies.evict import Evict
 from kvproxy.kvcache.strategies.pin import Pin
-from kvproxy.prefix.hashing import message_chain, mix_keys
 from kvproxy.types import Clock, EndpointId
 
 
@@ -57,7 +56,7 @@ class Upkeep:
     def use(self, gathered: Gathered, endpoint: Endpoint) -> list[KnownPrefix]:
         """Count the use of this prompt's prefixes."""
         salt = gathered.request.cache_salt or ""
-        keys = _keys(gathered)
+        keys = gathered.keys
         return self.hotness.use(
             keys, model=gathered.model, cache_salt=salt, instance=endpoint.instance_id, now=self._clock()
         )
@@ -86,7 +85,7 @@ class Upkeep:
         """The claims without those on prefixes that are compressed there; these are being decompressed from now on."""
         if self.compress is None or not self.compress.compressed:
             return list(claims)
-        keys = _keys(gathered)
+        keys = gathered.keys
         instances = {endpoint.id: endpoint.instance_id for endpoint in gathered.endpoints}
         return [claim for claim in claims if not self._decompress(claim.endpoint, keys, instances)]
 
@@ -108,9 +107,3 @@ class Upkeep:
     def _supports(self) -> frozenset[ActionKind]:
         provider = self._lookups.provider
         return frozenset() if provider is None else provider.supports
-
-
-def _keys(gathered: Gathered) -> Sequence[int]:
-    """One key a message prefix, the whole prompt last."""
-    request = gathered.request
-    return message_chain(request.prompt, mix_keys(1, (gathered.model, request.cache_salt or "")))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
+from collections.abc import Mapping
 
-from kvproxy.prefix.prefix_match import Depths, match
 from kvproxy.prefix.run import Run
 from kvproxy.prefix.runs import MAX_RUNS, Place, Runs
 
@@ -21,6 +21,7 @@ class BlockTable:
         self._max_rows = min(max_rows, MAX_RUNS - 2)  # a run a block at worst, and one while another is cut
         self._max_ghosts = max_ghosts
         self._runs = Runs()
+        self.firsts: Mapping[int, Run] = self._runs.firsts  # by our hash of the run's first block
         self._ghosts: OrderedDict[int, int] = OrderedDict()  # removed blocks: children may still come
         self._aliases: dict[int, int] = {}  # a block's further engine hashes: the one its run has
         self._names: dict[int, dict[int, int]] = {}  # of our blocks with several: tiers of each, as bits
@@ -40,10 +41,6 @@ class BlockTable:
     def former(self, key: int) -> int | None:
         """Our hash of a block with this engine hash that was removed not long ago."""
         return self._ghosts.get(key)
-
-    def match(self, hashes: array[int], guess: int) -> Depths:
-        """How much of a prompt is there."""
-        return match(self._runs.firsts, hashes, guess)
 
     def store_new(self, keys: array[int], blocks: array[int], above: Place | None, tier: int) -> bool:
         """What `store` does where nothing of it is known, all of it fits, and the parent is at `above` (None: root):

@@ -6,7 +6,7 @@ Blocks are named by our own chained hash over the event's tokens, so no engine h
 from __future__ import annotations
 
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +18,7 @@ from kvproxy.clients.kv_events.events import FULL_ATTENTION, BlockRemoved, Block
 from kvproxy.prefix.block_table import MAX_TIERS, BlockTable
 from kvproxy.prefix.hashing import mix_keys, root_seed, token_blocks
 from kvproxy.prefix.orphans import Orphan, Orphans
+from kvproxy.prefix.prefix_match import match
 from kvproxy.types import EndpointId
 
 #: Rows of sources that were cleared or left, given up per operation.
@@ -57,14 +58,12 @@ class PreciseCounts:
     other_groups: int = 0
 
 
-_Rank = tuple[EndpointId, int]
 _Source = tuple[EndpointId, int, int]  # endpoint, data-parallel rank, KV cache group
 
 
 class _Followed(NamedTuple):
     """What is known of one source."""
 
-    rank: _Rank
     table: BlockTable
     orphans: Orphans
 
@@ -83,7 +82,8 @@ class PreciseIndex:
         self._max_sources = max_sources
         self._tiers = {"GPU": 0}  # by medium; 0 is the engine's own memory
         self._followed: dict[_Source, _Followed] = {}
-        self._by_size: dict[int, dict[_Source, _Followed]] = {}  # the same, by block size
+        self._tables: dict[EndpointId, dict[int, list[BlockTable]]] = {}  # the same, by rank; one a group
+        self._sizes: Counter[int] = Counter()  # sources by block size
         self._swept: deque[BlockTable] = deque()
         self._root = lru_cache(_REMEMBERED_ROOTS)(precise_root)
 
@@ -124,7 +124,7 @@ class PreciseIndex:
     @property
     def block_sizes(self) -> frozenset[int]:
         """Block sizes in use; a lookup needs the prompt hashed in each."""
-        return frozenset(self._by_size)
+        return frozenset(self._sizes)
 
     @property
     def orphan_blocks(self) -> int:
@@ -139,24 +139,28 @@ class PreciseIndex:
         """The match of each endpoint that holds anything. `hashes_at(block_size)` gives the prompt's token blocks,
         chained from `precise_root`.
         """
-        ranks: dict[_Rank, tuple[int, int]] = {}  # total and device tokens, the least over groups
-        for size, followed in self._by_size.items():
-            hashes, parting = hashes_at(size), 0
-            for rank, table, _ in followed.values():
-                device, total, parting = table.match(hashes, parting)
-                if rank in ranks:
-                    known = ranks[rank]
-                    ranks[rank] = min(total * size, known[0]), min(device * size, known[1])
-                else:
-                    ranks[rank] = total * size, device * size
-        best: dict[EndpointId, PreciseMatch] = {}
-        for (endpoint, dp_rank), (total, device) in ranks.items():
-            if not total:
-                continue
-            old = best.get(endpoint)
-            if old is None or (total, device, -dp_rank) > (old.tokens, old.device_tokens, -old.dp_rank):
-                best[endpoint] = PreciseMatch(device, total - device, dp_rank)
-        return best
+        hashed: dict[int, array[int]] = {}
+        parting = 0
+        found: dict[EndpointId, PreciseMatch] = {}
+        for endpoint, ranks in self._tables.items():
+            most, most_device, best = 0, 0, 0
+            for dp_rank, tables in ranks.items():
+                total = device = -1
+                for table in tables:
+                    size = table.block_size
+                    hashes = hashed.get(size)
+                    if hashes is None:
+                        hashes = hashed[size] = hashes_at(size)
+                    on_device, on_any, parting = match(table.firsts, hashes, parting)
+                    if total < 0 or on_any * size < total:
+                        total = on_any * size
+                    if device < 0 or on_device * size < device:
+                        device = on_device * size
+                if total > most or (total == most and (device, -dp_rank) > (most_device, -best)):
+                    most, most_device, best = total, device, dp_rank
+            if most:
+                found[endpoint] = PreciseMatch(most_device, most - most_device, best)
+        return found
 
     # how
 
@@ -188,7 +192,7 @@ class PreciseIndex:
         if followed is None or tier is None:
             self.counts.removed_unknown += event.blocks
             return
-        _, table, orphans = followed
+        table, orphans = followed
         for each in event.block_hashes:
             key = _key(each)
             if table.remove(key, tier) or (len(orphans) and orphans.remove(key, tier)):
@@ -198,7 +202,7 @@ class PreciseIndex:
 
     def _place(self, followed: _Followed, run: Orphan) -> bool:
         """Store the run, or park it; False when it is malformed or was parked."""
-        _, table, orphans = followed
+        table, orphans = followed
         size, above = table.block_size, None
         seed: int | None
         if run.parent is None:
@@ -240,15 +244,24 @@ class PreciseIndex:
         if len(self._followed) + len(self._swept) >= self._max_sources:
             return None
         table = BlockTable(block_size, max_rows=self._max_blocks, max_ghosts=self._max_ghosts)
-        followed = _Followed(source[:2], table, Orphans(max_blocks=self._max_orphan_blocks))
-        self._followed[source] = self._by_size.setdefault(block_size, {})[source] = followed
+        followed = _Followed(table, Orphans(max_blocks=self._max_orphan_blocks))
+        self._followed[source] = followed
+        self._tables.setdefault(source[0], {}).setdefault(source[1], []).append(table)
+        self._sizes[block_size] += 1
         return followed
 
     def _retire(self, source: _Source) -> None:
         table = self._followed.pop(source).table
-        del self._by_size[table.block_size][source]
-        if not self._by_size[table.block_size]:
-            del self._by_size[table.block_size]
+        endpoint, dp_rank, _ = source
+        ranks = self._tables[endpoint]
+        ranks[dp_rank].remove(table)
+        if not ranks[dp_rank]:
+            del ranks[dp_rank]
+        if not ranks:
+            del self._tables[endpoint]
+        self._sizes[table.block_size] -= 1
+        if not self._sizes[table.block_size]:
+            del self._sizes[table.block_size]
         self._swept.append(table)
         self.sweep()
 

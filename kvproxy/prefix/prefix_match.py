@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from kvproxy.prefix.run import Run
 
@@ -15,12 +14,9 @@ LOWER = 0xFE
 _MISSING = {mask: bytes(not tiers & mask for tiers in range(256)) for mask in (DEVICE, LOWER)}
 
 
-class Depths(NamedTuple):
-    """Leading blocks on the device, and those with the ones that follow on lower tiers."""
-
-    device: int
-    total: int
-    parting: int  # where the prompt last left a run before its end; a good guess for the next source
+#: Leading blocks on the device, those with the ones that follow on lower tiers, and where the prompt last left a run
+#: before its end: a good guess for the next source.
+Depths = tuple[int, int, int]
 
 
 def match(firsts: Mapping[int, Run], hashes: array[int], guess: int = 0) -> Depths:
@@ -32,20 +28,32 @@ def match(firsts: Mapping[int, Run], hashes: array[int], guess: int = 0) -> Dept
             break
         blocks, start = run.blocks, run.start
         count = len(blocks) - start
-        if depth + count > n or blocks[-1] != hashes[depth + count - 1]:
-            count = _common(blocks, start, hashes, depth, guess)
-            guess = depth + count
+        end = depth + count
+        if end > n or blocks[-1] != hashes[end - 1]:
+            if (
+                depth < guess < end
+                and guess < n
+                and blocks[start + guess - depth - 1] == hashes[guess - 1]
+                and blocks[start + guess - depth] != hashes[guess]
+            ):
+                count = guess - depth
+            else:
+                count = _common(blocks, start, hashes, depth)
+                guess = depth + count
+        if device < 0 and run.mixed is None and run.tiers & DEVICE:
+            depth += count
+            continue
         here = 0
         if device < 0:
-            here = count if run.mixed is None and run.tiers & DEVICE else _leading(run, 0, count, DEVICE)
+            here = _leading(run, 0, count, DEVICE)
             if here < count:
                 device = depth + here
         if device >= 0:
             here = _leading(run, here, count, LOWER)
             if here < count:
-                return Depths(device, depth + here, guess)
+                return device, depth + here, guess
         depth += count
-    return Depths(depth if device < 0 else device, depth, guess)
+    return depth if device < 0 else device, depth, guess
 
 
 def _leading(run: Run, skip: int, count: int, mask: int) -> int:
@@ -56,17 +64,9 @@ def _leading(run: Run, skip: int, count: int, mask: int) -> int:
     return count if found < 0 else skip + found
 
 
-def _common(blocks: array[int], start: int, hashes: array[int], depth: int, guess: int) -> int:
+def _common(blocks: array[int], start: int, hashes: array[int], depth: int) -> int:
     """Leading blocks the run shares with the prompt from `depth` on, at least one; once apart they never meet again."""
     low, high = 1, min(len(blocks) - start, len(hashes) - depth)
-    if low < guess - depth < high:
-        middle = guess - depth
-        if blocks[start + middle - 1] != hashes[depth + middle - 1]:
-            high = middle - 1
-        elif blocks[start + middle] != hashes[depth + middle]:
-            return middle
-        else:
-            low = middle + 1
     while low < high:
         middle = (low + high + 1) // 2
         if blocks[start + middle - 1] == hashes[depth + middle - 1]:

@@ -33,6 +33,8 @@ class RadixTree(Generic[N]):
     def __init__(self, make: Callable[[array[int]], N]) -> None:
         self._make = make
         self._by_first: dict[int, N] = {}
+        self._asked: array[int] | None = None  # who is walked to find something is mostly walked again to change it
+        self._walked: tuple[tuple[N, ...], int, N | None, int] = ((), 0, None, 0)  # until the structure changes
         self.blocks = 0
 
     def __len__(self) -> int:
@@ -40,7 +42,11 @@ class RadixTree(Generic[N]):
 
     def walk(self, hashes: array[int]) -> tuple[list[N], int, N | None, int]:
         """Nodes wholly on the path, blocks they cover, and a node matched in part with its number of matched blocks."""
+        if hashes is self._asked:
+            known, depth, partial, inside = self._walked
+            return [*known], depth, partial, inside
         path: list[N] = []
+        partial, inside = None, 0
         depth, n = 0, len(hashes)
         while depth < n:
             node = self._by_first.get(hashes[depth])
@@ -48,10 +54,12 @@ class RadixTree(Generic[N]):
                 break
             end = depth + len(node.hashes)
             if end > n or node.hashes[-1] != hashes[end - 1]:
-                return path, depth, node, _common(node.hashes, hashes, depth)
+                partial, inside = node, _common(node.hashes, hashes, depth)
+                break
             path.append(node)
             depth = end
-        return path, depth, None, 0
+        self._asked, self._walked = hashes, ((*path,), depth, partial, inside)
+        return path, depth, partial, inside
 
     def has(self, node: N) -> bool:
         """Whether the node is still part of the tree."""
@@ -70,6 +78,7 @@ class RadixTree(Generic[N]):
 
     def grow(self, parent: N | None, hashes: array[int]) -> N:
         """A new leaf under `parent` (None: at the root)."""
+        self._asked = None
         node = self._make(hashes)
         self._link(node, parent)
         self._by_first[hashes[0]] = node
@@ -78,6 +87,7 @@ class RadixTree(Generic[N]):
 
     def split(self, node: N, at: int) -> N:
         """Cut `node` after `at` blocks; returns the new head, `node` keeps its identity as the tail."""
+        self._asked = None
         head = self._make(node.hashes[:at])
         parent = node.parent
         self._unlink(node)
@@ -90,17 +100,20 @@ class RadixTree(Generic[N]):
 
     def cut(self, leaf: N, keep: int) -> None:
         """Forget the blocks of a leaf after the first `keep` (at least one)."""
+        self._asked = None
         self.blocks -= len(leaf.hashes) - keep
         del leaf.hashes[keep:]
 
     def remove(self, leaf: N) -> None:
         """Forget a leaf. It keeps its parent, so that who still holds it can climb."""
+        self._asked = None
         del self._by_first[leaf.hashes[0]]
         self.blocks -= len(leaf.hashes)
         self._unlink(leaf)
 
     def absorb(self, node: N, leaf: N) -> None:
         """Append the only child `leaf` to `node`."""
+        self._asked = None
         del self._by_first[leaf.hashes[0]]
         self._unlink(leaf)
         node.hashes.extend(leaf.hashes)

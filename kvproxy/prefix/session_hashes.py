@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
-from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, canonical_bytes, canonical_tail, chain, message_chain, text_blocks
+from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, canonical_bytes, canonical_tail, chain, text_blocks
 from kvproxy.types import Prompt
 
 _ENTRY_BYTES = 250  # an entry's objects besides the hashes themselves
@@ -30,9 +31,9 @@ class SessionHashes:
         """Bytes held, objects included."""
         return self._bytes
 
-    def text_blocks(self, prompt: Prompt, seed: int) -> array[int]:
-        """As `hashing.text_blocks`. The result is not to be changed."""
-        keys = message_chain(prompt, seed)
+    def text_blocks(self, prompt: Prompt, seed: int, keys: Sequence[int]) -> array[int]:
+        """As `hashing.text_blocks`; `keys` is the prompt's `message_chain` of the same seed. The result is not to be
+        changed."""
         if not keys:
             return text_blocks(prompt, seed)
         known, whole = self._known, keys[-1]

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate, islice
+from itertools import islice
+from typing import NamedTuple
 
 from kvproxy.prefix.hashed_tokens import HashedTokens
-from kvproxy.prefix.hashing import message_chain, mix_keys
-from kvproxy.types import Clock, Prompt
+from kvproxy.types import Clock
 
 _ENTRY_BYTES = 500  # an entry's objects besides the tokens themselves
 _HASH_BYTES_PER_TOKEN = 0.5  # block hashes, at the usual 16 tokens a block
 #: Entries, the longest unused, looked at for their age whenever another is made.
 _LOOKED_AT = 4
-#: Models and cache salts whose chains were begun of late; salts come from clients.
-_REMEMBERED_SEEDS = 1024
-#: Chained hash of a message prefix, and how many bytes went into it.
-_Key = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Recalled:
+class Recalled(NamedTuple):
     """Tokens of a prompt's longest known message prefix. Not to be changed."""
 
     tokens: array[int]
@@ -45,7 +40,7 @@ class TokenMemoryStats:
 class _Entry:
     hashed: HashedTokens
     expires_at: float
-    grown_from: _Key | None = None
+    grown_from: int | None = None
     grown_into: int = 0
 
 
@@ -76,8 +71,7 @@ class TokenMemory:
         self._clock = clock
         self._bytes = 0
         #: In order of use. A cachetools cache takes microseconds to say that it has not got something.
-        self._entries: dict[_Key, _Entry] = {}
-        self._seed = lru_cache(_REMEMBERED_SEEDS)(_seed)
+        self._entries: dict[int, _Entry] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -87,9 +81,9 @@ class TokenMemory:
         """Bytes held, objects included."""
         return self._bytes
 
-    def recall(self, model: str, prompt: Prompt, *, salt: str = "") -> Recalled | None:
-        """The tokens of the longest known message prefix; None when nothing useful is known."""
-        keys = self._keys(model, prompt, salt)
+    def recall(self, keys: Sequence[int]) -> Recalled | None:
+        """The tokens of the longest known message prefix of the prompt that has these keys (`hashing.message_chain`,
+        begun from all that shapes the template besides); None when nothing useful is known."""
         for parts in range(len(keys), 0, -1):
             entry = self._get(keys[parts - 1])
             if entry is None:
@@ -105,10 +99,9 @@ class TokenMemory:
         self.stats.missed += 1
         return None
 
-    def remember(self, model: str, prompt: Prompt, tokens: array[int], *, salt: str = "") -> HashedTokens:
-        """The whole prompt tokenizes to `tokens` (`array('I')`), the generation prompt included."""
+    def remember(self, keys: Sequence[int], tokens: array[int]) -> HashedTokens:
+        """The whole prompt with these keys tokenizes to `tokens` (`array('I')`), the generation prompt included."""
         entry = _Entry(HashedTokens(tokens), self._clock() + self._ttl_s)
-        keys = self._keys(model, prompt, salt)
         if not keys or _size(entry) > self._max_bytes:
             self.stats.too_large += bool(keys)
             return entry.hashed
@@ -128,7 +121,7 @@ class TokenMemory:
         self._entries.clear()
         self._bytes = 0
 
-    def _supersede(self, entry: _Entry, keys: list[_Key]) -> None:
+    def _supersede(self, entry: _Entry, keys: Sequence[int]) -> None:
         """Note what the prompt grew from, and forget what that grew from unless other chats did too."""
         for key in reversed(keys):
             older = self._get(key)
@@ -143,7 +136,7 @@ class TokenMemory:
                 self._drop(older.grown_from)
             return
 
-    def _get(self, key: _Key) -> _Entry | None:
+    def _get(self, key: int) -> _Entry | None:
         entry = self._entries.pop(key, None)
         if entry is None:
             return None
@@ -153,7 +146,7 @@ class TokenMemory:
         self._entries[key] = entry
         return entry
 
-    def _drop(self, key: _Key) -> None:
+    def _drop(self, key: int) -> None:
         entry = self._entries.pop(key, None)
         if entry is not None:
             self._bytes -= _size(entry)
@@ -167,17 +160,7 @@ class TokenMemory:
         while self._entries and (self._bytes + size > self._max_bytes or len(self._entries) >= self._max_entries):
             self._drop(next(iter(self._entries)))
 
-    def _keys(self, model: str, prompt: Prompt, salt: str) -> list[_Key]:
-        """One key per message prefix, over everything that shapes the template; shortest first."""
-        lengths = accumulate(map(len, prompt.parts), initial=len(prompt.shape))
-        next(lengths)
-        return list(zip(message_chain(prompt, self._seed(model, salt)), lengths, strict=True))
-
 
 def _size(entry: _Entry) -> int:
     tokens = entry.hashed.tokens
     return _ENTRY_BYTES + int((tokens.itemsize + _HASH_BYTES_PER_TOKEN) * len(tokens))
-
-
-def _seed(model: str, salt: str) -> int:
-    return mix_keys(0, (model, salt))

@@ -86,7 +86,7 @@ def test_a_taken_name_undoes_the_whole_append() -> None:
     twice = names(10, seed=6)
     assert runs.append(twice + twice[:1], names(11, seed=7), None, GPU) is None
     check(runs, dict(zip(keys, blocks, strict=True)), more[:-1])
-    assert match(runs.firsts, blocks).device == 700
+    assert match(runs.firsts, blocks)[0] == 700
 
 
 def test_a_chain_told_block_by_block_is_few_runs() -> None:

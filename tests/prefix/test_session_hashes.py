@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvproxy.prefix import session_hashes
-from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, text_blocks
+from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, message_chain, text_blocks
 from kvproxy.prefix.session_hashes import SessionHashes
 from kvproxy.types import Prompt
 
@@ -17,34 +19,38 @@ def turns(*parts: bytes, shape: bytes = b"shape") -> Prompt:
     return Prompt(shape, parts)
 
 
+def blocks(memo: SessionHashes, prompt: Prompt, seed: int) -> array[int]:
+    return memo.text_blocks(prompt, seed, message_chain(prompt, seed))
+
+
 @given(st.lists(st.binary(min_size=0, max_size=700), min_size=1, max_size=6), st.binary(max_size=600))
 def test_a_growing_chat_hashes_like_whole_prompts(parts: list[bytes], shape: bytes) -> None:
     """Whatever was kept of earlier turns, and wherever these ended within a block."""
     memo = SessionHashes()
     for turn in range(1, len(parts) + 1):
         prompt = Prompt(shape, tuple(parts[:turn]))
-        assert memo.text_blocks(prompt, 8) == text_blocks(prompt, 8)
-        assert memo.text_blocks(prompt, 8) == text_blocks(prompt, 8)  # asked again
+        assert blocks(memo, prompt, 8) == text_blocks(prompt, 8)
+        assert blocks(memo, prompt, 8) == text_blocks(prompt, 8)  # asked again
 
 
 def test_only_the_new_messages_are_hashed() -> None:
     """What a known turn covers is not looked at any more: its text may be anything (its key cannot)."""
     memo = SessionHashes()
-    memo.text_blocks(turns(SYSTEM, LONG), 8)
+    blocks(memo, turns(SYSTEM, LONG), 8)
     kept = next(iter(memo._known.values()))
     kept[0] ^= 1
     grown = turns(SYSTEM, LONG, b"next" * 100)
-    assert memo.text_blocks(grown, 8)[1:] == text_blocks(grown, 8)[1:]
-    assert memo.text_blocks(grown, 8)[0] == kept[0]
+    assert blocks(memo, grown, 8)[1:] == text_blocks(grown, 8)[1:]
+    assert blocks(memo, grown, 8)[0] == kept[0]
 
 
 def test_a_branch_of_a_chat_has_its_own_blocks() -> None:
     """Two answers to one turn."""
     memo = SessionHashes()
-    memo.text_blocks(turns(SYSTEM, LONG), 8)
+    blocks(memo, turns(SYSTEM, LONG), 8)
     for answer in (b"a" * 900, b"b" * 900):
         branch = turns(SYSTEM, LONG, answer)
-        assert memo.text_blocks(branch, 8) == text_blocks(branch, 8)
+        assert blocks(memo, branch, 8) == text_blocks(branch, 8)
 
 
 def test_seeds_and_shapes_do_not_mix() -> None:
@@ -53,15 +59,15 @@ def test_seeds_and_shapes_do_not_mix() -> None:
     for seed in (1, 2):
         for shape in (b"", b"tools"):
             prompt = turns(LONG, shape=shape)
-            assert memo.text_blocks(prompt, seed) == text_blocks(prompt, seed)
+            assert blocks(memo, prompt, seed) == text_blocks(prompt, seed)
     assert len(memo) == 4
 
 
 def test_what_has_no_blocks_is_not_kept() -> None:
     """Nor a prompt without messages."""
     memo = SessionHashes()
-    assert memo.text_blocks(turns(), 1) == text_blocks(turns(), 1)
-    assert not memo.text_blocks(turns(b"hi"), 1)
+    assert blocks(memo, turns(), 1) == text_blocks(turns(), 1)
+    assert not blocks(memo, turns(b"hi"), 1)
     assert (len(memo), memo.held_bytes) == (0, 0)
 
 
@@ -71,12 +77,12 @@ def test_the_memo_is_bounded_in_bytes() -> None:
     memo = SessionHashes(max_bytes=3 * size)
     prompts = [turns(b"%04d" % number + b"x" * (4 * TEXT_BLOCK_BYTES)) for number in range(4)]
     for prompt in prompts[:3]:
-        memo.text_blocks(prompt, 1)
+        blocks(memo, prompt, 1)
     assert (len(memo), memo.held_bytes) == (3, 3 * size)
-    memo.text_blocks(prompts[0], 1)
+    blocks(memo, prompts[0], 1)
     oldest = set(memo._known) - set(list(memo._known)[1:])
-    memo.text_blocks(prompts[3], 1)
+    blocks(memo, prompts[3], 1)
     assert (len(memo), memo.held_bytes) == (3, 3 * size)
     assert not oldest & set(memo._known)
-    memo.text_blocks(turns(b"y" * (TEXT_BLOCK_BYTES * 1000)), 1)
+    blocks(memo, turns(b"y" * (TEXT_BLOCK_BYTES * 1000)), 1)
     assert len(memo) == 3
