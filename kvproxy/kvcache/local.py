@@ -106,7 +106,8 @@ class LocalSources:
         announced = self._announced(tokens, hashed, model, cache_salt)
         exact, in_flight, trust = self.exact, self._in_flight, self.trust
         found = {}
-        for endpoint, (device, lower, _) in announced.items():
+        for endpoint, match in announced.items():
+            device, lower = match.device_tokens, match.lower_tokens
             claimed = device + lower
             backed = routed.pop(endpoint, 0)
             if backed >= claimed:

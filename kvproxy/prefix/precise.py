@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from xxhash import xxh3_64_intdigest
+import msgspec
 
-from kvproxy.clients.kv_events.events import FULL_ATTENTION, BlockRemoved, BlockStored, EngineHash, KvEvent
+from kvproxy.clients.kv_events.events import FULL_ATTENTION, BlockRemoved, BlockStored, KvEvent
 from kvproxy.prefix.block_table import MAX_TIERS, BlockTable
-from kvproxy.prefix.hashing import mix_keys, root_seed, token_blocks
+from kvproxy.prefix.hashing import root_seed
 from kvproxy.prefix.orphans import Orphan, Orphans
 from kvproxy.prefix.prefix_match import match
+from kvproxy.prefix.reported import blocks_of, name_of, reported
+from kvproxy.prefix.run import Run
 from kvproxy.types import EndpointId
 
 #: Rows of sources that were cleared or left, given up per operation.
@@ -27,10 +29,8 @@ STEP_ROWS = 1024
 #: Adapters whose chains were begun of late.
 _REMEMBERED_ROOTS = 1024
 
-_U64 = 2**64 - 1
 
-
-class PreciseMatch(NamedTuple):
+class PreciseMatch(msgspec.Struct, frozen=True):
     """Leading tokens one endpoint holds: in engine memory, then further ones on lower tiers; on its best rank."""
 
     device_tokens: int
@@ -58,6 +58,7 @@ class PreciseCounts:
     other_groups: int = 0
 
 
+_Rank = tuple[EndpointId, int]
 _Source = tuple[EndpointId, int, int]  # endpoint, data-parallel rank, KV cache group
 
 
@@ -66,6 +67,10 @@ class _Followed(NamedTuple):
 
     table: BlockTable
     orphans: Orphans
+
+
+#: A source's rank, block size and runs by their first blocks, and whether its endpoint has no other source.
+_Asked = tuple[_Rank, int, Mapping[int, Run], bool]
 
 
 class PreciseIndex:
@@ -82,8 +87,8 @@ class PreciseIndex:
         self._max_sources = max_sources
         self._tiers = {"GPU": 0}  # by medium; 0 is the engine's own memory
         self._followed: dict[_Source, _Followed] = {}
-        self._tables: dict[EndpointId, dict[int, list[BlockTable]]] = {}  # the same, by rank; one a group
         self._sizes: Counter[int] = Counter()  # sources by block size
+        self._asked = lru_cache(1)(self._to_ask)
         self._swept: deque[BlockTable] = deque()
         self._root = lru_cache(_REMEMBERED_ROOTS)(precise_root)
 
@@ -139,27 +144,27 @@ class PreciseIndex:
         """The match of each endpoint that holds anything. `hashes_at(block_size)` gives the prompt's token blocks,
         chained from `precise_root`.
         """
+        found: dict[EndpointId, PreciseMatch] = {}
+        several: dict[_Rank, tuple[int, int]] = {}  # total and device tokens, the least over groups
         hashed: dict[int, array[int]] = {}
         parting = 0
-        found: dict[EndpointId, PreciseMatch] = {}
-        for endpoint, ranks in self._tables.items():
-            most, most_device, best = 0, 0, 0
-            for dp_rank, tables in ranks.items():
-                total = device = -1
-                for table in tables:
-                    size = table.block_size
-                    hashes = hashed.get(size)
-                    if hashes is None:
-                        hashes = hashed[size] = hashes_at(size)
-                    on_device, on_any, parting = match(table.firsts, hashes, parting)
-                    if total < 0 or on_any * size < total:
-                        total = on_any * size
-                    if device < 0 or on_device * size < device:
-                        device = on_device * size
-                if total > most or (total == most and (device, -dp_rank) > (most_device, -best)):
-                    most, most_device, best = total, device, dp_rank
-            if most:
-                found[endpoint] = PreciseMatch(most_device, most - most_device, best)
+        for rank, size, firsts, alone in self._asked():
+            hashes = hashed.get(size)
+            if hashes is None:
+                hashes = hashed[size] = hashes_at(size)
+            device, total, parting = match(firsts, hashes, parting)
+            if not alone:
+                least = several.get(rank)
+                here = total * size, device * size
+                several[rank] = here if least is None else (min(here[0], least[0]), min(here[1], least[1]))
+            elif total:
+                found[rank[0]] = PreciseMatch(device * size, (total - device) * size, rank[1])
+        for (endpoint, dp_rank), (tokens, on_device) in several.items():
+            best = found.get(endpoint)
+            if tokens and (
+                best is None or (tokens, on_device, -dp_rank) > (best.tokens, best.device_tokens, -best.dp_rank)
+            ):
+                found[endpoint] = PreciseMatch(on_device, tokens - on_device, dp_rank)
         return found
 
     # how
@@ -181,7 +186,7 @@ class PreciseIndex:
             if followed is None:
                 self.counts.over_bound += event.blocks
                 return
-        run = _parkable(event, tier)
+        run = reported(event, tier)
         if self._place(followed, run) and followed.orphans:
             self._adopt(followed, run)
         if self._swept:
@@ -194,7 +199,7 @@ class PreciseIndex:
             return
         table, orphans = followed
         for each in event.block_hashes:
-            key = _key(each)
+            key = name_of(each)
             if table.remove(key, tier) or (len(orphans) and orphans.remove(key, tier)):
                 self.counts.removed += 1
             else:
@@ -210,7 +215,7 @@ class PreciseIndex:
         else:
             above = table.place(run.parent)
             seed = table.former(run.parent) if above is None else above[0].blocks[above[1]]
-        blocks = None if seed is None else _chain(run, size, seed)
+        blocks = None if seed is None else blocks_of(run, size, seed)
         placed = run.parent is None or above is not None
         if blocks is not None and placed and table.store_new(run.keys, blocks, above, run.tier):
             self.counts.stored += len(blocks)
@@ -237,6 +242,14 @@ class PreciseIndex:
             if self._place(followed, run):
                 todo += followed.orphans.claim(run.keys)
 
+    def _to_ask(self) -> list[_Asked]:
+        """What a lookup needs of each source, worked out when one came or left."""
+        sources = Counter(endpoint for endpoint, _, _ in self._followed)
+        return [
+            ((endpoint, dp_rank), table.block_size, table.firsts, sources[endpoint] == 1)
+            for (endpoint, dp_rank, _), (table, _) in self._followed.items()
+        ]
+
     def _begin(self, source: _Source, block_size: int) -> _Followed | None:
         """Follow a source anew; None when there are too many."""
         if source in self._followed:  # the engine was restarted with another block size
@@ -246,19 +259,13 @@ class PreciseIndex:
         table = BlockTable(block_size, max_rows=self._max_blocks, max_ghosts=self._max_ghosts)
         followed = _Followed(table, Orphans(max_blocks=self._max_orphan_blocks))
         self._followed[source] = followed
-        self._tables.setdefault(source[0], {}).setdefault(source[1], []).append(table)
+        self._asked.cache_clear()
         self._sizes[block_size] += 1
         return followed
 
     def _retire(self, source: _Source) -> None:
         table = self._followed.pop(source).table
-        endpoint, dp_rank, _ = source
-        ranks = self._tables[endpoint]
-        ranks[dp_rank].remove(table)
-        if not ranks[dp_rank]:
-            del ranks[dp_rank]
-        if not ranks:
-            del self._tables[endpoint]
+        self._asked.cache_clear()
         self._sizes[table.block_size] -= 1
         if not self._sizes[table.block_size]:
             del self._sizes[table.block_size]
@@ -277,34 +284,3 @@ class PreciseIndex:
 def precise_root(block_size: int, *, lora: str = "", cache_salt: str | None = None) -> int:
     """Where a prompt's chain starts, so that it meets the blocks engines report for it."""
     return root_seed(block_size=block_size, lora=lora, cache_salt=cache_salt)
-
-
-def _key(engine_hash: EngineHash) -> int:
-    """Engines publish 64-bit integers (old ones signed) or whole digests."""
-    return engine_hash & _U64 if isinstance(engine_hash, int) else xxh3_64_intdigest(engine_hash)
-
-
-def _keys(engine_hashes: Sequence[EngineHash]) -> array[int]:
-    try:
-        return array("Q", engine_hashes)  # type: ignore[arg-type]
-    except (TypeError, OverflowError):
-        return array("Q", [_key(each) for each in engine_hashes])
-
-
-def _parkable(event: BlockStored, tier: int) -> Orphan:
-    parent = None if event.parent is None else _key(event.parent)
-    lora = event.lora_name or (f"lora_id {event.lora_id}" if event.lora_id is not None else "")
-    return Orphan(parent, _keys(event.block_hashes), event.token_ids, event.extra, lora, tier)
-
-
-def _chain(run: Orphan, block_size: int, seed: int) -> array[int]:
-    """Our hashes of the run's blocks."""
-    if run.extra is None:
-        return token_blocks(run.token_ids, block_size, seed)
-    blocks = array("Q")
-    for index, keys in enumerate(run.extra):
-        if keys:  # the LoRA's name is in the root already, and older engines do not list it here
-            seed = mix_keys(seed, (key for key in keys if key != run.lora))
-        seed = token_blocks(run.token_ids[index * block_size : (index + 1) * block_size], block_size, seed)[0]
-        blocks.append(seed)
-    return blocks
