@@ -13,7 +13,7 @@ from kvproxy.cluster.routes import Routes
 from kvproxy.config.cluster_schema import PolicyName
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.filters.chain import FilterContext
-from kvproxy.filters.exchange import Exchange
+from kvproxy.filters.exchange import SCOPE_KEY, Exchange
 from kvproxy.kvcache.gathered import Gathered, Result
 from kvproxy.kvcache.service import KvCache
 from kvproxy.types import Clock, EndpointId
@@ -58,7 +58,7 @@ class KvCacheFilter:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            exchange = Exchange.of(scope, now=self._clock())
+            exchange = scope.get(SCOPE_KEY) or Exchange.of(scope, now=self._clock())
             if exchange.inference is not None and exchange.body is not None:
                 trace = exchange.trace
                 if trace is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -53,12 +53,12 @@ class RequestIdFilter:
             scope = {**scope, "headers": [*headers, pair]}
         exchange.request_id = request_id
 
-        async def send_with_id(message: Message) -> None:
+        def send_with_id(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
                 headers = [item for item in message.get("headers", ()) if item[0] != header]
                 headers.append(pair)
                 message = {**message, "headers": headers}
-            await send(message)
+            return send(message)
 
         await self._app(scope, receive, send_with_id)
 

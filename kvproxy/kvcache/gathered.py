@@ -53,7 +53,7 @@ class Gathered:
         return tuple([endpoint for endpoint in self.cluster.endpoints if endpoint.serves(self.model)])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would triple the cost of making one
 class Result:
     """How a request went, by its engine's own count where it gave one."""
 

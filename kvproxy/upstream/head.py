@@ -28,7 +28,7 @@ def encode_head(
         lines.append(b"host: " + origin.host_header)
     elif names.count(b"host") > 1:
         raise UnsafeRequest("more than one host")
-    lines += [b"%b: %b" % pair for pair in headers]
+    lines += map(b": ".join, headers)
     if b"content-length" in names or b"transfer-encoding" in names:
         length_bytes = _stated_length(headers, body_bytes, has_body=has_body)
     elif has_body and body_bytes is None:
