@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 DEAD = 1
 #: So few that collided are quicker one by one.
 _FEW = 96
-_PRIME = 2**32 - 5
+#: What a name leaves over when divided by it is its hash.
+PRIME = 2**32 - 5
 _ROW = 2**32 - 1
 _HALF = np.uint64(32)
 
@@ -20,15 +21,10 @@ _HALF = np.uint64(32)
 Words = NDArray[np.uint64]
 
 
-def hash_of(name: int) -> int:
-    """32 bits."""
-    return name % _PRIME
-
-
 def words_of(names: array[int], rows: Sequence[range]) -> Words:
     """These names with these rows."""
     numbers = np.concatenate([np.arange(each.start, each.stop, dtype=np.uint64) for each in rows])
-    hashes: Words = np.frombuffer(names, np.uint64) % np.uint64(_PRIME)
+    hashes: Words = np.frombuffer(names, np.uint64) % np.uint64(PRIME)
     words: Words = hashes << _HALF | numbers
     return words
 
@@ -70,12 +66,12 @@ class NameTable:
         """False, and nothing put, where one of the names is here already."""
         slots, size = self.slots, self.size
         for name, row in zip(names, rows, strict=True):
-            hashed = name % _PRIME
+            hashed = name % PRIME
             slot = hashed % size
             while here := slots[slot]:
                 if here >> 32 == hashed and self._name_of(here & _ROW) == name:
                     for each in reversed(range(rows.index(row))):
-                        self.replace(names[each] % _PRIME << 32 | rows[each], 0)
+                        self.replace(names[each] % PRIME << 32 | rows[each], 0)
                     return False
                 slot = slot + 1 if slot + 1 < size else 0
             slots[slot] = hashed << 32 | row

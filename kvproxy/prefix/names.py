@@ -8,7 +8,7 @@ from itertools import chain
 
 import numpy as np
 
-from kvproxy.prefix.name_table import DEAD, NameTable, hash_of, words_of
+from kvproxy.prefix.name_table import DEAD, PRIME, NameTable, words_of
 
 #: Names from which on they are taken together: numpy costs microseconds a call and nanoseconds a name.
 _TOGETHER = 32
@@ -45,7 +45,7 @@ class Names:
 
     def find(self, name: int) -> int:
         """Its row; 0 when it is not known."""
-        hashed = hash_of(name)
+        hashed = name % PRIME
         row = self._table.find(hashed, name)
         if not row and self._former is not None and self._waits(self._former, hashed):
             row = self._former.find(hashed, name)
@@ -67,19 +67,22 @@ class Names:
 
     def redirect(self, name: int, row: int, to: int) -> None:
         """The name with this row has another row from now on."""
-        hashed = hash_of(name) << 32
-        self._replace(hashed | row, hashed | to)
+        hashed = name % PRIME << 32
+        if not self._table.replace(hashed | row, hashed | to) and self._former is not None:
+            self._former.replace(hashed | row, hashed | to)
 
     def drop(self, name: int, row: int) -> None:
         """The name with this row is not known any more."""
-        self._replace(hash_of(name) << 32 | row, DEAD)
+        word = name % PRIME << 32 | row
+        if not self._table.replace(word, DEAD) and self._former is not None:
+            self._former.replace(word, DEAD)
         self._live -= 1
 
     def _add_each(self, names: array[int], rows: Sequence[int]) -> bool:
         former = self._former
         if former is not None:
             for name in names:
-                hashed = hash_of(name)
+                hashed = name % PRIME
                 if self._waits(former, hashed) and former.find(hashed, name):
                     return False
         return self._table.put_each(names, rows)
@@ -92,11 +95,6 @@ class Names:
             if former.holds_any(words[waiting]):
                 return False
         return self._table.put_all(words)
-
-    def _replace(self, word: int, by: int) -> None:
-        if not self._table.replace(word, by):
-            assert self._former is not None
-            self._former.replace(word, by)
 
     def _waits(self, former: NameTable, hashed: int) -> bool:
         """Whether a name with this hash is still in the former table if it was."""

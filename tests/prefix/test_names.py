@@ -96,20 +96,50 @@ def test_an_addition_clears_a_bounded_part_of_the_former_table() -> None:
     column.check(*fresh(50, seed=2))
 
 
+def on_the_move() -> Column:
+    """Between two tables, with most names in the former one."""
+    column = Column()
+    for seed in range(1000):
+        column.add(fresh(500, seed=1000 + seed))
+        if column.names.moving:
+            break
+    assert column.names.moving
+    return column
+
+
 @pytest.mark.parametrize("size", [3, 40, 700])
-@pytest.mark.parametrize("held", [10, 60_000, 70_000])
-def test_a_taken_name_undoes_the_whole_addition(size: int, held: int) -> None:
+@pytest.mark.parametrize("moving", [False, True])
+def test_a_taken_name_undoes_the_whole_addition(size: int, moving: bool) -> None:
     """Known already in either table, or twice among the new ones: nothing is added, and all of it can be afterwards."""
-    column, every = Column(), fresh(held, seed=3)
-    for at in range(0, held, 1000):
-        column.add(every[at : at + 1000])
-    rng = random.Random(4)
-    for attempt in range(20):
+    for attempt in range(8):
+        column = on_the_move() if moving else Column()
+        column.add(fresh(10, seed=3))
+        every = list(column.rows)
         new = fresh(size, seed=100 + attempt)
-        assert not column.add([*new, rng.choice(every)])
+        assert not column.add([*new, every[attempt * 1000 % len(every)]])
         assert not column.add([*new, new[0]])
         assert not any(map(column.names.find, new))
         assert column.add(new)
+        column.check()
+
+
+@pytest.mark.parametrize("what", ["drop", "redirect"])
+def test_names_between_two_tables_can_change(what: str) -> None:
+    """Whether they moved yet or not; the move goes on with what is left."""
+    column = on_the_move()
+    known = list(column.rows)
+    for name in known[::3]:
+        getattr(column, what)(name)
+    column.check(*known)
+    while column.names.moving:
+        column.add(fresh(1, seed=len(column.rows)))
+    column.check(*known)
+
+
+def test_a_table_that_fills_before_the_former_is_empty_moves_the_rest() -> None:
+    """No addition is too large."""
+    column = on_the_move()
+    assert column.add(fresh(60_000, seed=8))
     column.check()
 
 
@@ -160,7 +190,7 @@ def test_a_table_of_gone_names_is_followed_by_a_smaller_one() -> None:
 class NamesAgainstDictionary(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.column = Column()
+        self.column = on_the_move()
         self.seed = 0
 
     @rule(count=st.sampled_from([1, 2, 30, 40, 2000]), pieces=st.integers(1, 3))
@@ -196,5 +226,5 @@ class NamesAgainstDictionary(RuleBasedStateMachine):
         assert not self.column.names.find(12345)
 
 
-NamesAgainstDictionary.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+NamesAgainstDictionary.TestCase.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
 test_names_agree_with_a_dictionary = NamesAgainstDictionary.TestCase
