@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
+from importlib import import_module
 from types import TracebackType
 from typing import Self
 
@@ -108,6 +109,7 @@ class EventStreams(OwnedTask):
         self._context: zmq.asyncio.Context | None = None
 
     async def __aenter__(self) -> Self:
+        import_module("kvproxy.prefix.block_table")  # takes a while: not when the first event comes
         self._context = zmq.asyncio.Context()
         return await super().__aenter__()
 

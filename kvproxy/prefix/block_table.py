@@ -9,9 +9,6 @@ from collections.abc import Mapping
 from kvproxy.prefix.run import Run
 from kvproxy.prefix.runs import MAX_RUNS, Place, Runs
 
-#: Bits of a block's tiers; bit 0 is the engine's own memory.
-MAX_TIERS = 8
-
 
 class BlockTable:
     """One source (endpoint, rank, group). A block is kept, under all its names, while it is on any tier."""

@@ -10,18 +10,20 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from kvproxy.clients.kv_events.events import FULL_ATTENTION, BlockRemoved, BlockStored, KvEvent
-from kvproxy.prefix.block_table import MAX_TIERS, BlockTable
 from kvproxy.prefix.hashing import root_seed
 from kvproxy.prefix.orphans import Orphan, Orphans
 from kvproxy.prefix.prefix_match import match
 from kvproxy.prefix.reported import blocks_of, name_of, reported
-from kvproxy.prefix.run import Run
+from kvproxy.prefix.run import MAX_TIERS, Run
 from kvproxy.types import EndpointId
+
+if TYPE_CHECKING:
+    from kvproxy.prefix.block_table import BlockTable
 
 #: Rows of sources that were cleared or left, given up per operation.
 STEP_ROWS = 1024
@@ -252,6 +254,8 @@ class PreciseIndex:
 
     def _begin(self, source: _Source, block_size: int) -> _Followed | None:
         """Follow a source anew; None when there are too many."""
+        from kvproxy.prefix.block_table import BlockTable  # with numpy: 15 MB that only followers of events need
+
         if source in self._followed:  # the engine was restarted with another block size
             self._retire(source)
         if len(self._followed) + len(self._swept) >= self._max_sources:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from array import array
 
+#: Bits of a block's tiers; bit 0 is the engine's own memory.
+MAX_TIERS = 8
 #: Tails that left are given back to the allocator in steps of so many blocks.
 TRIM = 64
 
