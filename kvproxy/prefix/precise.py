@@ -90,7 +90,7 @@ class PreciseIndex:
         self._tiers = {"GPU": 0}  # by medium; 0 is the engine's own memory
         self._followed: dict[_Source, _Followed] = {}
         self._sizes: Counter[int] = Counter()  # sources by block size
-        self._asked = lru_cache(1)(self._to_ask)
+        self._asked: list[_Asked] | None = None  # None: to be worked out anew
         self._swept: deque[BlockTable] = deque()
         self._root = lru_cache(_REMEMBERED_ROOTS)(precise_root)
 
@@ -150,7 +150,9 @@ class PreciseIndex:
         several: dict[_Rank, tuple[int, int]] = {}  # total and device tokens, the least over groups
         hashed: dict[int, array[int]] = {}
         parting = 0
-        for rank, size, firsts, alone in self._asked():
+        if self._asked is None:
+            self._asked = self._to_ask()
+        for rank, size, firsts, alone in self._asked:
             hashes = hashed.get(size)
             if hashes is None:
                 hashes = hashed[size] = hashes_at(size)
@@ -263,13 +265,13 @@ class PreciseIndex:
         table = BlockTable(block_size, max_rows=self._max_blocks, max_ghosts=self._max_ghosts)
         followed = _Followed(table, Orphans(max_blocks=self._max_orphan_blocks))
         self._followed[source] = followed
-        self._asked.cache_clear()
+        self._asked = None
         self._sizes[block_size] += 1
         return followed
 
     def _retire(self, source: _Source) -> None:
         table = self._followed.pop(source).table
-        self._asked.cache_clear()
+        self._asked = None
         self._sizes[table.block_size] -= 1
         if not self._sizes[table.block_size]:
             del self._sizes[table.block_size]

@@ -6,6 +6,7 @@ A block costs some thirty to fifty bytes and no object of its own.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 
 from kvproxy.prefix.names import Names
 from kvproxy.prefix.run import TRIM, Run
@@ -30,7 +31,7 @@ class Runs:
         self.blocks = 0
         self._runs: list[Run | None] = [None]  # no row is below SPAN
         self._free: list[int] = []
-        self._names = Names(self._name_of)
+        self._names = Names(_name_of(self._runs))
 
     def find(self, key: int) -> Place | None:
         """Where the block with this engine's name is."""
@@ -168,6 +169,12 @@ class Runs:
                 self._runs[run.number] = None
                 self._free.append(run.number)
 
-    def _name_of(self, row: int) -> int | None:
-        run = self._runs[row >> _BITS]
+
+def _name_of(runs: list[Run | None]) -> Callable[[int], int | None]:
+    """The name a row has. No method: who owns the names would own itself, and go only when the collector comes by."""
+
+    def name_of(row: int) -> int | None:
+        run = runs[row >> _BITS]
         return None if run is None else run.keys[row & _LAST]
+
+    return name_of
