@@ -1,13 +1,20 @@
 """kv_aware: the endpoint where this request costs everybody least, in seconds of prefill.
 
-    cost = wait + own * (slowness + kappa + stall * in_flight)
+    cost  = wait + own * (slowness + kappa + stall * in_flight) + foresight * usual_wait
+    kappa = (crowding * bound_per_s * (wait + slowness * own / 2) + congestion * arrivals_per_s * mean_wait) / (1 - rho)
 
 `wait` is the pending prefill there, `own` the prefill this request would add: uncached tokens with the attention work
 behind them, and bringing lower-tier tokens up. A greedy router stops at wait + slowness * own and is myopic by it:
-own work also delays those who come while the endpoint is busy with it (kappa: the longer the backlog would last, the
-more of them, so a long prompt weighs more than its length) and stalls the sequences decoding there (stall). That part
-is charged in pooled seconds, so that the slow half of a mixed fleet is not starved. Computing a hot prefix once more is
-an investment and discounted. Speeds are learned (speed.py).
+
+- Own work delays those who come to the endpoint because it holds their prefix (bound_per_s), for as long as its backlog
+  then takes to be over; a long prompt weighs more than its length.
+- Where every endpoint has a backlog, it delays all who come, wherever they go (mean_wait).
+- It stalls the sequences decoding there (stall).
+- The session comes back to where it went, and finds what is usual there (usual_wait): others may have to leave an
+  endpoint that is always busy.
+
+What others suffer is charged in pooled seconds, so that the slow half of a mixed fleet is not starved. Computing a hot
+prefix once more is an investment and discounted. Speeds are learned (speed.py).
 """
 
 from __future__ import annotations
@@ -18,29 +25,36 @@ from random import Random
 
 from pydantic import Field
 
+from kvproxy.balancing.clientele import Clientele
 from kvproxy.balancing.forecast import own_s
 from kvproxy.balancing.least import least
-from kvproxy.balancing.load import Features
-from kvproxy.balancing.policy import Candidate, Choice, PickRequest
+from kvproxy.balancing.load import Features, features_of, seconds_of
+from kvproxy.balancing.policy import Candidate, Choice, OverlapFacts, PickRequest
 from kvproxy.balancing.speed import SpeedModel
 from kvproxy.balancing.utilisation import Utilisation
 from kvproxy.config.model import Model
 from kvproxy.types import EndpointId
 
-#: No backlog is believed to delay more than this many others.
+#: Work is believed to delay at most this many of those bound to the endpoint, and as many of all.
 MAX_KAPPA = 9.0
+
+#: A request that takes under this share of the time it would take elsewhere is bound to its endpoint.
+BOUND_BELOW = 0.5
 
 
 class KvAwareSettings(Model):
     """Weights of the cost."""
 
     kappa: float | None = Field(default=None, ge=0, le=10)
-    """What a second of own work costs those who come after; None: `crowding` of those expected until the endpoint
-    would be idle again."""
-    crowding: float = Field(default=0.15, ge=0, le=10)
-    """Share of those who come meanwhile that own work delays; the others go elsewhere."""
-    stall: float = Field(default=0.05, ge=0, le=1)
+    """What a second of own work costs those who come after; None: what `crowding` and `congestion` make of traffic."""
+    crowding: float = Field(default=0.25, ge=0, le=10)
+    """Share of those bound to the endpoint and expected until its backlog is over that own work delays."""
+    congestion: float = Field(default=0.2, ge=0, le=10)
+    """Share of all those expected while the pool's mean backlog lasts that own work delays."""
+    stall: float = Field(default=0.04, ge=0, le=1)
     """What it costs each sequence in flight there; 0.1 goes with a constant kappa of 1."""
+    foresight: float = Field(default=0.4, ge=0, le=10)
+    """How many of the endpoint's usual waits count: about as many turns as the session still has, discounted."""
     hot_discount: float = Field(default=0.25, ge=0, le=1)
     """What a missing hot token counts."""
 
@@ -53,26 +67,19 @@ class KvAware:
     ) -> None:
         self.speeds = SpeedModel() if speeds is None else speeds
         self.utilisation = Utilisation()
+        self.clientele = Clientele()
         self._rng = rng
         self.settings = settings
 
-    def kappa_per_s(self, now: float) -> float:
-        """How many more each second of backlog would delay; 0 where kappa is constant."""
-        if self.settings.kappa is not None:
-            return 0.0
-        pool = self.utilisation
-        return self.settings.crowding * pool.arrivals_per_s(now) / (1.0 - pool.rho(now))
-
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
-        facts = request.facts
+        facts, settings = request.facts, self.settings
         by_endpoint, prompt = facts.by_endpoint, facts.prompt_tokens
         hot = min(facts.hot_tokens, prompt)
-        slowness_of, seconds = self.speeds.slowness, self.speeds.seconds
+        slowness_of, seconds, seen = self.speeds.slowness, self.speeds.seconds, self.clientele.seen
         request_s, token_s, attention_s, lower_s = seconds
-        settings = self.settings
-        kappa, kappa_per_s = settings.kappa or 0.0, self.kappa_per_s(now)
-        stall, saving = settings.stall, 1.0 - settings.hot_discount
-        costs, held = [], []
+        crowding, congestion = self._delayed_per_s(now)
+        stall, foresight, saving = settings.stall, settings.foresight, 1.0 - settings.hot_discount
+        costs, held, owns, delayed, waits = [], [], [], [], 0.0
         for candidate in candidates:
             endpoint, load = candidate.id, candidate.load
             overlap = by_endpoint.get(endpoint)
@@ -90,19 +97,40 @@ class KvAware:
             if lower:
                 own += lower_s * min(lower, matched)
             slowness = slowness_of(endpoint, now)
-            cost = load.wait_s(seconds, slowness, now) + own * slowness  # when the backlog would be over
-            delayed = kappa + min(MAX_KAPPA, kappa_per_s * cost)
-            cost += own * (delayed + stall * load.in_flight)
-            costs.append(cost / candidate.weight)
+            wait = load.wait_s(seconds, slowness, now)
+            custom = seen(endpoint, wait, now)
+            waits += wait
+            bound = crowding * custom.bound_per_s * (wait + 0.5 * slowness * own)
+            delayed.append(bound if bound < MAX_KAPPA else MAX_KAPPA)
+            costs.append(wait + own * (slowness + stall * load.in_flight) + foresight * custom.usual_wait_s)
+            owns.append(own)
             held.append(matched)
+        everywhere = (settings.kappa or 0.0) + min(MAX_KAPPA, congestion * waits / len(candidates))
+        for index, candidate in enumerate(candidates):
+            costs[index] = (costs[index] + owns[index] * (everywhere + delayed[index])) / candidate.weight
         index = least(costs, self._rng)
-        self.placed(request, candidates[index].id, len(candidates), now)
+        self._count(facts, candidates[index].id, max(held[:index] + held[index + 1 :], default=0), len(held), now)
         return Choice(index, reason_of(held, index), costs)
+
+    def _delayed_per_s(self, now: float) -> tuple[float, float]:
+        """How many of each bound request a second, and how many altogether, a second of backlog delays; nobody where
+        kappa is constant."""
+        settings, pool = self.settings, self.utilisation
+        if settings.kappa is not None:
+            return 0.0, 0.0
+        idle = 1.0 - pool.rho(now)
+        return settings.crowding / idle, settings.congestion * pool.arrivals_per_s(now) / idle
 
     def learned(self, now: float) -> Mapping[str, object]:
         """The present estimates."""
-        estimates = asdict(self.speeds.estimates(now))
-        return {**estimates, "rho": self.utilisation.rho(now), "kappa_per_s": self.kappa_per_s(now)}
+        customs = self.clientele.present()
+        return {
+            **asdict(self.speeds.estimates(now)),
+            "rho": self.utilisation.rho(now),
+            "arrivals_per_s": self.utilisation.arrivals_per_s(now),
+            "bound_per_s": {endpoint: custom.bound_per_s for endpoint, custom in customs.items()},
+            "usual_wait_s": {endpoint: custom.usual_wait_s for endpoint, custom in customs.items()},
+        }
 
     def observe_sample(self, endpoint: EndpointId, work: Features, busy_s: float, now: float) -> None:
         self.speeds.observe(endpoint, work, busy_s, now)
@@ -112,11 +140,24 @@ class KvAware:
 
     def forget(self, endpoint: EndpointId) -> None:
         self.speeds.forget(endpoint)
+        self.clientele.forget(endpoint)
 
     def placed(self, request: PickRequest, endpoint: EndpointId, endpoints: int, now: float) -> None:
-        """Count the work towards the pool's utilisation."""
-        if self.settings.kappa is None:
-            self.utilisation.add(own_s(request.facts, endpoint, self.speeds), endpoints, now)
+        """Count the work towards the pool's utilisation, and the request among those bound to `endpoint` if it is."""
+        facts = request.facts
+        elsewhere = max((facts.matched_tokens(other) for other in facts.by_endpoint if other != endpoint), default=0)
+        self._count(facts, endpoint, elsewhere, endpoints, now)
+
+    def _count(
+        self, facts: OverlapFacts, endpoint: EndpointId, held_elsewhere: int, endpoints: int, now: float
+    ) -> None:
+        seconds = self.speeds.seconds
+        own = own_s(facts, endpoint, self.speeds)
+        self.utilisation.add(own, endpoints, now)
+        if endpoints > 1 and own < BOUND_BELOW * seconds_of(
+            features_of(facts.prompt_tokens - held_elsewhere, held_elsewhere), seconds
+        ):
+            self.clientele.came(endpoint)
 
 
 def reason_of(held: Sequence[int], index: int) -> str:

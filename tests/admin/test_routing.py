@@ -19,12 +19,12 @@ async def test_what_was_learned_is_shown() -> None:
     async with admin_of(proxy) as client:
         shown = (await client.get("/routing")).json()["clusters"]["default"]
     assert shown["policy"] == "kv_aware"
-    assert shown["parameters"]["stall"] == 0.05
+    assert shown["parameters"]["stall"] == 0.04
     assert shown["allowed"]["stall"] == "0 to 1"
     learned = shown["learned"]
     assert learned["samples"] == 1
     assert learned["slowness"]["a"] > 1.0
-    assert (learned["rho"], learned["kappa_per_s"]) == (0.5, 0.0)
+    assert (learned["rho"], learned["arrivals_per_s"]) == (0.5, 0.0)
     assert learned["tokens_per_s"] > 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvproxy.balancing.load import EndpointLoad
+from kvproxy.balancing.load import EndpointLoad, Reservation
 from kvproxy.balancing.policy import Overlap, OverlapFacts, PickRequest
 from kvproxy.types import EndpointId
 
@@ -33,10 +33,9 @@ def ask(prompt_tokens: int, held: Mapping[str, int | Overlap] = {}, *, hot: int 
     return PickRequest(facts=OverlapFacts(prompt_tokens=prompt_tokens, by_endpoint=overlaps, hot_tokens=hot))
 
 
-def occupy(candidate: FakeCandidate, *, uncached: int = 0, cached: int = 0, times: int = 1) -> None:
+def occupy(candidate: FakeCandidate, *, uncached: int = 0, cached: int = 0, times: int = 1) -> list[Reservation]:
     """Requests in flight without a first token, placed at 0 s."""
-    for _ in range(times):
-        candidate.load.reserve(uncached, cached, 0.0)
+    return [candidate.load.reserve(uncached, cached, 0.0) for _ in range(times)]
 
 
 def decode(candidate: FakeCandidate, *, tokens: int, times: int = 1) -> None:

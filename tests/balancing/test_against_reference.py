@@ -19,7 +19,9 @@ class TwinFleet:
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
         self.speeds = SpeedModel()
-        self.policy = KvAware(rng=Random(0), speeds=self.speeds, settings=KvAwareSettings(kappa=1.0, stall=0.1))
+        self.policy = KvAware(
+            rng=Random(0), speeds=self.speeds, settings=KvAwareSettings(kappa=1.0, stall=0.1, foresight=0.0)
+        )
         self.candidates = fleet(3)
         self.model = reference.SpeedModel()
         self.ledgers = [reference.Endpoint() for _ in self.candidates]

@@ -12,7 +12,7 @@ from kvproxy.balancing.policy import Learner, Overlap, PickRequest
 from kvproxy.balancing.speed import SpeedModel
 from tests.balancing.fleet import FakeCandidate, ask, decode, fleet, occupy
 
-CONSTANT = KvAwareSettings(kappa=1.0, stall=0.1)
+CONSTANT = KvAwareSettings(kappa=1.0, stall=0.1, foresight=0.0)
 
 
 def policy(settings: KvAwareSettings = CONSTANT) -> KvAware:
@@ -134,37 +134,99 @@ def test_reason_says_how_the_choice_stands_to_the_cache(held: dict[str, int], qu
     assert policy().choose(ask(1000, held), candidates, 0.0).reason == reason
 
 
-def test_kappa_follows_arrivals_and_utilisation() -> None:
-    """Nobody at first; then `crowding` of the arrivals a second and endpoint, the more the busier the pool."""
-    subject, candidates = policy(KvAwareSettings(crowding=0.5)), fleet(2)
-    assert subject.kappa_per_s(0.0) == 0.0
-    for second in range(60):
-        subject.choose(ask(2), candidates, float(second))
-    quiet = subject.kappa_per_s(60.0)
-    assert quiet == pytest.approx(0.5 * 0.5, rel=0.1)
+def keep_bound(subject: KvAware, candidate: FakeCandidate, requests: int, now: float = 0.0) -> None:
+    """Lets requests come that only `candidate` holds the prompt of; they finish at once."""
+    for _ in range(requests):
+        subject.placed(ask(8000, {candidate.id: 7900}), candidate.id, 2, now)
+
+
+def only(**weights: float) -> KvAwareSettings:
+    """The cost without what is not named."""
+    nothing = {"crowding": 0.0, "congestion": 0.0, "stall": 0.0, "foresight": 0.0}
+    return KvAwareSettings.model_validate({**nothing, **weights})
+
+
+def test_long_work_goes_where_fewer_are_bound() -> None:
+    """Of two idle endpoints the one that fewer come back to: they would wait for the long prompt."""
+    subject, candidates = policy(only(crowding=0.25)), fleet(2)
+    subject.choose(ask(2), candidates, 0.0)
+    keep_bound(subject, candidates[0], 20)
+    costs = subject.choose(ask(50_000), candidates, 0.0).costs
+    assert costs[0] > 1.2 * costs[1]
+
+
+def test_who_is_bound_is_forgotten() -> None:
+    """Minutes later nobody is expected any more."""
+    subject, candidates = policy(only(crowding=0.25)), fleet(2)
+    subject.choose(ask(2), candidates, 0.0)
+    keep_bound(subject, candidates[0], 20)
+    costs = subject.choose(ask(50_000), candidates, 300.0).costs
+    assert costs[0] == pytest.approx(costs[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("held", [{}, {"e0": 7900, "e1": 7900}, {"e0": 3000}], ids=["nowhere", "both", "a little"])
+def test_who_is_as_well_off_elsewhere_is_not_bound(held: dict[str, int]) -> None:
+    """Only those count that would take twice as long on another endpoint."""
+    subject, candidates = policy(only(crowding=10.0)), fleet(2)
+    subject.choose(ask(2), candidates, 0.0)
     for _ in range(100):
-        subject.choose(ask(100_000), candidates, 60.0)
-    assert subject.kappa_per_s(60.0) == pytest.approx(0.5 * (0.5 + 2.5) / 0.1, rel=0.1)
+        subject.placed(ask(8000, held), candidates[0].id, 2, 0.0)
+    costs = subject.choose(ask(50_000), candidates, 0.0).costs
+    assert costs[0] == costs[1]
 
 
-def test_those_who_come_meanwhile_make_long_work_dearer_than_its_length() -> None:
-    """Where many come, a prompt waits for its cached half rather than keeping another endpoint busy twice as long."""
-    subject, candidates = policy(KvAwareSettings(stall=0.0)), fleet(2)
+def test_a_pool_of_one_binds_nobody() -> None:
+    """Where there is nothing to choose nothing is counted."""
+    subject, candidates = policy(only(crowding=10.0)), fleet(1)
+    for _ in range(100):
+        subject.choose(ask(8000, {"e0": 7900}), candidates, 0.0)
+    assert subject.learned(0.0)["bound_per_s"] == {"e0": 0.0}
+
+
+def test_where_all_are_busy_a_copy_costs_everybody() -> None:
+    """With a backlog everywhere work is kept down: the prompt waits for its cached half, where an idle pool had not."""
+    subject, candidates = policy(only(congestion=0.2)), fleet(2)
     occupy(candidates[0], uncached=60_000)
-    long = ask(100_000, {"e0": 50_000})
+    occupy(candidates[1], uncached=40_000)
+    long = ask(60_000, {"e0": 30_000})
     assert candidates[subject.choose(long, candidates, 0.0).index].id == "e1"
-    for _ in range(4000):
-        subject.choose(ask(2), candidates, 0.0)
+    for _ in range(200):
+        subject.placed(ask(2), candidates[0].id, 2, 0.0)
     assert candidates[subject.choose(long, candidates, 0.0).index].id == "e0"
 
 
-def test_no_backlog_delays_more_than_a_few() -> None:
-    """However long it is and however many come: the cost stays finite and comparable."""
-    subject, candidates = policy(KvAwareSettings(stall=0.0)), fleet(1)
-    alone = subject.choose(ask(100_000), candidates, 0.0).costs[0]
-    for _ in range(100_000):
-        subject.choose(ask(2), candidates, 0.0)
-    assert subject.choose(ask(100_000), candidates, 0.0).costs[0] == pytest.approx(alone * (1.0 + MAX_KAPPA))
+def test_an_endpoint_that_is_always_busy_is_left() -> None:
+    """Of two equally long queues now, the one that is usually short: the session comes back to it."""
+    subject, candidates = policy(only(foresight=0.4)), fleet(2)
+    (work,) = occupy(candidates[0], uncached=20_000)
+    usual = subject.choose(ask(2), candidates, 0.0).costs[0] - subject.choose(ask(2), candidates, 0.0).costs[1]
+    candidates[0].load.release(work, 1.0)
+    costs = subject.choose(ask(2000), candidates, 1.0).costs
+    assert usual > 2.0
+    assert costs[0] - costs[1] == pytest.approx(0.4 * usual / 1.4, rel=0.05)
+
+
+def test_no_work_delays_more_than_a_few() -> None:
+    """However many come: the cost stays finite, and comparable between endpoints."""
+    subject, candidates = policy(only(crowding=10.0, congestion=10.0)), fleet(2)
+    for candidate in candidates:
+        occupy(candidate, uncached=60_000)
+    alone = policy(only()).choose(ask(100_000), candidates, 0.0).costs[0]
+    subject.choose(ask(2), candidates, 0.0)
+    for candidate in candidates:
+        keep_bound(subject, candidate, 100_000)
+    own_s = seconds_of(features_of(100_000, 0), subject.speeds.seconds)
+    assert subject.choose(ask(100_000), candidates, 0.0).costs[0] == pytest.approx(alone + 2 * MAX_KAPPA * own_s)
+
+
+def test_a_constant_kappa_replaces_what_traffic_says() -> None:
+    """Whoever sets it knows better; only the usual wait still counts."""
+    subject, candidates = policy(KvAwareSettings(kappa=1.0, stall=0.0)), fleet(2)
+    subject.choose(ask(2), candidates, 0.0)
+    keep_bound(subject, candidates[0], 1000)
+    costs = subject.choose(ask(50_000), candidates, 0.0).costs
+    own_s = seconds_of(features_of(50_000, 0), subject.speeds.seconds)
+    assert costs == pytest.approx([2.0 * own_s, 2.0 * own_s])
 
 
 def test_without_facts_it_still_balances() -> None:
@@ -177,11 +239,13 @@ def test_without_facts_it_still_balances() -> None:
 def test_it_is_a_learner_and_forgets_who_left() -> None:
     """Samples arrive through the protocol."""
     subject = policy()
+    subject.choose(ask(2), fleet(1), 0.0)
     assert isinstance(subject, Learner)
     subject.observe_sample(fleet(1)[0].id, features_of(100, 0), 0.2, 1.0)
     assert set(subject.speeds.estimates(1.0).slowness) == {"e0"}
     subject.forget(fleet(1)[0].id)
     assert not subject.speeds.estimates(1.0).slowness
+    assert subject.learned(1.0)["bound_per_s"] == {}
 
 
 def test_a_claim_longer_than_the_prompt_is_the_prompt() -> None:
@@ -191,13 +255,14 @@ def test_a_claim_longer_than_the_prompt_is_the_prompt() -> None:
 
 
 def test_what_it_learned_is_plain_data() -> None:
-    """For status and metrics: speeds, slowness by endpoint, utilisation."""
+    """For status and metrics: speeds, utilisation, and by endpoint slowness and who keeps coming."""
     subject = policy(KvAwareSettings())
     subject.observe_sample(fleet(1)[0].id, features_of(100, 0), 0.2, 1.0)
     learned = subject.learned(1.0)
     assert learned["samples"] == 1
     assert learned["rho"] == pytest.approx(0.5)
-    assert learned["kappa_per_s"] == 0.0
+    assert learned["arrivals_per_s"] == 0.0
+    assert learned["usual_wait_s"] == {}
 
 
 def test_a_wrong_prediction_teaches_no_speed() -> None:

@@ -1,0 +1,52 @@
+"""Who keeps coming to which endpoint: what the recent past of each says of its near future."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from kvproxy.types import EndpointId
+
+
+@dataclass(slots=True)
+class Custom:
+    """One endpoint's recent past."""
+
+    bound_per_s: float  # requests a second that would have cost much more elsewhere
+    usual_wait_s: float  # for a prefill to begin
+    at: float  # when both were brought up to date
+
+
+class Clientele:
+    """Arrivals decay over `memory_s`, waits over twice as long. One entry for each endpoint of the pool; `forget` those
+    that leave it."""
+
+    def __init__(self, *, memory_s: float = 20.0) -> None:
+        self._memory_s = memory_s
+        self._by_endpoint: dict[EndpointId, Custom] = {}
+
+    def seen(self, endpoint: EndpointId, wait_s: float, now: float) -> Custom:
+        """The endpoint's past up to `now`, when a prefill would wait `wait_s` there. To be read only."""
+        custom = self._by_endpoint.get(endpoint)
+        if custom is None:
+            custom = self._by_endpoint[endpoint] = Custom(0.0, wait_s, now)
+            return custom
+        keep = math.exp(0.5 * (custom.at - now) / self._memory_s)
+        custom.bound_per_s *= keep * keep
+        custom.usual_wait_s = wait_s + (custom.usual_wait_s - wait_s) * keep
+        custom.at = now
+        return custom
+
+    def came(self, endpoint: EndpointId) -> None:
+        """A request went there, now, that would have cost much more elsewhere; nothing to count before `seen`."""
+        custom = self._by_endpoint.get(endpoint)
+        if custom is not None:
+            custom.bound_per_s += 1.0 / self._memory_s
+
+    def forget(self, endpoint: EndpointId) -> None:
+        """The endpoint left the pool."""
+        self._by_endpoint.pop(endpoint, None)
+
+    def present(self) -> dict[EndpointId, Custom]:
+        """What was last seen of each."""
+        return dict(self._by_endpoint)
