@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvproxy.balancing.registry import configured
 from kvproxy.balancing.tuning import departures
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.http_probe import HttpProbe
@@ -79,8 +80,9 @@ class Generation:
         lost: dict[str, dict[str, object]] = {}
         for name, cluster in self.clusters.items():
             settings, policy = self.config.clusters[name], cluster.policy
+            changed = departures(policy, configured(cluster.settings, cluster.settings.policy))
             cluster.reconfigure(settings, probe=self._probe(settings))
-            if cluster.policy is not policy and (changed := departures(policy)):
+            if changed and cluster.policy is not policy:
                 lost[name] = changed
         return lost
 

@@ -13,28 +13,11 @@ import math
 from collections.abc import Sequence
 from random import Random
 
-from pydantic import Field
-
 from kvproxy.balancing.least import least
 from kvproxy.balancing.policy import Candidate, Choice, Overlap, PickRequest
-from kvproxy.config.model import Model
+from kvproxy.config.policy_schema import DynamoSettings
 
 _NOTHING_HELD = Overlap(device_tokens=0)
-
-
-class DynamoSettings(Model):
-    """Weights of the cost."""
-
-    prefill_load_scale: float = Field(default=1.0, ge=0, le=100)
-    """Weight of blocks to prefill against blocks in use; once called the overlap weight."""
-    device_credit: float = Field(default=1.0, ge=0, le=1)
-    """What a block in engine memory saves of one to prefill."""
-    lower_tier_credit: float = Field(default=0.75, ge=0, le=1)
-    """What a block on a lower tier saves."""
-    temperature: float = Field(default=0.0, ge=0, le=10)
-    """Above 0 the choice is drawn from the softmax of the negative costs."""
-    block_size: int = Field(default=64, ge=1, le=4096)
-    """Tokens of a block; scales the costs shown."""
 
 
 class Dynamo:

@@ -23,8 +23,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from random import Random
 
-from pydantic import Field
-
 from kvproxy.balancing.clientele import Clientele
 from kvproxy.balancing.forecast import own_s
 from kvproxy.balancing.least import least
@@ -32,7 +30,7 @@ from kvproxy.balancing.load import Features, features_of, seconds_of
 from kvproxy.balancing.policy import Candidate, Choice, OverlapFacts, PickRequest
 from kvproxy.balancing.speed import SpeedModel
 from kvproxy.balancing.utilisation import Utilisation
-from kvproxy.config.model import Model
+from kvproxy.config.policy_schema import KvAwareSettings
 from kvproxy.types import EndpointId
 
 #: Work is believed to delay at most this many of those bound to the endpoint, and as many of all.
@@ -40,23 +38,6 @@ MAX_KAPPA = 9.0
 
 #: A request that takes under this share of the time it would take elsewhere is bound to its endpoint.
 BOUND_BELOW = 0.5
-
-
-class KvAwareSettings(Model):
-    """Weights of the cost."""
-
-    kappa: float | None = Field(default=None, ge=0, le=10)
-    """What a second of own work costs those who come after; None: what `crowding` and `congestion` make of traffic."""
-    crowding: float = Field(default=0.25, ge=0, le=10)
-    """Share of those bound to the endpoint and expected until its backlog is over that own work delays."""
-    congestion: float = Field(default=0.2, ge=0, le=10)
-    """Share of all those expected while the pool's mean backlog lasts that own work delays."""
-    stall: float = Field(default=0.04, ge=0, le=1)
-    """What it costs each sequence in flight there; 0.1 goes with a constant kappa of 1."""
-    foresight: float = Field(default=0.4, ge=0, le=10)
-    """How many of the endpoint's usual waits count: about as many turns as the session still has, discounted."""
-    hot_discount: float = Field(default=0.25, ge=0, le=1)
-    """What a missing hot token counts."""
 
 
 class KvAware:

@@ -12,24 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from pydantic import Field
-
 from kvproxy.balancing.least import least
 from kvproxy.balancing.policy import Candidate, Choice, PickRequest
-from kvproxy.config.model import Model
-
-
-class LlmDSettings(Model):
-    """Weights of the score."""
-
-    prefix_weight: float = Field(default=2.0, ge=0, le=100)
-    """Of matched tokens."""
-    queue_weight: float = Field(default=1.0, ge=0, le=100)
-    """Of waiting requests."""
-    kv_weight: float = Field(default=1.0, ge=0, le=100)
-    """Of free KV memory."""
-    kv_capacity_tokens: int = Field(default=800_000, ge=1, le=1_000_000_000)
-    """KV memory of one endpoint, in tokens."""
+from kvproxy.config.policy_schema import LlmDSettings
 
 
 class LlmD:

@@ -10,22 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from pydantic import Field
-
 from kvproxy.balancing.least import least, least_loaded
 from kvproxy.balancing.policy import Candidate, Choice, PickRequest
-from kvproxy.config.model import Fraction, Model
-
-
-class PrefixAffinitySettings(Model):
-    """Thresholds. The defaults are the originals'."""
-
-    cache_threshold: Fraction = 0.3
-    """Share of the prompt that must be known somewhere for the prefix to decide."""
-    balance_abs_threshold: int = Field(default=64, ge=0, le=100_000)
-    """Requests in flight the busiest endpoint may be ahead of the idlest, before load decides..."""
-    balance_rel_threshold: float = Field(default=1.5, ge=1, le=1000)
-    """...if it is also ahead by this factor."""
+from kvproxy.config.policy_schema import PrefixAffinitySettings
 
 
 class PrefixAffinity:

@@ -16,6 +16,7 @@ from kvproxy.balancing.prefix_affinity import PrefixAffinity
 from kvproxy.balancing.session import Session
 from kvproxy.balancing.simple import LeastRequest, PowerOfTwo, RandomPolicy, RoundRobin
 from kvproxy.config import schema
+from kvproxy.config.model import Model
 
 #: Makes a policy for one cluster, from that cluster's settings.
 PolicyFactory = Callable[[random.Random, schema.Cluster], Policy]
@@ -27,10 +28,18 @@ POLICIES: Mapping[schema.PolicyName, PolicyFactory] = {
     schema.PolicyName.POWER_OF_TWO: lambda rng, _: PowerOfTwo(rng=rng),
     schema.PolicyName.CONSISTENT_HASH: lambda rng, _: ConsistentHash(rng=rng),
     schema.PolicyName.SESSION: lambda rng, _: Session(rng=rng),
-    schema.PolicyName.KV_AWARE: lambda rng, _: KvAware(rng=rng),
-    schema.PolicyName.PREFIX_AFFINITY: lambda rng, _: PrefixAffinity(rng=rng),
-    schema.PolicyName.DYNAMO: lambda rng, _: Dynamo(rng=rng),
-    schema.PolicyName.LLM_D: lambda rng, _: LlmD(rng=rng),
+    schema.PolicyName.KV_AWARE: lambda rng, cluster: KvAware(rng=rng, settings=cluster.parameters.kv_aware),
+    schema.PolicyName.PREFIX_AFFINITY: lambda rng, cluster: PrefixAffinity(
+        rng=rng, settings=cluster.parameters.prefix_affinity
+    ),
+    schema.PolicyName.DYNAMO: lambda rng, cluster: Dynamo(rng=rng, settings=cluster.parameters.dynamo),
+    schema.PolicyName.LLM_D: lambda rng, cluster: LlmD(rng=rng, settings=cluster.parameters.llm_d),
     schema.PolicyName.LMETRIC: lambda rng, _: LMetric(rng=rng),
     schema.PolicyName.LEAST_TTFT: lambda rng, _: LeastTtft(rng=rng),
 }
+
+
+def configured(settings: schema.Cluster, name: schema.PolicyName) -> Model | None:
+    """The parameters that a policy of this name begins with in this cluster; None: it has none."""
+    parameters: Model | None = getattr(settings.parameters, name.value, None)
+    return parameters

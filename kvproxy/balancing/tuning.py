@@ -30,12 +30,23 @@ class Informed(Protocol):
         ...
 
 
-def departures(policy: object) -> dict[str, object]:
-    """Parameters that somebody changed while it ran: those that differ from what a new policy begins with."""
-    if not isinstance(policy, Tunable):
+def departures(policy: object, configured: Model | None) -> dict[str, object]:
+    """Parameters that somebody changed while it ran: those that differ from what the configuration gives it."""
+    if not isinstance(policy, Tunable) or configured is None:
         return {}
-    first, present = type(policy.settings)().model_dump(), policy.settings.model_dump()
+    first, present = configured.model_dump(), policy.settings.model_dump()
     return {name: value for name, value in present.items() if value != first[name]}
+
+
+def follow(policy: object, before: Model | None, after: Model | None) -> None:
+    """The configuration gives it other parameters than before: it takes those that changed there. What somebody
+    changed while it ran stays otherwise."""
+    if before is None or after is None:
+        return
+    if isinstance(policy, Tunable) and isinstance(policy.settings, type(after)):
+        old, new = before.model_dump(), after.model_dump()
+        changed = {name: value for name, value in new.items() if value != old[name]}
+        policy.settings = policy.settings.model_copy(update=changed)
 
 
 def tuned(settings: Model, changes: Mapping[str, Any]) -> Model:

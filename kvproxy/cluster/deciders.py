@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from kvproxy.balancing.forecast import Forecaster, speeds_of
 from kvproxy.balancing.policy import Learner, Policy
-from kvproxy.balancing.registry import POLICIES
+from kvproxy.balancing.registry import POLICIES, configured
 from kvproxy.balancing.speed import SpeedModel
+from kvproxy.balancing.tuning import follow
 from kvproxy.cluster.decision_metrics import DecisionMetrics
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.named import Decider, NamedPolicies, named_policies
@@ -84,6 +85,7 @@ class Appointing:
     def next(self, before: Deciders, old: schema.Cluster, new: schema.Cluster) -> Deciders:
         """Those of the `new` settings, after `before`, which the `old` ones made."""
         known = before.speeds or before.known
+        _follow(before, old, new)
         policy, shadow, counts = before.policy, before.shadow, before.counts
         if new.policy is not old.policy:
             policy, counts = POLICIES[new.policy](self._rng, new), self._counts(new)
@@ -108,6 +110,18 @@ class Appointing:
 
     def _counts(self, settings: schema.Cluster) -> DecisionMetrics:
         return DecisionMetrics(self._metrics, self._cluster, settings.policy.value)
+
+
+def _follow(deciders: Deciders, old: schema.Cluster, new: schema.Cluster) -> None:
+    """Every policy takes the parameters that changed in the configuration, whatever its part."""
+    present = {old.policy: deciders.policy}
+    if deciders.named is not None:
+        present |= {schema.PolicyName(decider.name): decider.policy for decider in deciders.named.deciders.values()}
+    parts = list(present.items())
+    if deciders.shadow is not None and old.shadow_policy is not None:
+        parts.append((old.shadow_policy, deciders.shadow.policy))
+    for name, policy in parts:
+        follow(policy, configured(old, name), configured(new, name))
 
 
 def _teach(policy: object, known: SpeedModel | None) -> None:

@@ -42,9 +42,10 @@ class NamedPolicies:
                 decider.policy.placed(request, endpoint.id, endpoints, now)
 
     def forget(self, endpoint: Endpoint) -> None:
-        """It left for good."""
-        for learner in self.learners:
-            learner.forget(endpoint.id)
+        """It left for good; also for those that share what another learns, since what they count is their own."""
+        for decider in self.deciders.values():
+            if isinstance(decider.policy, Learner):
+                decider.policy.forget(endpoint.id)
 
 
 def named_policies(

@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import Field
 
 from kvproxy.config.model import Fraction, Model, Name, Port
+from kvproxy.config.policy_schema import PolicyParameters
 from kvproxy.config.values import Duration, Secret
 
 
@@ -175,6 +176,8 @@ class Cluster(Model):
     client_policies: tuple[PolicyName, ...] = ()
     """Policies a client may ask for instead, in the router's `policy_header`; empty: none may. The cluster's own may
     always be named then."""
+    parameters: PolicyParameters = PolicyParameters()
+    """What the policies weigh, where the defaults do not fit."""
     endpoints: tuple[Endpoint, ...] = ()
     """Static endpoints. Also written as a mapping `id: url`."""
     discovery: Discovery = Discovery()

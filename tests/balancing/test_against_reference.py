@@ -6,9 +6,10 @@ from random import Random
 
 import pytest
 
-from kvproxy.balancing.kv_aware import KvAware, KvAwareSettings
+from kvproxy.balancing.kv_aware import KvAware
 from kvproxy.balancing.load import Reservation
 from kvproxy.balancing.speed import SpeedModel
+from kvproxy.config.policy_schema import KvAwareSettings
 from tests.balancing import reference_speed_model as reference
 from tests.balancing.fleet import FakeCandidate, ask, fleet
 

@@ -6,10 +6,11 @@ from random import Random
 
 import pytest
 
-from kvproxy.balancing.kv_aware import MAX_KAPPA, KvAware, KvAwareSettings
+from kvproxy.balancing.kv_aware import MAX_KAPPA, KvAware
 from kvproxy.balancing.load import features_of, seconds_of
 from kvproxy.balancing.policy import Learner, Overlap, PickRequest
 from kvproxy.balancing.speed import SpeedModel
+from kvproxy.config.policy_schema import KvAwareSettings
 from tests.balancing.fleet import FakeCandidate, ask, decode, fleet, occupy
 
 CONSTANT = KvAwareSettings(kappa=1.0, stall=0.1, foresight=0.0)

@@ -7,14 +7,15 @@ from random import Random
 
 import pytest
 
-from kvproxy.balancing.dynamo import Dynamo, DynamoSettings
+from kvproxy.balancing.dynamo import Dynamo
 from kvproxy.balancing.least_ttft import LeastTtft
-from kvproxy.balancing.llm_d import LlmD, LlmDSettings
+from kvproxy.balancing.llm_d import LlmD
 from kvproxy.balancing.lmetric import LMetric
 from kvproxy.balancing.load import features_of
 from kvproxy.balancing.policy import Learner, Overlap, Policy
 from kvproxy.balancing.prefix_affinity import PrefixAffinity
 from kvproxy.balancing.registry import POLICIES
+from kvproxy.config.policy_schema import DynamoSettings, LlmDSettings
 from kvproxy.config.schema import Cluster, PolicyName
 from tests.balancing.fleet import ask, decode, fleet, occupy
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
-from kvproxy.balancing.dynamo import DynamoSettings
-from kvproxy.balancing.kv_aware import KvAwareSettings
-from kvproxy.balancing.registry import POLICIES
-from kvproxy.balancing.tuning import Tunable, ranges, tuned
+from kvproxy.balancing.registry import POLICIES, configured
+from kvproxy.balancing.tuning import Tunable, departures, follow, ranges, tuned
+from kvproxy.config.policy_schema import DynamoSettings, KvAwareSettings, PolicyParameters
 from kvproxy.config.schema import Cluster, PolicyName
 from kvproxy.errors import ConfigError
 
@@ -49,3 +49,31 @@ def test_every_parameter_has_a_range(name: PolicyName) -> None:
         assert tuned(policy.settings, policy.settings.model_dump()) == policy.settings
     else:
         assert not hasattr(policy, "settings")
+
+
+def test_a_policy_begins_with_what_the_configuration_gives_it() -> None:
+    """Each its own part of `parameters`; those without parameters none."""
+    parameters = PolicyParameters.model_validate({"kv_aware": {"stall": 0.5}, "llm_d": {"kv_weight": 3}})
+    cluster = Cluster(parameters=parameters)
+    for name in PolicyName:
+        policy = POLICIES[name](random.Random(1), cluster)
+        assert configured(cluster, name) == (policy.settings if isinstance(policy, Tunable) else None)
+    assert configured(cluster, PolicyName.KV_AWARE) == KvAwareSettings(stall=0.5)
+
+
+def test_only_what_somebody_changed_is_a_departure() -> None:
+    """What the configuration gives is not."""
+    cluster = Cluster(parameters=PolicyParameters(kv_aware=KvAwareSettings(stall=0.5)))
+    policy: Any = POLICIES[PolicyName.KV_AWARE](random.Random(1), cluster)
+    given = configured(cluster, PolicyName.KV_AWARE)
+    assert departures(policy, given) == {}
+    policy.settings = tuned(policy.settings, {"kappa": 2.0})
+    assert departures(policy, given) == {"kappa": 2.0}
+    assert departures(policy, None) == {}
+
+
+def test_settings_of_another_kind_are_left_alone() -> None:
+    """A policy of the user's own stands under a built-in name and has parameters of its own."""
+    policy: Any = POLICIES[PolicyName.DYNAMO](random.Random(1), Cluster())
+    follow(policy, KvAwareSettings(), KvAwareSettings(stall=0.5))
+    assert policy.settings == DynamoSettings()

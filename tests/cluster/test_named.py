@@ -116,3 +116,14 @@ def test_the_clusters_own_policy_may_be_listed_too(make_cluster: MakeCluster) ->
     own = PolicyName.KV_AWARE
     bench = make_cluster(endpoints=configs("a"), policy=own, client_policies=[own, PolicyName.RANDOM])
     assert policy(bench, "kv_aware") is bench.cluster.policy
+
+
+def test_who_left_is_forgotten_by_those_that_share_speeds(make_cluster: MakeCluster) -> None:
+    """Speeds are shared; who keeps coming to which endpoint each counts itself."""
+    bench = make_cluster("a", "b", policy="least_ttft", client_policies=["kv_aware"])
+    bench.picked(policy="kv_aware").settle(AttemptOutcome.SUCCESS, bench.clock())
+    named = policy(bench, "kv_aware")
+    assert isinstance(named, KvAware)
+    assert set(named.clientele.present()) == {A, B}
+    bench.cluster.apply(configs("b"))
+    assert set(named.clientele.present()) == {B}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvproxy.balancing.dynamo import Dynamo
 from kvproxy.balancing.kv_aware import KvAware
 from kvproxy.balancing.load import features_of
 from kvproxy.cluster.discovery import Source
@@ -98,6 +99,29 @@ def test_a_policy_that_stays_is_the_same_one(make_cluster: MakeCluster) -> None:
     reconfigure(bench, queue={}, shadow_policy="least_ttft")
     assert bench.cluster.policy is policy
     assert policy.settings.stall == 0.5
+
+
+@pytest.mark.parametrize("part", ["own", "shadow", "for clients"])
+def test_parameters_that_change_in_the_file_are_taken(make_cluster: MakeCluster, part: str) -> None:
+    """By the policy as it runs, whatever its part; what an operator changed about others of them stays."""
+    parts = {"own": {}, "shadow": {"shadow_policy": "dynamo"}, "for clients": {"client_policies": ["dynamo"]}}
+    bench = make_cluster("a", policy="dynamo" if part == "own" else "round_robin", **parts[part])
+
+    def present() -> Dynamo:
+        deciders = bench.cluster.deciders
+        shadow = deciders.shadow and deciders.shadow.policy
+        named = deciders.named and deciders.named.deciders["dynamo"].policy
+        policy = {"own": deciders.policy, "shadow": shadow, "for clients": named}[part]
+        assert isinstance(policy, Dynamo)
+        return policy
+
+    before = present()
+    before.settings = before.settings.model_copy(update={"device_credit": 0.5})
+    reconfigure(bench, parameters={"dynamo": {"temperature": 2.0}})
+    assert present() is before
+    assert (before.settings.temperature, before.settings.device_credit) == (2.0, 0.5)
+    reconfigure(bench, parameters={"dynamo": {"device_credit": 0.9}})
+    assert (before.settings.temperature, before.settings.device_credit) == (0.0, 0.9)
 
 
 @pytest.mark.parametrize("way", [["least_ttft"], ["round_robin", "least_ttft"], ["least_ttft", "kv_aware"]])

@@ -1,0 +1,76 @@
+"""Parameters of the balancing policies that have some, each beside its default."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from kvproxy.config.model import Fraction, Model
+
+
+class KvAwareSettings(Model):
+    """Weights of the cost."""
+
+    kappa: float | None = Field(default=None, ge=0, le=10)
+    """What a second of own work costs those who come after; None: what `crowding` and `congestion` make of traffic."""
+    crowding: float = Field(default=0.25, ge=0, le=10)
+    """Share of those bound to the endpoint and expected until its backlog is over that own work delays."""
+    congestion: float = Field(default=0.2, ge=0, le=10)
+    """Share of all those expected while the pool's mean backlog lasts that own work delays."""
+    stall: float = Field(default=0.04, ge=0, le=1)
+    """What it costs each sequence in flight there; 0.1 goes with a constant kappa of 1."""
+    foresight: float = Field(default=0.4, ge=0, le=10)
+    """How many of the endpoint's usual waits count: about as many turns as the session still has, discounted."""
+    hot_discount: float = Field(default=0.25, ge=0, le=1)
+    """What a missing hot token counts."""
+
+
+class PrefixAffinitySettings(Model):
+    """Thresholds. The defaults are the originals'."""
+
+    cache_threshold: Fraction = 0.3
+    """Share of the prompt that must be known somewhere for the prefix to decide."""
+    balance_abs_threshold: int = Field(default=64, ge=0, le=100_000)
+    """Requests in flight the busiest endpoint may be ahead of the idlest, before load decides..."""
+    balance_rel_threshold: float = Field(default=1.5, ge=1, le=1000)
+    """...if it is also ahead by this factor."""
+
+
+class DynamoSettings(Model):
+    """Weights of the cost."""
+
+    prefill_load_scale: float = Field(default=1.0, ge=0, le=100)
+    """Weight of blocks to prefill against blocks in use; once called the overlap weight."""
+    device_credit: float = Field(default=1.0, ge=0, le=1)
+    """What a block in engine memory saves of one to prefill."""
+    lower_tier_credit: float = Field(default=0.75, ge=0, le=1)
+    """What a block on a lower tier saves."""
+    temperature: float = Field(default=0.0, ge=0, le=10)
+    """Above 0 the choice is drawn from the softmax of the negative costs."""
+    block_size: int = Field(default=64, ge=1, le=4096)
+    """Tokens of a block; scales the costs shown."""
+
+
+class LlmDSettings(Model):
+    """Weights of the score."""
+
+    prefix_weight: float = Field(default=2.0, ge=0, le=100)
+    """Of matched tokens."""
+    queue_weight: float = Field(default=1.0, ge=0, le=100)
+    """Of waiting requests."""
+    kv_weight: float = Field(default=1.0, ge=0, le=100)
+    """Of free KV memory."""
+    kv_capacity_tokens: int = Field(default=800_000, ge=1, le=1_000_000_000)
+    """KV memory of one endpoint, in tokens."""
+
+
+class PolicyParameters(Model):
+    """By policy, whichever part it plays in the cluster: its own, the shadow, one that clients may ask for."""
+
+    kv_aware: KvAwareSettings = KvAwareSettings()
+    """Weights of the expected cost."""
+    prefix_affinity: PrefixAffinitySettings = PrefixAffinitySettings()
+    """Thresholds between prefix and load."""
+    dynamo: DynamoSettings = DynamoSettings()
+    """Weights of Dynamo's cost."""
+    llm_d: LlmDSettings = LlmDSettings()
+    """Weights of llm-d's scorers."""
