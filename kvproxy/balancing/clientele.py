@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvproxy.types import EndpointId
@@ -17,6 +18,10 @@ class Custom:
     at: float  # when both were brought up to date
 
 
+#: What was brought up to date so shortly ago is good enough.
+REFRESH_S = 0.02
+
+
 class Clientele:
     """Arrivals decay over `memory_s`, waits over twice as long. One entry for each endpoint of the pool; `forget` those
     that leave it."""
@@ -25,17 +30,23 @@ class Clientele:
         self._memory_s = memory_s
         self._by_endpoint: dict[EndpointId, Custom] = {}
 
-    def seen(self, endpoint: EndpointId, wait_s: float, now: float) -> Custom:
-        """The endpoint's past up to `now`, when a prefill would wait `wait_s` there. To be read only."""
-        custom = self._by_endpoint.get(endpoint)
-        if custom is None:
-            custom = self._by_endpoint[endpoint] = Custom(0.0, wait_s, now)
-            return custom
-        keep = math.exp(0.5 * (custom.at - now) / self._memory_s)
-        custom.bound_per_s *= keep * keep
-        custom.usual_wait_s = wait_s + (custom.usual_wait_s - wait_s) * keep
-        custom.at = now
-        return custom
+    def seen(self, endpoints: Iterable[EndpointId], waits_s: Iterable[float], now: float) -> list[Custom]:
+        """The past of each up to about `now`, when a prefill would wait so long there. To be read only."""
+        known, memory_s, customs = self._by_endpoint, self._memory_s, []
+        at, keep = now, 1.0
+        for endpoint, wait_s in zip(endpoints, waits_s, strict=True):
+            custom = known.get(endpoint)
+            if custom is None:
+                custom = known[endpoint] = Custom(0.0, wait_s, now)
+            elif now - custom.at >= REFRESH_S:
+                if custom.at != at:  # most are of one moment
+                    at = custom.at
+                    keep = math.exp(0.5 * (at - now) / memory_s)
+                custom.bound_per_s *= keep * keep
+                custom.usual_wait_s = wait_s + (custom.usual_wait_s - wait_s) * keep
+                custom.at = now
+            customs.append(custom)
+        return customs
 
     def came(self, endpoint: EndpointId) -> None:
         """A request went there, now, that would have cost much more elsewhere; nothing to count before `seen`."""

@@ -56,11 +56,10 @@ class KvAware:
         facts, settings = request.facts, self.settings
         by_endpoint, prompt = facts.by_endpoint, facts.prompt_tokens
         hot = min(facts.hot_tokens, prompt)
-        slowness_of, seconds, seen = self.speeds.slowness, self.speeds.seconds, self.clientele.seen
+        slowness_of, seconds = self.speeds.slowness, self.speeds.seconds
         request_s, token_s, attention_s, lower_s = seconds
-        crowding, congestion = self._delayed_per_s(now)
-        stall, foresight, saving = settings.stall, settings.foresight, 1.0 - settings.hot_discount
-        costs, held, owns, delayed, waits = [], [], [], [], 0.0
+        stall, saving = settings.stall, 1.0 - settings.hot_discount
+        ids, held, owns, waits, ends, costs = [], [], [], [], [], []
         for candidate in candidates:
             endpoint, load = candidate.id, candidate.load
             overlap = by_endpoint.get(endpoint)
@@ -79,18 +78,22 @@ class KvAware:
                 own += lower_s * min(lower, matched)
             slowness = slowness_of(endpoint, now)
             wait = load.wait_s(seconds, slowness, now)
-            custom = seen(endpoint, wait, now)
-            waits += wait
-            bound = crowding * custom.bound_per_s * (wait + 0.5 * slowness * own)
-            delayed.append(bound if bound < MAX_KAPPA else MAX_KAPPA)
-            costs.append(wait + own * (slowness + stall * load.in_flight) + foresight * custom.usual_wait_s)
-            owns.append(own)
+            ids.append(endpoint)
             held.append(matched)
-        everywhere = (settings.kappa or 0.0) + min(MAX_KAPPA, congestion * waits / len(candidates))
-        for index, candidate in enumerate(candidates):
-            costs[index] = (costs[index] + owns[index] * (everywhere + delayed[index])) / candidate.weight
+            owns.append(own)
+            waits.append(wait)
+            ends.append(wait + 0.5 * slowness * own)
+            costs.append(wait + own * (slowness + stall * load.in_flight))
+        crowding, congestion = self._delayed_per_s(now)
+        everywhere = (settings.kappa or 0.0) + min(MAX_KAPPA, congestion * sum(waits) / len(waits))
+        foresight = settings.foresight
+        for index, custom in enumerate(self.clientele.seen(ids, waits, now)):
+            bound = crowding * custom.bound_per_s * ends[index]
+            delayed = everywhere + (bound if bound < MAX_KAPPA else MAX_KAPPA)
+            cost = costs[index] + owns[index] * delayed + foresight * custom.usual_wait_s
+            costs[index] = cost / candidates[index].weight
         index = least(costs, self._rng)
-        self._count(facts, candidates[index].id, max(held[:index] + held[index + 1 :], default=0), len(held), now)
+        self._count(facts, ids[index], max(held[:index] + held[index + 1 :], default=0), len(ids), now)
         return Choice(index, reason_of(held, index), costs)
 
     def _delayed_per_s(self, now: float) -> tuple[float, float]:

@@ -6,15 +6,21 @@ import math
 
 import pytest
 
-from kvproxy.balancing.clientele import Clientele
+from kvproxy.balancing.clientele import Clientele, Custom
 from kvproxy.types import EndpointId
 
-HERE = EndpointId("e0")
+HERE, THERE = EndpointId("e0"), EndpointId("e1")
+
+
+def look(subject: Clientele, wait_s: float, now: float) -> Custom:
+    """What is seen of one endpoint."""
+    (custom,) = subject.seen([HERE], [wait_s], now)
+    return custom
 
 
 def test_nothing_is_known_at_first() -> None:
     """Nobody is expected, and the present wait is the usual one."""
-    custom = Clientele().seen(HERE, 3.0, 100.0)
+    custom = look(Clientele(), 3.0, 100.0)
     assert (custom.bound_per_s, custom.usual_wait_s) == (0.0, 3.0)
 
 
@@ -22,21 +28,21 @@ def test_arrivals_are_a_rate() -> None:
     """Two a second for minutes are two a second."""
     subject = Clientele()
     for tick in range(600):
-        subject.seen(HERE, 0.0, tick / 2)
+        look(subject, 0.0, tick / 2)
         subject.came(HERE)
-    assert subject.seen(HERE, 0.0, 300.0).bound_per_s == pytest.approx(2.0, rel=0.05)
+    assert look(subject, 0.0, 300.0).bound_per_s == pytest.approx(2.0, rel=0.05)
 
 
 def test_both_are_forgotten() -> None:
     """Arrivals over the memory, waits over twice as long; being asked often or seldom makes no difference."""
     often, seldom = Clientele(memory_s=20.0), Clientele(memory_s=20.0)
     for subject in (often, seldom):
-        subject.seen(HERE, 8.0, 0.0)
+        look(subject, 8.0, 0.0)
         subject.came(HERE)
     for second in range(1, 20):
-        often.seen(HERE, 0.0, float(second))
+        look(often, 0.0, float(second))
     for subject in (often, seldom):
-        custom = subject.seen(HERE, 0.0, 20.0)
+        custom = look(subject, 0.0, 20.0)
         assert custom.bound_per_s == pytest.approx(math.exp(-1.0) / 20.0)
         assert custom.usual_wait_s == pytest.approx(8.0 * math.exp(-0.5))
 
@@ -51,7 +57,17 @@ def test_who_was_never_seen_has_no_entry() -> None:
 def test_who_left_is_forgotten() -> None:
     """No entry outlives its endpoint; leaving twice is harmless."""
     subject = Clientele()
-    subject.seen(HERE, 1.0, 0.0)
+    look(subject, 1.0, 0.0)
     subject.forget(HERE)
     subject.forget(HERE)
     assert subject.present() == {}
+
+
+def test_endpoints_that_were_seen_at_different_times() -> None:
+    """Each decays by its own time: candidates differ by model and by who is well."""
+    subject = Clientele(memory_s=10.0)
+    subject.seen([HERE], [4.0], 0.0)
+    subject.seen([THERE], [4.0], 10.0)
+    first, second = subject.seen([HERE, THERE], [0.0, 0.0], 20.0)
+    assert first.usual_wait_s == pytest.approx(4.0 * math.exp(-1.0))
+    assert second.usual_wait_s == pytest.approx(4.0 * math.exp(-0.5))
