@@ -42,7 +42,7 @@ def ending(events: list[str]) -> str:
 
 async def stream(http: httpx.AsyncClient, model: str, number: int, seen: Seen) -> None:
     """One long stream, from start to whatever end."""
-    body = chat(model, text(30, seed=f"death {number}"), stream=True, max_tokens=400, ignore_eos=True)
+    body = chat(model, text(30, seed=f"death {number}"), stream=True, max_tokens=1500, ignore_eos=True)
     events: list[str] = []
     async with http.stream("POST", "/v1/chat/completions", json=body, timeout=60) as answer:
         assert answer.status_code == 200
