@@ -53,10 +53,10 @@ class Deciders:
     def forget(self, endpoint: Endpoint) -> None:
         """It left for good."""
         endpoint.load.on_sample = None
-        if isinstance(self.policy, Learner):
-            self.policy.forget(endpoint.id)
         if self.named is not None:
             self.named.forget(endpoint)
+        elif isinstance(self.policy, Learner):
+            self.policy.forget(endpoint.id)
         if self.shadow is not None:
             self.shadow.forget(endpoint)
         if self.known is not None:

@@ -109,7 +109,8 @@ class EventStreams(OwnedTask):
         self._context: zmq.asyncio.Context | None = None
 
     async def __aenter__(self) -> Self:
-        import_module("kvproxy.prefix.block_table")  # takes a while: not when the first event comes
+        # Takes a while: not when the first event comes, and not while a reload serves requests.
+        await asyncio.to_thread(import_module, "kvproxy.prefix.block_table")
         self._context = zmq.asyncio.Context()
         return await super().__aenter__()
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, Self
 
 import zmq
 import zmq.asyncio
@@ -19,6 +18,7 @@ from kvproxy.clients.kv_events.sockets import QUEUED_BATCHES, Subscription, repl
 from kvproxy.clients.kv_events.source import KvEventSource
 from kvproxy.clients.kv_events.status import StreamHealth, StreamReason, StreamStatus
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.owned_task import OwnedTask
 from kvproxy.types import Clock, EndpointId
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class KvEventConsumer(Protocol):
         ...
 
 
-class KvEventSubscriber:
+class KvEventSubscriber(OwnedTask):
     """One stream. An async context manager: inside it a task subscribes, reconnects, replays and applies.
 
     `wall_clock` gives seconds since the epoch, to tell the lag. `block_tokens` (any size not below the engine's) and
@@ -85,7 +85,7 @@ class KvEventSubscriber:
             pause=lambda: asyncio.sleep(0),
             slice_blocks=slice_blocks,
         )
-        self._task: asyncio.Task[None] | None = None
+        self.task_name = f"kv events {endpoint}/{source.dp_rank}"
 
     @property
     def status(self) -> StreamStatus:
@@ -96,18 +96,14 @@ class KvEventSubscriber:
         """The engine prefilled this many tokens of one request; blocks for them should have been announced."""
         self._health.traffic(uncached_tokens)
 
-    async def __aenter__(self) -> KvEventSubscriber:
+    async def __aenter__(self) -> Self:
         self._meter.state(self.status)
-        self._task = asyncio.create_task(self._run(), name=f"kv events {self.endpoint}/{self.source.dp_rank}")
-        return self
+        return await super().__aenter__()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+        await super().__aexit__(kind, error, tb)
         self._meter.close()
 
     async def _run(self) -> None:
