@@ -140,6 +140,17 @@ def _median(samples: Sequence[Sample]) -> Sample:
     return Sample(errors=sum(sample.errors for sample in samples), **middle)
 
 
+def stub_engines(stack: contextlib.ExitStack, folder: Path, *, core: int) -> tuple[int, int]:
+    """Ports of two engines that answer at once, running until the stack ends."""
+    ports = free_port(), free_port()
+    for port in ports:
+        stub = [sys.executable, "-m", "benchmarks.stub", str(port)]
+        engine = stack.enter_context(Process(stub, core=core, log=folder / f"stub-{port}.log"))
+        if problem := engine.wait_until_ready(port, PROBE.body(), path=load.PATH):
+            raise SystemExit(f"the stub engine: {problem}")
+    return ports
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """The whole run and its report."""
     options = _options(arguments)
@@ -147,12 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     load_core = 1 if cores > 1 else 0
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        ports = [free_port() for _ in range(2)]
-        for port in ports:
-            stub = [sys.executable, "-m", "benchmarks.stub", str(port)]
-            engine = stack.enter_context(Process(stub, core=load_core, log=folder / f"stub-{port}.log"))
-            if problem := engine.wait_until_ready(port, PROBE.body(), path=load.PATH):
-                raise SystemExit(f"the stub engine: {problem}")
+        ports = stub_engines(stack, folder, core=load_core)
         engines = (f"http://127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[1]}")
         targets = [Target("direct", ports[0], None)]
         skipped: dict[str, str] = {}

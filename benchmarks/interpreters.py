@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks import load, peers, report
-from benchmarks.data_plane import CASES, PROBE, Case, Target, measure
+from benchmarks.data_plane import CASES, PROBE, Case, Target, measure, stub_engines
 from benchmarks.processes import Process, free_port
 
 OURS = "kvproxy kv_aware"
@@ -86,19 +86,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     core = 1 if cores > 1 else 0
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        ports = [free_port() for _ in range(2)]
-        for port in ports:
-            stub = [sys.executable, "-m", "benchmarks.stub", str(port)]
-            _ready(stack.enter_context(Process(stub, core=core, log=folder / f"{port}.log")), port)
+        ports = stub_engines(stack, folder, core=core)
+        engines = (f"http://127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[1]}")
         targets: list[Target] = []
         for number, peer in enumerate(candidates(pythons)):
             if peer.missing:
                 print(f"{peer.name}: skipped, {peer.missing}", flush=True)
                 continue
             port = free_port()
-            command = peer.command(port, (f"http://127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[1]}"), folder)
+            command = peer.command(port, engines, folder)
             process = stack.enter_context(Process(command, core=0, log=folder / f"{number}.log"))
-            _ready(process, port)
+            if problem := process.wait_until_ready(port, PROBE.body(), path=load.PATH):
+                raise SystemExit(problem)
             targets.append(Target(peer.name, port, process))
         about = report.machine(
             cores, shlex.join(["python", "-m", "benchmarks.interpreters", *(arguments or sys.argv[1:])])
@@ -113,11 +112,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "interpreters.md").write_text(text + (NOTES.read_text() if NOTES.exists() else ""))
     print(text)
-
-
-def _ready(process: Process, port: int) -> None:
-    if problem := process.wait_until_ready(port, PROBE.body(), path=load.PATH):
-        raise SystemExit(problem)
 
 
 def _version(python: str) -> str:
