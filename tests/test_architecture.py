@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -101,19 +102,20 @@ def test_only_the_command_line_and_replay_use_the_simulator() -> None:
     assert users <= {"simulator", "cli", "commands", "replay"}
 
 
-def test_files_stay_small() -> None:
-    """One reason per file: 300 lines is the hard limit."""
-    too_long = [str(p.relative_to(PACKAGE)) for _, p in _files() if len(p.read_text().splitlines()) > 300]
-    assert not too_long
+def test_files_stay_readable() -> None:
+    """A file is one idea: nine of ten have at most 250 lines, and none has over 450."""
+    lines = {str(path.relative_to(PACKAGE)): len(path.read_text().splitlines()) for _, path in _files()}
+    assert statistics.quantiles(lines.values(), n=10)[-1] <= 250
+    assert not [name for name, count in lines.items() if count > 450]
 
 
 def test_functions_stay_short() -> None:
-    """60 lines is the hard limit of a function."""
-    too_long = [
-        f"{path.relative_to(PACKAGE)}:{node.name}"
+    """Nine of ten functions have at most 25 lines, and none has over 60."""
+    lines = {
+        f"{path.relative_to(PACKAGE)}:{node.name}:{node.lineno}": (node.end_lineno or node.lineno) - node.lineno + 1
         for _, path in _files()
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and (node.end_lineno or node.lineno) - node.lineno + 1 > 60
-    ]
-    assert not too_long
+    }
+    assert statistics.quantiles(lines.values(), n=10)[-1] <= 25
+    assert not [name for name, count in lines.items() if count > 60]
