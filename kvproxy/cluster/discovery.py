@@ -101,7 +101,7 @@ def parse_endpoints(text: bytes, *, env: Mapping[str, str] = MappingProxyType({}
 
 
 class DnsDiscovery:
-    """One endpoint for each address of a name, with the id `name@address`."""
+    """One endpoint for each address of a name, with the id `name@address` and the LMCache instance id `address:port`."""
 
     def __init__(self, settings: schema.DnsDiscovery, *, resolve: Resolve | None = None) -> None:
         self._settings = settings
@@ -121,6 +121,7 @@ class DnsDiscovery:
         return schema.Endpoint(
             id=f"{settings.host}@{address}",
             url=f"{settings.scheme}://{host}:{settings.port}",
+            instance_id=f"{host}:{settings.port}",
             models=settings.models,
             server_name=settings.host,
             ca_file=settings.ca_file,

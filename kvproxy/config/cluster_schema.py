@@ -124,7 +124,7 @@ class FileDiscovery(Model):
 
 
 class DnsDiscovery(Model):
-    """One endpoint for each address a name resolves to."""
+    """One endpoint for each address a name resolves to. Its id at the LMCache controller is `ADDRESS:PORT`."""
 
     host: str
     """The name."""

@@ -158,6 +158,7 @@ async def test_dns_makes_one_endpoint_an_address() -> None:
     ]
     assert {e.models for e in endpoints} == {("m",)}
     assert {e.server_name for e in endpoints} == {"engines.local"}
+    assert [e.instance_id for e in endpoints] == ["10.0.0.1:8000", "10.0.0.2:8000", "[::1]:8000"]
     assert asked[0][0] == ("engines.local", 8000)
 
 

@@ -12,7 +12,7 @@ from kvproxy.config.load import load_file, load_text
 from tests.docs.blocks import ROOT, Block, blocks
 
 #: Of another program: what tests/deploy looks at.
-FOREIGN = {"scrape_configs"}
+FOREIGN = {"scrape_configs", "env"}
 
 
 def own() -> list[Block]:
@@ -39,8 +39,9 @@ def test_configurations_load(block: Block, tmp_path: Path) -> None:
 
 
 def test_blocks_of_other_programs_are_known() -> None:
-    """Nothing is passed over by mistake: one block, Prometheus' own configuration."""
-    assert [block.page for block in blocks("yaml") if block not in own()] == ["docs/deployment.md"]
+    """Nothing is passed over by mistake: Prometheus' own configuration, and a container's environment."""
+    foreign = [block.page for block in blocks("yaml") if block not in own()]
+    assert foreign == ["docs/deployment.md", "docs/engines.md"]
 
 
 def test_the_shipped_configuration_loads() -> None:
