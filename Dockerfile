@@ -10,6 +10,9 @@ COPY kvproxy ./kvproxy
 RUN pip --python /opt/kvproxy/bin/python install --no-cache-dir ".[otel]"
 
 FROM python:${PYTHON}
+LABEL org.opencontainers.image.title="kvproxy" \
+    org.opencontainers.image.description="KV-cache-aware reverse proxy for LLM engines" \
+    org.opencontainers.image.licenses="Apache-2.0"
 RUN useradd --system --uid 10001 --no-create-home --shell /usr/sbin/nologin kvproxy
 COPY --from=build /opt/kvproxy /opt/kvproxy
 # numpy is here for tables of block names: its linear algebra needs no thread on every core.

@@ -101,7 +101,7 @@ def parse_endpoints(text: bytes, *, env: Mapping[str, str] = MappingProxyType({}
 
 
 class DnsDiscovery:
-    """One endpoint for each address of a name, with the id `name@address` and the LMCache instance id `address:port`."""
+    """One endpoint for each address of a name, id `name@address`, LMCache instance `address:port`."""
 
     def __init__(self, settings: schema.DnsDiscovery, *, resolve: Resolve | None = None) -> None:
         self._settings = settings

@@ -130,3 +130,10 @@ def test_read_only_services_have_no_secret_that_must_be_written() -> None:
 def test_the_proxy_may_finish_its_streams(config: Config) -> None:
     """Compose waits longer than the drain."""
     assert int(SERVICES["kvproxy"]["stop_grace_period"].removesuffix("s")) > config.shutdown.drain
+
+
+def test_no_port_is_open_to_other_machines() -> None:
+    """Neither the clients' port nor the operators': the file has no API keys."""
+    ports = [port for service in COMPOSE["services"].values() for port in service.get("ports", ())]
+    assert ports
+    assert [port for port in ports if not port.startswith(("127.0.0.1:", "${KVPROXY_BIND:-127.0.0.1}:"))] == []
