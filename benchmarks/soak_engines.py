@@ -1,0 +1,48 @@
+"""Simulated engines on given ports, with or without LMCache's controller.
+
+`python -m benchmarks.soak_engines [--controller PORT] PORT...`
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+from contextlib import AsyncExitStack
+
+import uvloop
+
+from kvproxy.listener.server import Server
+from kvproxy.simulator.engine_io import EngineSettings
+from kvproxy.simulator.fleet import Fleet, FleetSettings
+from kvproxy.simulator.kv_event_publisher import PublisherSettings
+from kvproxy.simulator.lmcache_controller import ControllerSettings
+from kvproxy.simulator.timing import EngineTiming
+from kvproxy.simulator.vllm_settings import VllmSettings
+
+MODEL = "sim"
+
+
+async def main(ports: list[int], controller: int) -> None:
+    """Serves until the process is ended."""
+    engine = EngineSettings(2048, 16, token_outputs=True, timing=EngineTiming(time_scale=0.5))
+    settings = VllmSettings(model=MODEL, engine=engine, kv_events=PublisherSettings(), default_output_tokens=16)
+    with_controller = ControllerSettings() if controller else None
+    names = {f"e{port}": settings for port in ports}
+    async with AsyncExitStack() as stack:
+        fleet = await stack.enter_async_context(
+            Fleet(FleetSettings(names, controller=with_controller), rng=random.Random(1))
+        )
+        for name, app in fleet.engines.items():
+            await stack.enter_async_context(Server(app, port=int(name[1:]), drain_s=0.1))
+        if fleet.controller is not None:
+            await stack.enter_async_context(Server(fleet.controller, port=controller, drain_s=0.1))
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("ports", type=int, nargs="+")
+    parser.add_argument("--controller", type=int, default=0)
+    arguments = parser.parse_args()
+    uvloop.run(main(arguments.ports, arguments.controller))
