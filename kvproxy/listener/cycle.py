@@ -11,6 +11,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 
 from kvproxy.types import BODY_FOLLOWS, DEPARTURE, Departure
 
+logger = logging.getLogger(__name__)
+
 _TOKEN = b"!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _HEAD = b"\r\n\t " + bytes(range(0x21, 0x7F)) + bytes(range(0x80, 0x100))
 _BODILESS = frozenset({204, 304})
@@ -88,15 +90,39 @@ class CoalescingCycle(RequestResponseCycle):
         self._loop = loop
         self._head = b""
         self._bodiless = False
-        self._until_close = False
+        self.ends_by_close = False  # the response, for want of a length and of chunks
 
     async def run_asgi(self, app: Any) -> None:
-        """uvicorn's; the task leaves the running ones here, since a done callback costs another turn of the loop."""
+        """Lets the app answer; one that breaks the rules is logged, and its client gets 500 or a cut connection.
+
+        The task leaves the running ones here, since a done callback costs another turn of the loop.
+        """
         try:
-            await super().run_asgi(app)
+            await app(self.scope, self.receive, self.send)
+            if not self.response_complete and not self.disconnected:
+                await self._unfinished()
+        except BaseException as error:  # whatever it raises, also when the drain cancelled it
+            self.logger.error("Exception in ASGI application\n", exc_info=error)
+            if self.response_started:
+                self.transport.close()
+            else:
+                await self.send_500_response()
         finally:
+            self.on_response = lambda: None
             if self.task is not None:
                 self._tasks.discard(self.task)
+
+    async def _unfinished(self) -> None:
+        """The app returned too early: after a head on purpose, since only a broken connection tells the client then."""
+        scope = self.scope
+        target = f"{scope['method']} {scope['raw_path'][:200].decode('latin-1')}"
+        if not self.response_started:
+            logger.error("no answer to %s: the app returned without one", target)
+            await self.send_500_response()
+            return
+        logger.warning("the answer to %s broke off: its client's connection is cut", target)
+        self._flush_head()
+        self.transport.close()
 
     def client_left(self) -> None:
         """Nobody reads the response any more."""
@@ -155,8 +181,8 @@ class CoalescingCycle(RequestResponseCycle):
             lines.append(b"%b: %b\r\n" % (lower, value))
         _refuse_unsafe(names, lines)
         if self.chunked_encoding is None and not self._bodiless:
-            self._until_close = self.scope["http_version"] == "1.0"
-            self.chunked_encoding = not self._until_close
+            self.ends_by_close = self.scope["http_version"] == "1.0"
+            self.chunked_encoding = not self.ends_by_close
             if self.chunked_encoding:
                 lines.append(b"transfer-encoding: chunked\r\n")
         if not self.keep_alive and not says_close:
@@ -185,7 +211,7 @@ class CoalescingCycle(RequestResponseCycle):
         if self.chunked_encoding:
             end = b"" if more else b"0\r\n\r\n"
             return b"%x\r\n%b\r\n%b" % (len(body), body, end) if body else end
-        if not self._until_close:
+        if not self.ends_by_close:
             self.expected_content_length -= len(body)
             if self.expected_content_length < 0:
                 raise RuntimeError("the response body is longer than its content-length")
@@ -196,9 +222,7 @@ class CoalescingCycle(RequestResponseCycle):
             raise RuntimeError("the response body is shorter than its content-length")
         self.response_complete = True
         self.message_event.set()
-        if not self.keep_alive:
-            self.transport.close()
-        self.on_response()
+        self.on_response()  # closes the connection unless it is kept
 
 
 def _refuse_unsafe(names: list[bytes], lines: list[bytes]) -> None:

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote
 
 import httptools
+import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from kvproxy.errors import ConfigError, Problem
 from kvproxy.listener.cycle import CoalescingCycle
 from kvproxy.listener.limits import ListenerLimits
+from kvproxy.listener.linger import Linger
 from kvproxy.listener.replies import error_reply, raw_error
-from kvproxy.listener.uvicorns import difference
-
-logger = logging.getLogger(__name__)
+from kvproxy.listener.uvicorns import INSTALL, difference
 
 #: Unread request body held for a slow app before reading from the client pauses.
 _HIGH_WATER_BYTES = 64 * 1024
+#: Chunk sizes, chunk extensions, trailers and blank lines without a body byte among them.
+MAX_FRAMING_BYTES = 64 * 1024
+#: Framing that any chunk may cost: its size in hexadecimal and two line ends.
+_CHUNK_FRAMING_BYTES = 16
 #: Connections beyond the bound that still get a 503; further ones are closed without a word.
 _REFUSED_POLITELY = 256
+#: Header fields the listener looks at.
+_NOTED = frozenset({b"host", b"expect", b"transfer-encoding"})
 
 
 class Protocol(HttpToolsProtocol):
@@ -32,11 +38,17 @@ class Protocol(HttpToolsProtocol):
     def __init__(self, *args: Any, limits: ListenerLimits, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._limits = limits
+        self._asgi_version = self.config.asgi_version
         self._refused = False  # came when every place was taken
         self._in_head = True
         self._head_bytes = 0
         self._head_since = 0.0
-        self._idle_since = 0.0  # the last response went out and nothing came since; 0: something is under way
+        self._idle_since = 0.0  # the last response went out and no request began since; 0: something is under way
+        self._hosts = 0
+        self._codings = 0
+        self._framing_bytes = 0  # since the last byte of a body
+        self._fair_bytes = 0  # of what is being parsed: heads, bodies and what chunks must cost
+        self._linger: Linger | None = None  # the last answer is out, the client still sends
         self._parsed = (b"", "", b"", b"")  # the last URL and what became of it: clients repeat themselves
         self._running: CoalescingCycle | None = None  # `cycle` is the one whose request is being read
         self._watchdog: asyncio.TimerHandle | None = None
@@ -56,6 +68,8 @@ class Protocol(HttpToolsProtocol):
         for handle in (self._watchdog, self._stall):
             if handle is not None:
                 handle.cancel()
+        if self._linger is not None:
+            self._linger.cancel()
         for cycle in (self._running, *(cycle for cycle, _ in self.pipeline)):
             if isinstance(cycle, CoalescingCycle) and not cycle.response_complete:
                 cycle.client_left()
@@ -64,8 +78,11 @@ class Protocol(HttpToolsProtocol):
         self._running = None
 
     def data_received(self, data: bytes) -> None:
-        self._idle_since = 0.0
+        if self._linger is not None:
+            self._linger.heard()
+            return
         self._head_bytes += len(data)
+        self._fair_bytes = 0
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -75,6 +92,10 @@ class Protocol(HttpToolsProtocol):
         else:
             if not self._in_head:
                 self._head_bytes = 0
+                framing = len(data) - self._fair_bytes
+                if self._framing_bytes + framing > MAX_FRAMING_BYTES:
+                    self._reject(HTTPStatus.BAD_REQUEST, f"over {MAX_FRAMING_BYTES} bytes that are no body in a body")
+                self._framing_bytes = max(0, framing) if self._fair_bytes else self._framing_bytes + framing
             elif self._head_bytes > self._limits.max_head_bytes:
                 self._reject(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "the request head is too large")
 
@@ -83,19 +104,43 @@ class Protocol(HttpToolsProtocol):
         self.expect_100_continue = False
         self.headers = []
         self._in_head = True
+        self._hosts = self._codings = 0
+        self._idle_since = 0.0
         self._head_since = self.loop.time()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_head:
+            return  # a trailer field, which must not pass for one of the head (RFC 9110 6.5.1)
+        name = name.lower()
+        if name in _NOTED:
+            self._note(name, value)
+        self.headers.append((name, value))
+
+    def _note(self, name: bytes, value: bytes) -> None:
+        if name == b"host":
+            self._hosts += 1
+        elif name == b"expect":
+            self.expect_100_continue = value.lower() == b"100-continue"
+        else:
+            self._codings += 1
+            first, _, last = value.lower().rpartition(b",")
+            if self._codings > 1 or (first and last.strip() == b"chunked"):  # the parser refuses all other codings
+                raise _Refused(HTTPStatus.NOT_IMPLEMENTED, "no transfer coding but chunked is known here")
 
     def on_headers_complete(self) -> None:
         parser = self.parser
         if parser.should_upgrade():
             return  # declined by data_received once the parser let go of it
         self._in_head = False
-        limits = self._limits
-        if len(self.headers) > limits.max_headers or (
-            self._head_bytes > limits.max_head_bytes and self._head_size() > limits.max_head_bytes
-        ):
-            raise _TooLarge
+        limits, head_bytes = self._limits, self._head_bytes
+        if head_bytes > min(limits.max_head_bytes, MAX_FRAMING_BYTES):  # of the head, or of what came with it
+            head_bytes = self._head_size()
+        if len(self.headers) > limits.max_headers or head_bytes > limits.max_head_bytes:
+            raise _Refused(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "the request head is too large")
+        self._fair_bytes += head_bytes
         http_version = parser.get_http_version()
+        if self._hosts != 1 and (self._hosts or http_version == "1.1"):
+            raise _Refused(HTTPStatus.BAD_REQUEST, f"a request has one Host field, not {self._hosts}")
         self.scope = self._new_scope(http_version)
         keep_alive = http_version != "1.0" and parser.should_keep_alive()
         waiting = self.cycle is not None and not self.cycle.response_complete
@@ -109,6 +154,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         cycle = self.cycle
+        self._fair_bytes += len(body) + _CHUNK_FRAMING_BYTES
         if cycle.response_complete:
             return
         assert isinstance(cycle, CoalescingCycle)
@@ -142,9 +188,15 @@ class Protocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self.flow.resume_reading()
+        running = self._running
+        if running is not None and not running.keep_alive:
+            self._hang_up(unread=running.more_body, ends_by_close=running.ends_by_close)
+            return
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
             return
+        if self._in_head:
+            return  # of the next request, whose own time runs
         self._idle_since = now = self.loop.time()
         watchdog, due = self._watchdog, now + self._limits.keep_alive_s
         if self._limits.keep_alive_s and (watchdog is None or watchdog.when() > due):
@@ -167,7 +219,7 @@ class Protocol(HttpToolsProtocol):
             self._parsed = (url, path, raw_path, query)
         return {
             "type": "http",
-            "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
+            "asgi": {"version": self._asgi_version, "spec_version": "2.3"},
             "http_version": http_version,
             "server": self.server,
             "client": self.client,
@@ -196,7 +248,7 @@ class Protocol(HttpToolsProtocol):
         )
 
     def _head_size(self) -> int:
-        return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        return len(self.url) + 32 + sum(len(name) + len(value) + 4 for name, value in self.headers)
 
     def _decline_upgrade(self, rest: bytes) -> None:
         """Goes on as if nobody had asked for another protocol (RFC 9110 7.8); httptools alone would lose the body."""
@@ -219,7 +271,24 @@ class Protocol(HttpToolsProtocol):
             running.client_left()
         if not self.transport.is_closing():
             self.transport.write(raw_error(status, message))
+            self._hang_up(unread=True)
+
+    def _hang_up(self, *, unread: bool, ends_by_close: bool = False) -> None:
+        """Closes; at once only when the client has nothing left to send, or waits for the close (see linger.py)."""
+        transport = self.transport
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+            self._watchdog = None
+        if not unread or (ends_by_close and not transport.can_write_eof()):
+            transport.close()
+        elif self._linger is None:
+            self._linger = Linger(transport, self.loop)
+
+    def shutdown(self) -> None:
+        if self._linger is not None:
             self.transport.close()
+        else:
+            super().shutdown()
 
     def _watch(self) -> None:
         """Looks now and then whether a head is late or a connection idle for too long."""
@@ -249,18 +318,22 @@ class Protocol(HttpToolsProtocol):
         self.transport.abort()
 
 
-class _TooLarge(Exception):
-    """Stops the parser: the head is over a bound."""
+class _Refused(Exception):
+    """Stops the parser."""
+
+    def __init__(self, status: HTTPStatus, text: str) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 def _status_of(error: Exception) -> HTTPStatus:
-    if isinstance(error.__context__, _TooLarge):
-        return HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
-    return HTTPStatus.BAD_REQUEST
+    cause = error.__context__
+    return cause.status if isinstance(cause, _Refused) else HTTPStatus.BAD_REQUEST
 
 
 def _text_of(error: Exception) -> str:
-    return "the request head is too large" if isinstance(error.__context__, _TooLarge) else f"not HTTP: {error}"
+    cause = error.__context__
+    return str(cause) if isinstance(cause, _Refused) else f"not HTTP: {error}"
 
 
 async def _no_place(scope: Any, receive: Any, send: Any) -> None:
@@ -273,9 +346,10 @@ async def _no_place(scope: Any, receive: Any, send: Any) -> None:
 
 
 def http_protocol(limits: ListenerLimits, *, check: Callable[[], str] = difference) -> Any:
-    """What uvicorn's `http=` gets: ours, or its own when it is not the uvicorn we know (said once in the log)."""
+    """What uvicorn's `http=` gets. Raises ConfigError for a uvicorn we do not know: without it there are no bounds."""
     problem = check()
-    if not problem:
-        return functools.partial(Protocol, limits=limits)
-    logger.warning("plain uvicorn protocol, without our bounds on clients: %s", problem)
-    return "httptools"
+    if problem:
+        raise ConfigError(
+            [Problem(f"uvicorn {uvicorn.__version__}", f"kvproxy does not work with it: {problem}", INSTALL)]
+        )
+    return functools.partial(Protocol, limits=limits)

@@ -6,6 +6,10 @@ import inspect
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+#: What to do about another one; the range is that of pyproject.toml (a test compares them).
+RANGE = "uvicorn>=0.35,<0.55"
+INSTALL = f"pip install '{RANGE}'"
+
 _CYCLE_ARGUMENTS = {
     "scope", "transport", "flow", "logger", "access_logger", "access_log", "default_headers", "message_event",
     "expect_100_continue", "keep_alive", "on_response",
@@ -16,10 +20,10 @@ _CYCLE_ATTRIBUTES = {
 }  # fmt: skip
 _PROTOCOL_ATTRIBUTES = {
     "parser", "root_path", "server_state", "connections", "transport", "flow", "pipeline", "scope", "headers",
-    "expect_100_continue", "cycle", "loop", "app", "asgi_version", "app_state", "server", "client", "scheme", "tasks",
+    "expect_100_continue", "cycle", "loop", "app", "config", "app_state", "server", "client", "scheme", "tasks",
 }  # fmt: skip
 _PROTOCOL_METHODS = (
-    "_start_asgi_task", "on_header", "on_message_begin", "on_message_complete", "on_response_complete", "on_url",
+    "on_message_begin", "on_message_complete", "on_response_complete", "on_url",
     "send_400_response",
 )  # fmt: skip
 

@@ -7,14 +7,18 @@ import contextlib
 import json
 import logging
 import socket
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 
+from kvproxy.errors import ConfigError
 from kvproxy.listener.limits import ListenerLimits
 from kvproxy.listener.protocol import http_protocol
 from kvproxy.listener.server import serve
-from kvproxy.listener.uvicorns import difference
+from kvproxy.listener.uvicorns import RANGE, difference
 from tests.listener.client import body_of, connect, echo, opened
 
 GET = b"GET /a?b=c HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -526,13 +530,16 @@ def test_another_uvicorn_is_noticed() -> None:
     assert "transport" in difference(protocol=OtherProtocol)
 
 
-async def test_plain_uvicorn_takes_over(caplog: pytest.LogCaptureFixture) -> None:
-    """With a uvicorn we do not know the proxy still serves, and says once why it is slower."""
-    with caplog.at_level(logging.WARNING):
-        http = http_protocol(ListenerLimits(), check=lambda: "everything is new")
-    assert [record.getMessage() for record in caplog.records] == [
-        "plain uvicorn protocol, without our bounds on clients: everything is new"
-    ]
-    async with serve(echo, http=http) as url, connect(url) as client:
-        await client.send(GET)
-        assert (await client.response())[1] == b"GET /a?b=c "
+def test_another_uvicorn_is_refused() -> None:
+    """Without our protocol nothing would bound a client: better an error that says what to install."""
+    with pytest.raises(ConfigError) as refused:
+        http_protocol(ListenerLimits(), check=lambda: "everything is new")
+    assert str(refused.value) == (
+        f"uvicorn {uvicorn.__version__}: kvproxy does not work with it: everything is new (pip install '{RANGE}')"
+    )
+
+
+def test_the_range_of_uvicorns_is_that_of_the_package() -> None:
+    """What is said to be installed is what an installation takes."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert RANGE in project["dependencies"]
