@@ -65,11 +65,18 @@ class Prompt(msgspec.Struct, frozen=True):
 
     `shape` is the raw JSON of everything besides the messages that shapes the template (tools, chat_template_kwargs,
     system, ...), each field prefixed by its name; `parts` holds one raw JSON value a message, in order, or the single
-    raw `prompt` / `input` value. Equal bytes mean an equal prompt; nothing is re-serialised.
+    raw `prompt` / `input` value. Equal bytes mean an equal prompt; nothing is re-serialised. Bounded in parts and bytes
+    at the parse: what exceeds that is in the last part, all of it or as a digest.
     """
 
     shape: bytes
     parts: tuple[bytes, ...]
+    unread_bytes: int = 0  # that the digests stand for
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole prompt, about."""
+        return len(self.shape) + sum(map(len, self.parts)) + self.unread_bytes
 
 
 class InferenceRequest(msgspec.Struct, frozen=True):

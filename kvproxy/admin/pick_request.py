@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from kvproxy.admin.reservations import Ended
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.config.fields import nearest
 from kvproxy.errors import Problem
-from kvproxy.filters.body import parse_body
+from kvproxy.filters.body import read_body
 from kvproxy.filters.inference_request import KIND_OF_PATH
 from kvproxy.types import InferenceRequest
 
@@ -51,7 +52,7 @@ async def question_of(request: Request, *, most_bytes: int) -> tuple[Question, b
     if not 0 < question.lease_s <= MAX_LEASE_S:
         raise Refused(422, Problem("lease_s", "not a possible lease", f"allowed: more than 0, at most {MAX_LEASE_S:g}"))
     body = bytes(question.request)
-    inference = parse_body(kind, body, session=question.session)
+    inference = await read_body(kind, body, session=question.session, pace=asyncio.Lock())
     if inference is None:
         raise Refused(422, Problem("request", "not a body of this path", "what the engine would be sent"))
     return question, body, inference

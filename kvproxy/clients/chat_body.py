@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+
+from kvproxy.json_scan import Unreadable, at_once, scan_with_model, with_model
 
 _Fields = dict[str, msgspec.Raw]
 
@@ -19,7 +23,21 @@ _TOKENIZE_FIELDS = (
     "media_io_kwargs",
 )
 
-_DECODER = msgspec.json.Decoder(_Fields)
+_NO_RAW = msgspec.Raw()
+_READ_FIELDS = (*_TOKENIZE_FIELDS, "model", "documents", "reasoning_effort")
+#: Only what is read: a dict of everything would have as many entries as a client likes.
+_Read: Any = msgspec.defstruct("_Read", [(name, msgspec.Raw, _NO_RAW) for name in _READ_FIELDS])
+_read = msgspec.json.Decoder(_Read).decode
+_kwargs = msgspec.json.Decoder(_Fields).decode
+#: Longer template arguments are left to the engine's own defaults.
+_MAX_KWARGS_BYTES = 64 * 1024
+
+
+class _Model(msgspec.Struct):
+    model: str = ""
+
+
+_model = msgspec.json.Decoder(_Model).decode
 
 
 def tokenize_body(model: str, body: bytes) -> bytes:
@@ -42,13 +60,24 @@ def render_body(model: str, body: bytes) -> bytes:
     """The `/render` request for a chat body (raw JSON): the body itself, `model` replaced unless empty."""
     if not model:
         return body
-    fields = _fields(body)
-    return _with_model(model, fields, fields)
+    try:
+        replaced = with_model(body, model, named=_model(body).model)
+        return at_once(scan_with_model(body, model)) if replaced is None else replaced
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, Unreadable):
+        raise ValueError("not a JSON object") from None
 
 
 def _fields(body: bytes) -> _Fields:
     try:
-        return _DECODER.decode(body)
+        read = _read(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise ValueError("not a JSON object") from None
+    return {name: raw for name in _READ_FIELDS if (raw := getattr(read, name)) is not _NO_RAW}
+
+
+def _given_kwargs(raw: bytes) -> _Fields:
+    try:
+        return _kwargs(raw) if len(raw) <= _MAX_KWARGS_BYTES else {}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise ValueError("not a JSON object") from None
 
@@ -66,7 +95,7 @@ def _template_kwargs(fields: _Fields) -> _Fields:
     if not added:
         return {}
     given = fields.get("chat_template_kwargs")
-    kwargs = _fields(bytes(given)) if given is not None and _given(given) else {}
+    kwargs = _given_kwargs(bytes(given)) if given is not None and _given(given) else {}
     if "reasoning_effort" in added and "enable_thinking" not in kwargs:
         thinks = bytes(added["reasoning_effort"]).strip() != b'"none"'
         added["enable_thinking"] = msgspec.Raw(b"true" if thinks else b"false")

@@ -12,11 +12,11 @@ from kvproxy.clients.api import Api
 from kvproxy.clients.chat_body import render_body, tokenize_body
 from kvproxy.clients.engine_metrics import EngineMetrics, parse_engine_metrics
 from kvproxy.clients.kv_events.source import KvEventSource, WireSources, sources_from_wire
-from kvproxy.clients.tokens import TokenIds, WireTokenId, token_array
-from kvproxy.errors import NotSupported, Refused
+from kvproxy.clients.tokens import TokenIds, read_tokens
+from kvproxy.errors import BadResponse, NotSupported, Refused
 
-#: A million tokens as JSON, with room.
-MAX_TOKENS_BYTES = 16 << 20
+#: A million tokens as JSON.
+MAX_TOKENS_BYTES = 8 << 20
 MAX_METRICS_BYTES = 4 << 20
 _FORBIDDEN = 403
 
@@ -40,12 +40,12 @@ class ModelInfo:
 
 
 class _Tokens(msgspec.Struct):
-    tokens: list[WireTokenId]
+    tokens: msgspec.Raw
     max_model_len: int | None = None
 
 
 class _Rendered(msgspec.Struct):
-    token_ids: list[WireTokenId]
+    token_ids: msgspec.Raw
 
 
 class _Model(msgspec.Struct):
@@ -108,7 +108,7 @@ class VllmClient:
                 self.renders = False
             raise
         self.renders = True
-        return Tokenized(token_array(answer.token_ids))
+        return Tokenized(await self._token_ids(answer.token_ids, path))
 
     async def chat_tokens(self, model: str, body: bytes, *, timeout_s: float | None = None) -> Tokenized:
         """Token ids of a chat request by the best means this engine has: render, else tokenize."""
@@ -152,4 +152,10 @@ class VllmClient:
         answer = await self._api.post(
             "/tokenize", body, _Tokens, timeout_s=timeout_s or self._timeout_s, max_bytes=MAX_TOKENS_BYTES
         )
-        return Tokenized(token_array(answer.tokens), answer.max_model_len)
+        return Tokenized(await self._token_ids(answer.tokens, "/tokenize"), answer.max_model_len)
+
+    async def _token_ids(self, raw: msgspec.Raw, path: str) -> TokenIds:
+        try:
+            return await read_tokens(bytes(raw))
+        except msgspec.DecodeError as error:
+            raise BadResponse(f"vllm {path}: {error}") from error

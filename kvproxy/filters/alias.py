@@ -1,20 +1,21 @@
-"""Replaces the model name in a body without touching a byte of anything else's value."""
+"""Replaces the model name in a body without touching a byte of anything else."""
 
 from __future__ import annotations
 
-import msgspec
+import asyncio
 
-_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+from kvproxy import json_scan
 
 
-def with_model(body: bytes, model: str) -> bytes:
-    """`body` (a JSON object) with its top-level `model` set; every other value keeps its own bytes and order.
+async def with_model(body: bytes, model: str, *, named: str, pace: asyncio.Lock) -> bytes:
+    """`body` (a JSON object) with its top-level `model`, which is `named`, replaced; scanned in steps if it is long.
 
     A body that is not a JSON object is returned as it is: the engine's own error is what the client should see.
     """
+    replaced = json_scan.with_model(body, model, named=named)
+    if replaced is not None:
+        return replaced
     try:
-        fields = _decoder.decode(body)
-    except msgspec.DecodeError:
+        return await json_scan.in_turns(json_scan.scan_with_model(body, model), pace)
+    except json_scan.Unreadable:
         return body
-    fields["model"] = msgspec.Raw(msgspec.json.encode(model))
-    return msgspec.json.encode(fields)

@@ -1,22 +1,38 @@
 """Parses an inference body once, only as deep as needed, without touching its bytes. Pure.
 
 Engines read these bodies with pydantic's lenient rules ("true" and 1 are booleans, "100" and 100.0 are integers), and
-so does this; whatever it cannot make sense of is left to the engine.
+so does this; whatever it cannot make sense of is left to the engine. What comes of it is bounded, whatever the body:
+names in characters, parts in number, the prompt in bytes.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Callable
 from operator import attrgetter
+from typing import Any
 
 import msgspec
 from msgspec import Raw
+from xxhash import xxh3_128_hexdigest
 
+from kvproxy.json_scan import MAX_DECODED_BYTES, Span, Steps, Unreadable, at_once, in_turns, items, members
 from kvproxy.types import InferenceRequest, Prompt, RequestKind
 
 #: A longer session key is replaced by its digest, so that a client cannot make us keep what it likes.
 MAX_SESSION_KEY = 128
+#: The same for the names of models and for cache salts.
+MAX_NAME = 256
+#: Messages told apart; all further ones are one part.
+MAX_PARTS = 4096
+#: Bytes of a prompt that are kept and hashed; of the rest a digest and the number.
+MAX_PROMPT_BYTES = 8 * 1024 * 1024
+#: Up to here a list may be decoded as one, since it cannot have more items than that takes milliseconds for.
+_LISTED_BYTES = 256 * 1024
+#: A longer scalar is looked at by its digest alone.
+_MAX_SCALAR_BYTES = 64 * 1024
+_MAX_TOKENS = 2**31
 
 _Key = str | int | None
 _NO_RAW = Raw()
@@ -93,7 +109,16 @@ class _Messages(_Templated, gc=False):
     max_tokens: int | None = None
 
 
+#: The first items of a list; the decoder passes over all that follow. A last one that is set tells that there are more.
+_First: Any = msgspec.defstruct(
+    "_First", [(f"item{index}", Raw, _NO_RAW) for index in range(MAX_PARTS + 1)], array_like=True, gc=False
+)
 _raw_list = msgspec.json.Decoder(list[Raw])
+_raw_first = msgspec.json.Decoder(_First)
+
+
+class _TooMany(ValueError):
+    """More items than there are parts."""
 
 
 class _Reader:
@@ -109,25 +134,59 @@ class _Reader:
         max_tokens: tuple[str, ...] = (),
     ) -> None:
         self._kind = kind
+        self._struct = struct
         self._decode = msgspec.json.Decoder(struct, strict=False).decode
+        many = [(listed, _First | None, None)] if listed else []
+        large: Any = msgspec.defstruct(f"{struct.__name__}Large", many, bases=(struct,), gc=False)
+        self._decode_large: Callable[[bytes], _Common] = msgspec.json.Decoder(large, strict=False).decode
         self._single = single  # field with the whole prompt as one value
         self._listed = listed  # field with one value a message
         self._max_tokens = max_tokens  # names of the limit, the one that wins first
-        raw = [field.name for field in msgspec.structs.fields(struct) if field.type is Raw and field.name != single]
-        self._shaping = [name.encode() + b":" for name in raw]
+        fields = msgspec.structs.fields(struct)
+        raw = [field.name for field in fields if field.type is Raw and field.name != single]
+        self._names = frozenset(field.name for field in fields)
+        self._scalars = {field.name: field.type for field in fields if field.type is not Raw and field.name != listed}
+        self._shaping = {name: name.encode() + b":" for name in raw}
         self._shapes: Callable[[_Common], tuple[Raw, ...]] = attrgetter(*raw)
         self._unshaped = (_NO_RAW,) * len(raw)
 
     def read(self, body: bytes, session: str) -> InferenceRequest:
-        data = self._decode(body)
+        """Everything, at once. Raises what a decoder raises, and _TooMany."""
+        data = self._decode(body) if len(body) <= _LISTED_BYTES else self._decode_large(body)
+        return self._request(data, Prompt(shape=self._shape(data), parts=self._parts(data)), session)
+
+    def scan(self, body: bytes, session: str) -> Steps[InferenceRequest]:
+        """The same in steps, and field by field: one that is of another type than expected counts as absent. Raises
+        Unreadable."""
+        found = yield from members(body, self._names)
+        spans = {name: values[-1] for name, values in found.values.items()}
+        data = self._struct(
+            **{name: _scalar(body, spans[name], kind) for name, kind in self._scalars.items() if name in spans}
+        )
+        room = _Room(body)
+        shape = [
+            prefix + room.take(spans[name]) + b"\0"
+            for name, prefix in self._shaping.items()
+            if name in spans and not _is_null(body, spans[name])
+        ]
+        parts = []
+        spans_of_parts = yield from self._scan_parts(body, spans)
+        for span in spans_of_parts:
+            if span.end - span.start > room.left:
+                parts.append(room.take(Span(span.start, spans_of_parts[-1].end)))
+                break
+            parts.append(room.take(span))
+        return self._request(data, Prompt(b"".join(shape), tuple(parts), room.unread_bytes), session)
+
+    def _request(self, data: _Common, prompt: Prompt, session: str) -> InferenceRequest:
         return InferenceRequest(
             kind=self._kind,
-            model=data.model or "",
-            prompt=Prompt(shape=self._shape(data), parts=self._parts(data)),
+            model=bounded_name(data.model) if data.model else "",
+            prompt=prompt,
             stream=data.stream is True,
             max_tokens=self._limit(data),
             session_key=_session_key(session, data),
-            cache_salt=data.cache_salt,
+            cache_salt=bounded_name(data.cache_salt) if data.cache_salt else data.cache_salt,
         )
 
     def _shape(self, data: _Common) -> bytes:
@@ -136,34 +195,102 @@ class _Reader:
         if shapes == self._unshaped:
             return b""
         pieces = []
-        for prefix, raw in zip(self._shaping, shapes, strict=True):
+        for prefix, raw in zip(self._shaping.values(), shapes, strict=True):
             if raw is not _NO_RAW and (value := bytes(raw)) != b"null":
                 pieces.append(prefix + value + b"\0")
         return b"".join(pieces)
 
     def _parts(self, data: _Common) -> tuple[bytes, ...]:
         if self._listed and (messages := getattr(data, self._listed)):
-            return tuple(map(bytes, messages))
+            return _as_parts(messages)
         value = bytes(getattr(data, self._single)) if self._single else b""
         if value in (b"", b"null"):
             return ()
         if self._kind is RequestKind.RESPONSES and value.startswith(b"["):
-            return tuple(map(bytes, _raw_list.decode(value)))
+            return _as_parts(_raw_list.decode(value) if len(value) <= _LISTED_BYTES else _raw_first.decode(value))
         return (value,)
+
+    def _scan_parts(self, body: bytes, spans: dict[str, Span]) -> Steps[list[Span]]:
+        """As `_parts`."""
+        listed = spans.get(self._listed)
+        if listed is not None and body[listed.start : listed.start + 1] == b"[":
+            found = yield from items(body, listed, MAX_PARTS)
+            if found:
+                return found
+        single = spans.get(self._single)
+        if single is None or _is_null(body, single):
+            return []
+        if self._kind is RequestKind.RESPONSES and body[single.start : single.start + 1] == b"[":
+            return (yield from items(body, single, MAX_PARTS))
+        return [single]
 
     def _limit(self, data: _Common) -> int | None:
         for name in self._max_tokens:
             limit: int | None = getattr(data, name)
-            if limit is not None and limit >= 0:
+            if limit is not None and 0 <= limit <= _MAX_TOKENS:
                 return limit
         return None
+
+
+class _Room:
+    """Hands out the texts of one prompt until they are as many bytes as are kept of one."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body = body
+        self.left = MAX_PROMPT_BYTES
+        self.unread_bytes = 0
+
+    def take(self, span: Span) -> bytes:
+        """The text; what there is no room for is replaced by NUL and a digest, so that other texts stay others."""
+        end = min(span.end, span.start + self.left)
+        self.left -= end - span.start
+        text = self._body[span.start : end]
+        if end == span.end:
+            return text
+        self.unread_bytes += span.end - end
+        return text + b"\0" + xxh3_128_hexdigest(memoryview(self._body)[end : span.end]).encode()
+
+
+def _as_parts(messages: Any) -> tuple[bytes, ...]:
+    """The bytes of a list's items, or of a `_First`. Raises _TooMany."""
+    if isinstance(messages, _First):
+        messages = msgspec.structs.astuple(messages)
+        if messages[-1] is _NO_RAW:
+            messages = messages[: messages.index(_NO_RAW)]
+    if len(messages) > MAX_PARTS:
+        raise _TooMany
+    return tuple(map(bytes, messages))
+
+
+def _is_null(body: bytes, span: Span) -> bool:
+    return body[span.start : span.end] in (b"null", b"") if span.end - span.start <= len(b"null") else False
+
+
+def _scalar(body: bytes, span: Span, kind: Any) -> Any:
+    """The value there; None if it is none of that type. A long one is only digested."""
+    if span.end - span.start > _MAX_SCALAR_BYTES:
+        text = memoryview(body)[span.start : span.end]
+        return xxh3_128_hexdigest(text) if body[span.start : span.start + 1] == b'"' else None
+    try:
+        return msgspec.json.decode(body[span.start : span.end], type=kind, strict=False)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def bounded_name(name: str) -> str:
+    """A name that a client chose, or the digest of a long one."""
+    return name if len(name) <= MAX_NAME else _digest(name)
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _session_key(header: str, data: _Common) -> str | None:
     user = data.metadata.user_id if isinstance(data, _Messages) and data.metadata is not None else data.user
     for value in (header, data.session_id, user, data.prompt_cache_key):
         if value is not None and (key := str(value)):
-            return key if len(key) <= MAX_SESSION_KEY else hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+            return key if len(key) <= MAX_SESSION_KEY else _digest(key)
     return None
 
 
@@ -181,11 +308,37 @@ _READERS = {
 
 
 def parse_body(kind: RequestKind, body: bytes, *, session: str = "") -> InferenceRequest | None:
-    """What the proxy needs to know about `body`; None when it is not JSON or not of the expected types.
+    """What the proxy needs to know about `body`; None when it is no JSON object, or more of one than is looked at.
 
-    `session` is the session header's value and wins over whatever the body says.
+    `session` is the session header's value and wins over whatever the body says. Blocks for as long as it takes.
     """
+    request = _decoded(kind, body, session)
+    if request is not None:
+        return request
+    try:
+        return at_once(_READERS[kind].scan(body, session))
+    except Unreadable:
+        return None
+
+
+async def read_body(
+    kind: RequestKind, body: bytes, *, session: str = "", pace: asyncio.Lock
+) -> InferenceRequest | None:
+    """As `parse_body`, with turns for other tasks. Of those that share a `pace` one is scanned at a time."""
+    request = _decoded(kind, body, session)
+    if request is not None:
+        return request
+    try:
+        return await in_turns(_READERS[kind].scan(body, session), pace)
+    except Unreadable:
+        return None
+
+
+def _decoded(kind: RequestKind, body: bytes, session: str) -> InferenceRequest | None:
+    """None if it has to be scanned."""
+    if len(body) > MAX_DECODED_BYTES:
+        return None
     try:
         return _READERS[kind].read(body, session)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, _TooMany):
         return None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.config.filter_schema import InferenceRequestSettings
-from kvproxy.filters.body import parse_body
+from kvproxy.filters.body import read_body
 from kvproxy.filters.body_reader import BodyReader, BodyTooLarge, BodyTooSlow, ClientLeft, replay
 from kvproxy.filters.chain import FilterContext
 from kvproxy.filters.exchange import SCOPE_KEY, Exchange
@@ -39,6 +41,7 @@ class InferenceRequestFilter:
         self._reader = BodyReader(limit_bytes=limit_bytes, timeout_s=timeout_s)
         self._metrics = metrics
         self._clock = clock
+        self._pace = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         kind = KIND_OF_PATH.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
@@ -64,7 +67,7 @@ class InferenceRequestFilter:
             return
         exchange.body = body
         if not encoded:
-            exchange.inference = parse_body(kind, body, session=session)
+            exchange.inference = await read_body(kind, body, session=session, pace=self._pace)
         await self._app(scope, replay(body, receive), send)
 
     def _headers(self, scope: Scope) -> tuple[int, bool, str]:

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.config import schema
 from kvproxy.config.kvcache_schema import KvCacheSettings
-from kvproxy.filters.body import parse_body
+from kvproxy.filters.body import read_body
 from kvproxy.filters.inference_request import KIND_OF_PATH
 from kvproxy.filters.kvcache import announce
 from kvproxy.filters.usage import read_usage
@@ -74,6 +74,7 @@ class KVCacheMiddleware:
         self._limit_bytes = limit_bytes
         self._started = False
         self._starting = asyncio.Lock()
+        self._pace = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         async with self._starting:
@@ -145,7 +146,7 @@ class KVCacheMiddleware:
             if not self._started:
                 await self.__aenter__()
             session = dict(scope["headers"]).get(self._session_header, b"").decode("latin-1")
-            request = parse_body(kind, body, session=session)
+            request = await read_body(kind, body, session=session, pace=self._pace)
             if request is None:
                 return None
             gathered = await self.service.facts_for(request, body, cluster=self._cluster)

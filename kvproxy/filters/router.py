@@ -98,6 +98,7 @@ class RouterFilter:
     def __init__(self, parts: RouterParts) -> None:
         self._parts = parts
         self._arming = new_arming()
+        self._pace = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -145,7 +146,8 @@ class RouterFilter:
         received: Headers = scope["headers"]
         whole = exchange.body
         if whole is not None and target.upstream_model:
-            whole = with_model(whole, target.upstream_model)
+            named = exchange.inference.model if exchange.inference else ""
+            whole = await with_model(whole, target.upstream_model, named=named, pace=self._pace)
         body = RequestBody(receive, received, whole=whole)
         query: bytes = scope["query_string"]
         raw_path: bytes = scope.get("raw_path") or scope["path"].encode()

@@ -106,7 +106,7 @@ class KvCache:
             model=model,
             hashes=hashes,
             keys=keys,
-            prompt_bytes=len(prompt.shape) + sum(map(len, prompt.parts)),
+            prompt_bytes=prompt.size_bytes,
             started_at=began,
         )
         if self._uses_tokens:

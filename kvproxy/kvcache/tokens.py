@@ -21,6 +21,11 @@ from kvproxy.types import Clock, InferenceRequest, RequestKind
 log = logging.getLogger("kvproxy.kvcache")
 
 OPERATION = "tokenize"
+#: Longer bodies are not tokenized, and more tokens than these are not kept: both take milliseconds a MiB at every step.
+MAX_ASKED_BYTES = 1024 * 1024
+MAX_TOKENS = 400_000
+#: Of token ids that a client sends itself as many bytes are read.
+_MAX_GIVEN_BYTES = 512 * 1024
 _given_ids = msgspec.json.Decoder(list[int])
 _given_prompts = msgspec.json.Decoder(list[list[int]])
 #: What cannot be tokenized by any engine: a body it refuses, an encoding we cannot read.
@@ -56,19 +61,19 @@ class TokenSource:
             known = self.memory.recall(gathered.keys)
             if known is not None:
                 gathered.tokens, gathered.tokens_exact, gathered.hashed = known.tokens, known.exact, known.hashed
-                rest = request.prompt.parts[known.parts_known :]
-                gathered.tokens_bytes = gathered.prompt_bytes - sum(map(len, rest))
+                rest = sum(map(len, request.prompt.parts[known.parts_known :]))
+                unread = 0 if known.exact else request.prompt.unread_bytes
+                gathered.tokens_bytes = gathered.prompt_bytes - rest - unread
                 return
         if request.kind is RequestKind.COMPLETION and request.prompt.parts[0].startswith(b"["):
-            gathered.tokens = _given(request)
-            gathered.tokens_exact = gathered.tokens is not None
-            gathered.tokens_bytes = gathered.prompt_bytes
+            _take_given(gathered)
 
     def may_ask(self, gathered: Gathered) -> bool:
         """Whether asking an engine makes sense and is possible at the moment."""
         return (
-            _text_of(gathered.request) is not None
+            len(gathered.body) <= MAX_ASKED_BYTES
             and len(self._tasks) < self._settings.tokenize.max_concurrent
+            and _text_of(gathered.request) is not None
             and self._guard.admits(OPERATION)
         )
 
@@ -117,6 +122,9 @@ class TokenSource:
             log.debug("[kvcache] tokenize: %s", error)
             return None
         self._seconds.observe(self._clock() - started)
+        if len(answer.tokens) > MAX_TOKENS:
+            self._outcomes.labels("unusable").inc()
+            return None
         self._outcomes.labels("ok").inc()
         self.learned(gathered, answer.tokens)
         return answer.tokens
@@ -149,11 +157,19 @@ def _text_of(request: InferenceRequest) -> str | None:
         return None
 
 
-def _given(request: InferenceRequest) -> TokenIds | None:
-    """Token ids the client sent itself, as one list or a list of one list."""
-    raw = request.prompt.parts[0]
+def _take_given(gathered: Gathered) -> None:
+    """Token ids the client sent itself, as one list or a list of one list; of very many the first ones."""
+    raw = gathered.request.prompt.parts[0]
+    whole = len(raw) <= _MAX_GIVEN_BYTES
+    known = raw if whole else raw[:_MAX_GIVEN_BYTES].rpartition(b",")[0] + b"]"
+    gathered.tokens = _given(known)
+    gathered.tokens_exact = whole and gathered.tokens is not None
+    gathered.tokens_bytes = gathered.prompt_bytes if whole else len(known)
+
+
+def _given(raw: bytes) -> TokenIds | None:
     try:
-        if raw[1:].lstrip().startswith(b"["):
+        if raw[1:64].lstrip().startswith(b"["):
             prompts = _given_prompts.decode(raw)
             return token_array(prompts[0]) if len(prompts) == 1 else None
         return token_array(_given_ids.decode(raw)) or None

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from kvproxy.filters.body import MAX_SESSION_KEY, parse_body
+from kvproxy.filters.body import (
+    MAX_NAME,
+    MAX_PARTS,
+    MAX_PROMPT_BYTES,
+    MAX_SESSION_KEY,
+    parse_body,
+    read_body,
+)
+from kvproxy.json_scan import MAX_DECODED_BYTES
 from kvproxy.types import InferenceRequest, RequestKind
 
 CHAT, COMPLETION = RequestKind.CHAT, RequestKind.COMPLETION
@@ -160,14 +172,9 @@ def test_cache_salt_and_absent_model() -> None:
         b"not json",
         b"[]",
         b'"text"',
-        b'{"messages":"hi"}',
         b'{"messages":[1,2}',
-        b'{"model":5}',
-        b'{"model":"\xff"}',
-        b'{"user":{}}',
-        b'{"max_tokens":"many"}',
         b'{"a":1} trailing',
-        b"\xef\xbb\xbf{}",
+        "{}".encode("utf-16"),
         b'{"messages":' + b"[" * 100_000,
     ],
     ids=lambda body: str(body[:16]),
@@ -180,3 +187,174 @@ def test_what_is_no_inference_request_is_left_to_the_engine(body: bytes) -> None
 def test_a_huge_responses_input_of_wrong_shape_is_left_to_the_engine() -> None:
     """Nesting beyond the interpreter's limit in a value that is cut apart later is no crash either."""
     assert parse_body(RESPONSES, b'{"input":' + b"[" * 100_000 + b"]" * 100_000 + b"}") is None
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        b'"temperature":NaN',
+        b'"session_id":{}',
+        b'"session_id":[1]',
+        b'"user":false',
+        b'"stream":"perhaps"',
+        b'"max_tokens":"many"',
+        b'"max_tokens":NaN',
+        b'"cache_salt":1',
+        b'"prompt_cache_key":"\\ud800"',
+        b'"x":"\\ud800"',
+        b'"metadata":5',
+    ],
+)
+def test_one_odd_field_does_not_spoil_the_others(odd: bytes) -> None:
+    """Engines read such bodies, so limits, affinity and retries must hold for them."""
+    body = b'{"messages":[{"a":1}, {"b":2}],' + odd + b',"model":"m"}'
+    for kind in (CHAT, MESSAGES):
+        request = parsed(kind, body)
+        assert (request.model, request.prompt.parts) == ("m", (b'{"a":1}', b'{"b":2}'))
+        assert request.session_key is None or request.session_key == "False"
+        assert request.max_tokens is None
+
+
+def test_a_byte_order_mark_is_passed_over() -> None:
+    """As Python's own parser passes it over."""
+    assert parsed(CHAT, b'\xef\xbb\xbf {"model":"m"}').model == "m"
+
+
+@pytest.mark.parametrize("field", ["model", "cache_salt"])
+def test_long_names_become_digests(field: str) -> None:
+    """Names are kept in many places: none of them may be as long as a client likes. Different ones stay different."""
+    longest = "n" * MAX_NAME
+
+    def name(text: str) -> str:
+        found: str = getattr(parsed(CHAT, {field: text}), field)
+        return found
+
+    assert name(longest) == longest
+    assert len(name(longest + "a")) == 32
+    assert name(longest + "a") != name(longest + "b")
+    huge = 3 * MAX_DECODED_BYTES * "n"  # scanned
+    assert len(name(huge)) == 32
+    assert name(huge + "a") != name(huge + "b")
+
+
+@pytest.mark.parametrize("limit", [2**31 + 1, 10**30])
+def test_no_engine_makes_so_many_tokens(limit: int) -> None:
+    """A limit beyond reason is none."""
+    assert parsed(CHAT, {"max_tokens": limit}).max_tokens is None
+
+
+@pytest.mark.parametrize(("digits", "length"), [(20, 20), (4_000, 32), (9_000, 0)])
+def test_a_session_key_of_many_digits(digits: int, length: int) -> None:
+    """Python refuses to write the longest ones in decimal: they count as absent."""
+    assert len(parsed(CHAT, b'{"session_id":' + b"7" * digits + b"}").session_key or "") == length
+
+
+def chat(messages: list[bytes], *, tools: bytes = b"[]") -> bytes:
+    return b'{"tools":' + tools + b',"messages":[' + b" ,".join(messages) + b'],"model":"m"}'
+
+
+def numbered(count: int) -> Iterator[bytes]:
+    return (b'{"role":"user","content":"%d"}' % number for number in range(count))
+
+
+@pytest.mark.parametrize("padding", [0, 300_000, 3_000_000], ids=["decoded", "decoded as large", "scanned"])
+@pytest.mark.parametrize("count", [MAX_PARTS - 1, MAX_PARTS, MAX_PARTS + 1, MAX_PARTS + 2])
+def test_parts_are_bounded_in_number(count: int, padding: int) -> None:
+    """All further messages are one part, however the body is read."""
+    messages = list(numbered(count))
+    body = chat(messages, tools=b'["' + b"t" * padding + b'"]')
+    for kind in (CHAT, MESSAGES, EMBEDDINGS):
+        parts = parsed(kind, body).prompt.parts
+        assert len(parts) == min(count, MAX_PARTS + 1)
+        assert parts[:MAX_PARTS] == tuple(messages[:MAX_PARTS])
+        assert count <= MAX_PARTS or parts[-1] == b" ,".join(messages[MAX_PARTS:])
+    as_input = body.replace(b'"messages"', b'"input"')
+    assert parsed(RESPONSES, as_input).prompt.parts == parsed(CHAT, body).prompt.parts
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_a_prompt_is_bounded_in_bytes(count: int) -> None:
+    """What exceeds the bound is counted and digested: the beginning is shared, prompts that differ stay different."""
+    text = b"x" * (MAX_PROMPT_BYTES // count)
+    messages = [b'{"content":"' + text + b'"}'] * count
+    one, other = (parsed(CHAT, chat([*messages, end])).prompt for end in (b'"one"', b'"two"'))
+    for prompt in (one, other):
+        assert len(prompt.shape) + sum(map(len, prompt.parts)) < MAX_PROMPT_BYTES + 200
+        assert prompt.unread_bytes > 0
+        assert prompt.size_bytes == pytest.approx(count * len(messages[0]), abs=200)
+    assert one.parts[:-1] == other.parts[:-1]
+    assert one.parts[-1][:-32] == other.parts[-1][:-32]
+    assert one.parts[-1] != other.parts[-1]
+
+
+def test_long_tools_count_for_the_bound_too() -> None:
+    """They are the beginning of the prompt."""
+    tools = b'["' + b"t" * (2 * MAX_PROMPT_BYTES) + b'"]'
+    prompt = parsed(CHAT, chat([b"{}", b"{}"], tools=tools)).prompt
+    assert len(prompt.shape) < MAX_PROMPT_BYTES + 200
+    assert len(prompt.parts) == 1
+    assert prompt.unread_bytes == pytest.approx(MAX_PROMPT_BYTES, abs=200)
+
+
+_sizes = st.lists(st.sampled_from([0, 1, 200, 70_000, 900_000, 3_000_000]), min_size=1, max_size=6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(sizes=_sizes, many=st.sampled_from([0, MAX_PARTS - 3, MAX_PARTS + 3]), grown=st.integers(1, 4))
+@example(sizes=[3_000_000, 3_000_000, 1], many=0, grown=2)
+@example(sizes=[900_000, 900_000, 1], many=MAX_PARTS - 3, grown=3)
+def test_a_chat_that_grows_shares_all_its_earlier_parts(sizes: list[int], many: int, grown: int) -> None:
+    """Also where it grows beyond what is decoded at once, beyond the parts and beyond the bytes."""
+    messages = [*numbered(many), *(b'{"content":"' + b"c" * size + b'"}' for size in sizes)]
+    earlier = parsed(CHAT, chat(messages)).prompt
+    later = parsed(CHAT, chat([*messages, *[b'{"content":"' + b"d" * 500_000 + b'"}'] * grown])).prompt
+    whole = earlier.parts
+    if len(whole) > MAX_PARTS or earlier.unread_bytes:
+        assert later.parts[len(whole) - 1].startswith(whole[-1].partition(b"\0")[0])
+        whole = whole[:-1]
+    assert later.parts[: len(whole)] == whole
+    assert later.shape == earlier.shape
+
+
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+    max_leaves=12,
+)
+_fields = st.sampled_from(
+    ["model", "messages", "prompt", "input", "tools", "stream", "user", "session_id", "max_tokens", "cache_salt", "x"]
+)
+_bodies = st.dictionaries(_fields, _json, max_size=5).map(lambda body: json.dumps(body).encode())
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> bytes:
+    """A body with a few bytes that do not belong there."""
+    body = bytearray(draw(_bodies))
+    for place, byte in draw(
+        st.lists(st.tuples(st.integers(0, 200), st.sampled_from(b'"\\[]{},:\xff \0n1')), max_size=3)
+    ):
+        body[place % (len(body) + 1) : place % (len(body) + 1)] = bytes((byte,))
+    return bytes(body)
+
+
+@settings(deadline=None)
+@given(body=mutated() | st.binary(max_size=64), kind=st.sampled_from(list(RequestKind)))
+def test_the_parser_never_raises(body: bytes, kind: RequestKind) -> None:
+    """Whatever the bytes are; and reading in steps says the same."""
+    request = parse_body(kind, body)
+    assert asyncio.run(read_body(kind, body, pace=asyncio.Lock())) == request
+    if request is not None:
+        assert len(request.model) <= MAX_NAME
+        assert len(request.cache_salt or "") <= MAX_NAME
+        assert len(request.session_key or "") <= MAX_SESSION_KEY
+
+
+@settings(deadline=None)
+@given(body=_bodies, kind=st.sampled_from(list(RequestKind)))
+def test_scanning_reads_what_decoding_reads(body: bytes, kind: RequestKind) -> None:
+    """Otherwise a chat would lose its prefix when it becomes long."""
+    decoded = parse_body(kind, body)
+    padding = b'"padding":"' + b"p" * MAX_DECODED_BYTES + b'"}'
+    scanned = parse_body(kind, body[:-1] + (b"," if len(body) > 2 else b"") + padding)
+    assert decoded == scanned
