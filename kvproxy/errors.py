@@ -71,6 +71,12 @@ class IdleTimeout(UpstreamError):
     reason = "idle_timeout"
 
 
+class EndpointUnhealthy(UpstreamError):
+    """The endpoint was declared unhealthy while the request waited for its first byte."""
+
+    reason = "unhealthy"
+
+
 class UpstreamDisconnected(UpstreamError):
     """The engine closed the connection before the response was complete."""
 
@@ -91,6 +97,10 @@ class EngineReportedError(UpstreamError):
     """The engine itself ended a stream with an error event."""
 
     reason = "engine_error"
+
+    def __init__(self, message: str, *, status: int = 500) -> None:
+        self.status = status  # what the event amounts to
+        super().__init__(message)
 
 
 class BreakerOpen(KvproxyError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
@@ -28,6 +29,12 @@ from kvproxy.metrics.catalog import Metrics
 from kvproxy.types import Clock, EndpointId
 
 log = logging.getLogger(__name__)
+
+#: So many attempts in a row that served nothing, on every endpoint at least one, make an outage.
+_OUTAGE_ATTEMPTS = 6
+
+#: A kind of failure that requests had on several endpoints is held against none for this long.
+_SHARED_FAILURE_S = 10.0
 
 
 class Cluster:
@@ -60,6 +67,7 @@ class Cluster:
         self._prober = Prober(name, settings.health, probe=probe, on_result=self._probed, rng=rng, sleep=sleep)
         sources = sources_of(settings.discovery) if sources is None else sources
         self._poller = Poller(name, sources, on_update=self._update, metrics=metrics, sleep=sleep)
+        self._shared_failures: dict[str, float] = {}  # when a request last failed alike on several endpoints
         self._running = AsyncExitStack()
         self._appointing = Appointing(name, metrics=metrics, rng=rng)
         self.decide_by(self._appointing.first(settings, policy))
@@ -232,17 +240,45 @@ class Cluster:
         return (endpoint if followed else None), result
 
     def judge(self, endpoint: Endpoint, outcome: AttemptOutcome, now: float) -> None:
-        """Draw the conclusions of an attempt whose load has been released; called by its pick."""
+        """Draw the conclusions of an attempt; called by its pick."""
         if outcome is AttemptOutcome.FAILURE:
             if endpoint.health.failure(now) and may_eject(self.endpoints, self.settings.health, now):
                 self._eject(endpoint, now)
         elif outcome is AttemptOutcome.SUCCESS or outcome is AttemptOutcome.CLIENT_ERROR:
             endpoint.health.success()
+
+    def released(self, endpoint: Endpoint, now: float) -> None:
+        """An attempt's load has been released; called by its pick."""
         if endpoint.load.in_flight + 1 == endpoint.max_in_flight:
             self._screening.invalidate()
         if endpoint.removed:
             self._members.settled(endpoint)
         self.load_fell(now)
+
+    def may_serve(self, model: str, now: float) -> bool:
+        """Whether an endpoint that is not out could take a request for `model` now."""
+        pool = self._screening.pool(model, now)
+        return bool(pool.usable) and not pool.panic
+
+    def outage(self, model: str, now: float) -> bool:
+        """Whether every endpoint of `model` is out, or has of late served nothing: a retry would only be more load."""
+        pool = self._screening.pool(model, now)
+        if pool.panic or not pool.usable:
+            return pool.panic
+        unserved = [endpoint.health.unserved_in_a_row(now) for endpoint in pool.usable]
+        return all(unserved) and sum(unserved) >= _OUTAGE_ATTEMPTS
+
+    def spared(self, endpoint: Endpoint, model: str, *, reason: str, now: float) -> bool:
+        """Whether a failure on `endpoint` alone may be the request's fault: no other endpoint does better at present,
+        or requests that fail in this way wherever they go (`shared_failure`) have been seen lately."""
+        if now - self._shared_failures.get(reason, -math.inf) < _SHARED_FAILURE_S:
+            return True
+        others = [other for other in self._screening.pool(model, now).usable if other is not endpoint]
+        return bool(others) and all(other.health.unserved_in_a_row(now) for other in others)
+
+    def shared_failure(self, reason: str, now: float) -> None:
+        """A request failed in the same way on several endpoints, and none served it. `reason` is from a closed set."""
+        self._shared_failures[reason] = now
 
     def load_fell(self, now: float) -> None:
         """A first token or an end: somebody who waits may go on."""
@@ -263,17 +299,30 @@ class Cluster:
         endpoint.metrics.ejection("failures")
         self._screening.invalidate()
         log.warning("%s/%s is ejected for %.1f s: requests failed in a row", self.name, endpoint.id, length_s)
+        if not self.settings.health.active:  # no probe will say more
+            _give_back(endpoint)
 
     def _probed(self, endpoint: Endpoint, outcome: ProbeOutcome) -> None:
         endpoint.metrics.probe(outcome.value)
         well = outcome is ProbeOutcome.OK
-        if endpoint.health.probe(well, self._clock()):
+        changed = endpoint.health.probe(well, self._clock())
+        if changed:
             self._screening.invalidate()
             if well:
                 log.info("%s/%s is well again", self.name, endpoint.id)
             else:
                 endpoint.metrics.ejection("probes")
                 log.warning("%s/%s is unhealthy: probe %s", self.name, endpoint.id, outcome)
+        if not well and not endpoint.health.probed_well:
+            _give_back(endpoint)
+        elif changed:
+            self._give_back_all()
+
+    def _give_back_all(self) -> None:
+        """There may be an alternative now for what waits on unhealthy endpoints."""
+        for endpoint in self._members.everybody():
+            if not endpoint.health.probed_well:
+                _give_back(endpoint)
 
     def _update(self, source: str, endpoints: Sequence[schema.Endpoint]) -> None:
         self._members.apply(source, endpoints)
@@ -282,6 +331,7 @@ class Cluster:
     def _follow(self) -> None:
         self._screening.replace(self.endpoints)
         self._prober.follow(self.endpoints)
+        self._give_back_all()
 
     def _make(self, config: schema.Endpoint) -> Endpoint:
         endpoint = Endpoint(
@@ -297,3 +347,9 @@ class Cluster:
 
     def _left(self, endpoint: Endpoint) -> None:
         self.deciders.forget(endpoint)
+
+
+def _give_back(endpoint: Endpoint) -> None:
+    """Offer what waits for a first byte here to the requests it belongs to; each decides what to do with itself."""
+    for give_back in tuple(endpoint.waiting.values()):
+        give_back()

@@ -50,6 +50,7 @@ class Endpoint:
         "origin",
         "removed",
         "retry",
+        "waiting",
         "weight",
     )
 
@@ -70,6 +71,8 @@ class Endpoint:
         self.breaker = Breaker(f"{cluster}/{config.id}", settings.breaker, clock=clock, on_change=self._breaker_changed)
         self.max_in_flight = settings.max_in_flight
         self.removed = False  # no longer in the cluster, finishing what it has
+        #: Attempts without a first byte, and how each is told that the endpoint is out (its pick adds and removes it).
+        self.waiting: dict[object, Callable[[], None]] = {}
         self._draining = False
         self._on_change = on_change
         self.metrics = EndpointMetrics(metrics, cluster, self.id)

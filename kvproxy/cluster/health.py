@@ -21,6 +21,9 @@ _SLOW_START_STEPS = 20
 #: 2**this times `eject_for` is beyond any bound a person would write.
 _MAX_DOUBLINGS = 20
 
+#: An attempt that failed longer ago than this says nothing about the present.
+_FAILING_S = 60.0
+
 
 class Health:
     """Verdicts on one endpoint. `now` is monotonic seconds and never steps back."""
@@ -30,7 +33,9 @@ class Health:
         self._probed_well = True  # until a probe says otherwise
         self._ever_well = False
         self._streak = 0  # probes in a row that contradict the present verdict
-        self._failures = 0  # failed requests in a row
+        self._failures = 0  # failed requests in a row that are its own fault
+        self._unserved = 0  # attempts in a row that served nothing, for whatever reason
+        self._unserved_at = -math.inf  # the last of them
         self._ejected_until = -math.inf
         self._ejections = 0  # doublings the next ejection starts from
         self._back_at = -math.inf
@@ -82,11 +87,21 @@ class Health:
         self._streak = 0
         if well:
             self._back_at = now
+            self._unserved = 0
         return True
+
+    def unserved_in_a_row(self, now: float) -> int:
+        """Latest attempts that served nothing (blame apart); 0 when the last one is too long ago to mean anything."""
+        return self._unserved if now - self._unserved_at < _FAILING_S else 0
+
+    def unserved(self, now: float) -> None:
+        """An attempt ended with a failure, "busy" or nothing; blame apart."""
+        self._unserved = self.unserved_in_a_row(now) + 1
+        self._unserved_at = now
 
     def success(self) -> None:
         """The engine answered a request."""
-        self._failures = 0
+        self._failures = self._unserved = 0
 
     def failure(self, now: float) -> bool:
         """The engine failed a request; whether it now deserves ejection (the cluster decides if it can be spared)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Protocol
 
@@ -21,7 +21,11 @@ class AttemptOutcome(StrEnum):
     CLIENT_ERROR = "client_error"  # the engine answered 4xx: alive, the request was wrong
     BUSY = "busy"  # the engine answered 503 "busy": alive, but try another one
     FAILURE = "failure"  # connect errors, other 5xx, timeouts, streams that broke
+    UNPROVEN = "unproven"  # the same, but the request may be to blame: no endpoint does better
     CANCELLED = "cancelled"  # the client left
+
+
+_UNSERVED = frozenset({AttemptOutcome.BUSY, AttemptOutcome.FAILURE, AttemptOutcome.UNPROVEN})
 
 
 class Refusal(StrEnum):
@@ -38,6 +42,8 @@ class Judge(Protocol):
     """The cluster, as a pick sees it."""
 
     def judge(self, endpoint: Endpoint, outcome: AttemptOutcome, now: float) -> None: ...
+
+    def released(self, endpoint: Endpoint, now: float) -> None: ...
 
     def load_fell(self, now: float) -> None: ...
 
@@ -73,16 +79,42 @@ class Pick:
 
     def first_token(self, now: float) -> None:
         """The engine sent the first body byte."""
+        self.endpoint.waiting.pop(self, None)
         self.endpoint.load.first_token(self.reservation, now)
         self._judge.load_fell(now)
         if self._permit is not None and self.endpoint.breaker.state is BreakerState.HALF_OPEN:
             self._permit.success()  # a probe that streams for minutes must not hold the breaker half open so long
 
+    def on_unhealthy(self, give_back: Callable[[], None]) -> None:
+        """Until the first byte or the end, `give_back` is called when the endpoint is found unhealthy, and after each
+        further failed probe."""
+        self.endpoint.waiting[self] = give_back
+
     def settle(self, outcome: AttemptOutcome, now: float) -> None:
         """The attempt is over. Idempotent: the first outcome stands."""
         if self.reservation.released:
             return
+        self._release(now)
+        if outcome in _UNSERVED:
+            self.endpoint.health.unserved(now)
+        self._judge_by(outcome, now)
+        self._judge.released(self.endpoint, now)
+
+    def suspend(self, now: float) -> None:
+        """The attempt failed, and whether the endpoint is to blame will be known later: `blame` must follow."""
+        self._release(now)
+        self.endpoint.health.unserved(now)
+        self._judge.released(self.endpoint, now)
+
+    def blame(self, outcome: AttemptOutcome, now: float) -> None:
+        """The verdict on a suspended attempt: FAILURE or UNPROVEN."""
+        self._judge_by(outcome, now)
+
+    def _release(self, now: float) -> None:
+        self.endpoint.waiting.pop(self, None)
         self.endpoint.load.release(self.reservation, now)
+
+    def _judge_by(self, outcome: AttemptOutcome, now: float) -> None:
         if self._permit is not None:
             _settle_permit(self._permit, outcome)
         self._judge.judge(self.endpoint, outcome, now)

@@ -174,8 +174,9 @@ class Retry(Model):
     """Attempts in all, the first included."""
     budget: Fraction = 0.2
     """Retries allowed as a share of recent requests, so that an outage is not multiplied."""
-    min_per_second: float = Field(default=10.0, ge=0)
-    """Retries allowed regardless of the share, so that a quiet proxy may retry too."""
+    min_per_second: float = Field(default=1.0, ge=0)
+    """Retries allowed regardless of the share, so that a quiet proxy may retry too. Nothing is retried while every
+    endpoint is out."""
     backoff: Duration = 0.025
     """Base of the pause before a retry once every endpoint was tried (full jitter, doubling)."""
     max_backoff: Duration = 1.0

@@ -15,14 +15,23 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import AttemptOutcome, Pick, Refusal
 from kvproxy.cluster.waiting_room import WaitingRoom
 from kvproxy.config.schema import Retry
-from kvproxy.errors import ConnectError, FirstByteTimeout, IdleTimeout, PoolFull, UpstreamError
+from kvproxy.errors import (
+    ConnectError,
+    EndpointUnhealthy,
+    EngineReportedError,
+    FirstByteTimeout,
+    IdleTimeout,
+    PoolFull,
+    UpstreamError,
+)
 from kvproxy.filters.attempts import Attempts
 from kvproxy.filters.decision import describe
 from kvproxy.filters.exchange import Exchange
 from kvproxy.filters.forward_headers import response_headers, with_credential, with_trace_parent
 from kvproxy.filters.priority import priority_of
-from kvproxy.filters.relay import ERROR_EVENT, Relay
+from kvproxy.filters.relay import Relay
 from kvproxy.filters.request_body import RequestBody
+from kvproxy.filters.sse import error_status
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.resilience.budget import RetryBudget
 from kvproxy.types import Clock, EndpointId, Headers
@@ -30,6 +39,8 @@ from kvproxy.upstream.pool import Timeouts, UpstreamPool, UpstreamResponse
 
 #: An error answer kept while another endpoint is tried is no longer than this; a longer one goes down as it comes.
 _MAX_HELD_BYTES = 64 * 1024
+#: Nor is its body waited for longer than this.
+_ERROR_BODY_S = 1.0
 #: nginx's word for it; never on the wire, only in logs and metrics.
 CLIENT_CLOSED_REQUEST = 499
 _IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
@@ -103,9 +114,20 @@ class Forwarding:
         self._debug = debug
         self._earlier: Attempts | None = None  # once one failed
         self._last: UpstreamError | HeldReply | Refusal = Refusal.NO_ENDPOINTS
+        self._suspects: list[tuple[Pick, str]] = []  # failed attempts, and how, until it is known who is to blame
+        self._task: asyncio.Task[object] | None = None
+        self._given_back: str | None = None  # by an unhealthy endpoint: "" to be retried, else why it is not
 
     async def run(self) -> None:
         """Attempt, and attempt again, within the attempts, the retry budget and what may safely be sent twice."""
+        self._task = asyncio.current_task()
+        try:
+            await self._run()
+        finally:
+            if self._suspects:
+                self._blame_suspects()
+
+    async def _run(self) -> None:
         shared, cluster = self._shared, self._cluster
         shared.budget.request(shared.clock())
         while True:
@@ -176,6 +198,7 @@ class Forwarding:
 
     async def _attempt(self, pick: Pick) -> _Next:
         response: UpstreamResponse | None = None
+        pick.on_unhealthy(self._give_back)
         try:
             headers = with_credential(self._headers, pick.endpoint.authorization)
             if (trace := self._exchange.trace) is not None:
@@ -188,14 +211,21 @@ class Forwarding:
                 self._body.take(),
                 timeouts=self._shared.timeouts,
             )
-            first = await response.chunk()
-            if response.status >= 500 or first.startswith(ERROR_EVENT):
-                first = await _read_short(response, first)
-                if response.complete:
-                    return self._server_error(pick, response, first)
+            status = response.status
+            first = await response.chunk() if status < 500 else b""
+            if status == 200:
+                status = error_status(first, first=True) or status
+            if status >= 500:
+                first, whole = await _read_short(response, first)
+                if whole:
+                    return self._server_error(pick, response, first, status)
             return await self._deliver(pick, response, first)
         except UpstreamError as error:
             return self._failed(pick, error)
+        except asyncio.CancelledError:
+            if not self._was_given_back():
+                raise
+            return self._leave(pick)
         finally:
             if response is not None:
                 response.abort()
@@ -207,72 +237,143 @@ class Forwarding:
         """Nothing reached the client yet (a relay in progress ends its own failures)."""
         shared = self._shared
         now = shared.clock()
-        blameless = isinstance(error, PoolFull)
-        pick.settle(AttemptOutcome.BUSY if blameless else AttemptOutcome.FAILURE, now=now)
+        if isinstance(error, PoolFull):
+            pick.settle(AttemptOutcome.BUSY, now=now)
+        elif isinstance(error, ConnectError):
+            pick.settle(AttemptOutcome.FAILURE, now=now)
+        else:
+            self._suspect(pick, error.reason, now)
         self._last = error
         pick.endpoint.metrics.attempt_failure(error.reason)
-        return self._retry_or_give_up(error.reason, unprocessed=isinstance(error, ConnectError | PoolFull))
+        unprocessed = isinstance(error, ConnectError | PoolFull)
+        return self._after_failure(error.reason, self._why_no_retry(unprocessed=unprocessed))
 
-    def _server_error(self, pick: Pick, response: UpstreamResponse, body: bytes) -> _Next:
+    def _server_error(self, pick: Pick, response: UpstreamResponse, body: bytes, status: int) -> _Next:
         """A 5xx, or a 200 whose first event is an error (an engine that died in its prefill answers so).
 
         The short answer is kept and another endpoint tried if that is allowed.
         """
-        busy = response.status == 503
-        pick.settle(AttemptOutcome.BUSY if busy else AttemptOutcome.FAILURE, now=self._shared.clock())
+        busy = status == 503
+        now = self._shared.clock()
+        if busy:
+            pick.settle(AttemptOutcome.BUSY, now=now)
+        else:
+            self._suspect(pick, f"status_{status}", now)
         headers = response_headers(response.headers, endpoint=pick.endpoint.id.encode())
+        if not response.complete:
+            headers = [(name, value) for name, value in headers if name != b"content-length"]
         self._last = HeldReply(pick.endpoint, response.status, headers, body)
         reason = "busy" if busy else "status_5xx"
         pick.endpoint.metrics.attempt_failure(reason)
-        return self._retry_or_give_up(reason, unprocessed=busy)
+        return self._after_failure(reason, self._why_no_retry(unprocessed=busy))
 
-    def _retry_or_give_up(self, reason: str, *, unprocessed: bool) -> _Next:
+    def _suspect(self, pick: Pick, how: str, now: float) -> None:
+        """The attempt failed; the endpoint is to blame if another one serves the request."""
+        pick.suspend(now)
+        self._suspects.append((pick, how))
+
+    def _blame_suspects(self, *, proven: bool = False) -> None:
+        """What fails in the same way on several endpoints and is served by none says nothing about any of them."""
+        cluster, now = self._cluster, self._shared.clock()
+        suspects, self._suspects = self._suspects, []
+        for pick, how in suspects:
+            shared = not proven and any(kind == how and one.endpoint is not pick.endpoint for one, kind in suspects)
+            if shared:
+                cluster.shared_failure(how, now)
+            spared = shared or (not proven and cluster.spared(pick.endpoint, self._model, reason=how, now=now))
+            pick.blame(AttemptOutcome.UNPROVEN if spared else AttemptOutcome.FAILURE, now)
+
+    def _give_back(self) -> None:
+        """The endpoint that this attempt waits on is unhealthy: interrupt the wait if that helps.
+
+        Without another endpoint to go to it may as well wait on, since verdicts on all of them are often wrong; without
+        budget the next failed probe asks again; one that can never be sent again ends now.
+        """
+        if self._given_back is not None or not self._cluster.may_serve(self._model, self._shared.clock()):
+            return
+        refusal = self._why_no_retry(unprocessed=False)
+        if refusal not in ("outage", "budget"):
+            assert self._task is not None
+            self._given_back = refusal
+            self._task.cancel()
+
+    def _was_given_back(self) -> bool:
+        """Whether the cancellation just caught is that of `_give_back` alone."""
+        return self._given_back is not None and self._task is not None and self._task.uncancel() == 0
+
+    def _leave(self, pick: Pick) -> _Next:
+        pick.settle(AttemptOutcome.CANCELLED, now=self._shared.clock())  # its probes have judged the endpoint
+        self._last = error = EndpointUnhealthy(f"{pick.endpoint.id} became unhealthy before it answered")
+        pick.endpoint.metrics.attempt_failure(error.reason)
+        refusal, self._given_back = self._given_back or "", None
+        return self._after_failure(error.reason, refusal)
+
+    def _why_no_retry(self, *, unprocessed: bool) -> str:
+        """Why the request may not be sent again, a metric label; "" if it may, which is then taken from the budget."""
         shared = self._shared
+        safe = unprocessed or self._exchange.inference is not None or self._method in _IDEMPOTENT
+        if not (safe and self._body.replayable):
+            return "not_replayable"
+        if self._exchange.outcome.attempts >= shared.retry.attempts:
+            return "attempts"
+        now = shared.clock()
+        if self._cluster.outage(self._model, now):
+            return "outage"
+        return "" if shared.budget.withdraw(now) else "budget"
+
+    def _after_failure(self, reason: str, refusal: str) -> _Next:
+        metrics = self._shared.metrics
         if self._exchange.trace is not None:
             self._exchange.trace.attempt_failed(reason)
         if self._exchange.witness is not None:
             self._exchange.witness.failed(reason)
-        safe = unprocessed or self._exchange.inference is not None or self._method in _IDEMPOTENT
-        if not (safe and self._body.replayable):
-            refusal = "not_replayable"
-        elif self._exchange.outcome.attempts >= shared.retry.attempts:
-            refusal = "attempts"
-        elif not shared.budget.withdraw(shared.clock()):
-            refusal = "budget"
-        else:
-            shared.metrics.retries.labels(reason).inc()
-            return _Next.RETRY
-        shared.metrics.retries_refused.labels(refusal).inc()
-        return _Next.GIVE_UP
+        if refusal:
+            metrics.retries_refused.labels(refusal).inc()
+            return _Next.GIVE_UP
+        metrics.retries.labels(reason).inc()
+        return _Next.RETRY
 
     async def _deliver(self, pick: Pick, response: UpstreamResponse, first: bytes) -> _Next:
         now = self._shared.clock()
         pick.first_token(now)
+        if self._suspects and response.status < 500:
+            self._blame_suspects(proven=True)
         self._exchange.outcome.ttft_s = now - self._exchange.received_at
         relay = Relay(self._exchange, response, send=self._send)
         headers = response_headers(response.headers, endpoint=pick.endpoint.id.encode())
         if self._debug:
             headers.append((b"x-kvproxy-decision", describe(pick, pick.policy, self._exchange.facts).encode()))
         error = await relay.run(headers, first)
-        if error is not None:
-            pick.endpoint.metrics.attempt_failure(error.reason)
         now = self._shared.clock()
+        verdict = _verdict(response.status, error)
+        if verdict is AttemptOutcome.FAILURE:
+            reason = error.reason if error is not None else f"status_{response.status}"
+            if self._cluster.spared(pick.endpoint, self._model, reason=reason, now=now):
+                verdict = AttemptOutcome.UNPROVEN
+        if error is not None and verdict is not AttemptOutcome.CLIENT_ERROR:
+            pick.endpoint.metrics.attempt_failure(error.reason)
         pick.endpoint.metrics.request(response.status)
-        pick.settle(_verdict(response.status, error), now=now)
+        pick.settle(verdict, now=now)
         if (cached_tokens := self._exchange.outcome.cached_tokens) is not None:
             self._cluster.reused(pick, cached_tokens, now)
         return _Next.DELIVERED
 
 
-async def _read_short(response: UpstreamResponse, first: bytes) -> bytes:
-    """The whole body when it is short; else as much as was read to find out."""
+async def _read_short(response: UpstreamResponse, first: bytes) -> tuple[bytes, bool]:
+    """The body of an error, and whether that is all to be had: it is short, or its rest stalls."""
     body = first
-    while not response.complete and len(body) <= _MAX_HELD_BYTES:
-        body += await response.chunk()
-    return body + (response.take() or b"") if response.complete else body
+    try:
+        async with asyncio.timeout(_ERROR_BODY_S):
+            while not response.complete and len(body) <= _MAX_HELD_BYTES:
+                body += await response.chunk()
+    except TimeoutError:
+        return body, True
+    return (body + (response.take() or b""), True) if response.complete else (body, False)
 
 
 def _verdict(status: int, error: UpstreamError | None) -> AttemptOutcome:
+    if isinstance(error, EngineReportedError) and error.status < 500:
+        return AttemptOutcome.CLIENT_ERROR
     if error is not None or status >= 500:
         return AttemptOutcome.FAILURE
     return AttemptOutcome.CLIENT_ERROR if status >= 400 else AttemptOutcome.SUCCESS
@@ -282,6 +383,6 @@ def local_status(why: UpstreamError | Refusal) -> int:
     """The status of the proxy's own answer: 504 for an engine too slow, 502 for a broken one, 503 for none or full."""
     if isinstance(why, Refusal):
         return 404 if why is Refusal.MODEL_NOT_SERVED else 503
-    if isinstance(why, FirstByteTimeout | IdleTimeout):
+    if isinstance(why, FirstByteTimeout | IdleTimeout | EndpointUnhealthy):
         return 504
     return 503 if isinstance(why, PoolFull) else 502

@@ -6,15 +6,12 @@ from starlette.types import Send
 
 from kvproxy.errors import EngineReportedError, UpstreamError
 from kvproxy.filters.exchange import Exchange
-from kvproxy.filters.sse import error_event
+from kvproxy.filters.sse import error_event, error_status
 from kvproxy.filters.usage import read_usage
 from kvproxy.types import BODY_FOLLOWS, Headers, RequestKind
 from kvproxy.upstream.pool import UpstreamResponse
 
 _TAIL_BYTES = 16 * 1024
-
-#: How an engine that failed announces it in a stream of status 200.
-ERROR_EVENT = b'data: {"error"'
 
 
 class Relay:
@@ -55,9 +52,10 @@ class Relay:
         if self._exchange.inference is None:
             return None
         tail = self._previous[-_TAIL_BYTES:] + self._last
-        if ERROR_EVENT in tail:  # cannot be generated text: that is JSON inside, its quotes escaped
-            outcome.end = "engine_error"
-            return EngineReportedError("the engine ended its stream with an error event")
+        if response.status == 200 and (reported := error_status(tail)) is not None:
+            if reported >= 500:  # else a client's mistake, found late
+                outcome.end = "engine_error"
+            return EngineReportedError("the engine ended its stream with an error event", status=reported)
         self._read_usage(tail, self._exchange.inference.kind)
         return None
 

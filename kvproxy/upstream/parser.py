@@ -98,6 +98,8 @@ class ResponseParser:
 
     def on_headers_complete(self) -> None:
         self.status = status = self._parser.get_status_code()
+        if status < 100:
+            raise UpstreamProtocolError(f"status {status}")
         if status < 200:
             if status == 101:
                 raise UpstreamProtocolError("101 without a request to upgrade")

@@ -1,0 +1,210 @@
+"""Who is to blame for a failure: an engine, all of them, or the request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from starlette.types import Send
+
+from kvproxy.cluster.endpoint import Condition
+from kvproxy.listener.server import serve
+from tests.support.fake_engine import Behaviour, Call, FakeEngine, answer_ok, event, reply, start_stream
+from tests.support.proxy import RunningProxy, chat, running_proxy
+from tests.support.scripted import answer, scripted
+
+#: A client's mistake, found when the status had gone out, as each engine says it.
+CLIENT_MISTAKES = [
+    pytest.param(
+        b'data: {"error": {"message": "x", "type": "BadRequestError", "param": null, "code": 400}}', id="vllm"
+    ),
+    pytest.param(
+        b'data: {"error":{"object":"error","message":"x","type":"BadRequestError","code":"400"}}', id="string"
+    ),
+    pytest.param(b'data: {"object": "error", "message": "x", "type": "BadRequestError", "code": 400}', id="flat"),
+    pytest.param(b'data:{"error":"Input validation error","error_type":"validation"}', id="tgi"),
+    pytest.param(b'event: error\ndata: {"type":"error","error":{"type":"invalid_request_error"}}', id="anthropic"),
+    pytest.param(b'event: error\r\ndata: {"type":"error","error":{"type":"rate_limit_error"}}', id="anthropic crlf"),
+    pytest.param(b'event: error\ndata: {"type":"error","code":"context_length_exceeded"}', id="responses"),
+]
+
+
+def stream_of(*events: bytes) -> Behaviour:
+    async def behave(engine: FakeEngine, call: Call, send: Send) -> None:
+        await start_stream(send)
+        for one in events:
+            await send({"type": "http.response.body", "body": one + b"\n\n", "more_body": True})
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b""})
+
+    return behave
+
+
+def status(code: int) -> Behaviour:
+    async def behave(engine: FakeEngine, call: Call, send: Send) -> None:
+        await reply(send, code, b'{"error":{"message":"boom"}}')
+
+    return behave
+
+
+async def die(engine: FakeEngine, call: Call, send: Send) -> None:
+    raise ConnectionAbortedError
+
+
+@contextlib.asynccontextmanager
+async def fleet(behave: Behaviour, **config: Any) -> AsyncIterator[tuple[list[FakeEngine], RunningProxy]]:
+    """Three engines that all do the same."""
+    engines = [FakeEngine(name, behave) for name in "abc"]
+    async with contextlib.AsyncExitStack() as stack:
+        urls = {engine.name: await stack.enter_async_context(serve(engine)) for engine in engines}
+        yield engines, await stack.enter_async_context(running_proxy(urls, **config))
+
+
+def conditions(proxy: RunningProxy) -> set[Condition]:
+    now = asyncio.get_running_loop().time()
+    return {endpoint.condition(now) for endpoint in proxy.proxy.clusters["default"].endpoints}
+
+
+def attempts(engines: list[FakeEngine]) -> int:
+    return sum(len(engine.calls) for engine in engines)
+
+
+async def ask(proxy: RunningProxy, times: int, **fields: Any) -> list[int]:
+    path = "/v1/chat/completions"
+    return [(await proxy.client.post(path, json=chat(**fields))).status_code for _ in range(times)]
+
+
+@pytest.mark.parametrize("mistake", CLIENT_MISTAKES)
+@pytest.mark.parametrize("before", [(), (b'data: {"choices":[]}',), (b": keep-alive",)], ids=["first", "late", "alive"])
+async def test_a_clients_mistake_inside_a_stream_is_its_own(mistake: bytes, before: tuple[bytes, ...]) -> None:
+    """As with a plain 400: one attempt, no engine suffers, and the client gets the event as it came."""
+    async with fleet(stream_of(*before, mistake)) as (engines, proxy):
+        answers = [await proxy.client.post("/v1/chat/completions", json=chat(stream=True)) for _ in range(12)]
+        assert all(mistake in one.content for one in answers)
+        assert conditions(proxy) == {Condition.UP}
+        assert all(one.health.failures == 0 for one in proxy.proxy.clusters["default"].endpoints)
+        assert proxy.metric("kvproxy_request_ends_total", end="engine_error") == 0
+    assert attempts(engines) == 12
+
+
+POISON = {
+    "500": status(500),
+    "disconnect": die,
+    "first event": stream_of(b'data: {"error": {"message": "x", "code": 500}}'),
+    "late event": stream_of(b'data: {"choices":[]}', b'data: {"error": {"message": "x", "code": 500}}'),
+    "anthropic": stream_of(b'event: error\ndata: {"type":"error","error":{"type":"api_error"}}'),
+}
+
+
+@pytest.mark.parametrize("behave", POISON.values(), ids=POISON)
+async def test_what_fails_on_every_engine_ejects_none(behave: Behaviour) -> None:
+    """A request that no engine survives says nothing about any of them."""
+    async with fleet(behave) as (_, proxy):
+        await ask(proxy, 40, stream=True)
+        assert conditions(proxy) == {Condition.UP}
+
+
+async def test_poison_between_good_requests_ejects_none() -> None:
+    """Also when the budget gives most of them no second attempt."""
+
+    async def picky(engine: FakeEngine, call: Call, send: Send) -> None:
+        await (status(500) if b"poison" in call.body else answer_ok)(engine, call, send)
+
+    async with fleet(picky, retry={"budget": 0.2, "min_per_second": 0.2}) as (_, proxy):
+        await ask(proxy, 10)
+        for _ in range(20):
+            assert await ask(proxy, 3, content="poison") == [500] * 3
+            assert await ask(proxy, 1) == [200]
+        assert conditions(proxy) == {Condition.UP}
+
+
+async def test_an_engine_that_alone_fails_is_ejected() -> None:
+    """Others served what it failed: that is proof."""
+    async with fleet(answer_ok) as (engines, proxy):
+        engines[0].behave = status(500)
+        assert set(await ask(proxy, 12)) == {200}
+        assert conditions(proxy) == {Condition.UP, Condition.EJECTED}
+        assert len(engines[0].calls) == 3
+
+
+@pytest.mark.parametrize("behave", [status(500), status(503), die], ids=["500", "503", "dead"])
+async def test_a_total_outage_is_hardly_multiplied(behave: Behaviour) -> None:
+    """At most 1.2 attempts a request, however few requests there are; and retries are back when an engine is."""
+    async with fleet(behave) as (engines, proxy):
+        await ask(proxy, 20)
+        assert attempts(engines) <= 24
+        assert proxy.metric("kvproxy_retries_refused_total", reason="outage") > 0
+        engines[0].behave = answer_ok
+        await ask(proxy, 3)  # whoever gets there proves that it is over
+        assert set(await ask(proxy, 6)) == {200}
+
+
+async def test_nothing_is_retried_while_every_endpoint_is_out() -> None:
+    """Verdicts of the probes count as well: the very first request is sent once."""
+    probes = {"active": True, "interval": "5ms", "unhealthy_threshold": 1}
+    async with fleet(status(500), health=probes) as (engines, proxy):
+        for engine in engines:
+            engine.healthy = False
+        async with asyncio.timeout(30):
+            while conditions(proxy) != {Condition.UNHEALTHY}:  # noqa: ASYNC110 - probes have no event
+                await asyncio.sleep(0.002)
+        await ask(proxy, 1)
+    assert attempts(engines) == 1
+
+
+async def stall_in_a_500(engine: FakeEngine, call: Call, send: Send) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"100")]
+    await send({"type": "http.response.start", "status": 500, "headers": headers})
+    await send({"type": "http.response.body", "body": b'{"error":', "more_body": True})
+    await call.gone.wait()
+
+
+async def stall_in_an_error_event(engine: FakeEngine, call: Call, send: Send) -> None:
+    await start_stream(send)
+    await event(send, b'{"error": {"message": "boom", "code": 500}}')
+    await call.gone.wait()
+
+
+@pytest.mark.parametrize("behave", [stall_in_a_500, stall_in_an_error_event])
+async def test_an_error_whose_body_stalls_is_retried(behave: Behaviour) -> None:
+    """It is known to be an error; the rest of its text is not worth `timeouts.idle`."""
+    async with fleet(answer_ok) as (engines, proxy):
+        engines[0].behave = behave
+        assert await ask(proxy, 3) == [200] * 3
+    await engines[0].calls[0].gone.wait()
+
+
+async def test_an_error_whose_body_stalls_is_given_as_far_as_it_came() -> None:
+    """If no other engine does better: a whole response with what there is."""
+    engine = FakeEngine("a", stall_in_a_500)
+    async with serve(engine) as url, running_proxy({"a": url}, retry={"attempts": 1}) as proxy:
+        response = await proxy.client.post("/v1/chat/completions", json=chat())
+    assert (response.status_code, response.content) == (500, b'{"error":')
+
+
+async def test_status_000_is_no_interim_response() -> None:
+    """It is not HTTP, and is answered at once and not at the first-byte timeout."""
+    async with scripted(answer(b"HTTP/1.1 000 Nothing\r\ncontent-length: 0\r\n\r\n")) as upstream:
+        async with running_proxy({"a": str(upstream.origin)}) as proxy:
+            response = await proxy.client.post("/v1/chat/completions", json=chat())
+    assert response.status_code == 502
+    assert response.json()["error"]["code"] == "protocol_error"
+
+
+async def test_interim_responses_without_end_are_bounded_by_the_first_byte_timeout() -> None:
+    """They are no byte of an answer."""
+
+    async def interim(peer: Any) -> None:
+        await peer.request()
+        while True:
+            await peer.send(b"HTTP/1.1 102 Processing\r\n\r\n")
+            await asyncio.sleep(0.01)
+
+    async with scripted(interim) as upstream:
+        timeouts = {"first_byte": "200ms"}
+        async with running_proxy({"a": str(upstream.origin)}, timeouts=timeouts, retry={"attempts": 1}) as proxy:
+            response = await proxy.client.post("/v1/chat/completions", json=chat())
+    assert response.status_code == 504
