@@ -39,7 +39,14 @@ BOUND_DEPENDS_ON = (
     "kvproxy/replay/trace.py",
     *(f"kvproxy/simulator/{name}.py" for name in ("block_cache", "engine", "pooled_cache", "scheduler", "timing")),
 )
-DEPENDS_ON = ("kvproxy/balancing", "kvproxy/replay", "kvproxy/prefix", *BOUND_DEPENDS_ON)
+DEPENDS_ON = (
+    "kvproxy/balancing",
+    "kvproxy/kvcache/facts.py",
+    "kvproxy/kvcache/local.py",
+    "kvproxy/replay",
+    "kvproxy/prefix",
+    *BOUND_DEPENDS_ON,
+)
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from kvproxy.balancing.policy import FactSource, Overlap, OverlapFacts
 from kvproxy.balancing.trust import Trust
+from kvproxy.prefix.precise import PreciseMatch
 from kvproxy.types import EndpointId
 
 
@@ -18,6 +19,52 @@ class Claim:
     tokens: int
     contiguous: bool
     source: FactSource
+
+
+def local_overlaps(
+    *,
+    routed: Mapping[EndpointId, int],
+    in_flight: Mapping[EndpointId, int],
+    announced: Mapping[EndpointId, PreciseMatch],
+    exact: Collection[EndpointId],
+    trust: Trust,
+) -> dict[EndpointId, Overlap]:
+    """What was routed and what KV events say, both in leading tokens of one prompt.
+
+    A complete event stream (`exact`) is believed over everything that was ever routed there. Only this prompt's blocks
+    in requests still `in_flight` count besides: they are promised and not yet announced. Without a complete stream the
+    larger match wins. What events claim beyond what was routed counts for what earlier such claims proved worth.
+    """
+    found = {}
+    for endpoint, match in announced.items():
+        device, lower = match.device_tokens, match.lower_tokens
+        claimed = believed = device + lower
+        backed = routed.get(endpoint, 0)
+        if claimed > backed:
+            believed = trust.believed(endpoint, claimed, backed)
+            device = min(device, believed)
+        promised = in_flight.get(endpoint, 0) if endpoint in exact else backed
+        if promised > believed:
+            found[endpoint] = Overlap(promised)
+        else:
+            source = FactSource.PRECISE
+            found[endpoint] = Overlap(device, believed - device, source, 0.0, claimed, min(backed, claimed))
+    for endpoint, backed in routed.items():
+        if endpoint not in exact and endpoint not in announced:
+            found[endpoint] = Overlap(backed)
+    for endpoint, promised in in_flight.items():
+        if endpoint in exact and endpoint not in announced:
+            found[endpoint] = Overlap(promised)
+    return found
+
+
+def is_contradicted(predicted_tokens: int, cached_tokens: int) -> bool:
+    """Whether an engine reused too little for the prediction to have been right.
+
+    Engines reuse whole blocks and always compute the last one; lengths in bytes only estimate tokens.
+    """
+    tolerance = min(predicted_tokens // 2, 64) + predicted_tokens // 8
+    return cached_tokens + tolerance < predicted_tokens
 
 
 def merged(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
-from kvproxy.balancing.policy import FactSource
 from kvproxy.kvcache.accounts import Accounts
 from kvproxy.kvcache.gathered import Gathered, Result
 from kvproxy.kvcache.lookup import Lookups
@@ -18,18 +17,6 @@ from kvproxy.prefix.holding import Claim
 from kvproxy.types import Clock, EndpointId
 
 log = logging.getLogger("kvproxy.kvcache")
-
-
-def tolerance_tokens(predicted_tokens: int) -> int:
-    """How far reuse may stay behind a prediction before it contradicts it.
-
-    Engines reuse whole blocks and always compute the last one; lengths in bytes only estimate tokens.
-    """
-    return min(predicted_tokens // 2, 64) + predicted_tokens // 8
-
-
-#: Who speaks for LMCache.
-LOOKUPS = frozenset({FactSource.LMCACHE_CONTROLLER, FactSource.LMCACHE_COORDINATOR})
 
 
 class Learning:
@@ -103,29 +90,29 @@ class Learning:
     def _compare(
         self, gathered: Gathered, endpoint: EndpointId, request_id: str, predicted: int, cached_tokens: int
     ) -> None:
-        """A contradicted prefix leaves the index at once; believing it longer would send more requests astray."""
+        """What was predicted against what the engine says: the sources are corrected and the score is kept."""
         local, overlap = gathered.local, gathered.facts.by_endpoint.get(endpoint)
-        source = None if overlap is None else overlap.source
-        for trust, speaks in ((local.trust, source is FactSource.PRECISE), (local.lookup_trust, source in LOOKUPS)):
-            claimed, backed = (overlap.claimed_tokens, overlap.backed_tokens) if overlap and speaks else (0, 0)
-            trust.observe(endpoint, claimed, backed, cached_tokens)
+        contradicted = local.correct(
+            endpoint,
+            gathered.hashes,
+            overlap,
+            predicted_tokens=predicted,
+            cached_tokens=cached_tokens,
+            cached_blocks=int(cached_tokens * self._ratios.of(gathered.model)) // TEXT_BLOCK_BYTES,
+        )
         if gathered.holders_named is not None:
             ever_hit = self._lookups.hits > 0
             self._empty.observe(cached_tokens=cached_tokens, holders_named=gathered.holders_named, ever_hit=ever_hit)
-        if source is None or not predicted:
+        if overlap is None or not predicted:
             return
-        contradicted = cached_tokens + tolerance_tokens(predicted) < predicted
         self.scores.count(
             gathered.cluster.name,
             endpoint,
-            source,
+            overlap.source,
             predicted=predicted,
             cached=cached_tokens,
             contradicted=contradicted,
             request_id=request_id,
         )
         if contradicted:
-            bytes_per_token = self._ratios.of(gathered.model)
-            cached_blocks = int(cached_tokens * bytes_per_token) // TEXT_BLOCK_BYTES
-            local.approximate.contradict(endpoint, gathered.hashes, cached_blocks)
             self._lookups.contradicted(endpoint, gathered.hashes, cached_tokens)

@@ -11,6 +11,7 @@ from cachetools import LRUCache
 from kvproxy.balancing.policy import FactSource, Overlap
 from kvproxy.balancing.trust import Trust
 from kvproxy.clients.tokens import TokenIds
+from kvproxy.kvcache.facts import is_contradicted, local_overlaps
 from kvproxy.prefix.approximate import ApproximateIndex
 from kvproxy.prefix.capacities import Capacities
 from kvproxy.prefix.hashed_tokens import HashedTokens
@@ -30,7 +31,8 @@ MAX_LORAS = 1024
 #: An engine's start time is the same in every reading, but for the rounding of clocks.
 _SAME_START_S = 2.0
 
-_PRECISE = FactSource.PRECISE
+#: What speaks for LMCache.
+LOOKUPS = frozenset({FactSource.LMCACHE_CONTROLLER, FactSource.LMCACHE_COORDINATOR})
 
 #: Models and cache salts whose chains were begun of late; salts come from clients.
 _REMEMBERED_SEEDS = 1024
@@ -43,27 +45,35 @@ def _seed(model: str, cache_salt: str | None) -> int:
 class LocalSources:
     """The approximate index, fed by what was routed; the precise index, fed by KV events; and the heat of blocks.
 
-    `exact` names the endpoints whose event streams miss nothing. Made after `former`, it shares with it what was
-    routed where, heat and trust; events it follows anew.
+    `exact` names the endpoints whose event streams miss nothing. While events are followed, the blocks of requests
+    under way are in an index of their own as well, up to `capacity_blocks` an endpoint. Made after `former`, it shares
+    with it what was routed where, heat and trust; events it follows anew.
     """
 
-    def __init__(self, *, endpoints: int, learn_capacity: bool = True, former: LocalSources | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        endpoints: int,
+        learn_capacity: bool = True,
+        capacity_blocks: int = DEFAULT_CAPACITY_BLOCKS,
+        former: LocalSources | None = None,
+    ) -> None:
         self.precise = PreciseIndex()
         self.exact: Collection[EndpointId] = frozenset()
         self.loras: LRUCache[str, None] = LRUCache(MAX_LORAS)  # adapters that events spoke of
         if former is None:
-            self.approximate = ApproximateIndex(capacity_blocks=DEFAULT_CAPACITY_BLOCKS)
+            self.approximate = ApproximateIndex(capacity_blocks=capacity_blocks)
+            self.in_flight = ApproximateIndex(capacity_blocks=capacity_blocks)
             self.capacities = Capacities(self.approximate)
             self.hot = HotBlocks(endpoints=endpoints)
             self.trust, self.lookup_trust = Trust(), Trust()  # in what KV events say, and in what LMCache says
             self.started_at: dict[EndpointId, float] = {}  # when each engine's process began, by its own clock
             self.sessions = SessionHashes()
-            self._in_flight: dict[EndpointId, int] = {}
         else:
-            self.approximate, self.capacities, self.hot = former.approximate, former.capacities, former.hot
+            self.approximate, self.in_flight = former.approximate, former.in_flight
+            self.capacities, self.hot = former.capacities, former.hot
             self.trust, self.lookup_trust = former.trust, former.lookup_trust
-            self.started_at, self._in_flight = former.started_at, former._in_flight
-            self.sessions = former.sessions
+            self.started_at, self.sessions = former.started_at, former.sessions
         self.capacities.learning = learn_capacity
         self._seed = lru_cache(_REMEMBERED_SEEDS)(_seed)
         self._precise_root = lru_cache(_REMEMBERED_SEEDS)(precise_root)
@@ -94,36 +104,23 @@ class LocalSources:
     ) -> dict[EndpointId, Overlap]:
         """Leading tokens by endpoint. `tokens` (or as much of them as is known) also asks the precise index; `hashed`
         begins with them.
-
-        A complete event stream is believed over what was routed, save while a request to that endpoint is under way:
-        its blocks are promised and not yet announced. What an event stream claims beyond what was routed counts for
-        what earlier such claims proved worth.
         """
         scale = TEXT_BLOCK_BYTES / bytes_per_token
         routed = {endpoint: int(blocks * scale) for endpoint, blocks in self.approximate.lookup(hashes).items()}
-        if tokens is None or not (self.exact or self.precise.block_sizes):
+        if tokens is None or not self._follows_events:
             return {endpoint: Overlap(held) for endpoint, held in routed.items()}
-        announced = self._announced(tokens, hashed, model, cache_salt)
-        exact, in_flight, trust = self.exact, self._in_flight, self.trust
-        found = {}
-        for endpoint, match in announced.items():
-            device, lower = match.device_tokens, match.lower_tokens
-            claimed = device + lower
-            backed = routed.pop(endpoint, 0)
-            if backed >= claimed:
-                promised = backed > claimed and (endpoint not in exact or endpoint in in_flight)
-                held = Overlap(device, lower, _PRECISE, 0.0, claimed, claimed)
-                found[endpoint] = Overlap(backed) if promised else held
-                continue
-            believed = trust.believed(endpoint, claimed, backed)
-            if believed < claimed:
-                device = min(device, believed)
-                lower = believed - device
-            found[endpoint] = Overlap(device, lower, _PRECISE, 0.0, claimed, backed)
-        for endpoint, backed in routed.items():
-            if endpoint not in exact or endpoint in in_flight:
-                found[endpoint] = Overlap(backed)
-        return found
+        promised = self.in_flight.lookup(hashes) if self.exact else {}
+        return local_overlaps(
+            routed=routed,
+            in_flight={endpoint: int(blocks * scale) for endpoint, blocks in promised.items()},
+            announced=self._announced(tokens, hashed, model, cache_salt),
+            exact=self.exact,
+            trust=self.trust,
+        )
+
+    @property
+    def _follows_events(self) -> bool:
+        return bool(self.exact or self.precise.block_sizes)
 
     def _announced(
         self, tokens: TokenIds, hashed: HashedTokens | None, model: str, cache_salt: str | None
@@ -141,15 +138,39 @@ class LocalSources:
 
     def route(self, endpoint: EndpointId, hashes: array[int]) -> Claim:
         """A request goes there: it counts as holding the prompt until the claim is settled."""
-        self._in_flight[endpoint] = self._in_flight.get(endpoint, 0) + 1
-        return self.approximate.route(endpoint, hashes)
+        claim = self.approximate.route(endpoint, hashes)
+        if self._follows_events:
+            claim.in_flight = self.in_flight.route(endpoint, hashes)
+        return claim
 
     def settle(self, claim: Claim, *, prefilled: bool) -> None:
         """The request is over; `prefilled` says whether the engine got as far as a first byte. Once a claim."""
-        self._in_flight[claim.endpoint] -= 1
-        if not self._in_flight[claim.endpoint]:
-            del self._in_flight[claim.endpoint]
+        if claim.in_flight is not None:
+            self.in_flight.rollback(claim.in_flight)
         (self.approximate.confirm if prefilled else self.approximate.rollback)(claim)
+
+    def correct(
+        self,
+        endpoint: EndpointId,
+        hashes: array[int],
+        overlap: Overlap | None,
+        *,
+        predicted_tokens: int,
+        cached_tokens: int,
+        cached_blocks: int,
+    ) -> bool:
+        """The engine reused so many tokens, which are so many of these hashes, where `overlap` had been believed.
+        Whether that contradicts the prediction; a contradicted prefix leaves the index at once, since believing it
+        longer would send more requests astray.
+        """
+        source = None if overlap is None else overlap.source
+        for trust, speaks in ((self.trust, source is FactSource.PRECISE), (self.lookup_trust, source in LOOKUPS)):
+            claimed, backed = (overlap.claimed_tokens, overlap.backed_tokens) if overlap and speaks else (0, 0)
+            trust.observe(endpoint, claimed, backed, cached_tokens)
+        contradicted = overlap is not None and is_contradicted(predicted_tokens, cached_tokens)
+        if contradicted:
+            self.approximate.contradict(endpoint, hashes, cached_blocks)
+        return contradicted
 
     def began(self, endpoint: EndpointId, started_at: float) -> bool:
         """The engine says when its process began. Whether that is another process than before, which holds nothing.
@@ -169,6 +190,7 @@ class LocalSources:
         their own business.)"""
         self.started_at.pop(endpoint, None)
         self.approximate.remove(endpoint)
+        self.in_flight.remove(endpoint)
         self.capacities.forget(endpoint)
         for trust in (self.trust, self.lookup_trust):
             trust.forget(endpoint)
@@ -176,5 +198,6 @@ class LocalSources:
     def lose(self, endpoint: EndpointId) -> None:
         """The engine began anew: it holds nothing; its capacity is what it was."""
         self.approximate.clear(endpoint)
+        self.in_flight.remove(endpoint)
         for trust in (self.trust, self.lookup_trust):
             trust.forget(endpoint)

@@ -223,10 +223,10 @@ class Metrics:
         """What the indexes, the engines and token memory hold, and the work to keep it."""
         self.kv_index_blocks = Gauge(
             "kvproxy_kvcache_index_blocks", "Blocks held in an index, over endpoints", ["index"], registry=r
-        )  # approximate, precise, hot
+        )  # approximate, in_flight, precise, hot
         self.kv_index_bytes = Gauge(
             "kvproxy_kvcache_index_bytes", "Estimated memory of an index", ["index"], registry=r
-        )  # approximate, precise
+        )  # approximate, in_flight, precise, sessions
         self.kv_index_utilisation = Reading(
             "kvproxy_kvcache_index_utilisation_ratio", "Blocks believed to be at an endpoint against its capacity",
             ["cluster", "endpoint"], registry=r,

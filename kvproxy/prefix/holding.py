@@ -143,3 +143,4 @@ class Claim:
     number: int
     holding: Holding | None  # None once settled, or when the index had no room for the endpoint
     age_blocks: int | None = None  # asked for since the last of the known blocks was; None: none, or not confirmed yet
+    in_flight: Claim | None = None  # the same request's entry in an index of nothing but requests under way

@@ -79,7 +79,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         instances=args.instances,
         capacity_tokens=args.capacity_tokens,
         timing=timing,
-        slowness=tuple(float(each) for each in args.slow.split(",") if each),
+        slowness=_slowness(args.slow),
         slow_middle=args.slow_middle,
         index=args.index,
         index_delay_s=args.index_delay,
@@ -89,6 +89,13 @@ def _plan(args: argparse.Namespace) -> Plan:
     )
     return Plan(fleet, policies, load=args.load, baseline=args.baseline, seeds=args.seeds,
                 closed_loop=not args.open_loop, prior_factor=args.prior_factor)  # fmt: skip
+
+
+def _slowness(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(each) for each in text.split(",") if each)
+    except ValueError:
+        raise ValueError(f"--slow takes numbers with commas between them, such as 2,1.5; not {text!r}") from None
 
 
 def _live(

@@ -1,7 +1,8 @@
 """The pooled-cache bound: N engines that share one cache of N times the size, routed by exact least work.
 
-No router can beat it without moving KV between engines: each engine holds whatever any of them computed, so that load
-is all there is to balance. Its saturated throughput is what "load 1.0" means.
+Each engine holds whatever any of them computed, so that load is all there is to balance; of that the routing is greedy.
+Requests that one engine alone could not hold are rejected as they are without the pool. Its saturated throughput is
+what "load 1.0" means.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from random import Random
 from kvproxy.balancing.least import least
 from kvproxy.balancing.load import Features, features_of, seconds_of
 from kvproxy.balancing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest
+from kvproxy.errors import KvproxyError
 from kvproxy.replay.outcome import Outcome, percentile
 from kvproxy.replay.router import SimEndpoint, VirtualRouter
 from kvproxy.replay.settings import FleetSettings, Pace
@@ -21,7 +23,7 @@ from kvproxy.replay.trace import Trace, Turn
 from kvproxy.replay.view import Settle, endpoint_id
 from kvproxy.replay.virtual_time import VirtualTime
 from kvproxy.simulator.engine import Engine
-from kvproxy.simulator.engine_io import FirstToken, SimRequest
+from kvproxy.simulator.engine_io import FirstToken, Rejected, SimRequest
 from kvproxy.simulator.kv_event import KvEvent
 from kvproxy.simulator.pooled_cache import PooledCache
 
@@ -32,18 +34,20 @@ _RATE_TOLERANCE = 0.02
 _WAITING_WHEN_FED = 2  # an engine with fewer requests waiting is fed, so that saturated engines never run dry
 
 
+class NothingFits(KvproxyError):
+    """No request of a trace fits an engine's cache."""
+
+
 class PooledFleet:
     """Engines over one cache, and what a router over them knows: everything."""
 
     def __init__(self, fleet: FleetSettings, block_size: int, *, duration_s: float = math.inf) -> None:
         settings = [fleet.engine(block_size, index, duration_s) for index in range(fleet.instances)]
-        blocks = settings[0].capacity_blocks * fleet.instances
-        self._cache = PooledCache(blocks)
+        self._cache = PooledCache(settings[0].capacity_blocks * fleet.instances)
         self._block_size = block_size
         self._ids = [endpoint_id(index) for index in range(fleet.instances)]
         self.endpoints = [
-            SimEndpoint(self._ids[index], index, Engine(replace(each, capacity_blocks=blocks), cache=self._cache))
-            for index, each in enumerate(settings)
+            SimEndpoint(self._ids[index], index, Engine(each, cache=self._cache)) for index, each in enumerate(settings)
         ]
 
     def cached_tokens(self, turn: Turn) -> int:
@@ -107,14 +111,16 @@ def true_seconds(fleet: FleetSettings) -> Features:
 
 
 def saturated_throughput(trace: Trace, fleet: FleetSettings) -> float:
-    """Requests a second when there is always one more: first tokens of the whole trace over the time they took."""
+    """Requests a second when there is always one more: first tokens of the whole trace over the time they took.
+    Raises NothingFits when there is none.
+    """
     pool = PooledFleet(fleet, trace.block_size)
     seconds = true_seconds(fleet)
     engines = [endpoint.engine for endpoint in pool.endpoints]
     turns = [turn for _, turn in reversed(trace.turns_in_nominal_order(service_s=5.0))]
     pending_s = [0.0] * len(engines)
     placed: dict[str, tuple[int, float]] = {}
-    now = 0.0
+    now, served = 0.0, 0
     while turns or placed:
         while turns:
             index = min(range(len(engines)), key=lambda i: (engines[i].load.waiting, pending_s[i]))
@@ -129,10 +135,23 @@ def saturated_throughput(trace: Trace, fleet: FleetSettings) -> float:
             engines[index].submit(SimRequest(name, turn.blocks, turn.prompt_tokens, turn.output_tokens), now)
         now, index = min((at, i) for i, engine in enumerate(engines) if (at := engine.next_event_at()) is not None)
         for output in engines[index].advance(now):
-            if isinstance(output, FirstToken):
+            if isinstance(output, FirstToken | Rejected):
                 where, own_s = placed.pop(output.request_id)
                 pending_s[where] -= own_s
-    return trace.requests / now
+                served += isinstance(output, FirstToken)
+        for engine in engines:
+            engine.wake(now)
+    if not served:
+        raise NothingFits(_why_nothing_fits(trace, fleet))
+    return served / now
+
+
+def _why_nothing_fits(trace: Trace, fleet: FleetSettings) -> str:
+    least = min(turn.prompt_tokens + turn.output_tokens for session in trace.sessions for turn in session.turns)
+    return (
+        f"no request of the trace fits an engine's cache of {fleet.capacity_tokens} tokens, and the shortest has "
+        f"{least} with its answer: raise --capacity-tokens"
+    )
 
 
 def paced_bound(trace: Trace, fleet: FleetSettings, load: float, *, closed_loop: bool = True) -> Bound:
@@ -161,7 +180,7 @@ def play_on_pool(trace: Trace, pace: Pace, fleet: FleetSettings) -> Sequence[Out
     """One run of the pool."""
     pool = PooledFleet(fleet, trace.block_size, duration_s=pace.duration_s(trace))
     router = VirtualRouter(pool.endpoints, ExactLeastWork(fleet, rng=Random(1)), pool)
-    return VirtualTime(trace, pace, router, pool).run()
+    return VirtualTime(trace, pace, router, pool, sharing=pool.endpoints).run()
 
 
 def offered_rate(outcomes: Sequence[Outcome]) -> float:

@@ -1,23 +1,20 @@
-"""What a router knows of the engines' caches in a replay: the proxy's own indexes, fed as the proxy feeds them."""
+"""What a router knows of the engines' caches in a replay: the proxy's own sources and merge, fed as the proxy does."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from random import Random
 from typing import Protocol
 
-from kvproxy.balancing.policy import FactSource, Overlap, OverlapFacts
-from kvproxy.balancing.trust import Trust
+import msgspec
+
+from kvproxy.balancing.policy import Overlap, OverlapFacts
 from kvproxy.clients.kv_events import events as wire
-from kvproxy.prefix.approximate import ApproximateIndex
-from kvproxy.prefix.capacities import Capacities
-from kvproxy.prefix.hashing import token_blocks
+from kvproxy.kvcache.local import LocalSources
+from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.prefix.holding import Claim
-from kvproxy.prefix.hot_blocks import HotBlocks
-from kvproxy.prefix.precise import PreciseIndex, precise_root
 from kvproxy.replay.settings import FleetSettings, IndexMode
 from kvproxy.replay.trace import Turn
 from kvproxy.simulator.kv_event import BlockRemoved, BlockStored, KvEvent
@@ -26,8 +23,9 @@ from kvproxy.types import EndpointId
 #: Takes the tokens a response was predicted to find cached, and those it did.
 Settle = Callable[[int, int], None]
 
-#: A trace names blocks, not tokens: to the precise index each block is one token, its id.
-_BLOCK_TOKENS = 1
+#: A trace names blocks, not text or tokens: to the sources each of its blocks is one token, its id, and one block of
+#: text; what they answer is in blocks.
+_BLOCK_TOKENS, _BYTES_PER_TOKEN = 1, float(TEXT_BLOCK_BYTES)
 
 
 class CacheView(Protocol):
@@ -50,102 +48,91 @@ class CacheView(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What the indexes said of one prompt, in blocks by endpoint."""
-
-    turn: Turn
-    announced: dict[EndpointId, int]
-    routed: dict[EndpointId, int]
-
-
 class IndexView:
-    """The indexes of a proxy. In `events` mode the precise index follows the engines, what is in flight is added to it,
-    and what was routed backs its claims; in `approximate` mode what was routed, with the engines' capacity, is all.
+    """What a proxy's own sources know. In `events` mode the precise index follows every engine without a gap; in
+    `approximate` mode what was routed, with the engines' capacity, is all.
     """
 
     def __init__(self, fleet: FleetSettings, block_size: int, *, rng: Random) -> None:
         self._block_size = block_size
         self._ids = [endpoint_id(index) for index in range(fleet.instances)]
         self._events = fleet.index is IndexMode.EVENTS
-        capacity = int(fleet.capacity_tokens * fleet.index_capacity) // block_size
-        self._routed = ApproximateIndex(capacity_blocks=capacity)
-        self._capacities = Capacities(self._routed, learning=fleet.learn_capacity and not self._events)
-        self._in_flight = ApproximateIndex(capacity_blocks=capacity)
-        self._precise = PreciseIndex()
-        self._root = precise_root(_BLOCK_TOKENS)
-        self._hot = HotBlocks(endpoints=fleet.instances)
-        self._trust = Trust()
+        self._local = LocalSources(
+            endpoints=fleet.instances,
+            learn_capacity=fleet.learn_capacity,
+            capacity_blocks=int(fleet.capacity_tokens * fleet.index_capacity) // block_size,
+        )
+        if self._events:
+            self._local.exact = frozenset(self._ids)
         self._rng = rng
-        self._asked: Asked | None = None  # by the latest `facts`: the pick follows in the same step
+        self._asked: tuple[Turn, OverlapFacts] | None = None  # by the latest `facts`: the pick follows in that step
         self._false_entries = fleet.wrong_share / (1.0 - fleet.wrong_share)  # for each true one
 
     def arrived(self, turn: Turn) -> None:
-        self._hot.touch(turn.blocks)
+        self._local.hot.touch(turn.blocks)
 
     def facts(self, turn: Turn) -> OverlapFacts:
-        blocks, block_size = turn.blocks, self._block_size
-        limit = (turn.prompt_tokens - 1) // block_size  # the last token is always computed
-        routed = self._routed.lookup(blocks)
-        self._asked = Asked(turn, self._announced(blocks), routed)
-        depths = self._believed(self._asked) if self._events else routed
-        source = FactSource.PRECISE if self._events else FactSource.APPROXIMATE
-        overlaps = {
-            endpoint: Overlap(min(depth, limit) * block_size, source=source) for endpoint, depth in depths.items()
-        }
-        return OverlapFacts(turn.prompt_tokens, overlaps, self._hot.hot_prefix_blocks(blocks) * block_size)
+        blocks = turn.blocks
+        limit = (turn.prompt_tokens - 1) // self._block_size  # the last token is always computed
+        known = self._local.overlaps(
+            blocks,
+            bytes_per_token=_BYTES_PER_TOKEN,
+            tokens=array("I", blocks) if self._events else None,
+            cache_salt=None,
+        )
+        overlaps = {endpoint: self._in_tokens(overlap, limit) for endpoint, overlap in known.items()}
+        facts = OverlapFacts(turn.prompt_tokens, overlaps, self._local.hot.hot_prefix_blocks(blocks) * self._block_size)
+        self._asked = turn, facts
+        return facts
 
     def routed(self, endpoint: int, turn: Turn) -> Settle:
-        name, asked = self._ids[endpoint], self._asked
-        assert asked is not None
-        assert asked.turn is turn
+        assert self._asked is not None
+        asked, facts = self._asked
+        assert asked is turn
         if self._false_entries and self._rng.random() < self._false_entries:
             self._mislead(turn)
-        claims = (self._routed.route(name, turn.blocks), self._in_flight.route(name, turn.blocks))
-        return partial(self._settle, name, asked, claims)
+        name = self._ids[endpoint]
+        return partial(self._settle, turn, facts.by_endpoint.get(name), self._local.route(name, turn.blocks))
 
-    def _settle(
-        self, endpoint: EndpointId, asked: Asked, claims: tuple[Claim, Claim], predicted: int, cached: int
-    ) -> None:
-        turn, cached_blocks = asked.turn, cached // self._block_size
-        lost = self._capacities.observe(claims[0], cached_blocks)
-        if cached < predicted:
-            self._routed.contradict(endpoint, turn.blocks, cached_blocks)
+    def _settle(self, turn: Turn, overlap: Overlap | None, claim: Claim, predicted: int, cached: int) -> None:
+        """As the proxy learns from a response."""
+        local, endpoint, cached_blocks = self._local, claim.endpoint, cached // self._block_size
+        lost = endpoint not in local.exact and local.capacities.observe(claim, cached_blocks)
+        local.correct(
+            endpoint,
+            turn.blocks,
+            overlap,
+            predicted_tokens=predicted,
+            cached_tokens=cached,
+            cached_blocks=cached_blocks,
+        )
+        local.settle(claim, prefilled=True)
         if lost:
-            self._routed.insert(endpoint, turn.blocks)
-        self._routed.confirm(claims[0])
-        self._in_flight.rollback(claims[1])
-        limit = (turn.prompt_tokens - 1) // self._block_size
-        announced, backed = (min(depths.get(endpoint, 0), limit) for depths in (asked.announced, asked.routed))
-        self._trust.observe(endpoint, announced, backed, cached_blocks)
+            local.approximate.insert(endpoint, turn.blocks)
 
     def observe(self, endpoint: int, events: Sequence[KvEvent]) -> None:
-        self._precise.apply(self._ids[endpoint], 0, [_on_the_wire(event) for event in events])
+        self._local.precise.apply(self._ids[endpoint], 0, [_on_the_wire(event) for event in events])
 
-    def _announced(self, blocks: array[int]) -> dict[EndpointId, int]:
-        """Leading blocks by events alone."""
-        if not self._events:
-            return {}
-        hashes = token_blocks(array("I", blocks), _BLOCK_TOKENS, self._root)
-        return {endpoint: match.device_tokens for endpoint, match in self._precise.lookup(lambda _: hashes).items()}
-
-    def _believed(self, asked: Asked) -> dict[EndpointId, int]:
-        """Events as far as they are trusted, and what is in flight."""
-        depths = self._in_flight.lookup(asked.turn.blocks)
-        for endpoint, depth in asked.announced.items():
-            trusted = self._trust.believed(endpoint, depth, asked.routed.get(endpoint, 0))
-            depths[endpoint] = max(trusted, depths.get(endpoint, 0))
-        return depths
+    def _in_tokens(self, overlap: Overlap, limit: int) -> Overlap:
+        """From blocks, of which at most `limit` can be reused."""
+        device = min(overlap.device_tokens, limit)
+        scale = self._block_size
+        return msgspec.structs.replace(
+            overlap,
+            device_tokens=device * scale,
+            lower_tokens=min(overlap.lower_tokens, limit - device) * scale,
+            claimed_tokens=min(overlap.claimed_tokens, limit) * scale,
+            backed_tokens=min(overlap.backed_tokens, limit) * scale,
+        )
 
     def _mislead(self, turn: Turn) -> None:
         """A false entry: some endpoint holds this prompt, or so it says."""
         endpoint = self._rng.choice(self._ids)
-        if self._events:
-            self._precise.apply(
-                endpoint, 0, [_on_the_wire(BlockStored(tuple(turn.blocks), None))] if turn.blocks else []
-            )
-        else:
-            self._routed.insert(endpoint, turn.blocks)
+        if not self._events:
+            self._local.approximate.insert(endpoint, turn.blocks)
+        elif turn.blocks:
+            event = _on_the_wire(BlockStored(tuple(turn.blocks), None))
+            self._local.precise.apply(endpoint, 0, [event])
 
 
 def endpoint_id(index: int) -> EndpointId:

@@ -30,7 +30,8 @@ class _Kind(IntEnum):
 
 
 class VirtualTime:
-    """One run. `progress` is called with the number of finished requests."""
+    """One run. `progress` is called with the number of finished requests. `sharing`: engines that share one cache, of
+    which each may have to wait until another frees blocks."""
 
     def __init__(
         self,
@@ -40,6 +41,7 @@ class VirtualTime:
         view: CacheView,
         *,
         index_delay_s: float = 0.0,
+        sharing: Sequence[SimEndpoint] = (),
         progress: Callable[[int], None] = lambda finished: None,
     ) -> None:
         self._trace = trace
@@ -47,6 +49,7 @@ class VirtualTime:
         self._router = router
         self._view = view
         self._index_delay_s = index_delay_s
+        self._sharing = sharing
         self._progress = progress
         self._events: list[tuple[float, int, _Kind, Any]] = []
         self._count = 0
@@ -116,6 +119,9 @@ class VirtualTime:
             elif isinstance(output, Finished | Rejected):
                 self._finish(self._placed.pop(output.request_id), now)
         self._wake(endpoint)
+        for each in self._sharing:
+            if each.engine.wake(now):
+                self._wake(each)
         self._release(now)
 
     def _publish(self, endpoint: SimEndpoint, changed: CacheChanged, now: float) -> None:

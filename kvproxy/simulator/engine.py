@@ -81,6 +81,14 @@ class Engine:
         self._join(now)
         return True
 
+    def wake(self, now: float) -> bool:
+        """Plans again if requests wait and nothing runs: of a shared cache another engine may have freed blocks.
+        Whether a step begins."""
+        if self._batch is None and self._scheduler.waiting:
+            self._begin(now)
+            return self._batch is not None
+        return False
+
     def reset_prefix_cache(self) -> bool:
         """Forgets the cached prefixes unless something runs; announced with the next step, as vLLM does."""
         return self._scheduler.cache.clear()

@@ -73,7 +73,7 @@ def test_engines_and_knowledge_can_be_disturbed(trace_file: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [(("--policy", "best"), "no policy 'best'"), (("--instances", "0"), "at least 1"), (("--wrong", "1"), "--wrong"),
-     (("--baseline", "lmetric", "--policy", "kv_aware"), "not among"), (("--slow", "x"), "could not convert"),
+     (("--baseline", "lmetric", "--policy", "kv_aware"), "not among"), (("--slow", "x"), "--slow takes numbers"),
      (("--prefill-tokens-per-s", "0"), "must be positive")],
 )  # fmt: skip
 def test_a_wrong_option_is_an_error_message(trace_file: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -88,6 +88,14 @@ def test_a_missing_or_broken_trace_is_an_error_message(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text("nonsense")
     assert "bad, line 1" in replay(tmp_path / "bad.jsonl")[2]
     assert replay(tmp_path / "none.jsonl")[0] == 1
+
+
+def test_caches_that_no_request_fits_are_an_error_message(trace_file: Path) -> None:
+    """With the size that would do, and nothing of Python's."""
+    status, table, errors = replay(trace_file, "--capacity-tokens", "1024")
+    assert (status, table) == (1, "")
+    assert "no request of the trace fits an engine's cache of 1024 tokens" in errors
+    assert "2010" in errors
 
 
 def test_a_live_run_has_one_row(trace_file: Path, tmp_path: Path) -> None:

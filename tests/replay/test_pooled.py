@@ -12,7 +12,8 @@ from kvproxy.replay.outcome import summarise
 from kvproxy.replay.pooled import offered_rate, paced_bound, play_on_pool, saturated_throughput
 from kvproxy.replay.scenario import PolicySpec, play
 from kvproxy.replay.settings import FleetSettings
-from tests.replay.traces import chat_trace, shared_prefix_trace
+from kvproxy.replay.trace import Trace, parse_trace
+from tests.replay.traces import chat_trace, lines, shared_prefix_trace
 
 FLEET = FleetSettings(instances=3, capacity_tokens=100_000)
 
@@ -56,3 +57,36 @@ def test_no_router_beats_the_pool() -> None:
 def test_nothing_offered_is_no_rate() -> None:
     """Of no outcomes."""
     assert offered_rate([]) == 0.0
+
+
+def tight_trace(requests: int = 60) -> Trace:
+    """Different prompts of eleven blocks and long answers: half a dozen fill a small pool."""
+    rows = [
+        {"timestamp": 0, "input_length": 11 * 512, "output_length": 900, "hash_runs": [100 * (number + 1), 11]}
+        for number in range(requests)
+    ]
+    return parse_trace(lines(*rows), name="tight")
+
+
+@pytest.mark.parametrize("instances", [2, 8])
+def test_an_engine_that_waits_for_blocks_goes_on_when_another_frees_them(instances: int) -> None:
+    """Every request of a trace that fits is served, however small the pool."""
+    trace = tight_trace()
+    fleet = FleetSettings(instances=instances, capacity_tokens=15 * 512)
+    bound = paced_bound(trace, fleet, 0.9)
+    outcomes = play_on_pool(bound.trace, bound.pace, fleet)
+    assert len(outcomes) == trace.requests
+    assert all(each.first_token_at is not None and each.finished_at is not None for each in outcomes)
+
+
+def test_what_no_engine_holds_is_rejected_by_the_pool_as_well() -> None:
+    """The bound is of the requests that a real fleet can serve."""
+    rows = [
+        {"timestamp": 500 * number, "input_length": size, "output_length": 10, "hash_runs": [100 * (number + 1), 1]}
+        for number, size in enumerate((600, 40 * 512, 700))
+    ]
+    fleet = FleetSettings(instances=8, capacity_tokens=20 * 512)
+    trace = parse_trace(lines(*rows), name="one too long")
+    bound = paced_bound(trace, fleet, 0.5)
+    outcomes = play_on_pool(bound.trace, bound.pace, fleet)
+    assert [each.first_token_at is not None for each in outcomes] == [True, False, True]

@@ -2,11 +2,15 @@
 
 Up to 0.23 an event is an array whose trailing fields a version may not have; from 0.24 on it is a map. Hashes are
 64-bit ints or whole digests. A replay reply has the topic frame only from 0.28 on, so frames are read from the end.
+
+Whatever an engine sends, no step of the decoding takes long: counts are bounded before anything is made of them, and
+between the steps of a long event there is an `Effort`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from hashlib import blake2b
 from typing import Annotated, Any
 
 import msgspec
@@ -16,6 +20,7 @@ from kvproxy.clients.kv_events.events import (
     BlockExtra,
     BlockRemoved,
     BlockStored,
+    Effort,
     EngineHash,
     KvEvent,
     Skipped,
@@ -26,32 +31,45 @@ from kvproxy.errors import BadResponse
 #: Sequence number of the marker that ends a replay.
 END_OF_REPLAY = b"\xff" * 8
 
-#: Largest payload accepted: a re-report of a million tokens fits.
+#: Largest payload accepted.
 MAX_PAYLOAD_BYTES = 8 << 20
 
+#: Events of a batch, and tokens and blocks of an event; beyond it the batch, or the event, counts as malformed.
+MAX_EVENTS, MAX_EVENT_TOKENS, MAX_EVENT_BLOCKS = 100_000, 1 << 19, 1 << 16
+
+#: Decoding so many bytes costs about as much as handling one block.
+_BYTES_A_BLOCK = 512
+
 _MAX_EXTRA_DEPTH = 4
+#: An extra key that is longer (a client's long salt) goes by its digest.
+_MAX_EXTRA_BYTES = 512
+#: Extra keys are decoded so many bytes at a time.
+_EXTRA_STEP_BYTES = 16_384
+_NIL = b"\xc0"
 _FAILURES = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 
 _Positive = Annotated[int, msgspec.Meta(gt=0, le=1 << 20)]
-_Hashes = list[int | bytes]
+_Hash = int | Annotated[bytes, msgspec.Meta(max_length=64)]
+_Hashes = Annotated[list[_Hash], msgspec.Meta(max_length=MAX_EVENT_BLOCKS)]
+_Name = Annotated[str, msgspec.Meta(max_length=1024)]
 
 
 class _BlockStored(msgspec.Struct, tag="BlockStored"):
     block_hashes: _Hashes
-    parent_block_hash: int | bytes | None
-    token_ids: list[WireTokenId]
+    parent_block_hash: _Hash | None
+    token_ids: msgspec.Raw
     block_size: _Positive
     lora_id: int | None = None
-    medium: str | None = None
-    lora_name: str | None = None
-    extra_keys: list[Any] | None = None
+    medium: _Name | None = None
+    lora_name: _Name | None = None
+    extra_keys: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_EVENT_BLOCKS)] | None = None
     group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_kind: _Name | None = None
 
 
 class _BlockRemoved(msgspec.Struct, tag="BlockRemoved"):
     block_hashes: _Hashes
-    medium: str | None = None
+    medium: _Name | None = None
     group_idx: int | None = None
 
 
@@ -73,13 +91,23 @@ class _ClearedArray(_AllBlocksCleared, tag="AllBlocksCleared", array_like=True):
 
 class _Batch(msgspec.Struct, array_like=True):
     ts: float
-    events: list[msgspec.Raw]
+    events: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_EVENTS)]
     data_parallel_rank: int | None = None
+
+
+class _MapTag(msgspec.Struct):
+    type: _Name
+
+
+class _ArrayTag(msgspec.Struct, array_like=True):
+    type: _Name
 
 
 _BATCH = msgspec.msgpack.Decoder(_Batch)
 _MAP_EVENT = msgspec.msgpack.Decoder(_BlockStored | _BlockRemoved | _AllBlocksCleared)
 _ARRAY_EVENT = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray)
+_TOKENS = msgspec.msgpack.Decoder(Annotated[list[WireTokenId], msgspec.Meta(max_length=MAX_EVENT_TOKENS)])
+_MAP_TAG, _ARRAY_TAG = msgspec.msgpack.Decoder(_MapTag), msgspec.msgpack.Decoder(_ArrayTag)
 _KNOWN_TYPES = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
 
 
@@ -106,12 +134,16 @@ class KvEventBatch:
 
     def events(self, skipped: Skipped) -> Iterator[KvEvent]:
         """The events in order; those that cannot be used are counted and passed over."""
+        return (step for step in self.steps(skipped) if not isinstance(step, Effort))
+
+    def steps(self, skipped: Skipped) -> Iterator[KvEvent | Effort]:
+        """The same with the effort between them: a place to let others run."""
         for raw in self._events:
-            event = _event(raw)
-            if isinstance(event, str):
-                skipped.counts[event] += 1
-            else:
-                yield event
+            try:
+                yield from _steps(raw)
+            except (*_FAILURES, ValueError):
+                skipped.counts[_why_unreadable(raw)] += 1
+                yield Effort()
 
 
 def sequence_number(frames: Sequence[bytes]) -> int | None:
@@ -134,17 +166,18 @@ def decode_batch(frames: Sequence[bytes]) -> KvEventBatch:
         raise BadResponse("kv events: unreadable batch") from error
 
 
-def _event(raw: msgspec.Raw) -> KvEvent | str:
-    """One event, or why it is skipped."""
-    try:
-        event = (_MAP_EVENT if _is_map(raw) else _ARRAY_EVENT).decode(raw)
-        if isinstance(event, _BlockStored):
-            return _stored(event)
-        if isinstance(event, _BlockRemoved):
-            return BlockRemoved(tuple(event.block_hashes), event.medium or "GPU", event.group_idx)
-        return AllBlocksCleared()
-    except (*_FAILURES, ValueError):
-        return _why_unreadable(raw)
+def _steps(raw: msgspec.Raw) -> Iterator[KvEvent | Effort]:
+    """One event, and before it the effort it took beyond an ordinary one's."""
+    event = (_MAP_EVENT if _is_map(raw) else _ARRAY_EVENT).decode(raw)
+    size = len(memoryview(raw))
+    if size > _EXTRA_STEP_BYTES:
+        yield Effort(size // _BYTES_A_BLOCK)
+    if isinstance(event, _BlockStored):
+        yield (yield from _stored(event))
+    elif isinstance(event, _BlockRemoved):
+        yield BlockRemoved(tuple(event.block_hashes), event.medium or "GPU", event.group_idx)
+    else:
+        yield AllBlocksCleared()
 
 
 def _is_map(raw: msgspec.Raw) -> bool:
@@ -152,18 +185,21 @@ def _is_map(raw: msgspec.Raw) -> bool:
     return len(data) > 0 and (data[0] & 0xF0 == 0x80 or data[0] in (0xDE, 0xDF))
 
 
-def _stored(event: _BlockStored) -> BlockStored:
+def _stored(event: _BlockStored) -> Generator[Effort, None, BlockStored]:
+    tokens = token_array(_TOKENS.decode(event.token_ids))
+    if len(tokens) > _EXTRA_STEP_BYTES:
+        yield Effort(len(tokens) * tokens.itemsize // _BYTES_A_BLOCK)
     keys = event.extra_keys
     extra: tuple[BlockExtra, ...] | None = None
-    if keys and any(key is not None for key in keys):
+    if keys and any(bytes(key) != _NIL for key in keys):
         if len(keys) != len(event.block_hashes):
             raise ValueError("extra keys do not match the blocks")
-        extra = tuple(None if key is None else _extra(key) for key in keys)
+        extra = yield from _extras(keys)
     hashes: tuple[EngineHash, ...] = tuple(event.block_hashes)
     return BlockStored(
         block_hashes=hashes,
         parent=event.parent_block_hash,
-        token_ids=token_array(event.token_ids),
+        token_ids=tokens,
         block_tokens=event.block_size,
         lora_name=event.lora_name,
         lora_id=event.lora_id,
@@ -174,8 +210,26 @@ def _stored(event: _BlockStored) -> BlockStored:
     )
 
 
-def _extra(key: Any) -> BlockExtra:
-    frozen = _frozen(key, _MAX_EXTRA_DEPTH)
+def _extras(keys: Sequence[msgspec.Raw]) -> Generator[Effort, None, tuple[BlockExtra, ...]]:
+    """Each block's key; blocks mostly have the same one."""
+    known: dict[bytes, BlockExtra] = {_NIL: None}
+    found: list[BlockExtra] = []
+    undecoded = _EXTRA_STEP_BYTES
+    for raw in map(bytes, keys):
+        if raw not in known:
+            undecoded -= len(raw)
+            if undecoded < 0:
+                undecoded = _EXTRA_STEP_BYTES
+                yield Effort(_EXTRA_STEP_BYTES)
+            known[raw] = _extra(raw)
+        found.append(known[raw])
+    return tuple(found)
+
+
+def _extra(raw: bytes) -> BlockExtra:
+    if len(raw) > _MAX_EXTRA_BYTES:
+        return ("digest", blake2b(raw, digest_size=16).digest())
+    frozen = _frozen(msgspec.msgpack.decode(raw), _MAX_EXTRA_DEPTH)
     return frozen if isinstance(frozen, tuple) else (frozen,)
 
 
@@ -191,8 +245,7 @@ def _frozen(value: Any, depth: int) -> object:
 def _why_unreadable(raw: msgspec.Raw) -> str:
     """`unknown_type` for an event of a type this version does not know, else `malformed`."""
     try:
-        value = msgspec.msgpack.decode(raw)
-    except _FAILURES:
+        named = (_MAP_TAG if _is_map(raw) else _ARRAY_TAG).decode(raw).type
+    except (*_FAILURES, ValueError):
         return "malformed"
-    name = value.get("type") if isinstance(value, dict) else value[0] if isinstance(value, list) and value else None
-    return "unknown_type" if isinstance(name, str) and name not in _KNOWN_TYPES else "malformed"
+    return "malformed" if named in _KNOWN_TYPES else "unknown_type"

@@ -70,6 +70,14 @@ class AllBlocksCleared:
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """Work that led to no event yet, in blocks whose handling costs about as much: an event that is skipped, or a long
+    one that is decoded step by step."""
+
+    blocks: int = 1
+
+
 @dataclass(slots=True)
 class Skipped:
     """Events that could not be used, by reason; `unknown_type` is harmless, `malformed` may leave the index wrong."""

@@ -21,8 +21,8 @@ Replay = Callable[[int], AsyncGenerator[Frames, None]]
 #: A replay whose middle was dropped on the way is asked for again from where it broke, this often.
 _REPLAY_PASSES = 5
 
-#: What handling one message costs besides its blocks, in blocks.
-_MESSAGE_COST_BLOCKS = 8
+#: What handling one message costs besides its blocks, in blocks, and how many of its bytes cost another one.
+_MESSAGE_COST_BLOCKS, _BYTES_A_BLOCK = 8, 512
 
 
 class StreamFollower:
@@ -49,6 +49,7 @@ class StreamFollower:
         self._since_pause = 0
         self._position = Position()
         self._missing: StreamReason | None = None
+        self._replay_empty = False  # although batches had been published
         #: A replay failed; `synchronise` after a while may heal it.
         self.wants_retry = False
 
@@ -67,8 +68,9 @@ class StreamFollower:
         try:
             batch = decode_batch(frames)
         except BadResponse:
-            self._pass_over(frames)
+            await self._pass_over(frames)
             return
+        await self._breathe(len(frames[-1]) // _BYTES_A_BLOCK)
         if self._position.applied is None:
             await self._first(batch)
             return
@@ -96,7 +98,7 @@ class StreamFollower:
             await self._rebuild(batch)
 
     async def _fill_gap(self, batch: KvEventBatch) -> None:
-        if self._replay is not None and await self._caught_up(self._replay):
+        if self._replay is not None and await self._caught_up(self._replay) and self._reaches(batch):
             self._meter.gap("filled")
             await self._take_if_next(batch)
         else:
@@ -108,10 +110,18 @@ class StreamFollower:
         if self._replay is None:
             self._wipe()
             await self._join(batch, StreamReason.LOST_EVENTS)
-        elif await self._started_over(self._replay):
+        elif not await self._started_over(self._replay):
+            await self._join(batch, StreamReason.REPLAY_FAILED)
+        elif self._reaches(batch):
             await self._take_if_next(batch)
         else:
-            await self._join(batch, StreamReason.REPLAY_FAILED)
+            await self._join_beyond_replay(batch)
+
+    async def _join_beyond_replay(self, batch: KvEventBatch) -> None:
+        """Batches were published that no replay brings: an empty one does not mean that there were none."""
+        self._replay_empty = self._position.applied == -1
+        self._wipe()
+        await self._join(batch, StreamReason.PARTIAL_HISTORY if self._replay_empty else StreamReason.LOST_EVENTS)
 
     async def _join(self, batch: KvEventBatch, missing: StreamReason | None) -> None:
         """Takes up the stream here; only its very first batch leaves nothing behind."""
@@ -119,6 +129,10 @@ class StreamFollower:
         self._position.judge(batch.seq)
         await self._take(batch, "applied")
         self._health.synchronised(self._missing)
+
+    def _reaches(self, batch: KvEventBatch) -> bool:
+        """Whether nothing is missing before this batch."""
+        return self._position.applied is not None and batch.seq <= self._position.applied + 1
 
     async def _take_if_next(self, batch: KvEventBatch) -> None:
         """The live batch after a replay, unless the replay brought it; a new gap shows at the batch after it."""
@@ -135,6 +149,7 @@ class StreamFollower:
             self._missing = StreamReason.REPLAY_FAILED
         elif self._position.applied is None:
             self._position.advance(-1, 0.0)
+            self._missing = StreamReason.PARTIAL_HISTORY if self._replay_empty else None
         self._health.synchronised(self._missing)
         return delivered
 
@@ -168,7 +183,7 @@ class StreamFollower:
                     break
                 if first:
                     self._check_first(seq, frames)
-                    first = False
+                    first = self._replay_empty = False
                 whole = whole and await self._take_replayed(seq, frames)
         if first and self._position.applied not in (None, -1):
             raise BadResponse("kv events: the engine knows fewer batches than were applied")
@@ -194,19 +209,23 @@ class StreamFollower:
         try:
             batch = decode_batch(frames)
         except BadResponse:
-            self._pass_over(frames)
+            await self._pass_over(frames)
             return True
+        await self._breathe(len(frames[-1]) // _BYTES_A_BLOCK)
         await self._take(batch, "replayed")
         return True
 
     async def _take(self, batch: KvEventBatch, outcome: str) -> None:
         missing = self._missing
         skipped = Skipped()
-        for piece in sliced(batch.events(skipped), self._slice_blocks):
+        if batch.seq == 0:  # the very first one: there is nothing before it
+            self._missing = None
+        for piece, cost in sliced(batch.steps(skipped), self._slice_blocks):
             self._apply(piece)
+            self._meter.events(piece)
             if any(isinstance(event, AllBlocksCleared) for event in piece):
                 self._missing, self.wants_retry = None, False
-            await self._breathe(self._meter.events(piece))
+            await self._breathe(cost)
         if skipped.counts["malformed"]:
             self._missing = StreamReason.MALFORMED
         self._position.advance(batch.seq, batch.ts)
@@ -226,8 +245,8 @@ class StreamFollower:
             self._since_pause = 0
             await self._pause()
 
-    def _pass_over(self, frames: Frames) -> None:
-        """A batch nobody can read: what it said is lost."""
+    async def _pass_over(self, frames: Frames) -> None:
+        """A batch that cannot be read: what it said is lost."""
         self._meter.batch("malformed")
         with contextlib.suppress(BadResponse):
             seq = sequence_number(frames)
@@ -236,6 +255,7 @@ class StreamFollower:
                 self._position.advance(seq, self._position.applied_ts)
         self._missing = StreamReason.MALFORMED
         self._health.incomplete(self._missing)
+        await self._breathe(_MESSAGE_COST_BLOCKS + sum(map(len, frames)) // _BYTES_A_BLOCK)
 
     def _wipe(self) -> None:
         self._position.reset()

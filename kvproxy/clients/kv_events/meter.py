@@ -26,13 +26,10 @@ class StreamMeter:
         """One batch: applied, replayed, duplicate or malformed."""
         self._metrics.kv_event_batches.labels(self._endpoint, outcome).inc()
 
-    def events(self, events: Sequence[KvEvent]) -> int:
-        """Events that were applied; returns their blocks."""
-        stored = sum(event.blocks for event in events if isinstance(event, BlockStored))
-        removed = sum(event.blocks for event in events if isinstance(event, BlockRemoved))
-        self._stored.inc(stored)
-        self._removed.inc(removed)
-        return stored + removed
+    def events(self, events: Sequence[KvEvent]) -> None:
+        """Events that were applied."""
+        self._stored.inc(sum(event.blocks for event in events if isinstance(event, BlockStored)))
+        self._removed.inc(sum(event.blocks for event in events if isinstance(event, BlockRemoved)))
 
     def skipped(self, skipped: Skipped) -> None:
         """Events that could not be used."""

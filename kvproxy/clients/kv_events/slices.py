@@ -5,23 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from kvproxy.clients.kv_events.events import BlockRemoved, BlockStored, KvEvent
+from kvproxy.clients.kv_events.events import BlockRemoved, BlockStored, Effort, KvEvent
 
 
-def sliced(events: Iterable[KvEvent], max_blocks: int) -> Iterator[list[KvEvent]]:
-    """`events` in order, in lists of at most `max_blocks` blocks; a longer event is cut where that changes nothing."""
+def sliced(events: Iterable[KvEvent | Effort], max_blocks: int) -> Iterator[tuple[list[KvEvent], int]]:
+    """`events` in order, in lists of at most `max_blocks` blocks, each with what it cost; a longer event is cut where
+    that changes nothing. Effort fills a list as blocks do, so that a list may be empty.
+    """
     batch: list[KvEvent] = []
-    room = max_blocks
+    spent = 0
     for event in events:
+        if isinstance(event, Effort):
+            spent += event.blocks
+            if spent >= max_blocks:
+                yield batch, spent
+                batch, spent = [], 0
+            continue
         for piece in _pieces(event, max_blocks):
             cost = max(1, piece.blocks)
-            if batch and cost > room:
-                yield batch
-                batch, room = [], max_blocks
+            if batch and spent + cost > max_blocks:
+                yield batch, spent
+                batch, spent = [], 0
             batch.append(piece)
-            room -= cost
-    if batch:
-        yield batch
+            spent += cost
+    if batch or spent:
+        yield batch, spent
 
 
 def _pieces(event: KvEvent, size: int) -> Iterator[KvEvent]:

@@ -12,8 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvproxy.clients.kv_events import codec
-from kvproxy.clients.kv_events.codec import END_OF_REPLAY, decode_batch, sequence_number
-from kvproxy.clients.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, Skipped
+from kvproxy.clients.kv_events.codec import (
+    END_OF_REPLAY,
+    MAX_EVENT_BLOCKS,
+    MAX_EVENT_TOKENS,
+    decode_batch,
+    sequence_number,
+)
+from kvproxy.clients.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, Effort, KvEvent, Skipped
 from kvproxy.errors import BadResponse
 from tests.clients.kv_events.support import BLOCK, CLEARED, captured_frames, captured_rows, frames, removed, stored
 
@@ -201,7 +207,7 @@ def test_an_event_that_cannot_be_used_is_counted(event: Any, reason: str) -> Non
 
 def test_an_event_that_is_not_even_readable_alone() -> None:
     """Text that is no UTF-8 spoils its event only; nesting without end the whole batch."""
-    bad = msgspec.Raw(b"\x82\xa4type\xaaBlockMoved\xa1x\xa1\xff")
+    bad = msgspec.Raw(b"\x83\xa4type\xacBlockRemoved\xacblock_hashes\x90\xa6medium\xa1\xff")
     events, counts = events_of([b"", bytes(8), msgspec.msgpack.encode([0.0, [bad, CLEARED]])])
     assert events == [AllBlocksCleared()]
     assert counts["malformed"] == 1
@@ -227,3 +233,58 @@ def test_no_bytes_break_the_decoder(payload: bytes) -> None:
     """Anything is a batch or a BadResponse; its events are events or counted."""
     with contextlib.suppress(BadResponse):
         events_of([b"", bytes(8), payload])
+
+
+def steps_of(event: Any) -> tuple[list[KvEvent], list[Effort], dict[str, int]]:
+    """One event, the effort it took, and what was skipped."""
+    skipped = Skipped()
+    message = [b"", bytes(8), msgspec.msgpack.encode([0.0, [event]])]
+    steps = [*decode_batch(message).steps(skipped)]
+    efforts = [step for step in steps if isinstance(step, Effort)]
+    return [step for step in steps if not isinstance(step, Effort)], efforts, skipped.counts
+
+
+def test_a_long_event_is_decoded_in_steps() -> None:
+    """Between them others may run; what comes out is the same."""
+    events, efforts, _ = steps_of(stored(*range(20_000), extra_keys=[["lora", n] for n in range(20_000)]))
+    (event,) = events
+    assert isinstance(event, BlockStored)
+    assert event.blocks == 20_000
+    assert event.extra is not None
+    assert event.extra[19_999] == ("lora", 19_999)
+    assert len(efforts) > 10
+
+
+def test_an_ordinary_event_is_one_step() -> None:
+    """No effort beyond its blocks."""
+    assert steps_of(stored(*range(30), extra_keys=[["lora"]] * 30))[1] == []
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {**stored(1), "token_ids": [1] * (MAX_EVENT_TOKENS + 1)},
+        {**stored(1), "block_hashes": [1] * (MAX_EVENT_BLOCKS + 1)},
+        {**stored(1), "extra_keys": [None] * (MAX_EVENT_BLOCKS + 1)},
+        {**stored(1), "medium": "x" * 2000},
+        {**stored(1), "lora_name": "x" * 2000},
+        {**stored(1), "block_hashes": [bytes(65)]},
+        {**removed(1), "block_hashes": [1] * (MAX_EVENT_BLOCKS + 1)},
+    ],
+    ids=["tokens", "blocks", "extra", "medium", "lora", "hash", "removed"],
+)
+def test_an_event_beyond_its_bounds_is_malformed(event: Any) -> None:
+    """Nothing is made of it, and nothing of it is kept."""
+    events, _, counts = steps_of(event)
+    assert (events, counts["malformed"]) == ([], 1)
+
+
+def test_a_long_extra_key_goes_by_its_digest() -> None:
+    """A client's long salt neither costs nor spoils anything; equal ones are equal."""
+    keys = [["x" * 5000], ["y" * 5000], ["x" * 5000]]
+    ((event,), _, _) = steps_of(stored(1, 2, 3, extra_keys=keys))
+    assert isinstance(event, BlockStored)
+    assert event.extra is not None
+    first, second, third = event.extra
+    assert first == third != second
+    assert len(repr(first)) < 200

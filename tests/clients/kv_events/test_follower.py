@@ -272,6 +272,9 @@ async def test_batches_a_gone_connection_left_do_no_harm(published: int) -> None
         await stream.follower.on_message(message)
     await stream.connect()
     assert stream.blocks == {90 + n for n in range(published)}
+    # An empty replay beside batches from somewhere proves nothing; the new process' first batch does.
+    assert stream.state == ("exact/following" if published else "degraded/partial_history")
+    await stream.live(stored(50))
     assert stream.state == "exact/following"
 
 
@@ -509,3 +512,97 @@ async def test_whatever_is_lost_on_the_way_the_index_ends_right(data: st.DataObj
     truth.add(99)
     await stream.live(stored(99))
     assert (stream.blocks, stream.state) == (truth, "exact/following")
+
+
+class Forgetful(Engine):
+    """An engine whose replay buffer is always empty (`buffer_steps: 0`, or a relay between)."""
+
+    async def replay(self, start: int) -> AsyncGenerator[list[bytes], None]:
+        self.asked.append(start)
+        yield [b"", b"", END_OF_REPLAY, b""]
+
+
+async def joined_late() -> Stream:
+    """Five hundred batches were published before."""
+    stream = Stream(Forgetful())
+    for n in range(500):
+        stream.engine.publish(stored(n))
+    await stream.connect()
+    return stream
+
+
+async def test_a_live_batch_beyond_an_empty_replay_is_partial_history() -> None:
+    """An empty replay is no proof that nothing was published: the stream is joined where it is."""
+    stream = await joined_late()
+    for n in range(500, 700):
+        await stream.live(stored(n))
+    assert stream.blocks == set(range(500, 700))
+    assert stream.state == "degraded/partial_history"
+    assert len(stream.engine.asked) <= 3
+    assert stream.count("gaps", "filled") == 0
+
+
+async def test_after_a_reconnection_an_empty_replay_proves_nothing_either() -> None:
+    """Until the first batch of a new process, which has nothing before it."""
+    stream = await joined_late()
+    await stream.live(stored(500))
+    await stream.connect()
+    assert (stream.blocks, stream.state) == (set(), "degraded/partial_history")
+    await stream.live(stored(501))
+    assert (stream.blocks, stream.state) == ({501}, "degraded/partial_history")
+    stream.engine.restart()
+    await stream.connect()
+    await stream.live(stored(1))
+    assert (stream.blocks, stream.state) == ({1}, "exact/following")
+
+
+async def test_a_replay_that_ends_too_early_is_not_asked_again_for_each_batch() -> None:
+    """What it leaves out is lost, and what was known before it may be wrong."""
+    stream = Stream(Engine())
+    await stream.connect()
+    await stream.live(stored(1))
+    stream.engine.publish(stored(2))
+    stream.engine.batches, known = stream.engine.batches[:1], len(stream.engine.batches)
+    for number in range(known + 3, known + 20):
+        await stream.follower.on_message(frames(number, stored(100 + number), ts=float(number)))
+    assert stream.state == "degraded/lost_events"
+    assert len(stream.engine.asked) <= 3
+    assert stream.blocks == {100 + number for number in range(known + 3, known + 20)}
+
+
+def raw(seq: int, events: bytes, count: int) -> list[bytes]:
+    """A message with so many events, already packed."""
+    head = b"\x93\xcb" + bytes(8) + b"\xdd" + count.to_bytes(4, "big")
+    return [b"kv-events", seq.to_bytes(8, "big"), head + events + b"\xc0"]
+
+
+@pytest.mark.parametrize(
+    ("event", "malformed"), [(b"\xc0", True), (b"\x81\xa4type\xaaBlockMoved", False)], ids=["nil", "unknown"]
+)
+async def test_events_that_are_skipped_are_work(event: bytes, malformed: bool) -> None:
+    """An engine that publishes what cannot be read does not hold the event loop: at most a slice's worth at once."""
+    stream = Stream(Engine())
+    await stream.connect()
+    await stream.follower.on_message(raw(0, 50_000 * event, 50_000))
+    assert stream.pauses >= 50_000 // 512
+    assert stream.state == ("degraded/malformed" if malformed else "exact/following")
+
+
+async def test_a_batch_of_too_many_events_is_refused_unread() -> None:
+    """Eight megabytes of nothing cost next to nothing, and are lost."""
+    stream = Stream(Engine())
+    await stream.connect()
+    await stream.follower.on_message(raw(0, bytes([0xC0]) * 8_000_000, 8_000_000))
+    assert stream.state == "degraded/malformed"
+    assert stream.count("batches", "malformed") == 1
+    await stream.live(stored(1))
+    assert stream.pauses >= 1
+
+
+async def test_batches_that_cannot_be_read_pause_as_well() -> None:
+    """However many come in a row."""
+    stream = Stream(Engine())
+    await stream.connect()
+    for number in range(640):
+        await stream.follower.on_message([b"", number.to_bytes(8, "big"), b"\xc1"])
+    assert stream.pauses >= 10

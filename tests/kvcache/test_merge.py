@@ -1,0 +1,179 @@
+"""What was routed and what KV events say: one merge, in the proxy and in a replay."""
+
+from __future__ import annotations
+
+from array import array
+from random import Random
+
+import pytest
+
+from kvproxy.balancing.policy import FactSource, Overlap
+from kvproxy.balancing.trust import Trust
+from kvproxy.clients.kv_events.events import BlockRemoved, BlockStored
+from kvproxy.kvcache.facts import is_contradicted, local_overlaps
+from kvproxy.kvcache.local import LocalSources
+from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
+from kvproxy.prefix.precise import PreciseMatch
+from kvproxy.replay.settings import FleetSettings
+from kvproxy.replay.trace import Turn
+from kvproxy.replay.view import IndexView, endpoint_id
+from kvproxy.simulator import kv_event as simulated
+from tests.kvcache.support import A, B
+
+#: A prompt of 256 blocks of 16 tokens, 4,096 in all, and as many blocks of text.
+TOKENS = array("I", range(1, 4097))
+HASHES = array("Q", range(1000, 1256))
+NAMES = tuple(range(256))
+BYTES_PER_TOKEN = TEXT_BLOCK_BYTES / 16
+OTHER = array("Q", range(9000, 9050))
+
+
+@pytest.fixture
+def local() -> LocalSources:
+    """One endpoint whose events are followed exactly; it was sent the prompt, announced it and evicted it."""
+    sources = LocalSources(endpoints=1)
+    sources.exact = frozenset({A})
+    sources.settle(sources.route(A, HASHES), prefilled=True)
+    sources.precise.apply(A, 0, [BlockStored(NAMES, None, TOKENS, 16), BlockRemoved(NAMES)])
+    return sources
+
+
+def overlaps(local: LocalSources) -> dict[str, Overlap]:
+    found = local.overlaps(HASHES, bytes_per_token=BYTES_PER_TOKEN, tokens=TOKENS, cache_salt=None)
+    return {str(endpoint): overlap for endpoint, overlap in found.items()}
+
+
+def test_an_unrelated_request_in_flight_brings_nothing_back(local: LocalSources) -> None:
+    """What was evicted is gone, however busy the engine is with other prompts."""
+    assert overlaps(local) == {}
+    local.route(A, OTHER)
+    assert overlaps(local) == {}
+
+
+def test_this_prompt_in_flight_counts_until_its_request_is_over(local: LocalSources) -> None:
+    """Its blocks are promised and not yet announced; afterwards only events speak for them."""
+    claim = local.route(A, HASHES)
+    assert overlaps(local) == {"a": Overlap(4096)}
+    local.settle(claim, prefilled=True)
+    assert overlaps(local) == {}
+
+
+def test_a_prefix_in_flight_counts_as_far_as_it_goes(local: LocalSources) -> None:
+    """A request that shares 64 blocks with this prompt promises those."""
+    local.route(A, HASHES[:64] + OTHER)
+    assert overlaps(local) == {"a": Overlap(64 * 16)}
+
+
+def test_two_requests_in_flight_promise_together(local: LocalSources) -> None:
+    """The end of one takes nothing from the other."""
+    first, second = local.route(A, HASHES), local.route(A, HASHES)
+    local.settle(first, prefilled=False)
+    assert overlaps(local) == {"a": Overlap(4096)}
+    local.settle(second, prefilled=False)
+    assert overlaps(local) == {}
+    assert local.in_flight.entries == 0
+
+
+def test_a_promise_survives_a_reload(local: LocalSources) -> None:
+    """Sources made after former ones share what is in flight; its end counts in both."""
+    claim = local.route(A, HASHES)
+    after = LocalSources(endpoints=1, former=local)
+    after.exact = frozenset({A})
+    assert overlaps(after) == {"a": Overlap(4096)}
+    after.settle(claim, prefilled=True)
+    assert overlaps(after) == {}
+
+
+@pytest.mark.parametrize("gone", [LocalSources.forget, LocalSources.lose], ids=["left", "restarted"])
+def test_an_endpoint_that_is_gone_keeps_no_promise(local: LocalSources, gone: object) -> None:
+    """What was under way there died with it."""
+    claim = local.route(A, HASHES)
+    gone(local, A)  # type: ignore[operator]
+    assert overlaps(local) == {}
+    local.settle(claim, prefilled=False)
+    assert overlaps(local) == {}
+
+
+def test_without_events_nothing_is_kept_twice() -> None:
+    """The index of requests under way costs nothing where no events are followed."""
+    local = LocalSources(endpoints=1)
+    local.route(A, HASHES)
+    assert local.in_flight.entries == 0
+    assert overlaps(local) == {"a": Overlap(4096)}
+
+
+@pytest.mark.parametrize(
+    ("routed", "in_flight", "announced", "exact", "expected"),
+    [
+        (320, 0, None, True, None),
+        (320, 160, None, True, Overlap(160)),
+        (320, 160, None, False, Overlap(320)),
+        (320, 0, 160, True, Overlap(160, 0, FactSource.PRECISE, 0.0, 160, 160)),
+        (320, 0, 160, False, Overlap(320)),
+        (320, 320, 160, True, Overlap(320)),
+        (320, 160, 320, True, Overlap(320, 0, FactSource.PRECISE, 0.0, 320, 320)),
+        (160, 0, 320, True, Overlap(320, 0, FactSource.PRECISE, 0.0, 320, 160)),
+        (160, 0, 320, False, Overlap(320, 0, FactSource.PRECISE, 0.0, 320, 160)),
+        (0, 0, 320, True, Overlap(320, 0, FactSource.PRECISE, 0.0, 320, 0)),
+    ],
+)
+def test_the_merge(routed: int, in_flight: int, announced: int | None, exact: bool, expected: Overlap | None) -> None:
+    """Exact events are believed over what was routed, but not over what is promised; others add to it."""
+    found = local_overlaps(
+        routed={A: routed} if routed else {},
+        in_flight={A: in_flight} if in_flight else {},
+        announced={} if announced is None else {A: PreciseMatch(announced, 0, 0)},
+        exact={A} if exact else {B},
+        trust=Trust(),
+    )
+    assert found == ({} if expected is None else {A: expected})
+
+
+def test_a_promise_counts_over_announcements_that_are_not_trusted() -> None:
+    """Events of that engine were wrong before; what is under way there will be there."""
+    trust = Trust()
+    for _ in range(30):
+        trust.observe(A, 320, 0, 0)
+    sources = {"routed": {}, "announced": {A: PreciseMatch(320, 0, 0)}, "exact": {A}, "trust": trust}
+    assert local_overlaps(in_flight={}, **sources)[A].tokens < 32  # type: ignore[arg-type]
+    assert local_overlaps(in_flight={A: 160}, **sources)[A] == Overlap(160)  # type: ignore[arg-type]
+
+
+def test_lower_tiers_follow_what_is_on_the_device() -> None:
+    """What trust takes off is taken off the end."""
+    announced = {A: PreciseMatch(96, 64, 0)}
+    found = local_overlaps(routed={}, in_flight={}, announced=announced, exact={A}, trust=Trust())
+    assert (found[A].device_tokens, found[A].lower_tokens) == (96, 64)
+
+
+@pytest.mark.parametrize(
+    ("predicted", "cached", "contradicted"),
+    [(0, 0, False), (100, 38, False), (100, 37, True), (8000, 6936, False), (8000, 6935, True)],
+)
+def test_what_contradicts_a_prediction(predicted: int, cached: int, contradicted: bool) -> None:
+    """Half of a short one, and an eighth and 64 tokens of a long one, are within what blocks and estimates explain."""
+    assert is_contradicted(predicted, cached) is contradicted
+
+
+def test_a_replay_believes_what_the_proxy_believes() -> None:
+    """The same story told to both: evicted, another prompt under way, this one under way, over."""
+    turn = Turn(0.0, 6 * 512 + 100, 1, array("Q", range(6)))
+    other = Turn(0.0, 3 * 512, 1, array("Q", range(500, 503)))
+    view = IndexView(FleetSettings(instances=1), 512, rng=Random(1))
+
+    def blocks() -> int:
+        return view.facts(turn).matched_tokens(endpoint_id(0)) // 512
+
+    view.facts(turn)
+    view.routed(0, turn)(0, 0)
+    view.observe(0, [simulated.BlockStored(tuple(turn.blocks), None)])
+    assert blocks() == 6
+    view.observe(0, [simulated.BlockRemoved(name) for name in reversed(turn.blocks)])
+    assert blocks() == 0
+    view.facts(other)
+    view.routed(0, other)
+    assert blocks() == 0
+    settle = view.routed(0, turn)
+    assert blocks() == 6
+    settle(0, 0)
+    assert blocks() == 0
