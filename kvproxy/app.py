@@ -57,6 +57,7 @@ class Proxy:
         self.wall_clock = wall_clock
         self.recent = RecentDecisions()
         self.findings: Sequence[FindingLike] = ()  # what the operator should know, shown on the live page
+        self.public_url = ""  # where clients connect, told by whoever listens
         self.reloader: Reloader | None = None  # reads the configuration anew; None: there is no file
         pool = config.pool
         self._pool = UpstreamPool(

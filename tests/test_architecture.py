@@ -29,7 +29,7 @@ ROWS: tuple[frozenset[str], ...] = (
     frozenset({"resilience"}),
     frozenset({"config"}),
     frozenset({"metrics"}),
-    frozenset({"types", "errors", "owned_task", "json_scan"}),
+    frozenset({"types", "errors", "owned_task", "json_scan", "log_lines"}),
 )
 ROW_OF = {room: index for index, rooms in enumerate(ROWS) for room in rooms}
 

@@ -18,6 +18,8 @@ MACROS = {
     "[RATE]": "[$__rate_interval]",
 }
 WIDTH, HEIGHT = 8, 8
+#: Rows that are open when the dashboard is.
+OPEN = 2
 
 
 def expand(query: str) -> str:
@@ -49,6 +51,7 @@ def variables() -> list[dict[str, Any]]:
         {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"},
         variable("job", "Job", "kvproxy_endpoint_up"),
         variable("instance", "Proxy", 'kvproxy_endpoint_up{job=~"$job"}'),
+        {"name": "live_page", "label": "Live page", "type": "textbox", "query": "http://127.0.0.1:8889"},
         variable("cluster", "Cluster", 'kvproxy_endpoint_up{job=~"$job",instance=~"$instance"}'),
     ]
 
@@ -110,19 +113,52 @@ def panel_json(panel: dict[str, Any]) -> dict[str, Any]:
 
 
 def placed(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Every row and panel with its place: left to right, top to bottom."""
-    y = 0
-    for row in rows:
+    """Every row and panel with its place: left to right, top to bottom. Rows beyond the first OPEN are collapsed, and
+    hold their panels."""
+    y = number = 0
+    for index, row in enumerate(rows):
         place = {"h": 1, "w": 24, "x": 0, "y": y}
-        yield {"type": "row", "title": row["row"], "collapsed": False, "panels": [], "gridPos": place}
         x, y, height = 0, y + 1, row.get("height", HEIGHT)
+        number += 1
+        head = {"id": number, "type": "row", "title": row["row"], "collapsed": index >= OPEN, "gridPos": place}
+        panels = []
         for panel in row["panels"]:
             width = panel.get("width", WIDTH)
             if x + width > 24:
                 x, y = 0, y + height
-            yield {**panel_json(panel), "gridPos": {"h": height, "w": width, "x": x, "y": y}}
+            number += 1
+            panels.append({"id": number, **panel_json(panel), "gridPos": {"h": height, "w": width, "x": x, "y": y}})
             x += width
         y += height
+        yield {**head, "panels": panels if index >= OPEN else []}
+        yield from panels if index < OPEN else ()
+
+
+def links() -> list[dict[str, Any]]:
+    """From the dashboard to the proxy's own pages."""
+    pages = {"Live page": "${live_page}", "Last decisions": "${live_page}/decisions"}
+    return [{"title": title, "type": "link", "url": url, "targetBlank": True} for title, url in pages.items()]
+
+
+def annotations() -> list[dict[str, Any]]:
+    """Marks on every panel: starts of the proxy, and configurations it took over."""
+    events = {
+        "Started": "changes(process_start_time_seconds{ALL}[RATE]) > 0",
+        "Configuration reloaded": 'increase(kvproxy_reloads_total{ALL,result="applied"}[RATE]) > 0',
+        "Configuration refused": 'increase(kvproxy_reloads_total{ALL,result="refused"}[RATE]) > 0',
+    }
+    return [
+        {
+            "name": name,
+            "datasource": DATASOURCE,
+            "enable": True,
+            "expr": expand(query),
+            "iconColor": "red" if name.endswith("refused") else "blue",
+            "titleFormat": name,
+            "textFormat": "{{instance}}",
+        }
+        for name, query in events.items()
+    ]
 
 
 def dashboard() -> dict[str, Any]:
@@ -141,8 +177,9 @@ def dashboard() -> dict[str, Any]:
         "time": {"from": "now-1h", "to": "now"},
         "timezone": "browser",
         "templating": {"list": variables()},
-        "annotations": {"list": []},
-        "panels": [{"id": number, **panel} for number, panel in enumerate(placed(rows), start=1)],
+        "links": links(),
+        "annotations": {"list": annotations()},
+        "panels": list(placed(rows)),
     }
 
 

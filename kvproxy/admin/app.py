@@ -31,7 +31,7 @@ def _set_root_level(level: str) -> None:
 
 def admin_app(operated: Operated, history: History, *, set_level: Callable[[str], None] = _set_root_level) -> ASGIApp:
     """The ASGI app, behind the configuration's token when there is one. `history` is entered by whoever made it."""
-    audit = Audit(wall_clock=operated.wall_clock)
+    audit = Audit()
     parts = (
         Page(),
         HealthRoutes(operated),

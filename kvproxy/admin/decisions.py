@@ -2,61 +2,100 @@
 
 from __future__ import annotations
 
+import math
 from datetime import timedelta
 from itertools import islice
+from operator import itemgetter
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from kvproxy.admin.operated import Operated
-from kvproxy.admin.replies import limit_of, reply
+from kvproxy.admin.replies import Refused, limit_of, reply
+from kvproxy.errors import Problem
+from kvproxy.filters.exchange import RESULTS
 from kvproxy.filters.recent import Decision
 
 MAX_LIMIT = 1000
 
 
-def last_decisions(operated: Operated, limit: int) -> list[dict[str, object]]:
-    """At most `limit`, the newest first; no prompt text."""
-    now, wall = operated.clock(), operated.wall_clock()
+def last_decisions(operated: Operated, limit: int, *, result: str = "") -> list[dict[str, object]]:
+    """At most `limit`, the newest first, with `result` only those of which that became; no prompt text."""
+    decisions = operated.recent.latest()
+    wanted = (one for one in decisions if one.result == result) if result else decisions
+    return [_shown(operated, decision) for decision in islice(wanted, limit)]
 
-    def shown(decision: Decision) -> dict[str, object]:
-        outcome = decision.outcome
-        ended = wall - timedelta(seconds=now - decision.ended_at)
-        return {
-            "ended_at": ended.isoformat(timespec="milliseconds"),
-            "ago_s": round(now - decision.ended_at, 3),
-            "request_id": decision.request_id,
-            "tenant": decision.tenant,
-            "model": decision.model,
-            "cluster": outcome.cluster,
-            "endpoint": outcome.endpoint,
-            "policy": outcome.policy,
-            "reason": outcome.pick_reason,
-            "status": outcome.status,
-            "end": outcome.end,
-            "retries": max(0, outcome.attempts - 1),
-            "prompt_tokens": outcome.prompt_tokens or decision.prompt_tokens or None,
-            "matched_tokens": decision.matched_tokens,
-            "cached_tokens": outcome.cached_tokens,
-            "completion_tokens": outcome.completion_tokens,
-            "ttft_s": outcome.ttft_s,
-            "duration_s": decision.duration_s,
+
+def _shown(operated: Operated, decision: Decision) -> dict[str, object]:
+    now, outcome = operated.clock(), decision.outcome
+    ended = operated.wall_clock() - timedelta(seconds=now - decision.ended_at)
+    return {
+        "number": decision.number,
+        "ended_at": ended.isoformat(timespec="milliseconds"),
+        "ago_s": round(now - decision.ended_at, 3),
+        "request_id": decision.request_id,
+        "tenant": decision.tenant,
+        "model": decision.model,
+        "cluster": outcome.cluster,
+        "endpoint": outcome.endpoint,
+        "policy": outcome.policy,
+        "reason": outcome.pick_reason,
+        "status": outcome.status,
+        "end": outcome.end,
+        "result": decision.result,
+        "streamed": decision.streamed,
+        "retries": max(0, outcome.attempts - 1),
+        "prompt_tokens": outcome.prompt_tokens or decision.prompt_tokens or None,
+        "matched_tokens": decision.matched_tokens,
+        "cached_tokens": outcome.cached_tokens,
+        "completion_tokens": outcome.completion_tokens,
+        "ttft_s": outcome.ttft_s,
+        "duration_s": decision.duration_s,
+    }
+
+
+def _candidates(decision: Decision) -> list[dict[str, object]]:
+    """What the last pick chose among, the cheapest first: what each would have cost and was believed to hold."""
+    outcome, facts = decision.outcome, decision.facts
+    rows: list[tuple[float, dict[str, object]]] = []
+    for index, endpoint in enumerate(outcome.candidates):
+        cost = outcome.costs[index] if outcome.costs else None
+        held = facts.by_endpoint.get(endpoint.id)
+        row: dict[str, object] = {
+            "endpoint": endpoint.id,
+            "cost": cost,
+            "matched_tokens": facts.matched_tokens(endpoint.id),
+            "lower_tokens": 0 if held is None else held.lower_tokens,
+            "source": None if held is None else held.source.value,
+            "age_s": None if held is None else held.age_s,
         }
-
-    return [shown(decision) for decision in islice(operated.recent.latest(), limit)]
+        rows.append((math.inf if cost is None else cost, row))
+    return [row for _, row in sorted(rows, key=itemgetter(0))]
 
 
 class DecisionRoutes:
-    """`/decisions?limit=`."""
+    """`/decisions?limit=&result=`, and `/decisions/NUMBER`: one with its candidates."""
 
     def __init__(self, operated: Operated) -> None:
         self._operated = operated
 
     def routes(self) -> list[Route]:
         """Their paths."""
-        return [Route("/decisions", self._decisions, methods=["GET"])]
+        return [
+            Route("/decisions", self._decisions, methods=["GET"]),
+            Route("/decisions/{number:int}", self._decision, methods=["GET"]),
+        ]
 
     async def _decisions(self, request: Request) -> Response:
-        limit = limit_of(request, default=100, most=MAX_LIMIT)
-        return reply({"decisions": last_decisions(self._operated, limit)})
+        limit, result = limit_of(request, default=100, most=MAX_LIMIT), request.query_params.get("result", "")
+        if result and result not in RESULTS:
+            raise Refused(400, Problem("result", "there is no such result", f"allowed: {', '.join(RESULTS)}"))
+        return reply({"decisions": last_decisions(self._operated, limit, result=result)})
+
+    async def _decision(self, request: Request) -> Response:
+        decision = self._operated.recent.numbered(request.path_params["number"])
+        if decision is None:
+            fix = f"the last {MAX_LIMIT} are kept; receipts keep more (docs/receipts.md)"
+            raise Refused(404, Problem("number", "this decision is not kept any more", fix))
+        return reply({**_shown(self._operated, decision), "candidates": _candidates(decision)})

@@ -1,12 +1,14 @@
-"""The last minutes, one sample a second, from counters that exist anyway: what the live page draws. Bounded."""
+"""The last minutes, one sample a second, and the last hour, one in ten, from counters that exist anyway: what the live
+page draws. Bounded."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 from kvproxy.admin.counts import total
@@ -19,6 +21,8 @@ log = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
 KEPT = 300
+#: Samples that become one of the hour, and how many of those are kept.
+COARSE, HOUR_KEPT = 10, 360
 
 Sleep = Callable[[float], Awaitable[None]]
 
@@ -40,24 +44,28 @@ class Sample:
 
     at: float
     tally: Tally
-    ttft_p50_s: float | None  # None: nobody got a first byte
+    ttft_p50_s: float | None  # None: no streamed answer had a first byte
     ttft_p95_s: float | None
     prompt_tokens: float  # by the engines' count
     cached_tokens: float  # of these, from cache
     predicted_tokens: float  # matched tokens where requests went
+    saved_s: float  # of prefill, by learned speeds
 
 
 class History(OwnedTask):
-    """Owns one task. Samples are read by whoever draws."""
+    """Owns one task. Samples are read by whatever draws; `on_sample` is called with the time of each."""
 
     task_name = "admin history"
 
     def __init__(self, sampled: Sampled, *, sleep: Sleep = asyncio.sleep) -> None:
         self.samples: deque[Sample] = deque(maxlen=KEPT)
+        self.hour: deque[Sample] = deque(maxlen=HOUR_KEPT)
+        self.on_sample: list[Callable[[float], object]] = []
         self._sampled = sampled
         self._sleep = sleep
-        self._last_at = sampled.clock()
-        self._last = (0.0, 0.0, 0.0)
+        self._taken = 0
+        self._last_at = self._hour_at = sampled.clock()
+        self._last = [0.0, 0.0, 0.0, 0.0]
 
     async def _run(self) -> None:
         while True:
@@ -70,24 +78,52 @@ class History(OwnedTask):
     def take(self) -> None:
         """One sample, of all since the one before."""
         recent, metrics, now = self._sampled.recent, self._sampled.metrics, self._sampled.clock()
-        ttfts = sorted(recent.ttfts_since(self._last_at))
-        counts = (total(metrics.prompt_tokens), total(metrics.cached_tokens), total(metrics.kv_predicted_tokens))
-        prompt, cached, predicted = (after - before for after, before in zip(counts, self._last, strict=True))
+        p50, p95 = _quantiles(recent.ttfts_since(self._last_at))
+        counters = (metrics.prompt_tokens, metrics.cached_tokens, metrics.kv_predicted_tokens, metrics.saved_seconds)
+        counts = [total(counter) for counter in counters]
+        prompt, cached, predicted, saved = (after - before for after, before in zip(counts, self._last, strict=True))
         self._last_at, self._last = now, counts
-        p50, p95 = quantile(ttfts, 0.5), quantile(ttfts, 0.95)
-        self.samples.append(Sample(now, recent.take_tally(), p50, p95, prompt, cached, predicted))
+        self.samples.append(Sample(now, recent.take_tally(), p50, p95, prompt, cached, predicted, saved))
+        self._taken += 1
+        if self._taken % COARSE == 0:
+            self._take_coarse(now)
+        for tell in self.on_sample:
+            tell(now)
 
-    def last_minute(self, now: float) -> Tally:
-        """Requests by cluster, endpoint and end over the last 60 s."""
-        counts: Tally = {}
+    def _take_coarse(self, now: float) -> None:
+        fine = list(islice(reversed(self.samples), COARSE))
+        p50, p95 = _quantiles(self._sampled.recent.ttfts_since(self._hour_at))
+        self._hour_at = now
+        sums = (
+            sum(getattr(one, name) for one in fine)
+            for name in ("prompt_tokens", "cached_tokens", "predicted_tokens", "saved_s")
+        )
+        self.hour.append(Sample(now, added(one.tally for one in fine), p50, p95, *sums))
+
+    def last_minute(self, now: float) -> list[Sample]:
+        """The samples of the last 60 s, the newest first."""
+        found = []
         for sample in reversed(self.samples):
             if now - sample.at >= 60.0:
                 break
-            for key, number in sample.tally.items():
-                counts[key] = counts.get(key, 0) + number
-        return counts
+            found.append(sample)
+        return found
+
+
+def added(tallies: Iterable[Tally]) -> Tally:
+    """Requests by cluster, endpoint and result over all of them."""
+    counts: Tally = {}
+    for tally in tallies:
+        for key, number in tally.items():
+            counts[key] = counts.get(key, 0) + number
+    return counts
 
 
 def quantile(ordered: Sequence[float], share: float) -> float | None:
     """The nearest rank; None of nothing."""
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
+
+
+def _quantiles(values: Iterable[float]) -> tuple[float | None, float | None]:
+    ordered = sorted(values)
+    return quantile(ordered, 0.5), quantile(ordered, 0.95)

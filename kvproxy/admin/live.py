@@ -1,8 +1,8 @@
-"""Everything the live page and `kvproxy status` show, in one answer. Put together only while somebody looks."""
+"""Everything the live page and `kvproxy status` show, in one answer. Put together only while a viewer asks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 from starlette.requests import Request
@@ -13,9 +13,15 @@ from kvproxy import __version__
 from kvproxy.admin.decisions import last_decisions
 from kvproxy.admin.endpoints import endpoint_status
 from kvproxy.admin.health import readiness
-from kvproxy.admin.history import History
-from kvproxy.admin.operated import FindingLike, Operated
+from kvproxy.admin.history import History, Sample, added
+from kvproxy.admin.operated import Operated
+from kvproxy.admin.replies import Refused
 from kvproxy.admin.routing import routing_status
+from kvproxy.admin.troubles import DOWN, FAILED_LEAST, FAILED_MOST, FAILED_SHARE, Troubles, by_cluster, by_endpoint
+from kvproxy.cluster.endpoint import Condition
+from kvproxy.config.schema import Listener
+from kvproxy.errors import Problem
+from kvproxy.filters.exchange import FAILED
 from kvproxy.filters.recent import Tally
 from kvproxy.kvcache.hot_prefixes import hot_prefixes
 from kvproxy.kvcache.status import leases, running_jobs
@@ -24,8 +30,8 @@ DECISIONS = 15
 HOT = 8
 #: Viewers within this time share one answer, and the search for hot prefixes is repeated no more often than that.
 SHARED_S, HOT_AGAIN_S = 0.5, 5.0
-#: Requests that ended so were not answered as their client wished, and not by its own doing.
-FAILED_ENDS = frozenset({"engine_error", "upstream_died", "local_reply", ""})
+#: What `?span=` may ask for: five minutes by the second, or an hour by ten.
+SPANS = ("5m", "1h")
 
 
 class LiveView:
@@ -34,52 +40,82 @@ class LiveView:
     def __init__(self, operated: Operated, history: History) -> None:
         self._operated = operated
         self._history = history
+        self._troubles = Troubles(operated)
         self._started_at = operated.clock()
-        self._body = b""
-        self._body_at = -SHARED_S
+        self._answers: dict[str, tuple[float, bytes]] = {}  # by span
         self._hot: list[dict[str, object]] = []
         self._hot_at = -HOT_AGAIN_S
+        history.on_sample.append(lambda now: self._troubles.look(now, self._minute(now)))
 
     def routes(self) -> list[Route]:
         """Its path."""
         return [Route("/live", self._live, methods=["GET"])]
 
     async def _live(self, request: Request) -> Response:
-        now = self._operated.clock()
-        if now - self._body_at >= SHARED_S or not self._body:
+        now, span = self._operated.clock(), request.query_params.get("span", SPANS[0])
+        if span not in SPANS:
+            raise Refused(400, Problem("span", "there is no such span", f"allowed: {', '.join(SPANS)}"))
+        made_at, body = self._answers.get(span, (now - SHARED_S, b""))
+        if now - made_at >= SHARED_S:
             await self._refresh_hot(now)
-            self._body = msgspec.json.encode(self.snapshot(now))
-            self._body_at = now
-        return Response(self._body, media_type="application/json", headers={"cache-control": "no-store"})
+            body = msgspec.json.encode(self.snapshot(now, span))
+            self._answers[span] = (now, body)
+        return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
 
-    def snapshot(self, now: float) -> dict[str, object]:
+    def snapshot(self, now: float, span: str = SPANS[0]) -> dict[str, object]:
         """All of it but for hot prefixes, which are as of the last look."""
         operated = self._operated
         ready, why = readiness(operated)
-        minute = self._history.last_minute(now)
+        minute = self._minute(now)
+        state, text = self._state(now, minute, ready=ready, why=why)
         return {
             "version": __version__,
             "time": operated.wall_clock().isoformat(timespec="seconds"),
             "uptime_s": now - self._started_at,
             "ready": ready,
             "readiness": why,
+            "state": {"kind": state, "text": text},
+            "public_url": operated.public_url or _url_of(operated.config.listen),
             "endpoints": self._endpoints(minute),
-            "last_minute": _summary(minute),
-            "history": self._series(now),
+            "last_minute": {**_counted(minute), "saved_prefill_s": self._saved_s(now)},
+            "clusters": {name: _counts(*found) for name, found in by_cluster(minute).items()},
+            "history": _series(self._history.samples if span == SPANS[0] else self._history.hour, now),
             "routing": {name: routing_status(one, now) for name, one in operated.clusters.items()},
             "cache": self._cache(now),
             "decisions": last_decisions(operated, DECISIONS),
+            "failed_decisions": last_decisions(operated, DECISIONS, result=FAILED),
             "findings": [
-                {"severity": str(one.severity), "where": one.where, "what": one.what, "fix": one.fix}
-                for one in (*operated.findings, *self._alarms())
+                {"severity": one.severity, "where": one.where, "what": one.what, "fix": one.fix, "age_s": now - since}
+                for one, since in self._troubles.look(now, minute)
             ],
         }
 
+    def _minute(self, now: float) -> Tally:
+        return added(one.tally for one in self._history.last_minute(now))
+
+    def _state(self, now: float, minute: Tally, *, ready: bool, why: str) -> tuple[str, str]:
+        """One word for all of it: `good`, `warn` or `down`, and what to say."""
+        if not ready:
+            return ("warn" if self._operated.draining else "down"), why
+        conditions = [one.condition(now) for each in self._operated.clusters.values() for one in each.endpoints]
+        requests, failed = sum(minute.values()), _failed(minute)
+        if failed >= FAILED_LEAST and failed / requests >= FAILED_SHARE:
+            share = f"{failed / requests:.0%} of requests fail"
+            return ("down", share) if failed / requests >= FAILED_MOST else ("warn", f"degraded: {share}")
+        if any(condition in DOWN for condition in conditions):
+            up = sum(condition in (Condition.UP, Condition.SATURATED) for condition in conditions)
+            return "warn", f"degraded: {up} of {len(conditions)} up"
+        return "good", why
+
+    def _saved_s(self, now: float) -> float | None:
+        """Engine seconds of prefill the caches saved in the last minute; None while no cluster has learned a speed."""
+        speeds = [one.speeds for one in self._operated.clusters.values() if one.speeds is not None]
+        if not any(one.estimates(now).samples for one in speeds):
+            return None
+        return sum(sample.saved_s for sample in self._history.last_minute(now))
+
     def _endpoints(self, minute: Tally) -> list[dict[str, object]]:
-        operated = self._operated
-        routed: dict[tuple[str, str], int] = {}
-        for (cluster, endpoint, _), count in minute.items():
-            routed[cluster, str(endpoint)] = routed.get((cluster, str(endpoint)), 0) + count
+        operated, routed = self._operated, by_endpoint(minute)
         return [
             {
                 "cluster": name,
@@ -89,24 +125,6 @@ class LiveView:
             for name, cluster in operated.clusters.items()
             for endpoint in cluster.endpoints
         ]
-
-    def _series(self, now: float) -> dict[str, Sequence[float | None]]:
-        """One value a sample, the oldest first; `ago_s` says when."""
-        samples = self._history.samples
-        return {
-            "ago_s": [round(now - one.at, 2) for one in samples],
-            "requests": [sum(one.tally.values()) for one in samples],
-            "failed": [_failed(one.tally) for one in samples],
-            "ttft_p50_s": [one.ttft_p50_s for one in samples],
-            "ttft_p95_s": [one.ttft_p95_s for one in samples],
-            "prompt_tokens": [one.prompt_tokens for one in samples],
-            "cached_tokens": [one.cached_tokens for one in samples],
-            "predicted_tokens": [one.predicted_tokens for one in samples],
-        }
-
-    def _alarms(self) -> Sequence[FindingLike]:
-        kvcache = self._operated.kvcache
-        return () if kvcache is None else kvcache.parts.learning.scores.alarms()
 
     def _cache(self, now: float) -> dict[str, object] | None:
         kvcache = self._operated.kvcache
@@ -128,9 +146,34 @@ class LiveView:
             self._hot = await hot_prefixes(kvcache.parts, HOT)
 
 
-def _summary(minute: Tally) -> dict[str, int]:
-    return {"requests": sum(minute.values()), "failed": _failed(minute)}
+def _series(samples: Iterable[Sample], now: float) -> dict[str, Sequence[float | None]]:
+    """One value a sample, the oldest first; `ago_s` says when."""
+    kept = list(samples)
+    return {
+        "ago_s": [round(now - one.at, 2) for one in kept],
+        "requests": [sum(one.tally.values()) for one in kept],
+        "failed": [_failed(one.tally) for one in kept],
+        "ttft_p50_s": [one.ttft_p50_s for one in kept],
+        "ttft_p95_s": [one.ttft_p95_s for one in kept],
+        "prompt_tokens": [one.prompt_tokens for one in kept],
+        "cached_tokens": [one.cached_tokens for one in kept],
+        "predicted_tokens": [one.predicted_tokens for one in kept],
+    }
+
+
+def _url_of(listen: Listener) -> str:
+    """Where clients connect, as far as the configuration says; "" when the port is whatever was free."""
+    host = f"[{listen.host}]" if ":" in listen.host else listen.host
+    return f"{'http' if listen.tls is None else 'https'}://{host}:{listen.port}" if listen.port else ""
+
+
+def _counted(tally: Tally) -> dict[str, int]:
+    return _counts(sum(tally.values()), _failed(tally))
+
+
+def _counts(requests: int, failed: int) -> dict[str, int]:
+    return {"requests": requests, "failed": failed}
 
 
 def _failed(tally: Tally) -> int:
-    return sum(count for (_, _, end), count in tally.items() if end in FAILED_ENDS)
+    return sum(count for (_, _, result), count in tally.items() if result == FAILED)

@@ -80,4 +80,9 @@ class Operated(Protocol):
     @property
     def reloader(self) -> Reloader | None: ...
     @property
+    def public_url(self) -> str:
+        """Where clients connect; "" while no listener said so."""
+        ...
+
+    @property
     def wall_clock(self) -> Callable[[], datetime]: ...

@@ -215,7 +215,7 @@ class Cluster:
         if endpoint.load.in_flight == endpoint.max_in_flight:
             self._screening.invalidate()
         return Pick(endpoint, reservation, policy=policy, reason=reason, preference=preference, costs=costs,
-                    permit=permit, judge=self)  # fmt: skip
+                    candidates=candidates, permit=permit, judge=self)  # fmt: skip
 
     def refusal(self, request: PickRequest, *, now: float) -> Refusal:
         """Why nobody may take this request, when `pick` answered None."""

@@ -20,7 +20,8 @@ OTHER = "other"
 class Latency:
     """How long the requests of one model took on one endpoint."""
 
-    ttft: Distribution
+    ttft: Distribution  # of streamed answers
+    whole: Distribution  # the same of others, whose first byte is their end
     itl: Distribution
     duration: Distribution
 
@@ -39,6 +40,8 @@ class EndpointMetrics:
         self._latencies: dict[str, Latency] = {}
         self._series: list[tuple[Counter | Gauge | Histogram, tuple[str, ...]]] = []
         self._closed = False
+        self.last_failure = ""  # reason of the last failed attempt; "": none failed yet
+        self.last_probe = ""  # outcome of the last probe
 
     def request(self, status: int) -> None:
         """A request was answered from here with this status."""
@@ -58,13 +61,15 @@ class EndpointMetrics:
         if len(self._latencies) >= MAX_MODELS and model != OTHER:
             return self.latency(OTHER)
         metrics, labels = self._metrics, (*self._labels, model)
-        families = (metrics.ttft, metrics.itl, metrics.duration)
-        self._series += [(family, labels) for family in families]
-        latency = self._latencies[model] = Latency(*(family.labels(*labels) for family in families))
+        streamed, whole = (*labels, "true"), (*labels, "false")
+        series = [(metrics.ttft, streamed), (metrics.ttft, whole), (metrics.itl, labels), (metrics.duration, labels)]
+        self._series += series
+        latency = self._latencies[model] = Latency(*(family.labels(*values) for family, values in series))
         return latency
 
     def attempt_failure(self, reason: str) -> None:
         """An attempt here failed; `reason` as UpstreamError names it."""
+        self.last_failure = reason
         self._count(self._metrics.attempt_failures, reason)
 
     def ejection(self, reason: str) -> None:
@@ -73,6 +78,7 @@ class EndpointMetrics:
 
     def probe(self, outcome: str) -> None:
         """An active probe ended."""
+        self.last_probe = outcome
         self._count(self._metrics.probes, outcome)
 
     def gauge(self, gauge: Gauge, read: Callable[[], float], *labels: str) -> None:

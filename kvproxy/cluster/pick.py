@@ -51,7 +51,9 @@ class Judge(Protocol):
 class Pick:
     """A reserved place on an endpoint. Whoever got it settles it on every way out, best in a `finally`."""
 
-    __slots__ = ("_judge", "_permit", "costs", "endpoint", "policy", "preference", "reason", "reservation")
+    __slots__ = (
+        "_judge", "_permit", "candidates", "costs", "endpoint", "policy", "preference", "reason", "reservation",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -62,6 +64,7 @@ class Pick:
         reason: str,
         preference: str | None,
         costs: Sequence[float],
+        candidates: Sequence[Endpoint] = (),
         permit: Permit | None,
         judge: Judge,
     ) -> None:
@@ -70,6 +73,7 @@ class Pick:
         self.policy = policy  # name of the one that decided
         self.reason = reason  # the policy's own, "preferred" or "panic"
         self.preference = preference  # what became of a preferred endpoint; None when there was none
+        self.candidates = candidates  # it was chosen among
         self.costs = costs  # by candidate, from policies that know
         self._permit = permit  # None: picked in panic past an open breaker
         self._judge = judge

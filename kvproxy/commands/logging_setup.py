@@ -8,45 +8,51 @@ import logging
 import logging.handlers
 import queue
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from typing import Any, TextIO
 
 from kvproxy.config.schema import Log
+from kvproxy.log_lines import FIELDS, console_line, stamp
 
 _MAX_WAITING_RECORDS = 10_000
-_COMPLETE = frozenset({"kvproxy.access", "kvproxy.audit"})
+#: Its records hold several lines, each with the time its request ended.
+_ACCESS = "kvproxy.access"
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line; lines of the access and the audit log that are one already stay as they are."""
+    """One JSON object a line. Lines of the access log that are objects already stay as they are."""
 
     def format(self, record: logging.LogRecord) -> str:
-        message = record.getMessage()
-        if record.name not in _COMPLETE:
-            return self._object(record, message)
-        lines = message.split("\n")  # several in one record
-        return "\n".join(line if line.startswith("{") else self._object(record, line) for line in lines)
+        if record.name != _ACCESS:
+            return self._object(record, {"message": record.getMessage()})
+        lines = record.getMessage().split("\n")  # several in one record
+        return "\n".join(line if line.startswith("{") else self._object(record, {"message": line}) for line in lines)
 
-    def _object(self, record: logging.LogRecord, message: str) -> str:
+    def _object(self, record: logging.LogRecord, said: Mapping[str, Any]) -> str:
         fields: dict[str, Any] = {
-            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S"),
+            "time": _time(record),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": message,
+            **getattr(record, FIELDS, said),
         }
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
-        return json.dumps(fields, ensure_ascii=False)
+        return json.dumps(fields, ensure_ascii=False, default=str)
 
 
 class ConsoleFormatter(logging.Formatter):
-    """Time, level and message for people. Lines of the access log and the audit log are complete as they are."""
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
+    """Time, level and message for people. Lines of the access log have them already."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return record.getMessage() if record.name in _COMPLETE else super().format(record)
+        return record.getMessage() if record.name == _ACCESS else super().format(record)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        return console_line(_time(record), record.levelname, record.message)
+
+
+def _time(record: logging.LogRecord) -> str:
+    return stamp(datetime.fromtimestamp(record.created, UTC))
 
 
 class _DroppingQueueHandler(logging.handlers.QueueHandler):

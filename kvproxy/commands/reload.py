@@ -10,6 +10,7 @@ from types import TracebackType
 from kvproxy.admin.operated import Finding, Reloaded
 from kvproxy.app import Proxy
 from kvproxy.commands.configuration import Source
+from kvproxy.config.changes import summary
 from kvproxy.errors import ConfigError, Problem
 
 logger = logging.getLogger("kvproxy")
@@ -51,6 +52,7 @@ class FileReloader:
             self._seen = self._signature()
             try:
                 config, problems = await asyncio.to_thread(self._source.load)
+                before = self._proxy.config
                 reloaded = await self._proxy.reload(config)
             except ConfigError as error:
                 return self._refused(error.problems)
@@ -58,15 +60,17 @@ class FileReloader:
                 logger.exception("the new configuration cannot be started")
                 return self._refused([Problem("", f"a part cannot be started: {type(error).__name__}: {error}")])
             self._proxy.findings = findings_of(problems)
+            self._proxy.metrics.reloads.labels("applied").inc()
             later = ", ".join(reloaded.after_restart)
-            logger.info("configuration reloaded%s", f"; after a restart: {later}" if later else "")
-            for cluster, changed in reloaded.lost.items():
-                values = ", ".join(f"{name}={value}" for name, value in changed.items())
+            changed = summary(before, config)
+            logger.info("configuration reloaded: %s%s", changed, f"; after a restart: {later}" if later else "")
+            for cluster, lost in reloaded.lost.items():
+                values = ", ".join(f"{name}={value}" for name, value in lost.items())
                 logger.warning("cluster %s has another policy; changed at runtime and lost: %s", cluster, values)
             return reloaded
 
-    @staticmethod
-    def _refused(errors: list[Problem]) -> Reloaded:
+    def _refused(self, errors: list[Problem]) -> Reloaded:
+        self._proxy.metrics.reloads.labels("refused").inc()
         for error in errors:
             logger.error("configuration not reloaded: %s", error)
         return Reloaded(errors=tuple(errors))

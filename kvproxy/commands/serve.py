@@ -79,6 +79,7 @@ async def serve_until_signal(config: Config, problems: list[Problem], source: So
         gc.collect()
         gc.freeze()
         gc.set_threshold(_GC_THRESHOLD, 20, 20)
+        proxy.public_url = public.url
         _announce(proxy, public.url)
 
         def show(report: Report) -> None:

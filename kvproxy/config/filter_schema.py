@@ -15,9 +15,9 @@ class AccessLogSettings(Model):
     """Settings of `access_log`."""
 
     sample: Fraction = 1.0
-    """Share of successful requests logged; errors always are."""
-    format: Literal["text", "json"] = "text"
-    """One readable line, or one JSON object."""
+    """Share of the requests logged; those that failed (5xx, or broken off) always are."""
+    format: Literal["text", "json"] | None = None
+    """One readable line, or one JSON object; unset: as `log.format` says."""
 
 
 class RequestIdSettings(Model):

@@ -247,7 +247,7 @@ class Log(Model):
     level: LogLevel = LogLevel.INFO
     """Least severe record written."""
     format: Literal["console", "json"] = "console"
-    """`console` for people, `json` for machines."""
+    """`console` for people, `json` for machines: every line then, those of the access and the audit log included."""
 
 
 class FilterSpec(Model):

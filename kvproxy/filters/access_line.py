@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import lru_cache
 
 import msgspec
 
 from kvproxy.filters.exchange import Exchange
+from kvproxy.log_lines import stamp
 
 _MAX_TEXT = 512
 #: A field of a line.
@@ -72,9 +73,9 @@ def _form(names: tuple[str, ...]) -> str:
 
 
 def as_json(line: Mapping[str, Value], now: datetime) -> str:
-    """One JSON object with the time in UTC first."""
-    time = now.astimezone(UTC).isoformat(timespec="milliseconds")
-    return msgspec.json.encode({"time": time, **line}).decode()
+    """One JSON object: first what every line of the log has, then the line's own."""
+    every = {"time": stamp(now), "level": "info", "logger": "kvproxy.access"}
+    return msgspec.json.encode({**every, **line}).decode()
 
 
 def printable(text: str) -> str:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Mapping
 from functools import lru_cache
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvproxy.config.filter_schema import AccessLogSettings
-from kvproxy.filters.access_line import as_json, as_text, fields, printable
+from kvproxy.filters.access_line import Value, as_json, as_text, fields, printable
 from kvproxy.filters.chain import FilterContext, WallClock
-from kvproxy.filters.exchange import SCOPE_KEY, Exchange
+from kvproxy.filters.exchange import FAILED, SCOPE_KEY, Exchange, result_of
 from kvproxy.filters.line_batch import LineBatch
+from kvproxy.log_lines import console_line, stamp
 from kvproxy.types import Clock
 
 LOGGER = "kvproxy.access"
@@ -22,7 +24,7 @@ _REMEMBERED_WORDS = 1024
 
 
 class AccessLogFilter:
-    """Logs a share of the successful requests, and everything that failed, once each has ended."""
+    """Logs a share of the requests, and every one that failed (`result_of`), once each has ended."""
 
     def __init__(
         self,
@@ -30,6 +32,7 @@ class AccessLogFilter:
         *,
         sample: float,
         json: bool,
+        stamped: bool = True,
         clock: Clock,
         wall_clock: WallClock,
         rng: random.Random,
@@ -38,6 +41,7 @@ class AccessLogFilter:
         self._app = app
         self._sample = sample
         self._json = json
+        self._stamped = stamped  # a text line begins with time and level; False where its writer adds them
         self._clock = clock
         self._wall_clock = wall_clock
         self._rng = rng
@@ -58,8 +62,7 @@ class AccessLogFilter:
     def _ended(self, exchange: Exchange, scope: Scope, response: _Response) -> None:
         status = response.status or exchange.outcome.status
         end = exchange.outcome.end or ("completed" if response.complete else "aborted")
-        failed = end not in ("completed", "client_disconnected") or (end == "completed" and status >= 400)
-        if (not failed and self._rng.random() >= self._sample) or not self._lines.wanted:
+        if (result_of(end, status) != FAILED and self._rng.random() >= self._sample) or not self._lines.wanted:
             return
         line = fields(
             exchange,
@@ -71,7 +74,12 @@ class AccessLogFilter:
             end=end,
             word=self._word,
         )
-        self._lines.add(as_json(line, self._wall_clock()) if self._json else as_text(line))
+        self._lines.add(self._written(line))
+
+    def _written(self, line: Mapping[str, Value]) -> str:
+        if self._json:
+            return as_json(line, self._wall_clock())
+        return console_line(stamp(self._wall_clock()), "INFO", as_text(line)) if self._stamped else as_text(line)
 
 
 class _Response:
@@ -96,12 +104,13 @@ class _Response:
 
 def build(app: ASGIApp, settings: AccessLogSettings, context: FilterContext) -> ASGIApp:
     """The filter around `app`, and its lines among the context's lifetimes."""
-    lines = LineBatch(logging.getLogger(LOGGER))
+    lines, log_is_json = LineBatch(logging.getLogger(LOGGER)), context.config.log.format == "json"
     context.lifetimes.append(lines)
     return AccessLogFilter(
         app,
         sample=settings.sample,
-        json=settings.format == "json",
+        json=log_is_json if settings.format is None else settings.format == "json",
+        stamped=not log_is_json,
         clock=context.clock,
         wall_clock=context.wall_clock,
         rng=context.rng,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -10,10 +10,32 @@ from kvproxy.balancing.policy import OverlapFacts
 from kvproxy.types import EndpointId, InferenceRequest
 
 if TYPE_CHECKING:
+    from kvproxy.cluster.endpoint import Endpoint
     from kvproxy.cluster.pick import Pick
     from kvproxy.cluster.witness import Witness
 
 SCOPE_KEY = "kvproxy"
+
+#: Candidates of one decision that are remembered with their costs; of larger fleets receipts hold the cheapest.
+MAX_REMEMBERED = 32
+
+#: Ends of requests that were not answered as their client wished, whatever the status said; "": no filter answered.
+_FAILED_ENDS = frozenset({"engine_error", "upstream_died", "aborted", ""})
+FAILED = "failed"
+#: What may become of a request; a metric label.
+RESULTS = ("ok", FAILED, "client_error", "client_left")
+
+
+def result_of(end: str, status: int) -> str:
+    """What became of a request, one of RESULTS: for the live page, `kvproxy status`, the access log and the metric
+    that alerts ask. Failed is an answer of 500 or more and one that broke off. A client's own mistake (4xx) is no
+    failure, and a client that left before the end is none.
+    """
+    if status >= 500 or end in _FAILED_ENDS:
+        return FAILED
+    if end == "client_disconnected":
+        return "client_left"
+    return "client_error" if status >= 400 else "ok"
 
 
 class Trace(Protocol):
@@ -44,6 +66,8 @@ class Outcome:
     prompt_tokens: int | None = None  # the engine's own usage, when it said so
     cached_tokens: int | None = None
     completion_tokens: int | None = None
+    candidates: Sequence[Endpoint] = ()  # of the last pick, and what each would have cost by the policy; () if there
+    costs: Sequence[float] = ()  # were more than MAX_REMEMBERED
 
 
 class Exchange:

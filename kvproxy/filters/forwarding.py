@@ -26,7 +26,7 @@ from kvproxy.errors import (
 )
 from kvproxy.filters.attempts import Attempts
 from kvproxy.filters.decision import describe
-from kvproxy.filters.exchange import Exchange
+from kvproxy.filters.exchange import MAX_REMEMBERED, Exchange
 from kvproxy.filters.forward_headers import response_headers, with_credential, with_trace_parent
 from kvproxy.filters.priority import priority_of
 from kvproxy.filters.relay import Relay
@@ -193,6 +193,8 @@ class Forwarding:
         outcome.endpoint = pick.endpoint.id
         outcome.policy = pick.policy
         outcome.pick_reason = pick.reason
+        if len(pick.candidates) <= MAX_REMEMBERED:
+            outcome.candidates, outcome.costs = pick.candidates, pick.costs
         for callback in self._exchange.on_pick:
             callback(self._exchange)
 

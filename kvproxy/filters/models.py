@@ -67,6 +67,10 @@ class ModelList:
             message = f"The model `{wanted[:200]}` does not exist."
             await local_reply(scope, send, status=404, reason="unknown_model", message=message, metrics=self._metrics)
 
+    async def names(self) -> list[str]:
+        """Of all models there are, aliases included; none when no engine answered."""
+        return list(await self._current())
+
     async def _current(self) -> dict[str, Row]:
         """The merged rows, asked for once however many clients want them."""
         if self._clock() < self._fresh_until:

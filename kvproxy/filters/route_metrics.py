@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint_metrics import OTHER
 from kvproxy.config.schema import Route
-from kvproxy.filters.exchange import Exchange
+from kvproxy.filters.exchange import RESULTS, Exchange, result_of
 from kvproxy.filters.savings import Savings
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.metrics.counting import Tally
@@ -17,6 +17,7 @@ class _ClusterSeries:
     """Kept children of one cluster."""
 
     def __init__(self, catalog: Metrics, cluster: str) -> None:
+        self.results = {result: catalog.request_results.labels(cluster, result) for result in RESULTS}
         self.prompt_tokens: Tally = catalog.prompt_tokens.labels(cluster)
         self.cached_tokens: Tally = catalog.cached_tokens.labels(cluster)
         self.completion_tokens: Tally = catalog.completion_tokens.labels(cluster)
@@ -30,10 +31,18 @@ class _ClusterSeries:
 class RouteMetrics:
     """Observes finished requests; what belongs to an endpoint is counted there, and goes with it."""
 
-    def __init__(self, catalog: Metrics, *, clusters: Mapping[str, Cluster], routes: Sequence[Route] = ()) -> None:
+    def __init__(
+        self,
+        catalog: Metrics,
+        *,
+        clusters: Mapping[str, Cluster],
+        routes: Sequence[Route] = (),
+        served: Callable[[str], bool] = lambda model: False,
+    ) -> None:
         self.catalog = catalog
         self._of = clusters
         self._aliases = frozenset(route.model for route in routes if route.model and not route.model.endswith("*"))
+        self._served = served  # by the engines' own lists, which are bounded
         self._clusters: dict[str, _ClusterSeries] = {}
         self._ends: dict[str, Tally] = {}
         self._savings = Savings(catalog)
@@ -45,18 +54,22 @@ class RouteMetrics:
         if end is None:
             end = self._ends[outcome.end] = self.catalog.request_ends.labels(outcome.end)
         end.value += 1.0
+        series = self._clusters.get(outcome.cluster)
+        if series is None:
+            series = self._clusters[outcome.cluster] = _ClusterSeries(self.catalog, outcome.cluster)
+        series.results[result_of(outcome.end, outcome.status)].value += 1.0
         if outcome.cluster:
             cluster = self._of.get(outcome.cluster)
             model = self._model(exchange, cluster)
             self._time(exchange, cluster, model, now)
-            self._count_tokens(exchange, cluster, model, now)
+            self._count_tokens(exchange, series, cluster, model, now)
 
     def _model(self, exchange: Exchange, cluster: Cluster | None) -> str:
         """A label from a closed set: clients may write any name into a body."""
         inference = exchange.inference
         model = "" if inference is None else inference.model
         known = not model or model in self._aliases or (cluster is not None and model in cluster.models)
-        return model if known else OTHER
+        return model if known or self._served(model) else OTHER
 
     def _time(self, exchange: Exchange, cluster: Cluster | None, model: str, now: float) -> None:
         """How long it took, where it went; a request that went nowhere took no time of anybody."""
@@ -69,16 +82,18 @@ class RouteMetrics:
         latency.duration.observe(duration_s)
         if outcome.ttft_s is None:
             return
-        latency.ttft.observe(outcome.ttft_s)
         tokens, inference = outcome.completion_tokens, exchange.inference
-        if tokens is not None and tokens > 1 and inference is not None and inference.stream:
+        if inference is None or not inference.stream:
+            latency.whole.observe(outcome.ttft_s)
+            return
+        latency.ttft.observe(outcome.ttft_s)
+        if tokens is not None and tokens > 1:
             latency.itl.observe((duration_s - outcome.ttft_s) / (tokens - 1))
 
-    def _count_tokens(self, exchange: Exchange, cluster: Cluster | None, model: str, now: float) -> None:
+    def _count_tokens(
+        self, exchange: Exchange, series: _ClusterSeries, cluster: Cluster | None, model: str, now: float
+    ) -> None:
         outcome = exchange.outcome
-        series = self._clusters.get(outcome.cluster)
-        if series is None:
-            series = self._clusters[outcome.cluster] = _ClusterSeries(self.catalog, outcome.cluster)
         if outcome.ttft_s is not None and exchange.facts is not None:
             _count_tiers(series, exchange)
         prompt, cached = outcome.prompt_tokens, outcome.cached_tokens

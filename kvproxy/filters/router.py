@@ -15,7 +15,7 @@ from kvproxy.cluster.routes import Routes, RouteTarget
 from kvproxy.cluster.waiting_room import QueueFull
 from kvproxy.config.schema import RequestIdSettings, RouterSettings
 from kvproxy.errors import UnsafeRequest
-from kvproxy.filters import models
+from kvproxy.filters import models as model_list
 from kvproxy.filters.alias import with_model
 from kvproxy.filters.chain import FilterContext, Observer
 from kvproxy.filters.disconnect import DisconnectWatcher, new_arming
@@ -27,6 +27,7 @@ from kvproxy.filters.models import ModelList
 from kvproxy.filters.policy_choice import NotOffered, chosen_policy
 from kvproxy.filters.request_body import ClientGone, RequestBody
 from kvproxy.filters.route_metrics import RouteMetrics
+from kvproxy.filters.served_models import ServedModels
 from kvproxy.resilience.budget import RetryBudget
 from kvproxy.types import Headers
 from kvproxy.upstream.pool import Timeouts
@@ -63,6 +64,11 @@ def build(inner: ASGIApp, settings: RouterSettings, context: FilterContext) -> R
     request_id = next((spec.settings for spec in config.filters if spec.name == "request_id"), None)
     policy_header = settings.policy_header.lower().encode()
     id_header = request_id.header if isinstance(request_id, RequestIdSettings) else RequestIdSettings().header
+    models = ModelList(
+        tuple(services.clusters.values()), config.routes, pool=services.pool, metrics=metrics, clock=context.clock
+    )
+    served = ServedModels(models.names, clock=context.clock)
+    context.lifetimes.append(served)
     return RouterFilter(
         RouterParts(
             routes=services.routes,
@@ -75,15 +81,9 @@ def build(inner: ASGIApp, settings: RouterSettings, context: FilterContext) -> R
                 clock=context.clock,
                 rng=context.rng,
             ),
-            models=ModelList(
-                tuple(services.clusters.values()),
-                config.routes,
-                pool=services.pool,
-                metrics=metrics,
-                clock=context.clock,
-            ),
+            models=models,
             headers=RequestHeaders(request_id_header=id_header.lower().encode(), dropped=[policy_header]),
-            metrics=RouteMetrics(metrics, clusters=services.clusters, routes=config.routes),
+            metrics=RouteMetrics(metrics, clusters=services.clusters, routes=config.routes, served=served.serves),
             debug_header=settings.debug_header.lower().encode(),
             policy_header=policy_header if any(one.client_policies for one in config.clusters.values()) else b"",
             arrivals=context.arrivals,
@@ -106,7 +106,8 @@ class RouterFilter:
         parts = self._parts
         path: str = scope["path"]
         exchange: Exchange = scope.get(SCOPE_KEY) or Exchange.of(scope, now=parts.forwarder.clock())
-        if path.startswith(models.PATH) and scope["method"] == "GET" and path[len(models.PATH) :][:1] in ("", "/"):
+        listing = model_list.PATH
+        if path.startswith(listing) and scope["method"] == "GET" and path[len(listing) :][:1] in ("", "/"):
             await parts.models.answer(scope, send)
             return
         for arrived in parts.arrivals:

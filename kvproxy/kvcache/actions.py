@@ -23,6 +23,7 @@ from kvproxy.kvcache.guard import Guard
 from kvproxy.kvcache.lookup import Lookups
 from kvproxy.kvcache.provider import Effect, Prefix
 from kvproxy.kvcache.strategies import Action, Strategy
+from kvproxy.log_lines import log_fields
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.resilience.retry import retry_background
 from kvproxy.types import Clock
@@ -140,14 +141,14 @@ class Actions:
     def _record(self, action: Action, result: str, amount: int | None, took_s: float) -> None:
         """One line an action: hashes and counts, never prompts."""
         prefix = action.prefix
-        audit.info(
-            "action=%s instance=%s prefix=%s tokens=%d reason=%r result=%s amount=%s took_ms=%.1f",
-            action.kind,
-            action.instance_id,
-            "*" if prefix is None else prefix.name,
-            0 if prefix is None else len(prefix.tokens),
-            action.reason,
-            result,
-            "?" if amount is None else amount,
-            took_s * 1000,
-        )
+        fields = {
+            "action": action.kind.value,
+            "instance": action.instance_id,
+            "prefix": "*" if prefix is None else prefix.name,
+            "tokens": 0 if prefix is None else len(prefix.tokens),
+            "reason": action.reason,
+            "result": result,
+            "amount": amount,
+            "took_ms": round(took_s * 1000, 1),
+        }
+        log_fields(audit, "cache", fields)

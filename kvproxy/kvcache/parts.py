@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
@@ -118,8 +117,8 @@ class Parts:
         metrics.engine_requests.read(lambda: engine_requests(self))
         metrics.kv_token_memory_entries.set_function(lambda: len(memory))
         metrics.kv_token_memory_bytes.set_function(lambda: memory.held_bytes)
-        for result in ("exact", "prefix", "missed"):
-            metrics.kv_recalls.labels(result).set_function(partial(getattr, memory.stats, result))
+        results = ("exact", "prefix", "missed")
+        metrics.kv_recalls.read(lambda: [((result,), float(getattr(memory.stats, result))) for result in results])
 
     def _precise_blocks(self) -> int:
         rows = [(self.local[name].precise, cluster.endpoints) for name, cluster in self.clusters.items()]

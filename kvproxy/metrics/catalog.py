@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Gauge
 
+from kvproxy import __version__
 from kvproxy.metrics.counting import Counter, Histogram
 from kvproxy.metrics.exposition import Registry
 from kvproxy.metrics.hit_window import HitWindows
 from kvproxy.metrics.reading import Reading
 
-TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+#: As far as `timeouts.first_byte` goes.
+TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 E2E_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 COST_BUCKETS = (0.0, 0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0, 1000.0, 100_000.0)  # seconds, blocks, scores
 ITL_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -29,6 +31,7 @@ class Metrics:
     def __init__(self, registry: Registry | None = None) -> None:
         self.registry = Registry() if registry is None else registry
         self._add_requests(self.registry)
+        self._add_latencies(self.registry)
         self._add_cache_use(self.registry)
         self._add_endpoints(self.registry)
         self._add_connections(self.registry)
@@ -47,6 +50,10 @@ class Metrics:
         """The request path."""
         self.requests = Counter("kvproxy_requests", "Requests finished", ["cluster", "endpoint", "status"], registry=r)
         self.request_ends = Counter("kvproxy_request_ends", "How forwarded requests ended", ["end"], registry=r)
+        self.request_results = Counter(
+            "kvproxy_request_results", "Requests over by what became of them; failed: 5xx, or broken off",
+            ["cluster", "result"], registry=r,
+        )  # fmt: skip  # ok, failed, client_error, client_left
         self.picks = Counter("kvproxy_picks", "Routing decisions", ["cluster", "policy", "reason"], registry=r)
         self.shadow_decisions = Counter(
             "kvproxy_shadow_decisions", "Decisions of a shadow policy against the live one",
@@ -72,10 +79,6 @@ class Metrics:
         self.preferences = Counter(
             "kvproxy_preferences", "What became of a preferred endpoint", ["result"], registry=r
         )  # followed, unknown, unhealthy, draining, saturated, excluded, breaker_open
-        self.ttft = Histogram(
-            "kvproxy_ttft_seconds", "Request received to first body byte from upstream",
-            ["cluster", "endpoint", "model"], buckets=TTFT_BUCKETS_S, registry=r,
-        )  # fmt: skip
         self.router_queue_wait = Histogram(
             "kvproxy_router_queue_wait_seconds", "Time held in the router queue, by requests that were", ["cluster"],
             buckets=TTFT_BUCKETS_S, registry=r,
@@ -88,6 +91,13 @@ class Metrics:
             "kvproxy_router_queue_oldest_wait_seconds", "How long the first of those in the router queue has waited",
             ["cluster"], registry=r,
         )  # fmt: skip
+
+    def _add_latencies(self, r: CollectorRegistry) -> None:
+        """How long requests took, and the tokens in them."""
+        self.ttft = Histogram(
+            "kvproxy_ttft_seconds", "Request received to first body byte from upstream; of an answer that is not "
+            "streamed that is its end", ["cluster", "endpoint", "model", "stream"], buckets=TTFT_BUCKETS_S, registry=r,
+        )  # fmt: skip  # stream: true, false
         self.duration = Histogram(
             "kvproxy_request_duration_seconds", "Request received to its end",
             ["cluster", "endpoint", "model"], buckets=E2E_BUCKETS_S, registry=r,
@@ -139,7 +149,11 @@ class Metrics:
 
     def _add_endpoints(self, r: CollectorRegistry) -> None:
         """Endpoints."""
-        self.in_flight = Gauge("kvproxy_in_flight", "Requests in flight", ["cluster", "endpoint"], registry=r)
+        where = ["cluster", "endpoint"]
+        self.in_flight = Gauge("kvproxy_in_flight_requests", "Requests in flight", where, registry=r)
+        self.in_flight_formerly = Gauge(
+            "kvproxy_in_flight", "Deprecated name of kvproxy_in_flight_requests", where, registry=r
+        )
         self.pending_prompt_tokens = Gauge(
             "kvproxy_pending_prompt_tokens", "Uncached prompt tokens without a first token", ["cluster", "endpoint"],
             registry=r,
@@ -255,10 +269,9 @@ class Metrics:
             "kvproxy_kvcache_token_memory_entries", "Prompts and beginnings in token memory", registry=r
         )
         self.kv_token_memory_bytes = Gauge("kvproxy_kvcache_token_memory_bytes", "Bytes of token memory", registry=r)
-        self.kv_recalls = Gauge(
-            "kvproxy_kvcache_token_recalls", "Prompts by what token memory knew, since the start", ["result"],
-            registry=r,
-        )  # fmt: skip  # exact, prefix, missed
+        self.kv_recalls = Reading(
+            "kvproxy_kvcache_token_recalls", "Prompts by what token memory knew", ["result"], counts=True, registry=r
+        )  # exact, prefix, missed
         self.kv_actions = Counter(
             "kvproxy_kvcache_actions", "Pins, compressions and evictions", ["action", "result"], registry=r
         )
@@ -293,6 +306,11 @@ class Metrics:
 
     def _add_process(self, r: CollectorRegistry) -> None:
         """The process."""
+        self.reloads = Counter("kvproxy_reloads", "Configurations read anew while running", ["result"], registry=r)
+        for result in ("applied", "refused"):
+            self.reloads.labels(result)
+        self.build_info = Gauge("kvproxy_build_info", "1, with the version of kvproxy", ["version"], registry=r)
+        self.build_info.labels(__version__).set(1)
         self.loop_lag = Histogram(
             "kvproxy_event_loop_lag_seconds", "How late the event loop woke a task, sampled four times a second",
             buckets=LAG_BUCKETS_S, registry=r,

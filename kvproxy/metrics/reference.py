@@ -44,7 +44,7 @@ LABELS: Mapping[str, str] = {
     "endpoint": "id of the endpoint",
     "index": "`approximate`, `precise`, `hot` or `sessions` (hashes of chats, at most 64 MiB a cluster)",
     "kind": "which of a few kinds; the meaning of the metric names them",
-    "model": "a model that is declared by an endpoint or named by a route; any other is `other`",
+    "model": "a model that an endpoint declares, a route names or an engine lists (50 of these at most); else `other`",
     "outcome": "how it ended",
     "policy": "name of the balancing policy",
     "queue": "which bounded place: `upstream` connections, `rate_limit` buckets, `kvcache_...` jobs, `receipts`, "
@@ -54,9 +54,11 @@ LABELS: Mapping[str, str] = {
     "result": "what became of it",
     "source": "`approximate`, `precise`, `lmcache_controller` or `lmcache_coordinator`",
     "state": "`1` on the series of the current state, `0` on the others; for connections `open` or `idle`",
+    "stream": "`true` for streamed answers, whose first byte comes before the rest; `false` for others",
     "tenant": "name of the API key, empty without `auth`; `other` beyond 200 pairs of model and tenant",
     "tier": "`device` or `lower` (host memory, disk)",
     "status": "HTTP status",
+    "version": "of kvproxy",
 }
 
 

@@ -42,7 +42,8 @@ def audited() -> Iterator[list[dict[str, Any]]]:
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            lines.append(json.loads(record.getMessage()))
+            assert record.getMessage().isprintable()
+            lines.append(json.loads(json.dumps(record.fields)))  # type: ignore[attr-defined]
 
     logger, handler = logging.getLogger("kvproxy.audit"), Keep()
     level = logger.level

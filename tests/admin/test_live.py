@@ -12,7 +12,7 @@ from kvproxy.admin.operated import Finding
 from kvproxy.app import Proxy
 from kvproxy.filters.exchange import Exchange, Outcome
 from kvproxy.listener.server import serve
-from kvproxy.types import EndpointId
+from kvproxy.types import EndpointId, InferenceRequest, Prompt, RequestKind
 from tests.admin.support import admin_of, proxy_of
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import FakeEngine
@@ -20,12 +20,16 @@ from tests.support.proxy import chat, running_proxy
 from tests.support.until import until
 
 
-def ended(proxy: Proxy, clock: FakeClock, *, end: str = "completed", ttft_s: float | None = 0.2) -> None:
+def ended(
+    proxy: Proxy, clock: FakeClock, *, end: str = "completed", status: int = 200, ttft_s: float | None = 0.2
+) -> None:
     """A request to `a` that just ended so."""
     exchange = Exchange(received_at=clock() - 1.0)
+    exchange.inference = InferenceRequest(RequestKind.CHAT, "m", Prompt(b"", ()), stream=True)
     exchange.outcome = Outcome(
-        endpoint=EndpointId("a"), cluster="default", policy="least_request", end=end, ttft_s=ttft_s, attempts=2
-    )
+        endpoint=EndpointId("a"), cluster="default", policy="least_request", status=status, end=end, ttft_s=ttft_s,
+        attempts=2,
+    )  # fmt: skip
     proxy.recent.record(exchange, clock())
 
 
@@ -47,7 +51,8 @@ async def test_everything_the_page_shows(clock: FakeClock) -> None:
     history.take()
     live = await live_of(proxy, history)
     assert (live["ready"], live["readiness"], live["time"]) == (True, "ready", "2026-01-02T12:00:00+00:00")
-    assert live["last_minute"] == {"requests": 3, "failed": 1}
+    assert live["last_minute"] == {"requests": 3, "failed": 1, "saved_prefill_s": None}
+    assert live["clusters"] == {"default": {"requests": 3, "failed": 1}}
     assert (live["endpoints"][0]["id"], live["endpoints"][0]["requests_last_minute"]) == ("a", 3)
     assert live["history"]["requests"] == [3]
     assert (live["history"]["failed"], live["history"]["ttft_p50_s"]) == ([1], [0.2])
@@ -55,6 +60,7 @@ async def test_everything_the_page_shows(clock: FakeClock) -> None:
     assert (live["decisions"][0]["end"], live["decisions"][0]["retries"]) == ("upstream_died", 1)
     assert live["findings"][0] == {
         "severity": "warning", "where": "endpoints[0]", "what": "sent in clear text", "fix": "use https",
+        "age_s": 0.0,
     }  # fmt: skip
 
 
@@ -65,9 +71,9 @@ async def test_the_last_minute_ends(clock: FakeClock) -> None:
     ended(proxy, clock)
     history.take()
     clock.advance(59.0)
-    assert sum(history.last_minute(clock()).values()) == 1
+    assert [sum(one.tally.values()) for one in history.last_minute(clock())] == [1]
     clock.advance(1.0)
-    assert history.last_minute(clock()) == {}
+    assert history.last_minute(clock()) == []
 
 
 async def test_samples_are_differences_and_bounded(clock: FakeClock) -> None:

@@ -8,8 +8,11 @@ import logging
 import re
 import threading
 
+import pytest
+
 from kvproxy.commands.logging_setup import logging_to
 from kvproxy.config.schema import Log
+from kvproxy.log_lines import log_fields
 
 
 def logged(settings: Log, *records: tuple[str, int, str]) -> list[str]:
@@ -20,11 +23,32 @@ def logged(settings: Log, *records: tuple[str, int, str]) -> list[str]:
     return out.getvalue().splitlines()
 
 
+RFC_3339 = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00"
+
+
 def test_console_lines_have_time_and_level_and_access_lines_are_complete() -> None:
-    """A person reads it; what is a whole line already is not wrapped again."""
+    """A person reads it, another day and in another country too; what is a whole line already is not wrapped again."""
     lines = logged(Log(), ("kvproxy", logging.WARNING, "hot"), ("kvproxy.access", logging.INFO, "GET / 200"))
-    assert lines[0].endswith("WARNING hot")
+    assert re.fullmatch(f"{RFC_3339} WARNING hot", lines[0])
     assert lines[1] == "GET / 200"
+
+
+@pytest.mark.parametrize("form", ["console", "json"])
+def test_audit_lines_look_like_the_others(form: str) -> None:
+    """Fields are members of the object where the log is JSON, and words elsewhere; none can be forged."""
+    out = io.StringIO()
+    fields = {"action": "endpoint.drain", "endpoint": "a b\n", "was": False, "more": {"x": 1}}
+    logging.getLogger("kvproxy.audit").setLevel(logging.INFO)
+    with logging_to(Log.model_validate({"format": form}), stream=out):
+        log_fields(logging.getLogger("kvproxy.audit"), "admin", fields)
+    [line] = out.getvalue().splitlines()
+    if form == "json":
+        said = json.loads(line)
+        assert re.fullmatch(RFC_3339, said.pop("time"))
+        assert said == {"level": "info", "logger": "kvproxy.audit", "event": "admin", **fields}
+    else:
+        words = r'admin action=endpoint.drain endpoint="a b\n" was=False more={"x": 1}'
+        assert re.fullmatch(f"{RFC_3339} INFO    {re.escape(words)}", line)
 
 
 def test_json_lines_are_objects() -> None:
@@ -38,6 +62,7 @@ def test_json_lines_are_objects() -> None:
     )
     first, second, third = map(json.loads, lines)
     assert (first["level"], first["message"]) == ("error", 'a "quoted" word')
+    assert re.fullmatch(RFC_3339, first["time"])
     assert second == {"status": 200}
     assert third["message"] == "GET / 200"
 

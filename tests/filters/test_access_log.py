@@ -12,6 +12,7 @@ import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.config.filter_schema import AccessLogSettings
+from kvproxy.config.schema import Log
 from kvproxy.filters.access_line import printable
 from kvproxy.filters.access_log import LOGGER, AccessLogFilter, build
 from kvproxy.filters.exchange import Exchange
@@ -70,7 +71,8 @@ async def test_a_line_for_people(clock: FakeClock, lines: list[str]) -> None:
     scope["headers"] = [(b"authorization", b"Bearer sk-2")]
     await call(build(served, AccessLogSettings(), filter_context(clock=clock)), scope, body=b"sk-3")
     assert lines == [
-        "POST /v1/completions 200 bytes=8 duration_ms=1500.0 ttft_ms=250.0 endpoint=a attempts=2 prompt_tokens=100 "
+        f"{NOON.isoformat(timespec='milliseconds')} INFO    POST /v1/completions 200 bytes=8 duration_ms=1500.0 "
+        "ttft_ms=250.0 endpoint=a attempts=2 prompt_tokens=100 "
         "cached_tokens=64 completion_tokens=9 request_id=r-1 tenant=alice end=completed"
     ]
 
@@ -81,6 +83,8 @@ async def test_a_line_for_machines(clock: FakeClock, lines: list[str]) -> None:
     assert [json.loads(line) for line in lines] == [
         {
             "time": NOON.isoformat(timespec="milliseconds"),
+            "level": "info",
+            "logger": "kvproxy.access",
             "method": "GET",
             "path": "/v1/models",
             "status": 200,
@@ -91,6 +95,21 @@ async def test_a_line_for_machines(clock: FakeClock, lines: list[str]) -> None:
             "end": "completed",
         }
     ]
+
+
+@pytest.mark.parametrize(
+    ("log", "own", "json_lines"),
+    [("console", None, False), ("json", None, True), ("console", "json", True), ("json", "text", False)],
+)
+async def test_lines_are_as_the_log_is(
+    log: str, own: Any, json_lines: bool, clock: FakeClock, lines: list[str]
+) -> None:
+    """Unless the filter says otherwise; a text line in a JSON log leaves time and level to the log."""
+    context = filter_context(clock=clock, log=Log.model_validate({"format": log}))
+    await call(build(Served(clock), AccessLogSettings(format=own), context), http_scope())
+    [line] = lines
+    assert line.startswith("{") is json_lines
+    assert ("INFO" in line) is (not json_lines and log == "console")
 
 
 @pytest.mark.parametrize(
@@ -139,7 +158,8 @@ async def test_a_share_of_the_successes_is_logged(clock: FakeClock, lines: list[
     ("status", "outcome", "logged"),
     [
         (200, {}, False),
-        (404, {}, True),
+        (404, {}, False),
+        (500, {"end": "completed"}, True),
         (503, {"end": "local_reply"}, True),
         (200, {"end": "upstream_died"}, True),
         (200, {"end": "client_disconnected"}, False),
@@ -148,7 +168,7 @@ async def test_a_share_of_the_successes_is_logged(clock: FakeClock, lines: list[
 async def test_failures_are_logged_whatever_the_sample(
     status: int, outcome: dict[str, Any], logged: bool, clock: FakeClock, lines: list[str]
 ) -> None:
-    """Errors and broken streams always; a client that left is no failure."""
+    """Errors and broken streams always; a client that left is no failure, nor is one's own mistake."""
 
     async def inner(scope: Scope, receive: Receive, send: Send) -> None:
         for name, value in outcome.items():

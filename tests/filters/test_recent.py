@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 from kvproxy.balancing.policy import Overlap, OverlapFacts
-from kvproxy.filters.exchange import Exchange, Outcome
+from kvproxy.filters.exchange import MAX_REMEMBERED, Exchange, Outcome
 from kvproxy.filters.recent import RecentDecisions
 from kvproxy.types import EndpointId, InferenceRequest, Prompt, RequestKind
 
@@ -17,7 +17,7 @@ def exchange(*, received_at: float = 10.0, **outcome: object) -> Exchange:
     made.request_id, made.tenant, made.body = "r1", "alice", b"x" * 100
     made.inference = InferenceRequest(RequestKind.CHAT, "m", Prompt(b"", (b"hello",)))
     made.facts = OverlapFacts(100, {A: Overlap(64, lower_tokens=80)})
-    made.outcome = Outcome(**{"endpoint": A, "cluster": "c", "end": "completed", **outcome})  # type: ignore[arg-type]
+    made.outcome = Outcome(**{"endpoint": A, "cluster": "c", "end": "completed", "status": 200, **outcome})  # type: ignore[arg-type]
     return made
 
 
@@ -58,18 +58,48 @@ def test_it_is_bounded_and_lets_prompts_go() -> None:
     assert sum(isinstance(each, InferenceRequest) for each in gc.get_objects()) == before
 
 
+def test_decisions_have_numbers() -> None:
+    """One is found by its number as long as it is kept."""
+    recent = RecentDecisions(limit=2)
+    for number in range(1, 4):
+        one = exchange()
+        one.request_id = f"r{number}"
+        recent.record(one, 11.0)
+    assert [decision.number for decision in recent.latest()] == [3, 2]
+    found = {number: recent.numbered(number) for number in (-1, 0, 1, 2, 3, 4)}
+    assert {number: one.request_id for number, one in found.items() if one is not None} == {2: "r2", 3: "r3"}
+
+
+def test_of_large_fleets_only_the_match_where_it_went_is_kept() -> None:
+    """A thousand decisions with every overlap of a thousand endpoints would be a lot of memory."""
+    recent = RecentDecisions()
+    one = exchange()
+    one.facts = OverlapFacts(100, {EndpointId(str(n)): Overlap(1) for n in range(MAX_REMEMBERED)} | {A: Overlap(64)})
+    recent.record(one, 11.0)
+    [decision] = recent.latest()
+    assert (decision.matched_tokens, set(decision.facts.by_endpoint)) == (64, {A})
+
+
 def test_the_tally_counts_all_and_starts_over() -> None:
     """Also those no longer kept."""
     recent = RecentDecisions(limit=1)
     for end in ("completed", "completed", "upstream_died"):
         recent.record(exchange(end=end), 11.0)
-    assert recent.take_tally() == {("c", A, "completed"): 2, ("c", A, "upstream_died"): 1}
+    assert recent.take_tally() == {("c", A, "ok"): 2, ("c", A, "failed"): 1}
     assert recent.take_tally() == {}
 
 
 def test_first_bytes_since_a_moment() -> None:
-    """Strictly after it; requests without one are passed over."""
+    """Strictly after it, of streamed answers; requests without one are passed over."""
     recent = RecentDecisions()
-    for at, ttft_s in ((10.0, 0.1), (11.0, 0.2), (12.0, None), (13.0, 0.3)):
-        recent.record(exchange(ttft_s=ttft_s), at)
+    for at, ttft_s, stream in (
+        (10.0, 0.1, True),
+        (11.0, 0.2, True),
+        (12.0, None, True),
+        (13.0, 0.3, True),
+        (14.0, 9.0, False),
+    ):
+        one = exchange(ttft_s=ttft_s)
+        one.inference = InferenceRequest(RequestKind.CHAT, "m", Prompt(b"", ()), stream=stream)
+        recent.record(one, at)
     assert recent.ttfts_since(10.0) == [0.3, 0.2]

@@ -12,7 +12,7 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint_metrics import MAX_MODELS
 from kvproxy.config import schema
 from kvproxy.filters import savings
-from kvproxy.filters.exchange import Exchange, Outcome
+from kvproxy.filters.exchange import RESULTS, Exchange, Outcome, result_of
 from kvproxy.filters.route_metrics import RouteMetrics
 from kvproxy.filters.savings import spared_s
 from kvproxy.metrics.catalog import Metrics
@@ -25,7 +25,9 @@ A = EndpointId("a")
 class Bench:
     """A cluster of two endpoints that declare models, and what a router counts of it."""
 
-    def __init__(self, clock: FakeClock, *, policy: str = "round_robin", models: tuple[str, ...] = ("m",)) -> None:
+    def __init__(
+        self, clock: FakeClock, *, policy: str = "round_robin", models: tuple[str, ...] = ("m",), **served: Any
+    ) -> None:
         endpoints = tuple(
             schema.Endpoint(id=i, url=f"http://127.0.0.1:{n}", models=models) for n, i in [(1, "a"), (2, "b")]
         )
@@ -33,7 +35,7 @@ class Bench:
         self.catalog = Metrics()
         self.cluster = Cluster("c", settings, metrics=self.catalog, clock=clock, rng=random.Random(1))
         routes = (schema.Route(model="alias", cluster="c"), schema.Route(model="wild*", cluster="c"))
-        self.metrics = RouteMetrics(self.catalog, clusters={"c": self.cluster}, routes=routes)
+        self.metrics = RouteMetrics(self.catalog, clusters={"c": self.cluster}, routes=routes, **served)
 
     def finish(self, *, model: str = "m", tenant: str = "", stream: bool = True, **outcome: Any) -> None:
         """One request that began at 0 and ended at 10."""
@@ -59,7 +61,7 @@ def test_times_are_by_endpoint_and_model(clock: FakeClock) -> None:
     bench = Bench(clock)
     bench.finish()
     at = {"cluster": "c", "endpoint": "a", "model": "m"}
-    assert bench("kvproxy_ttft_seconds_sum", **at) == 1.0
+    assert bench("kvproxy_ttft_seconds_sum", **at, stream="true") == 1.0
     assert bench("kvproxy_request_duration_seconds_sum", **at) == 10.0
     assert bench("kvproxy_itl_seconds_sum", **at) == pytest.approx(1.0)
 
@@ -70,6 +72,8 @@ def test_no_tokens_to_be_between(clock: FakeClock, outcome: dict[str, Any]) -> N
     bench = Bench(clock)
     bench.finish(**outcome)
     bench.finish(stream=False)
+    at = {"cluster": "c", "endpoint": "a", "model": "m"}
+    assert bench("kvproxy_ttft_seconds_count", **at, stream="false") == 1
     assert bench("kvproxy_itl_seconds_count", cluster="c", endpoint="a", model="m") == 0
 
 
@@ -81,6 +85,39 @@ def test_models_that_nobody_declares_share_one_label(clock: FakeClock) -> None:
     assert bench.labels("kvproxy_ttft_seconds_count", "model") == {"m", "alias", "other", ""}
 
 
+def test_models_that_engines_list_have_names(clock: FakeClock) -> None:
+    """With the shortest configuration, which names none; what no engine lists stays `other`."""
+    bench = Bench(clock, models=(), served=frozenset({"listed"}).__contains__)
+    for name in ("listed", "made-up"):
+        bench.finish(model=name)
+    assert bench.labels("kvproxy_ttft_seconds_count", "model") == {"listed", "other"}
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "result"),
+    [
+        ("completed", 200, "ok"),
+        ("completed", 500, "failed"),
+        ("completed", 503, "failed"),
+        ("local_reply", 502, "failed"),
+        ("local_reply", 404, "client_error"),
+        ("completed", 400, "client_error"),
+        ("upstream_died", 200, "failed"),
+        ("engine_error", 200, "failed"),
+        ("", 0, "failed"),
+        ("client_disconnected", 499, "client_left"),
+    ],
+)
+def test_what_became_of_a_request(clock: FakeClock, end: str, status: int, result: str) -> None:
+    """One definition of failed, for page, status, log and alerts: a 5xx whichever way it came, or a broken answer."""
+    assert result_of(end, status) == result
+    bench = Bench(clock)
+    bench.finish(end=end, status=status)
+    assert {each: bench("kvproxy_request_results_total", cluster="c", result=each) for each in RESULTS} == {
+        each: float(each == result) for each in RESULTS
+    }
+
+
 def test_models_of_one_endpoint_are_bounded(clock: FakeClock) -> None:
     """Even declared ones: discovery may declare more and more."""
     names = tuple(f"m{number}" for number in range(MAX_MODELS + 5))
@@ -89,7 +126,7 @@ def test_models_of_one_endpoint_are_bounded(clock: FakeClock) -> None:
         bench.finish(model=name)
     shown = bench.labels("kvproxy_ttft_seconds_count", "model")
     assert len(shown) == MAX_MODELS + 1
-    assert bench("kvproxy_ttft_seconds_count", cluster="c", endpoint="a", model="other") == 5
+    assert bench("kvproxy_ttft_seconds_count", cluster="c", endpoint="a", model="other", stream="true") == 5
 
 
 def test_an_endpoint_that_left_takes_its_times_along(clock: FakeClock) -> None:

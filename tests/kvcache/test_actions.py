@@ -220,9 +220,11 @@ async def test_every_action_leaves_one_audit_line_of_hashes(clock: FakeClock, ca
     lines = [record.getMessage() for record in caplog.records if record.name == "kvproxy.audit"]
     assert len(lines) == 2
     assert lines[0].startswith(
-        "action=pin instance=a prefix=0000000000000001 tokens=512 reason='hot' result=done amount=512"
+        "cache action=pin instance=a prefix=0000000000000001 tokens=512 reason=hot result=done amount=512"
     )
-    assert lines[1].startswith("action=clear instance=b prefix=* tokens=0 reason='memory 0.95' result=done amount=3")
+    assert lines[1].startswith(
+        'cache action=clear instance=b prefix=* tokens=0 reason="memory 0.95" result=done amount=3'
+    )
 
 
 async def test_without_a_service_nothing_is_queued(clock: FakeClock) -> None:

@@ -114,7 +114,7 @@ async def test_token_memory_is_bounded_as_configured() -> None:
         for number in range(5):
             await service.ask(chat(long_text(f"w{number}-")))
         assert len(service.kv.parts.tokens.memory) == 2
-        assert service.metric("kvproxy_kvcache_token_recalls", result="missed") == 5
+        assert service.metric("kvproxy_kvcache_token_recalls_total", result="missed") == 5
 
 
 async def test_an_engine_that_is_down_is_passed_over() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
 from kvproxy.cluster.routes import Routes
-from kvproxy.config.schema import Config, Limits
+from kvproxy.config.schema import Config, Limits, Log
 from kvproxy.filters.chain import FilterContext, Services
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.upstream.pool import UpstreamPool
@@ -20,11 +20,12 @@ def filter_context(
     *,
     clock: FakeClock | None = None,
     limits: Limits | None = None,
+    log: Log | None = None,
     inherited: Mapping[str, Sequence[object]] | None = None,
 ) -> FilterContext:
     """A context whose wall clock stands at NOON; `inherited` is what filters of an earlier one left."""
     return FilterContext(
-        config=Config(limits=limits or Limits()),
+        config=Config(limits=limits or Limits(), log=log or Log()),
         metrics=Metrics(),
         clock=clock or FakeClock(),
         wall_clock=lambda: NOON,

@@ -1,0 +1,34 @@
+"""How a line of the log looks, whichever part of kvproxy writes it: one form of time, and fields beside the words."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from datetime import UTC, datetime
+
+#: Where a record keeps its fields, for logs that are JSON.
+FIELDS = "fields"
+
+
+def stamp(moment: datetime) -> str:
+    """RFC 3339 in UTC with milliseconds: 2026-11-22T00:42:53.123+00:00."""
+    return moment.astimezone(UTC).isoformat(timespec="milliseconds")
+
+
+def console_line(time: str, level: str, message: str) -> str:
+    """A line for people; `level` as logging names it."""
+    return f"{time} {level:<7} {message}"
+
+
+def log_fields(logger: logging.Logger, event: str, fields: Mapping[str, object]) -> None:
+    """Write `event` with its fields: `event name=value ...` for people, members of the object where the log is JSON."""
+    text = " ".join([event, *(f"{name}={_word(value)}" for name, value in fields.items())])
+    logger.info("%s", text, extra={FIELDS: {"event": event, **fields}})
+
+
+def _word(value: object) -> str:
+    """One visible ASCII word, or a JSON text: it forges no field and no line."""
+    text = str(value)
+    plain = isinstance(value, str | int | float) and text.isascii() and text.isprintable()
+    return text if plain and text and not set(text) & set(' ="') else json.dumps(value, default=str)

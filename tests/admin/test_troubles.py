@@ -1,0 +1,144 @@
+"""What an operator should know: in the order of what hurts, each with its age, and one word for all of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvproxy.admin.app import admin_app
+from kvproxy.admin.history import History
+from kvproxy.admin.operated import Finding
+from kvproxy.app import Proxy
+from kvproxy.cluster.prober import ProbeOutcome
+from kvproxy.filters.exchange import Exchange, Outcome
+from kvproxy.types import EndpointId
+from tests.admin.support import admin_of, proxy_of
+from tests.support.clock import FakeClock
+
+THREE = {name: f"http://127.0.0.1:{port}" for port, name in enumerate("abc", start=9)}
+
+
+class Place:
+    """A proxy with three endpoints, and what its page says."""
+
+    def __init__(self, clock: FakeClock, **config: Any) -> None:
+        self.clock = clock
+        self.proxy: Proxy = proxy_of(clock=clock, **{"endpoints": THREE, **config})
+        self.history = History(self.proxy)
+        self.proxy.admin = admin_app(self.proxy, self.history)
+
+    def probe_fails(self, name: str) -> None:
+        """Once is enough for an endpoint that was never well."""
+        cluster = self.proxy.clusters["default"]
+        endpoint = cluster.endpoint(EndpointId(name))
+        assert endpoint is not None
+        cluster._probed(endpoint, ProbeOutcome.UNREACHABLE)
+
+    def answer(self, count: int, *, endpoint: str = "b", status: int = 200, end: str = "completed") -> None:
+        """Requests that ended so, and a sample of them."""
+        for _ in range(count):
+            exchange = Exchange(received_at=self.clock())
+            exchange.outcome = Outcome(EndpointId(endpoint), "default", status=status, end=end)
+            self.proxy.recent.record(exchange, self.clock())
+        self.history.take()
+
+    async def live(self) -> dict[str, Any]:
+        async with admin_of(self.proxy) as client:
+            answer: dict[str, Any] = (await client.get("/live")).json()
+        return answer
+
+
+async def test_every_answer_a_500_is_a_failure(clock: FakeClock) -> None:
+    """An engine whose core died answers 500, and each of these ends as it should: all the same all failed."""
+    place = Place(clock)
+    place.answer(20, status=500)
+    live = await place.live()
+    assert live["last_minute"] == {"requests": 20, "failed": 20, "saved_prefill_s": None}
+    assert live["history"]["failed"] == [20]
+    assert live["state"] == {"kind": "down", "text": "100% of requests fail"}
+    [finding] = live["findings"]
+    assert (finding["severity"], finding["where"]) == ("problem", "default")
+    assert finding["what"] == "100% of 20 requests failed in the last minute (20)"
+    assert {one["result"] for one in live["failed_decisions"]} == {"failed"}
+
+
+async def test_a_clients_mistakes_are_no_failures(clock: FakeClock) -> None:
+    """4xx, and clients that left."""
+    place = Place(clock)
+    place.answer(20, status=404)
+    place.answer(20, status=499, end="client_disconnected")
+    live = await place.live()
+    assert (live["last_minute"]["failed"], live["findings"], live["failed_decisions"]) == (0, [], [])
+    assert live["state"] == {"kind": "good", "text": "ready"}
+
+
+async def test_a_dead_engine_comes_first_with_its_age(clock: FakeClock) -> None:
+    """Before failing requests and warnings of the configuration: since when, why, and who took over."""
+    place = Place(clock)
+    place.proxy.findings = [Finding("note", "log", "small"), Finding("warning", "endpoints", "clear text")]
+    place.answer(0)
+    clock.advance(90.0)
+    place.probe_fails("a")
+    place.answer(7, endpoint="c")
+    clock.advance(30.0)
+    place.answer(3, status=502)
+    live = await place.live()
+    assert [one["where"] for one in live["findings"]] == ["default/a", "default", "endpoints", "log"]
+    first = live["findings"][0]
+    assert first["what"] == "down: its probes fail (it cannot be reached); c, b took over"
+    assert (first["age_s"], live["findings"][2]["age_s"]) == (30.0, 120.0)
+    assert live["state"]["text"] == "degraded: 30% of requests fail"
+    clock.advance(60.0)
+    place.answer(1)
+    assert (await place.live())["state"] == {"kind": "warn", "text": "degraded: 2 of 3 up"}
+
+
+async def test_when_none_is_up(clock: FakeClock) -> None:
+    """Not ready, and said so; what was an engine's own finding goes with it."""
+    place = Place(clock)
+    for name in "abc":
+        place.probe_fails(name)
+    live = await place.live()
+    assert live["state"] == {"kind": "down", "text": "no endpoint in default"}
+    assert [one["what"].rpartition("; ")[2] for one in live["findings"]] == [
+        "no endpoint of the cluster is up, so all are tried"
+    ] * 3
+
+
+async def test_many_dead_engines_are_one_finding(clock: FakeClock) -> None:
+    """The page stays readable when a rack is gone; whoever is drained is not ill."""
+    names = [f"engine-{number}" for number in range(6)]
+    place = Place(clock, endpoints={name: f"http://127.0.0.1:{n}" for n, name in enumerate(names, start=9)})
+    for name in names[:4]:
+        place.probe_fails(name)
+    place.proxy.clusters["default"].endpoints[4].draining = True
+    [finding] = (await place.live())["findings"]
+    assert finding["what"] == (
+        "4 of 6 endpoints are down (engine-0, engine-1, engine-2 and 1 more); engine-5 would take its requests"
+    )
+
+
+async def test_a_controller_that_is_down_is_a_finding(clock: FakeClock) -> None:
+    """Its breaker stands for it; what it costs is said."""
+    place = Place(clock)
+    assert place.proxy.kvcache is not None
+    breaker = place.proxy.kvcache.parts.guard.breaker("lookup")
+    while breaker.state == "closed":
+        breaker.admit().failure()
+    [finding] = (await place.live())["findings"]
+    assert (finding["severity"], finding["where"]) == ("warning", "kvcache")
+    assert finding["what"].startswith("LMCache does not answer: requests are routed without its lookups")
+
+
+async def test_ages_end_with_their_trouble(clock: FakeClock) -> None:
+    """What comes back begins anew, and nothing is remembered of what is over."""
+    place = Place(clock)
+    place.proxy.findings = [Finding("warning", "endpoints", "clear text")]
+    place.answer(0)
+    clock.advance(100.0)
+    found, place.proxy.findings = place.proxy.findings, []
+    place.answer(0)
+    clock.advance(5.0)
+    place.proxy.findings = found
+    place.answer(0)
+    clock.advance(2.0)
+    assert [one["age_s"] for one in (await place.live())["findings"]] == [2.0]
