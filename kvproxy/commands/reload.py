@@ -68,7 +68,7 @@ class FileReloader:
     @staticmethod
     def _refused(errors: list[Problem]) -> Reloaded:
         for error in errors:
-            logger.error("configuration not reloaded: %s", error)
+            logger.error("configuration not reloaded: %s", error.located())
         return Reloaded(errors=tuple(errors))
 
     async def _watch(self) -> None:
