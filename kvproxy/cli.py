@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from kvproxy import __version__
 from kvproxy.errors import ConfigError
+
+_BROKEN_PIPE = 141  # as a shell reports a program that SIGPIPE ended
+
+_Commands = argparse._SubParsersAction
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,10 +22,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         status: int = args.run(args)
+        sys.stdout.flush()
     except ConfigError as error:
         for problem in error.problems:
-            print(f"kvproxy: {problem.severity}: {problem}", file=sys.stderr)
+            place = f"{problem.place}: " if problem.place else "kvproxy: "
+            print(f"{place}{problem.severity}: {problem.located().removeprefix(place)}", file=sys.stderr)
         return 1
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its end
+        return _BROKEN_PIPE
     except OSError as error:
         print(f"kvproxy: error: {error}", file=sys.stderr)
         return 1
@@ -33,27 +43,81 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kvproxy", description="KV-cache-aware reverse proxy for LLM engines.")
     parser.add_argument("--version", action="version", version=f"kvproxy {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_init(commands)
     _add_serve(commands)
     _add_check(commands)
     _add_doctor(commands)
     _add_status(commands)
-    _add_demo(commands)
-    _add_replay(commands)
     _add_explain(commands)
+    _add_drain(commands)
+    _add_reload(commands)
+    _add_replay(commands)
+    _add_demo(commands)
+    _add_completion(commands)
     return parser
 
 
-def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _config_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-c",
+        "--config",
+        metavar="FILE",
+        help="configuration, native or Pixiu's (else $KVPROXY_CONFIG or ./config.yaml)",
+    )
+    _lenient_option(parser)
+
+
+def _lenient_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--lenient", action="store_true", help="warn about unknown keys of a Pixiu file instead of failing"
+    )
+
+
+def _admin_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default="http://127.0.0.1:8889", help="its admin listener (default %(default)s)")
+    parser.add_argument("--token-file", metavar="FILE", help="file with the admin token (else $KVPROXY_ADMIN_TOKEN)")
+
+
+def _file_of(args: argparse.Namespace) -> str | None:
+    """The file that is named, or the usual one when neither a file nor endpoints are."""
+    from kvproxy.commands.configuration import usual_file
+
+    if args.config is not None or args.endpoint:
+        named: str | None = args.config
+        return named
+    return usual_file(sys.stderr)
+
+
+def _add_init(commands: _Commands[argparse.ArgumentParser]) -> None:
+    init = commands.add_parser(
+        "init",
+        help="ask where the engines are, look at them, and write config.yaml",
+        description="Asks where the engines are (or takes --engine), looks at each, and writes a configuration.",
+    )
+    init.add_argument("--engine", action="append", default=[], metavar="[ID=]URL", help="an engine; repeat for more")
+    init.add_argument("--lmcache", metavar="URL", help="LMCache's controller or coordinator, where there is one")
+    init.add_argument("--listen", metavar="HOST:PORT", help="where clients connect (default 127.0.0.1:8888)")
+    init.add_argument("-o", "--output", metavar="FILE", default="config.yaml", help="file to write (%(default)s)")
+    init.add_argument("-y", "--yes", action="store_true", help="ask nothing: take what is given and the defaults")
+    init.add_argument("--force", action="store_true", help="replace the file if there is one")
+    init.set_defaults(run=_init)
+
+
+def _init(args: argparse.Namespace) -> int:
+    from kvproxy.commands import init
+
+    options = init.InitOptions(args.engine, args.lmcache, args.listen, Path(args.output), args.yes, args.force)
+    return init.run(options, stdin=sys.stdin, out=sys.stdout, err=sys.stderr)
+
+
+def _add_serve(commands: _Commands[argparse.ArgumentParser]) -> None:
     serve = commands.add_parser("serve", help="run the proxy", description="Run the proxy until SIGTERM.")
-    serve.add_argument("-c", "--config", metavar="FILE", help="configuration (native or Pixiu dialect)")
+    _config_option(serve)
     serve.add_argument("--host", help="address of the public listener (without a file: 127.0.0.1)")
     serve.add_argument("--port", type=int, help="its port (without a file: 8888); 0 takes a free one")
     serve.add_argument("--endpoint", action="append", default=[], metavar="ID=URL", help="an engine; repeat for more")
     serve.add_argument("--policy", help="balancing policy (with --endpoint)")
     serve.add_argument("--no-admin", action="store_true", help="no admin listener (with --endpoint)")
-    serve.add_argument(
-        "--lenient", action="store_true", help="warn about unknown keys of a Pixiu file instead of failing"
-    )
     serve.set_defaults(run=_serve)
 
 
@@ -62,7 +126,7 @@ def _serve(args: argparse.Namespace) -> int:
     from kvproxy.commands.configuration import Source
 
     source = Source(
-        path=args.config,
+        path=_file_of(args),
         endpoints=args.endpoint,
         host=args.host,
         port=args.port,
@@ -73,83 +137,132 @@ def _serve(args: argparse.Namespace) -> int:
     return serve.run(source)
 
 
-def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    check = commands.add_parser("check", help="find every problem of a configuration at once")
-    check.add_argument("file", nargs="?", metavar="FILE")
-    check.add_argument("--schema", action="store_true", help="print the JSON Schema of the native dialect instead")
-    check.add_argument(
-        "--lenient", action="store_true", help="warn about unknown keys of a Pixiu file instead of failing"
+def _add_check(commands: _Commands[argparse.ArgumentParser]) -> None:
+    check = commands.add_parser(
+        "check",
+        help="find every problem of a configuration at once",
+        description="Prints every problem of a configuration as FILE:LINE:COLUMN: SEVERITY: PATH: WHAT, in the order "
+        "of the file. Asks no engine (`kvproxy doctor` does). Exit status: 0 good (warnings included), 1 errors.",
     )
+    check.add_argument("file", nargs="?", metavar="FILE", help="else $KVPROXY_CONFIG or ./config.yaml")
+    check.add_argument("--schema", action="store_true", help="print the JSON Schema of the native dialect instead")
+    _lenient_option(check)
     check.set_defaults(run=_check)
 
 
 def _check(args: argparse.Namespace) -> int:
     from kvproxy.commands import check
+    from kvproxy.commands.configuration import usual_file
 
     if args.schema:
         return check.print_schema(sys.stdout)
-    if not args.file:
-        print("kvproxy check: a FILE (or --schema) is required", file=sys.stderr)
+    file = args.file or usual_file(sys.stderr)
+    if not file:
+        print("kvproxy check: a FILE (or --schema) is required, there is no ./config.yaml", file=sys.stderr)
         return 2
-    return check.run(args.file, lenient=args.lenient, out=sys.stdout)
+    return check.run(file, lenient=args.lenient, out=sys.stdout)
 
 
-def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
     doctor = commands.add_parser(
         "doctor",
-        help="visit the engines and LMCache: what is wrong with the setup, and how to mend it",
+        help="visit the engines and LMCache: what is wrong with the setup, and how to fix it",
         description="Visits the configured engines and LMCache; sends each engine two or three requests of one token. "
         "Exit status: 0 fine, 1 problems, 2 warnings only (with --strict).",
     )
-    doctor.add_argument("-c", "--config", metavar="FILE", help="configuration (native or Pixiu dialect)")
+    _config_option(doctor)
     doctor.add_argument("--endpoint", action="append", default=[], metavar="ID=URL", help="an engine; repeat for more")
     doctor.add_argument("--timeout", default="5s", metavar="DURATION", help="for one exchange (default 5s)")
     doctor.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     doctor.add_argument("--strict", action="store_true", help="exit with 2 when there are only warnings")
-    doctor.add_argument(
-        "--lenient", action="store_true", help="warn about unknown keys of a Pixiu file instead of failing"
-    )
+    doctor.add_argument("-v", "--verbose", action="store_true", help="list the checks that passed, too")
     doctor.set_defaults(run=_doctor)
 
 
 def _doctor(args: argparse.Namespace) -> int:
     from kvproxy.commands import doctor
 
-    options = doctor.DoctorOptions(args.config, args.endpoint, args.timeout, args.json, args.strict, args.lenient)
+    options = doctor.DoctorOptions(
+        _file_of(args), args.endpoint, args.timeout, args.json, args.strict, args.lenient, args.verbose
+    )
     return doctor.run(options, out=sys.stdout, err=sys.stderr)
 
 
-def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_status(commands: _Commands[argparse.ArgumentParser]) -> None:
     status = commands.add_parser("status", help="endpoints, routing and cache of a running proxy, in the terminal")
-    status.add_argument("--url", default="http://127.0.0.1:8889", help="its admin listener (default %(default)s)")
-    status.add_argument("--token-file", metavar="FILE", help="file with the admin token, where there is one")
+    _admin_options(status)
     status.add_argument("--watch", action="store_true", help="every second, until Ctrl-C")
+    status.add_argument("--json", action="store_true", help="what /live answers, one JSON object a line")
     status.set_defaults(run=_status)
 
 
 def _status(args: argparse.Namespace) -> int:
     from kvproxy.commands import status
 
-    options = status.StatusOptions(args.url, args.token_file, args.watch)
+    options = status.StatusOptions(args.url, args.token_file, args.watch, args.json)
     return status.run(options, out=sys.stdout, err=sys.stderr)
 
 
-def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    demo = commands.add_parser("demo", help="simulated engines, a controller and the proxy, with real traffic")
-    demo.add_argument("--engines", type=int, default=3, help="simulated engines (default 3)")
-    demo.add_argument("--sessions", type=int, default=15, help="conversations (default 15)")
-    demo.add_argument("--turns", type=int, default=5, help="turns of each (default 5)")
-    demo.add_argument("--stay", action="store_true", help="leave everything running until Ctrl-C")
-    demo.set_defaults(run=_demo)
+def _add_explain(commands: _Commands[argparse.ArgumentParser]) -> None:
+    explain = commands.add_parser(
+        "explain",
+        help="why a request went where it went",
+        description="Why a request went where it went: from its receipt, else from a running proxy, which remembers "
+        "the last 1,000.",
+    )
+    explain.add_argument("request_id", metavar="REQUEST_ID", help="x-request-id of the answer, or how it begins")
+    explain.add_argument("--file", type=Path, help="receipts, rotated ones included (else ./receipts.jsonl)")
+    _admin_options(explain)
+    explain.add_argument("--json", action="store_true", help="the receipt itself")
+    explain.set_defaults(run=_explain)
 
 
-def _demo(args: argparse.Namespace) -> int:
-    from kvproxy.commands import demo
+def _explain(args: argparse.Namespace) -> int:
+    from kvproxy.commands import explain
+    from kvproxy.commands.admin_client import AdminAddress
 
-    return demo.run(engines=args.engines, sessions=args.sessions, turns=args.turns, stay=args.stay, out=sys.stdout)
+    address = AdminAddress(args.url, args.token_file)
+    options = explain.ExplainOptions(args.request_id, args.file, address, args.json)
+    return explain.run(options, out=sys.stdout, err=sys.stderr)
 
 
-def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_drain(commands: _Commands[argparse.ArgumentParser]) -> None:
+    helps = {
+        "drain": "give an endpoint of a running proxy no new requests; it finishes those it has",
+        "undrain": "give a drained endpoint requests again",
+    }
+    for name, text in helps.items():
+        drain = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        drain.add_argument("endpoint", metavar="ENDPOINT", help="its id")
+        drain.add_argument("--cluster", help="its cluster, where several have an endpoint with this id")
+        _admin_options(drain)
+        drain.set_defaults(run=_drain, draining=name == "drain")
+
+
+def _drain(args: argparse.Namespace) -> int:
+    from kvproxy.commands import operate
+    from kvproxy.commands.admin_client import AdminAddress
+
+    address = AdminAddress(args.url, args.token_file)
+    where = {"cluster": args.cluster, "draining": args.draining}
+    return operate.drain(address, args.endpoint, **where, out=sys.stdout, err=sys.stderr)
+
+
+def _add_reload(commands: _Commands[argparse.ArgumentParser]) -> None:
+    text = "have a running proxy read its configuration file anew"
+    reload = commands.add_parser("reload", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    _admin_options(reload)
+    reload.set_defaults(run=_reload)
+
+
+def _reload(args: argparse.Namespace) -> int:
+    from kvproxy.commands import operate
+    from kvproxy.commands.admin_client import AdminAddress
+
+    return operate.reload(AdminAddress(args.url, args.token_file), out=sys.stdout, err=sys.stderr)
+
+
+def _add_replay(commands: _Commands[argparse.ArgumentParser]) -> None:
     from kvproxy.replay.options import add_arguments
 
     replay = commands.add_parser("replay", help="routing policies side by side on a trace, in virtual time or live")
@@ -163,17 +276,35 @@ def _replay(args: argparse.Namespace) -> int:
     return command.run(args, out=sys.stdout, err=sys.stderr)
 
 
-def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    explain = commands.add_parser("explain", help="why a request went where it went, from its receipt")
-    explain.add_argument("request_id", metavar="REQUEST_ID", help="as in the x-request-id header of the answer")
-    explain.add_argument(
-        "--file", type=Path, default=Path("receipts.jsonl"), help="receipts, rotated ones included (%(default)s)"
-    )
-    explain.add_argument("--json", action="store_true", help="the receipt itself")
-    explain.set_defaults(run=_explain)
+def _add_demo(commands: _Commands[argparse.ArgumentParser]) -> None:
+    demo = commands.add_parser("demo", help="simulated engines, a controller and the proxy, with real traffic")
+    demo.add_argument("--engines", type=_count, default=3, help="simulated engines (default 3)")
+    demo.add_argument("--sessions", type=_count, default=15, help="conversations (default 15)")
+    demo.add_argument("--turns", type=_count, default=5, help="turns of each (default 5)")
+    demo.add_argument("--stay", action="store_true", help="leave everything running until Ctrl-C")
+    demo.set_defaults(run=_demo)
 
 
-def _explain(args: argparse.Namespace) -> int:
-    from kvproxy.commands import explain
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:6]) <= 1000 or len(text) > 4:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to 1000, not {text!r}")
+    return int(text)
 
-    return explain.run(args.request_id, file=args.file, as_json=args.json, out=sys.stdout, err=sys.stderr)
+
+def _demo(args: argparse.Namespace) -> int:
+    from kvproxy.commands import demo
+
+    return demo.run(engines=args.engines, sessions=args.sessions, turns=args.turns, stay=args.stay, out=sys.stdout)
+
+
+def _add_completion(commands: _Commands[argparse.ArgumentParser]) -> None:
+    completion = commands.add_parser("completion", help="a script that completes commands and options in your shell")
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"))
+    completion.set_defaults(run=_completion)
+
+
+def _completion(args: argparse.Namespace) -> int:
+    from kvproxy.commands import completion
+
+    sys.stdout.write(completion.script(args.shell, _parser()))
+    return 0

@@ -21,10 +21,30 @@ class Problem:
     message: str
     hint: str = ""
     severity: Severity = "error"
+    file: str = ""
+    line: int = 0
+    """In the file, from 1; 0: not known."""
+    column: int = 0
+    meant: str = ""
+    """Dotted path of the key that was probably meant by an unknown one."""
 
     def __str__(self) -> str:
-        where = self.path or "(file)"
-        return f"{where}: {self.message}" + (f" ({self.hint})" if self.hint else "")
+        where = self.path or (f"line {self.line}, column {self.column}" if self.line else "(file)")
+        return f"{where}: {self._text()}"
+
+    @property
+    def place(self) -> str:
+        """`config.yaml:3:1`, as editors and terminals make a link of it; without a line only the file, or nothing."""
+        return f"{self.file}:{self.line}:{self.column}" if self.file and self.line else self.file
+
+    def located(self) -> str:
+        """`config.yaml:3:1: polcy: unknown key (did you mean 'policy'?)`."""
+        if not self.place:
+            return str(self)
+        return ": ".join(part for part in (self.place, self.path, self._text()) if part)
+
+    def _text(self) -> str:
+        return self.message + (f" ({self.hint})" if self.hint else "")
 
 
 class ConfigError(KvproxyError):

@@ -90,9 +90,10 @@ def _local(host: bytes) -> bool:
 
 def _foreign(method: str, headers: dict[bytes, bytes]) -> tuple[int, Problem] | None:
     kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-    if kind != b"application/json":
+    empty = headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in headers
+    if kind != b"application/json" and not (empty and not kind):
         fix = "send `Content-Type: application/json`"
-        return 415, Problem("header content-type", f"a {method} here must be JSON", fix)
+        return 415, Problem("header content-type", f"a {method} with a body must be JSON here", fix)
     origin = headers.get(b"origin")
     if origin is not None and origin.partition(b"://")[2] != headers.get(b"host"):
         return 403, Problem("header origin", "changes from another origin are refused", "use this listener's own page")

@@ -34,7 +34,9 @@ def reply(data: object, status: int = 200, *, headers: Mapping[str, str] | None 
 
 def error(status: int, problems: Sequence[Problem], *, headers: Mapping[str, str] | None = None) -> Response:
     """`{"error": what, "problems": [{"where", "what", "fix"}]}`; the first problem is the headline."""
-    listed = [{"where": one.path, "what": one.message, "fix": one.hint} for one in problems]
+    listed = [
+        {"where": f"{one.place}: {one.path}".strip(": "), "what": one.message, "fix": one.hint} for one in problems
+    ]
     return reply({"error": problems[0].message, "problems": listed}, status, headers=headers)
 
 

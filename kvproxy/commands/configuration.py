@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
 
 from kvproxy.config.load import check_file, from_endpoints
 from kvproxy.config.schema import Config
 from kvproxy.errors import ConfigError, Problem
 from kvproxy.filters.registry import discover
 
+#: Names the configuration file where the command line names none.
+CONFIG_VARIABLE = "KVPROXY_CONFIG"
+DEFAULT_FILE = "config.yaml"
+
 _DEFAULT_HOST, _DEFAULT_PORT = "127.0.0.1", 8888
+
+
+def usual_file(err: TextIO, *, env: Mapping[str, str] = os.environ) -> str | None:
+    """The file to take when none is named: `$KVPROXY_CONFIG`, else `./config.yaml`; says which. None: there is none."""
+    named = env.get(CONFIG_VARIABLE, "")
+    if named:
+        print(f"using {named} (from {CONFIG_VARIABLE})", file=err)
+        return named
+    if not Path(DEFAULT_FILE).is_file():
+        return None
+    print(f"using ./{DEFAULT_FILE}", file=err)
+    return DEFAULT_FILE
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +65,7 @@ class Source:
                 raise ConfigError(errors)
             return config, problems
         if not self.endpoints:
-            raise ConfigError([Problem("", "nothing to serve", "give -c FILE, or --endpoint ID=URL once per engine")])
+            hint = "`kvproxy init` writes a config.yaml; or give -c FILE, or --endpoint ID=URL once per engine"
+            raise ConfigError([Problem("", "nothing to serve", hint)])
         host, port = self.host or _DEFAULT_HOST, _DEFAULT_PORT if self.port is None else self.port
         return from_endpoints(self.endpoints, host=host, port=port, policy=self.policy), []

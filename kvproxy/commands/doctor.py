@@ -1,7 +1,8 @@
-"""`kvproxy doctor`: visits the configured engines and LMCache and says what is wrong and how to mend it."""
+"""`kvproxy doctor`: visits the configured engines and LMCache and says what is wrong and how to fix it."""
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ class DoctorOptions:
     as_json: bool = False
     strict: bool = False
     lenient: bool = False
+    verbose: bool = False
 
 
 def run(options: DoctorOptions, *, out: TextIO, err: TextIO) -> int:
@@ -40,7 +42,8 @@ def run(options: DoctorOptions, *, out: TextIO, err: TextIO) -> int:
         if options.as_json:
             print_json(report, out)
         else:
-            print_table(report, out, width=shutil.get_terminal_size().columns, colour=out.isatty())
+            width, colour = shutil.get_terminal_size().columns, out.isatty() and "NO_COLOR" not in os.environ
+            print_table(report, out, width=width, colour=colour, verbose=options.verbose)
         return report.exit_status(strict=options.strict)
 
     if config is not None:
@@ -52,7 +55,8 @@ def run(options: DoctorOptions, *, out: TextIO, err: TextIO) -> int:
 def load(options: DoctorOptions) -> tuple[Config | None, list[Problem]]:
     """The configuration, None when it has errors, and what is wrong with it. Raises ConfigError when none is named."""
     if (options.path is None) == (not options.endpoints):
-        raise ConfigError([Problem("", "give either -c FILE, or --endpoint ID=URL once per engine")])
+        hint = "`kvproxy init` writes a config.yaml"
+        raise ConfigError([Problem("", "give either -c FILE, or --endpoint ID=URL once per engine", hint)])
     if options.path is None:
         try:
             return from_endpoints(options.endpoints, host="127.0.0.1", port=8888), []

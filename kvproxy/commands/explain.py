@@ -1,24 +1,72 @@
-"""`kvproxy explain`: one request's receipt in words."""
+"""`kvproxy explain`: one request in words, from its receipt or from what a running proxy remembers."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
+import httpx
+
+from kvproxy.commands.admin_client import AdminAddress, AdminRefused, ask
 from kvproxy.filters.access_line import printable
-from kvproxy.receipts.explain import explain
-from kvproxy.receipts.reading import Reading
-from kvproxy.receipts.receipt import encode
+from kvproxy.receipts.explain import explain, explain_decision
+from kvproxy.receipts.reading import Ambiguous, Reading
+from kvproxy.receipts.receipt import Receipt, encode
+
+DEFAULT_FILE = "receipts.jsonl"
 
 
-def run(request_id: str, *, file: Path, as_json: bool, out: TextIO, err: TextIO) -> int:
-    """0 when there is a receipt, 1 when not. OSError when the file cannot be read."""
-    found = Reading(file).find(request_id)
-    if not found:
-        print(f"kvproxy explain: no receipt of {printable(request_id)} in {file}", file=err)
+@dataclass(frozen=True, slots=True)
+class ExplainOptions:
+    """Which request (its id, or how it begins) and where to look: without `file` ./receipts.jsonl, then the proxy."""
+
+    request_id: str
+    file: Path | None
+    address: AdminAddress
+    as_json: bool = False
+
+
+def run(options: ExplainOptions, *, out: TextIO, err: TextIO, transport: httpx.BaseTransport | None = None) -> int:
+    """0 when the request is known, 1 when not. OSError when a file that was named cannot be read."""
+    wanted = options.request_id.rstrip("….")
+    file = options.file or Path(DEFAULT_FILE)
+    try:
+        found = Reading(file).find(wanted) if options.file is not None or file.exists() else []
+        if found:
+            _print_receipts(found, as_json=options.as_json, out=out, err=err)
+            return 0
+        if options.file is not None:
+            print(f"kvproxy explain: no receipt of {printable(wanted)} in {file}", file=err)
+            return 1
+        decision = _remembered(wanted, options.address, transport)
+    except (AdminRefused, Ambiguous) as error:
+        looked = "" if isinstance(error, Ambiguous) else f"no receipt of {printable(wanted)} in ./{file}, and "
+        print(f"kvproxy explain: {looked}{error}", file=err)
         return 1
+    print(json.dumps(decision) if options.as_json else explain_decision(decision), file=out)
+    return 0
+
+
+def _print_receipts(found: list[Receipt], *, as_json: bool, out: TextIO, err: TextIO) -> None:
     newest = found[0]
     print(encode(newest).decode().rstrip() if as_json else explain(newest), file=out)
     if len(found) > 1:
         print(f"{len(found) - 1} earlier request(s) had the same id", file=err)
-    return 0
+
+
+def _remembered(wanted: str, address: AdminAddress, transport: httpx.BaseTransport | None) -> dict[str, Any]:
+    """The newest decision with this id. Raises AdminRefused when the proxy does not know it."""
+    with address.client(transport=transport) as client:
+        answer = ask(client, address.url, "/decisions?limit=1000")
+    decisions = [one for one in answer.get("decisions", ()) if isinstance(one.get("request_id"), str)]
+    exact = [one for one in decisions if one["request_id"] == wanted]
+    starting = [one for one in decisions if one["request_id"].startswith(wanted)]
+    ids = dict.fromkeys(one["request_id"] for one in starting)
+    if not exact and len(ids) > 1:
+        raise Ambiguous(list(ids))
+    if not starting:
+        raise AdminRefused(f"the proxy at {address.url} does not remember it (it keeps the last 1,000 requests)")
+    found: dict[str, Any] = (exact or starting)[0]
+    return found

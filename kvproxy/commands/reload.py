@@ -72,7 +72,7 @@ class FileReloader:
     def _refused(self, errors: list[Problem]) -> Reloaded:
         self._proxy.metrics.reloads.labels("refused").inc()
         for error in errors:
-            logger.error("configuration not reloaded: %s", error)
+            logger.error("configuration not reloaded: %s", error.located())
         return Reloaded(errors=tuple(errors))
 
     async def _watch(self) -> None:

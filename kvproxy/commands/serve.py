@@ -39,7 +39,7 @@ def run(source: Source) -> int:
     config, problems = source.load()
     with logging_to(config.log):
         for problem in problems:
-            logger.log(logging.WARNING if problem.severity == "warning" else logging.INFO, "%s", problem)
+            logger.log(logging.WARNING if problem.severity == "warning" else logging.INFO, "%s", problem.located())
         _raise_open_files()
         return run_loop(lambda: serve_until_signal(config, problems, source))
 

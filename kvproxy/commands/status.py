@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TextIO
 
 import httpx
 
+from kvproxy.commands.admin_client import AdminAddress, AdminRefused, ask
 from kvproxy.commands.status_table import render
-from kvproxy.errors import ConfigError, KvproxyError, Problem
 
 INTERVAL_S = 1.0
-_TIMEOUT_S = 5.0
-
-
-class NoStatus(KvproxyError):
-    """The admin listener did not say; the text tells what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +24,7 @@ class StatusOptions:
     url: str
     token_file: str | None = None
     watch: bool = False
+    as_json: bool = False
 
 
 def run(
@@ -40,27 +36,31 @@ def run(
     transport: httpx.BaseTransport | None = None,
 ) -> int:
     """Show it once, or again and again until Ctrl-C. 1 when nobody answers the only time it is asked."""
-    headers = {} if options.token_file is None else {"authorization": f"Bearer {_token(options.token_file)}"}
     colour = out.isatty() and "NO_COLOR" not in os.environ
-    with httpx.Client(headers=headers, timeout=_TIMEOUT_S, trust_env=False, transport=transport) as client:
+    with AdminAddress(options.url, options.token_file).client(transport=transport) as client:
+
+        def shown() -> str:
+            live = _ask(client, options.url)
+            return f"{json.dumps(live)}\n" if options.as_json else render(live, colour=colour)
+
         if options.watch:
-            return _watch(client, options.url, out=out, colour=colour, sleep=sleep)
+            return _watch(shown, out=out, over=out.isatty() and not options.as_json, sleep=sleep)
         try:
-            out.write(render(_ask(client, options.url), colour=colour))
-        except NoStatus as error:
+            out.write(shown())
+        except AdminRefused as error:
             print(f"kvproxy status: {error}", file=err)
             return 1
     return 0
 
 
-def _watch(client: httpx.Client, url: str, *, out: TextIO, colour: bool, sleep: Callable[[float], None]) -> int:
+def _watch(shown: Callable[[], str], *, out: TextIO, over: bool, sleep: Callable[[float], None]) -> int:
     try:
         while True:
             try:
-                text = render(_ask(client, url), colour=colour)
-            except NoStatus as error:
+                text = shown()
+            except AdminRefused as error:
                 text = f"{error}\n"
-            out.write(_over(text) if out.isatty() else text + "\n")
+            out.write(_over(text) if over else text + "\n")
             out.flush()
             sleep(INTERVAL_S)
     except (KeyboardInterrupt, BrokenPipeError):
@@ -73,28 +73,7 @@ def _over(text: str) -> str:
 
 
 def _ask(client: httpx.Client, url: str) -> dict[str, Any]:
-    try:
-        answer = client.get(f"{url.rstrip('/')}/live")
-        data = answer.json()
-    except (httpx.InvalidURL, httpx.UnsupportedProtocol):
-        raise NoStatus(f"{url} is no URL like http://127.0.0.1:8889 (--url)") from None
-    except httpx.HTTPError as error:
-        raise NoStatus(
-            f"nothing answers at {url} ({error or type(error).__name__}): is it the admin listener?"
-        ) from None
-    except ValueError:
-        raise NoStatus(f"{url} is not an admin listener of kvproxy (--url)") from None
-    if answer.status_code == 401:
-        raise NoStatus("the admin listener wants a token, and this is not the one (--token-file FILE)")
-    if not isinstance(data, dict) or answer.status_code != 200 or "endpoints" not in data:
-        said = data.get("error", "") if isinstance(data, dict) else ""
-        raise NoStatus(f"{url} answers {answer.status_code} {said}".rstrip() + " (--url)")
+    data = ask(client, url, "/live")
+    if "endpoints" not in data:
+        raise AdminRefused(f"{url} answers 200 (--url)")
     return data
-
-
-def _token(path: str) -> str:
-    """The file's text; ConfigError when it cannot be a token."""
-    text = Path(path).read_text(encoding="utf-8").strip()
-    if not text or not text.isascii() or not text.isprintable():
-        raise ConfigError([Problem("--token-file", "holds no token", "one line of printable ASCII")])
-    return text

@@ -30,6 +30,35 @@ class PolicyName(StrEnum):
     LEAST_TTFT = "least_ttft"
 
 
+#: What other routers call the same, letters and digits only: for "did you mean".
+POLICY_ALIASES = {
+    "rr": PolicyName.ROUND_ROBIN,
+    "roundrobin": PolicyName.ROUND_ROBIN,
+    "leastconn": PolicyName.LEAST_REQUEST,
+    "leastconnection": PolicyName.LEAST_REQUEST,
+    "leastconnections": PolicyName.LEAST_REQUEST,
+    "leastloaded": PolicyName.LEAST_REQUEST,
+    "leastload": PolicyName.LEAST_REQUEST,
+    "leastrequests": PolicyName.LEAST_REQUEST,
+    "leastbusy": PolicyName.LEAST_REQUEST,
+    "p2c": PolicyName.POWER_OF_TWO,
+    "poweroftwochoices": PolicyName.POWER_OF_TWO,
+    "ringhash": PolicyName.CONSISTENT_HASH,
+    "maglev": PolicyName.CONSISTENT_HASH,
+    "hash": PolicyName.CONSISTENT_HASH,
+    "sticky": PolicyName.SESSION,
+    "stickysession": PolicyName.SESSION,
+    "kvaware": PolicyName.KV_AWARE,
+    "kvcacheaware": PolicyName.KV_AWARE,
+    "kv": PolicyName.KV_AWARE,
+    "precise": PolicyName.KV_AWARE,
+    "cacheaware": PolicyName.PREFIX_AFFINITY,
+    "prefixaware": PolicyName.PREFIX_AFFINITY,
+    "prefixcache": PolicyName.PREFIX_AFFINITY,
+    "prefix": PolicyName.PREFIX_AFFINITY,
+}
+
+
 class HealthCheck(Model):
     """Active probing and passive ejection of endpoints.
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from kvproxy.config.fields import keys_of, model_at, nearest
+from kvproxy.config.cluster_schema import POLICY_ALIASES
+from kvproxy.config.environment import Substituted
+from kvproxy.config.fields import bare, closest, keys_of, model_at, nearest
+from kvproxy.config.model import Model
 from kvproxy.config.paths import Origins, Path, Where
 from kvproxy.errors import Problem
 
@@ -19,6 +23,7 @@ M = TypeVar("M", bound=Any)
 UNKNOWN_KEY = "unknown key"
 
 _ROUNDS = 8
+_MAX_SHOWN = 40
 _NOT_A_MAPPING = {"model_type", "model_attributes_type", "dict_type", "mapping_type"}
 _TEXTS = {
     "missing": "required",
@@ -33,6 +38,19 @@ _TEXTS = {
     "string_too_short": "must not be empty",
     "invalid_key": "a key must be text",
 }
+#: Texts that go on with the value: none of these settings is a secret.
+_TEXTS_WITH_VALUE = {
+    "bool_parsing": "must be true or false",
+    "bool_type": "must be true or false",
+    "int_parsing": "must be a whole number",
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "int_parsing_size": "must be a whole number of a usual size",
+    "float_parsing": "must be a number",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+}
+_SHOWING_VALUE = {"enum", "literal_error", "greater_than", "greater_than_equal", "less_than", "less_than_equal"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,43 +68,101 @@ class Decoded(Generic[M]):
 
 def decode(model: type[M], raw: Any, where: Where) -> Decoded[M]:
     """`raw` as `model`, and a problem for everything wrong with it."""
-    problems: list[Problem] | None = None
     tree = copy.deepcopy(raw)
     kept: dict[Path, list[int]] = {}
-    for _ in range(_ROUNDS):
+    wrong = _loose_booleans(model, tree) if issubclass(model, Model) else {}
+    problems: list[Problem] = []
+    for path, given in wrong.items():
+        problems.append(Problem(where(path), f"must be true or false, not {_shown(given)}"))
+        _cut(tree, path, emptied=False, kept=kept)
+    for number in range(_ROUNDS):
         try:
             value = model.model_validate(tree)
         except ValidationError as error:
             details = error.errors(include_url=False)
-            if problems is None:
-                problems = [problem_of(model, detail, where) for detail in details]
+            if number == 0:
+                problems += [problem_of(model, detail, where) for detail in details]
             if not _cut_all(tree, details, kept):
                 break
         else:
             moves = [((*at, new), (*at, old)) for at, olds in kept.items() for new, old in enumerate(olds)]
-            return Decoded(value, problems or [], Origins(moves))
-    return Decoded(None, problems or [], Origins())
+            return Decoded(value, problems, Origins(moves))
+    return Decoded(None, problems, Origins())
+
+
+def _loose_booleans(model: type[Model], tree: Any) -> dict[Path, Any]:
+    """What pydantic would take for a boolean and YAML does not: yes, on, 1 and their like.
+
+    A shell's words for one are fine in a value from the environment.
+    """
+    found: dict[Path, Any] = {}
+
+    def look(annotation: Any, value: Any, path: Path) -> None:
+        kind = bare(annotation)
+        if kind is bool:
+            fine = value is None or isinstance(value, bool | Substituted) or str(value).casefold() in ("true", "false")
+            if not fine:
+                found[path] = value
+        elif isinstance(kind, type) and issubclass(kind, Model) and isinstance(value, dict):
+            for name, field in kind.model_fields.items():
+                key = field.alias or name
+                if key in value:
+                    look(field.annotation, value[key], (*path, key))
+        elif get_origin(kind) is tuple and isinstance(value, list):
+            for index, item in enumerate(value):
+                look(get_args(kind)[0], item, (*path, index))
+        elif isinstance(value, dict) and len(get_args(kind)) == 2:
+            for key, item in value.items():
+                look(get_args(kind)[1], item, (*path, key))
+
+    look(model, tree, ())
+    return found
 
 
 def problem_of(model: type[Any], detail: ErrorDetails, where: Where) -> Problem:
-    """One validation error in our words. Never quotes the value it is about."""
-    path, kind = detail["loc"], detail["type"]
+    """One validation error in our words. Shows the value only where it cannot be a secret."""
+    path, kind, given = detail["loc"], detail["type"], detail["input"]
     if kind == "extra_forbidden":
-        parent = model_at(model, path[:-1])
-        hint = nearest(str(path[-1]), keys_of(parent)) if parent is not None else ""
-        return Problem(where(path), UNKNOWN_KEY, hint)
+        return _unknown_key(model, path, where)
+    if given is None and kind != "missing":
+        return Problem(where(path), "has no value", "give it one, or leave the key out")
     text = _TEXTS.get(kind)
     if text is None:
-        text = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
+        text = _TEXTS_WITH_VALUE.get(kind) or detail["msg"].removeprefix("Value error, ")
+        text = text.replace("Input should be", "must be", 1)
+        if kind in _TEXTS_WITH_VALUE or kind in _SHOWING_VALUE:
+            text += f", not {_shown(given)}"
     return Problem(where(path), text, _nearest_choice(detail))
+
+
+def _unknown_key(model: type[Any], path: Path, where: Where) -> Problem:
+    parent = model_at(model, path[:-1])
+    known = keys_of(parent) if parent is not None else []
+    meant = closest(str(path[-1]), known)
+    return Problem(
+        where(path), UNKNOWN_KEY, nearest(str(path[-1]), known), meant=where((*path[:-1], meant)) if meant else ""
+    )
+
+
+def _shown(given: Any) -> str:
+    """The value as the file has it, cut short; one from the environment is not shown."""
+    if isinstance(given, dict | list):
+        return "a mapping" if isinstance(given, dict) else "a list"
+    if isinstance(given, bool):
+        return str(given).lower()
+    text = repr(given) if isinstance(given, str) else str(given)
+    return text if len(text) <= _MAX_SHOWN or isinstance(given, Substituted) else f"{text[:_MAX_SHOWN]}..."
 
 
 def _nearest_choice(detail: ErrorDetails) -> str:
     given = detail["input"]
-    if detail["type"] not in ("enum", "literal_error") or not isinstance(given, str):
+    if detail["type"] not in ("enum", "literal_error") or not isinstance(given, str) or isinstance(given, Substituted):
         return ""
-    choices = str(detail["ctx"]["expected"]).replace(" or ", ", ").split(", ")
-    hint = nearest(given, [choice.strip("'") for choice in choices])
+    choices = [choice.strip("'") for choice in str(detail["ctx"]["expected"]).replace(" or ", ", ").split(", ")]
+    alias = POLICY_ALIASES.get(re.sub(r"[^a-z0-9]", "", given.casefold()))
+    if alias in choices:
+        return f"did you mean {str(alias)!r}?"
+    hint = nearest(given, choices)
     return hint if hint.startswith("did") else ""
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from urllib.parse import SplitResult, urlsplit
 
+#: Ends of what people copy from a client instead of an engine's address.
+_PATHS = ("/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/v1/embeddings", "/v1/models")
+
 
 def url_fault(url: str) -> str:
     """What is wrong with an `http(s)://host[:port][/base]` URL; empty when nothing is. Never quotes it."""
@@ -29,7 +32,17 @@ def _parts_fault(parts: SplitResult, port: int | None) -> str:
         return "the port must be between 1 and 65535"
     if parts.query or parts.fragment:
         return "must not contain a query or fragment"
+    if parts.path.rstrip("/").endswith(_PATHS):
+        return "names one path of the engine: give only http://host:port, the paths come with the requests"
     return ""
+
+
+def base_of_copied(url: str) -> str:
+    """The engine's own address in what people copy from a client: without `/v1` and the paths below it."""
+    url = url.rstrip("/")
+    for end in _PATHS:
+        url = url.removesuffix(end)
+    return url.removesuffix("/v1").rstrip("/")
 
 
 def same_origin(url: str) -> tuple[str, str, int, str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path as FilePath
 from types import MappingProxyType
 
@@ -14,9 +15,10 @@ from kvproxy.config.environment import substitute
 from kvproxy.config.native import decode_native
 from kvproxy.config.paths import dotted
 from kvproxy.config.pixiu import decode_pixiu, is_pixiu
+from kvproxy.config.places import in_file_order
 from kvproxy.config.schema import Config, Model
 from kvproxy.config.shorthand import mapping_of
-from kvproxy.config.yaml_text import parse_yaml
+from kvproxy.config.yaml_text import parse_yaml_with_places
 from kvproxy.errors import ConfigError, Problem
 
 #: Settings types of filters that are not shipped here; None: the filter gets its settings as plain data.
@@ -77,17 +79,19 @@ def check_file(
 
     With `lenient`, what a Pixiu file says and we do not know is a warning.
     """
+    name = os.fspath(path)
     try:
         with FilePath(path).open("rb") as file:
             raw = file.read(_MAX_FILE_BYTES + 1)
         text = raw.decode("utf-8-sig")
     except OSError as error:
-        return None, [Problem("", f"cannot read {os.fspath(path)}: {error.strerror}")]
+        return None, [Problem("", f"cannot read {name}: {error.strerror}")]
     except UnicodeDecodeError as error:
-        return None, [Problem("", f"not UTF-8 text (byte {error.start})")]
+        return None, [Problem("", f"not UTF-8 text (byte {error.start})", file=name)]
     if len(raw) > _MAX_FILE_BYTES:
-        return None, [Problem("", f"larger than {_MAX_FILE_BYTES} bytes")]
-    return check_text(text, env=env, extra_filters=extra_filters, lenient=lenient)
+        return None, [Problem("", f"larger than {_MAX_FILE_BYTES} bytes", file=name)]
+    config, problems = check_text(text, env=env, extra_filters=extra_filters, lenient=lenient)
+    return config, [replace(problem, file=name) for problem in problems]
 
 
 def check_text(
@@ -97,12 +101,12 @@ def check_text(
     extra_filters: ExtraFilters = NO_EXTRA_FILTERS,
     lenient: bool = False,
 ) -> Checked:
-    """Like `check_file`, for YAML text."""
-    raw, problems = parse_yaml(text)
+    """Like `check_file`, for YAML text: the problems in its order, with line and column."""
+    raw, problems, places = parse_yaml_with_places(text)
     if raw is None and problems:
         return None, problems
     config, more = check_mapping(raw, env=env, extra_filters=extra_filters, lenient=lenient)
-    return (None if problems else config), [*problems, *more]
+    return (None if problems else config), in_file_order([*problems, *more], places)
 
 
 def check_mapping(
@@ -117,11 +121,9 @@ def check_mapping(
         return None, [Problem("", "a configuration is a mapping; the shortest is `endpoints: [http://host:port]`")]
     tree, missing = substitute(raw, env, dotted)
     if is_pixiu(tree):
-        config, problems = decode_pixiu(tree, extra_filters=extra_filters, lenient=lenient)
+        config, problems = decode_pixiu(tree, extra_filters=extra_filters, lenient=lenient, known=missing)
     else:
-        config, problems = decode_native(tree, extra_filters=extra_filters)
-    unset = {problem.path for problem in missing}
-    problems = [*missing, *(problem for problem in problems if problem.path not in unset)]
+        config, problems = decode_native(tree, extra_filters=extra_filters, known=missing)
     return (None if any(problem.severity == "error" for problem in problems) else config), problems
 
 

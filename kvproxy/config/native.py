@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvproxy.config.decode import UNKNOWN_KEY, decode
@@ -17,10 +18,15 @@ from kvproxy.errors import Problem
 
 
 def decode_native(
-    raw: Mapping[str, Any], *, extra_filters: Mapping[str, type[Model] | None]
+    raw: Mapping[str, Any], *, extra_filters: Mapping[str, type[Model] | None], known: Sequence[Problem] = ()
 ) -> tuple[Config | None, list[Problem]]:
-    """The configuration, best effort if there are errors, and every problem in the order of the checks."""
-    return decode_form(canonical(dict(raw)), extra_filters=extra_filters)
+    """The configuration, best effort if there are errors, and every problem in the order of the checks.
+
+    `known`: problems found before, given back with the rest; what only follows from them is not said again.
+    """
+    form = canonical(dict(raw))
+    form.take(known)
+    return decode_form(form, extra_filters=extra_filters)
 
 
 def decode_form(
@@ -34,24 +40,31 @@ def decode_form(
     if decoded.value is None:
         return None, form.problems
     config = decoded.value.model_copy(update={"filters": filters})
-    broken = [problem.path for problem in form.problems if problem.severity == "error"]
+    errors = [problem for problem in form.problems if problem.severity == "error"]
+    broken = [path for problem in errors for path in (problem.path, problem.meant) if path]
+
+    def written(path: Path) -> str:
+        return form.origins(decoded.moved.written(path))
+
     for finding in findings(config):
-        at = form.origins(decoded.moved.written(finding.path))
-        if not _stumbled(finding, at, broken):
+        at = written(finding.path)
+        if not _stumbled(finding, at, [written(path) for path in finding.follows], broken):
             form.add(Problem(at, finding.message, finding.hint, finding.severity))
     return config, form.problems
 
 
-def _stumbled(finding: Finding, at: str, broken: list[str]) -> bool:
+def _stumbled(finding: Finding, at: str, follows: list[str], broken: list[str]) -> bool:
     """Whether a cross-check only met the defaults that stand in for a part that is wrong itself."""
-    return any(inside(at, path) or (finding.absence and inside(path, at)) for path in broken)
+    about = [at, *follows] if finding.absence else follows
+    return any(inside(at, path) or any(inside(one, path) or inside(path, one) for one in about) for path in broken)
 
 
 def _with_shorthands(problem: Problem, form: Canonical) -> Problem:
     """At the top level the short forms are keys too."""
     if problem.message != UNKNOWN_KEY or problem.path not in form.data:
         return problem
-    return Problem(problem.path, problem.message, nearest(problem.path, [*keys_of(Config), *keys_of(Cluster)]))
+    known = [*keys_of(Config), *keys_of(Cluster)]
+    return replace(problem, hint=nearest(problem.path, known), meant=closest(problem.path, known) or "")
 
 
 def _filters(form: Canonical, known: Mapping[str, type[Model] | None]) -> tuple[FilterSpec, ...]:

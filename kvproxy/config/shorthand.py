@@ -33,13 +33,22 @@ class Canonical:
     problems: list[Problem] = field(default_factory=list)
     lenient: bool = False
     """Unknown filter settings are warnings."""
+    _known: set[str] = field(default_factory=set)
 
     def complain(self, path: Path, message: str, hint: str = "") -> None:
         """Add an error at a written path."""
         self.add(Problem(dotted(path), message, hint))
 
+    def take(self, known: Sequence[Problem]) -> None:
+        """Begin with problems found before: nothing more is said about these values."""
+        self.problems[:0] = known
+        self._known = {problem.path for problem in known}
+        self.problems[len(known) :] = [one for one in self.problems[len(known) :] if one.path not in self._known]
+
     def add(self, problem: Problem, *, tolerable: bool = False) -> None:
         """Add a problem; a tolerable one is only a warning if the form is lenient."""
+        if problem.path in self._known:
+            return
         relaxed = self.lenient and tolerable
         self.problems.append(replace(problem, severity="warning") if relaxed else problem)
 
@@ -59,6 +68,9 @@ def _listener(form: Canonical, key: str, value: Any) -> Any:
     """`host:port`, `:port` (every interface), `[::1]:port`, a bare port, or `false` for the admin listener."""
     if key == "admin" and (value is False or (isinstance(value, str) and value.casefold() in _FALSE)):
         return {"enabled": False}
+    if value is None:
+        form.complain((key,), "has no value", "`host:port`, or a mapping of settings")
+        return {}
     if isinstance(value, bool) or not isinstance(value, str | int):
         return value
     try:
@@ -103,6 +115,8 @@ def _clusters(form: Canonical) -> None:
                 form.complain((key,), "given here and in clusters.default")
             default[key] = form.data[key]
             form.origins.add(("clusters", "default", key), (key,))
+        if "default" not in clusters:
+            form.origins.add(("clusters", "default", "endpoints"), ("endpoints",))
         clusters["default"] = default
     for key in short:
         del form.data[key]

@@ -12,15 +12,18 @@ from pydantic import BeforeValidator, PlainSerializer, SecretStr, WithJsonSchema
 
 _NUMBER = re.compile(r"\d+(\.\d*)?([eE][+-]?\d+)?")
 _MAX_SECRET_BYTES = 64 * 1024
-_DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h|d)")
 _DURATION_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_UNIT_WORDS = {"sec": "s", "second": "s", "min": "m", "minute": "m", "hr": "h", "hour": "h", "day": "d",
+               "msec": "ms", "millisecond": "ms"}  # fmt: skip
+_UNIT_TEXT = "|".join([*(f"{word}s?" for word in sorted(_UNIT_WORDS, key=len, reverse=True)), *_DURATION_UNITS])
+_DURATION_PART = re.compile(rf"(\d+(?:\.\d+)?)\s*({_UNIT_TEXT})(?![a-zµ])\s*")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)", re.IGNORECASE)
 _SIZE_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY_UNITS = {"k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
 
 
 def parse_duration_s(value: Any) -> float:
-    """Seconds from `50ms`, `2s`, `1m30s` (Go's form too) or a bare number of seconds.
+    """Seconds from `50ms`, `2s`, `1m30s` (Go's form too), `10 minutes` or a bare number of seconds.
 
     Raises ValueError for anything else, negative and non-finite numbers included.
     """
@@ -30,16 +33,21 @@ def parse_duration_s(value: Any) -> float:
         seconds = float(value)
     else:
         text = value.strip()
-        parts = _DURATION_PART.findall(text)
+        parts = list(_DURATION_PART.finditer(text))
         if _NUMBER.fullmatch(text):
             seconds = float(text)
-        elif parts and "".join(number + unit for number, unit in parts) == text:
-            seconds = math.fsum(float(number) * _DURATION_UNITS[unit] for number, unit in parts)
+        elif parts and "".join(part[0] for part in parts) == text:
+            seconds = math.fsum(float(part[1]) * _unit_s(part[2]) for part in parts)
         else:
             raise ValueError(f"expected a duration like 50ms, 2s or 5m, not {value!r}")
     if not math.isfinite(seconds) or seconds < 0:
         raise ValueError("a duration is finite and not negative")
     return seconds
+
+
+def _unit_s(unit: str) -> float:
+    short = unit if unit in _DURATION_UNITS else _UNIT_WORDS[unit.removesuffix("s")]
+    return _DURATION_UNITS[short]
 
 
 def parse_size_bytes(value: Any) -> int:
@@ -68,7 +76,7 @@ Duration = Annotated[
     WithJsonSchema(
         {
             "anyOf": [
-                {"type": "string", "pattern": r"^(\d+(\.\d+)?(ns|us|µs|ms|s|m|h|d))+$"},
+                {"type": "string", "pattern": rf"^(\d+(\.\d+)? ?({_UNIT_TEXT}) ?)+$"},
                 {"type": "number", "minimum": 0},
             ]
         }

@@ -7,6 +7,7 @@ from pathlib import Path as FilePath
 
 from kvproxy.config.address import is_loopback
 from kvproxy.config.endpoint_url import same_origin, url_fault
+from kvproxy.config.fields import closest
 from kvproxy.config.paths import Path, Where, dotted
 from kvproxy.config.schema import Cluster, Config, Discovery, PolicyName, Route
 from kvproxy.config.verify_filters import chain_findings
@@ -15,6 +16,7 @@ from kvproxy.errors import Problem
 
 #: Policies the router queue can stand in front of.
 _FORECASTING = frozenset({PolicyName.KV_AWARE, PolicyName.LEAST_TTFT})
+_CLUSTERS_ARE_FROM: tuple[Path, ...] = (("clusters",), ("endpoints",), ("discovery",), ("policy",))
 
 
 def findings(config: Config) -> list[Finding]:
@@ -51,7 +53,8 @@ def _tls(config: Config) -> Iterator[Finding]:
 
 def _clusters(config: Config) -> Iterator[Finding]:
     if not config.clusters:
-        yield error(("clusters",), "no cluster is configured", "the shortest way is `endpoints: [http://host:port]`")
+        hint = "the shortest way is `endpoints: [http://host:port]`"
+        yield error(("clusters",), "no cluster is configured", hint, follows=_CLUSTERS_ARE_FROM)
     for name, cluster in config.clusters.items():
         at: Path = ("clusters", name)
         discovers = cluster.discovery.file is not None or cluster.discovery.dns is not None
@@ -89,6 +92,8 @@ def _endpoints(cluster: Cluster, at: Path) -> Iterator[Finding]:
         if fault:
             yield error((*here, "url"), fault)
             continue
+        if endpoint.url.rstrip("/").endswith("/v1"):
+            yield warning((*here, "url"), "ends in /v1, which clients' paths already have", "leave it out")
         other = origins.setdefault(same_origin(endpoint.url), endpoint.id)
         if other != endpoint.id:
             yield warning((*here, "url"), f"the same engine as {other!r}: its load is counted apart")
@@ -107,8 +112,8 @@ def _routes(config: Config) -> Iterator[Finding]:
     for index, route in enumerate(config.routes):
         at: Path = ("routes", index)
         if route.cluster not in config.clusters:
-            names = ", ".join(sorted(config.clusters)) or "none"
-            yield error((*at, "cluster"), f"there is no cluster {route.cluster!r}", f"clusters: {names}")
+            hint, follows = _clusters_hint(route.cluster, config), () if config.clusters else _CLUSTERS_ARE_FROM
+            yield error((*at, "cluster"), f"there is no cluster {route.cluster!r}", hint, follows=follows)
         if not route.prefix.startswith("/"):
             yield error((*at, "prefix"), "must start with /")
         if "*" in route.model[:-1]:
@@ -123,9 +128,14 @@ def _routes(config: Config) -> Iterator[Finding]:
         if not any(endpoint.models for endpoint in cluster.endpoints) and cluster.discovery == Discovery():
             yield error(("clusters", name), "no route leads here and no endpoint declares its models")
     used = {route.cluster for route in config.routes}
-    for name in config.clusters if config.routes else ():
+    for name in config.clusters if used and used <= set(config.clusters) else ():
         if name not in used:
-            yield warning(("clusters", name), "no route leads to this cluster")
+            yield warning(("clusters", name), "no route leads to this cluster", follows=(("routes",),))
+
+
+def _clusters_hint(wrong: str, config: Config) -> str:
+    close = closest(wrong, config.clusters)
+    return f"did you mean {close!r}?" if close else f"clusters: {', '.join(sorted(config.clusters)) or 'none'}"
 
 
 def _covers(wide: Route, narrow: Route) -> bool:

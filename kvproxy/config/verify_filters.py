@@ -115,7 +115,7 @@ def _kvcache(settings: KvCacheSettings, at: Path, config: Config) -> Iterator[Fi
     if not settings.lmcache_endpoint:
         for name in ("enable_pinning", "enable_compression", "enable_eviction"):
             if getattr(strategy, name):
-                yield error((*plan, name), "needs lmcache_endpoint")
+                yield error((*plan, name), "needs lmcache_endpoint", follows=((*at, "lmcache_endpoint"),))
     if settings.hot_max_records < strategy.hot_content_threshold:
         yield error((*at, "hot_max_records"), "below cache_strategy.hot_content_threshold: nothing would ever be hot")
     if strategy.enable_pinning and strategy.pin_renewal >= strategy.pin_lease:
@@ -123,7 +123,11 @@ def _kvcache(settings: KvCacheSettings, at: Path, config: Config) -> Iterator[Fi
     if settings.retry.max_backoff < settings.retry.base_backoff:
         yield error((*at, "retry", "max_backoff"), "shorter than base_backoff")
     if settings.lookup_routing_timeout > settings.request_timeout:
-        yield warning((*at, "lookup_routing_timeout"), "longer than request_timeout, which then ends lookups first")
+        longer = (
+            f"{settings.lookup_routing_timeout:g} s is longer than request_timeout ({settings.request_timeout:g} s)"
+        )
+        hint = "a bare number is seconds: write 50ms for milliseconds" if settings.lookup_routing_timeout >= 10 else ""
+        yield warning((*at, "lookup_routing_timeout"), f"{longer}, which then ends lookups first", hint)
     yield from _instances(settings, plan, config)
     yield from _snapshot(settings.snapshot, (*at, "snapshot"))
 

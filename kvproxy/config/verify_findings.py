@@ -19,16 +19,20 @@ class Finding(NamedTuple):
     severity: Severity
     absence: bool = False
     """It says that something below the path is missing, which is untrue if that was only wrong."""
+    follows: tuple[Path, ...] = ()
+    """Other places that it draws on: nothing is said when one of them is wrong itself."""
 
 
-def error(path: Path, message: str, hint: str = "", *, absence: bool = False) -> Finding:
+def error(
+    path: Path, message: str, hint: str = "", *, absence: bool = False, follows: tuple[Path, ...] = ()
+) -> Finding:
     """Refuses the configuration."""
-    return Finding(path, message, hint, "error", absence)
+    return Finding(path, message, hint, "error", absence, follows)
 
 
-def warning(path: Path, message: str, hint: str = "") -> Finding:
+def warning(path: Path, message: str, hint: str = "", *, follows: tuple[Path, ...] = ()) -> Finding:
     """Usable, but probably not what was meant."""
-    return Finding(path, message, hint, "warning")
+    return Finding(path, message, hint, "warning", False, follows)
 
 
 def missing_file(path: Path, name: str) -> Iterator[Finding]:

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from yaml.resolver import Resolver
 
+from kvproxy.config.places import Place
 from kvproxy.errors import Problem
 
 #: Bounds on what aliases may expand to, so that a few lines cannot become gigabytes.
@@ -49,6 +50,12 @@ def parse_yaml(text: str) -> tuple[Any, list[Problem]]:
 
     After a syntax error the data is None; after the others it is usable. Messages never quote values.
     """
+    data, problems, _ = parse_yaml_with_places(text)
+    return data, problems
+
+
+def parse_yaml_with_places(text: str) -> tuple[Any, list[Problem], Place]:
+    """The same, and where each value stands."""
     try:
         loader = _Composer(text)
         try:
@@ -56,56 +63,68 @@ def parse_yaml(text: str) -> tuple[Any, list[Problem]]:
         finally:
             loader.dispose()
         builder = _Builder()
-        data = None if node is None else builder.build(node, 0)
+        root = Place() if node is None else _place(node)
+        data = None if node is None else builder.build(node, 0, root)
     except yaml.reader.ReaderError as error:
-        return None, [
-            Problem(_line_of(text, error.position), f"character #x{ord(text[error.position]):02x} is not allowed")
-        ]
+        line, column = _line_of(text, error.position)
+        what = f"character #x{ord(text[error.position]):02x} is not allowed"
+        return None, [Problem("", what, line=line, column=column)], Place()
     except yaml.MarkedYAMLError as error:
         what = ": ".join(part for part in (error.context, error.problem) if part)
         mark = error.problem_mark or error.context_mark
-        return None, [Problem(_at(mark), f"YAML syntax: {what}", _quoting_hint(text, mark))]
+        line, column = (mark.line + 1, mark.column + 1) if mark else (0, 0)
+        hint = _quoting_hint(text, mark)
+        return None, [Problem("", f"YAML syntax: {what}", hint, line=line, column=column)], Place()
     except RecursionError:
-        return None, [Problem("", f"nested more than {_MAX_DEPTH} levels deep")]
-    return data, builder.problems
+        return None, [Problem("", f"nested more than {_MAX_DEPTH} levels deep")], Place()
+    return data, builder.problems, root
 
 
 class _Builder:
-    """Nodes to data, with a list of what was wrong on the way."""
+    """Nodes to data, with a list of what was wrong on the way, and the place of everything."""
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
         self._nodes = 0
 
-    def build(self, node: yaml.Node, depth: int) -> Any:
+    def build(self, node: yaml.Node, depth: int, place: Place) -> Any:
         """The data of one node; raises ComposerError beyond the bounds."""
         self._nodes += 1
         if self._nodes > _MAX_NODES or depth > _MAX_DEPTH:
             bound = f"{_MAX_NODES} values" if self._nodes > _MAX_NODES else f"{_MAX_DEPTH} levels"
             raise yaml.composer.ComposerError(None, None, f"more than {bound} (aliases included)", node.start_mark)
         if isinstance(node, yaml.SequenceNode):
-            return [self.build(item, depth + 1) for item in node.value]
+            return [self._item(item, depth, place, index) for index, item in enumerate(node.value)]
         if isinstance(node, yaml.MappingNode):
-            return self._mapping(node, depth)
+            return self._mapping(node, depth, place)
         if not node.tag.startswith(_TAG):
             self._problem(node, "tags like !name are not supported")
         plain = isinstance(node, yaml.ScalarNode) and node.style is None and node.tag == f"{_TAG}str"
         return plain_scalar(node.value) if plain else node.value
 
-    def _mapping(self, node: yaml.MappingNode, depth: int) -> dict[str, Any]:
+    def _item(self, node: yaml.Node, depth: int, place: Place, index: int) -> Any:
+        below = place.below[f"[{index}]"] = _place(node)
+        return self.build(node, depth + 1, below)
+
+    def _mapping(self, node: yaml.MappingNode, depth: int, place: Place) -> dict[str, Any]:
         merged: dict[str, Any] = {}
         own: dict[str, Any] = {}
+        places: dict[str, Place] = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 self._problem(key_node, "a key must be plain text")
                 continue
-            value = self.build(value_node, depth + 1)
+            here = _place(key_node)
+            value = self.build(value_node, depth + 1, here)
             if key_node.tag == f"{_TAG}merge":
                 self._merge(merged, value, key_node)
+                self._merge_places(place.below, here, value)
                 continue
             if key_node.value in own:
                 self._problem(key_node, f"duplicate key {key_node.value!r}")
             own[key_node.value] = value
+            places[key_node.value] = here
+        place.below.update(places)
         return {**merged, **own}
 
     def _merge(self, into: dict[str, Any], value: Any, node: yaml.Node) -> None:
@@ -115,14 +134,22 @@ class _Builder:
             else:
                 self._problem(node, "<< merges mappings only")
 
+    @staticmethod
+    def _merge_places(into: dict[str, Place], place: Place, value: Any) -> None:
+        """What is merged stands where it was written first."""
+        for source in place.below.values() if isinstance(value, list) else [place]:
+            for key, below in source.below.items():
+                into.setdefault(key, below)
+
     def _problem(self, node: yaml.Node, message: str) -> None:
-        problem = Problem(_at(node.start_mark), message)
+        place = _place(node)
+        problem = Problem("", message, line=place.line, column=place.column)
         if problem not in self.problems:
             self.problems.append(problem)
 
 
-def _at(mark: yaml.Mark | None) -> str:
-    return f"line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+def _place(node: yaml.Node) -> Place:
+    return Place(node.start_mark.line + 1, node.start_mark.column + 1)
 
 
 def _quoting_hint(text: str, mark: yaml.Mark | None) -> str:
@@ -131,6 +158,6 @@ def _quoting_hint(text: str, mark: yaml.Mark | None) -> str:
     return 'inside { } or [ ] write "${NAME}" in quotes' if "${" in line else ""
 
 
-def _line_of(text: str, position: int) -> str:
+def _line_of(text: str, position: int) -> tuple[int, int]:
     before = text[:position]
-    return f"line {before.count(chr(10)) + 1}, column {position - before.rfind(chr(10))}"
+    return before.count("\n") + 1, position - before.rfind("\n")

@@ -20,10 +20,13 @@ def print_json(report: Report, out: TextIO) -> None:
     print(json.dumps(report.as_dict(), indent=2), file=out)
 
 
-def print_table(report: Report, out: TextIO, *, width: int = 120, colour: bool = False) -> None:
-    """What is well, what could not be looked at, what is wrong with its fix (the worst last), the verdict."""
-    for one in report.passed:
+def print_table(report: Report, out: TextIO, *, width: int = 120, colour: bool = False, verbose: bool = False) -> None:
+    """What is well (one by one if `verbose`), what could not be looked at, what is wrong with its fix (the worst
+    last), the verdict."""
+    for one in report.passed if verbose else ():
         print(_line(one, width=width, colour=colour), file=out)
+    if report.passed and report.findings and not verbose:
+        print(f"{_count(len(report.passed), 'check')} passed (-v lists them)", file=out)
     for skipped in report.skipped:
         text = f"{'skipped':<{_MARK_WIDTH}}{skipped.check:<{_CHECK_WIDTH}}{skipped.where}: {skipped.reason}"
         print(text, file=out)
@@ -32,13 +35,13 @@ def print_table(report: Report, out: TextIO, *, width: int = 120, colour: bool =
         print(_line(one, width=width, colour=colour), file=out)
         for line in _advice(one, width):
             print(line, file=out)
-    print(f"\n{verdict(report)}", file=out)
+    print(f"\n{verdict(report, verbose=verbose)}", file=out)
 
 
-def verdict(report: Report) -> str:
+def verdict(report: Report, *, verbose: bool = False) -> str:
     """The last line."""
     if not report.findings:
-        return f"Everything is well ({len(report.passed)} checks)."
+        return f"Everything is well ({_count(len(report.passed), 'check')}{'' if verbose else '; -v lists them'})."
     return f"{_count(report.problems, 'problem')}, {_count(report.warnings, 'warning')}."
 
 
@@ -52,7 +55,7 @@ def _line(one: Finding, *, width: int, colour: bool) -> str:
 
 def _advice(one: Finding, width: int) -> Iterator[str]:
     margin = " " * (_MARK_WIDTH + _CHECK_WIDTH)
-    for index, line in enumerate(_wrapped(one.fix, width - 5)):
+    for index, line in enumerate(_wrapped(one.fix, width - 5) if one.fix else ()):
         yield f"{margin}{'fix: ' if index == 0 else '     '}{line}"
     for cause in one.causes:
         for index, line in enumerate(_wrapped(cause, width - 5)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -14,6 +15,7 @@ import uvicorn
 
 from kvproxy.config.schema import ListenerTls
 from kvproxy.listener.limits import ListenerLimits
+from kvproxy.listener.port_holder import holder_of
 from kvproxy.listener.protocol import http_protocol
 
 logger = logging.getLogger(__name__)
@@ -142,10 +144,30 @@ class Server:
             await self._task
 
     async def _serve(self) -> None:
+        logging.getLogger("uvicorn.error").addFilter(_is_no_bind_error)  # the exception below says it, and more
         try:
             await self._server.serve()
-        except SystemExit as error:  # uvicorn's word for "cannot bind"; it has logged why
-            raise OSError(f"cannot listen on {self._host}:{self._server.config.port}") from error
+        except SystemExit as error:  # uvicorn's word for "cannot bind"
+            raise OSError(_why_not(self._host, self._server.config.port, error.__context__)) from error
+
+
+def _is_no_bind_error(record: logging.LogRecord) -> bool:
+    return not isinstance(record.msg, OSError)
+
+
+def _why_not(host: str, port: int, cause: BaseException | None) -> str:
+    """What to do about a socket that cannot be bound; uvicorn exits while it handles the cause."""
+    what = f"cannot listen on {host}:{port}"
+    if not isinstance(cause, OSError):
+        return what
+    if cause.errno == errno.EADDRINUSE:
+        holder = holder_of(port)
+        return f"{what}: the port is taken{f' by {holder}' if holder else ''}; end that, or listen on another one"
+    if cause.errno == errno.EADDRNOTAVAIL:
+        return f"{what}: this machine has no such address"
+    if cause.errno == errno.EACCES:
+        return f"{what}: not allowed; ports below 1024 need root or CAP_NET_BIND_SERVICE"
+    return f"{what}: {cause.strerror or cause}"
 
 
 @contextlib.asynccontextmanager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from kvproxy.filters.access_line import printable
 from kvproxy.receipts.forecast import matched_tokens, prefill_s
@@ -10,9 +11,9 @@ from kvproxy.receipts.receipt import Attempt, Candidate, Receipt
 
 #: What the reasons of the policies and of the cluster mean.
 REASONS = {
-    "overlap": "nobody else holds more of this prompt",
+    "overlap": "no other endpoint holds more of this prompt",
     "load": "another endpoint holds more of this prompt, but it would cost more there",
-    "no_overlap": "nobody is known to hold any of this prompt",
+    "no_overlap": "no endpoint is known to hold any of this prompt",
     "lowest_cost": "its cost is the least",
     "highest_score": "its score is the highest",
     "sampled": "drawn at random, in favour of low costs",
@@ -39,6 +40,39 @@ def explain(receipt: Receipt) -> str:
     return "\n".join([*_heading(receipt), *_decisions(receipt), "", *_outcome(receipt)])
 
 
+def explain_decision(decision: Mapping[str, Any]) -> str:
+    """The same from what `/decisions` of a running proxy says, which holds no candidates and no costs."""
+    said = {name: printable(str(value)) for name, value in decision.items() if value not in (None, "")}
+    about = [f"{name} {said[name]}" for name in ("model", "tenant", "cluster") if name in said]
+    lines = [f"Request {said['request_id']}, ended {said.get('ended_at', '?')}", f"  {', '.join(about) or 'request'}"]
+    if "prompt_tokens" in said:
+        lines.append(f"  prompt of about {said['prompt_tokens']} tokens")
+    reason = said.get("reason", "")
+    meaning = f" ({REASONS[reason]})" if reason in REASONS else ""
+    lines += ["", f"Sent to {said.get('endpoint', 'no endpoint')}"]
+    if reason:
+        lines.append(f"  policy {said.get('policy', '?')}, reason {reason}{meaning}")
+    if "matched_tokens" in said:
+        lines.append(f"  Predicted: {said['matched_tokens']} of {said.get('prompt_tokens', '?')} tokens cached.")
+    tries = int(decision.get("retries") or 0) + 1
+    happened = f"status {said.get('status', 'none')}, {said.get('end', 'aborted')}"
+    first = "no first byte" if decision.get("ttft_s") is None else f"first byte after {_seconds(decision['ttft_s'])}"
+    lines += [
+        "",
+        f"What happened: {happened}, after {tries} attempt{'s' if tries != 1 else ''}",
+        f"  {first}, over after {_seconds(decision.get('duration_s'))}",
+    ]
+    if "cached_tokens" in said:
+        lines.append(
+            f"  cached by the engine's count: {said['cached_tokens']} of {said.get('prompt_tokens', '?')} tokens"
+        )
+    lines += [
+        "",
+        "What each endpoint would have cost is in receipts alone: `receipts: {path: receipts.jsonl}` keeps them.",
+    ]
+    return "\n".join(lines)
+
+
 def _heading(receipt: Receipt) -> Iterator[str]:
     about = [receipt.kind or "request", *(
         f"{name} {printable(value)}" for name, value in (
@@ -58,7 +92,8 @@ def _decisions(receipt: Receipt) -> Iterator[str]:
         yield from _attempt(receipt, attempt, number)
     if receipt.refusals:
         yield ""
-        yield f"Nobody could take it {len(receipt.refusals)} time(s): {', '.join(dict.fromkeys(receipt.refusals))}."
+        reasons = ", ".join(dict.fromkeys(receipt.refusals))
+        yield f"No endpoint could take it {len(receipt.refusals)} time(s): {reasons}."
 
 
 def _attempt(receipt: Receipt, attempt: Attempt, number: int) -> Iterator[str]:

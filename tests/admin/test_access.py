@@ -60,6 +60,16 @@ async def test_changes_must_be_json(kind: str) -> None:
     assert not proxy.clusters["default"].endpoints[0].draining
 
 
+async def test_a_change_without_a_body_needs_no_content_type() -> None:
+    """`curl -X POST .../drain` works; a browser's foreign page names its origin and is refused all the same."""
+    proxy = proxy_of()
+    async with admin_of(proxy) as client:
+        assert (await client.post("/endpoints/default/a/drain", headers={"content-type": ""})).status_code == 200
+        assert proxy.clusters["default"].endpoints[0].draining
+        foreign = {"content-type": "", "origin": "http://evil.example"}
+        assert (await client.post("/endpoints/default/a/undrain", headers=foreign)).status_code == 403
+
+
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:1", "http://evil/127.0.0.1:8889"])
 async def test_changes_from_another_origin_are_refused(origin: str) -> None:
     """Even as JSON."""

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from kvproxy import __version__
 from kvproxy.cli import main
+from kvproxy.commands.check import line_of
+from kvproxy.errors import Problem
 
 GOOD = "endpoints:\n  a: http://127.0.0.1:8000\n"
 BAD = """
@@ -47,12 +53,79 @@ def test_check_names_every_planted_error_at_once(tmp_path: Path, capsys: pytest.
         assert planted in out, planted
 
 
+def test_check_says_where_as_compilers_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """FILE:LINE:COLUMN first, which editors and terminals make a link of; no colour into a pipe; file order."""
+    file = tmp_path / "bad.yaml"
+    file.write_text(BAD)
+    assert main(["check", str(file)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == f"{file}:3:1: error: polcy: unknown key (did you mean 'policy'?)"
+    assert [int(line.split(":")[1]) for line in lines[:-1]] == [2, 3, 5, 6, 6, 7]
+    assert lines[-1] == f"{file}: 6 errors"
+
+
+def test_colour_is_for_terminals() -> None:
+    """The severity alone, and the text is the same."""
+    problem = Problem("polcy", "unknown key", file="c.yaml", line=3, column=1)
+    assert line_of(problem, colour=True) == "c.yaml:3:1: \x1b[31merror\x1b[0m: polcy: unknown key"
+    assert line_of(problem) == "c.yaml:3:1: error: polcy: unknown key"
+
+
+def test_serve_shows_the_place_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that cannot be served is refused in the words of check."""
+    file = tmp_path / "bad.yaml"
+    file.write_text(BAD)
+    assert main(["serve", "-c", str(file)]) == 1
+    assert f"{file}:3:1: error: polcy: unknown key (did you mean 'policy'?)" in capsys.readouterr().err
+
+
+def test_the_usual_file(elsewhere: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """./config.yaml when none is named, KVPROXY_CONFIG before it; which one is said, beside the output."""
+    (elsewhere / "config.yaml").write_text(GOOD)
+    assert main(["check"]) == 0
+    assert capsys.readouterr().err == "using ./config.yaml\n"
+    (elsewhere / "other.yaml").write_text(BAD)
+    monkeypatch.setenv("KVPROXY_CONFIG", "other.yaml")
+    assert main(["check"]) == 1
+    shown = capsys.readouterr()
+    assert shown.err == "using other.yaml (from KVPROXY_CONFIG)\n"
+    assert shown.out.startswith("other.yaml:2:1: error: listen")
+    assert main(["serve"]) == 1
+    assert "other.yaml:3:1: error: polcy" in capsys.readouterr().err
+
+
+def test_a_pipe_that_is_closed_is_no_error() -> None:
+    """`kvproxy check --schema | head -1`: no traceback, no complaint of the interpreter."""
+    command = f"set -o pipefail; {sys.executable} -m kvproxy check --schema | head -c 1 >/dev/null"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode in (0, 141)
+    assert ended.stderr == ""
+
+
+@pytest.mark.parametrize("arguments", [["--turns", "-1"], ["--sessions", "0"], ["--engines", "many"]])
+def test_the_demo_refuses_impossible_numbers(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A wrong command line, not a traceback."""
+    with pytest.raises(SystemExit) as ended:
+        main(["demo", *arguments])
+    assert ended.value.code == 2
+    assert "must be a whole number from 1 to 1000" in capsys.readouterr().err
+
+
 def test_check_of_a_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An error that names the file, not a traceback."""
     assert main(["check", str(tmp_path / "nowhere.yaml")]) == 1
     assert "nowhere.yaml" in capsys.readouterr().out
 
 
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder without a configuration."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("KVPROXY_CONFIG", raising=False)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("elsewhere")
 def test_check_without_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     """A wrong command line is exit 2."""
     assert main(["check"]) == 2
@@ -75,12 +148,27 @@ def test_the_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["-c", "/nonexistent/x.yaml"], "/nonexistent/x.yaml"),
     ],
 )
+@pytest.mark.usefixtures("elsewhere")
 def test_serve_refuses_what_it_cannot_serve(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before anything is bound."""
     assert main(["serve", *arguments]) == 1
     assert says in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_names_its_holder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """One line: the address, the process, what to do."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["serve", "--endpoint", "a=http://127.0.0.1:1", "--no-admin", "--port", str(port)]) == 1
+    said = [line for line in capfd.readouterr().err.splitlines() if str(port) in line]
+    assert len(said) == 1, said
+    assert f"cannot listen on 127.0.0.1:{port}: the port is taken by " in said[0]
+    assert f"(pid {os.getpid()})" in said[0]
+    assert said[0].endswith("end that, or listen on another one")
 
 
 def test_the_demo_answers_every_request(capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,8 +60,12 @@ def test_a_broken_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         (["--endpoint", "a=http://127.0.0.1:1", "--timeout", "0s"], "must be longer than 0"),
     ],
 )
-def test_wrong_command_lines(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_command_lines(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Refused before anything is visited."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("KVPROXY_CONFIG", raising=False)
     assert main(["doctor", *arguments]) == 1
     assert said in capsys.readouterr().err
 

@@ -145,11 +145,11 @@ def test_bad_values_from_the_environment() -> None:
     """Named with Pixiu's path, and not shown."""
     wrong = {"A_PORT": "topsecret", "HOT": "0", "LOAD": "topsecret"}
     _, problems = check_text(PLACEHOLDERS, env={**ENVIRONMENT, **wrong})
-    number = "unable to parse string as"
+    given = "(a value from the environment)"
     assert sorted(only(problems, "error")) == [
-        f"static_resources.clusters[0].endpoints[0].socket_address.port: must be a valid integer, {number} an integer",
-        f"{FILTERS}[0].config.cache_strategy.hot_content_threshold: must be greater than or equal to 1",
-        f"{FILTERS}[0].config.cache_strategy.load_threshold: must be a valid number, {number} a number",
+        f"static_resources.clusters[0].endpoints[0].socket_address.port: must be a whole number, not {given}",
+        f"{FILTERS}[0].config.cache_strategy.hot_content_threshold: must be greater than or equal to 1, not {given}",
+        f"{FILTERS}[0].config.cache_strategy.load_threshold: must be a number, not {given}",
     ]
 
 

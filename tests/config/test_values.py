@@ -24,7 +24,8 @@ class _Holder(Model):
     [
         ("50ms", 0.05), ("2s", 2.0), ("5m", 300.0), ("1m30s", 90.0), ("1h2m3.5s", 3723.5), ("100us", 1e-4),
         ("100µs", 1e-4), ("1d", 86400.0), ("7ns", 7e-9), ("0", 0.0), (0, 0.0), (2, 2.0), (0.25, 0.25), ("1.5", 1.5),
-        (" 3s ", 3.0),
+        (" 3s ", 3.0), ("2 s", 2.0), ("5min", 300.0), ("10 minutes", 600.0),
+        ("1 hour 30 min", 5400.0), ("90 secs", 90.0),
     ],
 )  # fmt: skip
 def test_durations(written: Any, seconds: float) -> None:
@@ -33,7 +34,27 @@ def test_durations(written: Any, seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "written", ["", "5 minutes", "-1s", "1s-", "s", "1x", "1s2", "nan", "inf", True, None, [], -1, math.inf, math.nan]
+    "written",
+    [
+        "",
+        "5 furlongs",
+        "5 mi",
+        "1 2s",
+        "5minute s",
+        "-1s",
+        "1s-",
+        "s",
+        "1x",
+        "1s2",
+        "nan",
+        "inf",
+        True,
+        None,
+        [],
+        -1,
+        math.inf,
+        math.nan,
+    ],
 )
 def test_what_is_no_duration(written: Any) -> None:
     """Everything else is refused, negative and non-finite numbers included."""

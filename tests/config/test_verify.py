@@ -108,7 +108,7 @@ def test_what_does_not_fit_together(text: str, problem: str) -> None:
         ("cache_strategy: {compress_instance_id: nobody}",
          "warning: filters[1].kvcache.cache_strategy.compress_instance_id: no endpoint has the instance id 'nobody'"),
         ("retry: {base_backoff: 3s}", "error: filters[1].kvcache.retry.max_backoff: shorter than base_backoff"),
-        ("lookup_routing_timeout: 3s", "warning: filters[1].kvcache.lookup_routing_timeout: longer than"),
+        ("lookup_routing_timeout: 3s", "warning: filters[1].kvcache.lookup_routing_timeout: 3 s is longer"),
         ("snapshot: {path: /nowhere/kept}", "warning: filters[1].kvcache.snapshot.path: no such folder: '/nowhere'"),
         ("snapshot: {path: /kept, interval: 5m, max_age: 1m}", "warning: filters[1].kvcache.snapshot.max_age: shorter"),
     ],
@@ -153,20 +153,20 @@ def test_endpoints_that_collide() -> None:
     """One id twice is an error; one engine twice, one instance twice and unverified certificates are warnings."""
     text = (
         "endpoints:\n"
-        "  - {id: a, url: 'http://Host:80/v1/'}\n"
+        "  - {id: a, url: 'http://Host:80/base/'}\n"
         "  - {id: a, url: 'http://h:2'}\n"
-        "  - {id: c, url: 'http://host/v1', instance_id: a}\n"
+        "  - {id: c, url: 'http://host/base', instance_id: a}\n"
         "  - {id: d, url: 'https://h', insecure: true, ca_file: /nowhere}\n"
         "  - {id: e, url: 'http://h:3', api_key: k, retry: {backoff: 9s}}\n"
         "  - {id: f, url: 'http://127.0.0.1:3', api_key: k}\n"
     )
     assert problems_of(text) == [
         "error: endpoints[1].id: two endpoints have the id 'a' (give each an id of its own)",
+        "warning: endpoints[2].url: the same engine as 'a': its load is counted apart",
         "warning: endpoints[2].instance_id: the instance id 'a' also belongs to 'a' "
         "(right only if both share one LMCache)",
-        "warning: endpoints[2].url: the same engine as 'a': its load is counted apart",
-        "error: endpoints[3].ca_file: no such file: '/nowhere'",
         "warning: endpoints[3].insecure: the endpoint's certificate is not verified",
+        "error: endpoints[3].ca_file: no such file: '/nowhere'",
         "warning: endpoints[4].api_key: sent in clear text over http",
         "error: endpoints[4].retry.max_backoff: shorter than backoff",
     ]

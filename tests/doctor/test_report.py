@@ -82,4 +82,17 @@ def test_table_of_a_narrow_terminal() -> None:
 
 def test_verdict_when_all_is_well() -> None:
     """Says how much was looked at."""
-    assert verdict(Report.of([GOOD])) == "Everything is well (1 checks)."
+    assert verdict(Report.of([GOOD])) == "Everything is well (1 check; -v lists them)."
+    assert verdict(Report.of([GOOD]), verbose=True) == "Everything is well (1 check)."
+
+
+def test_what_is_well_is_folded() -> None:
+    """One line for all of it, unless it is asked for; a finding without a cure has no line for one."""
+    out = io.StringIO()
+    print_table(Report.of([GOOD, warning("config.yaml:3:1: x", "odd", "")]), out)
+    assert out.getvalue().splitlines()[0] == "1 check passed (-v lists them)"
+    assert "endpoint c" not in out.getvalue()
+    assert "fix:" not in out.getvalue()
+    out = io.StringIO()
+    print_table(Report.of([GOOD, ODD]), out, verbose=True)
+    assert "endpoint c: works" in out.getvalue()

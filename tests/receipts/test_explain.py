@@ -89,7 +89,7 @@ def test_every_attempt_is_told_with_what_went_wrong() -> None:
 def test_nobody_could_take_it() -> None:
     """The reasons, each once."""
     text = explain(receipt(refusals=("saturated", "saturated"), status=503, end="local_reply"))
-    assert "Nobody could take it 2 time(s): saturated." in text
+    assert "No endpoint could take it 2 time(s): saturated." in text
     assert "status 503, local_reply, after 0 attempts" in text
 
 

@@ -147,7 +147,7 @@ async def test_explain_tells_the_whole_decision(tmp_path: Path, capsys: pytest.C
     text = capsys.readouterr().out
     went = receipts_in(path)[-1].endpoint
     assert text.startswith("Request request-5, ended 20")
-    assert "policy kv_aware, reason overlap (nobody else holds more of this prompt)" in text
+    assert "policy kv_aware, reason overlap (no other endpoint holds more of this prompt)" in text
     assert f"\n  >  {went} " in text
     assert "approximate, " in text
     assert " would have cost " in text
@@ -162,7 +162,7 @@ async def test_explain_of_the_json_and_of_nothing(tmp_path: Path, capsys: pytest
     await record(path, 1)
     assert await asyncio.to_thread(main, ["explain", "request-0", "--file", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["request_id"] == "request-0"
-    assert await asyncio.to_thread(main, ["explain", "request-", "--file", str(path)]) == 1
+    assert await asyncio.to_thread(main, ["explain", "request-9", "--file", str(path)]) == 1
     assert "no receipt of request-" in capsys.readouterr().err
     assert await asyncio.to_thread(main, ["explain", "x", "--file", str(tmp_path / "no.jsonl")]) == 1
     assert "no receipts at" in capsys.readouterr().err

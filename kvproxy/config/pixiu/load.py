@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvproxy.config.native import decode_form
@@ -26,10 +26,15 @@ def is_pixiu(raw: Mapping[str, Any]) -> bool:
 
 
 def decode_pixiu(
-    raw: Mapping[str, Any], *, extra_filters: Mapping[str, type[Model] | None], lenient: bool
+    raw: Mapping[str, Any],
+    *,
+    extra_filters: Mapping[str, type[Model] | None],
+    lenient: bool,
+    known: Sequence[Problem] = (),
 ) -> tuple[Config | None, list[Problem]]:
-    """The configuration, best effort if there are errors, with errors, warnings and notes."""
+    """The configuration, best effort if there are errors, with errors, warnings and notes; `known` ones come first."""
     translation = Translation(lenient=lenient)
+    translation.form.take(known)
     file = translation.decode(PixiuFile, raw, ())
     if file is None:
         return None, translation.form.problems

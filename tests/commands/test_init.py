@@ -1,0 +1,124 @@
+"""`kvproxy init`: looks at engines, writes a file that loads, and asks only a terminal."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from kvproxy.commands.init import InitOptions, run
+from kvproxy.commands.init_file import config_text
+from kvproxy.commands.init_probe import Seen, SeenLmCache, look
+from kvproxy.config.load import load_file, load_text
+from kvproxy.errors import ConfigError
+from kvproxy.simulator.kv_event_publisher import PublisherSettings
+from tests.kvcache.fleet import simulated
+
+GONE = "http://127.0.0.1:1"
+
+
+class Typed(io.StringIO):
+    """A terminal at which these lines are typed."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def init(options: InitOptions, typed: str | None = None) -> tuple[int, str, str]:
+    """Exit status and output."""
+    out, err = io.StringIO(), io.StringIO()
+    stdin = io.StringIO() if typed is None else Typed(typed)
+    return run(options, stdin=stdin, out=out, err=err), out.getvalue(), err.getvalue()
+
+
+async def test_what_it_sees() -> None:
+    """Models, events and LMCache's service of what runs; what does not answer is said so."""
+    async with simulated(engine={"kv_events": PublisherSettings()}) as place:
+        seen, lmcache = await look({"a": place.engines["a"], "b": GONE}, place.lmcache)
+    assert (seen[0].models, seen[0].events, seen[0].health_path) == (("tiny",), True, "/health")
+    assert "serves tiny; publishes KV events" in seen[0].words()
+    assert seen[1].trouble
+    assert "written all the same" in seen[1].words()
+    assert lmcache is not None
+    assert lmcache.words().endswith("answers as the controller")
+
+
+def test_without_a_terminal_nothing_is_asked(tmp_path: Path) -> None:
+    """Engines that are down are written all the same; the next commands are told."""
+    file = tmp_path / "config.yaml"
+    status, out, _ = init(InitOptions([GONE, f"x={GONE}0/v1/"], output=file))
+    assert status == 0
+    endpoints = load_file(file).clusters["default"].endpoints
+    assert [(one.id, one.url) for one in endpoints] == [("engine-1", GONE), ("x", f"{GONE}0")]
+    for command in ("kvproxy check", "kvproxy doctor -c", "kvproxy serve -c"):
+        assert command in out
+
+
+def test_a_file_that_is_there_stays(tmp_path: Path) -> None:
+    """Unless it may be replaced: by the option, or by a word at the terminal."""
+    file = tmp_path / "config.yaml"
+    file.write_text("mine")
+    assert init(InitOptions([GONE], output=file))[0] == 1
+    assert init(InitOptions([GONE], output=file), "n\n")[0] == 1
+    assert file.read_text() == "mine"
+    assert init(InitOptions([GONE], output=file), "y\n\n\n")[0] == 0
+    assert GONE in file.read_text()
+    assert init(InitOptions([GONE], output=file, force=True))[0] == 0
+
+
+def test_at_a_terminal_it_asks(tmp_path: Path) -> None:
+    """Engines without a scheme, LMCache, the listener; empty lines are the defaults."""
+    file = tmp_path / "config.yaml"
+    status, out, _ = init(InitOptions(output=file), f"127.0.0.1:1 b=127.0.0.1:2\n{GONE}3\n0.0.0.0:9000\n")
+    assert status == 0
+    assert "Engines, as URLs with spaces between [http://127.0.0.1:8000]: " in out
+    config = load_file(file)
+    assert [(one.id, one.url) for one in config.clusters["default"].endpoints] == [
+        ("engine-1", GONE),
+        ("b", "http://127.0.0.1:2"),
+    ]
+    assert (config.listen.host, config.listen.port, config.admin.port) == ("0.0.0.0", 9000, 9001)
+    assert any(getattr(spec.settings, "lmcache_endpoint", "") == f"{GONE}3" for spec in config.filters)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (InitOptions(["ftp://x"]), "the scheme must be http or https"),
+        (InitOptions([f"a={GONE}", "a=http://h:2"]), "another engine has the id 'a'"),
+        (InitOptions(["http://h:2", "engine-1=http://h:1"]), "another engine has the id 'engine-1'"),
+        (InitOptions([GONE], lmcache="nonsense"), "--lmcache: must start with http"),
+        (InitOptions([GONE], listen="nonsense"), "listen: expected host:port"),
+        (InitOptions(), "there is no terminal to ask (give --engine URL once per engine"),
+    ],
+)
+def test_what_cannot_be_written(
+    options: InitOptions, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused before a file is made."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        init(options)
+    assert said in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_models_are_two_clusters() -> None:
+    """With a route for each; an engine without /health is probed where it answers."""
+    seen = [
+        Seen("a", "http://h:1", ("org/Llama-3", "lora")),
+        Seen("b", "http://h:2", ("qwen",), health_path="/v1/models"),
+        Seen("c", "http://h:3", trouble="no answer"),
+    ]
+    config = load_text(config_text(seen, SeenLmCache("http://h:9"), listen="127.0.0.1:8888"), env={})
+    assert {name: [one.id for one in cluster.endpoints] for name, cluster in config.clusters.items()} == {
+        "llama-3": ["a", "c"],
+        "qwen": ["b"],
+    }
+    assert [(one.model, one.cluster) for one in config.routes] == [
+        ("org/Llama-3", "llama-3"),
+        ("lora", "llama-3"),
+        ("qwen", "qwen"),
+    ]
+    assert config.clusters["qwen"].health.path == "/v1/models"

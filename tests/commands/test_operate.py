@@ -1,0 +1,181 @@
+"""`kvproxy drain`, `undrain`, `reload` and `explain` against a real admin listener."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from kvproxy.app import Proxy
+from kvproxy.cli import main
+from kvproxy.commands.admin_client import AdminAddress
+from kvproxy.commands.configuration import Source
+from kvproxy.commands.explain import ExplainOptions
+from kvproxy.commands.explain import run as explain
+from kvproxy.commands.operate import drain
+from kvproxy.commands.operate import reload as reload_config
+from kvproxy.commands.reload import FileReloader
+from kvproxy.listener.server import Server
+from kvproxy.receipts.receipt import Receipt, encode
+from tests.support.fake_engine import FakeEngine
+from tests.support.loopback import serve
+
+FILE = """
+endpoints: {{a: {url}, b: {url}/b}}
+admin: {{token: s3cret}}
+filters: [request_id, inference_request, router]
+"""
+
+
+@pytest.fixture
+async def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Proxy, str, Path]]:
+    """A proxy from a file, its admin listener's URL, and the file; the token is in the environment."""
+    monkeypatch.setenv("KVPROXY_ADMIN_TOKEN", "s3cret")
+    file = tmp_path / "config.yaml"
+    async with serve(FakeEngine("a")) as engine:
+        file.write_text(FILE.format(url=engine))
+        source = Source(path=str(file))
+        async with (
+            Proxy(source.load()[0]) as proxy,
+            Server(proxy.admin, drain_s=0.2) as admin,
+            FileReloader(proxy, source, interval_s=0.0),
+        ):
+            yield proxy, admin.url, file
+
+
+async def done(command: list[str]) -> int:
+    """Its exit status, beside the proxy's own loop."""
+    return await asyncio.to_thread(main, command)
+
+
+async def test_draining_and_back(running: tuple[Proxy, str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """The endpoint is found by its id alone; the token comes from the environment."""
+    proxy, url, _ = running
+    endpoint = proxy.clusters["default"].endpoints[0]
+    assert await done(["drain", "a", "--url", url]) == 0
+    assert endpoint.draining
+    assert capsys.readouterr().out == "endpoint 'a' of cluster 'default' gets no new requests; 0 in flight\n"
+    assert await done(["undrain", "a", "--url", url]) == 0
+    assert not endpoint.draining
+    assert await done(["drain", "aa", "--url", url, "--cluster", "default"]) == 1
+    assert "there is no endpoint 'aa' (did you mean 'a'?)" in capsys.readouterr().err
+
+
+def test_an_endpoint_of_several_clusters() -> None:
+    """Its cluster must be named."""
+    listed = {"clusters": {"small": [{"id": "a"}], "large": [{"id": "a"}]}}
+    asked: list[str] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        return httpx.Response(200, json=listed if request.method == "GET" else {"in_flight": 3})
+
+    out, err = io.StringIO(), io.StringIO()
+    address, transport = AdminAddress("http://127.0.0.1:1"), httpx.MockTransport(handle)
+    assert drain(address, "a", out=out, err=err, transport=transport) == 1
+    assert "clusters small, large have an endpoint 'a': name one (--cluster)" in err.getvalue()
+    assert drain(address, "a", cluster="large", out=out, err=err, transport=transport) == 0
+    assert asked[-1] == "/endpoints/large/a/drain"
+    assert "3 in flight" in out.getvalue()
+    assert drain(address, "a", cluster="larg", out=out, err=err, transport=transport) == 1
+    assert "there is no cluster 'larg' (did you mean 'large'?)" in err.getvalue()
+
+
+async def test_reloading(running: tuple[Proxy, str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """A good file is applied; a bad one is not, and its problems come with their places."""
+    proxy, url, file = running
+    file.write_text(file.read_text() + "policy: random\n")
+    assert await done(["reload", "--url", url]) == 0
+    assert "configuration reloaded" in capsys.readouterr().out
+    assert proxy.config.clusters["default"].policy.value == "random"
+    file.write_text(file.read_text() + "polcy: random\n")
+    assert await done(["reload", "--url", url]) == 1
+    said = capsys.readouterr().err
+    assert "not reloaded, the old configuration stays" in said
+    assert f"{file}:6:1: polcy: unknown key (did you mean 'policy'?)" in said
+
+
+def test_nothing_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit 1 and what to look at."""
+    assert main(["reload", "--url", "http://127.0.0.1:1"]) == 1
+    assert "nothing answers at http://127.0.0.1:1" in capsys.readouterr().err
+    out, err = io.StringIO(), io.StringIO()
+    refusing = httpx.MockTransport(lambda request: httpx.Response(401, json={"error": "no"}))
+    assert reload_config(AdminAddress("http://127.0.0.1:1"), out=out, err=err, transport=refusing) == 1
+    assert "--token-file FILE" in err.getvalue()
+
+
+def decisions(*ids: str) -> httpx.MockTransport:
+    """A proxy that remembers these requests, the newest first."""
+    listed = [
+        {"request_id": one, "ended_at": "2026-01-02T03:04:05.678+00:00", "model": "m", "cluster": "default",
+         "endpoint": "a", "policy": "kv_aware", "reason": "overlap", "status": 200, "end": "completed", "retries": 1,
+         "prompt_tokens": 640, "matched_tokens": 512, "cached_tokens": 528, "ttft_s": 0.125, "duration_s": 1.5}
+        for one in ids
+    ]  # fmt: skip
+    return httpx.MockTransport(lambda request: httpx.Response(200, json={"decisions": listed}))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the command runs."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def told(request_id: str, transport: httpx.BaseTransport, *, file: Path | None = None) -> tuple[int, str, str]:
+    """Exit status and output of `kvproxy explain`."""
+    out, err = io.StringIO(), io.StringIO()
+    options = ExplainOptions(request_id, file, AdminAddress("http://127.0.0.1:1"))
+    return explain(options, out=out, err=err, transport=transport), out.getvalue(), err.getvalue()
+
+
+@pytest.mark.usefixtures("folder")
+def test_explain_asks_the_proxy_where_there_are_no_receipts() -> None:
+    """As much as it remembers, and what would tell more; the 13 characters that the page shows are enough."""
+    status, out, _ = told("046f774aa2bcd…", decisions("046f774aa2bcd15e11", "1234"))
+    assert status == 0
+    for said in ("Request 046f774aa2bcd15e11", "Sent to a", "reason overlap (no other endpoint holds more",
+                 "Predicted: 512 of 640 tokens cached", "status 200, completed, after 2 attempts",
+                 "cached by the engine's count: 528 of 640", "receipts: {path:"):  # fmt: skip
+        assert said in out, said
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_beginning_of_several_ids() -> None:
+    """They are named; an exact id wins over longer ones; one that is not remembered is said so."""
+    status, _, err = told("04", decisions("046f", "04aa"))
+    assert status == 1
+    assert "several requests begin so: 046f, 04aa: give more of the id" in err
+    assert told("046f", decisions("046f", "046f77"))[0] == 0
+    status, _, err = told("99", decisions("046f"))
+    assert status == 1
+    assert "no receipt of 99 in ./receipts.jsonl, and the proxy at http://127.0.0.1:1 does not remember it" in err
+
+
+def test_explain_finds_receipts_by_how_the_id_begins(folder: Path) -> None:
+    """In the file; a file that was named is the only place looked at."""
+    file = folder / "receipts.jsonl"
+    ids = ("046f774aa2bcd1", "046f999", "7")
+    file.write_bytes(b"".join(encode(Receipt("2026-01-02T03:04:05Z", one, "completed", 1.0)) for one in ids))
+    status, out, _ = told("046f774aa2bcd", decisions())
+    assert (status, out.splitlines()[0]) == (0, "Request 046f774aa2bcd1, ended 2026-01-02T03:04:05Z")
+    status, _, err = told("046f", decisions(), file=file)
+    assert status == 1
+    assert "several requests begin so" in err
+    status, _, err = told("5", decisions("5"), file=file)
+    assert (status, err) == (1, f"kvproxy explain: no receipt of 5 in {file}\n")
+    assert told("5", decisions("5"))[0] == 0
+
+
+async def test_status_as_json(running: tuple[Proxy, str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """What the page is made of, for scripts."""
+    _, url, _ = running
+    assert await done(["status", "--json", "--url", url]) == 0
+    live = json.loads(capsys.readouterr().out)
+    assert [one["id"] for one in live["endpoints"]] == ["a", "b"]
