@@ -266,6 +266,8 @@ class Cluster:
 
     def _probed(self, endpoint: Endpoint, outcome: ProbeOutcome) -> None:
         endpoint.metrics.probe(outcome.value)
+        if outcome is ProbeOutcome.NOT_SENT:
+            return
         well = outcome is ProbeOutcome.OK
         if endpoint.health.probe(well, self._clock()):
             self._screening.invalidate()

@@ -35,9 +35,10 @@ _NOTED = frozenset({b"host", b"expect", b"transfer-encoding"})
 class Protocol(HttpToolsProtocol):
     """One client connection. Everything not said here is uvicorn's."""
 
-    def __init__(self, *args: Any, limits: ListenerLimits, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, limits: ListenerLimits, on_refused: Callable[[], object], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._limits = limits
+        self._on_refused = on_refused
         self._asgi_version = self.config.asgi_version
         self._refused = False  # came when every place was taken
         self._in_head = True
@@ -58,7 +59,9 @@ class Protocol(HttpToolsProtocol):
         super().connection_made(transport)
         over = len(self.connections) - self._limits.max_connections
         self._refused = over > 0
-        if over > _REFUSED_POLITELY:
+        if self._refused:
+            self._on_refused()
+        if over > min(_REFUSED_POLITELY, max(8, self._limits.max_connections // 8)):
             transport.abort()
             return
         self._head_since = self.loop.time()
@@ -345,11 +348,13 @@ async def _no_place(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def http_protocol(limits: ListenerLimits, *, check: Callable[[], str] = difference) -> Any:
+def http_protocol(
+    limits: ListenerLimits, *, on_refused: Callable[[], object] = lambda: None, check: Callable[[], str] = difference
+) -> Any:
     """What uvicorn's `http=` gets. Raises ConfigError for a uvicorn we do not know: without it there are no bounds."""
     problem = check()
     if problem:
         raise ConfigError(
             [Problem(f"uvicorn {uvicorn.__version__}", f"kvproxy does not work with it: {problem}", INSTALL)]
         )
-    return functools.partial(Protocol, limits=limits)
+    return functools.partial(Protocol, limits=limits, on_refused=on_refused)
