@@ -36,6 +36,8 @@ class Protocol(HttpToolsProtocol):
     """One client connection. Everything not said here is uvicorn's."""
 
     def __init__(self, *args: Any, limits: ListenerLimits, on_refused: Callable[[], object], **kwargs: Any) -> None:
+        self._arrived: list[bytes] = []  # of a body, in what is being parsed
+        self.on_body = self._arrived.append  # type: ignore[method-assign, assignment]  # C: small chunks cost little
         super().__init__(*args, **kwargs)
         self._limits = limits
         self._on_refused = on_refused
@@ -93,6 +95,8 @@ class Protocol(HttpToolsProtocol):
         except httptools.HttpParserError as error:
             self._reject(_status_of(error), _text_of(error))
         else:
+            if self._arrived:
+                self._hand_over()
             if not self._in_head:
                 self._head_bytes = 0
                 framing = len(data) - self._fair_bytes
@@ -155,19 +159,23 @@ class Protocol(HttpToolsProtocol):
         else:
             self._start_asgi_task(cycle, app)
 
-    def on_body(self, body: bytes) -> None:
-        cycle = self.cycle
-        self._fair_bytes += len(body) + _CHUNK_FRAMING_BYTES
-        if cycle.response_complete:
-            return
-        assert isinstance(cycle, CoalescingCycle)
-        cycle.pieces.append(body)
-        cycle.buffered_bytes += len(body)
-        if cycle.buffered_bytes > _HIGH_WATER_BYTES:
-            self.flow.pause_reading()
-        cycle.message_event.set()
+    def _hand_over(self) -> None:
+        """Gives the parts of a body that were parsed to its cycle."""
+        arrived, cycle = self._arrived, self.cycle
+        size_bytes = sum(map(len, arrived))
+        self._fair_bytes += size_bytes + len(arrived) * _CHUNK_FRAMING_BYTES
+        if not cycle.response_complete:
+            assert isinstance(cycle, CoalescingCycle)
+            cycle.pieces += arrived
+            cycle.buffered_bytes += size_bytes
+            if cycle.buffered_bytes > _HIGH_WATER_BYTES:
+                self.flow.pause_reading()
+            cycle.message_event.set()
+        arrived.clear()
 
     def on_message_complete(self) -> None:
+        if self._arrived:
+            self._hand_over()
         if not self.parser.should_upgrade():
             super().on_message_complete()
 
