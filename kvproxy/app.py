@@ -19,6 +19,7 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.learned import show_learned
 from kvproxy.cluster.routes import Routes
 from kvproxy.config.schema import Config
+from kvproxy.filters.body_bounds import HeldBodies
 from kvproxy.filters.chain import FilterType, Observer, WallClock
 from kvproxy.filters.recent import RecentDecisions
 from kvproxy.generation import Generation, Shared, needs_restart
@@ -80,6 +81,7 @@ class Proxy:
             extra_filters,
             () if recorder is None else (recorder.arrived,),
             tuple(self._observers(config)),
+            HeldBodies(config.limits.bodies, metrics=self.metrics),
         )
         self._generation = Generation(config, self._shared)
         self._succession = Succession(clock=clock, patience_s=config.shutdown.drain)

@@ -79,6 +79,12 @@ class PoolFull(UpstreamError):
     reason = "pool_full"
 
 
+class NoDescriptors(PoolFull):
+    """The proxy's own process can open no further socket; no endpoint is to blame."""
+
+    reason = "no_file_descriptors"
+
+
 class FirstByteTimeout(UpstreamError):
     """The engine accepted the request but sent no response head in time."""
 

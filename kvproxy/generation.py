@@ -16,6 +16,7 @@ from kvproxy.cluster.http_probe import HttpProbe
 from kvproxy.cluster.routes import Routes
 from kvproxy.config import schema
 from kvproxy.config.schema import DEFAULT_FILTERS, Config, FilterSpec
+from kvproxy.filters.body_bounds import HeldBodies
 from kvproxy.filters.chain import FilterContext, FilterType, Observer, Services, WallClock, build_chain
 from kvproxy.filters.exchange import Exchange
 from kvproxy.filters.local_reply import local_reply
@@ -39,6 +40,7 @@ class Shared:
     extra_filters: Mapping[str, FilterType] | None
     arrivals: tuple[Callable[[Exchange], None], ...]
     observers: tuple[Observer, ...]
+    bodies: HeldBodies
 
 
 class Generation:
@@ -59,7 +61,7 @@ class Generation:
             shared.clock,
             shared.wall_clock,
             shared.rng,
-            Services(self.clusters, routes, shared.pool),
+            Services(self.clusters, routes, shared.pool, shared.bodies),
             former=() if before is None else tuple(before.kvcaches),
             inherited={} if before is None else before.left,
             arrivals=list(shared.arrivals),

@@ -65,8 +65,24 @@ async def test_a_client_that_leaves_while_its_body_goes_up() -> None:
     async with serve(engine) as url, running_proxy({"a": url}) as proxy:
         host, port = proxy.url.removeprefix("http://").split(":")
         _, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"POST /other HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\nhalf")
+        writer.write(b"POST /other HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n" + b"x" * 100_000)
         await until(lambda: engine.calls)
         writer.close()
         await until(lambda: proxy.metric("kvproxy_request_ends_total", end="client_disconnected"))
         assert proxy.proxy.clusters["default"].endpoints[0].load.in_flight == 0
+        assert proxy.metric("kvproxy_bodies_held_bytes") == 0
+
+
+async def test_a_client_that_leaves_after_its_upload() -> None:
+    """A body that was streamed is over: from then on the client is watched as any other."""
+    engine = FakeEngine("a", prefill_for_ever)
+    async with serve(engine) as url, running_proxy({"a": url}) as proxy:
+        host, port = proxy.url.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /other HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n" + b"x" * 70_000)
+        await until(lambda: engine.calls)
+        writer.write(b"x" * 30_000)
+        await until(lambda: len(engine.calls[0].body) == 100_000)
+        writer.close()
+        await asyncio.wait_for(engine.calls[0].gone.wait(), timeout=5)
+        await until(lambda: proxy.metric("kvproxy_request_ends_total", end="client_disconnected"))

@@ -304,6 +304,8 @@ class Cluster:
 
     def _probed(self, endpoint: Endpoint, outcome: ProbeOutcome) -> None:
         endpoint.metrics.probe(outcome.value)
+        if outcome is ProbeOutcome.NOT_SENT:
+            return
         well = outcome is ProbeOutcome.OK
         changed = endpoint.health.probe(well, self._clock())
         if changed:

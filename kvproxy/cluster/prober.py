@@ -12,7 +12,7 @@ from typing import Self
 
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config import schema
-from kvproxy.errors import ConnectTimeout, FirstByteTimeout, IdleTimeout, KvproxyError
+from kvproxy.errors import ConnectTimeout, FirstByteTimeout, IdleTimeout, KvproxyError, NoDescriptors
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +38,7 @@ class ProbeOutcome(StrEnum):
     FAILED = "failed"  # it answered, and not well
     UNREACHABLE = "unreachable"
     TIMEOUT = "timeout"
+    NOT_SENT = "not_sent"  # for want of a socket on our side: says nothing about the endpoint
 
 
 class Prober:
@@ -116,6 +117,8 @@ class Prober:
                 return ProbeOutcome.OK if await probe(endpoint) else ProbeOutcome.FAILED
         except (TimeoutError, ConnectTimeout, FirstByteTimeout, IdleTimeout):
             return ProbeOutcome.TIMEOUT
+        except NoDescriptors:
+            return ProbeOutcome.NOT_SENT
         except (KvproxyError, OSError):
             return ProbeOutcome.UNREACHABLE
         except Exception:  # a probe written elsewhere must not end the probing of its endpoint

@@ -6,8 +6,12 @@ import contextlib
 import json
 import logging
 import logging.handlers
+import os
 import queue
+import select
+import stat
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any, TextIO
@@ -16,6 +20,9 @@ from kvproxy.config.schema import Log
 from kvproxy.log_lines import FIELDS, console_line, stamp
 
 _MAX_WAITING_RECORDS = 10_000
+#: How long the end waits for what is not written yet; the rest is lost when nobody reads the log any more.
+END_S = 1.0
+_STEP_MS = 100
 #: Its records hold several lines, each with the time its request ended.
 _ACCESS = "kvproxy.access"
 
@@ -72,14 +79,66 @@ class _DroppingQueueHandler(logging.handlers.QueueHandler):
             self.dropped += 1
 
 
-class _Writer(logging.handlers.QueueListener):
-    """Ends although its queue is full: then the oldest waiting record makes room for the end mark."""
+class _Output:
+    """A stream whose writer is never stuck in it.
 
-    def __init__(self, waiting: queue.Queue[Any], handler: logging.Handler) -> None:
+    A pipe or terminal that takes nothing is waited for in steps, until `give_up` is set: a thread stuck in a write
+    would hold the stream's lock, and the interpreter could not end.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.give_up = threading.Event()
+        self._stream = stream
+        self._poll = select.poll()
+        self._fd = -1
+        self._piece_bytes = select.PIPE_BUF  # as much as does not block a pipe that polls as writable
+        with contextlib.suppress(OSError, ValueError):  # not a file
+            stream.flush()
+            self._fd = stream.fileno()
+            self._poll.register(self._fd, select.POLLOUT)
+            if stat.S_ISREG(os.fstat(self._fd).st_mode):
+                self._piece_bytes = sys.maxsize
+
+    def write(self, text: str) -> None:
+        if self._fd < 0:
+            self._stream.write(text)
+            return
+        left = memoryview(text.encode("utf-8", "backslashreplace"))
+        with contextlib.suppress(OSError):  # nowhere to say it
+            while left:
+                gives_up = self.give_up.is_set()
+                if self._poll.poll(0 if gives_up else _STEP_MS):
+                    left = left[os.write(self._fd, left[: self._piece_bytes]) :]
+                elif gives_up:
+                    return
+
+    def flush(self) -> None:
+        if self._fd < 0:
+            self._stream.flush()
+
+
+class _Writer(logging.handlers.QueueListener):
+    """Ends although its queue is full, and although its output takes nothing."""
+
+    def __init__(self, waiting: queue.Queue[Any], handler: logging.Handler, output: _Output) -> None:
         super().__init__(waiting, handler)
         self._waiting = waiting
+        self._output = output
+
+    def stop(self) -> None:
+        """Waits for what is to be written, for a bounded time."""
+        thread: threading.Thread | None = self._thread
+        self._thread = None
+        if thread is None:
+            return
+        self.enqueue_sentinel()
+        thread.join(END_S)
+        if thread.is_alive():
+            self._output.give_up.set()
+            thread.join(END_S)
 
     def enqueue_sentinel(self) -> None:
+        """The oldest waiting record makes room for the end mark where there is none."""
         while True:
             try:
                 self._waiting.put_nowait(None)
@@ -92,11 +151,12 @@ class _Writer(logging.handlers.QueueListener):
 
 @contextlib.contextmanager
 def logging_to(settings: Log, *, stream: TextIO = sys.stderr) -> Iterator[None]:
-    """Log to `stream` for the length of the block; what waits is written before it ends."""
+    """Log to `stream` for the length of the block; what waits is written before it ends, or what END_S suffices for."""
     waiting: queue.Queue[logging.LogRecord] = queue.Queue(_MAX_WAITING_RECORDS)
-    writer = logging.StreamHandler(stream)
+    output = _Output(stream)
+    writer: logging.Handler = logging.StreamHandler(output)
     writer.setFormatter(JsonFormatter() if settings.format == "json" else ConsoleFormatter())
-    listener = _Writer(waiting, writer)
+    listener = _Writer(waiting, writer, output)
     handler = _DroppingQueueHandler(waiting)
     root = logging.getLogger()
     level = root.level
@@ -109,7 +169,7 @@ def logging_to(settings: Log, *, stream: TextIO = sys.stderr) -> Iterator[None]:
         yield
     finally:
         listener.stop()
-        if handler.dropped:
-            stream.write(f"{handler.dropped} log records were dropped: the log could not be written fast enough\n")
+        if handler.dropped and not output.give_up.is_set():
+            output.write(f"{handler.dropped} log records were dropped: the log could not be written fast enough\n")
         root.removeHandler(handler)
         root.setLevel(level)

@@ -10,6 +10,7 @@ import resource
 import signal
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 from prometheus_client import ProcessCollector
@@ -32,6 +33,9 @@ logger = logging.getLogger("kvproxy")
 
 #: Objects made per request are few and die young; the collector's default threshold would run it all the time.
 _GC_THRESHOLD = 50_000
+
+#: Open files besides clients' and engines' sockets: listeners, probes, scrapes, event streams, log, receipts.
+_OTHER_FILES = 64
 
 
 def run(source: Source) -> int:
@@ -57,6 +61,8 @@ def run_loop(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
 async def serve_until_signal(config: Config, problems: list[Problem], source: Source) -> int:
     """The proxy's whole life. A second signal ends the drain at once. `problems` are shown on the live page."""
     signals = Signals(config.shutdown.drain)
+    open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    connections = fitting_connections(config.limits.connections, open_files=open_files)
     async with Proxy(config) as proxy, AsyncExitStack() as listeners:
         proxy.findings = findings_of(problems)
         reloader = FileReloader(proxy, source, interval_s=config.reload.interval if config.reload.watch else 0.0)
@@ -72,10 +78,11 @@ async def serve_until_signal(config: Config, problems: list[Problem], source: So
             drain_s=config.shutdown.drain,
             hurry=signals.hurry,
             tls=config.listen.tls,
-            limits=ListenerLimits.from_config(config.limits),
+            limits=replace(ListenerLimits.from_config(config.limits), max_connections=connections),
+            on_refused=proxy.metrics.connections_refused.inc,
         )
         await listeners.enter_async_context(public)
-        _show_process(proxy.metrics, public, limit=config.limits.connections)
+        _show_process(proxy.metrics, public, limit=connections)
         gc.collect()
         gc.freeze()
         gc.set_threshold(_GC_THRESHOLD, 20, 20)
@@ -127,6 +134,22 @@ def _raise_open_files() -> None:
     if soft != hard:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def fitting_connections(wanted: int, *, open_files: int) -> int:
+    """How many client connections there are sockets for, `wanted` at most; `open_files` below 0 is no limit.
+
+    Every request in flight holds two, and one client in eight is still told that there is no place: beyond that the
+    system would reset clients without a word, and engines could not be reached.
+    """
+    fit = max(1, (open_files - _OTHER_FILES) * 8 // 17)
+    if open_files < 0 or fit >= wanted:
+        return wanted
+    logger.warning(
+        "open files are limited to %d: %d client connections are served at once instead of limits.connections=%d "
+        "(raise the limit: `ulimit -n`, LimitNOFILE)", open_files, fit, wanted,
+    )  # fmt: skip
+    return fit
 
 
 def _show_process(metrics: Metrics, public: Server, *, limit: int) -> None:

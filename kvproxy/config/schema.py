@@ -125,9 +125,12 @@ class Limits(Model):
     """Bounds on what one client may make the proxy hold."""
 
     body: Size = 32 * 1024 * 1024
-    """Largest request body; a larger one gets 413 and is not read into memory."""
+    """Largest request body, on every path; a larger one gets 413 and is not read into memory."""
     body_timeout: Duration = 60.0
-    """The whole body must have arrived after this long; otherwise the client gets 408."""
+    """The whole body must have arrived after this long, on every path; otherwise the client gets 408. Of a body that is
+    passed on as it comes, only the time spent waiting for the client counts."""
+    bodies: Size = 1024 * 1024 * 1024
+    """All request bodies held at once; beyond it a request gets 503 with `retry-after`. At least `body`."""
     connections: int = Field(default=10_000, ge=1)
     """Client connections served at once; further ones get 503."""
     head: Size = Field(default=64 * 1024, ge=4096, le=1024 * 1024)

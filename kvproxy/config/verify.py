@@ -21,7 +21,7 @@ _CLUSTERS_ARE_FROM: tuple[Path, ...] = (("clusters",), ("endpoints",), ("discove
 
 def findings(config: Config) -> list[Finding]:
     """Everything wrong (or doubtful: severity `warning`) with the configuration as a whole."""
-    checks = (_listeners, _tls, _clusters, _routes, _intervals, chain_findings)
+    checks = (_listeners, _tls, _limits, _clusters, _routes, _intervals, chain_findings)
     return [finding for check in checks for finding in check(config)]
 
 
@@ -49,6 +49,11 @@ def _tls(config: Config) -> Iterator[Finding]:
     if config.listen.tls is not None:
         for name in ("certificate", "private_key"):
             yield from missing_file(("listen", "tls", name), getattr(config.listen.tls, name))
+
+
+def _limits(config: Config) -> Iterator[Finding]:
+    if config.limits.bodies < config.limits.body:
+        yield error(("limits", "bodies"), "less than limits.body: a body of that size would never fit")
 
 
 def _clusters(config: Config) -> Iterator[Finding]:

@@ -6,15 +6,8 @@ import asyncio
 
 from starlette.types import Message, Receive
 
+from kvproxy.filters.body_bounds import BodyTooLarge, BodyTooSlow, HeldBodies
 from kvproxy.filters.shared_timer import SharedTimer
-
-
-class BodyTooLarge(Exception):
-    """The body is longer than the limit; at most that much of it was held."""
-
-
-class BodyTooSlow(Exception):
-    """The body did not arrive in time."""
 
 
 class ClientLeft(Exception):
@@ -22,46 +15,55 @@ class ClientLeft(Exception):
 
 
 class BodyReader:
-    """Reads request bodies whole, each within the same size and time."""
+    """Reads request bodies whole, each within the same size and time, and all of them within `held`."""
 
-    def __init__(self, *, limit_bytes: int, timeout_s: float) -> None:
+    def __init__(self, *, limit_bytes: int, timeout_s: float, held: HeldBodies) -> None:
         self.limit_bytes = limit_bytes
         self.timeout_s = timeout_s
+        self._held = held
         self._reading: SharedTimer[asyncio.Task[object]] = SharedTimer(timeout_s, _cancel)
 
     async def read(self, receive: Receive) -> bytes:
-        """The whole body. Raises BodyTooLarge, BodyTooSlow or ClientLeft."""
+        """The whole body, to be given back with `release`. Raises BodyRefused's kinds or ClientLeft."""
         task = asyncio.current_task()
         assert task is not None
         self._reading.add(task)
         try:
-            return await _whole(receive, self.limit_bytes)
+            return await self._whole(receive)
         except asyncio.CancelledError:
             if not self._reading.remove(task) and task.uncancel() == 0:
-                raise BodyTooSlow from None
+                raise BodyTooSlow(self.timeout_s) from None
             raise
         finally:
             self._reading.remove(task)
 
+    def release(self, body: bytes) -> None:
+        """The request of this body is over."""
+        self._held.give_back(len(body))
+
+    async def _whole(self, receive: Receive) -> bytes:
+        pieces: list[bytes] = []
+        size = 0
+        try:
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientLeft
+                piece: bytes = message.get("body", b"")
+                if size + len(piece) > self.limit_bytes:
+                    raise BodyTooLarge(self.limit_bytes)
+                self._held.take(len(piece))
+                size += len(piece)
+                pieces.append(piece)
+                if not message.get("more_body", False):
+                    return piece if len(pieces) == 1 else b"".join(pieces)
+        except BaseException:
+            self._held.give_back(size)
+            raise
+
 
 def _cancel(task: asyncio.Task[object]) -> None:
     task.cancel()
-
-
-async def _whole(receive: Receive, limit_bytes: int) -> bytes:
-    pieces: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientLeft
-        piece: bytes = message.get("body", b"")
-        size += len(piece)
-        if size > limit_bytes:
-            raise BodyTooLarge
-        pieces.append(piece)
-        if not message.get("more_body", False):
-            return piece if len(pieces) == 1 else b"".join(pieces)
 
 
 def replay(body: bytes, receive: Receive) -> Receive:

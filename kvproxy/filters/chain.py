@@ -23,6 +23,7 @@ from kvproxy.types import Clock
 if TYPE_CHECKING:
     from kvproxy.cluster.cluster import Cluster
     from kvproxy.cluster.routes import Routes
+    from kvproxy.filters.body_bounds import HeldBodies
     from kvproxy.filters.exchange import Exchange
     from kvproxy.kvcache.service import KvCache
     from kvproxy.upstream.pool import UpstreamPool
@@ -42,6 +43,7 @@ class Services:
     clusters: Mapping[str, Cluster]
     routes: Routes
     pool: UpstreamPool
+    bodies: HeldBodies
 
 
 @dataclass(frozen=True, slots=True)

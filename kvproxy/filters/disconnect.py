@@ -38,9 +38,9 @@ class DisconnectWatcher:
         self._watch: asyncio.Task[None] | None = None
         self.gone = False
 
-    def arm(self) -> None:
-        """Start watching on behalf of the current task."""
-        self._task = asyncio.current_task()
+    def arm(self, task: asyncio.Task[object] | None = None) -> None:
+        """Start watching on behalf of this task; None: the current one."""
+        self._task = task or asyncio.current_task()
         if self._departure is not None:
             self._departure.watch(self._left)
         else:

@@ -8,10 +8,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.config.filter_schema import InferenceRequestSettings
 from kvproxy.filters.body import read_body
-from kvproxy.filters.body_reader import BodyReader, BodyTooLarge, BodyTooSlow, ClientLeft, replay
+from kvproxy.filters.body_bounds import BodyRefused, BodyTooLarge, refuse_body
+from kvproxy.filters.body_reader import BodyReader, ClientLeft, replay
 from kvproxy.filters.chain import FilterContext
 from kvproxy.filters.exchange import SCOPE_KEY, Exchange
-from kvproxy.filters.local_reply import local_reply
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.types import Clock, RequestKind
 
@@ -30,15 +30,16 @@ class InferenceRequestFilter:
     """Puts the raw body and the parsed `InferenceRequest` into the exchange of every request it knows.
 
     Inner apps receive the body again, unchanged. A body over the limit gets 413, one that does not arrive in time 408;
-    a body that cannot be parsed goes on without an `InferenceRequest`. Other paths and methods pass unread.
+    with too much held for others 503. A body that cannot be parsed goes on without an `InferenceRequest`. Other paths
+    and methods pass unread.
     """
 
     def __init__(
-        self, app: ASGIApp, *, session_header: str, limit_bytes: int, timeout_s: float, metrics: Metrics, clock: Clock
+        self, app: ASGIApp, *, session_header: str, reader: BodyReader, metrics: Metrics, clock: Clock
     ) -> None:
         self._app = app
         self._session_header = session_header.lower().encode()
-        self._reader = BodyReader(limit_bytes=limit_bytes, timeout_s=timeout_s)
+        self._reader = reader
         self._metrics = metrics
         self._clock = clock
         self._pace = asyncio.Lock()
@@ -50,25 +51,24 @@ class InferenceRequestFilter:
             return
         exchange = scope.get(SCOPE_KEY) or Exchange.of(scope, now=self._clock())
         length, encoded, session = self._headers(scope)
-        if length > self._reader.limit_bytes:
-            await self._refuse_large(scope, receive, send)
-            return
         try:
+            if length > self._reader.limit_bytes:
+                raise BodyTooLarge(self._reader.limit_bytes)
             body = await self._reader.read(receive)
         except ClientLeft:
             exchange.outcome.end = "client_disconnected"
             exchange.outcome.status = _CLIENT_CLOSED_REQUEST
             return
-        except BodyTooLarge:
-            await self._refuse_large(scope, receive, send)
+        except BodyRefused as error:
+            await refuse_body(error, scope, receive, send, metrics=self._metrics)
             return
-        except BodyTooSlow:
-            await self._refuse_slow(scope, receive, send)
-            return
-        exchange.body = body
-        if not encoded:
-            exchange.inference = await read_body(kind, body, session=session, pace=self._pace)
-        await self._app(scope, replay(body, receive), send)
+        try:
+            exchange.body = body
+            if not encoded:
+                exchange.inference = await read_body(kind, body, session=session, pace=self._pace)
+            await self._app(scope, replay(body, receive), send)
+        finally:
+            self._reader.release(body)
 
     def _headers(self, scope: Scope) -> tuple[int, bool, str]:
         """Declared length (0 when it says none), whether the body is compressed, and the session header."""
@@ -82,37 +82,17 @@ class InferenceRequestFilter:
                 session = value.decode("latin-1").strip()
         return length, encoded, session
 
-    async def _refuse_large(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._metrics.body_refused.inc()
-        await local_reply(
-            scope,
-            send,
-            status=413,
-            reason="body_too_large",
-            message=f"The request body is larger than {self._reader.limit_bytes} bytes.",
-            metrics=self._metrics,
-            unread=receive,
-        )
-
-    async def _refuse_slow(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await local_reply(
-            scope,
-            send,
-            status=408,
-            reason="body_timeout",
-            message=f"The request body did not arrive within {self._reader.timeout_s:g} seconds.",
-            metrics=self._metrics,
-            unread=receive,
-        )
-
 
 def build(app: ASGIApp, settings: InferenceRequestSettings, context: FilterContext) -> ASGIApp:
     """The filter around `app`."""
     return InferenceRequestFilter(
         app,
         session_header=settings.session_header,
-        limit_bytes=context.config.limits.body,
-        timeout_s=context.config.limits.body_timeout,
+        reader=BodyReader(
+            limit_bytes=context.config.limits.body,
+            timeout_s=context.config.limits.body_timeout,
+            held=context.services.bodies,
+        ),
         metrics=context.metrics,
         clock=context.clock,
     )

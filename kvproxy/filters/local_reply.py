@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvproxy.filters.exchange import SCOPE_KEY
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.types import DEPARTURE
 
 _OPENAI_TYPES = {
     401: "authentication_error",
@@ -62,8 +63,9 @@ async def local_reply(
     """Answers with a JSON error and counts it under `reason` (a closed set: it is a metric label).
 
     The exchange of the scope, where there is one, notes the status and `end="local_reply"`. With `unread`, the receive
-    of a request whose body is not wanted, the connection is closed instead of reading that body: only a bounded part is
-    dropped, for at most `linger_s`.
+    of a request whose body is not wanted, the connection is closed instead of reading that body. Our listener then
+    drops for a while what the client still sends; under another one that is done here, for a bounded part of it and at
+    most `linger_s`.
     """
     exchange = scope.get(SCOPE_KEY)
     if exchange is not None:
@@ -75,7 +77,7 @@ async def local_reply(
     if unread is not None:
         head.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": status, "headers": head})
-    if unread is not None:
+    if unread is not None and DEPARTURE not in scope:
         await send({"type": "http.response.body", "body": body, "more_body": True})
         await _linger(unread, linger_s)
         body = b""

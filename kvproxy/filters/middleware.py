@@ -16,6 +16,7 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.config import schema
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.filters.body import read_body
+from kvproxy.filters.body_bounds import BodiesFull, HeldBodies
 from kvproxy.filters.inference_request import KIND_OF_PATH
 from kvproxy.filters.kvcache import announce
 from kvproxy.filters.usage import read_usage
@@ -54,6 +55,7 @@ class KVCacheMiddleware:
         settings: KvCacheSettings | Mapping[str, Any] | None = None,
         metrics: Metrics | None = None,
         limit_bytes: int = 32 * 1024 * 1024,
+        limit_all_bytes: int = 1024 * 1024 * 1024,
         session_header: str = "x-session-id",
         clock: Clock = time.monotonic,
         rng: random.Random | None = None,
@@ -72,6 +74,7 @@ class KVCacheMiddleware:
         self._enabled = settings.enabled
         self._session_header = session_header.lower().encode()
         self._limit_bytes = limit_bytes
+        self._held = HeldBodies(limit_all_bytes, metrics=self.metrics)
         self._started = False
         self._starting = asyncio.Lock()
         self._pace = asyncio.Lock()
@@ -99,7 +102,14 @@ class KVCacheMiddleware:
         if kind is None or not self._enabled:
             await self._app(scope, receive, send)
             return
-        body, receive = await self._read(scope, receive)
+        held = _Held(self._held)
+        try:
+            await self._with_facts(kind, held, scope, receive, send)
+        finally:
+            held.give_back()
+
+    async def _with_facts(self, kind: RequestKind, held: _Held, scope: Scope, receive: Receive, send: Send) -> None:
+        body, receive = await self._read(scope, receive, held)
         gathered = None if body is None else await self._facts(kind, body, scope)
         if gathered is None:
             await self._app(scope, receive, send)
@@ -122,8 +132,8 @@ class KVCacheMiddleware:
 
         await self._app(scope, receive, send_after)
 
-    async def _read(self, scope: Scope, receive: Receive) -> tuple[bytes | None, Receive]:
-        """The whole body, and a receive that hands out everything again. None: over the limit, encoded, or cut off."""
+    async def _read(self, scope: Scope, receive: Receive, held: _Held) -> tuple[bytes | None, Receive]:
+        """The whole body, and a receive that hands out everything again. None: over a limit, encoded, or cut off."""
         headers = dict(scope["headers"])
         length = headers.get(b"content-length", b"")
         if headers.get(b"content-encoding", b"identity") != b"identity" or (
@@ -135,8 +145,9 @@ class KVCacheMiddleware:
         while True:
             message = await receive()
             seen.append(message)
-            size += len(message.get("body", b""))
-            if message["type"] != "http.request" or size > self._limit_bytes:
+            piece = message.get("body", b"")
+            size += len(piece)
+            if message["type"] != "http.request" or size > self._limit_bytes or not held.take(len(piece)):
                 return None, _again(seen, receive)
             if not message.get("more_body", False):
                 return b"".join(each.get("body", b"") for each in seen), _again(seen, receive)
@@ -162,6 +173,30 @@ class KVCacheMiddleware:
             self.service.finished(gathered, answer.result(EndpointId(served) if served else None))
         except Exception:
             log.exception("[kvcache] nothing learned from this request")
+
+
+class _Held:
+    """What one request holds of all bodies."""
+
+    __slots__ = ("_all", "_bytes")
+
+    def __init__(self, held: HeldBodies) -> None:
+        self._all = held
+        self._bytes = 0
+
+    def take(self, size_bytes: int) -> bool:
+        """Hold that much more; False when it would be too much for all together."""
+        try:
+            self._all.take(size_bytes)
+        except BodiesFull:
+            return False
+        self._bytes += size_bytes
+        return True
+
+    def give_back(self) -> None:
+        """Hold nothing any more."""
+        self._all.give_back(self._bytes)
+        self._bytes = 0
 
 
 class _Answer:

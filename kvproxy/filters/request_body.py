@@ -1,33 +1,77 @@
-"""The body of one request for the upstream pool: bytes when it was read already, else a stream that runs once."""
+"""The body of one request for the upstream pool: bytes when all of it is there, else a stream that runs once."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 
 from starlette.types import Receive
 
+from kvproxy.filters.body_bounds import BodyTooLarge, BodyTooSlow, HeldBodies
 from kvproxy.types import Headers
+
+#: What must have arrived of an upload (or all of a shorter one) before an engine is bothered with it.
+START_BYTES = 64 * 1024
 
 
 class ClientGone(Exception):
     """The client left while its body was on the way up."""
 
 
+@dataclass(slots=True)
+class Uploads:
+    """What bounds the uploads of all requests. At most `max_streams` are streamed at once, so that clients that send
+    slowly cannot take every connection to the engines; further ones are collected whole first."""
+
+    limit_bytes: int
+    timeout_s: float  # all that may be waited for one client's bytes; 0: no bound
+    held: HeldBodies
+    max_streams: int
+    streams: int = 0
+
+
 class RequestBody:
-    """Hands out the body per attempt; `replayable` says whether another attempt may have it."""
+    """Hands out the body per attempt; `replayable` says whether another attempt may have it.
 
-    __slots__ = ("_length", "_receive", "_started", "_streams", "_whole", "consumed")
+    `begin` comes before the first attempt and `end` when the request is over, whatever the end. A body that breaks a
+    bound raises BodyRefused's kinds, out of `begin` or out of the stream.
+    """
 
-    def __init__(self, receive: Receive, headers: Headers, *, whole: bytes | None) -> None:
+    __slots__ = (
+        "_held_bytes",
+        "_left_s",
+        "_length",
+        "_receive",
+        "_received_bytes",
+        "_start",
+        "_started",
+        "_streaming",
+        "_streams",
+        "_uploads",
+        "_whole",
+        "consumed",
+        "on_consumed",
+    )
+
+    def __init__(self, receive: Receive, headers: Headers, *, whole: bytes | None, uploads: Uploads) -> None:
         self._receive = receive
         self._whole = whole
+        self._uploads = uploads
         self._length = b""
         self._streams = False
         if whole is None:
             self._read_framing(headers)
+        self._left_s = uploads.timeout_s
+        self._received_bytes = 0
+        self._held_bytes = 0
+        self._start = b""  # of a stream
+        self._streaming = False  # one of `uploads.streams`
         self._started = False
         #: The body has been read to its end, so that the next message can only be a disconnect.
         self.consumed = whole is not None or not self._streams
+        #: Called when a stream has been read to its end.
+        self.on_consumed: Callable[[], object] | None = None
 
     def _read_framing(self, headers: Headers) -> None:
         for name, value in headers:
@@ -47,6 +91,34 @@ class RequestBody:
         """The client's content-length, so that a streamed body is not re-framed as chunked."""
         return [(b"content-length", self._length)] if self._whole is None and self._length and self._streams else []
 
+    async def begin(self) -> None:
+        """Reads the beginning of a body that nobody read yet; all of it if it is short, or if too many are streamed."""
+        if self.consumed:
+            return
+        uploads = self._uploads
+        if self._length.isdigit() and (len(self._length) > 18 or int(self._length) > uploads.limit_bytes):
+            raise BodyTooLarge(uploads.limit_bytes)
+        pieces: list[bytes] = []
+        while self._held_bytes < START_BYTES or uploads.streams >= uploads.max_streams:
+            piece, more = await self._next()
+            uploads.held.take(len(piece))
+            self._held_bytes += len(piece)
+            pieces.append(piece)
+            if not more:
+                self._whole = b"".join(pieces)
+                self.consumed = True
+                return
+        self._start = b"".join(pieces)
+        self._streaming = True
+        uploads.streams += 1
+
+    def end(self) -> None:
+        """Gives back what the body holds."""
+        self.on_consumed = None
+        self._end_stream()
+        self._uploads.held.give_back(self._held_bytes)
+        self._held_bytes = 0
+
     def take(self) -> bytes | AsyncIterator[bytes] | None:
         """The body for one attempt; None when the request has none."""
         if self._whole is not None:
@@ -57,13 +129,36 @@ class RequestBody:
 
     async def _pieces(self) -> AsyncIterator[bytes]:
         self._started = True
-        while True:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            body: bytes = message.get("body", b"")
-            if body:
-                yield body
-            if not message.get("more_body", False):
-                self.consumed = True
-                return
+        yield self._start
+        more = True
+        while more:
+            piece, more = await self._next()
+            if piece:
+                yield piece
+        self.consumed = True
+        self._end_stream()
+        if self.on_consumed is not None:
+            self.on_consumed()
+
+    async def _next(self) -> tuple[bytes, bool]:
+        """What arrived, and whether more is to come. Only the client's time is counted, not what the engine takes."""
+        uploads = self._uploads
+        before = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(max(self._left_s, 0.0) if uploads.timeout_s else None):
+                message = await self._receive()
+        except TimeoutError:
+            raise BodyTooSlow(uploads.timeout_s) from None
+        self._left_s -= asyncio.get_running_loop().time() - before
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        piece: bytes = message.get("body", b"")
+        self._received_bytes += len(piece)
+        if self._received_bytes > uploads.limit_bytes:
+            raise BodyTooLarge(uploads.limit_bytes)
+        return piece, message.get("more_body", False)
+
+    def _end_stream(self) -> None:
+        if self._streaming:
+            self._streaming = False
+            self._uploads.streams -= 1

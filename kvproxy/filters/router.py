@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from kvproxy.config.schema import RequestIdSettings, RouterSettings
 from kvproxy.errors import UnsafeRequest
 from kvproxy.filters import models as model_list
 from kvproxy.filters.alias import with_model
+from kvproxy.filters.body_bounds import BodyRefused, refuse_body
 from kvproxy.filters.chain import FilterContext, Observer
 from kvproxy.filters.disconnect import DisconnectWatcher, new_arming
 from kvproxy.filters.exchange import SCOPE_KEY, Exchange
@@ -25,7 +27,7 @@ from kvproxy.filters.forwarding import CLIENT_CLOSED_REQUEST, Forwarder, Forward
 from kvproxy.filters.local_reply import local_reply
 from kvproxy.filters.models import ModelList
 from kvproxy.filters.policy_choice import NotOffered, chosen_policy
-from kvproxy.filters.request_body import ClientGone, RequestBody
+from kvproxy.filters.request_body import ClientGone, RequestBody, Uploads
 from kvproxy.filters.route_metrics import RouteMetrics
 from kvproxy.filters.served_models import ServedModels
 from kvproxy.resilience.budget import RetryBudget
@@ -51,6 +53,7 @@ class RouterParts:
     models: ModelList
     headers: RequestHeaders
     metrics: RouteMetrics
+    uploads: Uploads
     debug_header: bytes
     policy_header: bytes = b""  # b"": no cluster lets clients choose
     arrivals: Sequence[Callable[[Exchange], None]] = ()
@@ -84,6 +87,12 @@ def build(inner: ASGIApp, settings: RouterSettings, context: FilterContext) -> R
             models=models,
             headers=RequestHeaders(request_id_header=id_header.lower().encode(), dropped=[policy_header]),
             metrics=RouteMetrics(metrics, clusters=services.clusters, routes=config.routes, served=served.serves),
+            uploads=Uploads(
+                limit_bytes=config.limits.body,
+                timeout_s=config.limits.body_timeout,
+                held=services.bodies,
+                max_streams=config.pool.max_connections // 2,
+            ),
             debug_header=settings.debug_header.lower().encode(),
             policy_header=policy_header if any(one.client_policies for one in config.clusters.values()) else b"",
             arrivals=context.arrivals,
@@ -149,7 +158,7 @@ class RouterFilter:
         if whole is not None and target.upstream_model:
             named = exchange.inference.model if exchange.inference else ""
             whole = await with_model(whole, target.upstream_model, named=named, pace=self._pace)
-        body = RequestBody(receive, received, whole=whole)
+        body = RequestBody(receive, received, whole=whole, uploads=parts.uploads)
         query: bytes = scope["query_string"]
         raw_path: bytes = scope.get("raw_path") or scope["path"].encode()
         forwarding = Forwarding(
@@ -165,9 +174,12 @@ class RouterFilter:
             debug=exchange.debug or parts.debug_header in [name for name, _ in received],
         )
         watcher = DisconnectWatcher(scope, receive, self._arming)
-        if body.consumed:
-            watcher.arm()
         try:
+            await body.begin()
+            if body.consumed:
+                watcher.arm()
+            else:
+                body.on_consumed = functools.partial(watcher.arm, asyncio.current_task())
             await forwarding.run()
         except GaveUp as error:
             await self._give_up(exchange, error, scope, send)
@@ -177,6 +189,11 @@ class RouterFilter:
             message = f"This request cannot be forwarded safely: {error}"
             metrics = parts.metrics.catalog
             await local_reply(scope, send, status=400, reason="unsafe_request", message=message, metrics=metrics)
+        except BodyRefused as error:
+            if exchange.outcome.status:  # an engine's answer is on its way already: all that is left is to cut it
+                exchange.outcome.end = "local_reply"
+            else:
+                await refuse_body(error, scope, receive, send, metrics=parts.metrics.catalog)
         except ClientGone:
             _client_gone(exchange)
         except asyncio.CancelledError:
@@ -185,6 +202,7 @@ class RouterFilter:
                 raise
         finally:
             watcher.disarm()
+            body.end()
 
     async def _no_route(self, exchange: Exchange, scope: Scope, send: Send) -> None:
         model = exchange.inference.model if exchange.inference else ""

@@ -35,9 +35,12 @@ _NOTED = frozenset({b"host", b"expect", b"transfer-encoding"})
 class Protocol(HttpToolsProtocol):
     """One client connection. Everything not said here is uvicorn's."""
 
-    def __init__(self, *args: Any, limits: ListenerLimits, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, limits: ListenerLimits, on_refused: Callable[[], object], **kwargs: Any) -> None:
+        self._arrived: list[bytes] = []  # of a body, in what is being parsed
+        self.on_body = self._arrived.append  # type: ignore[method-assign, assignment]  # C: small chunks cost little
         super().__init__(*args, **kwargs)
         self._limits = limits
+        self._on_refused = on_refused
         self._asgi_version = self.config.asgi_version
         self._refused = False  # came when every place was taken
         self._in_head = True
@@ -58,7 +61,9 @@ class Protocol(HttpToolsProtocol):
         super().connection_made(transport)
         over = len(self.connections) - self._limits.max_connections
         self._refused = over > 0
-        if over > _REFUSED_POLITELY:
+        if self._refused:
+            self._on_refused()
+        if over > min(_REFUSED_POLITELY, max(8, self._limits.max_connections // 8)):
             transport.abort()
             return
         self._head_since = self.loop.time()
@@ -90,6 +95,8 @@ class Protocol(HttpToolsProtocol):
         except httptools.HttpParserError as error:
             self._reject(_status_of(error), _text_of(error))
         else:
+            if self._arrived:
+                self._hand_over()
             if not self._in_head:
                 self._head_bytes = 0
                 framing = len(data) - self._fair_bytes
@@ -152,19 +159,23 @@ class Protocol(HttpToolsProtocol):
         else:
             self._start_asgi_task(cycle, app)
 
-    def on_body(self, body: bytes) -> None:
-        cycle = self.cycle
-        self._fair_bytes += len(body) + _CHUNK_FRAMING_BYTES
-        if cycle.response_complete:
-            return
-        assert isinstance(cycle, CoalescingCycle)
-        cycle.pieces.append(body)
-        cycle.buffered_bytes += len(body)
-        if cycle.buffered_bytes > _HIGH_WATER_BYTES:
-            self.flow.pause_reading()
-        cycle.message_event.set()
+    def _hand_over(self) -> None:
+        """Gives the parts of a body that were parsed to its cycle."""
+        arrived, cycle = self._arrived, self.cycle
+        size_bytes = sum(map(len, arrived))
+        self._fair_bytes += size_bytes + len(arrived) * _CHUNK_FRAMING_BYTES
+        if not cycle.response_complete:
+            assert isinstance(cycle, CoalescingCycle)
+            cycle.pieces += arrived
+            cycle.buffered_bytes += size_bytes
+            if cycle.buffered_bytes > _HIGH_WATER_BYTES:
+                self.flow.pause_reading()
+            cycle.message_event.set()
+        arrived.clear()
 
     def on_message_complete(self) -> None:
+        if self._arrived:
+            self._hand_over()
         if not self.parser.should_upgrade():
             super().on_message_complete()
 
@@ -345,11 +356,13 @@ async def _no_place(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def http_protocol(limits: ListenerLimits, *, check: Callable[[], str] = difference) -> Any:
+def http_protocol(
+    limits: ListenerLimits, *, on_refused: Callable[[], object] = lambda: None, check: Callable[[], str] = difference
+) -> Any:
     """What uvicorn's `http=` gets. Raises ConfigError for a uvicorn we do not know: without it there are no bounds."""
     problem = check()
     if problem:
         raise ConfigError(
             [Problem(f"uvicorn {uvicorn.__version__}", f"kvproxy does not work with it: {problem}", INSTALL)]
         )
-    return functools.partial(Protocol, limits=limits)
+    return functools.partial(Protocol, limits=limits, on_refused=on_refused)

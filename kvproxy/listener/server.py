@@ -7,7 +7,7 @@ import contextlib
 import errno
 import logging
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -21,6 +21,7 @@ from kvproxy.listener.protocol import http_protocol
 logger = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 0.005
+_SAY_AGAIN_S = 60.0
 
 
 class _Server(uvicorn.Server):
@@ -75,7 +76,7 @@ class Server:
 
     Leaving stops accepting, closes idle connections, lets running requests end for at most `drain_s` (or until `hurry`
     is set), then cuts what is left and gives its apps `cut_grace_s` to notice before they are cancelled. `limits` bound
-    what clients may hold.
+    what clients may hold; `on_refused` hears of each connection beyond them.
     """
 
     def __init__(
@@ -89,14 +90,18 @@ class Server:
         hurry: asyncio.Event | None = None,
         tls: ListenerTls | None = None,
         limits: ListenerLimits | None = None,
+        on_refused: Callable[[], object] = lambda: None,
         **options: Any,
     ) -> None:
         self._host = host
         self._tls = tls is not None
+        self._limits = limits or ListenerLimits()
+        self._on_refused = on_refused
+        self._silent_until = 0.0  # loop time
         if tls is not None:
             options |= {"ssl_certfile": tls.certificate, "ssl_keyfile": tls.private_key}
         defaults: dict[str, Any] = {
-            "http": http_protocol(limits or ListenerLimits()),
+            "http": http_protocol(self._limits, on_refused=self._refused),
             "loop": "none",
             "ws": "none",
             "lifespan": "off",
@@ -142,6 +147,14 @@ class Server:
         self._server.stop.set()
         if self._task is not None:
             await self._task
+
+    def _refused(self) -> None:
+        self._on_refused()
+        now = asyncio.get_running_loop().time()
+        if now >= self._silent_until:
+            self._silent_until = now + _SAY_AGAIN_S
+            count = self._limits.max_connections
+            logger.warning("clients are refused: all %d connections of %s are taken", count, self.url)
 
     async def _serve(self) -> None:
         logging.getLogger("uvicorn.error").addFilter(_is_no_bind_error)  # the exception below says it, and more

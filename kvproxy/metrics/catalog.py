@@ -302,6 +302,12 @@ class Metrics:
         self.rate_limited = Counter("kvproxy_rate_limited", "Requests refused by rate_limit", ["kind"], registry=r)
         self.auth_failures = Counter("kvproxy_auth_failures", "Requests refused by auth", ["reason"], registry=r)
         self.body_refused = Counter("kvproxy_bodies_refused", "Bodies over the limit", registry=r)
+        self.connections_refused = Counter(
+            "kvproxy_connections_refused", "Client connections beyond the bound", registry=r
+        )
+        self.bodies_full = Counter("kvproxy_bodies_full", "Bodies refused since too much was held", registry=r)
+        self.bodies_held = Gauge("kvproxy_bodies_held_bytes", "Request bodies held, all together", registry=r)
+        self.bodies_limit = Gauge("kvproxy_bodies_limit_bytes", "Bound of these", registry=r)
         self.breaker_state = Gauge("kvproxy_breaker_open", "1: open or half open", ["breaker"], registry=r)
 
     def _add_process(self, r: CollectorRegistry) -> None:

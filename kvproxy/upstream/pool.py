@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
+import math
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from types import TracebackType
 
-from kvproxy.errors import ConnectError, ConnectTimeout, UpstreamDisconnected
+from kvproxy.errors import ConnectError, ConnectTimeout, NoDescriptors, UpstreamDisconnected
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.types import Clock, Headers
 from kvproxy.upstream.connection import Connection, Timeouts
@@ -19,6 +22,12 @@ from kvproxy.upstream.response import UpstreamResponse
 from kvproxy.upstream.upload import LAST_CHUNK, chunked
 
 __all__ = ["Timeouts", "UpstreamPool", "UpstreamResponse"]
+
+logger = logging.getLogger(__name__)
+
+#: The machine's or the process's own want, not the engine's fault.
+_OUT_OF_SOCKETS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_SAY_AGAIN_S = 60.0
 
 Body = bytes | AsyncIterator[bytes] | None
 
@@ -57,6 +66,7 @@ class UpstreamPool:
         self._lanes: dict[Origin, Lane] = {}
         self._uploads: set[asyncio.Task[None]] = set()
         self._closed = True
+        self._silent_until = -math.inf
         self._replays = None if metrics is None else metrics.upstream_replays
         self._connects = None if metrics is None else metrics.upstream_connects
         if metrics is not None:
@@ -160,7 +170,7 @@ class UpstreamPool:
             connection = await self._open_connection(lane.origin, timeout_s)
         except BaseException as error:
             lane.free_slot()
-            self._count_connect(error.reason if isinstance(error, ConnectError) else "cancelled")
+            self._count_connect(error.reason if isinstance(error, ConnectError | NoDescriptors) else "cancelled")
             raise
         if not lane.adopt(connection) or self._closed:
             connection.close()
@@ -181,9 +191,22 @@ class UpstreamPool:
                 )
         except TimeoutError:
             raise ConnectTimeout(f"no connection to {origin} within {timeout_s:g} s") from None
-        except (OSError, ValueError) as error:  # ValueError: a host name or certificate file that cannot be used
+        except OSError as error:
+            if error.errno in _OUT_OF_SOCKETS:
+                self._say_out_of_sockets(error)
+                raise NoDescriptors(f"no socket for {origin}: {error}") from error
+            raise ConnectError(f"{origin}: {error}") from error
+        except ValueError as error:  # a host name or certificate file that cannot be used
             raise ConnectError(f"{origin}: {error}") from error
         return connection
+
+    def _say_out_of_sockets(self, error: OSError) -> None:
+        now = self._clock()
+        if now >= self._silent_until:
+            self._silent_until = now + _SAY_AGAIN_S
+            logger.warning(
+                "no socket to an engine: %s (raise the limit on open files: `ulimit -n`, LimitNOFILE)", error
+            )
 
     def _count_connect(self, outcome: str) -> None:
         if self._connects is not None:

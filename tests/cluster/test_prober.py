@@ -13,7 +13,7 @@ from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.http_probe import HttpProbe
 from kvproxy.cluster.prober import FIRST_PROBES_S, MAX_CONCURRENT, ProbeOutcome, Prober
 from kvproxy.config import schema
-from kvproxy.errors import ConnectError, FirstByteTimeout
+from kvproxy.errors import ConnectError, FirstByteTimeout, NoDescriptors
 from kvproxy.upstream.pool import UpstreamPool
 from tests.cluster.conftest import MakeCluster, configs
 from tests.support.loopback import serve
@@ -126,6 +126,7 @@ async def test_a_few_are_probed_at_once(make_cluster: MakeCluster) -> None:
         (ConnectError("refused"), ProbeOutcome.UNREACHABLE),
         (ConnectionResetError(), ProbeOutcome.UNREACHABLE),
         (FirstByteTimeout("slow"), ProbeOutcome.TIMEOUT),
+        (NoDescriptors("too many open files"), ProbeOutcome.NOT_SENT),
         (KeyError("a bug in a probe"), ProbeOutcome.FAILED),
     ],
 )

@@ -5,8 +5,12 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import re
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -108,3 +112,59 @@ def test_a_stuck_terminal_loses_records_and_says_how_many() -> None:
         out.let_go.set()
     assert re.search(r"^\d+ log records were dropped", out.getvalue(), re.MULTILINE)
     assert out.getvalue().count("WARNING x") <= 10_001
+
+
+def test_a_log_reader_that_is_stuck_does_not_keep_the_process() -> None:
+    """A full pipe that nobody empties: the block ends in time, and so does the interpreter after it."""
+    script = """
+import logging, sys
+from kvproxy.commands.logging_setup import logging_to
+from kvproxy.config.schema import Log
+with logging_to(Log()):
+    for number in range(3000):
+        logging.getLogger("kvproxy").warning("x" * 100)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE) as process:
+        try:
+            assert process.wait(timeout=30) == 0
+        finally:
+            process.kill()
+        assert process.stderr is not None
+        written = process.stderr.read()
+    assert written.count(b"WARNING x") > 100
+
+
+def test_a_file_gets_every_line_whole(tmp_path: Path) -> None:
+    """Whatever its length, and what came before it first; characters a log cannot hold are escaped."""
+    path = tmp_path / "log"
+    with path.open("w") as out:
+        out.write("before\n")
+        with logging_to(Log(), stream=out):
+            logging.getLogger("kvproxy.access").info("a" * 200_000)
+            logging.getLogger("kvproxy.access").info("\udc80 é")
+    assert path.read_text().splitlines() == ["before", "a" * 200_000, "\\udc80 é"]
+
+
+def test_a_pipe_gets_every_line_whole() -> None:
+    """Also one that is longer than the pipe takes at once, by a reader that is slow but there."""
+    readable, writable = os.pipe()
+    got: list[bytes] = []
+
+    def read() -> None:
+        with open(readable, "rb") as pipe:
+            got.append(pipe.read())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with open(writable, "w") as out, logging_to(Log(), stream=out):
+        logging.getLogger("kvproxy.access").info("a" * 300_000)
+    reader.join(10)
+    assert got == [b"a" * 300_000 + b"\n"]
+
+
+def test_a_reader_that_left_hurts_nobody() -> None:
+    """A broken pipe loses the log, and nothing else."""
+    readable, writable = os.pipe()
+    os.close(readable)
+    with open(writable, "w") as out, logging_to(Log(), stream=out):
+        logging.getLogger("kvproxy").warning("x")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gzip
 import socket
 from typing import Any
@@ -15,7 +14,8 @@ from starlette.types import ASGIApp, Message
 
 from kvproxy.config.filter_schema import InferenceRequestSettings
 from kvproxy.config.schema import Limits
-from kvproxy.filters.body_reader import BodyReader, BodyTooSlow
+from kvproxy.filters.body_bounds import BodyTooSlow, HeldBodies
+from kvproxy.filters.body_reader import BodyReader
 from kvproxy.filters.chain import FilterContext
 from kvproxy.filters.inference_request import KIND_OF_PATH, build
 from kvproxy.types import RequestKind
@@ -180,7 +180,7 @@ async def test_a_body_that_does_not_arrive_gets_408() -> None:
 
 async def test_reads_time_out_one_by_one() -> None:
     """One timer serves all reads, and each read has its own full time."""
-    reader = BodyReader(limit_bytes=10, timeout_s=0.02)
+    reader = BodyReader(limit_bytes=10, timeout_s=0.02, held=HeldBodies(100))
     silence = asyncio.Event()
 
     async def receive() -> Message:
@@ -205,30 +205,84 @@ async def test_reads_time_out_one_by_one() -> None:
     assert await second == b"late"
 
 
-async def pour(writer: asyncio.StreamWriter, size: int) -> int:
-    """How many of `size` bytes the other side let us send before it broke the connection."""
-    sent = 0
-    with contextlib.suppress(ConnectionError):
-        while sent < size:
-            writer.write(b"x" * 65536)
-            await writer.drain()
-            sent += 65536
-    return sent
-
-
 async def test_a_hundred_megabytes_are_refused_at_once_over_a_socket() -> None:
-    """The answer comes while the client is still sending, the connection ends, and next to nothing was read."""
+    """The answer comes before the body does, nothing of which is held, and the connection ends."""
     inner, context = Inner(), filter_context(limits=Limits(body=1000))
     async with serve(filter_around(inner, context=context)) as url:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
         writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100000000\r\n\r\n")
         head = await reader.readuntil(b"\r\n\r\n")
-        sent = await pour(writer, 100_000_000)
+        writer.write(b"x" * 65536)
+        rest = await reader.read()
+        assert context.services.bodies.held_bytes == 0
         writer.transport.abort()
     assert head.startswith(b"HTTP/1.1 413 ")
     assert b"connection: close" in head
-    assert sent < 50_000_000
+    assert rest.endswith(b"}}")
     assert inner.scopes == []
+
+
+async def test_all_bodies_together_are_bounded() -> None:
+    """Beyond it 503 with retry-after; counted from each byte as it comes, and given back whatever the end."""
+    context = filter_context(limits=Limits(body=100, bodies=250))
+    held = context.services.bodies
+    go = asyncio.Event()
+
+    async def inner(scope: Any, receive: Any, send: Any) -> None:
+        await go.wait()
+        if (await receive())["body"] == b"x" * 99:
+            raise ZeroDivisionError
+
+    app = filter_around(inner, context=context)
+
+    def half(size: int) -> Message:
+        return {"type": "http.request", "body": b"x" * size, "more_body": True}
+
+    running = [asyncio.create_task(call(app, post(), body=b"x" * size)) for size in (99, 100)]
+    await asyncio.sleep(0)
+    assert held.held_bytes == counted(context, "kvproxy_bodies_held_bytes") == 199
+    assert counted(context, "kvproxy_bodies_limit_bytes") == 250
+    reply = await call(app, post(), half(40), half(40))
+    assert (reply.status, reply.headers[b"retry-after"], reply.json["error"]["code"]) == (503, b"1", "bodies_full")
+    assert held.held_bytes == 199
+    assert counted(context, "kvproxy_bodies_full_total") == 1
+    for messages in ([half(40)], [half(50), half(51)]):  # the client leaves; too large
+        await call(app, post(), *messages)
+        assert held.held_bytes == 199
+    running[1].cancel()
+    go.set()
+    ends = await asyncio.gather(*running, return_exceptions=True)
+    assert [type(end) for end in ends] == [ZeroDivisionError, asyncio.CancelledError]
+    assert held.held_bytes == 0
+
+
+async def test_a_body_that_is_given_up_is_given_back() -> None:
+    """Cancelled in the middle, or too slow."""
+    held = HeldBodies(100)
+    reader = BodyReader(limit_bytes=100, timeout_s=0.02, held=held)
+    silent = asyncio.Event()
+    first = True
+
+    async def receive() -> Message:
+        nonlocal first
+        if first:
+            first = False
+            return {"type": "http.request", "body": b"half", "more_body": True}
+        silent.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    with pytest.raises(BodyTooSlow):
+        await reader.read(receive)
+    assert held.held_bytes == 0
+    first, silent = True, asyncio.Event()
+    task = asyncio.create_task(reader.read(receive))
+    await silent.wait()
+    assert held.held_bytes == 4
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert held.held_bytes == 0
 
 
 async def test_httpx_sees_the_refusal_of_a_streamed_body() -> None:

@@ -152,6 +152,35 @@ async def test_a_long_body_without_a_length_is_handed_on_whole() -> None:
     assert inner.bodies == [b"x" * 240 + b"end"]
 
 
+async def test_beyond_the_bound_of_all_bodies_one_is_handed_on_unread() -> None:
+    """No request fails for it; what is held is shown, and given back when its request is over."""
+    go = asyncio.Event()
+    reading = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        reading.set()
+        await go.wait()
+        await Inner()(scope, receive, send)
+
+    async with KVCacheMiddleware(app, endpoints=ENGINES, limit_all_bytes=1000) as under_test:
+
+        def held() -> float | None:
+            return under_test.metrics.registry.get_sample_value("kvproxy_bodies_held_bytes")
+
+        first = asyncio.create_task(call(under_test, http_scope(CHAT, method="POST"), body=b"x" * 900))
+        await reading.wait()
+        assert held() == 900
+        pieces = [{"type": "http.request", "body": b"y" * 90, "more_body": True} for _ in range(3)]
+        second = asyncio.create_task(
+            call(under_test, http_scope(CHAT, method="POST"), *pieces, {"type": "http.request", "body": b"z"})
+        )
+        await asyncio.sleep(0)
+        assert held() == 990
+        go.set()
+        assert [(await task).status for task in (first, second)] == [200, 200]
+        assert held() == 0
+
+
 async def test_a_client_that_leaves_while_sending_is_the_apps_business() -> None:
     seen: list[str] = []
 

@@ -399,10 +399,11 @@ async def test_connections_over_the_bound_get_503() -> None:
         assert (await first.response())[0].startswith(b"http/1.1 200")
 
 
-async def test_a_flood_of_connections_is_not_even_answered() -> None:
-    """Refusing costs memory too, so that is bounded as well."""
+async def test_a_flood_of_connections_is_not_even_answered(caplog: pytest.LogCaptureFixture) -> None:
+    """Refusing costs memory too, so that is bounded as well; each is counted, and one line says so."""
     limits = ListenerLimits(max_connections=1)
-    async with serve(echo, limits=limits) as url:
+    refused: list[None] = []
+    async with serve(echo, limits=limits, on_refused=lambda: refused.append(None)) as url:
         host, port = url.removeprefix("http://").split(":")
         pairs = [await asyncio.open_connection(host, int(port)) for _ in range(262)]
         reader, _ = pairs[-1]
@@ -411,6 +412,10 @@ async def test_a_flood_of_connections_is_not_even_answered() -> None:
                 assert await reader.read() == b""
         for _, writer in pairs:
             writer.close()
+    assert len(refused) == 261
+    assert [record.getMessage() for record in caplog.records if "refused" in record.getMessage()] == [
+        f"clients are refused: all 1 connections of {url} are taken"
+    ]
 
 
 @pytest.mark.parametrize("upgrade", [b"h2c", b"websocket"])

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 
 from kvproxy.cluster.routes import Routes
 from kvproxy.config.schema import Config, Limits, Log
+from kvproxy.filters.body_bounds import HeldBodies
 from kvproxy.filters.chain import FilterContext, Services
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.upstream.pool import UpstreamPool
@@ -24,13 +25,19 @@ def filter_context(
     inherited: Mapping[str, Sequence[object]] | None = None,
 ) -> FilterContext:
     """A context whose wall clock stands at NOON; `inherited` is what filters of an earlier one left."""
+    config, metrics = Config(limits=limits or Limits(), log=log or Log()), Metrics()
     return FilterContext(
-        config=Config(limits=limits or Limits(), log=log or Log()),
-        metrics=Metrics(),
+        config=config,
+        metrics=metrics,
         clock=clock or FakeClock(),
         wall_clock=lambda: NOON,
         rng=random.Random(1),
-        services=Services(clusters={}, routes=Routes([]), pool=UpstreamPool()),
+        services=Services(
+            clusters={},
+            routes=Routes([]),
+            pool=UpstreamPool(),
+            bodies=HeldBodies(config.limits.bodies, metrics=metrics),
+        ),
         inherited=inherited or {},
     )
 
