@@ -249,7 +249,7 @@ class Forwarding:
         now = self._shared.clock()
         pick.first_token(now)
         self._exchange.outcome.ttft_s = now - self._exchange.received_at
-        relay = Relay(self._exchange, response, send=self._send)
+        relay = Relay(self._exchange, response, send=self._send, post=self._method == "POST")
         headers = response_headers(response.headers, endpoint=pick.endpoint.id.encode())
         if self._debug:
             headers.append((b"x-kvproxy-decision", describe(pick, pick.policy, self._exchange.facts).encode()))
