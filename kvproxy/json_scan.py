@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Collection, Generator, Iterator
+from io import BytesIO
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -37,6 +38,7 @@ _MOST_REPEATED = 1000
 _MOST_SPACE = 1024  # more of it around a text stays with the text
 _SPACE = re.compile(rb"[ \t\r\n]{0,1024}")
 _KEY = re.compile(rb'[ \t\r\n]{0,1024}("(?:[^"\\]|\\.){0,64}")[ \t\r\n]{0,1024}:[ \t\r\n]{0,1024}')
+_COPIED_BYTES = 4 * 1024 * 1024
 _SPACES = b" \t\r\n"
 
 
@@ -60,15 +62,18 @@ class Members(NamedTuple):
 
 
 async def in_turns(steps: Steps[T], pace: asyncio.Lock) -> T:
-    """The result, with a turn for others between steps; of those that share a `pace` one goes on at a time."""
+    """The result, with a turn for others before, between and after the steps; of those that share a `pace` one goes on
+    at a time."""
     async with pace:
         while True:
+            await asyncio.sleep(0)
             try:
                 next(steps)
             except StopIteration as over:
                 result: T = over.value
-                return result
-            await asyncio.sleep(0)
+                break
+    await asyncio.sleep(0)
+    return result
 
 
 def at_once(steps: Steps[T]) -> T:
@@ -148,14 +153,23 @@ def with_model(data: bytes, model: str, *, named: str) -> bytes | None:
 def scan_with_model(data: bytes, model: str) -> Steps[bytes]:
     """The same for any object. Raises Unreadable."""
     found = yield from members(data, ("model",))
-    value, pieces, done = msgspec.json.encode(model), [], 0
+    value, whole, replaced, done = msgspec.json.encode(model), memoryview(data), BytesIO(), 0
     for span in found.values.get("model", ()):
-        pieces += [data[done : span.start], value]
+        yield from _copy(whole[done : span.start], replaced)
+        replaced.write(value)
         done = span.end
-    if not pieces:
+    if not done:
         done = found.opening + 1
-        pieces = [data[:done], b'"model":', value, b"" if found.empty else b","]
-    return b"".join([*pieces, data[done:]])
+        replaced.write(data[:done] + b'"model":' + value + (b"" if found.empty else b","))
+    yield from _copy(whole[done:], replaced)
+    return replaced.getvalue()
+
+
+def _copy(text: memoryview, to: BytesIO) -> Steps[None]:
+    """New memory costs more than copying to it: 31 MiB take 20 ms."""
+    for start in range(0, len(text), _COPIED_BYTES):
+        to.write(text[start : start + _COPIED_BYTES])
+        yield
 
 
 class _Named(msgspec.Struct, gc=False):

@@ -27,14 +27,15 @@ def fields(
     end: str,
     word: Callable[[str], str],
 ) -> dict[str, Value]:
-    """What is known of one request, in the order it is written. `path` is the raw one, without the query.
+    """What is known of one request, in the order it is written. `path` is the raw one, without the query; what is
+    longer than a line shows does not go into a memory of words.
 
     `word` makes one word of a text that others chose (`printable`, or a memory of it for texts that come again).
     """
     outcome = exchange.outcome
     line: dict[str, Value] = {
         "method": word(method),
-        "path": word(path.decode("latin-1")),
+        "path": word(path[: _MAX_TEXT + 1].decode("latin-1")),
         "status": status,
         "bytes": sent_bytes,
         "duration_ms": round(duration_s * 1000, 1),

@@ -26,8 +26,8 @@ MAX_SESSION_KEY = 128
 MAX_NAME = 256
 #: Messages told apart; all further ones are one part.
 MAX_PARTS = 4096
-#: Bytes of a prompt that are kept and hashed; of the rest a digest and the number.
-MAX_PROMPT_BYTES = 8 * 1024 * 1024
+#: Bytes of a prompt that are kept and hashed, a million tokens; of the rest a digest and the number.
+MAX_PROMPT_BYTES = 4 * 1024 * 1024
 #: Up to here a list may be decoded as one, since it cannot have more items than that takes milliseconds for.
 _LISTED_BYTES = 256 * 1024
 #: A longer scalar is looked at by its digest alone.
@@ -163,6 +163,7 @@ class _Reader:
         data = self._struct(
             **{name: _scalar(body, spans[name], kind) for name, kind in self._scalars.items() if name in spans}
         )
+        yield
         room = _Room(body)
         shape = [
             prefix + room.take(spans[name]) + b"\0"

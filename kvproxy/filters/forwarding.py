@@ -341,7 +341,7 @@ class Forwarding:
         if self._suspects and response.status < 500:
             self._blame_suspects(proven=True)
         self._exchange.outcome.ttft_s = now - self._exchange.received_at
-        relay = Relay(self._exchange, response, send=self._send)
+        relay = Relay(self._exchange, response, send=self._send, post=self._method == "POST")
         headers = response_headers(response.headers, endpoint=pick.endpoint.id.encode())
         if self._debug:
             headers.append((b"x-kvproxy-decision", describe(pick, pick.policy, self._exchange.facts).encode()))

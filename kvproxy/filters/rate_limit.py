@@ -19,7 +19,7 @@ from kvproxy.metrics.catalog import Metrics
 from kvproxy.types import Clock, Headers
 
 _BYTES_PER_TOKEN = 4
-_EVENT_END = b"\n\n"  # a stream carries about one token an event
+_EVENT_ENDS = (b"\n\n", b"\r\n\r\n")  # a stream carries about one token an event
 
 
 class RateLimitFilter:
@@ -51,19 +51,29 @@ class RateLimitFilter:
         if self._limits[0].kind == "requests":
             buckets[0].charge(1.0, now)
         standing = self._standing(buckets, now)
-        events = 0
+        sent_bytes = events = 0
+
+        async def receive_counted() -> Message:
+            nonlocal sent_bytes
+            message = await receive()
+            sent_bytes += len(message.get("body", b""))
+            return message
 
         async def send_counted(message: Message) -> None:
             nonlocal events
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", ()), *standing]}
             else:
-                events += message.get("body", b"").count(_EVENT_END)
+                events += sum(map(message.get("body", b"").count, _EVENT_ENDS))
             await send(message)
 
-        if self._limits[-1].kind == "tokens":
-            exchange.on_complete.append(lambda done: buckets[-1].charge(tokens_used(done, events), self._clock()))
-        await self._app(scope, receive, send_counted)
+        def charge(done: Exchange) -> None:
+            buckets[-1].charge(tokens_used(done, events, sent_bytes), self._clock())
+
+        charged = self._limits[-1].kind == "tokens"
+        if charged:
+            exchange.on_complete.append(charge)
+        await self._app(scope, receive_counted if charged else receive, send_counted)
 
     def _standing(self, buckets: tuple[TokenBucket, ...], now: float) -> Headers:
         pairs = zip(self._limits, buckets, strict=True)
@@ -98,20 +108,23 @@ def standing(limit: Limit, bucket: TokenBucket, now: float) -> Headers:
     ]
 
 
-def tokens_used(exchange: Exchange, events: int) -> int:
-    """Tokens to charge for a finished request.
+def tokens_used(exchange: Exchange, events: int, sent_bytes: int) -> int:
+    """Tokens to charge for a finished request of `sent_bytes`.
 
-    The engine's count where it gave one. A stream without usage, or one that was cut short, is estimated from the
-    prompt's bytes and the `events` sent; what was refused before or by the engine costs nothing.
+    The engine's count where it gave one. An answer without usage, or one that was cut short, is estimated from the
+    prompt's bytes (all of the body where that says nothing) and the `events` sent; what was refused before or by the
+    engine costs nothing.
     """
     outcome, inference = exchange.outcome, exchange.inference
     if outcome.prompt_tokens is not None or outcome.completion_tokens is not None:
         return (outcome.prompt_tokens or 0) + (outcome.completion_tokens or 0)
     refused = outcome.end == "completed" and outcome.status >= 400
-    if inference is None or refused or outcome.end == "local_reply":
+    if refused or outcome.end == "local_reply":
         return 0
-    prompt = inference.prompt
-    return (len(prompt.shape) + sum(map(len, prompt.parts))) // _BYTES_PER_TOKEN + events
+    asked_bytes = 0 if inference is None else inference.prompt.size_bytes
+    if not (asked_bytes or sent_bytes):  # a question about models, say
+        return 0
+    return (asked_bytes or sent_bytes) // _BYTES_PER_TOKEN + events
 
 
 def bucket_key(tenant: str, scope: Scope) -> str:

@@ -12,17 +12,20 @@ from kvproxy.types import BODY_FOLLOWS, Headers, RequestKind
 from kvproxy.upstream.pool import UpstreamResponse
 
 _TAIL_BYTES = 16 * 1024
+#: Content types of answers that may count tokens.
+_TELLING = (b"application/json", b"text/event-stream")
 
 
 class Relay:
     """Sends one response down. From the first byte on nothing is retried: a break is told, never hidden."""
 
-    __slots__ = ("_exchange", "_first", "_last", "_previous", "_response", "_send")
+    __slots__ = ("_exchange", "_first", "_last", "_post", "_previous", "_response", "_send")
 
-    def __init__(self, exchange: Exchange, response: UpstreamResponse, *, send: Send) -> None:
+    def __init__(self, exchange: Exchange, response: UpstreamResponse, *, send: Send, post: bool = False) -> None:
         self._exchange = exchange
         self._response = response
         self._send = send
+        self._post = post
         self._first = b""
         self._previous = b""
         self._last = b""
@@ -50,6 +53,8 @@ class Relay:
         outcome.end = "completed"
         await send({"type": "http.response.body", "body": chunk, "more_body": False})
         if self._exchange.inference is None:
+            if self._post and _may_tell_usage(headers):  # no body hides it
+                self._read_usage(self._previous[-_TAIL_BYTES:] + self._last, None)
             return None
         tail = self._previous[-_TAIL_BYTES:] + self._last
         if response.status == 200 and (reported := error_status(tail)) is not None:
@@ -59,8 +64,8 @@ class Relay:
         self._read_usage(tail, self._exchange.inference.kind)
         return None
 
-    def _read_usage(self, tail: bytes, kind: RequestKind) -> None:
-        head = self._first if kind is RequestKind.MESSAGES else b""
+    def _read_usage(self, tail: bytes, kind: RequestKind | None) -> None:
+        head = self._first if kind in (RequestKind.MESSAGES, None) else b""
         usage = read_usage(tail, head)
         if usage is not None:
             outcome = self._exchange.outcome
@@ -81,3 +86,7 @@ class Relay:
             kind, message="The engine failed in the middle of this response.", reason=error.reason, tail=self._last
         )
         await self._send({"type": "http.response.body", "body": event, "more_body": False})
+
+
+def _may_tell_usage(headers: Headers) -> bool:
+    return any(name == b"content-type" and value.startswith(_TELLING) for name, value in headers)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+#: A bucket goes no deeper into debt than so many times what it holds.
+MAX_DEBT = 5.0
+
 
 class TokenBucket:
     """Fills at `rate_per_s` up to `capacity`; a charge may take it below zero, into debt."""
@@ -27,8 +30,8 @@ class TokenBucket:
         self.rate_per_s, self.capacity = rate_per_s, capacity
 
     def charge(self, amount: float, now: float) -> None:
-        """Take `amount`, whatever is there."""
-        self._level = self.level(now) - amount
+        """Take `amount`, whatever is there, as far as debts go."""
+        self._level = max(self.level(now) - max(0.0, amount), -MAX_DEBT * self.capacity)
 
     def wait_s(self, amount: float, now: float) -> float:
         """Seconds until it holds `amount`; 0 when it does already."""

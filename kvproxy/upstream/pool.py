@@ -19,7 +19,7 @@ from kvproxy.upstream.head import encode_head
 from kvproxy.upstream.lane import Lane, LaneLimits
 from kvproxy.upstream.origin import Origin
 from kvproxy.upstream.response import UpstreamResponse
-from kvproxy.upstream.upload import LAST_CHUNK, chunked
+from kvproxy.upstream.upload import LAST_CHUNK, SLICE_BYTES, chunked, in_slices
 
 __all__ = ["Timeouts", "UpstreamPool", "UpstreamResponse"]
 
@@ -40,6 +40,7 @@ class _Message:
     data: bytes
     rest: AsyncIterator[bytes] | None
     rest_bytes: int | None
+    large: bytes | None = None  # a body that is there, and sent in slices
 
 
 class UpstreamPool:
@@ -131,8 +132,9 @@ class UpstreamPool:
 
     async def _exchange(self, connection: Connection, message: _Message, *, timeouts: Timeouts) -> UpstreamResponse:
         response = connection.send(message.method, message.data, timeouts=timeouts)
-        if message.rest is not None:
-            upload = connection.send_body_from(message.rest, message.rest_bytes)
+        rest = message.rest if message.large is None else in_slices(message.large)
+        if rest is not None:
+            upload = connection.send_body_from(rest, message.rest_bytes)
             self._uploads.add(upload)
             upload.add_done_callback(self._uploads.discard)
         try:
@@ -230,6 +232,8 @@ def _encode(origin: Origin, method: bytes, *, target: bytes, headers: Headers, b
             data = head if length is not None else head + LAST_CHUNK
         elif length is None:
             data = head + chunked(body) + LAST_CHUNK
+        elif size > SLICE_BYTES:
+            return _Message(method, head, None, length, body)
         else:
             data = head + body
         return _Message(method, data, None, None)

@@ -6,9 +6,11 @@ import json
 from array import array
 
 import httpx
+import msgspec
 import pytest
 
 from kvproxy.clients.kv_events.source import KvEventSource
+from kvproxy.clients.tokens import read_tokens
 from kvproxy.clients.vllm import VllmClient
 from kvproxy.errors import BadResponse, ClientUnavailable, NotSupported, Refused
 from tests.clients.support import FIXTURES, Handler, Upstream, captured, captures
@@ -158,3 +160,14 @@ async def test_models_with_lora_adapters() -> None:
 async def test_version() -> None:
     """As `/version` says."""
     assert await client(captured("version"))[0].version() == "0.32.0"
+
+
+async def test_a_long_list_of_ids_is_read_in_steps() -> None:
+    """Each a part of the whole, cut between ids."""
+    ids = [(number * 7919) % 200_000 for number in range(150_000)]
+    for text in (json.dumps(ids), json.dumps(ids, separators=(",", ":")), json.dumps(ids, indent=1)):
+        assert (await read_tokens(text.encode())).tolist() == ids
+    with pytest.raises(msgspec.DecodeError):
+        await read_tokens(json.dumps([*ids, "x", *ids]).encode())
+    with pytest.raises(msgspec.DecodeError):
+        await read_tokens(json.dumps([ids, ids]).encode())

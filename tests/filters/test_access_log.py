@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.config.filter_schema import AccessLogSettings
 from kvproxy.config.schema import Log
-from kvproxy.filters.access_line import printable
+from kvproxy.filters.access_line import fields, printable
 from kvproxy.filters.access_log import LOGGER, AccessLogFilter, build
 from kvproxy.filters.exchange import Exchange
 from kvproxy.types import EndpointId
@@ -137,6 +137,21 @@ async def test_a_path_cannot_forge_a_line(form: str, lines: list[str]) -> None:
     await call(app, http_scope(evil, raw_path=None))
     assert len(lines) == 2
     assert all(line.isascii() and line.isprintable() and "200 end" not in line for line in lines)
+
+
+async def test_a_long_path_is_not_remembered_whole(lines: list[str], clock: FakeClock) -> None:
+    """Words are remembered by what a line shows of them."""
+    seen: list[str] = []
+
+    def word(text: str) -> str:
+        seen.append(text)
+        return text
+
+    fields(Exchange(received_at=0.0), method="GET", path=b"/" * 60_000, status=200, sent_bytes=0, duration_s=0.0,
+           end="completed", word=word)  # fmt: skip
+    assert max(map(len, seen)) < 1_000
+    await call(sampled(Inner(), 1.0, clock), http_scope("/" * 60_000))
+    assert lines[0].split()[1] == "/" * 512 + "..."
 
 
 def sampled(inner: ASGIApp, sample: float, clock: FakeClock) -> ASGIApp:

@@ -118,7 +118,9 @@ INFERENCE = InferenceRequest(kind=RequestKind.CHAT, model="m", prompt=Prompt(sha
         ({"end": "completed", "status": 200}, INFERENCE, 43),
         ({"end": "client_disconnected", "status": 499}, INFERENCE, 43),
         ({"end": "upstream_died", "status": 200}, INFERENCE, 43),
-        ({"end": "completed", "status": 200}, None, 0),
+        ({"end": "completed", "status": 200}, None, 25 + 3),
+        ({"end": "client_disconnected", "status": 499}, None, 25 + 3),
+        ({"end": "completed", "status": 400}, None, 0),
         ({"end": "completed", "status": 400}, INFERENCE, 0),
         ({"end": "local_reply", "status": 503}, INFERENCE, 0),
     ],
@@ -129,7 +131,7 @@ def test_tokens_used(outcome: dict[str, Any], inference: InferenceRequest | None
     exchange.inference = inference
     for name, value in outcome.items():
         setattr(exchange.outcome, name, value)
-    assert tokens_used(exchange, 3) == tokens
+    assert tokens_used(exchange, 3, 100) == tokens
 
 
 async def test_events_of_a_stream_without_usage_are_counted() -> None:
@@ -141,6 +143,23 @@ async def test_events_of_a_stream_without_usage_are_counted() -> None:
     await call(app, http_scope())
     reply = await call(app, http_scope())
     assert reply.headers[b"x-ratelimit-remaining-tokens"] == b"%d" % (1000 - (160 // 4 + 3))
+
+
+async def test_what_was_not_understood_is_charged_by_its_bytes() -> None:
+    """A body nobody parsed, on a path nobody knows, without usage in its answer."""
+    engine = Engine()
+    engine.chunks = (b"data: a\r\n\r\ndata: b\n\n",)
+
+    async def reads(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive()).get("more_body", False):
+            pass
+        await engine(scope, receive, send)
+
+    app = filter_around(reads, filter_context(), tokens_per_minute=1000)
+    await call(app, http_scope(), body=b"x" * 400)
+    await call(app, http_scope())
+    reply = await call(app, http_scope())
+    assert reply.headers[b"x-ratelimit-remaining-tokens"] == b"%d" % (1000 - (400 // 4 + 2))
 
 
 async def test_headers_of_an_answer() -> None:

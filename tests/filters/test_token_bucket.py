@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.filters.token_bucket import TokenBucket
+from kvproxy.filters.token_bucket import MAX_DEBT, TokenBucket
 
 
 def test_starts_full_and_refills_at_its_rate() -> None:
@@ -31,3 +31,12 @@ def test_a_clock_that_steps_back_gives_nothing() -> None:
     bucket.charge(5.0, 100.0)
     assert bucket.level(50.0) == 5.0
     assert bucket.level(101.0) == 6.0
+
+
+def test_debts_are_bounded() -> None:
+    """An engine that counts wrongly, or one request of a million tokens, locks nobody out for hours."""
+    bucket = TokenBucket(rate_per_s=2.0, capacity=10.0, now=0.0)
+    bucket.charge(1e18, 0.0)
+    assert bucket.level(0.0) == -MAX_DEBT * 10.0
+    bucket.charge(-1e18, 0.0)
+    assert bucket.level(0.0) == -MAX_DEBT * 10.0

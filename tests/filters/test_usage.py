@@ -60,9 +60,34 @@ def test_vllm_revises_the_input_at_the_end_of_an_anthropic_stream() -> None:
         b'"usage":',
         b'"usage":{',
         b'"usage":{"prompt_tokens":"many"}',
+        b'"usage":{"prompt_tokens":1' + b"0" * 40 + b"}",
+        b'"usage":{"prompt_tokens":-5,"completion_tokens":1}',
+        b'"usage":{"prompt_tokens":5,"completion_tokens":2147483649}',
+        b'"usage":{"prompt_tokens":5.5}',
+        b'"usage":{"prompt_tokens":5,"prompt_tokens_details":{"cached_tokens":-1}}',
+        b'"usage":{}',
+        b'"usage":{"total_tokens":5}',
+        b'"usage":{"prompt_tokens":5,"\xff":1,"\xffprompt_tokens":"x}',
         b'"usage":{' + b" " * 5000 + b"}",
     ],
 )
 def test_no_usage_is_no_error(tail: bytes) -> None:
     """Engines that do not say, truncated tails, wrong types, and objects too large to be one."""
     assert read_usage(tail) is None
+
+
+def test_an_empty_usage_hides_none_before_it() -> None:
+    """An echo of the request could have one."""
+    assert read_usage(b"{" + CHAT + b',"metadata":{"usage":"{}"}}') == Usage(96, 64, 2)
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        b'"usage":{"prompt_tokens":5,"prompt_tokens_details":{"cached_tokens":9}}',
+        b'"usage":{"input_tokens":5,"input_tokens_details":{"cached_tokens":9}}',
+    ],
+)
+def test_no_more_is_cached_than_there_is(tail: bytes) -> None:
+    """Ratios stay ratios."""
+    assert read_usage(tail) == Usage(5, 5, None)

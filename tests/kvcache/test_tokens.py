@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.kvcache.support import A, Fake, chat, controller, engine, long_text, world
+from kvproxy.filters.body import MAX_PROMPT_BYTES
+from kvproxy.kvcache import tokens as token_source
+from kvproxy.kvcache.tokens import MAX_ASKED_BYTES
+from tests.kvcache.support import A, Fake, chat, completion, controller, engine, long_text, world
 from tests.support.until import until
 
 TURN = long_text("w")
@@ -132,3 +135,52 @@ async def test_an_answer_that_is_none(answer: bytes) -> None:
     async with world({"a": engine(tokenize=lambda _: answer)}, controller(nobody)) as service:
         assert (await service.ask(chat(TURN))).tokens is None
         assert outcome(service, "bad_response") == 1
+
+
+async def test_a_long_body_is_not_tokenized() -> None:
+    """Neither its encoding anew nor the answer's decoding may hold the event loop."""
+    tokenizer = engine()
+    padding = "x" * MAX_ASKED_BYTES
+    async with world({"a": tokenizer}, controller(nobody)) as service:
+        gathered = await service.serve(chat(TURN, padding), A)
+        await service.settled()
+        assert gathered.tokens is None
+        assert not tokenizer.calls
+        assert (await service.ask(chat(TURN, padding))).facts.by_endpoint[A].tokens > 0
+
+
+async def test_so_many_tokens_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are sent with every lookup."""
+    monkeypatch.setattr(token_source, "MAX_TOKENS", 600)
+    async with world({"a": engine()}, controller(nobody)) as service:
+        assert (await service.ask(chat(TURN))).tokens is None
+        assert outcome(service, "unusable") == 1
+        assert len(service.kv.parts.tokens.memory) == 0
+
+
+async def test_of_very_many_given_ids_the_first_are_read() -> None:
+    """They say who holds the beginning."""
+    ids = [index % 1000 for index in range(200_000)]
+    lmcache = controller(nobody)
+    async with world({"a": engine()}, lmcache) as service:
+        gathered = await service.ask(completion(ids))
+        assert gathered.tokens is not None
+        count = len(gathered.tokens)
+        assert list(gathered.tokens) == ids[:count]
+        assert 50_000 < count < 200_000
+        assert not gathered.tokens_exact
+        assert gathered.facts.prompt_tokens == pytest.approx(200_000, rel=0.01)
+    assert len(lmcache.bodies["/lookup"][0]["tokens"]) == count
+
+
+async def test_a_prompt_beyond_what_is_kept_counts_whole() -> None:
+    """Its size is that of the whole, also where tokens of its beginning are remembered."""
+    tail = "y" * (2 * MAX_PROMPT_BYTES)
+    async with world({"a": engine()}, controller(nobody)) as service:
+        known = await service.ask(chat(TURN))
+        gathered = await service.ask(chat(TURN, tail))
+        assert gathered.prompt_bytes == pytest.approx(len(tail), rel=0.01)
+        assert gathered.tokens is not None
+        assert not gathered.tokens_exact
+        assert gathered.tokens_bytes == known.tokens_bytes
+        assert gathered.facts.prompt_tokens > 1_000_000

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 
 from cachetools import LRUCache
 
 from kvproxy.config.kvcache_schema import CacheStrategy
-from kvproxy.kvcache.hotness import Hotness, KnownPrefix
+from kvproxy.kvcache.hotness import EDGE_PREFIXES, Hotness, KnownPrefix
 from kvproxy.kvcache.provider import ActionKind
 from kvproxy.kvcache.strategies import Action, PressureOf, Served
 from kvproxy.kvcache.strategies.cold import cold_prefixes
 
 #: Compressed prefixes remembered; one that is forgotten is decompressed by nobody, as if the proxy had restarted.
 MAX_REMEMBERED = 10_000
+#: Message prefixes looked up of one prompt besides its first ones, the longest: earlier turns end in one of them.
+MAX_LOOKED_UP = 256
 
 
 class Compress:
@@ -40,9 +42,10 @@ class Compress:
         taken.update(one.head for one in cold)
         return [Action(ActionKind.COMPRESS, instance, one, f"load {load:.2f}") for one in cold]
 
-    def decompressions(self, keys: Collection[int], instance: str) -> list[Action]:
+    def decompressions(self, keys: Sequence[int], instance: str) -> list[Action]:
         """What must be undone at the instance before a prompt with these message prefixes is served from there."""
-        found = [prefix for key in keys if (prefix := self.compressed.get((instance, key))) is not None]
+        compressed, near = self.compressed, [*keys[:EDGE_PREFIXES], *keys[EDGE_PREFIXES:][-MAX_LOOKED_UP:]]
+        found = [compressed[instance, key] for key in near if (instance, key) in compressed]
         return [Action(ActionKind.DECOMPRESS, instance, prefix, "wanted again") for prefix in found]
 
     def done(self, action: Action, now: float) -> None:

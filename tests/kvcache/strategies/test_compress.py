@@ -69,3 +69,17 @@ def test_a_configured_instance_is_asked_for_its_own_load() -> None:
     compress = Compress(strategy(compress_instance_id="vllm-b"), known)
     (action,) = compress.plan(served, lambda name: BUSY if name == "vllm-b" else CALM, set(), 0.0)
     assert action.instance_id == "vllm-b"
+
+
+def test_of_a_very_long_chat_the_ends_are_looked_up() -> None:
+    """A compressed earlier turn is near the end, a compressed system prompt at the beginning."""
+    known = hotness()
+    serve(known, 1)
+    served = serve(known, 2)
+    compress = Compress(strategy(), known)
+    (action,) = compress.plan(served, everywhere(BUSY), {served.prefixes[0].head}, 0.0)
+    compress.done(action, 0.0)
+    many = list(range(10, 5000))
+    assert len(compress.decompressions([1, *many], "a")) == 1
+    assert len(compress.decompressions([*many, 1, 7], "a")) == 1
+    assert len(compress.decompressions([*many, 1, *many], "a")) == 0

@@ -1,0 +1,72 @@
+"""A token limit holds for every body an engine may read, and whatever its answer says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from starlette.types import Send
+
+from kvproxy.listener.server import serve
+from tests.support.fake_engine import Behaviour, Call, FakeEngine, event, reply, start_stream
+from tests.support.proxy import running_proxy
+
+PLAIN = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x" * 40}]}).encode()
+CHAT = "/v1/chat/completions"
+FILTERS = [{"rate_limit": {"tokens_per_minute": 20}}, "inference_request", "router"]
+
+
+async def streams_without_usage(engine: FakeEngine, call: Call, send: Send) -> None:
+    """Eight events and the end."""
+    await start_stream(send)
+    for number in range(8):
+        await event(send, b"%d" % number)
+    await event(send, b"[DONE]")
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def streams_usage(engine: FakeEngine, call: Call, send: Send) -> None:
+    """Two events, of which the second says it all."""
+    await start_stream(send)
+    await event(send, b"1")
+    await event(send, b'{"usage":{"prompt_tokens":10,"completion_tokens":2}}')
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def tells_nothing(engine: FakeEngine, call: Call, send: Send) -> None:
+    """A short answer without usage."""
+    await reply(send, 200, b'{"results":[]}')
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers"),
+    [
+        (CHAT, PLAIN, {}),
+        (CHAT, PLAIN[:-1] + b',"temperature":NaN}', {}),
+        (CHAT, PLAIN[:-1] + b',"session_id":{}}', {}),
+        (CHAT, PLAIN[:-1] + b',"user":"\\ud800"}', {}),
+        (CHAT, PLAIN.decode().encode("utf-16"), {}),
+        (CHAT, b"\xef\xbb\xbf" + PLAIN, {}),
+        (CHAT, PLAIN, {"content-encoding": "x"}),
+        (CHAT + "/", PLAIN, {}),
+        ("/v1/rerank", PLAIN, {}),
+    ],
+    ids=["plain", "NaN", "session", "surrogate", "utf-16", "mark", "encoded", "slash", "another path"],
+)
+async def test_usage_is_charged_whatever_the_body_looked_like(path: str, body: bytes, headers: dict[str, str]) -> None:
+    """Twelve tokens a request of twenty a minute: the third one waits."""
+    engine = FakeEngine("e1")
+    async with serve(engine) as url, running_proxy({"e1": url}, filters=FILTERS) as proxy:
+        headers = {"content-type": "application/json", **headers}
+        answers = [await proxy.client.post(path, content=body, headers=headers) for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [200, 200, 429]
+
+
+@pytest.mark.parametrize("behave", [streams_without_usage, streams_usage, tells_nothing])
+@pytest.mark.parametrize("body", [PLAIN, PLAIN.decode().encode("utf-16")], ids=["understood", "not understood"])
+async def test_an_answer_without_usage_is_charged_by_bytes_and_events(behave: Behaviour, body: bytes) -> None:
+    """A quarter of a token a byte, and one an event."""
+    engine = FakeEngine("e1", behave)
+    async with serve(engine) as url, running_proxy({"e1": url}, filters=FILTERS) as proxy:
+        answers = [await proxy.client.post(CHAT, content=body) for _ in range(3)]
+    assert [answer.status_code for answer in answers][-1] == 429
