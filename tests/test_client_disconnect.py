@@ -9,7 +9,7 @@ from starlette.types import Send
 
 from kvproxy.listener.server import serve
 from tests.support.fake_engine import Call, FakeEngine, event, start_stream
-from tests.support.proxy import RunningProxy, chat, running_proxy
+from tests.support.proxy import RunningProxy, ask_in_process, chat, running_proxy
 from tests.support.until import until
 
 
@@ -70,3 +70,14 @@ async def test_a_client_that_leaves_while_its_body_goes_up() -> None:
         writer.close()
         await until(lambda: proxy.metric("kvproxy_request_ends_total", end="client_disconnected"))
         assert proxy.proxy.clusters["default"].endpoints[0].load.in_flight == 0
+
+
+async def test_a_cancellation_that_is_not_the_clients_passes_through() -> None:
+    """A server that cancels its requests to end must see them cancelled, or it would wait for ever."""
+    engine = FakeEngine("a", prefill_for_ever)
+    async with serve(engine) as url, running_proxy({"a": url}) as proxy:
+        task = asyncio.create_task(ask_in_process(proxy))
+        await until(lambda: engine.calls)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
