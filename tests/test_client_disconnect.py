@@ -50,7 +50,7 @@ async def test_the_engine_notices_at_once(behave: object, stream: bool) -> None:
     engine = FakeEngine("a", behave)  # type: ignore[arg-type]
     async with serve(engine) as url, running_proxy({"a": url}) as proxy:
         await post_and_leave(proxy, engine, stream=stream)
-        await asyncio.wait_for(engine.calls[0].gone.wait(), timeout=5)
+        await asyncio.wait_for(engine.calls[0].gone.wait(), 60)
         endpoint = proxy.proxy.clusters["default"].endpoints[0]
         await until(lambda: not endpoint.load.in_flight)
         await until(lambda: proxy.metric("kvproxy_request_ends_total", end="client_disconnected"))

@@ -40,7 +40,7 @@ async def running_proxy(
     async with (
         Proxy(load_mapping(raw)) as proxy,
         Server(proxy, drain_s=drain_s) as server,
-        httpx.AsyncClient(base_url=server.url, timeout=10) as client,
+        httpx.AsyncClient(base_url=server.url, timeout=60) as client,
     ):
         yield RunningProxy(proxy, server.url, client)
 

@@ -165,7 +165,7 @@ async def test_a_replacement_waits_no_longer_for_a_connection_than_any_other_req
         await until(lambda: pool.waiting == 1)
         second_waits.set()
         with pytest.raises(PoolFull):
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 await first
         second.cancel()
         await asyncio.gather(second, return_exceptions=True)
