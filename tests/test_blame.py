@@ -151,6 +151,23 @@ async def test_nothing_is_retried_while_every_endpoint_is_out() -> None:
     assert attempts(engines) == 1
 
 
+async def test_an_error_event_in_two_pieces_is_one() -> None:
+    """The network may cut it anywhere."""
+    halves = (b'data: {"error": {"message": "x", ', b'"code": 500}}\n\n')
+
+    async def slowly(engine: FakeEngine, call: Call, send: Send) -> None:
+        await start_stream(send)
+        for half in halves:
+            await send({"type": "http.response.body", "body": half, "more_body": True})
+            await asyncio.sleep(0.02)
+        await send({"type": "http.response.body", "body": b""})
+
+    async with fleet(answer_ok) as (engines, proxy):
+        engines[0].behave = slowly
+        answers = [await proxy.client.post("/v1/chat/completions", json=chat(stream=True)) for _ in range(3)]
+        assert not [answer for answer in answers if b"error" in answer.content]
+
+
 async def stall_in_a_500(engine: FakeEngine, call: Call, send: Send) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", b"100")]
     await send({"type": "http.response.start", "status": 500, "headers": headers})
