@@ -41,10 +41,20 @@ def main(arguments: list[str]) -> int:
     with busy(BUSY_PROCESSES):
         for run in range(RUNS):
             sys.stderr.write(f"run {run + 1} of {RUNS}, beside {BUSY_PROCESSES} busy processes\n")
-            status = subprocess.run([sys.executable, "-m", "pytest", "-n", "2", *arguments], check=False).returncode
+            status = _suite(arguments)
             if status:
                 return status
     return 0
+
+
+def _suite(arguments: list[str]) -> int:
+    suite = subprocess.Popen([sys.executable, "-m", "pytest", "-n", "2", *arguments])
+    try:
+        return suite.wait()
+    finally:
+        if suite.poll() is None:
+            suite.terminate()
+            suite.wait()
 
 
 if __name__ == "__main__":
