@@ -7,7 +7,7 @@ DEV    := $(VENV)/.installed-dev
 PACK   := $(VENV)/.installed-packaging
 ARGS   ?=
 
-.PHONY: help demo test test-real check format bench coverage test-browser dist binary test-packaging clean
+.PHONY: help demo test test-loaded test-real check format bench coverage test-browser dist binary test-packaging clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
@@ -17,6 +17,9 @@ demo: $(RUN) ## simulated engines, controller and proxy; real traffic through th
 
 test: $(DEV) ## the fast test suite
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+test-loaded: $(DEV) ## the same three times running, with the cores kept busy by four other processes
+	$(BIN)/python -m tests.loaded $(ARGS)
 
 coverage: $(DEV) ## the same with branch coverage; fails under 95 %
 	$(BIN)/python -m pytest -n 2 --cov --cov-report=term --cov-fail-under=95 $(ARGS)

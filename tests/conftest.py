@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from tests.support.clock import FakeClock
+
+
+def pytest_configure() -> None:
+    """SIGINT interrupts, here and in processes that tests start, even where it was ignored (`nohup make test &`)."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

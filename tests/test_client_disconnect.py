@@ -9,7 +9,7 @@ from starlette.types import Send
 
 from kvproxy.listener.server import serve
 from tests.support.fake_engine import Call, FakeEngine, event, start_stream
-from tests.support.proxy import RunningProxy, chat, running_proxy
+from tests.support.proxy import RunningProxy, ask_in_process, chat, running_proxy
 from tests.support.until import until
 
 
@@ -50,7 +50,7 @@ async def test_the_engine_notices_at_once(behave: object, stream: bool) -> None:
     engine = FakeEngine("a", behave)  # type: ignore[arg-type]
     async with serve(engine) as url, running_proxy({"a": url}) as proxy:
         await post_and_leave(proxy, engine, stream=stream)
-        await asyncio.wait_for(engine.calls[0].gone.wait(), timeout=5)
+        await asyncio.wait_for(engine.calls[0].gone.wait(), 60)
         endpoint = proxy.proxy.clusters["default"].endpoints[0]
         await until(lambda: not endpoint.load.in_flight)
         await until(lambda: proxy.metric("kvproxy_request_ends_total", end="client_disconnected"))
@@ -86,3 +86,14 @@ async def test_a_client_that_leaves_after_its_upload() -> None:
         writer.close()
         await asyncio.wait_for(engine.calls[0].gone.wait(), timeout=5)
         await until(lambda: proxy.metric("kvproxy_request_ends_total", end="client_disconnected"))
+
+
+async def test_a_cancellation_that_is_not_the_clients_passes_through() -> None:
+    """A server that cancels its requests to end must see them cancelled, or it would wait for ever."""
+    engine = FakeEngine("a", prefill_for_ever)
+    async with serve(engine) as url, running_proxy({"a": url}) as proxy:
+        task = asyncio.create_task(ask_in_process(proxy))
+        await until(lambda: engine.calls)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
-from starlette.types import Message, Send
+from starlette.types import Send
 
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.listener.server import serve
 from kvproxy.types import EndpointId
 from tests.support.fake_engine import Call, FakeEngine, answer_ok, event, start_stream
-from tests.support.proxy import RunningProxy, chat, running_proxy
+from tests.support.proxy import RunningProxy, ask_in_process, chat, running_proxy
 from tests.support.until import until
 
 #: Probes as fast as they come; one failed is enough.
@@ -35,6 +35,17 @@ def endpoint(proxy: RunningProxy, name: str) -> Endpoint:
     found = proxy.proxy.clusters["default"].endpoint(EndpointId(name))
     assert found is not None
     return found
+
+
+@contextlib.asynccontextmanager
+async def beside_a_good_one(engine: FakeEngine, **config: Any) -> AsyncIterator[RunningProxy]:
+    """A proxy in front of this engine, a, and of b, that answers; probed as fast as they come."""
+    async with (
+        serve(engine) as a,
+        serve(FakeEngine("good")) as b,
+        running_proxy({"a": a, "b": b}, health=PROBES, **config) as proxy,
+    ):
+        yield proxy
 
 
 async def become(proxy: RunningProxy, name: str, condition: Condition) -> None:
@@ -59,8 +70,8 @@ async def both_ask(proxy: RunningProxy, hung: FakeEngine) -> list[asyncio.Task[h
 @pytest.mark.parametrize("behave", [hang, hang_after_the_head])
 async def test_an_unhealthy_engine_gives_back_what_it_has_not_begun_to_answer(behave: Any) -> None:
     """Another engine answers instead of the first-byte timeout; the hung one is told at once."""
-    hung, good = FakeEngine("hung", behave), FakeEngine("good")
-    async with serve(hung) as a, serve(good) as b, running_proxy({"a": a, "b": b}, health=PROBES) as proxy:
+    hung = FakeEngine("hung", behave)
+    async with beside_a_good_one(hung) as proxy:
         answers = await both_ask(proxy, hung)
         hung.healthy = False
         assert [(await answer).json()["served_by"] for answer in answers] == ["good", "good"]
@@ -81,8 +92,8 @@ async def test_an_answer_that_has_begun_is_not_given_back() -> None:
         await event(send, b"[DONE]")
         await send({"type": "http.response.body", "body": b""})
 
-    slow, good = FakeEngine("slow", slowly), FakeEngine("good")
-    async with serve(slow) as a, serve(good) as b, running_proxy({"a": a, "b": b}, health=PROBES) as proxy:
+    slow = FakeEngine("slow", slowly)
+    async with beside_a_good_one(slow) as proxy:
         streams = [post(proxy, stream=True), post(proxy, stream=True)]
         await until(lambda: endpoint(proxy, "a").load.in_flight == 1 and not endpoint(proxy, "a").waiting)
         slow.healthy = False
@@ -118,30 +129,28 @@ async def test_without_budget_it_waits_on() -> None:
         await go_on.wait()
         await answer_ok(engine, call, send)
 
-    slow, good = FakeEngine("slow", late), FakeEngine("good")
+    slow = FakeEngine("slow", late)
     retry = {"budget": 0, "min_per_second": 0}
-    async with serve(slow) as a, serve(good) as b:
-        async with running_proxy({"a": a, "b": b}, health=PROBES, retry=retry) as proxy:
-            answers = await both_ask(proxy, slow)
-            slow.healthy = False
-            await become(proxy, "a", Condition.UNHEALTHY)
-            go_on.set()
-            assert sorted([(await answer).json()["served_by"] for answer in answers]) == ["good", "slow"]
+    async with beside_a_good_one(slow, retry=retry) as proxy:
+        answers = await both_ask(proxy, slow)
+        slow.healthy = False
+        await become(proxy, "a", Condition.UNHEALTHY)
+        go_on.set()
+        assert sorted([(await answer).json()["served_by"] for answer in answers]) == ["good", "slow"]
 
 
 async def test_the_rest_goes_when_the_budget_has_grown() -> None:
     """Each failed probe asks again."""
-    hung, good = FakeEngine("hung", hang), FakeEngine("good")
+    hung = FakeEngine("hung", hang)
     retry = {"budget": 0.5, "min_per_second": 0}
-    async with serve(hung) as a, serve(good) as b:
-        async with running_proxy({"a": a, "b": b}, health=PROBES, retry=retry) as proxy:
-            answers = [post(proxy) for _ in range(2)]
-            await until(lambda: hung.calls)
-            answers += [post(proxy) for _ in range(2)]
-            await until(lambda: len(hung.calls) == 2)
-            hung.healthy = False
-            await until(lambda: proxy.metric("kvproxy_retries_total", reason="unhealthy") == 2)
-            assert {(await answer).json()["served_by"] for answer in answers} == {"good"}
+    async with beside_a_good_one(hung, retry=retry) as proxy:
+        answers = [post(proxy) for _ in range(2)]
+        await until(lambda: hung.calls)
+        answers += [post(proxy) for _ in range(2)]
+        await until(lambda: len(hung.calls) == 2)
+        hung.healthy = False
+        await until(lambda: proxy.metric("kvproxy_retries_total", reason="unhealthy") == 2)
+        assert {(await answer).json()["served_by"] for answer in answers} == {"good"}
 
 
 @pytest.mark.parametrize(
@@ -151,16 +160,15 @@ async def test_the_rest_goes_when_the_budget_has_grown() -> None:
 async def test_what_cannot_be_sent_again_ends_at_once(path: str, retry: dict[str, Any], refusal: str) -> None:
     """With a 504 that says why, and not after ten minutes."""
     hung = FakeEngine("hung", hang)
-    async with serve(hung) as a, serve(FakeEngine("good")) as b:
-        async with running_proxy({"a": a, "b": b}, health=PROBES, retry=retry) as proxy:
-            asked = [asyncio.create_task(proxy.client.post(path, json=chat())) for _ in range(2)]
-            await until(lambda: hung.calls)
-            hung.healthy = False
-            answers = [await answer for answer in asked]
-            assert sorted(answer.status_code for answer in answers) == [200, 504]
-            late = next(answer for answer in answers if answer.status_code == 504)
-            assert late.json()["error"]["code"] == "unhealthy"
-            assert proxy.metric("kvproxy_retries_refused_total", reason=refusal) == 1
+    async with beside_a_good_one(hung, retry=retry) as proxy:
+        asked = [asyncio.create_task(proxy.client.post(path, json=chat())) for _ in range(2)]
+        await until(lambda: hung.calls)
+        hung.healthy = False
+        answers = [await answer for answer in asked]
+        assert sorted(answer.status_code for answer in answers) == [200, 504]
+        late = next(answer for answer in answers if answer.status_code == 504)
+        assert late.json()["error"]["code"] == "unhealthy"
+        assert proxy.metric("kvproxy_retries_refused_total", reason=refusal) == 1
 
 
 async def test_an_upload_that_is_still_on_its_way_ends_too() -> None:
@@ -172,21 +180,20 @@ async def test_an_upload_that_is_still_on_its_way_ends_too() -> None:
         yield b"x" * 1000
         await never.wait()
 
-    async with serve(hung) as a, serve(FakeEngine("good")) as b:
-        async with running_proxy([{"id": "a", "url": a}, {"id": "b", "url": b}], health=PROBES) as proxy:
-            asked = asyncio.create_task(proxy.client.post("/v1/audio/transcriptions", content=upload()))
-            await until(lambda: endpoint(proxy, "a").waiting)
-            hung.healthy = False
-            await until(lambda: not endpoint(proxy, "a").waiting)
-            await until(lambda: proxy.metric("kvproxy_retries_refused_total", reason="not_replayable") == 1)
-            never.set()
-            assert (await asked).status_code == 504
+    async with beside_a_good_one(hung) as proxy:
+        asked = asyncio.create_task(proxy.client.post("/v1/audio/transcriptions", content=upload()))
+        await until(lambda: endpoint(proxy, "a").waiting)
+        hung.healthy = False
+        await until(lambda: not endpoint(proxy, "a").waiting)
+        await until(lambda: proxy.metric("kvproxy_retries_refused_total", reason="not_replayable") == 1)
+        never.set()
+        assert (await asked).status_code == 504
 
 
 async def test_a_drained_engine_that_hangs_gives_back_too() -> None:
     """Draining lets it finish what it has, and it will not finish this."""
-    hung, good = FakeEngine("hung", hang), FakeEngine("good")
-    async with serve(hung) as a, serve(good) as b, running_proxy({"a": a, "b": b}, health=PROBES) as proxy:
+    hung = FakeEngine("hung", hang)
+    async with beside_a_good_one(hung) as proxy:
         answers = await both_ask(proxy, hung)
         proxy.proxy.clusters["default"].drain(EndpointId("a"))
         hung.healthy = False
@@ -217,8 +224,8 @@ async def test_a_removed_engine_that_is_well_finishes_what_it_has() -> None:
         await go_on.wait()
         await answer_ok(engine, call, send)
 
-    slow, good = FakeEngine("slow", late), FakeEngine("good")
-    async with serve(slow) as a, serve(good) as b, running_proxy({"a": a, "b": b}, health=PROBES) as proxy:
+    slow = FakeEngine("slow", late)
+    async with beside_a_good_one(slow) as proxy:
         answers = await both_ask(proxy, slow)
         proxy.proxy.clusters["default"].dismiss(EndpointId("a"))
         go_on.set()
@@ -244,8 +251,8 @@ async def test_without_probes_an_ejection_is_the_verdict() -> None:
 
 async def test_a_client_that_leaves_leaves_nothing_behind() -> None:
     """Whether the engine becomes unhealthy before or after."""
-    hung, good = FakeEngine("hung", hang), FakeEngine("good")
-    async with serve(hung) as a, serve(good) as b, running_proxy({"a": a, "b": b}, health=PROBES) as proxy:
+    hung = FakeEngine("hung", hang)
+    async with beside_a_good_one(hung) as proxy:
         answers = await both_ask(proxy, hung)
         for answer in answers:
             answer.cancel()
@@ -261,8 +268,8 @@ async def test_a_client_that_leaves_in_the_moment_of_the_verdict_is_gone() -> No
     """Two cancellations of one task in the same turn of the loop: no retry for a client that has left."""
     hung, good = FakeEngine("hung", hang), FakeEngine("good")
     async with serve(hung) as a, serve(good) as b, running_proxy({"a": a, "b": b}) as proxy:
-        app = asyncio.create_task(ask_in_process(proxy, left := asyncio.Event()))
-        second = asyncio.create_task(ask_in_process(proxy, left))
+        app = asyncio.create_task(ask_in_process(proxy))
+        second = asyncio.create_task(ask_in_process(proxy))
         await until(lambda: hung.calls)
         (give_back,) = endpoint(proxy, "a").waiting.values()
         endpoint(proxy, "a").health.probe(False, 0.0)
@@ -273,34 +280,3 @@ async def test_a_client_that_leaves_in_the_moment_of_the_verdict_is_gone() -> No
         assert (await asyncio.gather(app, second, return_exceptions=True)).count(None) == 1
         assert len(good.calls) == 1
         assert (endpoint(proxy, "a").load.in_flight, endpoint(proxy, "a").waiting) == (0, {})
-
-
-async def ask_in_process(proxy: RunningProxy, left: asyncio.Event) -> None:
-    """A request without a socket, so that its task can be cancelled from here."""
-    sent = False
-
-    async def receive() -> Message:
-        nonlocal sent
-        if sent:
-            await left.wait()
-            return {"type": "http.disconnect"}
-        sent = True
-        return {"type": "http.request", "body": msgspec.json.encode(chat())}
-
-    async def send(message: Message) -> None:
-        pass
-
-    headers = [(b"host", b"x"), (b"content-type", b"application/json")]
-    scope = {
-        "type": "http",
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": "/v1/chat/completions",
-        "raw_path": b"/v1/chat/completions",
-        "query_string": b"",
-        "headers": headers,
-        "client": ("127.0.0.1", 1),
-        "server": ("127.0.0.1", 2),
-    }
-    await proxy.proxy(scope, receive, send)

@@ -147,7 +147,12 @@ async def test_requests_in_flight(changes: dict[str, Any]) -> None:
 async def test_event_streams_and_pins(changes: dict[str, Any]) -> None:
     """The same subscribers go on, what they said is still known, and leases run on."""
     strategy = {"enable_pinning": True, "hot_content_threshold": 1}
-    kvcache = {"lookup_routing_timeout": "5s", "engine_metrics_interval": 0, "kv_events": True}
+    kvcache = {
+        "lookup_routing_timeout": "60s",
+        "request_timeout": "60s",
+        "engine_metrics_interval": 0,
+        "kv_events": True,
+    }
     async with simulated(engine={"kv_events": PublisherSettings()}) as place:
         settings = {**kvcache, "lmcache_endpoint": place.lmcache, "cache_strategy": strategy}
         filters = ["inference_request", {"kvcache": settings}, "router"]

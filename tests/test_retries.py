@@ -112,6 +112,22 @@ async def test_no_retry_beyond_the_budget() -> None:
     assert sum(len(engine.calls) for engine in engines) == 4
 
 
+async def test_requests_that_need_no_retry_earn_the_budget_of_those_that_do() -> None:
+    """Two retries for four good requests at a share of a half."""
+    engines = [FakeEngine(name) for name in "ab"]
+    retry = {"budget": 0.5, "min_per_second": 0}
+    async with (
+        serve(engines[0]) as a,
+        serve(engines[1]) as b,
+        running_proxy({"a": a, "b": b}, retry=retry) as proxy,
+    ):
+        for _ in range(4):
+            await proxy.client.post("/v1/chat/completions", json=chat())
+        engines[0].behave = answer_500
+        statuses = [(await proxy.client.post("/v1/chat/completions", json=chat())).status_code for _ in range(4)]
+        assert statuses == [200] * 4
+
+
 async def test_what_is_not_inference_is_not_sent_twice_after_it_was_processed() -> None:
     """A POST of unknown meaning may have had its effect."""
     engines = [FakeEngine(name, answer_500) for name in "ab"]

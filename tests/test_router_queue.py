@@ -25,7 +25,7 @@ async def test_requests_wait_overtake_and_are_refused() -> None:
         await answer_ok(engine, call, send)
 
     engine = FakeEngine("a", busy)
-    queue: dict[str, Any] = {"limit": 2, "max_wait": "20s"}
+    queue: dict[str, Any] = {"limit": 2, "max_wait": "100s"}
     async with serve(engine) as url, running_proxy({"a": url}, policy="kv_aware", queue=queue) as proxy:
         first = ask(proxy, LONG)
         await until(lambda: len(engine.calls) == 1)
@@ -38,7 +38,7 @@ async def test_requests_wait_overtake_and_are_refused() -> None:
         refused = await ask(proxy, SHORT)
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "queue_full"
-        assert 1 <= int(refused.headers["retry-after"]) <= 20
+        assert 1 <= int(refused.headers["retry-after"]) <= 100
         go_on.set()
         answers = await asyncio.gather(first, long, short)
     assert [answer.status_code for answer in answers] == [200, 200, 200]
@@ -72,7 +72,7 @@ async def test_a_prompt_follows_one_that_went_while_it_waited() -> None:
     """Another request with the same long prefix overtakes it and goes to b: once it is let in, b is where it goes too,
     though a is free, and though nobody held the prefix when it came."""
     engines = {name: Gated(name) for name in ("a", "b")}
-    queue: dict[str, Any] = {"max_wait": "20s", "priority_header": "x-priority"}
+    queue: dict[str, Any] = {"max_wait": "100s", "priority_header": "x-priority"}
     async with (
         serve(engines["a"].engine) as a,
         serve(engines["b"].engine) as b,

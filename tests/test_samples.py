@@ -48,7 +48,7 @@ async def test_the_middleware_sample_keeps_a_chat_on_its_engine(monkeypatch: pyt
         monkeypatch.setenv("ENGINE_B", place.engines["b"])
         monkeypatch.setenv("LMCACHE", place.lmcache)
         sample = load(SAMPLES / "middleware" / "app.py")
-        async with serve(sample.app, lifespan="on") as url, httpx.AsyncClient(base_url=url, timeout=10) as client:
+        async with serve(sample.app, lifespan="on") as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
             history = [{"role": "user", "content": long_text("w")}]
             engines = []
             for turn in range(4):

@@ -40,14 +40,14 @@ async def test_a_hundred_streams_finish_after_sigterm() -> None:
 
     async with serve(engine) as url, kvproxy_serve("--endpoint", f"a={url}", "--port", "0", "--no-admin") as kvproxy:
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=kvproxy.url, timeout=30, limits=limits) as client:
+        async with httpx.AsyncClient(base_url=kvproxy.url, timeout=60, limits=limits) as client:
             reading = [asyncio.create_task(read_one(client)) for _ in range(100)]
-            await until(lambda: started == 100, within_s=20)
+            await until(lambda: started == 100, within_s=60)
             kvproxy.terminate()
             await until(lambda: any("no new requests" in line for line in kvproxy.lines))
             go_on.set()
             texts = await asyncio.gather(*reading)
-        assert await asyncio.wait_for(kvproxy.process.wait(), 10) == 0
+        assert await asyncio.wait_for(kvproxy.process.wait(), 60) == 0
     assert all(text.endswith("data: [DONE]\n\n") for text in texts)
 
 
@@ -62,14 +62,14 @@ async def test_a_second_signal_ends_the_drain() -> None:
     engine = FakeEngine("a", endless)
     async with serve(engine) as url, kvproxy_serve("--endpoint", f"a={url}", "--port", "0", "--no-admin") as kvproxy:
         async with (
-            httpx.AsyncClient(base_url=kvproxy.url, timeout=30) as client,
+            httpx.AsyncClient(base_url=kvproxy.url, timeout=60) as client,
             client.stream("POST", "/v1/chat/completions", json=chat(stream=True)),
         ):
             kvproxy.terminate()
             await until(lambda: any("no new requests" in line for line in kvproxy.lines))
             kvproxy.terminate()
-            assert await asyncio.wait_for(kvproxy.process.wait(), 10) == 0
-        await asyncio.wait_for(engine.calls[0].gone.wait(), 5)
+            assert await asyncio.wait_for(kvproxy.process.wait(), 60) == 0
+        await asyncio.wait_for(engine.calls[0].gone.wait(), 60)
 
 
 async def test_a_taken_port_is_a_clear_error() -> None:
@@ -81,7 +81,7 @@ async def test_a_taken_port_is_a_clear_error() -> None:
             *_python(), "serve", "--endpoint", "a=http://127.0.0.1:9", "--port", str(port), "--no-admin",
             stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
-        _, stderr = await asyncio.wait_for(process.communicate(), 20)
+        _, stderr = await asyncio.wait_for(process.communicate(), 60)
     finally:
         server.close()
     text = stderr.decode()

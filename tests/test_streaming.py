@@ -29,7 +29,7 @@ async def test_each_event_arrives_before_the_next_is_sent() -> None:
         await start_stream(send)
         for number in range(5):
             await event(send, chunk(str(number)))
-            await asyncio.wait_for(seen.wait(), 5)
+            await asyncio.wait_for(seen.wait(), 60)
             seen.clear()
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
@@ -181,9 +181,9 @@ async def test_a_body_over_the_limit_is_refused_unread() -> None:
         host, port = proxy.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 104857600\r\n\r\n{")
-        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)
         assert head.startswith(b"HTTP/1.1 413")
-        assert b'"error"' in await asyncio.wait_for(reader.read(), 5)
+        assert b'"error"' in await asyncio.wait_for(reader.read(), 60)
         writer.close()
     assert not engine.calls
 

@@ -196,7 +196,7 @@ async def test_a_process_restarted_by_its_supervisor(tmp_path: Path) -> None:
         async with kvproxy_serve("-c", str(file)) as proxy, httpx.AsyncClient(base_url=proxy.url) as client:
             home, _, _ = await ask(client, SAID)
             proxy.process.send_signal(signal.SIGTERM)
-            await asyncio.wait_for(proxy.process.wait(), 20)
+            await asyncio.wait_for(proxy.process.wait(), 60)
         async with kvproxy_serve("-c", str(file)) as proxy, httpx.AsyncClient(base_url=proxy.url) as client:
             endpoint, _, decision = await ask(client, SAID, "yes", MORE)
             assert (endpoint, "reason=overlap" in decision) == (home, True)

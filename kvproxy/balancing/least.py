@@ -18,5 +18,12 @@ def least(costs: Sequence[float], rng: Random) -> int:
 
 
 def least_loaded(candidates: Sequence[Candidate], rng: Random) -> int:
-    """Index of the candidate with the fewest requests in flight for its weight."""
-    return least([candidate.load.in_flight / candidate.weight for candidate in candidates], rng)
+    """Index of the candidate with the least (in flight + 1) / weight; one of them at random when several have it."""
+    shares = [(candidate.load.in_flight + 1) / candidate.weight for candidate in candidates]
+    least = min(shares)
+    ties = shares.count(least)
+    index = shares.index(least)
+    if ties > 1:
+        for _ in range(int(rng.random() * ties)):
+            index = shares.index(least, index + 1)
+    return index

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from kvproxy.balancing.consistent_hash import totals
 from kvproxy.balancing.hash_ring import HashRing
+from kvproxy.balancing.least import least_loaded
 from kvproxy.balancing.policy import Candidate, Choice, PickRequest
-from kvproxy.balancing.simple import Choices, least_loaded
+from kvproxy.balancing.simple import Choices
 
 #: A session leaves its endpoint when that one has more than this times its fair share in flight...
 LOAD_FACTOR = 2.0
@@ -32,13 +33,13 @@ class Session:
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
         """O(endpoints)."""
         if not request.session_key:
-            return self._keyless[least_loaded(candidates, rng=self._rng)]
+            return self._keyless[least_loaded(candidates, self._rng)]
         index = self._home(request.session_key.encode("utf-8", "surrogatepass"), candidates)
         home = candidates[index]
         in_flight, weight = totals(candidates)
         bound = max(LEAST_OVERLOAD, LOAD_FACTOR * (in_flight + 1) * home.weight / weight)
         if home.load.in_flight >= bound:
-            return self._overloaded[least_loaded(candidates, rng=self._rng)]
+            return self._overloaded[least_loaded(candidates, self._rng)]
         return self._sticky[index]
 
     def _home(self, key: bytes, candidates: Sequence[Candidate]) -> int:

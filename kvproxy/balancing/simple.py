@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from kvproxy.balancing.least import least_loaded
 from kvproxy.balancing.policy import Candidate, Choice, PickRequest
 from kvproxy.types import EndpointId
 
@@ -83,19 +84,7 @@ class LeastRequest:
 
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
         """O(endpoints)."""
-        return self._choices[least_loaded(candidates, rng=self._rng)]
-
-
-def least_loaded(candidates: Sequence[Candidate], *, rng: random.Random) -> int:
-    """Index of the candidate with the least (in flight + 1) / weight; one of them at random when several have it."""
-    shares = [(candidate.load.in_flight + 1) / candidate.weight for candidate in candidates]
-    least = min(shares)
-    ties = shares.count(least)
-    index = shares.index(least)
-    if ties > 1:
-        for _ in range(int(rng.random() * ties)):
-            index = shares.index(least, index + 1)
-    return index
+        return self._choices[least_loaded(candidates, self._rng)]
 
 
 class PowerOfTwo:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import random
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from kvproxy.filters.forward_headers import response_headers, with_credential, w
 from kvproxy.filters.priority import priority_of
 from kvproxy.filters.relay import Relay
 from kvproxy.filters.request_body import RequestBody
-from kvproxy.filters.sse import error_status
+from kvproxy.filters.sse import ERROR_MARK, error_status
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.resilience.budget import RetryBudget
 from kvproxy.types import Clock, EndpointId, Headers
@@ -215,7 +216,8 @@ class Forwarding:
             )
             status = response.status
             first = await response.chunk() if status < 500 else b""
-            if status == 200:
+            if status == 200 and ERROR_MARK in first:
+                first = await _read_event(response, first)
                 status = error_status(first, first=True) or status
             if status >= 500:
                 first, whole = await _read_short(response, first)
@@ -359,6 +361,17 @@ class Forwarding:
         if (cached_tokens := self._exchange.outcome.cached_tokens) is not None:
             self._cluster.reused(pick, cached_tokens, now)
         return _Next.DELIVERED
+
+
+async def _read_event(response: UpstreamResponse, first: bytes) -> bytes:
+    """As much as makes the first event of a stream whole, if it is one and its end is on the way."""
+    if not first.startswith((b"data:", b"event:", b":")):
+        return first
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_ERROR_BODY_S):
+            while not (response.complete or first.endswith(b"\n") or len(first) > _MAX_HELD_BYTES):
+                first += await response.chunk()
+    return first
 
 
 async def _read_short(response: UpstreamResponse, first: bytes) -> tuple[bytes, bool]:

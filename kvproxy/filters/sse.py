@@ -27,6 +27,8 @@ _CLIENT_ERRORS = frozenset(
         *("ratelimit", "ratelimitexceeded", "contextlengthexceeded", "invalidprompt", "contentfilter"),
     }
 )
+#: Types of the responses API's events (and Anthropic's) that are errors.
+_ERROR_KINDS = ("error", "response.failed")
 _BUSY_ERRORS = frozenset({"overloaded", "serviceunavailable"})
 
 
@@ -74,12 +76,11 @@ def _status_of(data: bytes, event: bytes) -> int | None:
         return None
     if not isinstance(body, dict):
         return None
-    if body.get("type") == "response.failed":
-        body = body.get("response")
-        if not isinstance(body, dict):
-            return 500
+    kind = body.get("type")
+    if kind == "response.failed" and isinstance(body.get("response"), dict):
+        body = body["response"]
     error = body.get("error")
-    if error is None and event != b"error" and "error" not in (body.get("type"), body.get("object")):
+    if error is None and event != b"error" and kind not in _ERROR_KINDS and body.get("object") != "error":
         return None
     fields = {**body, **error} if isinstance(error, dict) else body
     return _numeric_status(fields) or _named_status(fields)

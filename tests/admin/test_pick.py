@@ -22,9 +22,10 @@ ENDPOINTS = {"a": "http://127.0.0.1:9", "b": "http://127.0.0.1:10/base"}
 PROMPT = "a long shared question " * 100
 
 
-def question(content: str = PROMPT, **fields: Any) -> dict[str, Any]:
+def question(*contents: str, **fields: Any) -> dict[str, Any]:
     """About one chat request."""
-    return {"request": {"model": "m", "messages": [{"role": "user", "content": content}]}, **fields}
+    messages = [{"role": "user", "content": content} for content in contents or (PROMPT,)]
+    return {"request": {"model": "m", "messages": messages}, **fields}
 
 
 @contextlib.asynccontextmanager
@@ -98,13 +99,15 @@ async def test_what_the_caller_says_of_the_end_is_believed(report: dict[str, Any
 
 
 async def test_a_contradiction_leaves_the_index() -> None:
-    """The engine had nothing where much was predicted."""
+    """The engine had nothing where much was predicted: of the long prompt it holds no more than of the short one."""
     async with picker() as (_, client):
-        for cached in (0, 0):
-            shown = (await client.post("/pick", json=question(reserve=True))).json()
+        for messages in ([PROMPT, "an answer", "more " * 600], [PROMPT]):
+            shown = (await client.post("/pick", json=question(*messages, reserve=True))).json()
             path = f"/pick/{shown['reservation']['id']}/done"
-            await client.post(path, json={"prompt_tokens": 600, "cached_tokens": cached})
+            await client.post(path, json={"prompt_tokens": 600, "cached_tokens": 0})
         assert shown["matched_tokens"] > 0
+        long = (await client.post("/pick", json=question(PROMPT, "an answer", "more " * 600))).json()
+        assert 0 < long["matched_tokens"] < 0.5 * long["prompt_tokens"]
 
 
 async def test_a_first_token_that_is_told_of_ends_the_pending_prefill() -> None:

@@ -15,6 +15,7 @@ from kvproxy.balancing.load import features_of
 from kvproxy.balancing.policy import Learner, Overlap, Policy
 from kvproxy.balancing.prefix_affinity import PrefixAffinity
 from kvproxy.balancing.registry import POLICIES
+from kvproxy.balancing.simple import LeastRequest
 from kvproxy.config.policy_schema import DynamoSettings, LlmDSettings
 from kvproxy.config.schema import Cluster, PolicyName
 from tests.balancing.fleet import ask, decode, fleet, occupy
@@ -48,6 +49,14 @@ def test_prefix_affinity_gives_up_affinity_when_imbalanced() -> None:
     occupy(candidates[0])
     choice = policy.choose(ask(100, {"e0": 90}), candidates, 0.0)
     assert (choice.index, choice.reason) == (1, "imbalanced")
+
+
+def test_prefix_affinity_spreads_by_weight_as_least_request_does() -> None:
+    """Of two idle engines the one of weight 4 is less loaded by the request than that of weight 1."""
+    candidates = fleet(2)
+    candidates[1].weight = 4.0
+    for policy in (PrefixAffinity(rng=Random(1)), LeastRequest(rng=Random(1))):
+        assert {policy.choose(ask(100), candidates, 0.0).index for _ in range(20)} == {1}
 
 
 def test_prefix_affinity_ignores_a_short_match() -> None:

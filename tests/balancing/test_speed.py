@@ -96,6 +96,17 @@ def test_the_number_of_endpoints_is_bounded() -> None:
     assert set(model.estimates(4.0).slowness) == {"a", "c"}
 
 
+@pytest.mark.parametrize("factor", [1e-6, 1e6])
+def test_an_endpoint_is_never_believed_beyond_reason(factor: float) -> None:
+    """An engine a million times slower or faster is a clock or a measurement gone wrong: at most about twelve times."""
+    model, now = SpeedModel(), 0.0
+    for _ in range(200):
+        now = teach(model, FAST, 1.0, samples=1, start=now)
+        now = teach(model, SLOW, factor, samples=1, start=now)
+    ratio = model.slowness(SLOW, now) / model.slowness(FAST, now)
+    assert abs(math.log(ratio)) <= 5.0
+
+
 def test_estimates_speak_in_units_people_know() -> None:
     """Tokens a second and the depth at which attention doubles the time."""
     estimates = SpeedModel(SpeedPriors(request_s=0.02, tokens_per_s=5000, quadratic_tokens=16_000)).estimates(0.0)

@@ -206,7 +206,7 @@ class Bell:
     async def rung(self) -> None:
         self._asleep.clear()
         self._ring.set()
-        await asyncio.wait_for(self._asleep.wait(), 5)
+        await asyncio.wait_for(self._asleep.wait(), 60)
 
 
 async def test_a_poller_passes_on_what_changed(caplog: pytest.LogCaptureFixture) -> None:

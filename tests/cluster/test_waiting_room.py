@@ -51,7 +51,7 @@ def enter(cluster: Cluster, tokens: int, **more: Any) -> asyncio.Task[Pick | Non
 
 
 async def placed(task: asyncio.Task[Pick | None]) -> Pick:
-    pick = await asyncio.wait_for(task, 5)
+    pick = await asyncio.wait_for(task, 60)
     assert pick is not None
     return pick
 

@@ -32,8 +32,8 @@ async def test_it_stays_until_ctrl_c() -> None:
             )
             assert [part async for part in stream]
         process.send_signal(signal.SIGINT)
-        rest = (await asyncio.wait_for(process.stdout.read(), 20)).decode()
-        assert await asyncio.wait_for(process.wait(), 20) == 0
+        rest = (await asyncio.wait_for(process.stdout.read(), 60)).decode()
+        assert await asyncio.wait_for(process.wait(), 60) == 0
         assert rest.endswith("ended\n")
     finally:
         if process.returncode is None:

@@ -96,7 +96,7 @@ async def container(config: Path) -> AsyncIterator[tuple[asyncio.subprocess.Proc
     assert process.stderr is not None
     try:
         text = ""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not re.search(r"kvproxy \S+ on http", text):
                 line = (await process.stderr.readline()).decode()
                 assert line, text
@@ -113,7 +113,7 @@ async def health(url: str) -> int:
     """Exit status of HEALTHCHECK."""
     env = {**environment(), "PATH": PATH, "KVPROXY_HEALTH_URL": url, "http_proxy": "http://127.0.0.1:9"}
     process = await asyncio.create_subprocess_exec(*command("HEALTHCHECK"), env=env, stderr=asyncio.subprocess.DEVNULL)
-    return await asyncio.wait_for(process.wait(), 20)
+    return await asyncio.wait_for(process.wait(), 60)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
@@ -124,5 +124,5 @@ async def test_the_container_serves_is_healthy_and_ends_when_told(tmp_path: Path
     async with container(config) as (process, admin):
         assert await health(f"{admin}/healthz") == 0
         process.send_signal(signal.Signals[all_of("STOPSIGNAL")[0]])
-        assert await asyncio.wait_for(process.wait(), 20) == 0
+        assert await asyncio.wait_for(process.wait(), 60) == 0
         assert await health(f"{admin}/healthz") != 0

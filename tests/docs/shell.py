@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 import signal
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -47,7 +48,7 @@ class Shell:
             if serving.startswith(beginning):
                 return await self._stack.enter_async_context(self._serving(command, shows))
         process = await self._started(f"set -euo pipefail; {command}")
-        out, _ = await asyncio.wait_for(process.communicate(), LIMIT_S)
+        out = await self._rest_of(process)
         assert process.returncode == 0, f"{command}: {process.returncode}\n{out.decode()}"
         return out.decode()
 
@@ -64,9 +65,21 @@ class Shell:
                     text += line.decode()
             yield text
         finally:
-            process.send_signal(signal.SIGINT)
-            rest, _ = await asyncio.wait_for(process.communicate(), LIMIT_S)
+            if process.returncode is None:
+                process.send_signal(signal.SIGINT)
+            rest = await self._rest_of(process)
         assert process.returncode == 0, f"{command}: {process.returncode}\n{text}{rest.decode()}"
+
+    @staticmethod
+    async def _rest_of(process: asyncio.subprocess.Process) -> bytes:
+        """What it still prints until it ends. What does not end is killed, with all that it started."""
+        try:
+            return (await asyncio.wait_for(process.communicate(), LIMIT_S))[0]
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
 
     async def _started(self, command: str) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(

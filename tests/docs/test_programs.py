@@ -56,7 +56,7 @@ async def test_the_middleware_tells_an_app_where_to_send_a_chat(tmp_path: Path) 
         names: dict[str, object] = {"choose_another_way": choose_another_way}
         exec(compile(program, "middleware", "exec"), names)
         body = {"model": MODEL, "messages": [{"role": "user", "content": long_text("w")}]}
-        async with serve(names["app"], lifespan="on") as url, httpx.AsyncClient(base_url=url, timeout=20) as client:  # type: ignore[arg-type]
+        async with serve(names["app"], lifespan="on") as url, httpx.AsyncClient(base_url=url, timeout=60) as client:  # type: ignore[arg-type]
             for _ in range(2):
                 answer = await client.post("/v1/chat/completions", json=body)
                 assert answer.status_code == 200, answer.text

@@ -99,7 +99,7 @@ def _listeners(public: str, admin: str) -> dict[str, str]:
 async def _request(url: str) -> str:
     """Asks once; the request's id."""
     body = {"model": MODEL, "max_tokens": 2, "messages": [{"role": "user", "content": "Hello"}]}
-    async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
         answer = await client.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
     return answer.headers["x-request-id"]

@@ -64,7 +64,7 @@ async def test_leaving_ends_the_visit() -> None:
         async with StartupVisit(parsed({"endpoints": {"a": url}}), tools=Tools(patience=PATIENCE)) as visit:
             await asked.wait()
         assert visit.report is None
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await gone.wait()
 
 
@@ -86,5 +86,5 @@ async def test_serve_visits_when_it_listens() -> None:
     async with cluster({"a": ENGINE}, controller=None) as site:
         endpoints = ["--endpoint", f"a={site.urls['a']}", "--endpoint", "b=http://127.0.0.1:1"]
         async with kvproxy_serve("--port", "0", "--no-admin", *endpoints) as running:
-            await until(lambda: any("[doctor] connection: endpoint b" in line for line in running.lines), within_s=20)
+            await until(lambda: any("[doctor] connection: endpoint b" in line for line in running.lines), within_s=60)
     assert sum("[doctor] connection: endpoint b" in line for line in running.lines) == 1

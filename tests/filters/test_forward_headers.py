@@ -10,6 +10,10 @@ import pytest
 from kvproxy.filters.forward_headers import RequestHeaders, response_headers, with_credential
 from kvproxy.types import Headers
 
+#: RFC 9110 (7.6.1), and what RFC 2616 (13.5.1) named besides.
+HOP_BY_HOP = [b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"proxy-authenticate",
+              b"proxy-authorization", b"proxy-connection"]  # fmt: skip
+
 
 def scope(headers: Headers, **more: Any) -> dict[str, Any]:
     return {"type": "http", "scheme": "http", "client": ("192.0.2.7", 4711), "headers": headers, **more}
@@ -23,12 +27,19 @@ def built(headers: Headers, *, request_id: str = "", **more: Any) -> dict[bytes,
 
 @pytest.mark.parametrize(
     "name",
-    [b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"proxy-authorization",
-     b"proxy-connection", b"host", b"content-length", b"expect"],
-)  # fmt: skip
+    [*HOP_BY_HOP, b"host", b"content-length", b"expect"],
+)
 def test_hop_by_hop_and_framing_headers_stop_here(name: bytes) -> None:
     """They belong to the client's connection, not to ours."""
     assert name not in built([(name, b"close"), (b"accept", b"*/*")])
+
+
+@pytest.mark.parametrize("name", HOP_BY_HOP)
+def test_hop_by_hop_headers_of_an_engine_stop_here_too(name: bytes) -> None:
+    """They belong to the connection between the two of us."""
+    assert response_headers([(name, b"close"), (b"etag", b"1")], endpoint=b"e1") == [
+        (b"etag", b"1"), (b"x-kvproxy-endpoint", b"e1")
+    ]  # fmt: skip
 
 
 def test_headers_named_by_connection_stop_here() -> None:

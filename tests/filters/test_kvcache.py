@@ -41,7 +41,7 @@ async def proxied(place: Place, **kvcache: Any) -> AsyncIterator[RunningProxy]:
     """A round-robin proxy whose kvcache filter has these settings."""
     chosen = {
         "lmcache_endpoint": place.lmcache,
-        "lookup_routing_timeout": "5s",
+        "lookup_routing_timeout": "60s",
         "engine_metrics_interval": 0,
         **kvcache,
     }

@@ -283,7 +283,7 @@ async def test_strategies_run_after_the_response(caplog: pytest.LogCaptureFixtur
         endpoints = [schema.Endpoint(id=name, url=url) for name, url in place.engines.items()]
         settings = {
             "lmcache_endpoint": place.lmcache,
-            "lookup_routing_timeout": 5,
+            "lookup_routing_timeout": 60,
             "engine_metrics_interval": 0,
             "cache_strategy": {"enable_pinning": True, "hot_content_threshold": 2},
         }

@@ -86,13 +86,13 @@ async def test_the_proxy_runs_under_somebody_elses_lifespan() -> None:
 
         await inbox.put({"type": "lifespan.startup"})
         life = asyncio.create_task(proxy({"type": "lifespan"}, inbox.get, send))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not sent:  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
         await proxy({"type": "websocket"}, inbox.get, send)
         assert sent == ["lifespan.startup.complete"]
         await inbox.put({"type": "lifespan.shutdown"})
-        await asyncio.wait_for(life, 5)
+        await asyncio.wait_for(life, 60)
     assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
 
 
@@ -100,7 +100,7 @@ async def raw_get(port: int, path: str) -> bytes:
     """The status line of a plain GET."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
-    line = await asyncio.wait_for(reader.readline(), 5)
+    line = await asyncio.wait_for(reader.readline(), 60)
     await reader.read()
     writer.close()
     return line.strip()

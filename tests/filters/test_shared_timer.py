@@ -19,7 +19,7 @@ class Due:
         self._came.set()
 
     async def all_of(self, count: int) -> list[str]:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while len(self.keys) < count:
                 self._came.clear()
                 await self._came.wait()

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvproxy.filters.sse import error_event
+from kvproxy.filters.sse import error_event, error_status
 from kvproxy.types import RequestKind
 
 
@@ -40,3 +40,40 @@ def test_anthropic_and_responses_have_events_of_their_own() -> None:
     assert data_of(anthropic) == {"type": "error", "error": {"type": "api_error", "message": "gone"}}
     responses = error_event(RequestKind.RESPONSES, message="gone", reason="r", tail=b"")
     assert data_of(responses) == {"type": "error", "code": "r", "message": "gone", "param": None}
+
+
+@pytest.mark.parametrize(
+    ("events", "status"),
+    [
+        (b'data: {"choices":[{"delta":{"content":"say \\"error\\""}}]}\n\n', None),
+        (b'data: {"choices":[{"finish_reason":"error"}]}\n\n', None),
+        (b'data: {"type":"response.completed","response":{"error":null}}\n\n', None),
+        (b'data: {"type":"response.failed","response":{"error":null}}\n\n', 500),
+        (b'data: {"type":"response.failed","response":{"error":{"code":"invalid_prompt"}}}\n\n', 400),
+        (b'data: {"error": {"message": "x", "code": 500}}\n\ndata: [DONE]\n\n', 500),
+        (b'data: {"error": {"message": "x", "code": 404.0}}\n\n', 404),
+        (b'data: {"error": {"message": "x", "code": true, "type": "InternalServerError"}}\n\n', 500),
+        (b'data: {"error": {"message": "x", "code": 1e300}}\n\n', 500),
+        (b'data: {"error": {"message": "x", "code": "9999999999999999"}}\n\n', 500),
+        (b'data: {"error": {"message": "x", "type": "Service Unavailable"}}\n\n', 503),
+        (b'event: error\ndata: {"type":"error","error":{"type":"overloaded_error"}}\n\n', 503),
+        (b'event: error\ndata: {"type":"error","error":{"type":"internal_error"}}\n\n', 500),
+        (b'data: {"error":"a message alone"}\n\n', 500),
+        (b'data: {"error": {"half\n\n', None),
+        (b'data: {"error": ' + b"[" * 60_000 + b"\n\n", None),
+        (b'data: ["error"]\n\n', None),
+        (b'{"error": {"code": 400}}', None),
+        (b"", None),
+    ],
+)
+def test_the_status_an_error_event_amounts_to(events: bytes, status: int | None) -> None:
+    """By its number, else by its type; what is no error, or cannot be read, has none."""
+    assert error_status(events) == status
+
+
+def test_only_the_first_event_is_looked_at_where_that_is_asked() -> None:
+    """Comments before it are none."""
+    events = b': keep-alive\n\ndata: {"choices":[]}\n\ndata: {"error": {"code": 400}}\n\n'
+    assert error_status(events) == 400
+    assert error_status(events, first=True) is None
+    assert error_status(events[:14] + events[36:], first=True) == 400

@@ -79,7 +79,7 @@ async def traced(*engines: FakeEngine, sampler: Sampler | None = None, **config:
             wall_clock=lambda: datetime.now(UTC),
         )
         server = await stack.enter_async_context(Server(app, drain_s=2))
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=server.url, timeout=10))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=server.url, timeout=60))
         yield Traced(exporter, client)
 
 

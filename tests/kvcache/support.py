@@ -103,7 +103,9 @@ def controller(layout: Callable[[list[int]], dict[str, Any]], **routes: Route) -
 
 def settings(**changes: Any) -> KvCacheSettings:
     """Settings with the round of readings off."""
-    return KvCacheSettings.model_validate({"engine_metrics_interval": 0, "lookup_routing_timeout": 5.0, **changes})
+    return KvCacheSettings.model_validate(
+        {"engine_metrics_interval": 0, "lookup_routing_timeout": 60.0, "request_timeout": 60.0, **changes}
+    )
 
 
 def cluster_of(

@@ -133,7 +133,7 @@ async def test_shutdown_drains_what_can_be_done() -> None:
 async def test_shutdown_with_a_full_queue_ends_within_its_bound(caplog: pytest.LogCaptureFixture) -> None:
     """What hangs is cancelled, what waits is dropped, and both are counted."""
     metrics, work = Metrics(), Work()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         async with background(metrics, max_workers=2, max_queue=10) as under_test:
             for number in range(12):
                 under_test.submit(work.job(str(number)))
@@ -147,7 +147,7 @@ async def test_shutdown_with_a_full_queue_ends_within_its_bound(caplog: pytest.L
 
 async def test_a_job_that_takes_too_long_is_cut() -> None:
     metrics, work = Metrics(), Work()
-    async with background(metrics, job_timeout=0.02) as under_test:
+    async with background(metrics, job_timeout=0.5) as under_test:
         under_test.submit(work.job("stuck", lane="a"))
         await under_test.settled()
         assert counted(metrics, "timeout") == 1

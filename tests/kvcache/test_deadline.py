@@ -104,6 +104,26 @@ async def test_a_deadline_hit_opens_no_breaker_and_what_comes_late_still_teaches
         assert service.kv.gather(*chat(long_text("w3-")), cluster=service.cluster).preferred == B
 
 
+async def test_a_late_hint_that_may_be_no_prefix_teaches_nothing() -> None:
+    """Of several holders the number is an upper bound: believed for this request at most, never by the index."""
+    answer = asyncio.Event()
+
+    async def slow(asked: dict[str, Any]) -> dict[str, Any]:
+        await answer.wait()
+        return {"layout_info": both(asked["tokens"])}
+
+    limits = {"lookup_routing_timeout": 0.02}
+    lmcache = controller(both, lookup=slow)
+    async with world({"a": engine(), "b": engine()}, lmcache, **limits) as service:
+        await service.ask(PROMPT)
+        await until(lambda: lmcache.calls["/lookup"] == 1)
+        answer.set()
+        await until(lambda: service.metric("kvproxy_queue_depth", queue="kvcache_lookup") == 0)
+        await asyncio.sleep(0)
+        local = service.kv.parts.local["default"].approximate
+        assert (local.blocks(A), local.blocks(B)) == (0, 0)
+
+
 async def test_a_dead_service_costs_no_more_than_the_deadline_and_then_nothing() -> None:
     """Down from the start: refused connections open the breaker; from then on nobody even asks."""
     with socket.socket() as unused:

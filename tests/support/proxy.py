@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import msgspec
+from starlette.types import Message
 
 from kvproxy.app import Proxy
 from kvproxy.config.load import load_mapping
@@ -37,7 +40,7 @@ async def running_proxy(
     async with (
         Proxy(load_mapping(raw)) as proxy,
         Server(proxy, drain_s=drain_s) as server,
-        httpx.AsyncClient(base_url=server.url, timeout=10) as client,
+        httpx.AsyncClient(base_url=server.url, timeout=60) as client,
     ):
         yield RunningProxy(proxy, server.url, client)
 
@@ -45,3 +48,23 @@ async def running_proxy(
 def chat(content: str = "hello", *, stream: bool = False, **fields: Any) -> dict[str, Any]:
     """A chat completion body."""
     return {"model": "m", "messages": [{"role": "user", "content": content}], "stream": stream, **fields}
+
+
+async def ask_in_process(proxy: RunningProxy) -> None:
+    """A chat request without a socket, whose task can be cancelled. Its client stays for ever."""
+    body = [{"type": "http.request", "body": msgspec.json.encode(chat())}]
+
+    async def receive() -> Message:
+        if body:
+            return body.pop()
+        await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        pass
+
+    path = "/v1/chat/completions"
+    scope = {"type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": path,
+             "raw_path": path.encode(), "query_string": b"", "headers": [(b"host", b"x")],
+             "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2)}  # fmt: skip
+    await proxy.proxy(scope, receive, send)

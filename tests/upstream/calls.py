@@ -9,7 +9,7 @@ from kvproxy.types import Headers
 from kvproxy.upstream.origin import Origin
 from kvproxy.upstream.pool import Body, Timeouts, UpstreamPool, UpstreamResponse
 
-PATIENT = Timeouts(connect_s=5, first_byte_s=5, idle_s=5)
+PATIENT = Timeouts(connect_s=60, first_byte_s=60, idle_s=60)
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 HEAD_ONLY = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
@@ -41,8 +41,8 @@ async def fetch(pool: UpstreamPool, origin: Origin, body: Body = b"hello", *, ti
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Lets the loop run until it holds (5 s at most, so that a failure is a failure)."""
-    async with asyncio.timeout(5):
+    """Lets the loop run until it holds (60 s at most, so that a failure is a failure)."""
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - the condition is the pool's own state, which has no event
             await asyncio.sleep(0.001)
 

@@ -117,7 +117,7 @@ async def test_bytes_on_an_idle_connection_drop_it() -> None:
         await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nevil")
         await peer.gone()
 
-    async with scripted(talkative, answer(OK)) as upstream, UpstreamPool() as pool:
+    async with scripted(talkative, answer(OK)) as upstream, UpstreamPool(idle_timeout_s=3600) as pool:
         await fetch(pool, upstream.origin)
         stray.set()
         await until(lambda: pool.open == 0)
@@ -139,6 +139,36 @@ async def test_a_dead_kept_connection_is_replaced_once() -> None:
         assert await fetch(pool, upstream.origin, b"again") == b"ok"
         assert upstream.peers[1].requests[0].endswith(b"again")
         assert b"kvproxy_upstream_replays_total 1.0" in generate_latest(metrics.registry)
+
+
+async def test_a_replacement_waits_no_longer_for_a_connection_than_any_other_request() -> None:
+    """The slot of the dead connection went to the next in line, which keeps it."""
+    second_waits = asyncio.Event()
+
+    async def dies_later(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(OK)
+        await peer.request()
+        await second_waits.wait()
+        peer.reset()
+
+    async def never(peer: Peer) -> None:
+        await peer.request()
+        await peer.gone()
+
+    timeouts = Timeouts(connect_s=0.5, first_byte_s=3600, idle_s=3600)
+    async with scripted(dies_later, never) as upstream, UpstreamPool(max_connections=1) as pool:
+        await fetch(pool, upstream.origin)
+        first = asyncio.create_task(post(pool, upstream.origin, timeouts=timeouts))
+        await until(lambda: len(upstream.peers[0].requests) == 2)
+        second = asyncio.create_task(post(pool, upstream.origin, timeouts=timeouts))
+        await until(lambda: pool.waiting == 1)
+        second_waits.set()
+        with pytest.raises(PoolFull):
+            async with asyncio.timeout(60):
+                await first
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
 
 
 async def test_the_replacement_is_a_new_connection_even_with_all_slots_taken() -> None:

@@ -45,7 +45,7 @@ async def test_streams_both_ways() -> None:
         client = httpx.AsyncClient(transport=PoolTransport(pool))
         async with client.stream("POST", str(upstream.origin), content=pieces(b"up", b"load")) as response:
             assert await anext(response.aiter_raw()) == b"abc"
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await gone.wait()
         assert upstream.peers[0].requests[0].endswith(b"2\r\nup\r\n4\r\nload\r\n0\r\n\r\n")
         assert pool.open == 0

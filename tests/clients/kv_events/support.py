@@ -155,7 +155,7 @@ class Publisher:
 
     async def _bind(self, socket: zmq.asyncio.Socket, address: str) -> str:
         """Binds; a port that was just closed is free a moment later."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
                 try:
                     socket.bind(address or "tcp://127.0.0.1:0")

@@ -26,7 +26,9 @@ async def test_leaving_a_stream_frees_the_engine(pair: Pair, saw: Saw) -> None:
             lines = answer.aiter_lines()
             for _ in range(10):
                 await anext(lines)
-            busy = await engine.metrics()
+            async with asyncio.timeout(60):  # the gauge is written a moment after the first tokens
+                while not (busy := await engine.metrics()).running:  # noqa: ASYNC110 - another program's state
+                    await asyncio.sleep(0.05)
         freed_s = await until_in_flight(http, pair.a, 0)
         idle = await engine.metrics()
         end = proxy.metric("kvproxy_request_ends_total", end="client_disconnected")

@@ -1,0 +1,96 @@
+"""When retries are of no use, and when a failure says nothing about an endpoint."""
+
+from __future__ import annotations
+
+from kvproxy.cluster.endpoint import Condition
+from kvproxy.cluster.pick import AttemptOutcome
+from kvproxy.config import schema
+from kvproxy.types import EndpointId
+from tests.cluster.conftest import Bench, MakeCluster, configs
+
+
+def fail(bench: Bench, *names: str, times: int = 1, outcome: AttemptOutcome = AttemptOutcome.UNPROVEN) -> None:
+    for name in names:
+        bench.outcomes(name, outcome, times)
+
+
+def test_an_outage_is_when_every_endpoint_failed_of_late(make_cluster: MakeCluster) -> None:
+    """Six attempts without an answer, one at least on each; "busy" counts, one success ends it, a minute does too."""
+    bench = make_cluster("a", "b", "c")
+    fail(bench, "a", times=8)
+    assert not bench.cluster.outage("", bench.clock())
+    fail(bench, "b", outcome=AttemptOutcome.BUSY)
+    assert not bench.cluster.outage("", bench.clock())
+    fail(bench, "c")
+    assert bench.cluster.outage("", bench.clock())
+    bench.clock.advance(59.0)
+    assert bench.cluster.outage("", bench.clock())
+    bench.clock.advance(2.0)
+    assert not bench.cluster.outage("", bench.clock())
+    fail(bench, "a", "b", "c", times=2)
+    assert bench.cluster.outage("", bench.clock())
+    bench.outcomes("b", AttemptOutcome.CLIENT_ERROR)
+    assert not bench.cluster.outage("", bench.clock())
+
+
+def test_an_outage_of_one_model_is_none_of_another(make_cluster: MakeCluster) -> None:
+    """Endpoints are counted by what they serve."""
+    endpoints = (*configs("a", models=("m",)), *configs("b", models=("n",)))
+    bench = make_cluster(endpoints=endpoints)
+    fail(bench, "a", times=6)
+    assert bench.cluster.outage("m", bench.clock())
+    assert not bench.cluster.outage("n", bench.clock())
+
+
+def test_verdicts_on_every_endpoint_are_an_outage(make_cluster: MakeCluster) -> None:
+    """But a cluster that is full is none."""
+    bench = make_cluster("a", health=schema.HealthCheck(eject_after=1), max_in_flight=1)
+    assert bench.cluster.may_serve("", bench.clock())
+    busy = bench.picked()
+    assert not bench.cluster.may_serve("", bench.clock())
+    assert not bench.cluster.outage("", bench.clock())
+    busy.settle(AttemptOutcome.FAILURE, bench.clock())
+    assert bench.endpoint("a").condition(bench.clock()) is Condition.EJECTED
+    assert bench.cluster.outage("", bench.clock())
+    assert not bench.cluster.may_serve("", bench.clock())
+
+
+def test_a_failure_is_spared_while_no_other_endpoint_does_better(make_cluster: MakeCluster) -> None:
+    """Or while requests are about that fail in this way everywhere."""
+    bench = make_cluster("a", "b")
+    a = bench.endpoint("a")
+    assert not bench.cluster.spared(a, "", reason="status_500", now=bench.clock())
+    bench.cluster.shared_failure("status_500", bench.clock())
+    assert bench.cluster.spared(a, "", reason="status_500", now=bench.clock())
+    assert not bench.cluster.spared(a, "", reason="status_502", now=bench.clock())
+    bench.clock.advance(10.0)
+    assert not bench.cluster.spared(a, "", reason="status_500", now=bench.clock())
+    fail(bench, "b")
+    assert bench.cluster.spared(a, "", reason="status_500", now=bench.clock())
+
+
+def test_the_only_endpoint_is_not_spared(make_cluster: MakeCluster) -> None:
+    """There is nothing to compare it with."""
+    bench = make_cluster("a")
+    assert not bench.cluster.spared(bench.endpoint("a"), "", reason="status_500", now=bench.clock())
+
+
+def test_a_suspended_attempt_is_no_load_and_no_failure_until_it_is_blamed(make_cluster: MakeCluster) -> None:
+    """The breaker's probe slot and the verdict wait for the end of the request."""
+    bench = make_cluster("a", "b", health=schema.HealthCheck(eject_after=1))
+    pick = bench.picked(preferred=EndpointId("a"))
+    pick.suspend(bench.clock())
+    a = bench.endpoint("a")
+    assert (a.load.in_flight, a.health.failures, a.breaker.failures) == (0, 0, 0)
+    pick.blame(AttemptOutcome.FAILURE, bench.clock())
+    assert (a.condition(bench.clock()), a.breaker.failures) == (Condition.EJECTED, 1)
+
+
+def test_a_probe_that_is_well_again_forgets_the_failures_before(make_cluster: MakeCluster) -> None:
+    """A restarted engine starts with a clean sheet."""
+    bench = make_cluster("a")
+    fail(bench, "a", times=6)
+    health = bench.endpoint("a").health
+    health.probe(False, bench.clock())
+    health.probe(True, bench.clock())
+    assert health.unserved_in_a_row(bench.clock()) == 0

@@ -1,0 +1,51 @@
+"""The load beside which the suite is run leaves nothing behind."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+from tests.loaded import busy
+
+
+class Failed(Exception):
+    """Of the run beside the load."""
+
+
+def test_the_busy_processes_end_with_the_run() -> None:
+    """Also when the run fails."""
+    try:
+        with busy(2) as processes:
+            assert [process.poll() for process in processes] == [None, None]
+            raise Failed
+    except Failed:
+        assert [process.returncode for process in processes] == [-signal.SIGKILL] * 2
+
+
+def test_they_end_when_the_run_is_killed() -> None:
+    """Nobody is left to end them then."""
+    script = """
+import time
+from tests.loaded import busy
+with busy(1) as (one,):
+    print(one.pid, flush=True)
+    time.sleep(99)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    give_up_at = time.monotonic() + 60
+    while _runs(pid):
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
+
+
+def _runs(pid: int) -> bool:
+    """Whether it is there and no mere entry of the process table."""
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
+    return bool(state.strip()) and not state.startswith("Z")
