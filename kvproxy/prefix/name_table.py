@@ -24,7 +24,7 @@ Words = NDArray[np.uint64]
 
 
 def hash_of(name: int, factor: int) -> int:
-    """32 bits. `factor` is odd and random: no names in sequence, and none that an engine could choose, come together."""
+    """32 bits. `factor` is odd and random: names in sequence do not come together, nor any an engine could choose."""
     return (name * factor & _U64) >> 32
 
 

@@ -158,3 +158,36 @@ async def test_models_with_lora_adapters() -> None:
 async def test_version() -> None:
     """As `/version` says."""
     assert await client(captured("version"))[0].version() == "0.32.0"
+
+
+async def test_a_scrape_has_a_bounded_number_of_lines() -> None:
+    """An engine whose metrics never end is not read."""
+    vllm, _ = client(httpx.Response(200, content=b"\n" * 50_001))
+    with pytest.raises(BadResponse, match="lines"):
+        await vllm.metrics()
+
+
+async def test_a_long_scrape_is_read_like_a_short_one() -> None:
+    """Beside the event loop; many data-parallel ranks say much."""
+    text = b"".join(b'vllm:num_requests_running{engine="%d"} 2.0\n' % rank for rank in range(4000))
+    vllm, _ = client(httpx.Response(200, content=text))
+    assert (await vllm.metrics()).running == 8000
+
+
+@pytest.mark.parametrize(("streams", "readable"), [(256, True), (257, False)])
+async def test_an_engine_has_a_bounded_number_of_event_streams(streams: int, readable: bool) -> None:
+    """Each becomes a socket."""
+    sources = {str(rank): {"endpoint": f"tcp://*:{5000 + rank}"} for rank in range(streams)}
+    vllm, _ = client(httpx.Response(200, json=sources))
+    if readable:
+        assert len(await vllm.kv_event_sources()) == streams
+    else:
+        with pytest.raises(BadResponse, match="streams"):
+            await vllm.kv_event_sources()
+
+
+async def test_an_engine_lists_a_bounded_number_of_models() -> None:
+    """Beyond it the list is none."""
+    vllm, _ = client(httpx.Response(200, json={"data": [{"id": str(number)} for number in range(5001)]}))
+    with pytest.raises(BadResponse, match="models"):
+        await vllm.models()
