@@ -76,11 +76,11 @@ def parse_endpoints(text: bytes, *, env: Mapping[str, str] = MappingProxyType({}
     """Endpoints from YAML or JSON, read as the configuration is; DiscoveryError for anything that is not a list of good
     ones with distinct ids, and for a variable that `env` has not."""
     try:
-        data, problems = parse_yaml(text.decode("utf-8-sig"))
+        data, faults = parse_yaml(text.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise DiscoveryError(f"not readable as YAML or JSON: {' '.join(str(error).split())}") from error
-    if problems:
-        raise DiscoveryError("not readable as YAML or JSON: " + "; ".join(map(str, problems)))
+    if faults:
+        raise DiscoveryError("not readable as YAML or JSON: " + "; ".join(map(str, faults)))
     data, missing = substitute(data, env, dotted)
     if missing:
         raise DiscoveryError("; ".join(f"{problem.path}: {problem.message}" for problem in missing))
