@@ -43,7 +43,7 @@ class Api:
         self._base = base_url.rstrip("/")
         self._service = service
         self._secret = "" if authorization is None else authorization.partition(" ")[2] or authorization
-        # No compression: a bounded body must not unpack into an unbounded one.
+        # No compression, and nothing is unpacked: a bounded body must not become an unbounded one.
         self._headers = {"accept-encoding": "identity"}
         if authorization is not None:
             self._headers["authorization"] = authorization
@@ -94,12 +94,17 @@ class Api:
             raise BadResponse(f"{self._service} {path}: {_decode_text(error)}") from error
 
     async def _read(self, response: httpx.Response, path: str, max_bytes: int) -> bytes:
+        coding = response.headers.get("content-encoding", "").strip().lower()
+        packed = coding not in ("", "identity")
         if response.is_success:
+            if packed:
+                raise BadResponse(f"{self._service} {path}: answer in content-encoding {coding[:20]!r}, not asked for")
             body = await _bounded(response, max_bytes)
             if body is None:
                 raise BadResponse(f"{self._service} {path}: answer over {max_bytes} bytes")
             return body
-        raise self._refusal(path, response.status_code, await _bounded(response, MAX_ERROR_BYTES) or b"")
+        text = None if packed else await _bounded(response, MAX_ERROR_BYTES)
+        raise self._refusal(path, response.status_code, text or b"")
 
     def _refusal(self, path: str, status: int, body: bytes) -> Refused:
         text = error_text(body, secret=self._secret)
@@ -114,7 +119,7 @@ def _is_route_missing(body: bytes, text: str) -> bool:
 
 
 async def _bounded(response: httpx.Response, max_bytes: int) -> bytes | None:
-    """The body, or None when it is longer than `max_bytes`; then the rest stays unread."""
+    """The body, which is in no coding, or None when it is longer than `max_bytes`; then the rest stays unread."""
     chunks: list[bytes] = []
     size = 0
     async for chunk in response.aiter_bytes():

@@ -34,6 +34,8 @@ _NAMES: dict[str, tuple[bytes, ...]] = {
 }
 _WANTED = frozenset(name for names in _NAMES.values() for name in names) | {_CACHE_CONFIG}
 _STARTED = re.compile(rb"^process_start_time_seconds ([0-9.eE+]+)", re.MULTILINE)
+#: A line of configuration has some thirty labels; there is one a data-parallel rank.
+_MAX_CONFIG_BYTES, _MAX_CONFIGS = 8192, 256
 _LABEL = re.compile(rb'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -78,7 +80,8 @@ def parse_engine_metrics(text: bytes) -> EngineMetrics:
         if name not in _WANTED:
             continue
         if name == _CACHE_CONFIG:
-            configs.append(dict(_LABEL.findall(line)))
+            if len(line) <= _MAX_CONFIG_BYTES and len(configs) < _MAX_CONFIGS:
+                configs.append(dict(_LABEL.findall(line)))
         elif (value := _value(line)) is not None:
             samples.setdefault(name, []).append(value)
     cache = _cache_config(configs)

@@ -30,7 +30,8 @@ T = TypeVar("T")
 
 #: The only chunk size the controller can look up; a shorter prompt never matches.
 CHUNK_TOKENS = 256
-_MAX_LISTING_BYTES = 16 << 20
+_MAX_LISTING_BYTES = 1 << 20
+_MAX_LOOKUP_BYTES = 1 << 18
 
 
 class LMCacheControllerClient:
@@ -60,7 +61,8 @@ class LMCacheControllerClient:
     async def lookup(self, tokens: TokenIds, *, timeout_s: float | None = None) -> tuple[Holder, ...]:
         """Who holds chunks of this prompt; () when nobody does or the prompt is shorter than a chunk."""
         body = body_with_tokens("tokens", tokens, {})
-        answer = await self._api.post("/lookup", body, WireLookup, timeout_s=timeout_s or self._lookup_timeout_s)
+        timeout_s = timeout_s or self._lookup_timeout_s
+        answer = await self._api.post("/lookup", body, WireLookup, timeout_s=timeout_s, max_bytes=_MAX_LOOKUP_BYTES)
         return answer.holders()
 
     async def pin(self, instance_id: str, tokens: TokenIds, *, location: str) -> ActionResult:

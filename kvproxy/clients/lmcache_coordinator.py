@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 from urllib.parse import quote
@@ -25,15 +26,17 @@ from kvproxy.clients.coordinator_wire import (
 )
 from kvproxy.clients.directory import DirectoryLookup, WireDirectory, directory_lookup
 from kvproxy.clients.tokens import TokenIds, body_with_tokens
-from kvproxy.errors import NotSupported, Refused, UnknownInstance
+from kvproxy.errors import BadResponse, NotSupported, Refused, UnknownInstance
 
 T = TypeVar("T")
 
 Tier = Literal["l1", "l2", "all"]
 
-#: Directory answers repeat each known chunk's token ids.
-_MAX_DIRECTORY_BYTES = 32 << 20
-_MAX_LISTING_BYTES = 16 << 20
+#: Directory answers repeat each known chunk's token ids; JSON objects in them (a chunk and rank, its key, a placement).
+_MAX_DIRECTORY_BYTES, _MAX_DIRECTORY_OBJECTS = 8 << 20, 50_000
+#: Longer answers are read beside the event loop.
+_LONG_BYTES = 1 << 16
+_MAX_LISTING_BYTES = 1 << 20
 
 
 class LMCacheCoordinatorClient:
@@ -56,14 +59,24 @@ class LMCacheCoordinatorClient:
         self, scope: CacheScope, tokens: TokenIds, *, timeout_s: float | None = None
     ) -> DirectoryLookup:
         """Every holder of every whole chunk; `tokens` is the whole prompt from its start (at most a million)."""
-        answer = await self._post(
-            "/directory/lookup",
-            _body(scope, tokens, {}),
-            WireDirectory,
-            timeout_s=timeout_s or self._lookup_timeout_s,
-            max_bytes=_MAX_DIRECTORY_BYTES,
-        )
-        return directory_lookup(answer, prompt_tokens=len(tokens))
+        path = "/directory/lookup"
+        try:
+            raw = await self._api.call(
+                "POST",
+                path,
+                timeout_s=timeout_s or self._lookup_timeout_s,
+                body=_body(scope, tokens, {}),
+                max_bytes=_MAX_DIRECTORY_BYTES,
+            )
+        except Refused as error:
+            raise _classified(error) from error
+        if raw.count(b"{") > _MAX_DIRECTORY_OBJECTS:
+            raise BadResponse(f"lmcache coordinator {path}: more than {_MAX_DIRECTORY_OBJECTS} placements")
+
+        def read() -> DirectoryLookup:
+            return directory_lookup(self._api.decode(raw, WireDirectory, path), prompt_tokens=len(tokens))
+
+        return read() if len(raw) <= _LONG_BYTES else await asyncio.to_thread(read)
 
     async def instances(self) -> tuple[Instance, ...]:
         """Registered MP servers."""

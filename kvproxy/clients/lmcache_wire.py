@@ -11,6 +11,9 @@ from kvproxy.errors import InstanceBusy, NotSupported, Refused, UnknownInstance
 
 _Tokens = Annotated[int, msgspec.Meta(ge=0)]
 
+#: Instances named for one prompt; more than any fleet has.
+MAX_HOLDERS = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Holder:
@@ -94,7 +97,7 @@ class _PixiuPlace(msgspec.Struct):
 class WireLookup(msgspec.Struct):
     """`layout_info` values: `[location, tokens]`, or Pixiu's `{"0": location, "1": tokens}`."""
 
-    layout_info: dict[str, tuple[str, _Tokens] | _PixiuPlace]
+    layout_info: Annotated[dict[str, tuple[str, _Tokens] | _PixiuPlace], msgspec.Meta(max_length=MAX_HOLDERS)]
     event_id: str = ""
 
     def holders(self) -> tuple[Holder, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import cast
 
@@ -11,13 +12,18 @@ import msgspec
 from kvproxy.clients.api import Api
 from kvproxy.clients.chat_body import render_body, tokenize_body
 from kvproxy.clients.engine_metrics import EngineMetrics, parse_engine_metrics
-from kvproxy.clients.kv_events.source import KvEventSource, WireSources, sources_from_wire
-from kvproxy.clients.tokens import TokenIds, read_tokens
+from kvproxy.clients.kv_events.source import MAX_SOURCES, KvEventSource, WireSources, sources_from_wire
+from kvproxy.clients.tokens import TokenIds, tokens_from_json
 from kvproxy.errors import BadResponse, NotSupported, Refused
 
 #: A million tokens as JSON.
 MAX_TOKENS_BYTES = 8 << 20
-MAX_METRICS_BYTES = 4 << 20
+#: A scrape of one engine is 50 kB and 400 lines, and so much again for each data-parallel rank.
+MAX_METRICS_BYTES, MAX_METRICS_LINES = 4 << 20, 50_000
+#: Longer texts are read beside the event loop.
+_LONG_BYTES = 1 << 17
+MAX_SOURCES_BYTES = 1 << 16
+MAX_MODELS = 5000
 _FORBIDDEN = 403
 
 
@@ -108,7 +114,7 @@ class VllmClient:
                 self.renders = False
             raise
         self.renders = True
-        return Tokenized(await self._token_ids(answer.token_ids, path))
+        return Tokenized(await _tokens(answer.token_ids, path))
 
     async def chat_tokens(self, model: str, body: bytes, *, timeout_s: float | None = None) -> Tokenized:
         """Token ids of a chat request by the best means this engine has: render, else tokenize."""
@@ -131,17 +137,26 @@ class VllmClient:
         """One scrape of `/metrics`; costs the engine tens of milliseconds, so never per request."""
         timeout_s = timeout_s or self._timeout_s
         text = await self._api.call("GET", "/metrics", timeout_s=timeout_s, max_bytes=MAX_METRICS_BYTES)
+        if text.count(b"\n") > MAX_METRICS_LINES:
+            raise BadResponse(f"vllm /metrics: more than {MAX_METRICS_LINES} lines")
+        if len(text) > _LONG_BYTES:
+            return await asyncio.to_thread(parse_engine_metrics, text)
         return parse_engine_metrics(text)
 
     async def kv_event_sources(self, *, timeout_s: float | None = None) -> tuple[KvEventSource, ...]:
         """Streams of KV events, one a data-parallel rank; NotSupported where the engine cannot tell."""
         shape = cast("type[WireSources]", WireSources)
-        answer = await self._api.get("/kv_event_sources", shape, timeout_s=timeout_s or self._timeout_s)
+        path, timeout_s = "/kv_event_sources", timeout_s or self._timeout_s
+        answer = await self._api.get(path, shape, timeout_s=timeout_s, max_bytes=MAX_SOURCES_BYTES)
+        if len(answer) > MAX_SOURCES:
+            raise BadResponse(f"vllm {path}: more than {MAX_SOURCES} streams")
         return sources_from_wire(answer, host=self._api.base_url.host)
 
     async def models(self, *, timeout_s: float | None = None) -> tuple[ModelInfo, ...]:
         """Models and LoRA adapters the engine serves. Answers even when the engine core is dead: not a health check."""
         answer = await self._api.get("/v1/models", _Models, timeout_s=timeout_s or self._timeout_s)
+        if len(answer.data) > MAX_MODELS:
+            raise BadResponse(f"vllm /v1/models: more than {MAX_MODELS} models")
         return tuple(ModelInfo(row.id, row.root or row.id, row.parent, row.max_model_len) for row in answer.data)
 
     async def version(self, *, timeout_s: float | None = None) -> str:
@@ -152,10 +167,11 @@ class VllmClient:
         answer = await self._api.post(
             "/tokenize", body, _Tokens, timeout_s=timeout_s or self._timeout_s, max_bytes=MAX_TOKENS_BYTES
         )
-        return Tokenized(await self._token_ids(answer.tokens, "/tokenize"), answer.max_model_len)
+        return Tokenized(await _tokens(answer.tokens, "/tokenize"), answer.max_model_len)
 
-    async def _token_ids(self, raw: msgspec.Raw, path: str) -> TokenIds:
-        try:
-            return await read_tokens(bytes(raw))
-        except msgspec.DecodeError as error:
-            raise BadResponse(f"vllm {path}: {error}") from error
+
+async def _tokens(raw: msgspec.Raw, path: str) -> TokenIds:
+    try:
+        return await tokens_from_json(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadResponse(f"vllm {path}: not a list of token ids") from error

@@ -11,13 +11,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from kvproxy.config import schema
 from kvproxy.config.endpoint_url import url_fault
 from kvproxy.config.environment import substitute
 from kvproxy.config.paths import dotted
+from kvproxy.config.yaml_text import parse_yaml
 from kvproxy.errors import DiscoveryError
 
 #: Larger endpoint files are refused unread.
@@ -73,17 +73,19 @@ class FileDiscovery:
 
 
 def parse_endpoints(text: bytes, *, env: Mapping[str, str] = MappingProxyType({})) -> tuple[schema.Endpoint, ...]:
-    """Endpoints from YAML or JSON; DiscoveryError for anything that is not a list of good ones with distinct ids, and
-    for a variable that `env` has not."""
+    """Endpoints from YAML or JSON, read as the configuration is; DiscoveryError for anything that is not a list of good
+    ones with distinct ids, and for a variable that `env` has not."""
     try:
-        data = yaml.safe_load(text)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise DiscoveryError(f"not YAML or JSON: {' '.join(str(error).split())}") from error
+        data, faults = parse_yaml(text.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise DiscoveryError(f"not readable as YAML or JSON: {' '.join(str(error).split())}") from error
+    if faults:
+        raise DiscoveryError("not readable as YAML or JSON: " + "; ".join(map(str, faults)))
     data, missing = substitute(data, env, dotted)
     if missing:
         raise DiscoveryError("; ".join(f"{problem.path}: {problem.message}" for problem in missing))
     if isinstance(data, Mapping):
-        data = [{"id": str(key), "url": url} for key, url in data.items()]
+        data = [{"id": key, "url": url} for key, url in data.items()]
     if not data or not isinstance(data, list):
         raise DiscoveryError("expected a list of endpoints, and not an empty one")
     try:

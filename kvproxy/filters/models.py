@@ -20,7 +20,8 @@ from kvproxy.upstream.pool import Timeouts, UpstreamPool
 
 PATH = "/v1/models"
 _TIMEOUTS = Timeouts(connect_s=1.0, first_byte_s=2.0, idle_s=2.0)
-_MAX_LIST_BYTES = 1024 * 1024
+#: Of one engine's list, and its objects and lists together (a model has three).
+_MAX_LIST_BYTES, _MAX_LIST_VALUES = 1024 * 1024, 20_000
 #: A list is answered from memory for this long, so that a busy client does not multiply into every engine.
 _FRESH_S = 2.0
 
@@ -114,9 +115,19 @@ class ModelList:
                     body += chunk
             finally:
                 response.abort()
-            return msgspec.json.decode(body, type=_ModelList).data if response.status == 200 else []
-        except (UpstreamError, msgspec.DecodeError):
+            return _rows(body) if response.status == 200 else []
+        except UpstreamError:
             return []
+
+
+def _rows(body: bytes) -> list[Row]:
+    """An engine's models; none in what cannot be read, or not quickly."""
+    if body.count(b"{") + body.count(b"[") > _MAX_LIST_VALUES:
+        return []
+    try:
+        return msgspec.json.decode(body, type=_ModelList).data
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return []
 
 
 async def _send_json(send: Send, value: object) -> None:

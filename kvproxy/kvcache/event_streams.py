@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import import_module
 from types import TracebackType
@@ -40,6 +41,17 @@ _UNSTATED = EventSources()
 def utc_seconds() -> float:
     """Seconds since the epoch, to tell how old an event is."""
     return datetime.now(UTC).timestamp()
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTrouble:
+    """A stream whose index misses something, and for how long."""
+
+    cluster: str
+    endpoint: EndpointId
+    dp_rank: int
+    status: StreamStatus
+    for_s: float
 
 
 class _Consumer:
@@ -133,6 +145,14 @@ class EventStreams(OwnedTask):
         """State of each of its streams, by data-parallel rank; empty while it is not followed."""
         entry = self._streams.get(endpoint)
         return {} if entry is None else {one.source.dp_rank: one.status for one in entry[2]}
+
+    def troubles(self) -> Iterator[StreamTrouble]:
+        """Streams that are not what they should be."""
+        for endpoint, (cluster, _, subscribers) in self._streams.items():
+            for one in subscribers:
+                for_s = one.troubled_s
+                if for_s is not None:
+                    yield StreamTrouble(cluster, endpoint.id, one.source.dp_rank, one.status, for_s)
 
     async def follow(self) -> None:
         """Bring the subscribers up to date with the endpoints there are."""

@@ -42,9 +42,43 @@ def cache_status(parts: Parts) -> dict[str, object]:
             "running": running_jobs(parts),
         },
         "breakers": parts.guard.states(),
+        "troubles": troubles(parts),
         "switched_off": [f"{kind} at {instance}" for kind, instance in parts.upkeep.actions.switched_off],
         "bytes_per_token": parts.ratios.typical,
     }
+
+
+def troubles(parts: Parts) -> list[dict[str, object]]:
+    """What of the sources and services does not work, the longest first.
+
+    `kind` is `service` (of `what`: lookup, tokenize, pin, ...) or `event_stream` (of `what`: an endpoint's rank).
+    """
+    now = parts.guard.now()
+    found: list[dict[str, object]] = [
+        {
+            "kind": "service",
+            "cluster": None,
+            "endpoint": None,
+            "what": outage.operation,
+            "for_s": now - outage.since,
+            "last_error": outage.last_error,
+            "meaning": outage.meaning,
+        }
+        for outage in parts.guard.outages
+    ]
+    found += [
+        {
+            "kind": "event_stream",
+            "cluster": one.cluster,
+            "endpoint": str(one.endpoint),
+            "what": f"{one.endpoint}/{one.dp_rank}",
+            "for_s": one.for_s,
+            "last_error": one.status.reason.value,
+            "meaning": "what was routed there counts until its KV events are complete again",
+        }
+        for one in (() if parts.streams is None else parts.streams.troubles())
+    ]
+    return sorted(found, key=lambda one: -float(str(one["for_s"])))
 
 
 def index_status(parts: Parts, cluster: Cluster) -> dict[str, object]:

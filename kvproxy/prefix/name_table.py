@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from array import array
 from collections.abc import Callable, Sequence
 
@@ -12,32 +13,51 @@ from numpy.typing import NDArray
 DEAD = 1
 #: So few that collided are quicker one by one.
 _FEW = 96
-#: What a name leaves over when divided by it is its hash.
-PRIME = 2**32 - 5
+#: Slots from which on a table's memory is cleared in small pages.
+_LARGE = 1 << 17
 _ROW = 2**32 - 1
+_U64 = 2**64 - 1
 _HALF = np.uint64(32)
 
 #: Names as a table holds them: the hash, by which it is placed, above its row.
 Words = NDArray[np.uint64]
 
 
-def words_of(names: array[int], rows: Sequence[range]) -> Words:
+def hash_of(name: int, factor: int) -> int:
+    """32 bits. `factor` is odd and random: names in sequence do not come together, nor any an engine could choose."""
+    return (name * factor & _U64) >> 32
+
+
+def words_of(names: array[int], rows: Sequence[range], factor: int) -> Words:
     """These names with these rows."""
     numbers = np.concatenate([np.arange(each.start, each.stop, dtype=np.uint64) for each in rows])
-    hashes: Words = np.frombuffer(names, np.uint64) % np.uint64(PRIME)
-    words: Words = hashes << _HALF | numbers
+    products: Words = np.frombuffer(names, np.uint64) * np.uint64(factor)
+    words: Words = products >> _HALF << _HALF | numbers
     return words
+
+
+def _zeros(size: int) -> Words:
+    """Takes memory as it is written to, a small page at a time: numpy would ask for huge pages, and the first names,
+    which go everywhere, would wait until all of a large table is cleared.
+    """
+    if size < _LARGE:
+        return np.zeros(size, np.uint64)
+    memory = mmap.mmap(-1, 8 * size)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, np.uint64)
 
 
 class NameTable:
     """Open addressing, at most half full, so that a search ends soon."""
 
-    __slots__ = ("_name_of", "size", "slots", "used", "words")
+    __slots__ = ("_factor", "_name_of", "size", "slots", "used", "words")
 
-    def __init__(self, size: int, name_of: Callable[[int], int | None]) -> None:
+    def __init__(self, size: int, name_of: Callable[[int], int | None], factor: int) -> None:
         self._name_of = name_of
+        self._factor = factor
         self.size = size
-        self.words: Words = np.zeros(size, np.uint64)  # takes memory as it is written to
+        self.words = _zeros(size)
         self.slots = self.words.data  # the same; quicker one by one
         self.used = 0  # slots, dead ones included
 
@@ -64,14 +84,14 @@ class NameTable:
 
     def put_each(self, names: array[int], rows: Sequence[int]) -> bool:
         """False, and nothing put, where one of the names is here already."""
-        slots, size = self.slots, self.size
+        slots, size, factor = self.slots, self.size, self._factor
         for name, row in zip(names, rows, strict=True):
-            hashed = name % PRIME
+            hashed = (name * factor & _U64) >> 32  # hash_of, without a call a name
             slot = hashed % size
             while here := slots[slot]:
                 if here >> 32 == hashed and self._name_of(here & _ROW) == name:
                     for each in reversed(range(rows.index(row))):
-                        self.replace(names[each] % PRIME << 32 | rows[each], 0)
+                        self.replace(hash_of(names[each], factor) << 32 | rows[each], 0)
                     return False
                 slot = slot + 1 if slot + 1 < size else 0
             slots[slot] = hashed << 32 | row

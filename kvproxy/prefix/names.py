@@ -5,30 +5,34 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from itertools import chain
+from random import SystemRandom
 
 import numpy as np
 
-from kvproxy.prefix.name_table import DEAD, PRIME, NameTable, words_of
+from kvproxy.prefix.name_table import DEAD, NameTable, hash_of, words_of
 
 #: Names from which on they are taken together: numpy costs microseconds a call and nanoseconds a name.
 _TOGETHER = 32
-#: Slots of the former table at least that are cleared with every addition while there is one.
-STEP_SLOTS = 16_384
+#: Slots of the former table that are cleared with every addition while there is one: at least so many, and so many a
+#: name, so that it is empty before a new table of a quarter of its size (see `_renew`) is half full.
+STEP_SLOTS, _SLOTS_CLEARED_A_NAME = 8192, 16
 
 _SMALLEST = 61
 _SLOTS_A_NAME = 6  # of a new table; down to two before the next one
 
 
 class Names:
-    """No name has two rows. `name_of` says which name a row has, of rows that are being added as well.
+    """No name has two rows. `name_of` says which name a row has, of rows that are being added as well. `factor`, odd
+    and 64 bits long, is random unless given.
 
     A table that gets half full is followed by another, into which its names move some at a time.
     """
 
-    def __init__(self, name_of: Callable[[int], int | None]) -> None:
+    def __init__(self, name_of: Callable[[int], int | None], *, factor: int | None = None) -> None:
         self._name_of = name_of
+        self._factor = SystemRandom().getrandbits(64) | 1 if factor is None else factor
         self._live = 0
-        self._table = NameTable(_SMALLEST, name_of)
+        self._table = NameTable(_SMALLEST, name_of, self._factor)
         self._former: NameTable | None = None
         self._start = 0  # a slot of the former table that was empty when it became that
         self._moved = 0  # slots from there on that were cleared; no search begins among them and ends beyond
@@ -45,7 +49,7 @@ class Names:
 
     def find(self, name: int) -> int:
         """Its row; 0 when it is not known."""
-        hashed = name % PRIME
+        hashed = hash_of(name, self._factor)
         row = self._table.find(hashed, name)
         if not row and self._former is not None and self._waits(self._former, hashed):
             row = self._former.find(hashed, name)
@@ -57,7 +61,7 @@ class Names:
         if 2 * (self._table.used + count) > self._table.size:
             self._renew(count)
         if self._former is not None:
-            self._move(self._former, max(STEP_SLOTS, 8 * count))
+            self._move(self._former, max(STEP_SLOTS, _SLOTS_CLEARED_A_NAME * count))
         if count < _TOGETHER:
             added = self._add_each(names, rows[0] if len(rows) == 1 else [*chain(*rows)])
         else:
@@ -67,13 +71,13 @@ class Names:
 
     def redirect(self, name: int, row: int, to: int) -> None:
         """The name with this row has another row from now on."""
-        hashed = name % PRIME << 32
+        hashed = hash_of(name, self._factor) << 32
         if not self._table.replace(hashed | row, hashed | to) and self._former is not None:
             self._former.replace(hashed | row, hashed | to)
 
     def drop(self, name: int, row: int) -> None:
         """The name with this row is not known any more."""
-        word = name % PRIME << 32 | row
+        word = hash_of(name, self._factor) << 32 | row
         if not self._table.replace(word, DEAD) and self._former is not None:
             self._former.replace(word, DEAD)
         self._live -= 1
@@ -82,13 +86,13 @@ class Names:
         former = self._former
         if former is not None:
             for name in names:
-                hashed = name % PRIME
+                hashed = hash_of(name, self._factor)
                 if self._waits(former, hashed) and former.find(hashed, name):
                     return False
         return self._table.put_each(names, rows)
 
     def _add_all(self, names: array[int], rows: Sequence[range]) -> bool:
-        words = words_of(names, rows)
+        words = words_of(names, rows, self._factor)
         former = self._former
         if former is not None:
             waiting = (former.homes(words) - self._start) % former.size >= self._moved
@@ -106,7 +110,7 @@ class Names:
             self._move(self._former, self._former.size)
         former = self._former = self._table
         size = max(_SMALLEST, _SLOTS_A_NAME * (self._live + count), former.size // 4)
-        self._table = NameTable(size | 1, self._name_of)
+        self._table = NameTable(size | 1, self._name_of, self._factor)
         self._start = next(slot for slot, word in enumerate(former.slots) if not word)
         self._moved = 0
 

@@ -19,6 +19,9 @@ _LAST = SPAN - 1
 #: Runs that 32-bit row numbers can name.
 MAX_RUNS = 1 << 32 - _BITS
 
+#: Blocks looked at in search of one, and what a look at a run costs besides, in blocks.
+_SEARCHED_BLOCKS, _RUN_COST = 200_000, 20
+
 #: A block: its run and its place there.
 Place = tuple[Run, int]
 
@@ -49,10 +52,14 @@ class Runs:
         return None if found is None else (found, found.start)
 
     def search(self, block: int) -> Place | None:
-        """Where our block is, by a look at all there are."""
+        """Where our block is, by a look at all there are, up to a bound. Not to find it costs nothing but a link."""
+        left = _SEARCHED_BLOCKS
         for run in self.firsts.values():
             if block in run.blocks[run.start :]:
                 return run, run.blocks.index(block, run.start)
+            left -= len(run.blocks) + _RUN_COST
+            if left < 0:
+                return None
         return None
 
     def append(self, keys: array[int], blocks: array[int], above: Place | None, tier_bit: int) -> Place | None:

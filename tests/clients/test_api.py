@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 
 import httpx
 import pytest
@@ -161,3 +162,28 @@ def test_a_query_leaves_out_what_is_empty() -> None:
     """Filters that are not given are not sent."""
     assert quoted({"a": "", "b": ""}) == ""
     assert quoted({"a": "x y", "b": 0}) == "?a=x+y&b=0"
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "GZIP", "identity, gzip"])
+async def test_a_compressed_answer_is_refused_unread(coding: str) -> None:
+    """It was not asked for, and a few bytes could become any number."""
+    packed = Endless(gzip.compress(bytes(1 << 20)))
+    client, _ = api(httpx.Response(200, headers={"content-encoding": coding}, stream=packed))
+    with pytest.raises(BadResponse, match="content-encoding"):
+        await client.call("GET", "/x", timeout_s=1)
+    assert packed.taken_bytes == 0
+
+
+async def test_a_compressed_error_is_its_status_alone() -> None:
+    """What it says is not worth unpacking."""
+    packed = Endless(gzip.compress(b'{"error": "no"}'))
+    client, _ = api(httpx.Response(500, headers={"content-encoding": "gzip"}, stream=packed))
+    with pytest.raises(Refused, match="500"):
+        await client.call("GET", "/x", timeout_s=1)
+    assert packed.taken_bytes == 0
+
+
+async def test_identity_is_no_coding() -> None:
+    """Some servers say it."""
+    client, _ = api(lambda _: httpx.Response(200, headers={"content-encoding": "identity"}, content=b"ok"))
+    assert await client.call("GET", "/x", timeout_s=1) == b"ok"

@@ -105,3 +105,12 @@ def test_labels_may_hold_anything() -> None:
 def test_when_the_process_began(line: bytes, started_at: float | None) -> None:
     """Another time is another process, with an empty cache."""
     assert parse_engine_metrics(b"vllm:x 1\n" + line + b"\npython_info 1").started_at == started_at
+
+
+def test_labels_of_the_configuration_are_bounded() -> None:
+    """A line of a megabyte of labels is passed over; others count."""
+    long = b"vllm:cache_config_info{" + b'a="",' * 200_000 + b"} 1.0\n"
+    good = b'vllm:cache_config_info{block_size="16",num_gpu_blocks="100",enable_prefix_caching="True"} 1.0\n'
+    metrics = parse_engine_metrics(long + good)
+    assert metrics.cache is not None
+    assert (metrics.cache.capacity_tokens, metrics.cache.ranks) == (1600, 1)

@@ -316,3 +316,14 @@ async def test_a_dead_worker_costs_one_timeout(action: str) -> None:
     with pytest.raises(ClientTimeout):
         await actions[action](client)
     assert (await client.pin("a", TOKENS, location="x")).had_effect
+
+
+@pytest.mark.parametrize(("holders", "readable"), [(1024, True), (1025, False)])
+async def test_an_answer_names_a_bounded_number_of_instances(holders: int, readable: bool) -> None:
+    """No fleet has more, and each costs something."""
+    client, _ = answering({"event_id": "x", "layout_info": {f"i{n}": ["LocalCPUBackend", 256] for n in range(holders)}})
+    if readable:
+        assert len(await client.lookup(TOKENS)) == holders
+    else:
+        with pytest.raises(BadResponse):
+            await client.lookup(TOKENS)

@@ -171,3 +171,26 @@ async def test_a_plain_text_500() -> None:
     client, _ = coordinator(httpx.Response(500, text="Internal Server Error"))
     with pytest.raises(Refused, match="500"):
         await client.directory_lookup(SCOPE, TOKENS)
+
+
+def placements(count: int) -> dict[str, object]:
+    """So many chunks, each held by one instance."""
+    rows = [
+        {"key": {"chunk_hash_hex": f"{n:064x}"}, "placements": [{"instance_id": "mp-1", "tier": "l1"}]}
+        for n in range(count)
+    ]
+    return {"chunks": count, "results": rows}
+
+
+async def test_a_long_directory_answer_is_read_like_a_short_one() -> None:
+    """Beside the event loop."""
+    client, _ = answering(placements(2000))
+    found = await client.directory_lookup(SCOPE, array("I", range(2000 * 256)))
+    assert found.by_instance == {"mp-1": HeldPrefix(2000 * 256, 2000 * 256)}
+
+
+async def test_a_directory_answer_has_a_bounded_number_of_placements() -> None:
+    """Beyond it nothing is made of the answer."""
+    client, _ = answering(placements(20_000))
+    with pytest.raises(BadResponse, match="placements"):
+        await client.directory_lookup(SCOPE, TOKENS)

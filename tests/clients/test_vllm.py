@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvproxy.clients.kv_events.source import KvEventSource
-from kvproxy.clients.tokens import read_tokens
+from kvproxy.clients.tokens import tokens_from_json
 from kvproxy.clients.vllm import VllmClient
 from kvproxy.errors import BadResponse, ClientUnavailable, NotSupported, Refused
 from tests.clients.support import FIXTURES, Handler, Upstream, captured, captures
@@ -166,8 +166,41 @@ async def test_a_long_list_of_ids_is_read_in_steps() -> None:
     """Each a part of the whole, cut between ids."""
     ids = [(number * 7919) % 200_000 for number in range(150_000)]
     for text in (json.dumps(ids), json.dumps(ids, separators=(",", ":")), json.dumps(ids, indent=1)):
-        assert (await read_tokens(text.encode())).tolist() == ids
+        assert (await tokens_from_json(msgspec.Raw(text.encode()))).tolist() == ids
     with pytest.raises(msgspec.DecodeError):
-        await read_tokens(json.dumps([*ids, "x", *ids]).encode())
+        await tokens_from_json(msgspec.Raw(json.dumps([*ids, "x", *ids]).encode()))
     with pytest.raises(msgspec.DecodeError):
-        await read_tokens(json.dumps([ids, ids]).encode())
+        await tokens_from_json(msgspec.Raw(json.dumps([ids, ids]).encode()))
+
+
+async def test_a_scrape_has_a_bounded_number_of_lines() -> None:
+    """An engine whose metrics never end is not read."""
+    vllm, _ = client(httpx.Response(200, content=b"\n" * 50_001))
+    with pytest.raises(BadResponse, match="lines"):
+        await vllm.metrics()
+
+
+async def test_a_long_scrape_is_read_like_a_short_one() -> None:
+    """Beside the event loop; many data-parallel ranks say much."""
+    text = b"".join(b'vllm:num_requests_running{engine="%d"} 2.0\n' % rank for rank in range(4000))
+    vllm, _ = client(httpx.Response(200, content=text))
+    assert (await vllm.metrics()).running == 8000
+
+
+@pytest.mark.parametrize(("streams", "readable"), [(256, True), (257, False)])
+async def test_an_engine_has_a_bounded_number_of_event_streams(streams: int, readable: bool) -> None:
+    """Each becomes a socket."""
+    sources = {str(rank): {"endpoint": f"tcp://*:{5000 + rank}"} for rank in range(streams)}
+    vllm, _ = client(httpx.Response(200, json=sources))
+    if readable:
+        assert len(await vllm.kv_event_sources()) == streams
+    else:
+        with pytest.raises(BadResponse, match="streams"):
+            await vllm.kv_event_sources()
+
+
+async def test_an_engine_lists_a_bounded_number_of_models() -> None:
+    """Beyond it the list is none."""
+    vllm, _ = client(httpx.Response(200, json={"data": [{"id": str(number)} for number in range(5001)]}))
+    with pytest.raises(BadResponse, match="models"):
+        await vllm.models()

@@ -60,9 +60,11 @@ def test_a_mapping_of_urls_is_read() -> None:
         (b"[]", "not an empty one"),
         (b"{}", "not an empty one"),
         (b"just words", "expected a list"),
-        (b"- {id: a", "not YAML or JSON"),
-        (b"\xff\xfe\xff", "not YAML or JSON"),
-        (b"[" * 600, "not YAML or JSON"),
+        (b"- {id: a", "not readable as YAML or JSON"),
+        (b"\xff\xfe\xff", "not readable as YAML or JSON"),
+        (b"[" * 600, "not readable as YAML or JSON"),
+        (b"a: http://x\nb: http://y\na: http://z\n", "line 3, column 1: duplicate key 'a'"),
+        (b"- {id: a, url: 'http://x', id: b}", "line 1, column 28: duplicate key 'id'"),
         (b"- {id: a}", "0.url: Field required"),
         (b"- {id: a, url: 'http://x', wait: 1}", "0.wait: Extra inputs"),
         (b"- {id: a, url: 'ftp://x'}", "a: the scheme must be http or https"),
@@ -73,6 +75,14 @@ def test_a_bad_file_says_why(text: bytes, complaint: str) -> None:
     """With the place where it is wrong."""
     with pytest.raises(DiscoveryError, match=complaint):
         parse_endpoints(text)
+
+
+def test_words_and_times_are_the_text_they_look_like() -> None:
+    """As in the configuration: `no` is no boolean and `22:22` no number in base sixty."""
+    found = parse_endpoints(b"no: http://x\n22:22: http://y\n007: http://z\n1e3: http://w\n")
+    assert [endpoint.id for endpoint in found] == ["no", "22:22", "007", "1e3"]
+    (listed,) = parse_endpoints(b"- {id: on, url: http://x, models: [no, 12:30]}")
+    assert (listed.id, listed.models) == ("on", ("no", "12:30"))
 
 
 def test_values_come_from_the_environment_as_in_the_configuration() -> None:

@@ -20,6 +20,7 @@ from kvproxy.config import schema
 from kvproxy.kvcache.engines import Engines
 from kvproxy.kvcache.event_streams import EventStreams, _Consumer
 from kvproxy.kvcache.local import LocalSources
+from kvproxy.kvcache.status import troubles
 from kvproxy.listener.server import serve
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.simulator.kv_event_publisher import PublisherSettings
@@ -91,6 +92,22 @@ async def test_an_exact_stream_is_believed_over_what_was_routed() -> None:
         under_way = await service.ask(request)
         service.kv.picked(under_way, A)
         assert (await service.ask(request)).preferred == A  # promised: it is being computed
+
+
+async def test_streams_that_are_not_complete_are_troubles() -> None:
+    """With the endpoint, what happened, and what it means; gone when the stream is exact again."""
+    async with followed() as (_place, service):
+        streams = service.kv.parts.streams
+        assert streams is not None
+        assert troubles(service.kv.parts) == []
+        (subscriber, *_) = streams._streams[service.cluster.endpoints[0]][2]
+        subscriber._health.disconnected()
+        (trouble,) = troubles(service.kv.parts)
+        assert (trouble["kind"], trouble["cluster"], trouble["endpoint"]) == ("event_stream", "default", "a")
+        assert (trouble["what"], trouble["last_error"]) == ("a/0", "disconnected")
+        subscriber._health.connected()
+        subscriber._health.synchronised(None)
+        assert troubles(service.kv.parts) == []
 
 
 async def test_an_engine_without_events_is_left_alone_and_said_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import pytest
 
@@ -86,3 +87,45 @@ async def test_a_success_closes_it_again(clock: FakeClock) -> None:
 
     assert await under_test.call("lookup", fine) == 1
     assert await under_test.call("lookup", fine) == 1
+
+
+async def test_an_outage_is_logged_as_it_begins_and_as_it_ends(
+    clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning with what it means, however often it is tried meanwhile; one line when it is over."""
+    caplog.set_level(logging.INFO, "kvproxy.kvcache")
+    under_test = guard(clock)
+    await fail(under_test, "lookup", ClientUnavailable("lmcache controller /lookup: ConnectError"))
+    for _ in range(3):
+        clock.advance(10)
+        await fail(under_test, "lookup", ClientTimeout("lmcache controller /lookup: no answer"), times=1)
+    (outage,) = under_test.outages
+    assert (outage.operation, outage.since, outage.last_error) == (
+        "lookup",
+        clock() - 30,
+        "lmcache controller /lookup: no answer",
+    )
+    clock.advance(10)
+    await under_test.call("lookup", succeeding)
+    assert under_test.outages == ()
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        (
+            "WARNING",
+            "[kvcache] lookup failed 2 times in a row (lmcache controller /lookup: ConnectError): requests are routed "
+            "by what was routed where and by KV events alone; it is tried again every 10 s",
+        ),
+        ("INFO", "[kvcache] lookup works again after 40 s"),
+    ]
+
+
+async def test_what_a_service_does_not_offer_is_no_outage(clock: FakeClock, caplog: pytest.LogCaptureFixture) -> None:
+    """No controller has `/evict`."""
+    under_test = guard(clock)
+    await fail(under_test, "evict", NotSupported("no route", status=404))
+    assert not under_test.admits("evict")
+    assert under_test.outages == ()
+    assert not caplog.records
+
+
+async def succeeding() -> None:
+    """An answer."""

@@ -12,10 +12,11 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.config.kvcache_schema import CacheStrategy, KvCacheSettings
 from kvproxy.config.schema import Cluster as ClusterSettings
 from kvproxy.config.schema import Endpoint
+from kvproxy.errors import ClientUnavailable
 from kvproxy.kvcache.hot_prefixes import SLICE_RUNS, hot_prefixes
 from kvproxy.kvcache.hotness import Hotness, KnownPrefix
 from kvproxy.kvcache.service import KvCache
-from kvproxy.kvcache.status import leases, worth
+from kvproxy.kvcache.status import cache_status, leases, troubles, worth
 from kvproxy.kvcache.strategies.pin import Lease
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.types import EndpointId
@@ -99,3 +100,22 @@ def test_counted_pins_do_not_lapse(clock: FakeClock) -> None:
     pin.counted = True
     [lease] = leases(service.parts, clock() + 1000.0)
     assert (lease["tokens"], lease["age_s"], lease["lapses_in_s"]) == (32, 1000.0, None)
+
+
+async def test_a_service_that_fails_is_a_trouble(clock: FakeClock) -> None:
+    """Since when, why, and what it means, for the page and `/cache/status`."""
+    parts = service_of(clock).parts
+
+    async def fail() -> None:
+        raise ClientUnavailable("lmcache controller /lookup: ConnectError")
+
+    assert troubles(parts) == []
+    for _ in range(parts.settings.circuit_breaker.failure_threshold):
+        with pytest.raises(ClientUnavailable):
+            await parts.guard.call("lookup", fail)
+    clock.advance(12.0)
+    (trouble,) = troubles(parts)
+    assert (trouble["kind"], trouble["what"], trouble["for_s"]) == ("service", "lookup", 12.0)
+    assert trouble["last_error"] == "lmcache controller /lookup: ConnectError"
+    assert "routed by what was routed" in str(trouble["meaning"])
+    assert cache_status(parts)["troubles"] == [trouble]

@@ -14,16 +14,17 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvproxy.prefix.names import STEP_SLOTS, Names
 
 FIRST_ROW = 512
-PRIME = 2**32 - 5
+FACTOR = 0x9E3779B97F4A7C15
+INVERSE = pow(FACTOR, -1, 2**64)
 
 
 class Column:
     """Names by row, and what is known of each."""
 
-    def __init__(self) -> None:
+    def __init__(self, factor: int = FACTOR) -> None:
         self.by_row: dict[int, int] = {}
         self.rows: dict[int, int] = {}
-        self.names = Names(self.by_row.get)
+        self.names = Names(self.by_row.get, factor=factor)
         self._next = FIRST_ROW
 
     def add(self, names: Sequence[int], *, pieces: int = 1) -> bool:
@@ -81,9 +82,18 @@ def test_every_name_leads_to_its_row(size: int) -> None:
         assert column.names.find(name) == row
 
 
-def test_an_addition_clears_a_bounded_part_of_the_former_table() -> None:
-    """No addition moves all names, and for a while some are in either table."""
-    column, every = Column(), fresh(120_000, seed=1)
+RANDOM, SEQUENCE = fresh(120_000, seed=1), [*range(1, 120_001)]
+
+
+@pytest.mark.parametrize(
+    "every",
+    [RANDOM, SEQUENCE, SEQUENCE[::-1], [n << 20 for n in SEQUENCE], [n << 44 for n in SEQUENCE]],
+    ids=["random", "sequence", "downwards", "strides", "upper bits"],
+)
+@pytest.mark.parametrize("factor", [FACTOR, fresh(1, seed=4)[0] | 1])
+def test_an_addition_clears_a_bounded_part_of_the_former_table(every: list[int], factor: int) -> None:
+    """No addition moves all names, whatever an engine calls its blocks; for a while some are in either table."""
+    column = Column(factor)
     both, cleared = 0, []
     for at in range(0, len(every), 400):
         before = column.names.moving
@@ -146,7 +156,7 @@ def test_a_table_that_fills_before_the_former_is_empty_moves_the_rest() -> None:
 def test_names_of_one_hash_are_told_apart() -> None:
     """Also among those added together, and by a name that is not there."""
     column = Column()
-    same = [7 + n * PRIME for n in range(300)]
+    same = [((7 << 32) + n) * INVERSE % 2**64 for n in range(300)]
     assert column.add(same[:150])
     for name in same[150:160]:
         assert column.add([name])
@@ -166,7 +176,7 @@ def test_regular_names_are_spread(stride: int) -> None:
         asked += 1
         return column.by_row.get(row)
 
-    column.names = Names(counting)
+    column.names = Names(counting, factor=FACTOR)
     every = [n * stride for n in range(1, 20_000)]
     for at in range(0, len(every), 500):
         column.add(every[at : at + 500])

@@ -35,14 +35,14 @@ END_OF_REPLAY = b"\xff" * 8
 MAX_PAYLOAD_BYTES = 8 << 20
 
 #: Events of a batch, and tokens and blocks of an event; beyond it the batch, or the event, counts as malformed.
-MAX_EVENTS, MAX_EVENT_TOKENS, MAX_EVENT_BLOCKS = 100_000, 1 << 19, 1 << 16
+MAX_EVENTS, MAX_EVENT_TOKENS, MAX_EVENT_BLOCKS = 100_000, 1 << 18, 1 << 16
 
 #: Decoding so many bytes costs about as much as handling one block.
 _BYTES_A_BLOCK = 512
 
 _MAX_EXTRA_DEPTH = 4
-#: An extra key that is longer (a client's long salt) goes by its digest.
-_MAX_EXTRA_BYTES = 512
+#: An extra key that is longer (a client's long salt) or has more values goes by its digest.
+_MAX_EXTRA_BYTES, _MAX_EXTRA_VALUES = 512, 32
 #: Extra keys are decoded so many bytes at a time.
 _EXTRA_STEP_BYTES = 16_384
 _NIL = b"\xc0"
@@ -227,10 +227,16 @@ def _extras(keys: Sequence[msgspec.Raw]) -> Generator[Effort, None, tuple[BlockE
 
 
 def _extra(raw: bytes) -> BlockExtra:
-    if len(raw) > _MAX_EXTRA_BYTES:
+    value = msgspec.msgpack.decode(raw) if len(raw) <= _MAX_EXTRA_BYTES else None
+    if value is None or _count(value) > _MAX_EXTRA_VALUES:
         return ("digest", blake2b(raw, digest_size=16).digest())
-    frozen = _frozen(msgspec.msgpack.decode(raw), _MAX_EXTRA_DEPTH)
+    frozen = _frozen(value, _MAX_EXTRA_DEPTH)
     return frozen if isinstance(frozen, tuple) else (frozen,)
+
+
+def _count(value: Any) -> int:
+    """Values in it, itself included."""
+    return 1 + sum(map(_count, value)) if isinstance(value, list) else 1
 
 
 def _frozen(value: Any, depth: int) -> object:

@@ -8,6 +8,9 @@ import msgspec
 
 from kvproxy.config.kvcache_schema import EventSources
 
+#: Streams of one engine, one a data-parallel rank; each is a socket of ours.
+MAX_SOURCES = 256
+
 _MAX_PORT = 65535
 
 

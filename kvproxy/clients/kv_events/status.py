@@ -41,6 +41,11 @@ class StreamStatus:
     state: StreamState
     reason: StreamReason
 
+    @property
+    def troubled(self) -> bool:
+        """Whether the index misses something that the stream should bring."""
+        return self.state in (StreamState.DEGRADED, StreamState.APPROXIMATE)
+
 
 class StreamHealth:
     """The facts a status follows from; `changed` is called once for each new status."""
@@ -61,6 +66,7 @@ class StreamHealth:
         self._unanswered_blocks = 0
         self._silent = False
         self.status = StreamStatus(StreamState.CONNECTING, StreamReason.STARTING)
+        self.troubled_since: float | None = None  # None: exact, or never was in trouble
 
     def connected(self) -> None:
         """The connection is up; a synchronisation follows."""
@@ -115,6 +121,10 @@ class StreamHealth:
         status = self._derived()
         if status != self.status:
             self.status = status
+            if status.state is StreamState.EXACT:
+                self.troubled_since = None
+            elif status.troubled and self.troubled_since is None:
+                self.troubled_since = self._clock()
             self._changed(status)
 
     def _derived(self) -> StreamStatus:

@@ -16,7 +16,7 @@ from kvproxy.clients.kv_events.follower import StreamFollower
 from kvproxy.clients.kv_events.meter import StreamMeter
 from kvproxy.clients.kv_events.sockets import QUEUED_BATCHES, Subscription, replayed
 from kvproxy.clients.kv_events.source import KvEventSource
-from kvproxy.clients.kv_events.status import StreamHealth, StreamReason, StreamStatus
+from kvproxy.clients.kv_events.status import StreamHealth, StreamState, StreamStatus
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.owned_task import OwnedTask
 from kvproxy.types import Clock, EndpointId
@@ -85,12 +85,19 @@ class KvEventSubscriber(OwnedTask):
             pause=lambda: asyncio.sleep(0),
             slice_blocks=slice_blocks,
         )
+        self._in_trouble = False
         self.task_name = f"kv events {endpoint}/{source.dp_rank}"
 
     @property
     def status(self) -> StreamStatus:
         """How far the stream can be trusted now."""
         return self._health.status
+
+    @property
+    def troubled_s(self) -> float | None:
+        """For how long the stream has not been what it should be; None: it is, or never was in trouble."""
+        since = self._health.troubled_since
+        return None if since is None else self._clock() - since
 
     def note_traffic(self, uncached_tokens: int) -> None:
         """The engine prefilled this many tokens of one request; blocks for them should have been announced."""
@@ -161,15 +168,23 @@ class KvEventSubscriber(OwnedTask):
 
     def _state_changed(self, status: StreamStatus) -> None:
         self._meter.state(status)
-        log.log(
-            logging.INFO if status.reason is not StreamReason.SILENT else logging.WARNING,
-            "[kvcache] KV events of %s/%d: %s (%s)",
-            self.endpoint,
-            self.source.dp_rank,
-            status.state,
-            status.reason,
-        )
+        self._say(status)
         try:
             self._consumer.state_changed(self.endpoint, self.source.dp_rank, status)
         except Exception:  # a consumer's mistake must not end the stream
             log.exception("[kvcache] KV events of %s/%d: state not taken", self.endpoint, self.source.dp_rank)
+
+    def _say(self, status: StreamStatus) -> None:
+        """Trouble is a warning as it begins, and not again until it is over."""
+        begins = status.troubled and not self._in_trouble
+        if status.troubled or status.state is StreamState.EXACT:
+            self._in_trouble = status.troubled
+        log.log(
+            logging.WARNING if begins else logging.INFO,
+            "[kvcache] KV events of %s/%d: %s (%s)%s",
+            self.endpoint,
+            self.source.dp_rank,
+            status.state,
+            status.reason,
+            ": what was routed there counts until they are complete again" if begins else "",
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -187,6 +188,25 @@ async def test_a_consumer_that_raises_gets_its_index_rebuilt(
         await until(lambda: index.states[-1] == "exact/following")
         assert index.blocks == {1, 2}
     assert "starting over" in caplog.text
+
+
+async def test_a_stream_in_trouble_is_a_warning_once(engine: Publisher, caplog: pytest.LogCaptureFixture) -> None:
+    """With what it means; on the way back, and when all is well again, it is information."""
+    caplog.set_level(logging.INFO, "kvproxy.clients.kv_events")
+    clock = FakeClock()
+    async with following(engine, clock=clock) as (subscriber, index):
+        assert subscriber.troubled_s is None
+        await engine.stop()
+        await until(lambda: "degraded/disconnected" in index.states)
+        clock.advance(7.0)
+        assert subscriber.troubled_s == 7.0
+        await engine.start()
+        await until(lambda: index.states[-1] == "exact/following")
+        assert subscriber.troubled_s is None
+    lines = [record for record in caplog.records if "KV events of a/0" in record.getMessage()]
+    (warning,) = [record for record in lines if record.levelname == "WARNING"]
+    assert "degraded (disconnected): what was routed there counts" in warning.getMessage()
+    assert (lines[-1].levelname, lines[-1].getMessage()) == ("INFO", "[kvcache] KV events of a/0: exact (following)")
 
 
 async def test_a_consumer_that_will_not_hear_the_state(engine: Publisher, caplog: pytest.LogCaptureFixture) -> None:
