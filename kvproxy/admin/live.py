@@ -16,6 +16,7 @@ from kvproxy.admin.health import readiness
 from kvproxy.admin.history import History
 from kvproxy.admin.operated import FindingLike, Operated
 from kvproxy.admin.routing import routing_status
+from kvproxy.admin.speeds import unlearned
 from kvproxy.filters.recent import Tally
 from kvproxy.kvcache.hot_prefixes import hot_prefixes
 from kvproxy.kvcache.status import leases, running_jobs
@@ -71,7 +72,7 @@ class LiveView:
             "decisions": last_decisions(operated, DECISIONS),
             "findings": [
                 {"severity": str(one.severity), "where": one.where, "what": one.what, "fix": one.fix}
-                for one in (*operated.findings, *self._alarms())
+                for one in (*operated.findings, *self._alarms(), *unlearned(operated.clusters))
             ],
         }
 

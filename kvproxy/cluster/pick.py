@@ -83,6 +83,8 @@ class Pick:
         if self.reservation.released:
             return
         self.endpoint.load.release(self.reservation, now)
+        if outcome is AttemptOutcome.SUCCESS:
+            self.endpoint.ended.add(self.reservation)
         if self._permit is not None:
             _settle_permit(self._permit, outcome)
         self._judge.judge(self.endpoint, outcome, now)
