@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from random import Random
 
@@ -9,9 +11,10 @@ import pytest
 
 from kvproxy.balancing.kv_aware import KvAware
 from kvproxy.balancing.speed import SpeedEstimates
+from kvproxy.replay.compare import Plan, compare
 from kvproxy.replay.outcome import Outcome, summarise
 from kvproxy.replay.pooled import Bound, paced_bound
-from kvproxy.replay.scenario import play
+from kvproxy.replay.scenario import PolicySpec, play
 from kvproxy.replay.settings import JITTER_S, FleetSettings, Pace
 from kvproxy.replay.trace import read_trace
 from tests.replay.traces import shared_prefix_trace
@@ -76,3 +79,14 @@ def test_seeds_are_other_runs_of_the_same_trace() -> None:
         for seed in (1, 2, 3)
     }
     assert len(means) == 3
+
+
+def test_the_table_tells_how_far_seeds_differ() -> None:
+    """Standard deviation of the mean; a single run has none."""
+    plan = Plan(HALF_SLOW, [PolicySpec.parse("kv_aware")], seeds=3)
+    report = compare(shared_prefix_trace(), plan, err=StringIO()).report
+    spread = report.policies["kv_aware"].ttft_mean_sd_s
+    assert spread > 0.0
+    assert f"±{spread:.3f}" in report.as_table()
+    single = compare(shared_prefix_trace(), replace(plan, seeds=1), err=StringIO()).report
+    assert "±" not in single.as_table()
