@@ -12,7 +12,7 @@ NOTABLE_REQUESTS = 500
 
 _FIX = (
     "stream answers, or let the kvcache filter read the engines' own counters: engine_metrics_interval above 0, "
-    "SGLang with --enable-metrics, and no second proxy in front of the same engines"
+    "SGLang with --enable-metrics and without other clients"
 )
 
 

@@ -36,6 +36,7 @@ _NAMES: dict[str, tuple[bytes, ...]] = {
     "generation_tokens": (b"generation_tokens_total",),
     "prefills": (b"request_prefill_time_seconds_count",),
     "prefill_s": (b"request_prefill_time_seconds_sum",),
+    "prefill_tokens": (b"request_prefill_kv_computed_tokens_sum",),
 }
 _WANTED = frozenset(name for names in _NAMES.values() for name in names) | {_CACHE_CONFIG}
 
@@ -85,6 +86,7 @@ class EngineMetrics:
     generation_tokens: int | None = None
     prefills: int | None = None  # of requests that ended (vLLM) or were prefilled (SGLang)
     prefill_s: float | None = None  # what these took together, time in the queue left out
+    prefill_tokens: int | None = None  # of their prompts, those that were not cached
     cache: CacheConfig | None = None
     started_at: float | None = None  # of the process, seconds since the epoch by the engine's clock
 
@@ -116,6 +118,7 @@ def parse_engine_metrics(text: bytes) -> EngineMetrics:
         generation_tokens=_total(samples, "generation_tokens"),
         prefills=_total(samples, "prefills"),
         prefill_s=_fold(samples, "prefill_s", math.fsum),
+        prefill_tokens=_total(samples, "prefill_tokens"),
         cache=cache,
         started_at=_started_at(text),
     )

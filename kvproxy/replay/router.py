@@ -35,9 +35,11 @@ class SimEndpoint:
     def __post_init__(self) -> None:
         self.ended = EndedWork(self.load)
 
-    def count(self, prefill_s: float) -> None:
+    def count(self, prefill_s: float, computed_tokens: int) -> None:
         """A request ended."""
-        self.prefills = Reading(self.prefills.prefills + 1, self.prefills.seconds + prefill_s)
+        so_far = self.prefills
+        tokens = (so_far.computed_tokens or 0) + computed_tokens
+        self.prefills = Reading(so_far.prefills + 1, so_far.seconds + prefill_s, tokens)
 
 
 @dataclass(slots=True, eq=False)

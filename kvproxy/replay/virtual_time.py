@@ -149,9 +149,9 @@ class VirtualTime:
 
     def _scrape(self, placement: Placement, now: float) -> None:
         """The engine counts a request that ended, and its counters are read as often as the proxy reads them."""
-        endpoint = placement.endpoint
-        if placement.request.outcome.first_token_at is not None:
-            endpoint.count(placement.prefill_s)
+        endpoint, outcome = placement.endpoint, placement.request.outcome
+        if outcome.first_token_at is not None:
+            endpoint.count(placement.prefill_s, outcome.prompt_tokens - outcome.cached_tokens)
         if now >= endpoint.scraped_at + _SCRAPE_S:
             endpoint.scraped_at = now
             endpoint.ended.read(endpoint.prefills, now)

@@ -91,6 +91,25 @@ def test_another_clients_requests_teach_nothing(world: World) -> None:
     assert [busy_s for _, busy_s, _ in world.read()] == [pytest.approx(0.5)]
 
 
+def test_an_engine_that_tells_its_tokens_teaches_through_strangers(world: World) -> None:
+    """Another proxy before the same engines sends three times as much: the mean of all of them is the sample."""
+    world.counted = Reading(100, 50.0, 10_000)
+    world.read()
+    world.ended.add(world.load.reserve(1000, 500, 0.0, hidden=True))
+    world.counted = Reading(104, 58.0, 10_000 + 8_000)
+    ((work, busy_s, _),) = world.read()
+    assert (work[:2], busy_s) == ((1.0, 2000.0), pytest.approx(2.0))
+    assert work[2] == pytest.approx(2 * 1000 * (500 + 500))  # the attention behind a token is that of ours
+
+
+def test_tokens_an_engine_stops_telling_are_not_believed(world: World) -> None:
+    """Counts have to agree then."""
+    world.counted = Reading(100, 50.0, 10_000)
+    world.read()
+    world.serve()
+    assert len(world.read()) == 1
+
+
 def test_a_few_strangers_are_tolerated(world: World) -> None:
     """A health check that generates a token is one of these."""
     for _ in range(9):

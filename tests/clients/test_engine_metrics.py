@@ -30,7 +30,7 @@ def test_a_real_page_agrees_with_the_slow_parser() -> None:
 def test_the_prefills_of_requests_that_ended() -> None:
     """Their number and the time they took, as the real page has them."""
     ours = parse_engine_metrics(PAGE)
-    assert (ours.prefills, ours.prefill_s) == (11, pytest.approx(0.13412985))
+    assert (ours.prefills, ours.prefill_s, ours.prefill_tokens) == (11, pytest.approx(0.13412985), 119)
 
 
 SGLANG = b"""
