@@ -25,7 +25,9 @@ class KnownSpeeds(SpeedModel):
     def slowness(self, endpoint: EndpointId, now: float) -> float:
         return self._timings[endpoint].factor_at(now)
 
-    def observe(self, endpoint: EndpointId, work: Features, busy_s: float, now: float) -> None:
+    def observe(
+        self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool = False
+    ) -> None:
         """It knows better."""
 
 

@@ -1,15 +1,19 @@
 """A stand-in engine that costs as little as Python can: a raw protocol on uvloop, no parsing beyond what it needs.
 
 `python -m benchmarks.stub PORT...`: as many engines in one process. A body with `"stream":true` gets 64 events, all at
-once, or 20 ms apart when it says `paced`; every other POST a short completion; GET what routers ask at start.
+once, or 20 ms apart when it says `paced`; `/v1/chat/completions/render` (vllm-router's cache_aware asks it about every
+prompt) the prompt's tokens, as vLLM's with `--enable-scale-out`; every other POST a short completion; GET what routers
+ask at start.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
+import struct
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import cast
 
 import uvloop
@@ -30,6 +34,8 @@ _INFO = (
     b'"owned_by":"bench","max_model_len":131072}]}'
 )
 _STREAMING = re.compile(rb'"stream": ?true')
+_RENDER = re.compile(rb"POST /v1/(chat/)?completions/render[? ]")
+_TOKEN_BYTES, _VOCABULARY = 4, 150_000
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 
 
@@ -39,6 +45,24 @@ def _plain(body: bytes) -> bytes:
 
 def _chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+@lru_cache(maxsize=64)
+def rendered(body: bytes, *, chat: bool) -> bytes:
+    """What vLLM 0.32 answers to `/render` (captured from one), with four bytes a token: prompts that differ have other
+    tokens from there on. A load sends one body again and again; tokenizing it once is enough."""
+    count = len(body) // _TOKEN_BYTES
+    ids = b",".join(b"%d" % (each % _VOCABULARY) for each in struct.unpack_from(f"<{count}I", body))
+    kind = b"chatcmpl" if chat else b"cmpl"
+    one = (
+        b'{"request_id":"%b-8f4f1e8de97a6944","token_ids":[%b],"token_offsets":null,"features":null,"content_parts":null,'
+        b'"sampling_params":{"presence_penalty":0.0,"frequency_penalty":0.0,"repetition_penalty":1.0,"temperature":1.0,'
+        b'"top_p":1.0,"min_p":0.0,"stop":[],"stop_token_ids":[],"max_tokens":4,"output_kind":2,"skip_clone":true,'
+        b'"bad_words":[],"skip_reading_prefix_cache":false},"model":"bench","reasoning_ended":null,'
+        b'"reasoning_parser_kwargs":null,"return_token_ids":null,"output_mode":"tokens","stream":false,'
+        b'"stream_options":null,"cache_salt":null,"priority":0,"kv_transfer_params":null,"ec_transfer_params":null}'
+    ) % (kind, ids)
+    return _plain(one if chat else b"[%b]" % one)
 
 
 _STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -71,6 +95,8 @@ class Engine(asyncio.Protocol):
     def _answer(self, request: bytes) -> None:
         if not request.startswith(b"POST"):
             self._transport.write(_ABOUT)
+        elif render := _RENDER.match(request):
+            self._transport.write(rendered(request[request.find(b"\r\n\r\n") + 4 :], chat=bool(render[1])))
         elif not _STREAMING.search(request):
             self._transport.write(_ANSWER)
         elif b"paced" in request:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from kvproxy.admin.operated import FindingLike, Operated
+from kvproxy.admin.speeds import unlearned
 from kvproxy.clients.kv_events.status import StreamState
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition, Endpoint
@@ -101,10 +102,11 @@ class Troubles:
     def _rest(self) -> Iterator[Trouble]:
         kvcache = self._operated.kvcache
         alarms: Sequence[FindingLike] = () if kvcache is None else kvcache.parts.learning.scores.alarms()
-        for kind, found in (("alarm", alarms), ("finding", self._operated.findings)):
+        unknown = unlearned(self._operated.clusters)
+        for kind, found in (("alarm", alarms), ("speeds", unknown), ("finding", self._operated.findings)):
             for one in found:
-                # Alarms count in their text; findings of one place may be several.
-                about = (kind, one.where) if kind == "alarm" else (kind, one.where, one.what)
+                # Alarms and speeds count in their text; findings of one place may be several.
+                about = (kind, one.where, one.what) if kind == "finding" else (kind, one.where)
                 yield Trouble(about, Rank.REST, str(one.severity), one.where, one.what, one.fix)
 
 

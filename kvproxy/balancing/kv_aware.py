@@ -116,8 +116,10 @@ class KvAware:
             "usual_wait_s": {endpoint: custom.usual_wait_s for endpoint, custom in customs.items()},
         }
 
-    def observe_sample(self, endpoint: EndpointId, work: Features, busy_s: float, now: float) -> None:
-        self.speeds.observe(endpoint, work, busy_s, now)
+    def observe_sample(
+        self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool = False
+    ) -> None:
+        self.speeds.observe(endpoint, work, busy_s, now, scraped=scraped)
 
     def observe_reuse(self, endpoint: EndpointId, predicted_tokens: int, cached_tokens: int, now: float) -> None:
         """Nothing: a wrong prediction shows in the samples, and who made it answers for it (trust.py)."""
@@ -135,6 +137,7 @@ class KvAware:
     def _count(
         self, facts: OverlapFacts, endpoint: EndpointId, held_elsewhere: int, endpoints: int, now: float
     ) -> None:
+        self.speeds.requests_without_sample += 1
         seconds = self.speeds.seconds
         own = own_s(facts, endpoint, self.speeds)
         self.utilisation.add(own, endpoints, now)

@@ -28,6 +28,7 @@ class LeastTtft:
 
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
         facts, speeds, costs = request.facts, self.speeds, []
+        speeds.requests_without_sample += 1
         for candidate in candidates:
             slowness = speeds.slowness(candidate.id, now)
             wait = candidate.load.wait_s(speeds.seconds, slowness, now)
@@ -38,8 +39,10 @@ class LeastTtft:
         """The present estimates."""
         return asdict(self.speeds.estimates(now))
 
-    def observe_sample(self, endpoint: EndpointId, work: Features, busy_s: float, now: float) -> None:
-        self.speeds.observe(endpoint, work, busy_s, now)
+    def observe_sample(
+        self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool = False
+    ) -> None:
+        self.speeds.observe(endpoint, work, busy_s, now, scraped=scraped)
 
     def observe_reuse(self, endpoint: EndpointId, predicted_tokens: int, cached_tokens: int, now: float) -> None:
         """Speeds are all it learns."""

@@ -5,20 +5,19 @@ learns from: every group of first tokens is one sample "busy seconds against fea
 sides of the equation.
 
 An answer that is not streamed hides its first token behind its whole decode. Engines prefill in order of arrival, so
-such a request is taken as prefilled when a later one shows its first token, or when its estimated time has passed.
+such a request is taken as prefilled when a later one shows its first token or ends, or when its estimated time has
+passed; what it teaches about speeds the engine's own counters have to say (ended.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 #: (requests, sum u, sum u*(c+u/2), sum l) for u uncached tokens after c cached ones, l of these on lower tiers:
 #: what prefill time is linear in.
 Features = tuple[float, float, float, float]
-
-#: Receives one closed sample: the work, the busy seconds it took, and now.
-OnSample = Callable[[Features, float, float], None]
 
 #: First tokens closer together than this left the engine in one step.
 GROUP_GAP_S = 0.002
@@ -43,6 +42,17 @@ def seconds_of(work: Features, seconds: Features) -> float:
     return work[0] * seconds[0] + work[1] * seconds[1] + work[2] * seconds[2] + work[3] * seconds[3]
 
 
+def sum_of(a: Features, b: Features) -> Features:
+    """Both works together."""
+    return (a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3])
+
+
+class OnSample(Protocol):
+    """Receives one closed sample: the work, the busy seconds it took, and now. `scraped`: by the engine's counters."""
+
+    def __call__(self, work: Features, busy_s: float, now: float, *, scraped: bool = False) -> None: ...
+
+
 @dataclass(slots=True, eq=False)
 class Reservation:
     """One request's share of an endpoint's load. Settled exactly once, on every exit."""
@@ -52,7 +62,6 @@ class Reservation:
     started_at: float
     lower_tokens: int = 0  # of the cached ones, on host or disk tiers
     hidden: bool = False  # its first token cannot be seen
-    queued: Features = NO_WORK  # what was pending when it was placed, itself included
     first_token_at: float | None = None
     released: bool = False
 
@@ -71,6 +80,7 @@ class EndpointLoad:
 
     __slots__ = (
         "_anchor",
+        "_begun",
         "_done",
         "_head",
         "_hidden",
@@ -97,6 +107,7 @@ class EndpointLoad:
         self._presumed = NO_WORK  # of hidden ones since the last first token; joins the sample with the next one
         self._anchor = 0.0  # when the open sample's work began
         self._last = 0.0  # the latest first token, or when work began
+        self._begun = 0.0  # when the engine began with the oldest pending request, as far as is known
 
     @property
     def pending(self) -> Mapping[Reservation, Features]:
@@ -105,8 +116,8 @@ class EndpointLoad:
 
     @property
     def busy_since(self) -> float:
-        """The latest first token, or when work on the pending requests began."""
-        return self._last
+        """When work on the oldest pending request began, as far as is known."""
+        return self._begun
 
     @property
     def pending_requests(self) -> int:
@@ -134,29 +145,29 @@ class EndpointLoad:
         self.pending_tokens += uncached_tokens
         self.resident_tokens += uncached_tokens + cached_tokens
         if not self._pending:
-            self._anchor = self._last = now
+            self._anchor = self._last = self._begun = now
             self._work = self._done = self._presumed = NO_WORK  # also ends the drift of adding and subtracting floats
         self._hidden += hidden
         work = self._pending[reservation] = reservation.features
-        self._work = reservation.queued = _sum(self._work, work)
+        self._work = sum_of(self._work, work)
         self._head = None
         return reservation
 
     def first_token(self, reservation: Reservation, now: float) -> None:
         """The engine finished this request's prefill; of a hidden one only that it did so at some time is known."""
+        self._presume_before(reservation)
         if reservation.hidden:
             self._void(reservation, now)
             return
-        self._presume_before(reservation)
         work = self._settle(reservation)
         if work is None:
             return
         reservation.first_token_at = now
         if self._last > self._anchor and now - self._last > GROUP_GAP_S:
             self._close_sample(self._last, now)
-        self._done = _sum(_sum(self._done, self._presumed), work)
+        self._done = sum_of(sum_of(self._done, self._presumed), work)
         self._presumed = NO_WORK
-        self._last = now
+        self._last = self._begun = now
         if not self._pending:
             self._close_sample(now, now)
 
@@ -183,7 +194,7 @@ class EndpointLoad:
             head = self.head()
         a, b, c, d = seconds  # not seconds_of: this runs for every endpoint of every pick
         progress = MAX_PROGRESS * slowness * (head[0] * a + head[1] * b + head[2] * c + head[3] * d)
-        elapsed = now - self._last
+        elapsed = now - self._begun
         if elapsed < progress:
             progress = elapsed if elapsed > 0.0 else 0.0
         wait = slowness * (work[0] * a + work[1] * b + work[2] * c + work[3] * d) - progress
@@ -193,10 +204,10 @@ class EndpointLoad:
         """Takes a request out whose first token nobody saw, and with it the open sample."""
         if self._settle(reservation) is not None:
             self._done = self._presumed = NO_WORK
-            self._anchor = self._last = now
+            self._anchor = self._last = self._begun = now
 
     def _presume_before(self, shown: Reservation) -> None:
-        """What was placed before a request that shows its first token was prefilled before it."""
+        """What was placed before a request that shows its first token, or ends, was prefilled before it."""
         if shown not in self._pending:
             return
         while (oldest := next(iter(self._pending))) is not shown and oldest.hidden:
@@ -204,15 +215,17 @@ class EndpointLoad:
 
     def _presume_by_time(self, seconds: Features, slowness: float, now: float) -> None:
         while self._pending:
-            oldest = next(iter(self._pending))
-            if not oldest.hidden or now - oldest.started_at < slowness * seconds_of(oldest.queued, seconds):
+            oldest, work = next(iter(self._pending.items()))
+            end = self._begun + slowness * seconds_of(work, seconds)
+            if not oldest.hidden or now < end:
                 return
+            self._begun = end
             self._presume(oldest)
 
     def _presume(self, hidden: Reservation) -> None:
         work = self._settle(hidden)
         assert work is not None
-        self._presumed = _sum(self._presumed, work)
+        self._presumed = sum_of(self._presumed, work)
 
     def _settle(self, reservation: Reservation) -> Features | None:
         """Takes a request out of the pending ones; None when it is none."""
@@ -235,14 +248,10 @@ def head_of(works: Iterable[Features]) -> Features:
     """What the engine is at once at work on, of pending work with the oldest first."""
     head = NO_WORK
     for count, work in enumerate(works, start=1):
-        head = _sum(head, work)
+        head = sum_of(head, work)
         if head[1] >= HEAD_TOKENS or count >= HEAD_REQUESTS:
             break
     return head
-
-
-def _sum(a: Features, b: Features) -> Features:
-    return (a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3])
 
 
 def _difference(a: Features, b: Features) -> Features:

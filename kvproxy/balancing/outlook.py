@@ -18,7 +18,7 @@ class Outlook(msgspec.Struct, frozen=True):
 
     work: Features  # of everything pending
     head: Features  # of what it is at work on
-    elapsed_s: float  # since its latest first token, or since that work began
+    elapsed_s: float  # since that work began, as far as is known
 
     def wait_s(self, seconds: Features, slowness: float) -> float:
         """Until it would begin with a request placed now; `seconds` and `slowness` as in `EndpointLoad.wait_s`."""
@@ -39,16 +39,18 @@ def outlook_of(load: EndpointLoad, seconds: Features | None, slowness: float, no
         return IDLE
     if seconds is None or not next(iter(pending)).hidden:
         return Outlook(load.pending_work, load.head(), now - load.busy_since)
-    work, overdue = load.pending_work, 0
+    work, begun, overdue = load.pending_work, load.busy_since, 0
     for reservation, own in pending.items():
-        if not reservation.hidden or now - reservation.started_at < slowness * seconds_of(reservation.queued, seconds):
+        end = begun + slowness * seconds_of(own, seconds)
+        if not reservation.hidden or now < end:
             break
+        begun = end
         work = (work[0] - own[0], work[1] - own[1], work[2] - own[2], work[3] - own[3])
         overdue += 1
     if overdue == len(pending):
         return IDLE
     head = head_of(islice(pending.values(), overdue, None)) if overdue else load.head()
-    return Outlook(work, head, now - load.busy_since)
+    return Outlook(work, head, now - begun)
 
 
 class WatchedLoad:

@@ -133,8 +133,11 @@ class Learner(Protocol):
     came from the cache, and `forget` an endpoint that left for good.
     """
 
-    def observe_sample(self, endpoint: EndpointId, work: Features, busy_s: float, now: float) -> None:
-        """`endpoint` did `work` in `busy_s` seconds (a sample closed by its load ledger)."""
+    def observe_sample(
+        self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool = False
+    ) -> None:
+        """`endpoint` did `work` in `busy_s` seconds: a sample closed by its load ledger, or `scraped` from the engine's
+        own counters."""
         ...
 
     def observe_reuse(self, endpoint: EndpointId, predicted_tokens: int, cached_tokens: int, now: float) -> None:

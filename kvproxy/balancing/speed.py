@@ -45,7 +45,10 @@ class SpeedEstimates:
     tokens_per_s: float
     quadratic_tokens: float
     onboarding_s_per_token: float
+    learning: bool  # no sample yet: the figures above are what is assumed before the first
     samples: int
+    samples_by_kind: Mapping[str, int]  # `streamed`: first tokens seen; `scraped`: the engines' own counters
+    requests_without_sample: int  # placed since the latest one
     slowness: Mapping[EndpointId, float]
 
 
@@ -85,7 +88,14 @@ class SpeedModel:
         self._recentred = 0.0  # what was taken out of every one of them so far
         self._onboarding = OnboardingCost()
         self._samples = 0
+        self._scraped = 0  # of the samples
+        self.requests_without_sample = 0  # counted by the policy that places them
         self.seconds: Features = (*self._scale, 0.0)  # pooled time of one unit of each feature
+
+    @property
+    def learning(self) -> bool:
+        """No sample yet: what is believed is what is assumed before the first."""
+        return not self._samples
 
     def slowness(self, endpoint: EndpointId, now: float) -> float:
         """Factor on the pool's seconds; falls back towards 1 while no sample comes."""
@@ -94,7 +104,9 @@ class SpeedModel:
             return 1.0
         return math.exp((factor.log - self._recentred) * 0.5 ** ((now - factor.at) / self._half_life_s))
 
-    def observe(self, endpoint: EndpointId, work: Features, busy_s: float, now: float) -> None:
+    def observe(
+        self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool = False
+    ) -> None:
         """Learns that `endpoint` did `work` in `busy_s` seconds."""
         if busy_s <= 0.0 or work[0] <= 0.0:
             return
@@ -105,6 +117,8 @@ class SpeedModel:
         own_s = max(busy_s - factor * work[3] * self._onboarding.seconds_per_token, 0.1 * busy_s)
         self._fit(work, own_s / factor, predicted_s)
         self._samples += 1
+        self._scraped += scraped
+        self.requests_without_sample = 0
         self._settle()
         self._move_factor(endpoint, factor, max(1e-4, own_s) / self._prefill_s(work), now)
 
@@ -120,7 +134,10 @@ class SpeedModel:
             tokens_per_s=1 / token_s,
             quadratic_tokens=token_s / attention_s,
             onboarding_s_per_token=onboarding_s,
+            learning=self.learning,
             samples=self._samples,
+            samples_by_kind={"streamed": self._samples - self._scraped, "scraped": self._scraped},
+            requests_without_sample=self.requests_without_sample,
             slowness={endpoint: self.slowness(endpoint, now) for endpoint in self._factors},
         )
 
@@ -132,7 +149,14 @@ class SpeedModel:
         }
         moment, onboarding = tuple(self._moment), self._onboarding.sums
         return SpeedState(
-            self._scale, tuple(self._theta), _flat(self._gram), moment, onboarding, self._samples, factors
+            self._scale,
+            tuple(self._theta),
+            _flat(self._gram),
+            moment,
+            onboarding,
+            self._samples,
+            factors,
+            self._scraped,
         )
 
     def resume(self, state: SpeedState, now: float, *, keep: Container[str], away_s: float) -> None:
@@ -141,7 +165,7 @@ class SpeedModel:
         self._theta, self._moment = list(state.theta), list(state.moment)
         self._gram = [list(state.gram[3 * i : 3 * i + 3]) for i in _DIMENSIONS]
         self._onboarding.resume(state.onboarding)
-        self._samples = state.samples
+        self._samples, self._scraped = state.samples, state.scraped
         for name, one in state.factors.items():
             if name in keep and len(self._factors) < self._max_endpoints:
                 log = max(-_LOG_BOUND, min(_LOG_BOUND, one.log))

@@ -25,6 +25,7 @@ class SpeedState(msgspec.Struct, array_like=True, frozen=True):
     onboarding: tuple[float, float]  # seconds, tokens
     samples: int
     factors: dict[str, FactorState]
+    scraped: int = 0  # of the samples
 
 
 def checked(state: SpeedState, *, scale: tuple[float, float, float]) -> None:

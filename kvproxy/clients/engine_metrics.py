@@ -1,4 +1,7 @@
-"""vLLM's `/metrics`, reduced to what routing and the strategies need. Pure; a scrape is 50 kB, so one quick pass."""
+"""The engines' `/metrics` (vLLM's, and what SGLang's says alike), reduced to what routing and the strategies need.
+
+Pure; a scrape is 50 kB, so one quick pass.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,28 @@ _NAMES: dict[str, tuple[bytes, ...]] = {
     "prompt_tokens": (b"prompt_tokens_total",),
     "prompt_tokens_cached": (b"prompt_tokens_cached_total",),
     "generation_tokens": (b"generation_tokens_total",),
+    "prefills": (b"request_prefill_time_seconds_count",),
+    "prefill_s": (b"request_prefill_time_seconds_sum",),
+    "prefill_tokens": (b"request_prefill_kv_computed_tokens_sum",),
 }
 _WANTED = frozenset(name for names in _NAMES.values() for name in names) | {_CACHE_CONFIG}
+
+#: SGLang's name, or its name with a label's value -> vLLM's name of the same thing. Long prompts are prefilled in
+#: chunks: each is a stage of its own, and only the last one counts as a prefill.
+_SGLANG_PREFIX = b"sglang:"
+_SGLANG: dict[bytes, bytes] = {
+    b"token_usage": b"kv_cache_usage_perc",
+    b"num_queue_reqs": b"num_requests_waiting",
+    b"num_running_reqs": b"num_requests_running",
+    b"prompt_tokens_total": b"prompt_tokens_total",
+    b"cached_tokens_total": b"prompt_tokens_cached_total",
+    b"generation_tokens_total": b"generation_tokens_total",
+    b"per_stage_req_latency_seconds_count prefill_forward": b"request_prefill_time_seconds_count",
+    b"per_stage_req_latency_seconds_sum prefill_forward": b"request_prefill_time_seconds_sum",
+    b"per_stage_req_latency_seconds_sum chunked_prefill": b"request_prefill_time_seconds_sum",
+}
+_STAGED = b"per_stage_req_latency_seconds_"
+
 _STARTED = re.compile(rb"^process_start_time_seconds ([0-9.eE+]+)", re.MULTILINE)
 #: A line of configuration has some thirty labels; there is one a data-parallel rank.
 _MAX_CONFIG_BYTES, _MAX_CONFIGS = 8192, 256
@@ -63,6 +86,9 @@ class EngineMetrics:
     prompt_tokens: int | None = None
     prompt_tokens_cached: int | None = None
     generation_tokens: int | None = None
+    prefills: int | None = None  # of requests that ended (vLLM) or were prefilled (SGLang)
+    prefill_s: float | None = None  # what these took together, time in the queue left out
+    prefill_tokens: int | None = None  # of their prompts, those that were not cached
     cache: CacheConfig | None = None
     started_at: float | None = None  # of the process, seconds since the epoch by the engine's clock
 
@@ -72,11 +98,9 @@ def parse_engine_metrics(text: bytes) -> EngineMetrics:
     samples: dict[bytes, list[float]] = {}
     configs: list[dict[bytes, bytes]] = []
     for line in text.split(b"\n"):
-        if not line.startswith(_PREFIX):
+        if not line.startswith((_PREFIX, _SGLANG_PREFIX)):
             continue
-        brace = line.find(b"{")
-        end = brace if brace > 0 else line.find(b" ")
-        name = line[len(_PREFIX) : end]
+        name = _name(line)
         if name not in _WANTED:
             continue
         if name == _CACHE_CONFIG:
@@ -95,9 +119,27 @@ def parse_engine_metrics(text: bytes) -> EngineMetrics:
         prompt_tokens=_total(samples, "prompt_tokens"),
         prompt_tokens_cached=_total(samples, "prompt_tokens_cached"),
         generation_tokens=_total(samples, "generation_tokens"),
+        prefills=_total(samples, "prefills"),
+        prefill_s=_fold(samples, "prefill_s", math.fsum),
+        prefill_tokens=_total(samples, "prefill_tokens"),
         cache=cache,
         started_at=_started_at(text),
     )
+
+
+def _name(line: bytes) -> bytes:
+    """What the sample is called, without the prefix; SGLang's under vLLM's name, and b"" for what is read elsewhere."""
+    brace = line.find(b"{")
+    name = line[line.find(b":") + 1 : brace if brace > 0 else line.find(b" ")]
+    if line.startswith(_PREFIX):
+        return name
+    staged = name.startswith(_STAGED)
+    if not staged and name not in _SGLANG:
+        return b""
+    labels = dict(_LABEL.findall(line))
+    if labels.get(b"tp_rank", b"0") != b"0" or labels.get(b"pp_rank", b"0") != b"0":
+        return b""  # the ranks that work on one request together tell the same story
+    return _SGLANG.get(name + b" " + labels.get(b"stage", b"") if staged else name, b"")
 
 
 def _started_at(text: bytes) -> float | None:

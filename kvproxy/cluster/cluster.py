@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
 
+from kvproxy.balancing.ended import Reading
 from kvproxy.balancing.policy import PickRequest, Policy
 from kvproxy.cluster.deciders import Appointing, Deciders
 from kvproxy.cluster.discovery import Source, sources_of
@@ -228,6 +229,11 @@ class Cluster:
             return
         for learner in self._learners:
             learner.observe_reuse(pick.endpoint.id, pick.reservation.cached_tokens, cached_tokens, now)
+
+    def scraped(self, endpoint: Endpoint, reading: Reading) -> None:
+        """An engine's own count of its prefills, read just now: what streams do not teach, it does."""
+        if not endpoint.metrics.closed:
+            endpoint.ended.read(reading, self._clock())
 
     def _preferred(
         self, request: PickRequest, candidates: Sequence[Endpoint], now: float

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import StrEnum
 
+from kvproxy.balancing.ended import EndedWork
 from kvproxy.balancing.load import EndpointLoad
 from kvproxy.cluster.endpoint_metrics import EndpointMetrics
 from kvproxy.cluster.health import Health
@@ -39,6 +40,7 @@ class Endpoint:
         "authorization",
         "breaker",
         "configured_weight",
+        "ended",
         "health",
         "id",
         "instance_id",
@@ -67,6 +69,7 @@ class Endpoint:
         self.id = EndpointId(config.id)
         self.origin = origin_of(config)
         self.load = EndpointLoad()
+        self.ended = EndedWork(self.load)
         self.health = Health(settings.health)
         self.breaker = Breaker(f"{cluster}/{config.id}", settings.breaker, clock=clock, on_change=self._breaker_changed)
         self.max_in_flight = settings.max_in_flight

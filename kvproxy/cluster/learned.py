@@ -10,16 +10,17 @@ from kvproxy.types import Clock
 
 
 def show_learned(metrics: Metrics, clusters: Callable[[], Iterable[Cluster]], *, clock: Clock) -> None:
-    """Read at every scrape, from the clusters there are then; clusters whose policy learns nothing have no series."""
+    """Read at every scrape, from the clusters there are then; clusters whose policy learns nothing, or
+    has learned nothing yet, have no series."""
 
     def speeds() -> Iterable[tuple[tuple[str, ...], float]]:
         for cluster in clusters():
-            if cluster.speeds is not None:
+            if cluster.speeds is not None and not cluster.speeds.learning:
                 yield (cluster.name,), cluster.speeds.estimates(clock()).tokens_per_s
 
     def slowness() -> Iterable[tuple[tuple[str, ...], float]]:
         for cluster in clusters():
-            if cluster.speeds is not None:
+            if cluster.speeds is not None and not cluster.speeds.learning:
                 for endpoint in cluster.endpoints:
                     yield (cluster.name, str(endpoint.id)), cluster.speeds.slowness(endpoint.id, clock())
 

@@ -99,6 +99,8 @@ class Pick:
         if self.reservation.released:
             return
         self._release(now)
+        if outcome is AttemptOutcome.SUCCESS:
+            self.endpoint.ended.add(self.reservation)
         if outcome in _UNSERVED:
             self.endpoint.health.unserved(now)
         self._judge_by(outcome, now)

@@ -91,10 +91,13 @@ class Shadow:
         if self._safely("decide", partial(self._compare, request, candidates, index, costs, now)):
             self._errors_in_a_row = 0
 
-    def observe_sample(self, endpoint: EndpointId, work: Features, busy_s: float, now: float) -> None:
+    def observe_sample(
+        self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool = False
+    ) -> None:
         """As of Learner."""
         if self._learner is not None and not self.given_up:
-            self._safely("learn", partial(self._learner.observe_sample, endpoint, work, busy_s, now))
+            learn = partial(self._learner.observe_sample, endpoint, work, busy_s, now, scraped=scraped)
+            self._safely("learn", learn)
 
     def observe_reuse(self, endpoint: EndpointId, predicted_tokens: int, cached_tokens: int, now: float) -> None:
         """As of Learner."""
@@ -153,9 +156,9 @@ def feed(load: EndpointLoad, endpoint: EndpointId, learners: Sequence[Learner | 
     """Samples of this load go to each of `learners`."""
     hear = [partial(learner.observe_sample, endpoint) for learner in learners]
 
-    def to_all(work: Features, busy_s: float, now: float) -> None:
+    def to_all(work: Features, busy_s: float, now: float, *, scraped: bool = False) -> None:
         for observe in hear:
-            observe(work, busy_s, now)
+            observe(work, busy_s, now, scraped=scraped)
 
     if hear:
         load.on_sample = hear[0] if len(hear) == 1 else to_all

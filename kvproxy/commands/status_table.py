@@ -84,11 +84,19 @@ def _state(one: Mapping[str, Any]) -> Cell:
 def _routing(name: str, one: Mapping[str, Any]) -> str:
     learned = one["learned"]
     facts = [f"{name}: {one['policy']}"]
-    if "tokens_per_s" in learned:
-        facts.append(f"{learned['tokens_per_s']:,.0f} tokens/s prefill after {learned['samples']} samples")
+    if learned.get("learning"):
+        facts.append(f"learning prefill speeds (no sample in {learned['requests_without_sample']} requests)")
+    elif "tokens_per_s" in learned:
+        facts.append(f"{learned['tokens_per_s']:,.0f} tokens/s prefill after {_samples(learned)}")
     if "rho" in learned:
         facts.append(f"rho {learned['rho']:.2f}")
     return _plain(", ".join(facts))
+
+
+def _samples(learned: Mapping[str, Any]) -> str:
+    kinds = learned.get("samples_by_kind", {})
+    by = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items() if count)
+    return f"{learned['samples']:,} samples" + (f" ({by})" if by else "")
 
 
 _QUEUE_HEADS = ("ROUTER QUEUE", "STATE", "WAITING", "OLDEST", "IN TURN", "AT BOUND", "LEFT", "NO ENDPOINT", "REFUSED")

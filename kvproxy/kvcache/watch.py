@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 
+from kvproxy.balancing.ended import Reading
 from kvproxy.clients.engine_metrics import EngineMetrics
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
@@ -113,6 +114,9 @@ class Watch(OwnedTask):
             log.debug("[kvcache] metrics of %s: %s", endpoint.id, error)
             return
         self._signals.engine(endpoint, metrics)
+        if metrics.prefills is not None and metrics.prefill_s is not None:
+            reading = Reading(metrics.prefills, metrics.prefill_s, metrics.prefill_tokens)
+            self._clusters[cluster].scraped(endpoint, reading)
         if self._began_anew(cluster, endpoint.id, metrics):
             log.info("[kvcache] %s/%s is a new process: what it held is forgotten", cluster, endpoint.id)
         self._size(cluster, endpoint, metrics)

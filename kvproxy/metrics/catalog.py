@@ -139,11 +139,13 @@ class Metrics:
             "(of clusters whose policy or shadow policy learns them)", ["model", "tenant"], registry=r,
         )  # fmt: skip
         self.learned_tokens_per_s = Reading(
-            "kvproxy_learned_prefill_tokens_per_second", "Prefill speed of a pool before attention, as learned",
+            "kvproxy_learned_prefill_tokens_per_second",
+            "Prefill speed of a pool before attention, as learned; no series before the first sample",
             ["cluster"], registry=r,
         )  # fmt: skip
         self.learned_slowness = Reading(
-            "kvproxy_learned_slowness", "An endpoint's prefill time against its pool's, as learned",
+            "kvproxy_learned_slowness",
+            "An endpoint's prefill time against its pool's, as learned; no series before the first sample",
             ["cluster", "endpoint"], registry=r,
         )  # fmt: skip
 

@@ -70,6 +70,8 @@ def _plan(args: argparse.Namespace) -> Plan:
         raise ValueError(f"the baseline {args.baseline} is not among the policies")
     if args.instances < 1 or args.seeds < 1 or args.load <= 0 or not 0 <= args.wrong < 1:
         raise ValueError("--instances and --seeds are at least 1, --load is above 0, --wrong is from 0 to below 1")
+    if not 0 <= args.streamed <= 1:
+        raise ValueError("--streamed is a share, from 0 to 1")
     timing = EngineTiming(
         prefill_tokens_per_s=args.prefill_tokens_per_s,
         quadratic_tokens=args.quadratic_tokens,
@@ -88,7 +90,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         wrong_share=args.wrong,
     )
     return Plan(fleet, policies, load=args.load, baseline=args.baseline, seeds=args.seeds,
-                closed_loop=not args.open_loop, prior_factor=args.prior_factor)  # fmt: skip
+                closed_loop=not args.open_loop, prior_factor=args.prior_factor, streamed=args.streamed)  # fmt: skip
 
 
 def _slowness(text: str) -> tuple[float, ...]:

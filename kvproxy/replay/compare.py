@@ -35,6 +35,7 @@ class Plan:
     seeds: int = 1
     closed_loop: bool = True
     prior_factor: float = 1.0
+    streamed: float = 1.0  # share of the answers
 
 
 def compare(trace: Trace, plan: Plan, *, err: TextIO, bound: Bound | None = None) -> Comparison:
@@ -51,7 +52,14 @@ def compare(trace: Trace, plan: Plan, *, err: TextIO, bound: Bound | None = None
         for seed in range(1, plan.seeds + 1):
             policy = spec.make(rng=Random(seed), prior_factor=plan.prior_factor)
             outcomes = play(
-                bound.trace, bound.pace, plan.fleet, policy, queue=spec.queue, seed=seed, progress=bar.advance
+                bound.trace,
+                bound.pace,
+                plan.fleet,
+                policy,
+                queue=spec.queue,
+                seed=seed,
+                streamed=plan.streamed,
+                progress=bar.advance,
             )
             bar.end(requests)
             runs.append(summarise(outcomes, plan.fleet.instances))
@@ -77,6 +85,7 @@ def _report(trace: Trace, plan: Plan, bound: Bound, summaries: dict[str, Summary
             "pace": asdict(bound.pace),
             "seeds": plan.seeds,
             "prior_factor": plan.prior_factor,
+            "streamed": plan.streamed,
             "requests_per_s_at_load_1": bound.capacity_per_s,
         },
     )

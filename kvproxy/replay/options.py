@@ -23,7 +23,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--instances", type=int, default=8, metavar="N", help="engines (default %(default)s)")
     parser.add_argument("--load", type=float, default=0.7, metavar="X",
                         help="share of the pooled cache's saturated throughput (default %(default)s)")  # fmt: skip
-    parser.add_argument("--seeds", type=int, default=1, metavar="K", help="runs to average (default %(default)s)")
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=1,
+        metavar="K",
+        help="runs to average; from the second on, "
+        "sessions start up to half a second later than in the trace (default %(default)s)",
+    )
+    parser.add_argument("--streamed", type=float, default=1.0, metavar="X", help="share of the answers that are "
+                        "streamed; the router sees no first token of the others (default %(default)s)")  # fmt: skip
     parser.add_argument("--requests", type=int, default=0, metavar="N", help="only the first N requests")
     parser.add_argument("--open-loop", action="store_true", help="turns come at fixed times, whatever became of others")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")

@@ -40,6 +40,7 @@ class Summary:
     imbalance: float
     wrong_share: float
     requests_per_s: float
+    ttft_mean_sd_s: float = 0.0  # over seeds, of the mean; 0 of a single run
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:

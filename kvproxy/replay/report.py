@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import stdev
 from typing import Any
 
 from kvproxy.replay.outcome import Summary
@@ -68,7 +69,8 @@ class Report:
         times = (summary.ttft_mean_s, summary.ttft_p50_s, summary.ttft_p90_s, summary.ttft_p99_s, summary.e2e_mean_s)
         return [
             name + (f" ({summary.failed} failed)" if summary.failed else ""),
-            *(f"{value:.3f}" for value in times),
+            f"{times[0]:.3f}" + (f" ±{summary.ttft_mean_sd_s:.3f}" if summary.ttft_mean_sd_s else ""),
+            *(f"{value:.3f}" for value in times[1:]),
             f"{summary.hit_rate:.3f}",
             f"{summary.imbalance:.2f}",
             f"{self.distance(name):.2f}" if self.bound_ttft_mean_s else "-",
@@ -77,11 +79,12 @@ class Report:
 
 
 def mean_of(summaries: Sequence[Summary]) -> Summary:
-    """The mean over seeds, figure by figure."""
+    """The mean over seeds, figure by figure, and how far the mean TTFT differs between them."""
     rows = [asdict(summary) for summary in summaries]
     means = {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
     counts = {"requests": round(means["requests"]), "failed": round(means["failed"])}
-    return Summary(**{**means, **counts})
+    spread = stdev(each.ttft_mean_s for each in summaries) if len(summaries) > 1 else 0.0
+    return Summary(**{**means, **counts, "ttft_mean_sd_s": spread})
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from kvproxy.balancing.ended import NOTHING_READ, EndedWork, Reading
 from kvproxy.balancing.forecast import Forecaster, least_own_s, least_wait_s
 from kvproxy.balancing.load import EndpointLoad, Reservation
 from kvproxy.balancing.policy import Learner, PickRequest, Policy
@@ -25,8 +26,20 @@ class SimEndpoint:
     index: int
     engine: Engine
     load: EndpointLoad = field(default_factory=EndpointLoad)
+    ended: EndedWork = field(init=False)
     weight: float = 1.0
     due: float | None = None  # when the engine is to be advanced
+    prefills: Reading = NOTHING_READ  # of requests that ended, as the engine counts them
+    scraped_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.ended = EndedWork(self.load)
+
+    def count(self, prefill_s: float, computed_tokens: int) -> None:
+        """A request ended."""
+        so_far = self.prefills
+        tokens = (so_far.computed_tokens or 0) + computed_tokens
+        self.prefills = Reading(so_far.prefills + 1, so_far.seconds + prefill_s, tokens)
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +51,7 @@ class LiveRequest:
     turn: Turn
     outcome: Outcome
     name: str = ""
+    streams: bool = True  # its first token is seen when it comes
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +62,7 @@ class Placement:
     endpoint: SimEndpoint
     reservation: Reservation
     settle: Settle
+    prefill_s: float = 0.0  # as the engine counts it
 
 
 class VirtualRouter:
@@ -90,12 +105,17 @@ class VirtualRouter:
 
     def first_token(self, placement: Placement, now: float) -> None:
         """The response began."""
-        placement.endpoint.load.first_token(placement.reservation, now)
+        if placement.request.streams:
+            placement.endpoint.load.first_token(placement.reservation, now)
 
     def finished(self, placement: Placement, now: float) -> None:
         """The response ended, with its usage."""
         endpoint, outcome = placement.endpoint, placement.request.outcome
+        if not placement.request.streams:
+            endpoint.load.first_token(placement.reservation, now)
         endpoint.load.release(placement.reservation, now)
+        if outcome.first_token_at is not None:
+            endpoint.ended.add(placement.reservation)
         predicted, cached = outcome.predicted_tokens, outcome.cached_tokens
         placement.settle(predicted, cached)
         if self._learner is not None:
@@ -107,13 +127,14 @@ class VirtualRouter:
         pick = PickRequest(
             session_key=str(request.session),
             facts=facts,
+            streams=request.streams,
             prompt_head=turn.blocks[0].to_bytes(8, "little") if turn.blocks else b"",
         )
         endpoint = self._endpoints[self._policy.choose(pick, self._endpoints, now).index]
         matched = facts.matched_tokens(endpoint.id)
         request.outcome.endpoint = endpoint.index
         request.outcome.predicted_tokens = matched
-        reservation = endpoint.load.reserve(turn.prompt_tokens - matched, matched, now)
+        reservation = endpoint.load.reserve(turn.prompt_tokens - matched, matched, now, hidden=not request.streams)
         return Placement(request, endpoint, reservation, self._view.routed(endpoint.index, turn))
 
     def _least_wait_s(self, now: float) -> float:

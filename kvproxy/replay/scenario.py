@@ -76,9 +76,11 @@ def play(
     *,
     queue: bool = False,
     seed: int = 1,
+    streamed: float = 1.0,
     progress: Callable[[int], None] = lambda finished: None,
 ) -> Sequence[Outcome]:
-    """Every request of the trace, as its client saw it. The policy is a fresh one: it learns as it goes."""
+    """Every request of the trace, as its client saw it. The policy is a fresh one: it learns as it goes; `streamed` is
+    the share of requests whose first token it sees."""
     duration_s = pace.duration_s(trace)
     endpoints = [
         SimEndpoint(endpoint_id(index), index, Engine(fleet.engine(trace.block_size, index, duration_s)))
@@ -86,4 +88,15 @@ def play(
     ]
     view = IndexView(fleet, trace.block_size, rng=Random(seed + 1))
     router = VirtualRouter(endpoints, policy, view, queue=QueueSettings(limit=100_000) if queue else None)
-    return VirtualTime(trace, pace, router, view, index_delay_s=fleet.index_delay_s, progress=progress).run()
+    chance = Random(seed + 2)
+    run = VirtualTime(
+        trace,
+        pace,
+        router,
+        view,
+        index_delay_s=fleet.index_delay_s,
+        jitter=Random(seed + 3) if seed > 1 else None,
+        streams=lambda: chance.random() < streamed,
+        progress=progress,
+    )
+    return run.run()

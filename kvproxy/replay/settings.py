@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from random import Random
 
 from kvproxy.replay.trace import Trace
 from kvproxy.simulator.engine_io import EngineSettings
 from kvproxy.simulator.timing import EngineTiming
+
+#: By how much arrivals differ from one seed to the next.
+JITTER_S = 0.5
 
 
 class IndexMode(StrEnum):
@@ -64,11 +68,12 @@ class Pace:
         """About when the last request comes."""
         return max(at for at, _, _ in replace(self, closed_loop=False).arrivals(trace))
 
-    def arrivals(self, trace: Trace) -> list[tuple[float, int, int]]:
-        """Open-loop (time, session, turn) of every request, or of every session's first."""
+    def arrivals(self, trace: Trace, *, jitter: Random | None = None) -> list[tuple[float, int, int]]:
+        """Open-loop (time, session, turn) of every request, or of every session's first; with `jitter` every session
+        starts up to JITTER_S later."""
         arrivals = []
         for number, session in enumerate(trace.sessions):
-            at = session.start_s * self.scale
+            at = session.start_s * self.scale + (jitter.uniform(0.0, JITTER_S) if jitter is not None else 0.0)
             for turn_number, turn in enumerate(session.turns[: 1 if self.closed_loop else None]):
                 at += turn.delay_s
                 arrivals.append((at, number, turn_number))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from random import Random
 from typing import Any
 
 from kvproxy.replay.outcome import Outcome
@@ -20,6 +21,9 @@ from kvproxy.simulator.engine_io import CacheChanged, Finished, FirstToken, Reje
 
 #: A timer of the router queue is never set closer than this: waits shrink continuously, and asking costs.
 _QUEUE_TICK_S = 0.002
+
+#: How often engines' counters are read, where they change: as `engine_metrics_interval` has it.
+_SCRAPE_S = 5.0
 
 
 class _Kind(IntEnum):
@@ -42,6 +46,8 @@ class VirtualTime:
         *,
         index_delay_s: float = 0.0,
         sharing: Sequence[SimEndpoint] = (),
+        streams: Callable[[], bool] = lambda: True,
+        jitter: Random | None = None,
         progress: Callable[[int], None] = lambda finished: None,
     ) -> None:
         self._trace = trace
@@ -50,6 +56,8 @@ class VirtualTime:
         self._view = view
         self._index_delay_s = index_delay_s
         self._sharing = sharing
+        self._streams = streams
+        self._jitter = jitter
         self._progress = progress
         self._events: list[tuple[float, int, _Kind, Any]] = []
         self._count = 0
@@ -60,7 +68,7 @@ class VirtualTime:
 
     def run(self) -> Sequence[Outcome]:
         """Plays the whole trace; outcomes in order of arrival."""
-        for at, session, number in self._pace.arrivals(self._trace):
+        for at, session, number in self._pace.arrivals(self._trace, jitter=self._jitter):
             self._push(at, _Kind.ARRIVAL, (session, number))
         events = self._events
         while events:
@@ -83,7 +91,8 @@ class VirtualTime:
     def _arrive(self, turn_of_session: tuple[int, int], now: float) -> None:
         session, number = turn_of_session
         turn = self._trace.sessions[session].turns[number]
-        request = LiveRequest(session, number, turn, Outcome(now, turn.prompt_tokens), name=str(len(self._outcomes)))
+        request = LiveRequest(session, number, turn, Outcome(now, turn.prompt_tokens))
+        request.name, request.streams = str(len(self._outcomes)), self._streams()
         self._outcomes.append(request.outcome)
         placement = self._router.arrive(request, now)
         if placement is None:
@@ -115,6 +124,7 @@ class VirtualTime:
                 placement = self._placed[output.request_id]
                 placement.request.outcome.first_token_at = now
                 placement.request.outcome.cached_tokens = output.cached_tokens
+                placement.prefill_s = now - output.admitted_at
                 self._router.first_token(placement, now)
             elif isinstance(output, Finished | Rejected):
                 self._finish(self._placed.pop(output.request_id), now)
@@ -135,12 +145,22 @@ class VirtualTime:
         if request.outcome.first_token_at is not None:
             request.outcome.finished_at = now
         self._router.finished(placement, now)
+        self._scrape(placement, now)
         self._finished += 1
         self._progress(self._finished)
         turns = self._trace.sessions[request.session].turns
         if self._pace.closed_loop and request.number + 1 < len(turns):
             following = request.number + 1
             self._push(now + turns[following].delay_s, _Kind.ARRIVAL, (request.session, following))
+
+    def _scrape(self, placement: Placement, now: float) -> None:
+        """The engine counts a request that ended, and its counters are read as often as the proxy reads them."""
+        endpoint, outcome = placement.endpoint, placement.request.outcome
+        if outcome.first_token_at is not None:
+            endpoint.count(placement.prefill_s, outcome.prompt_tokens - outcome.cached_tokens)
+        if now >= endpoint.scraped_at + _SCRAPE_S:
+            endpoint.scraped_at = now
+            endpoint.ended.read(endpoint.prefills, now)
 
     def _release(self, now: float) -> None:
         while (placement := self._router.release(now)) is not None:

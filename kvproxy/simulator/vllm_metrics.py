@@ -54,7 +54,8 @@ class VllmMetrics:
         self._touch(settings)
 
     def observe(self, generation: Generation, output: EngineOutput) -> None:
-        """Takes in one output before the generation itself does."""
+        """Takes in one output before the generation itself does. As in vLLM, a request's own times count when it ends,
+        its first token and the time between tokens at once."""
         match output:
             case FirstToken():
                 self._first_token(generation, output)
@@ -128,15 +129,7 @@ class VllmMetrics:
         info.labels(*(config[name] for name in names)).set(1)
 
     def _first_token(self, generation: Generation, output: FirstToken) -> None:
-        request, observe = generation.request, self._histograms
-        observe["time_to_first_token_seconds"].observe(output.at - output.submitted_at)
-        observe["request_queue_time_seconds"].observe(output.admitted_at - output.submitted_at)
-        observe["request_prefill_time_seconds"].observe(output.at - output.admitted_at)
-        observe["request_prompt_tokens"].observe(request.prompt_tokens)
-        observe["request_prefill_kv_computed_tokens"].observe(request.prompt_tokens - output.cached_tokens)
-        observe["request_params_max_tokens"].observe(request.output_tokens)
-        observe["request_max_num_generation_tokens"].observe(request.output_tokens)
-        observe["request_params_n"].observe(1)
+        self._histograms["time_to_first_token_seconds"].observe(output.at - output.submitted_at)
         self._last_token_at[output.request_id] = output.at
 
     def _finished(self, generation: Generation, output: Finished) -> None:
@@ -144,7 +137,14 @@ class VllmMetrics:
         self._last_token_at.pop(output.request_id, None)
         first = generation.first
         assert first is not None, "an engine reports a first token before it finishes"
-        observe, decode_s = self._histograms, output.at - first.at
+        request, observe, decode_s = generation.request, self._histograms, output.at - first.at
+        observe["request_queue_time_seconds"].observe(first.admitted_at - first.submitted_at)
+        observe["request_prefill_time_seconds"].observe(first.at - first.admitted_at)
+        observe["request_prompt_tokens"].observe(request.prompt_tokens)
+        observe["request_prefill_kv_computed_tokens"].observe(request.prompt_tokens - first.cached_tokens)
+        observe["request_params_max_tokens"].observe(request.output_tokens)
+        observe["request_max_num_generation_tokens"].observe(request.output_tokens)
+        observe["request_params_n"].observe(1)
         observe["request_generation_tokens"].observe(output.output_tokens)
         observe["e2e_request_latency_seconds"].observe(output.at - first.submitted_at)
         observe["request_inference_time_seconds"].observe(output.at - first.admitted_at)

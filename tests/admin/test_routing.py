@@ -22,7 +22,8 @@ async def test_what_was_learned_is_shown() -> None:
     assert shown["parameters"]["stall"] == 0.04
     assert shown["allowed"]["stall"] == "0 to 1"
     learned = shown["learned"]
-    assert learned["samples"] == 1
+    assert (learned["samples"], learned["samples_by_kind"]) == (1, {"streamed": 1, "scraped": 0})
+    assert (learned["learning"], learned["requests_without_sample"]) == (False, 0)
     assert learned["slowness"]["a"] > 1.0
     assert (learned["rho"], learned["arrivals_per_s"]) == (0.5, 0.0)
     assert learned["tokens_per_s"] > 0

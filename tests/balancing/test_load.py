@@ -14,7 +14,7 @@ SECONDS: Features = (0.01, 1e-3, 0.0, 0.0)
 class Samples(list[tuple[Features, float, float]]):
     """What a learner would receive."""
 
-    def __call__(self, work: Features, busy_s: float, now: float) -> None:
+    def __call__(self, work: Features, busy_s: float, now: float, *, scraped: bool = False) -> None:
         self.append((work, busy_s, now))
 
 
@@ -173,6 +173,28 @@ def test_a_hidden_request_is_presumed_prefilled_when_its_time_has_passed(load: E
     assert load.wait_s(per_token, 1.0, 1.0) == 0.0
     assert load.pending_tokens == 0
     assert load.in_flight == 1
+
+
+def test_hidden_requests_are_prefilled_one_after_the_other(load: EndpointLoad) -> None:
+    """The second began when the first must have been done, so that half of it is done half its time later."""
+    per_token = (0.0, 0.001, 0.0, 0.0)
+    load.reserve(1000, 0, 0.0, hidden=True)
+    load.reserve(1000, 0, 0.6, hidden=True)
+    load.reserve(1000, 0, 0.6, hidden=True)
+    assert load.wait_s(per_token, 1.0, 1.5) == pytest.approx(1.5)
+    assert load.pending_requests == 2
+    assert load.wait_s(per_token, 1.0, 2.25) == pytest.approx(0.75)
+    assert load.pending_requests == 1
+
+
+def test_the_end_of_a_hidden_request_shows_that_those_before_it_are_prefilled(load: EndpointLoad) -> None:
+    """Whatever the estimate says; a short answer overtakes a long one, not its prefill."""
+    load.reserve(1000, 0, 0.0, hidden=True)
+    short = load.reserve(1000, 0, 0.0, hidden=True)
+    load.reserve(1000, 0, 0.0, hidden=True)
+    load.first_token(short, 0.5)
+    assert load.pending_requests == 1
+    assert load.wait_s((0.0, 0.001, 0.0, 0.0), 1.0, 0.75) == pytest.approx(0.75)
 
 
 def test_the_end_of_a_hidden_request_is_no_sample(load: EndpointLoad, samples: Samples) -> None:

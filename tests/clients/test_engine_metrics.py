@@ -27,6 +27,35 @@ def test_a_real_page_agrees_with_the_slow_parser() -> None:
     assert ours.cache == CacheConfig(128, 32768, 4_194_304, True, 1)
 
 
+def test_the_prefills_of_requests_that_ended() -> None:
+    """Their number and the time they took, as the real page has them."""
+    ours = parse_engine_metrics(PAGE)
+    assert (ours.prefills, ours.prefill_s, ours.prefill_tokens) == (11, pytest.approx(0.13412985), 119)
+
+
+SGLANG = b"""
+sglang:num_running_reqs{engine_type="unified",model_name="m",pp_rank="0",tp_rank="0"} 3.0
+sglang:num_running_reqs{engine_type="unified",model_name="m",pp_rank="0",tp_rank="1"} 3.0
+sglang:num_queue_reqs{engine_type="unified",model_name="m",pp_rank="0",tp_rank="0"} 2.0
+sglang:token_usage{engine_type="unified",model_name="m",pp_rank="0",tp_rank="0"} 0.25
+sglang:prompt_tokens_total{model_name="m"} 100.0
+sglang:per_stage_req_latency_seconds_bucket{le="0.1",model_name="m",stage="prefill_forward",tp_rank="0"} 4.0
+sglang:per_stage_req_latency_seconds_count{model_name="m",stage="prefill_forward",tp_rank="0"} 4.0
+sglang:per_stage_req_latency_seconds_sum{model_name="m",stage="prefill_forward",tp_rank="0"} 0.5
+sglang:per_stage_req_latency_seconds_count{model_name="m",stage="chunked_prefill",tp_rank="0"} 9.0
+sglang:per_stage_req_latency_seconds_sum{model_name="m",stage="chunked_prefill",tp_rank="0"} 1.5
+sglang:per_stage_req_latency_seconds_sum{model_name="m",stage="decode_forward",tp_rank="0"} 77.0
+sglang:gen_throughput{model_name="m",tp_rank="0"} 77.0
+"""
+
+
+def test_what_sglang_says_alike() -> None:
+    """Under names of its own; ranks that share the work of one request count once, chunks are part of a prefill."""
+    assert parse_engine_metrics(SGLANG) == EngineMetrics(
+        kv_usage=0.25, waiting=2, running=3, prompt_tokens=100, prefills=4, prefill_s=2.0
+    )
+
+
 def test_ranks_are_summed_and_the_fullest_counts() -> None:
     """Load adds up over data-parallel ranks; pressure is the fullest rank's."""
     page = b"""

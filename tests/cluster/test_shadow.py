@@ -167,7 +167,7 @@ def test_a_watched_ledger_stays_as_it_is(clock: FakeClock) -> None:
     assert watched.wait_s(SPEEDS, 1.0, clock()) == pytest.approx(1.52)
     clock.advance(1.2)
     assert outlook_of(load, None, 1.0, clock()).work == load.pending_work
-    assert watched.wait_s(SPEEDS, 1.0, clock()) == pytest.approx(0.51 - 0.95 * 0.51)
+    assert watched.wait_s(SPEEDS, 1.0, clock()) == pytest.approx(0.51 - (1.2 - 1.01))
     assert (watched.pending_requests, watched.pending_tokens, watched.resident_tokens) == (2, 1500, 1500)
     assert watched.in_flight == 2
     assert load.wait_s(SPEEDS, 1.0, clock()) == pytest.approx(watched.wait_s(SPEEDS, 1.0, clock()))

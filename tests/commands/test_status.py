@@ -47,7 +47,7 @@ async def test_what_is_shown() -> None:
     text = render(await live_of(proxy_of(policy="kv_aware")))
     assert "last minute 1 requests, 1 failed" in text
     assert "from cache 60% (predicted 0%)" in text
-    assert "default: kv_aware, 8,000 tokens/s prefill after 0 samples, rho 0.50" in text
+    assert "default: kv_aware, learning prefill speeds (no sample in 0 requests), rho 0.50" in text
     lines = text.splitlines()
     heads = "ENDPOINT STATE REQ/MIN IN FLIGHT PENDING KV QUEUE SPEED KV EVENTS"
     assert " ".join(lines[2].split()) == heads

@@ -238,6 +238,18 @@ async def test_metrics_count_what_happened() -> None:
     assert 'vllm:request_success_total{engine="0",finished_reason="length",model_name="tiny"} 2.0' in text
 
 
+async def test_a_prefill_counts_when_its_request_has_ended() -> None:
+    """As in vLLM, where only the first token itself counts at once."""
+    async with engine(default_output_tokens=10_000) as running:
+        await chat(running, max_tokens=3)
+        async with running.client.stream("POST", "/v1/completions", json={"prompt": "Hi", "stream": True}) as reply:
+            await anext(aiter(reply.aiter_lines()))
+            text = (await running.client.get("/metrics")).text
+    labels = '{engine="0",model_name="tiny"}'
+    assert f"vllm:time_to_first_token_seconds_count{labels} 2.0" in text
+    assert f"vllm:request_prefill_time_seconds_count{labels} 1.0" in text
+
+
 async def test_an_answer_of_open_length_stops() -> None:
     """Without max_tokens the model ends by itself."""
     async with engine(default_output_tokens=7) as running:
