@@ -14,7 +14,7 @@ def with_model(body: bytes, model: str) -> bytes:
     """
     try:
         fields = _decoder.decode(body)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return body
     fields["model"] = msgspec.Raw(msgspec.json.encode(model))
     return msgspec.json.encode(fields)

@@ -220,7 +220,7 @@ class Forwarding:
         """
         busy = response.status == 503
         pick.settle(AttemptOutcome.BUSY if busy else AttemptOutcome.FAILURE, now=self._shared.clock())
-        headers = response_headers(response.headers, endpoint=pick.endpoint.id.encode())
+        headers = response_headers(response.headers, endpoint=pick.endpoint.id.encode(), origin=pick.endpoint.origin)
         self._last = HeldReply(pick.endpoint, response.status, headers, body)
         reason = "busy" if busy else "status_5xx"
         pick.endpoint.metrics.attempt_failure(reason)
@@ -250,7 +250,7 @@ class Forwarding:
         pick.first_token(now)
         self._exchange.outcome.ttft_s = now - self._exchange.received_at
         relay = Relay(self._exchange, response, send=self._send)
-        headers = response_headers(response.headers, endpoint=pick.endpoint.id.encode())
+        headers = response_headers(response.headers, endpoint=pick.endpoint.id.encode(), origin=pick.endpoint.origin)
         if self._debug:
             headers.append((b"x-kvproxy-decision", describe(pick, pick.policy, self._exchange.facts).encode()))
         error = await relay.run(headers, first)

@@ -13,18 +13,21 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvproxy.cluster.pick import Refusal
 from kvproxy.cluster.routes import Routes, RouteTarget
 from kvproxy.cluster.waiting_room import QueueFull
-from kvproxy.config.schema import RequestIdSettings, RouterSettings
+from kvproxy.config.schema import Config, KvCacheSettings, RequestIdSettings, RouterSettings
 from kvproxy.errors import UnsafeRequest
 from kvproxy.filters import models
 from kvproxy.filters.alias import with_model
+from kvproxy.filters.body_guard import BodyGuard, BodyRefused
 from kvproxy.filters.chain import FilterContext, Observer
 from kvproxy.filters.disconnect import DisconnectWatcher, new_arming
 from kvproxy.filters.exchange import SCOPE_KEY, Exchange
-from kvproxy.filters.forward_headers import RequestHeaders
+from kvproxy.filters.forward_headers import RequestHeaders, RequestLoops
 from kvproxy.filters.forwarding import CLIENT_CLOSED_REQUEST, Forwarder, Forwarding, GaveUp, HeldReply, local_status
 from kvproxy.filters.local_reply import local_reply
 from kvproxy.filters.models import ModelList
 from kvproxy.filters.policy_choice import NotOffered, chosen_policy
+from kvproxy.filters.public_paths import PublicPaths
+from kvproxy.filters.public_side import PublicSide
 from kvproxy.filters.request_body import ClientGone, RequestBody
 from kvproxy.filters.route_metrics import RouteMetrics
 from kvproxy.resilience.budget import RetryBudget
@@ -50,6 +53,8 @@ class RouterParts:
     models: ModelList
     headers: RequestHeaders
     metrics: RouteMetrics
+    public: PublicSide
+    bodies: BodyGuard
     debug_header: bytes
     policy_header: bytes = b""  # b"": no cluster lets clients choose
     arrivals: Sequence[Callable[[Exchange], None]] = ()
@@ -63,6 +68,9 @@ def build(inner: ASGIApp, settings: RouterSettings, context: FilterContext) -> R
     request_id = next((spec.settings for spec in config.filters if spec.name == "request_id"), None)
     policy_header = settings.policy_header.lower().encode()
     id_header = request_id.header if isinstance(request_id, RequestIdSettings) else RequestIdSettings().header
+    headers = RequestHeaders(
+        request_id_header=id_header.lower().encode(), dropped=[policy_header], own=_preference_headers(config)
+    )
     return RouterFilter(
         RouterParts(
             routes=services.routes,
@@ -81,15 +89,30 @@ def build(inner: ASGIApp, settings: RouterSettings, context: FilterContext) -> R
                 pool=services.pool,
                 metrics=metrics,
                 clock=context.clock,
+                via=headers.via,
             ),
-            headers=RequestHeaders(request_id_header=id_header.lower().encode(), dropped=[policy_header]),
+            headers=headers,
             metrics=RouteMetrics(metrics, clusters=services.clusters, routes=config.routes),
+            public=PublicSide(
+                PublicPaths(settings.paths, prefixes=[route.prefix for route in config.routes]),
+                health_path=settings.health_path,
+                clusters=services.clusters,
+                metrics=metrics,
+                clock=context.clock,
+            ),
+            bodies=BodyGuard(limit_bytes=config.limits.body, timeout_s=config.limits.body_timeout),
             debug_header=settings.debug_header.lower().encode(),
             policy_header=policy_header if any(one.client_policies for one in config.clusters.values()) else b"",
             arrivals=context.arrivals,
             observers=context.observers,
         )
     )
+
+
+def _preference_headers(config: Config) -> list[bytes]:
+    """What `kvcache` adds for engines, whatever it is called."""
+    settings = [spec.settings for spec in config.filters if isinstance(spec.settings, KvCacheSettings)]
+    return [one.preference_header.lower().encode() for one in settings if one.preference_header]
 
 
 class RouterFilter:
@@ -105,8 +128,12 @@ class RouterFilter:
         parts = self._parts
         path: str = scope["path"]
         exchange: Exchange = scope.get(SCOPE_KEY) or Exchange.of(scope, now=parts.forwarder.clock())
+        if path not in parts.public.exact and await parts.public.answered(scope, send):
+            parts.metrics.observe_end(exchange)
+            _complete(exchange)
+            return
         if path.startswith(models.PATH) and scope["method"] == "GET" and path[len(models.PATH) :][:1] in ("", "/"):
-            await parts.models.answer(scope, send)
+            await self._list_models(scope, receive, send)
             return
         for arrived in parts.arrivals:
             arrived(exchange)
@@ -122,9 +149,10 @@ class RouterFilter:
                 if exchange.trace is not None:
                     exchange.trace.routing_began()
                 await self._forward(exchange, target, scope, receive, send)
-        except NotOffered as error:
-            metrics = parts.metrics.catalog
-            await local_reply(scope, send, status=400, reason="policy_not_offered", message=str(error), metrics=metrics)
+        except (NotOffered, BodyRefused, RequestLoops) as error:
+            await self._refuse(error, scope, receive, send)
+        except ClientGone:
+            _client_gone(exchange)
         finally:
             self._over(exchange)
 
@@ -143,7 +171,8 @@ class RouterFilter:
     ) -> None:
         parts = self._parts
         received: Headers = scope["headers"]
-        whole = exchange.body
+        headers = parts.headers.build(scope, request_id=exchange.request_id, trusted=exchange.trusted)
+        whole = await parts.bodies.body_of(exchange, scope, receive)
         if whole is not None and target.upstream_model:
             whole = with_model(whole, target.upstream_model)
         body = RequestBody(receive, received, whole=whole)
@@ -156,10 +185,10 @@ class RouterFilter:
             model=target.upstream_model or (exchange.inference.model if exchange.inference else ""),
             method=scope["method"],
             target=raw_path + b"?" + query if query else raw_path,
-            headers=parts.headers.build(scope, request_id=exchange.request_id),
+            headers=headers,
             body=body,
             send=send,
-            debug=exchange.debug or parts.debug_header in [name for name, _ in received],
+            debug=exchange.debug or (exchange.may_debug and parts.debug_header in [name for name, _ in received]),
         )
         watcher = DisconnectWatcher(scope, receive, self._arming)
         if body.consumed:
@@ -182,6 +211,27 @@ class RouterFilter:
                 raise
         finally:
             watcher.disarm()
+
+    async def _list_models(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._parts.headers.check_loop(next((value for name, value in scope["headers"] if name == b"via"), None))
+        except RequestLoops as error:
+            await self._refuse(error, scope, receive, send)
+        else:
+            await self._parts.models.answer(scope, send)
+
+    async def _refuse(
+        self, why: NotOffered | BodyRefused | RequestLoops, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        unread = None
+        if isinstance(why, BodyRefused):
+            status, reason, unread = why.status, why.reason, receive if why.status in (408, 413) else None
+        elif isinstance(why, RequestLoops):
+            status, reason = 508, "loop"
+        else:
+            status, reason = 400, "policy_not_offered"
+        metrics = self._parts.metrics.catalog
+        await local_reply(scope, send, status=status, reason=reason, message=str(why), metrics=metrics, unread=unread)
 
     async def _no_route(self, exchange: Exchange, scope: Scope, send: Send) -> None:
         model = exchange.inference.model if exchange.inference else ""
