@@ -125,6 +125,9 @@ class RouterSettings(Model):
     paths: PathList = ()
     """Paths clients may ask for besides inference, `/v1/models` and tokenizing; one that ends in `/` opens all below
     it. `all` opens every path of every engine, also those that load adapters, clear caches or stop it."""
+    trust_clients: bool = False
+    """Every client is trusted as one with a key marked `trusted` is: only for a listener that no user can reach, or in
+    front of something that is no engine."""
     health_path: str = "/health"
     """`GET` here is answered by the proxy for load balancers, without a key: 200 while every cluster has an endpoint
     that takes requests, else 503. Empty: none."""

@@ -56,6 +56,7 @@ class RouterParts:
     public: PublicSide
     bodies: BodyGuard
     debug_header: bytes
+    trust_clients: bool = False
     policy_header: bytes = b""  # b"": no cluster lets clients choose
     arrivals: Sequence[Callable[[Exchange], None]] = ()
     observers: Sequence[Observer] = ()
@@ -102,6 +103,7 @@ def build(inner: ASGIApp, settings: RouterSettings, context: FilterContext) -> R
             ),
             bodies=BodyGuard(limit_bytes=config.limits.body, timeout_s=config.limits.body_timeout),
             debug_header=settings.debug_header.lower().encode(),
+            trust_clients=settings.trust_clients,
             policy_header=policy_header if any(one.client_policies for one in config.clusters.values()) else b"",
             arrivals=context.arrivals,
             observers=context.observers,
@@ -135,6 +137,8 @@ class RouterFilter:
         if path.startswith(models.PATH) and scope["method"] == "GET" and path[len(models.PATH) :][:1] in ("", "/"):
             await self._list_models(scope, receive, send)
             return
+        if parts.trust_clients:
+            exchange.trusted = True
         for arrived in parts.arrivals:
             arrived(exchange)
         inference = exchange.inference

@@ -12,6 +12,7 @@ from kvproxy.config.schema import Config
 from kvproxy.config.verify import verify
 
 E = "endpoints: ['http://127.0.0.1:8000']\n"
+ROUTER = "filters: [inference_request, router: {{{}}}]\n"
 CHAIN = "filters: [{}, inference_request, router]\n"
 
 
@@ -52,9 +53,9 @@ def test_a_good_configuration_has_no_problem() -> None:
         ("listen: {tls: {certificate: /nowhere/c, private_key: /nowhere}}\n",
          "error: listen.tls.certificate: no such file: '/nowhere/c'"),
         # the router's public paths
-        (f"{ROUTER}{paths: all}]\n", "warning: filters[1].router.paths: every path of every"),
-        (f"{ROUTER}{paths: [/]}]\n", "warning: filters[1].router.paths: every path of every"),
-        (f"{ROUTER}{paths: [tts]}]\n", "error: filters[1].router.paths[0]: must start with /"),
+        (ROUTER.format("paths: all"), "warning: filters[1].router.paths: every path of every"),
+        (ROUTER.format("paths: [/]"), "warning: filters[1].router.paths: every path of every"),
+        (ROUTER.format("paths: [tts]"), "error: filters[1].router.paths[0]: must start with /"),
         ("filters: [inference_request, router: {paths: /tts}]\n",
          "error: filters[1].router.paths: must be a list of paths, or `all`"),
         ("filters: [inference_request, router: {health_path: up}]\n",
