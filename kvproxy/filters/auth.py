@@ -104,6 +104,7 @@ class AuthFilter:
 def build(app: ASGIApp, settings: AuthSettings, context: FilterContext) -> ASGIApp:
     """The filter around `app`. Raises ConfigError for keys it cannot use."""
     router = next((spec.settings for spec in context.config.filters if spec.name == "router"), None)
+    own = router if isinstance(router, RouterSettings) else RouterSettings()
     return AuthFilter(
         app,
         keys=KeyRing(load_keys(settings.keys, settings.file)),
@@ -111,6 +112,6 @@ def build(app: ASGIApp, settings: AuthSettings, context: FilterContext) -> ASGIA
         forward=settings.forward,
         metrics=context.metrics,
         clock=context.clock,
-        health_path=router.health_path if isinstance(router, RouterSettings) else "",
+        health_path=own.health_path,
         isolate_tenants=settings.isolate_tenants,
     )
