@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvproxy.filters.middleware import KVCacheMiddleware
+    from kvproxy.filters.middleware import KVCacheMiddleware, preferred, served
 
-__all__ = ["KVCacheMiddleware", "__version__"]
+__all__ = ["KVCacheMiddleware", "__version__", "preferred", "served"]
 
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    """`KVCacheMiddleware` is imported on first use: `kvproxy --version` needs none of it."""
-    if name == "KVCacheMiddleware":
-        from kvproxy.filters.middleware import KVCacheMiddleware
+    """The middleware is imported on first use: `kvproxy --version` needs none of it."""
+    if name in ("KVCacheMiddleware", "preferred", "served"):
+        from kvproxy.filters import middleware
 
-        return KVCacheMiddleware
+        return getattr(middleware, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

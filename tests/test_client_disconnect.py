@@ -12,6 +12,9 @@ from tests.support.fake_engine import Call, FakeEngine, event, start_stream
 from tests.support.proxy import RunningProxy, ask_in_process, chat, running_proxy
 from tests.support.until import until
 
+#: Files stream to the engine as they come.
+FORM_HEAD = b"POST /v1/audio/x HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary=b\r\n"
+
 
 async def prefill_for_ever(engine: FakeEngine, call: Call, send: Send) -> None:
     await call.gone.wait()
@@ -65,7 +68,7 @@ async def test_a_client_that_leaves_while_its_body_goes_up() -> None:
     async with serve(engine) as url, running_proxy({"a": url}) as proxy:
         host, port = proxy.url.removeprefix("http://").split(":")
         _, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"POST /other HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n" + b"x" * 100_000)
+        writer.write(FORM_HEAD + b"content-length: 1000000\r\n\r\n" + b"x" * 100_000)
         await until(lambda: engine.calls)
         writer.close()
         await until(lambda: proxy.metric("kvproxy_request_ends_total", end="client_disconnected"))

@@ -132,7 +132,7 @@ async def test_what_is_not_inference_is_not_sent_twice_after_it_was_processed() 
     """A POST of unknown meaning may have had its effect."""
     engines = [FakeEngine(name, answer_500) for name in "ab"]
     async with serve(engines[0]) as a, serve(engines[1]) as b, running_proxy({"a": a, "b": b}) as proxy:
-        assert (await proxy.client.post("/reset_prefix_cache", content=b"x")).status_code == 500
+        assert (await proxy.client.post("/v1/rerank", content=b"x")).status_code == 500
     assert sum(len(engine.calls) for engine in engines) == 1
 
 

@@ -8,19 +8,15 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from kvproxy.admin.operated import Operated
-from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.endpoint import Condition
+from kvproxy.cluster.readiness import clusters_without_endpoint
 from kvproxy.metrics.exposition import exposition
-
-TAKING = (Condition.UP, Condition.SATURATED)
 
 
 def readiness(operated: Operated) -> tuple[bool, str]:
     """Ready while not draining and while some endpoint of every cluster takes traffic; and why not."""
     if operated.draining:
         return False, "draining"
-    now = operated.clock()
-    without = sorted(name for name, cluster in operated.clusters.items() if not _available(cluster, now))
+    without = clusters_without_endpoint(operated.clusters, operated.clock())
     return (False, f"no endpoint in {', '.join(without)}") if without else (True, "ready")
 
 
@@ -47,7 +43,3 @@ class HealthRoutes:
 
     async def _metrics(self, request: Request) -> Response:
         return Response(await exposition(self._operated.metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
-
-def _available(cluster: Cluster, now: float) -> bool:
-    return any(endpoint.condition(now) in TAKING for endpoint in cluster.endpoints)

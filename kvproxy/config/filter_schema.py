@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.config.model import Fraction, Model, Name
@@ -55,6 +55,11 @@ class ApiKey(Model):
     """Who it is; shown in logs and used as the tenant. Never the key itself."""
     key: Secret
     """The bearer token, usually `${VARIABLE}`."""
+    debug: bool = False
+    """May ask with the router's `debug_header` what is cached where: other tenants' prompts show in that."""
+    trusted: bool = False
+    """Belongs to another proxy or scheduler of yours: fields and headers by which engines talk to each other
+    (`kv_transfer_params`, `bootstrap_*`, ranks) pass. From everybody else they are taken out."""
 
 
 class AuthSettings(Model):
@@ -66,6 +71,10 @@ class AuthSettings(Model):
     """A file of `name: key` lines, read at start."""
     forward: bool = False
     """Send the client's Authorization header on to endpoints that have no key of their own."""
+    isolate_tenants: bool = False
+    """Cached prefixes of one tenant never serve another: its name goes into every hash and into the `cache_salt` that
+    the engine gets, together with the salt of the client's own. What tenants share (a system prompt) is then computed
+    and held once for each."""
     exempt_paths: tuple[str, ...] = ()
     """Exact paths that need no key."""
 
@@ -90,6 +99,22 @@ class InferenceRequestSettings(Model):
     """Header that names the session; then `session_id` and `user` in the body."""
 
 
+def _listed_paths(value: Any) -> Any:
+    if value == "all":
+        return ("all",)
+    if isinstance(value, str):
+        raise ValueError("must be a list of paths, or `all`")
+    return value
+
+
+PathList = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_listed_paths),
+    WithJsonSchema({"anyOf": [{"const": "all"}, {"type": "array", "items": {"type": "string"}}]}),
+]
+"""Paths, or the word `all`."""
+
+
 class RouterSettings(Model):
     """Settings of `router`."""
 
@@ -97,6 +122,15 @@ class RouterSettings(Model):
     """A request that carries it gets `x-kvproxy-decision`; empty: nobody does."""
     policy_header: str = Field(default="x-kvproxy-policy", min_length=1)
     """Names the balancing policy for one request, in clusters with `client_policies`. Never sent to an engine."""
+    paths: PathList = ()
+    """Paths clients may ask for besides inference, `/v1/models` and tokenizing; one that ends in `/` opens all below
+    it. `all` opens every path of every engine, also those that load adapters, clear caches or stop it."""
+    trust_clients: bool = False
+    """Every client is trusted as one with a key marked `trusted` is: only for a listener that no user can reach, or in
+    front of something that is no engine."""
+    health_path: str = "/health"
+    """`GET` here is answered by the proxy for load balancers, without a key: 200 while every cluster has an endpoint
+    that takes requests, else 503. Empty: none."""
 
 
 class TracingSettings(Model):

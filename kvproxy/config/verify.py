@@ -8,6 +8,7 @@ from pathlib import Path as FilePath
 from kvproxy.config.address import is_loopback
 from kvproxy.config.endpoint_url import same_origin, url_fault
 from kvproxy.config.fields import closest
+from kvproxy.config.own_address import listener_at
 from kvproxy.config.paths import Path, Where, dotted
 from kvproxy.config.schema import Cluster, Config, Discovery, PolicyName, Route
 from kvproxy.config.verify_filters import chain_findings
@@ -66,6 +67,7 @@ def _clusters(config: Config) -> Iterator[Finding]:
         if not cluster.endpoints and not discovers:
             yield error((*at, "endpoints"), "the cluster has no endpoints and no discovery", absence=True)
         yield from _endpoints(cluster, (*at, "endpoints"))
+        yield from _loops(config, cluster, (*at, "endpoints"))
         if cluster.queue.enabled and cluster.policy not in _FORECASTING:
             hint = "use kv_aware or least_ttft, or leave the queue out"
             yield error((*at, "queue"), f"{cluster.policy} does not know how long a prefill takes", hint)
@@ -106,6 +108,15 @@ def _endpoints(cluster: Cluster, at: Path) -> Iterator[Finding]:
             yield warning((*here, "api_key"), "sent in clear text over http")
         if endpoint.retry is not None and endpoint.retry.max_backoff < endpoint.retry.backoff:
             yield error((*here, "retry", "max_backoff"), "shorter than backoff")
+
+
+def _loops(config: Config, cluster: Cluster, at: Path) -> Iterator[Finding]:
+    """An endpoint that is the proxy itself would be sent its own requests without end."""
+    for index, endpoint in enumerate(cluster.endpoints):
+        listener = "" if url_fault(endpoint.url) else listener_at(same_origin(endpoint.url), config)
+        if listener:
+            message = f"this is the proxy's own address (`{listener}`): its requests would come back to it"
+            yield error((*at, index, "url"), message, "give the engine's address")
 
 
 def _local(url: str) -> bool:

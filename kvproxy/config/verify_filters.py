@@ -17,6 +17,7 @@ from kvproxy.config.schema import (
     CorsSettings,
     KvCacheSettings,
     RateLimitSettings,
+    RouterSettings,
 )
 from kvproxy.config.verify_findings import Finding, error, missing_file, warning
 
@@ -151,9 +152,21 @@ def _instances(settings: KvCacheSettings, plan: Path, config: Config) -> Iterato
             yield warning((*plan, name), f"no endpoint has the instance id {wanted!r}", hint)
 
 
+def _router(settings: RouterSettings, at: Path, _: Config) -> Iterator[Finding]:
+    for index, path in enumerate(settings.paths):
+        if path in ("all", "/"):
+            why = "every path of every engine is public, also those that load adapters, clear caches or stop it"
+            yield warning((*at, "paths"), why, "list the paths that clients need")
+        elif not path.startswith("/"):
+            yield error((*at, "paths", index), "must start with /")
+    if settings.health_path and not settings.health_path.startswith("/"):
+        yield error((*at, "health_path"), "must start with /")
+
+
 _SETTINGS: dict[str, Callable[[Any, Path, Config], Iterator[Finding]]] = {
     "auth": _auth,
     "cors": _cors,
     "kvcache": _kvcache,
     "rate_limit": _rate_limit,
+    "router": _router,
 }

@@ -21,6 +21,7 @@ from kvproxy.doctor.checks.lmcache_service import ServiceCheck
 from kvproxy.doctor.checks.lookup import BudgetCheck, LookupCheck
 from kvproxy.doctor.checks.metrics import MetricsCheck
 from kvproxy.doctor.checks.models import ModelsCheck
+from kvproxy.doctor.checks.public import PublicCheck
 from kvproxy.doctor.checks.tokenizers import TokenizerCheck, TokenizersCheck
 from kvproxy.doctor.checks.versions import VersionCheck
 from kvproxy.doctor.site import Site
@@ -48,6 +49,7 @@ def _quiet(site: Site, problems: Sequence[Problem], *, trial: bool) -> Iterator[
     wall_clock, lmcache = site.tools.wall_clock, site.lmcache
     yield ConfigurationCheck(problems, site.undiscovered)
     yield LimitsCheck(site)
+    yield PublicCheck(site.config)
     for engine in (*site.engines, *filter(None, [site.tokenizer])):
         yield ConnectionCheck(engine.where, engine.origin, engine.link, wall_clock)
         yield ApiCheck(engine)

@@ -7,6 +7,7 @@ import hmac
 import secrets
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import TypeAdapter
 
@@ -17,6 +18,14 @@ from kvproxy.errors import ConfigError, Problem
 _name = TypeAdapter(Name)
 
 
+class Owner(NamedTuple):
+    """Whose a key is, and what it may do besides."""
+
+    name: str
+    debug: bool = False
+    trusted: bool = False
+
+
 class KeyRing:
     """Finds the owner of a key in the same time for every key, known or not, however many there are.
 
@@ -24,39 +33,43 @@ class KeyRing:
     a lookup takes says nothing about any key.
     """
 
-    def __init__(self, owners: Iterable[tuple[str, str]]) -> None:
+    def __init__(self, owners: Iterable[tuple[Owner, str]]) -> None:
         self._secret = secrets.token_bytes(32)
-        digests = ((self._digest(key.encode()), name) for name, key in owners)
-        self._by_digest = {digest: (digest, name) for digest, name in digests}
-        self._nobody = (secrets.token_bytes(32), "")
+        digests = ((self._digest(key.encode()), owner) for owner, key in owners)
+        self._by_digest = {digest: (digest, owner) for digest, owner in digests}
+        self._nobody = (secrets.token_bytes(32), Owner(""))
 
-    def owner(self, key: bytes) -> str | None:
-        """The name that goes with `key`; None when there is none."""
+    def owner(self, key: bytes) -> Owner | None:
+        """The owner that goes with `key`; None when there is none."""
         digest = self._digest(key)
-        known, name = self._by_digest.get(digest, self._nobody)
-        return name if hmac.compare_digest(known, digest) else None
+        known, owner = self._by_digest.get(digest, self._nobody)
+        return owner if hmac.compare_digest(known, digest) else None
 
     def _digest(self, key: bytes) -> bytes:
         return hashlib.blake2b(key, key=self._secret, digest_size=32).digest()
 
 
-def load_keys(given: Sequence[ApiKey], file: str) -> list[tuple[str, str]]:
-    """(name, key) of every configured key. Raises ConfigError with all problems; a key is never in the text."""
+def load_keys(given: Sequence[ApiKey], file: str) -> list[tuple[Owner, str]]:
+    """Owner and key of every configured key; those from the file have no rights besides calling. Raises ConfigError
+    with all problems; a key is never in the text."""
     problems: list[Problem] = []
-    found = [(f"keys[{index}]", "", entry.name, entry.key.get_secret_value()) for index, entry in enumerate(given)]
+    found = [
+        (f"keys[{index}]", "", Owner(entry.name, entry.debug, entry.trusted), entry.key.get_secret_value())
+        for index, entry in enumerate(given)
+    ]
     if file:
-        found += _from_file(file, problems)
-    owners: dict[str, str] = {}
-    for path, place, name, key in found:
+        found += [(path, place, Owner(name), key) for path, place, name, key in _from_file(file, problems)]
+    owners: dict[str, Owner] = {}
+    for path, place, owner, key in found:
         if not key or not key.isascii() or not key.isprintable() or " " in key:
             problems.append(Problem(path, f"{place}the key is empty or not visible ASCII"))
-        elif owners.setdefault(key, name) != name:
-            problems.append(Problem(path, f"{place}{name!r} has the same key as {owners[key]!r}"))
+        elif owners.setdefault(key, owner).name != owner.name:
+            problems.append(Problem(path, f"{place}{owner.name!r} has the same key as {owners[key].name!r}"))
     if not found and not problems:
         problems.append(Problem("keys", "no key: nobody could call", "give `keys` or `file`"))
     if problems:
         raise ConfigError(problems)
-    return [(name, key) for key, name in owners.items()]
+    return [(owner, key) for key, owner in owners.items()]
 
 
 def _from_file(file: str, problems: list[Problem]) -> list[tuple[str, str, str, str]]:

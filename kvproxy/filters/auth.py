@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvproxy.config.filter_schema import AuthSettings
+from kvproxy.config.filter_schema import AuthSettings, RouterSettings
 from kvproxy.filters.api_keys import KeyRing, load_keys
 from kvproxy.filters.chain import FilterContext
 from kvproxy.filters.exchange import Exchange
@@ -34,7 +34,8 @@ class AuthFilter:
     """Names the tenant of each request, or refuses it with 401.
 
     What the client presented does not go on to the engine unless `forward` is set. The answer is the same whatever
-    was wrong with the key; the metric tells `missing`, `malformed` and `unknown` apart.
+    was wrong with the key; the metric tells `missing`, `malformed` and `unknown` apart. `health_path` is the proxy's
+    own: reading it takes no key.
     """
 
     def __init__(
@@ -46,6 +47,8 @@ class AuthFilter:
         forward: bool,
         metrics: Metrics,
         clock: Clock,
+        health_path: str = "",
+        isolate_tenants: bool = False,
     ) -> None:
         self._app = app
         self._keys = keys
@@ -53,24 +56,34 @@ class AuthFilter:
         self._forward = forward
         self._metrics = metrics
         self._clock = clock
+        self._health_path = health_path
+        self._isolate_tenants = isolate_tenants
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
         exchange = Exchange.of(scope, now=self._clock())
+        exchange.may_debug = False
+        exchange.isolated = self._isolate_tenants
         headers: Headers = scope["headers"]
-        if scope["path"] not in self._exempt_paths:
+        if not self._is_exempt(scope):
             key, fault = presented_key(headers)
             owner = self._keys.owner(key)
             if owner is None:
                 await self._refuse(fault or "unknown", scope, send)
                 return
-            exchange.tenant = owner
+            exchange.tenant, exchange.may_debug, exchange.trusted = owner
         if not self._forward:
             kept = [item for item in headers if item[0] != _AUTHORIZATION and item[0] != _API_KEY]
             scope = {**scope, "headers": kept}
         await self._app(scope, receive, send)
+
+    def _is_exempt(self, scope: Scope) -> bool:
+        path = scope["path"]
+        if path == self._health_path and scope.get("method") in ("GET", "HEAD"):
+            return True
+        return path in self._exempt_paths
 
     async def _refuse(self, fault: str, scope: Scope, send: Send) -> None:
         self._metrics.auth_failures.labels(fault).inc()
@@ -90,6 +103,8 @@ class AuthFilter:
 
 def build(app: ASGIApp, settings: AuthSettings, context: FilterContext) -> ASGIApp:
     """The filter around `app`. Raises ConfigError for keys it cannot use."""
+    router = next((spec.settings for spec in context.config.filters if spec.name == "router"), None)
+    own = router if isinstance(router, RouterSettings) else RouterSettings()
     return AuthFilter(
         app,
         keys=KeyRing(load_keys(settings.keys, settings.file)),
@@ -97,4 +112,6 @@ def build(app: ASGIApp, settings: AuthSettings, context: FilterContext) -> ASGIA
         forward=settings.forward,
         metrics=context.metrics,
         clock=context.clock,
+        health_path=own.health_path,
+        isolate_tenants=settings.isolate_tenants,
     )

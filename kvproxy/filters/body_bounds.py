@@ -13,6 +13,7 @@ class BodyRefused(Exception):
 
     status = 400
     reason = ""
+    unread = True  # more of it may be on its way
 
 
 class BodyTooLarge(BodyRefused):
@@ -43,6 +44,17 @@ class BodiesFull(BodyRefused):
 
     def __init__(self) -> None:
         super().__init__("Too much is being uploaded at once; try again later.")
+
+
+class BodyUnchecked(BodyRefused):
+    """The body may hold what clients must not say to engines, and cannot be read; the text says why."""
+
+    reason = "body_unchecked"
+    unread = False
+
+    def __init__(self, message: str, *, encoded: bool) -> None:
+        super().__init__(message)
+        self.status = 415 if encoded else 400
 
 
 class HeldBodies:
@@ -82,5 +94,5 @@ async def refuse_body(error: BodyRefused, scope: Scope, receive: Receive, send: 
         message=str(error),
         metrics=metrics,
         headers=[(b"retry-after", b"1")] if error.status == 503 else None,
-        unread=receive,
+        unread=receive if error.unread else None,
     )

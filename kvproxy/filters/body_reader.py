@@ -43,7 +43,7 @@ class BodyReader:
         self._held.give_back(len(body))
 
     async def _whole(self, receive: Receive) -> bytes:
-        pieces = _Pieces()
+        pieces = Pieces()
         size = 0
         try:
             while True:
@@ -67,7 +67,7 @@ def _cancel(task: asyncio.Task[object]) -> None:
     task.cancel()
 
 
-class _Pieces:
+class Pieces:
     """Put together as they come: joined at the end, 32 MiB would hold the event loop for 20 ms."""
 
     __slots__ = ("_first", "_more")

@@ -78,6 +78,8 @@ class Exchange:
         "debug",
         "facts",
         "inference",
+        "isolated",
+        "may_debug",
         "on_complete",
         "on_pick",
         "outcome",
@@ -89,6 +91,7 @@ class Exchange:
         "tenant",
         "trace",
         "trace_id",
+        "trusted",
         "witness",
     )
 
@@ -96,6 +99,9 @@ class Exchange:
         self.received_at = received_at
         self.request_id = ""
         self.tenant = ""  # name of the API key that authenticated; "" when none
+        self.trusted = False  # its key says that it speaks for engines, not for users
+        self.may_debug = True  # with `auth`: only if its key says so
+        self.isolated = False  # what it has cached is for its tenant alone
         self.body: bytes | None = None  # the whole body once inference_request read it
         self.inference: InferenceRequest | None = None
         self.policy = (

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Iterable
+from urllib.parse import urlsplit
 
 from starlette.types import Scope
 
 from kvproxy.filters.random_hex import RandomHex
 from kvproxy.types import Headers
+from kvproxy.upstream.origin import Origin
 
 HOP_BY_HOP = frozenset(
     {
@@ -27,6 +30,24 @@ _TRACE_PARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"
 _CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
 _USUAL_CONNECTION = frozenset({b"keep-alive", b"close", b"Keep-Alive", b"Close"})
 
+#: What proxies and schedulers tell engines and their sidecars: which rank serves, whose KV is pulled, who prefills.
+ENGINE_HEADERS = frozenset(
+    {
+        b"x-data-parallel-rank",
+        b"x-data-parallel-host-port",
+        b"x-prefiller-host-port",
+        b"x-encoder-hosts-ports",
+        b"x-kv-cache-source-host-port",
+    }
+)
+_OWN = b"x-kvproxy-"
+#: Not for clients as an engine says it: its software, and addresses of its own network.
+_NOT_FROM_ENGINES = HOP_BY_HOP | {b"server", b"location", b"content-location"}
+
+
+class RequestLoops(Exception):
+    """The request went through this proxy before: an endpoint leads back to it."""
+
 
 def _without_named_by_connection(headers: Headers, connection: bytes) -> Headers:
     """Drops what the sender declared hop-by-hop in `connection:`."""
@@ -37,27 +58,44 @@ def _without_named_by_connection(headers: Headers, connection: bytes) -> Headers
 class RequestHeaders:
     """Makes the client's headers ready for an engine.
 
-    Hop-by-hop headers and `dropped` ones go; Host and body framing are the pool's business. `x-forwarded-*`, request
-    id and a W3C trace parent (the client's if it is valid, else a new one) come in. Credentials are chosen per attempt.
+    Hop-by-hop headers and `dropped` ones go; Host and body framing are the pool's business. `x-forwarded-*`, `via`,
+    request id and a W3C trace parent (the client's if it is valid, else a new one) come in. Credentials are chosen per
+    attempt. What is between proxies and engines, `x-kvproxy-*` included, passes from trusted clients only, save for
+    `own`: headers a filter of this proxy sets.
     """
 
-    def __init__(self, *, request_id_header: bytes = b"x-request-id", dropped: Iterable[bytes] = ()) -> None:
+    def __init__(
+        self, *, request_id_header: bytes = b"x-request-id", dropped: Iterable[bytes] = (), own: Iterable[bytes] = ()
+    ) -> None:
         self._id_header = request_id_header
+        self._own = frozenset(own)
         self._random = RandomHex()
-        self._special = HOP_BY_HOP | {
-            b"host",
-            b"content-length",
-            b"expect",
-            b"traceparent",
-            b"tracestate",
-            b"x-forwarded-for",
-            b"x-forwarded-host",
-            b"x-forwarded-proto",
-            *dropped,
-        }
+        self._pseudonym = b"kvproxy-" + self._random.take(16).encode()
+        self.via = b"1.1 " + self._pseudonym
+        self._special = (
+            HOP_BY_HOP
+            | ENGINE_HEADERS
+            | {
+                b"host",
+                b"content-length",
+                b"expect",
+                b"traceparent",
+                b"tracestate",
+                b"x-forwarded-for",
+                b"x-forwarded-host",
+                b"x-forwarded-proto",
+                b"via",
+                *dropped,
+            }
+        )
 
-    def build(self, scope: Scope, *, request_id: str) -> Headers:
-        """One list for all attempts of a request; attempts copy it."""
+    def check_loop(self, via: bytes | None) -> None:
+        """Raises RequestLoops when these hops (RFC 9110, 7.6.3) include this proxy."""
+        if via is not None and self._pseudonym in via:
+            raise RequestLoops("This request came through this proxy before: an endpoint leads back to it.")
+
+    def build(self, scope: Scope, *, request_id: str, trusted: bool = False) -> Headers:
+        """One list for all attempts of a request; attempts copy it. Raises RequestLoops."""
         special = self._special
         found: dict[bytes, bytes] = {}
         headers: Headers = []
@@ -65,7 +103,9 @@ class RequestHeaders:
         for pair in scope["headers"]:
             name = pair[0]
             if name not in special:
-                if name != id_header:
+                if name != id_header and (
+                    name[:1] != b"x" or trusted or not name.startswith(_OWN) or name in self._own
+                ):
                     headers.append(pair)
             elif name in found:
                 found[name] += b", " + pair[1]
@@ -74,6 +114,11 @@ class RequestHeaders:
         connection = found.get(b"connection")
         if connection is not None and connection not in _USUAL_CONNECTION:
             headers = _without_named_by_connection(headers, connection)
+        if trusted:
+            headers += [(name, found[name]) for name in ENGINE_HEADERS if name in found]
+        via = found.get(b"via")
+        self.check_loop(via)
+        headers.append((b"via", self.via if via is None else via + b", " + self.via))
         _add_forwarded(headers, found, scope)
         parent = found.get(b"traceparent")
         if parent is not None and _TRACE_PARENT.fullmatch(parent):
@@ -114,16 +159,50 @@ def with_trace_parent(headers: Headers, trace_parent: bytes) -> Headers:
     return [*(pair for pair in headers if pair[0] != b"traceparent"), (b"traceparent", trace_parent)]
 
 
-def response_headers(received: Headers, *, endpoint: bytes) -> Headers:
-    """The engine's headers without hop-by-hop ones, plus who served."""
+def response_headers(received: Headers, *, endpoint: bytes, origin: Origin | None = None) -> Headers:
+    """The engine's headers without hop-by-hop ones and its own secrets, plus who served.
+
+    A redirect into the engine at `origin`, or to an address of a private network, becomes one on the client's own host.
+    """
     headers: Headers = []
     connection = b""
     for pair in received:
-        if pair[0] not in HOP_BY_HOP:
-            headers.append(pair)
-        elif pair[0] == b"connection":
+        name = pair[0]
+        if name not in _NOT_FROM_ENGINES:
+            if name[:1] != b"x" or not name.startswith(_OWN):
+                headers.append(pair)
+        elif name == b"connection":
             connection = pair[1]
+        elif name in (b"location", b"content-location"):
+            headers.append((name, _public_location(pair[1], origin)))
     if connection and connection not in _USUAL_CONNECTION:
         headers = _without_named_by_connection(headers, connection)
     headers.append((b"x-kvproxy-endpoint", endpoint))
     return headers
+
+
+def _public_location(location: bytes, origin: Origin | None) -> bytes:
+    """Relative ones and those to public hosts stay."""
+    try:
+        parts = urlsplit(location.decode("latin-1"))
+        host = parts.hostname or ""
+    except ValueError:
+        return b"/"
+    if not parts.netloc or not (
+        _is_internal(host) or (origin is not None and host in (origin.host.lower(), origin.server_name.lower()))
+    ):
+        return location
+    path = parts.path or "/"
+    base = "" if origin is None else origin.base_path.decode("ascii")
+    if base and (path + "/").startswith(base + "/"):
+        path = path[len(base) :] or "/"
+    return (f"/{path.lstrip('/')}" + (f"?{parts.query}" if parts.query else "")).encode("latin-1")
+
+
+def _is_internal(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return not ipaddress.ip_address(host).is_global
+    except ValueError:
+        return False

@@ -263,7 +263,7 @@ class Forwarding:
             pick.settle(AttemptOutcome.BUSY, now=now)
         else:
             self._suspect(pick, f"status_{status}", now)
-        headers = response_headers(response.headers, endpoint=pick.endpoint.id.encode())
+        headers = response_headers(response.headers, endpoint=pick.endpoint.id.encode(), origin=pick.endpoint.origin)
         if not response.complete:
             headers = [(name, value) for name, value in headers if name != b"content-length"]
         self._last = HeldReply(pick.endpoint, response.status, headers, body)
@@ -344,7 +344,7 @@ class Forwarding:
             self._blame_suspects(proven=True)
         self._exchange.outcome.ttft_s = now - self._exchange.received_at
         relay = Relay(self._exchange, response, send=self._send, post=self._method == "POST")
-        headers = response_headers(response.headers, endpoint=pick.endpoint.id.encode())
+        headers = response_headers(response.headers, endpoint=pick.endpoint.id.encode(), origin=pick.endpoint.origin)
         if self._debug:
             headers.append((b"x-kvproxy-decision", describe(pick, pick.policy, self._exchange.facts).encode()))
         error = await relay.run(headers, first)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
+import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.cluster.cluster import Cluster
@@ -14,6 +15,7 @@ from kvproxy.config.cluster_schema import PolicyName
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.filters.chain import FilterContext
 from kvproxy.filters.exchange import SCOPE_KEY, Exchange
+from kvproxy.filters.guarded_body import tenant_salt
 from kvproxy.kvcache.gathered import Gathered, Result
 from kvproxy.kvcache.service import KvCache
 from kvproxy.types import Clock, EndpointId
@@ -58,6 +60,8 @@ class KvCacheFilter:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
+            if self._header:  # no client can set it, whatever becomes of the request
+                scope["headers"] = [pair for pair in scope["headers"] if pair[0] != self._header]
             exchange = scope.get(SCOPE_KEY) or Exchange.of(scope, now=self._clock())
             if exchange.inference is not None and exchange.body is not None:
                 trace = exchange.trace
@@ -91,6 +95,9 @@ class KvCacheFilter:
         request, body = exchange.inference, exchange.body
         assert request is not None
         assert body is not None
+        if exchange.isolated:
+            salt = tenant_salt(exchange.tenant, request.cache_salt)
+            request = msgspec.structs.replace(request, cache_salt=salt)
         target = self._routes.resolve(path, request.model)
         if target is None:
             return None

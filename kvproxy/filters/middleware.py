@@ -6,9 +6,9 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -18,7 +18,7 @@ from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.filters.body import read_body
 from kvproxy.filters.body_bounds import BodiesFull, HeldBodies
 from kvproxy.filters.inference_request import KIND_OF_PATH
-from kvproxy.filters.kvcache import announce
+from kvproxy.filters.kvcache import STATE_KEY, announce
 from kvproxy.filters.usage import read_usage
 from kvproxy.kvcache.gathered import Gathered, Result
 from kvproxy.kvcache.service import KvCache
@@ -34,14 +34,40 @@ _CLUSTER = "default"
 _TAIL_BYTES = 16 * 1024
 
 
+class HasScope(Protocol):
+    """A request of Starlette, FastAPI or anything else that keeps its ASGI scope."""
+
+    @property
+    def scope(self) -> MutableMapping[str, Any]: ...
+
+
+def preferred(request: HasScope | MutableMapping[str, Any]) -> str | None:
+    """The endpoint that holds most of this request's prompt, by its id; None when no endpoint is known to hold any.
+
+    `request` is the one the app got, or its ASGI scope.
+    """
+    endpoint = _state(request).get(STATE_KEY)
+    return None if endpoint is None else str(endpoint)
+
+
+def served(request: HasScope | MutableMapping[str, Any], endpoint: str) -> None:
+    """Tells the middleware which endpoint this request went to; called before the response ends."""
+    _state(request)[SERVED_KEY] = endpoint
+
+
+def _state(request: HasScope | MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    scope = request if isinstance(request, MutableMapping) else request.scope
+    state: MutableMapping[str, Any] = scope.setdefault("state", {})
+    return state
+
+
 class KVCacheMiddleware:
-    """Names the endpoint that holds most of a prompt in `scope["state"]["llm_preferred_endpoint_id"]`, and in a request
-    header with `settings.preference_header`; after the response it learns, pins, compresses and evicts.
+    """Names the endpoint that holds most of a prompt (`preferred`; also in `scope["state"]`, and in a request header
+    with `settings.preference_header`); after the response it learns, pins, compresses and evicts.
 
     `endpoints` are the engines the app chooses from: `{id: url}` or `kvproxy.config.schema.Endpoint`s. `settings` are
-    those of the `kvcache` filter, as `KvCacheSettings` or plain data. The app tells which endpoint it used in
-    `scope["state"]["llm_served_endpoint_id"]` or by the response header `x-kvproxy-endpoint`; without either nothing is
-    learned.
+    those of the `kvcache` filter, as `KvCacheSettings` or plain data. The app tells which endpoint it used with
+    `served`, or by the response header `x-kvproxy-endpoint`; without either nothing is learned.
 
     It never answers, and never fails a request. Its background tasks run between ASGI's lifespan events, or inside
     `async with middleware`; under a server that sends neither they start with the first request.
@@ -115,6 +141,7 @@ class KVCacheMiddleware:
             await self._app(scope, receive, send)
             return
         answer = _Answer(send, kind)
+        scope.setdefault("state", {})  # here, so that copies of the scope further in share it
         try:
             await self._app(scope, receive, answer.send)
         finally:

@@ -43,8 +43,10 @@ class ModelList:
         pool: UpstreamPool,
         metrics: Metrics,
         clock: Clock,
+        via: bytes = b"",
     ) -> None:
         self._clusters = clusters
+        self._headers = [(b"accept", b"application/json"), *([(b"via", via)] if via else ())]
         self._aliases = [route for route in routes if route.upstream_model and not route.model.endswith("*")]
         self._pool = pool
         self._metrics = metrics
@@ -102,7 +104,7 @@ class ModelList:
         return rows
 
     async def _ask(self, endpoint: Endpoint) -> list[Row]:
-        headers = [(b"accept", b"application/json")]
+        headers = list(self._headers)
         if endpoint.authorization is not None:
             headers.append((b"authorization", endpoint.authorization))
         try:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from starlette.types import Receive
 
 from kvproxy.filters.body_bounds import BodyTooLarge, BodyTooSlow, HeldBodies
+from kvproxy.filters.body_reader import Pieces
 from kvproxy.types import Headers
 
 #: What must have arrived of an upload (or all of a shorter one) before an engine is bothered with it.
@@ -49,14 +50,15 @@ class RequestBody:
         "_streaming",
         "_streams",
         "_uploads",
-        "_whole",
         "consumed",
         "on_consumed",
+        "whole",
     )
 
     def __init__(self, receive: Receive, headers: Headers, *, whole: bytes | None, uploads: Uploads) -> None:
         self._receive = receive
-        self._whole = whole
+        #: All of it, once it is there; what an attempt gets.
+        self.whole = whole
         self._uploads = uploads
         self._length = b""
         self._streams = False
@@ -89,26 +91,27 @@ class RequestBody:
     @property
     def framing(self) -> Headers:
         """The client's content-length, so that a streamed body is not re-framed as chunked."""
-        return [(b"content-length", self._length)] if self._whole is None and self._length and self._streams else []
+        return [(b"content-length", self._length)] if self.whole is None and self._length and self._streams else []
 
-    async def begin(self) -> None:
-        """Reads the beginning of a body that nobody read yet; all of it if it is short, or if too many are streamed."""
+    async def begin(self, *, whole: bool = False) -> None:
+        """Reads the beginning of a body that was not read yet; all of it with `whole`, if it is short, or if too many
+        are streamed."""
         if self.consumed:
             return
         uploads = self._uploads
         if self._length.isdigit() and (len(self._length) > 18 or int(self._length) > uploads.limit_bytes):
             raise BodyTooLarge(uploads.limit_bytes)
-        pieces: list[bytes] = []
-        while self._held_bytes < START_BYTES or uploads.streams >= uploads.max_streams:
+        pieces = Pieces()
+        while whole or self._held_bytes < START_BYTES or uploads.streams >= uploads.max_streams:
             piece, more = await self._next()
             uploads.held.take(len(piece))
             self._held_bytes += len(piece)
             pieces.append(piece)
             if not more:
-                self._whole = b"".join(pieces)
+                self.whole = pieces.joined()
                 self.consumed = True
                 return
-        self._start = b"".join(pieces)
+        self._start = pieces.joined()
         self._streaming = True
         uploads.streams += 1
 
@@ -121,8 +124,8 @@ class RequestBody:
 
     def take(self) -> bytes | AsyncIterator[bytes] | None:
         """The body for one attempt; None when the request has none."""
-        if self._whole is not None:
-            return self._whole
+        if self.whole is not None:
+            return self.whole
         if not self._streams:
             return None
         return self._pieces()

@@ -50,10 +50,7 @@ class RouteMetrics:
     def observe(self, exchange: Exchange, now: float) -> None:
         """Count one request out."""
         outcome = exchange.outcome
-        end = self._ends.get(outcome.end)
-        if end is None:
-            end = self._ends[outcome.end] = self.catalog.request_ends.labels(outcome.end)
-        end.value += 1.0
+        self.observe_end(exchange)
         series = self._clusters.get(outcome.cluster)
         if series is None:
             series = self._clusters[outcome.cluster] = _ClusterSeries(self.catalog, outcome.cluster)
@@ -63,6 +60,16 @@ class RouteMetrics:
             model = self._model(exchange, cluster)
             self._time(exchange, cluster, model, now)
             self._count_tokens(exchange, series, cluster, model, now)
+
+    def observe_end(self, exchange: Exchange) -> None:
+        """Count its end alone, if it has one: it was not for an engine."""
+        outcome = exchange.outcome
+        if not outcome.end:
+            return
+        end = self._ends.get(outcome.end)
+        if end is None:
+            end = self._ends[outcome.end] = self.catalog.request_ends.labels(outcome.end)
+        end.value += 1.0
 
     def _model(self, exchange: Exchange, cluster: Cluster | None) -> str:
         """A label from a closed set: clients may write any name into a body."""

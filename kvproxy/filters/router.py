@@ -14,19 +14,22 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvproxy.cluster.pick import Refusal
 from kvproxy.cluster.routes import Routes, RouteTarget
 from kvproxy.cluster.waiting_room import QueueFull
-from kvproxy.config.schema import RequestIdSettings, RouterSettings
+from kvproxy.config.schema import Config, KvCacheSettings, RequestIdSettings, RouterSettings
 from kvproxy.errors import UnsafeRequest
 from kvproxy.filters import models as model_list
 from kvproxy.filters.alias import with_model
 from kvproxy.filters.body_bounds import BodyRefused, refuse_body
+from kvproxy.filters.body_guard import BodyGuard
 from kvproxy.filters.chain import FilterContext, Observer
 from kvproxy.filters.disconnect import DisconnectWatcher, new_arming
 from kvproxy.filters.exchange import SCOPE_KEY, Exchange
-from kvproxy.filters.forward_headers import RequestHeaders
+from kvproxy.filters.forward_headers import RequestHeaders, RequestLoops
 from kvproxy.filters.forwarding import CLIENT_CLOSED_REQUEST, Forwarder, Forwarding, GaveUp, HeldReply, local_status
 from kvproxy.filters.local_reply import local_reply
 from kvproxy.filters.models import ModelList
 from kvproxy.filters.policy_choice import NotOffered, chosen_policy
+from kvproxy.filters.public_paths import PublicPaths
+from kvproxy.filters.public_side import PublicSide
 from kvproxy.filters.request_body import ClientGone, RequestBody, Uploads
 from kvproxy.filters.route_metrics import RouteMetrics
 from kvproxy.filters.served_models import ServedModels
@@ -53,8 +56,11 @@ class RouterParts:
     models: ModelList
     headers: RequestHeaders
     metrics: RouteMetrics
+    public: PublicSide
+    guard: BodyGuard
     uploads: Uploads
     debug_header: bytes
+    trust_clients: bool = False
     policy_header: bytes = b""  # b"": no cluster lets clients choose
     arrivals: Sequence[Callable[[Exchange], None]] = ()
     observers: Sequence[Observer] = ()
@@ -67,8 +73,16 @@ def build(inner: ASGIApp, settings: RouterSettings, context: FilterContext) -> R
     request_id = next((spec.settings for spec in config.filters if spec.name == "request_id"), None)
     policy_header = settings.policy_header.lower().encode()
     id_header = request_id.header if isinstance(request_id, RequestIdSettings) else RequestIdSettings().header
+    headers = RequestHeaders(
+        request_id_header=id_header.lower().encode(), dropped=[policy_header], own=_preference_headers(config)
+    )
     models = ModelList(
-        tuple(services.clusters.values()), config.routes, pool=services.pool, metrics=metrics, clock=context.clock
+        tuple(services.clusters.values()),
+        config.routes,
+        pool=services.pool,
+        metrics=metrics,
+        clock=context.clock,
+        via=headers.via,
     )
     served = ServedModels(models.names, clock=context.clock)
     context.lifetimes.append(served)
@@ -85,8 +99,16 @@ def build(inner: ASGIApp, settings: RouterSettings, context: FilterContext) -> R
                 rng=context.rng,
             ),
             models=models,
-            headers=RequestHeaders(request_id_header=id_header.lower().encode(), dropped=[policy_header]),
+            headers=headers,
             metrics=RouteMetrics(metrics, clusters=services.clusters, routes=config.routes, served=served.serves),
+            public=PublicSide(
+                PublicPaths(settings.paths, prefixes=[route.prefix for route in config.routes]),
+                health_path=settings.health_path,
+                clusters=services.clusters,
+                metrics=metrics,
+                clock=context.clock,
+            ),
+            guard=BodyGuard(),
             uploads=Uploads(
                 limit_bytes=config.limits.body,
                 timeout_s=config.limits.body_timeout,
@@ -94,11 +116,18 @@ def build(inner: ASGIApp, settings: RouterSettings, context: FilterContext) -> R
                 max_streams=config.pool.max_connections // 2,
             ),
             debug_header=settings.debug_header.lower().encode(),
+            trust_clients=settings.trust_clients,
             policy_header=policy_header if any(one.client_policies for one in config.clusters.values()) else b"",
             arrivals=context.arrivals,
             observers=context.observers,
         )
     )
+
+
+def _preference_headers(config: Config) -> list[bytes]:
+    """What `kvcache` adds for engines, whatever it is called."""
+    settings = [spec.settings for spec in config.filters if isinstance(spec.settings, KvCacheSettings)]
+    return [one.preference_header.lower().encode() for one in settings if one.preference_header]
 
 
 class RouterFilter:
@@ -115,10 +144,16 @@ class RouterFilter:
         parts = self._parts
         path: str = scope["path"]
         exchange: Exchange = scope.get(SCOPE_KEY) or Exchange.of(scope, now=parts.forwarder.clock())
+        if path not in parts.public.exact and await parts.public.answered(scope, send):
+            parts.metrics.observe_end(exchange)
+            _complete(exchange)
+            return
         listing = model_list.PATH
         if path.startswith(listing) and scope["method"] == "GET" and path[len(listing) :][:1] in ("", "/"):
-            await parts.models.answer(scope, send)
+            await self._list_models(scope, send)
             return
+        if parts.trust_clients:
+            exchange.trusted = True
         for arrived in parts.arrivals:
             arrived(exchange)
         inference = exchange.inference
@@ -133,9 +168,8 @@ class RouterFilter:
                 if exchange.trace is not None:
                     exchange.trace.routing_began()
                 await self._forward(exchange, target, scope, receive, send)
-        except NotOffered as error:
-            metrics = parts.metrics.catalog
-            await local_reply(scope, send, status=400, reason="policy_not_offered", message=str(error), metrics=metrics)
+        except (NotOffered, RequestLoops) as error:
+            await self._refuse(error, scope, send)
         finally:
             self._over(exchange)
 
@@ -154,11 +188,8 @@ class RouterFilter:
     ) -> None:
         parts = self._parts
         received: Headers = scope["headers"]
-        whole = exchange.body
-        if whole is not None and target.upstream_model:
-            named = exchange.inference.model if exchange.inference else ""
-            whole = await with_model(whole, target.upstream_model, named=named, pace=self._pace)
-        body = RequestBody(receive, received, whole=whole, uploads=parts.uploads)
+        headers = parts.headers.build(scope, request_id=exchange.request_id, trusted=exchange.trusted)
+        body = RequestBody(receive, received, whole=exchange.body, uploads=parts.uploads)
         query: bytes = scope["query_string"]
         raw_path: bytes = scope.get("raw_path") or scope["path"].encode()
         forwarding = Forwarding(
@@ -168,14 +199,16 @@ class RouterFilter:
             model=target.upstream_model or (exchange.inference.model if exchange.inference else ""),
             method=scope["method"],
             target=raw_path + b"?" + query if query else raw_path,
-            headers=parts.headers.build(scope, request_id=exchange.request_id),
+            headers=headers,
             body=body,
             send=send,
-            debug=exchange.debug or parts.debug_header in [name for name, _ in received],
+            debug=exchange.debug or (exchange.may_debug and parts.debug_header in [name for name, _ in received]),
         )
         watcher = DisconnectWatcher(scope, receive, self._arming)
         try:
-            await body.begin()
+            await body.begin(whole=parts.guard.looks_at(exchange, received))
+            if body.whole is not None:
+                body.whole = await self._as_engines_get_it(body.whole, exchange, target, received)
             if body.consumed:
                 watcher.arm()
             else:
@@ -203,6 +236,29 @@ class RouterFilter:
         finally:
             watcher.disarm()
             body.end()
+
+    async def _as_engines_get_it(
+        self, body: bytes, exchange: Exchange, target: RouteTarget, received: Headers
+    ) -> bytes:
+        """Without what clients may not say, salted, and with the engine's name for the model."""
+        body = await self._parts.guard.checked(body, exchange, received)
+        if target.upstream_model:
+            named = exchange.inference.model if exchange.inference else ""
+            body = await with_model(body, target.upstream_model, named=named, pace=self._pace)
+        return body
+
+    async def _list_models(self, scope: Scope, send: Send) -> None:
+        try:
+            self._parts.headers.check_loop(next((value for name, value in scope["headers"] if name == b"via"), None))
+        except RequestLoops as error:
+            await self._refuse(error, scope, send)
+        else:
+            await self._parts.models.answer(scope, send)
+
+    async def _refuse(self, why: NotOffered | RequestLoops, scope: Scope, send: Send) -> None:
+        status, reason = (508, "loop") if isinstance(why, RequestLoops) else (400, "policy_not_offered")
+        metrics = self._parts.metrics.catalog
+        await local_reply(scope, send, status=status, reason=reason, message=str(why), metrics=metrics)
 
     async def _no_route(self, exchange: Exchange, scope: Scope, send: Send) -> None:
         model = exchange.inference.model if exchange.inference else ""

@@ -1,6 +1,6 @@
 """A plain Starlette gateway that asks kvproxy which engine to use: `uvicorn app:app` in this folder.
 
-The middleware says who holds most of the prompt; the gateway decides, forwards, and tells whom it used.
+The middleware says which engine holds most of the prompt; the gateway decides, forwards, and tells which one it used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
-from kvproxy import KVCacheMiddleware
+from kvproxy import KVCacheMiddleware, preferred, served
 
 ENGINES = {
     "a": os.environ.get("ENGINE_A", "http://127.0.0.1:8000"),
@@ -36,8 +36,8 @@ async def lifespan(app: Starlette) -> AsyncIterator[dict[str, object]]:
 
 async def chat(request: Request) -> StreamingResponse:
     """To the engine that holds most of this prompt, else to the next one."""
-    engine = getattr(request.state, "llm_preferred_endpoint_id", None) or next(request.state.turn)
-    request.state.llm_served_endpoint_id = engine
+    engine = preferred(request) or next(request.state.turn)
+    served(request, engine)
     upstream = request.state.client.build_request(
         "POST",
         ENGINES[engine] + request.url.path,

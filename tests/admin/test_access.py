@@ -28,6 +28,16 @@ async def test_the_token_is_required_where_there_is_one() -> None:
         assert good.status_code == 200
 
 
+@pytest.mark.parametrize("order", [1, -1])
+async def test_two_tokens_are_none(order: int) -> None:
+    """Which of them a gateway in front has looked at would be a guess."""
+    both = [("authorization", "Bearer wrong"), ("authorization", "Bearer s3cret")][::order]
+    proxy = proxy_of(**TOKEN)
+    async with Server(proxy.admin) as server, httpx.AsyncClient(base_url=server.url) as client:
+        assert (await client.get("/metrics", headers=both)).status_code == 401
+        assert (await client.get("/metrics", headers=[both[0], both[0]])).status_code == 401
+
+
 @pytest.mark.parametrize("host", ["evil.example:8889", "kvproxy", "127.0.0.1.evil.example", "[::1", "a:b:c", ""])
 async def test_a_name_that_is_not_ours_is_refused(host: str) -> None:
     """Without a token, a page whose name was made to resolve here must not read anything."""

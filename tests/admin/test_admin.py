@@ -39,7 +39,8 @@ async def test_metrics_and_endpoints_after_a_request() -> None:
 async def test_no_admin_route_on_the_public_listener() -> None:
     """Whatever clients ask for goes to an engine or nowhere."""
     engine = FakeEngine("a")
-    async with serve(engine) as url, running_proxy({"a": url}) as running:
+    filters = [{"router": {"paths": "all"}}]
+    async with serve(engine) as url, running_proxy({"a": url}, filters=filters) as running:
         for path in ("/endpoints", "/readyz", "/live", "/config"):
             assert (await running.client.get(path)).json()["served_by"] == "a"
 

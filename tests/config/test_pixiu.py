@@ -367,7 +367,7 @@ def test_bad_connection_numbers() -> None:
 def strange() -> dict[str, Any]:
     raw = small(
         http_filters=[
-            {"name": "dgp.filter.http.cors", "config": {}},
+            {"name": "dgp.filter.http.ratelimit", "config": {}},
             {"name": "dgp.filter.llm.tokeniser"},
             {"name": "dgp.filter.http.csrf"},
         ]
@@ -404,7 +404,7 @@ def test_what_we_do_not_have_is_an_error_or_with_lenient_a_warning() -> None:
             f"{top}.listeners[1]: only one listener is supported",
             f"{top}.listeners[0].filter_chains.filters[0].config.route_config.routes[0].match.headers: "
             "routes cannot match headers",
-            f"{FILTERS}[0].name: unknown filter 'dgp.filter.http.cors' (nearest: cors)",
+            f"{FILTERS}[0].name: unknown filter 'dgp.filter.http.ratelimit' (nearest: rate_limit)",
             f"{FILTERS}[1].name: unknown filter 'dgp.filter.llm.tokeniser' (nearest: dgp.filter.llm.tokenizer)",
             f"{FILTERS}[2].name: unknown filter 'dgp.filter.http.csrf'",
         ]
@@ -485,3 +485,91 @@ def test_a_native_file_with_a_listeners_key_is_not_mistaken() -> None:
     """Only filter chains make it Pixiu's."""
     _, problems = check({"listeners": [{"port": 1}], "endpoints": ["http://h:1"]})
     assert [str(problem) for problem in problems] == ["listeners: unknown key (did you mean 'listen'?)"]
+
+
+#: The shape of the samples http/simple and shutdown/http.
+PLAIN = """
+static_resources:
+  listeners:
+    - name: net/http
+      protocol_type: HTTP
+      address: {socket_address: {address: 0.0.0.0, port: 8888}}
+      filter_chains:
+        filters:
+          - name: dgp.filter.httpconnectionmanager
+            config:
+              route_config:
+                routes:
+                  - match: {prefix: /user}
+                    route: {cluster: user, cluster_not_found_response_code: 505}
+              http_filters:
+                - name: dgp.filter.http.httpproxy
+                  config: {maxIdleConns: 100, maxIdleConnsPerHost: 100, MaxConnsPerHost: 50}
+                - name: dgp.filter.http.cors
+                  config:
+                    allow_origin: [api.dubbo.com, "https://b.example"]
+                    allow_methods: "GET, PUT"
+                    allow_headers: ""
+                    expose_headers: ""
+                    max_age: ""
+                    allow_credentials: false
+                - name: dgp.filter.http.accesslog
+                  config: {outPutPath: /app/pixiu/access.log}
+  clusters:
+    - name: user
+      lb_policy: lb
+      endpoints:
+        - {id: 1, socket_address: {address: 127.0.0.1, port: 1314}}
+"""
+
+
+def settings_of(config: Config, name: str) -> Any:
+    return next(spec.settings for spec in config.filters if spec.name == name)
+
+
+def test_a_plain_http_proxy() -> None:
+    """Its routes say which paths there are, and what it proxies is no engine; CORS and the access log have ours."""
+    config, problems = check_text(PLAIN, env={})
+    assert config is not None
+    assert only(problems, "error") == []
+    assert [spec.name for spec in config.filters][-2:] == ["cors", "router"]
+    router, cors = settings_of(config, "router"), settings_of(config, "cors")
+    assert (router.paths, router.health_path, router.trust_clients) == (("all",), "", True)
+    assert cors.allow_origins == ("https://api.dubbo.com", "http://api.dubbo.com", "https://b.example")
+    assert (cors.allow_methods, cors.allow_headers, cors.max_age) == (
+        ("GET", "PUT"),
+        ("authorization", "content-type"),
+        600,
+    )
+    assert (config.pool.max_connections, config.pool.max_idle) == (50, 100)
+    assert config.routes[0].prefix == "/user"
+
+
+def test_a_cors_filter_without_origins_is_left_out() -> None:
+    """As in Pixiu, where it does nothing then."""
+    config, problems = check_text(PLAIN.replace('[api.dubbo.com, "https://b.example"]', "[]"), env={})
+    assert config is not None
+    assert "cors" not in [spec.name for spec in config.filters]
+    assert any("allows no origin" in line for line in only(problems, "note"))
+
+
+def test_the_llm_proxy_opens_inference_paths_and_what_its_routes_name() -> None:
+    """As in a native file."""
+    config = load_mapping(sample(), env={})
+    assert settings_of(config, "router").paths == ()
+
+
+def test_clusters_of_a_registry_are_missed_in_this_dialect() -> None:
+    """llm/nacos: the advice is about a Pixiu file, not about a native one."""
+    raw = small()
+    del raw["static_resources"]["clusters"]
+    raw["static_resources"]["adapters"] = [{"id": "nacos"}]
+    config, problems = check(raw)
+    assert config is None
+    assert "static_resources.adapters: adapters (registries) are not supported (list the endpoints)" in only(
+        problems, "error"
+    )
+    missing = [line for line in only(problems, "error") if line.startswith("static_resources.clusters: ")]
+    assert len(missing) == 1
+    assert "socket_address" in missing[0]
+    assert not any("http://host:port" in line for line in only(problems, "error"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from kvproxy.config.schema import Config
 from kvproxy.config.verify import verify
 
 E = "endpoints: ['http://127.0.0.1:8000']\n"
+ROUTER = "filters: [inference_request, router: {{{}}}]\n"
 CHAIN = "filters: [{}, inference_request, router]\n"
 
 
@@ -50,6 +52,14 @@ def test_a_good_configuration_has_no_problem() -> None:
         ("listen: {host: ''}\n", "error: listen.host: must not be empty"),
         ("listen: {tls: {certificate: /nowhere/c, private_key: /nowhere}}\n",
          "error: listen.tls.certificate: no such file: '/nowhere/c'"),
+        # the router's public paths
+        (ROUTER.format("paths: all"), "warning: filters[1].router.paths: every path of every"),
+        (ROUTER.format("paths: [/]"), "warning: filters[1].router.paths: every path of every"),
+        (ROUTER.format("paths: [tts]"), "error: filters[1].router.paths[0]: must start with /"),
+        ("filters: [inference_request, router: {paths: /tts}]\n",
+         "error: filters[1].router.paths: must be a list of paths, or `all`"),
+        ("filters: [inference_request, router: {health_path: up}]\n",
+         "error: filters[1].router.health_path: must start with /"),
         # intervals
         ("retry: {backoff: 2s}\n", "error: retry.max_backoff: shorter than backoff"),
         ("pool: {max_connections: 5}\n", "warning: pool.max_idle: more than max_connections"),
@@ -212,3 +222,32 @@ def test_a_configuration_made_in_code() -> None:
         "clusters: no cluster is configured (the shortest way is `endpoints: [http://host:port]`)",
         "filters: no filter forwards requests (the last must be `router`)",
     ]
+
+
+LOOPS = "this is the proxy's own address"
+
+
+@pytest.mark.parametrize(
+    ("listen", "url", "loops"),
+    [
+        ("127.0.0.1:18870", "http://127.0.0.1:18870", "listen"),
+        ("127.0.0.1:18870", "http://127.0.0.1:18870/base", "listen"),
+        ("127.0.0.1:18870", "https://localhost:18870", "listen"),
+        ("127.0.0.1:18870", "http://127.0.0.1:8889", "admin"),
+        (":18870", "http://127.0.0.1:18870", "listen"),
+        (":18870", "http://localhost:18870", "listen"),
+        (":18870", "http://0.0.0.0:18870", "listen"),
+        (":18870", f"http://{socket.gethostname()}:18870", "listen"),
+        ("[::]:18870", "http://[::1]:18870", "listen"),
+        ("[::1]:18870", "http://[0:0:0:0:0:0:0:1]:18870", "listen"),
+        ("proxy.example:18870", "http://PROXY.example:18870", "listen"),
+        ("127.0.0.1:18870", "http://127.0.0.1:18871", ""),
+        ("127.0.0.1:18870", "http://127.0.0.2:18870", ""),
+        (":18870", "http://192.0.2.1:18870", ""),
+        (":18870", "http://engines.example:18870", ""),
+    ],
+)
+def test_an_endpoint_is_not_the_proxy_itself(listen: str, url: str, loops: str) -> None:
+    """Its requests would come back to it without end; every address of this machine counts where it listens on all."""
+    found = [line for line in problems_of(f"listen: '{listen}'\nendpoints: ['{url}']\n") if LOOPS in line]
+    assert [f"(`{loops}`)" in line for line in found] == ([True] if loops else [])

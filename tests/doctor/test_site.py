@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
 import yaml
 
 from kvproxy.config.kvcache_schema import KvCacheSettings
+from kvproxy.doctor.checks.public import PublicCheck
 from kvproxy.doctor.finding import Severity
 from kvproxy.doctor.site import kvcache_settings, survey
 from kvproxy.doctor.tools import Tools
 from kvproxy.doctor.visit import diagnose
 from tests.doctor.setup import ENGINE, cluster, only, parsed, visit
 
+PUBLIC = "clients reach inference, the models and tokenizing"
 PLAIN = replace(ENGINE, kv_events=None)
 
 
@@ -74,3 +78,20 @@ async def test_the_default_model_must_be_served() -> None:
         chain = ["inference_request", {"kvcache": {"default_model": "llama"}}, "router"]
         found = only(await visit({"endpoints": site.urls, "filters": chain}))
     assert "no engine serves 'llama'" in found.what
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({}, [f"{PUBLIC}; no other path of an engine"]),
+        (
+            {"filters": ["inference_request", {"router": {"paths": ["/version"]}}], "routes": [{"prefix": "/tts"}]},
+            [f"{PUBLIC}, and /tts, /tts/, /version; no other path of an engine"],
+        ),
+        ({"filters": ["inference_request", {"router": {"paths": "all"}}]}, []),
+    ],
+)
+async def test_which_paths_are_public_is_said(more: dict[str, Any], said: list[str]) -> None:
+    """That all of them are is a warning of the configuration."""
+    found = await PublicCheck(parsed({"endpoints": ["http://127.0.0.1:8000"], **more})).find()
+    assert [one.what for one in found] == said

@@ -8,7 +8,7 @@ import pytest
 
 from kvproxy.config.filter_schema import ApiKey
 from kvproxy.errors import ConfigError
-from kvproxy.filters.api_keys import KeyRing, load_keys
+from kvproxy.filters.api_keys import KeyRing, Owner, load_keys
 
 
 def key(name: str, value: str) -> ApiKey:
@@ -17,8 +17,8 @@ def key(name: str, value: str) -> ApiKey:
 
 def test_owner_of_each_key() -> None:
     """Every key finds its owner; anything else finds nobody."""
-    ring = KeyRing([("alice", "sk-a"), ("bob", "sk-b"), ("bob", "sk-b2")])
-    assert [ring.owner(k) for k in (b"sk-a", b"sk-b", b"sk-b2")] == ["alice", "bob", "bob"]
+    ring = KeyRing([(Owner("alice"), "sk-a"), (Owner("bob"), "sk-b"), (Owner("bob"), "sk-b2")])
+    assert [ring.owner(k) for k in (b"sk-a", b"sk-b", b"sk-b2")] == [Owner("alice"), Owner("bob"), Owner("bob")]
     assert [ring.owner(k) for k in (b"", b"sk-", b"sk-a ", b"SK-A", b"\xff")] == [None] * 5
 
 
@@ -27,7 +27,18 @@ def test_keys_from_configuration_and_file(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# rotation\n\nbob: sk-b\n  team:web:  sk:b:2 \nalice: sk-a2\n")
     loaded = load_keys([key("alice", "sk-a")], str(file))
-    assert loaded == [("alice", "sk-a"), ("bob", "sk-b"), ("team:web", "sk:b:2"), ("alice", "sk-a2")]
+    names = [("alice", "sk-a"), ("bob", "sk-b"), ("team:web", "sk:b:2"), ("alice", "sk-a2")]
+    assert loaded == [(Owner(name), value) for name, value in names]
+
+
+def test_rights_belong_to_a_key_and_come_from_the_configuration_alone(tmp_path: Path) -> None:
+    """The same client may have a key with more rights than its others."""
+    file = tmp_path / "keys"
+    file.write_text("alice: sk-plain\n")
+    entry = ApiKey.model_validate({"name": "alice", "key": "sk-full", "debug": True, "trusted": True})
+    ring = KeyRing(load_keys([entry], str(file)))
+    assert ring.owner(b"sk-full") == Owner("alice", debug=True, trusted=True)
+    assert ring.owner(b"sk-plain") == Owner("alice")
 
 
 @pytest.mark.parametrize(

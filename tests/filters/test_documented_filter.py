@@ -77,7 +77,7 @@ async def test_the_documented_filter_works(key: str, model: str, expected: tuple
 def test_every_documented_configuration_loads(page: Path, tmp_path: Path) -> None:
     """Pages show settings that exist; endpoints and router are added where a page leaves them out."""
     (tmp_path / "keys").write_text("bob: sk-b\n")
-    env = {"ALICE_KEY": "sk-a", "KEYS_FILE": str(tmp_path / "keys")}
+    env = {"ALICE_KEY": "sk-a", "OPERATOR_KEY": "sk-o", "KEYS_FILE": str(tmp_path / "keys")}
     for text in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL):
         whole = text if "endpoints:" in text else f"endpoints: [http://127.0.0.1:8000]\n{text}"
         whole = whole if "router" in whole else re.sub(r"(filters:\n(?:  .*\n)+)", r"\1  - router\n", whole)

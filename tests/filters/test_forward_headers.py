@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvproxy.filters.forward_headers import RequestHeaders, response_headers, with_credential
+from kvproxy.filters.forward_headers import RequestHeaders, RequestLoops, response_headers, with_credential
 from kvproxy.types import Headers
+from kvproxy.upstream.origin import Origin
 
 #: RFC 9110 (7.6.1), and what RFC 2616 (13.5.1) named besides.
 HOP_BY_HOP = [b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"proxy-authenticate",
@@ -111,3 +112,57 @@ def test_response_headers_keep_their_order_and_repeats() -> None:
     assert response_headers(received, endpoint=b"e1") == [
         (b"set-cookie", b"a"), (b"set-cookie", b"b"), (b"x-kvproxy-endpoint", b"e1")
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [b"x-data-parallel-rank", b"x-prefiller-host-port", b"x-encoder-hosts-ports", b"x-data-parallel-host-port",
+     b"x-kv-cache-source-host-port", b"x-kvproxy-endpoint", b"x-kvproxy-anything"],
+)  # fmt: skip
+def test_what_steers_engines_comes_from_trusted_clients_only(name: bytes) -> None:
+    """A rank or a peer to pull KV from is for schedulers to name."""
+    headers = [(name, b"1"), (b"x-other", b"2")]
+    assert name not in built(headers)
+    assert built(headers)[b"x-other"] == b"2"
+    trusted = dict(RequestHeaders().build(scope(headers), request_id="", trusted=True))
+    assert trusted[name] == b"1"
+
+
+def test_a_header_of_the_proxys_own_filters_passes() -> None:
+    """`kvcache` may be told to name the preferred endpoint in such a one."""
+    own = RequestHeaders(own=[b"x-kvproxy-preferred"])
+    assert (b"x-kvproxy-preferred", b"a") in own.build(scope([(b"x-kvproxy-preferred", b"a")]), request_id="")
+
+
+def test_a_request_that_was_here_before_is_told_by_via() -> None:
+    """Only by this proxy's own name, wherever it stands among the hops."""
+    headers = RequestHeaders()
+    with pytest.raises(RequestLoops):
+        headers.build(scope([(b"via", b"1.1 a, " + headers.via + b", 1.1 b")]), request_id="")
+    other = RequestHeaders().via
+    assert (b"via", other + b", " + headers.via) in headers.build(scope([(b"via", other)]), request_id="")
+
+
+@pytest.mark.parametrize(
+    ("location", "seen"),
+    [
+        (b"http://engine:8000/base/v1/x?a=%2F", b"/v1/x?a=%2F"),
+        (b"http://ENGINE:8000/base", b"/"),
+        (b"http://engine/other", b"/other"),
+        (b"http://engine:8000//evil.example/x", b"/evil.example/x"),
+        (b"//engine/x", b"/x"),
+        (b"http://192.168.1.1/x", b"/x"),
+        (b"http://[::1]:9/x", b"/x"),
+        (b"http://localhost", b"/"),
+        (b"http://[broken/x", b"/"),
+        (b"https://storage.example/x", b"https://storage.example/x"),
+        (b"http://8.8.8.8/x", b"http://8.8.8.8/x"),
+        (b"/v1/x", b"/v1/x"),
+        (b"x?y", b"x?y"),
+    ],
+)
+def test_locations_tell_no_address_of_an_engine(location: bytes, seen: bytes) -> None:
+    """A redirect into the engine is one on the client's own host."""
+    origin = Origin.parse("http://engine:8000/base")
+    for name in (b"location", b"content-location"):
+        assert (name, seen) in response_headers([(name, location)], endpoint=b"a", origin=origin)

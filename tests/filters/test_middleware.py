@@ -43,9 +43,8 @@ def raw(*contents: str) -> bytes:
 
 async def answer(request: Request) -> JSONResponse:
     """Serves from b whatever comes, and says what was preferred."""
-    request.state.llm_served_endpoint_id = "b"
-    preferred = getattr(request.state, "llm_preferred_endpoint_id", None)
-    return JSONResponse({"preferred": preferred, "got": len(await request.body()), "usage": USAGE})
+    kvproxy.served(request, "b")
+    return JSONResponse({"preferred": kvproxy.preferred(request), "got": len(await request.body()), "usage": USAGE})
 
 
 def starlette_app(**options: Any) -> Starlette:
@@ -85,6 +84,23 @@ async def test_in_a_fastapi_app() -> None:
     async with client(app) as http:
         await http.post(CHAT, json=body(TURN))
         assert (await http.post(CHAT, json=body(TURN))).json() == {"preferred": "a", "model": "m"}
+
+
+async def test_a_pure_asgi_app_asks_and_tells_by_its_scope() -> None:
+    """Also behind a middleware of its own that copies the scope."""
+    seen: list[str | None] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        scope = {**scope}
+        seen.append(kvproxy.preferred(scope))
+        kvproxy.served(scope, "b")
+        await Inner()(scope, receive, send)
+
+    under_test = KVCacheMiddleware(app, endpoints=ENGINES)
+    async with under_test:
+        for _ in range(2):
+            await call(under_test, http_scope(CHAT, method="POST"), body=raw(TURN))
+    assert seen == [None, "b"]
 
 
 async def test_the_endpoint_that_served_may_be_told_by_header() -> None:

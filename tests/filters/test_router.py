@@ -25,7 +25,7 @@ async def test_a_model_without_a_route_does_not_exist() -> None:
         openai = await proxy.client.post("/v1/chat/completions", json=chat(model="other"))
         body = {"model": "other", "max_tokens": 1, "messages": []}
         anthropic = await proxy.client.post("/v1/messages", json=body)
-        nowhere = await proxy.client.get("/version")
+        nowhere = await proxy.client.post("/v1/score", json={})
     assert (openai.status_code, openai.json()["error"]["code"]) == (404, "unknown_model")
     assert (anthropic.status_code, anthropic.json()["error"]["type"]) == (404, "not_found_error")
     assert (nowhere.status_code, nowhere.json()["error"]["code"]) == (404, "no_route")
@@ -69,7 +69,7 @@ async def test_a_completion_callback_that_fails_is_logged_and_nothing_more(caplo
         raw = {"endpoints": {"a": url}, "health": {"active": False}, "filters": ["troublesome", "router"]}
         config = load_mapping(raw, extra_filters={"troublesome": None})
         async with Proxy(config, extra_filters=extra) as proxy, Server(proxy) as server:
-            status = await raw_get(server.port, "/x")
+            status = await raw_get(server.port, "/v1/responses/1")
     assert status == b"HTTP/1.1 200 OK"
     assert "a completion callback failed" in caplog.text
 

@@ -286,7 +286,7 @@ async def test_a_stream_that_breaks_off_is_an_error_despite_its_status() -> None
 async def test_what_is_no_inference_request_has_a_plain_name() -> None:
     """Unknown paths never become span names: their number is not ours to bound."""
     async with traced(FakeEngine("a"), filters=["inference_request", "router"]) as proxy:
-        await proxy.client.get("/some/thing")
+        await proxy.client.get("/v1/responses/thing")
         server, _, attempt = await proxy.spans()
     assert (server.name, attempt.name) == ("GET", "forward")
     assert "gen_ai.request.model" not in told(attempt)

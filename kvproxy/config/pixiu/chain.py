@@ -7,21 +7,24 @@ from typing import Any
 from kvproxy.config.fields import closest
 from kvproxy.config.paths import Path
 from kvproxy.config.pixiu.kvcache import translate_kvcache
-from kvproxy.config.pixiu.schema import ConnectionManager, LlmProxy, PixiuRoute, Tokenizer
+from kvproxy.config.pixiu.schema import ConnectionManager, Cors, LlmProxy, PixiuRoute, Tokenizer
 from kvproxy.config.pixiu.translation import Translation
 from kvproxy.config.schema import FILTER_SETTINGS
 
 _KVCACHE = "dgp.filter.ai.kvcache"
 _PROXY = "dgp.filter.llm.proxy"
+_HTTP_PROXY = "dgp.filter.http.httpproxy"
 _TOKENIZER = "dgp.filter.llm.tokenizer"
+_CORS = "dgp.filter.http.cors"
+_ACCESS_LOG = "dgp.filter.http.accesslog"
+
+#: A plain HTTP proxy: what it proxies is no engine, and its routes say which paths there are.
+_PLAIN = {"paths": "all", "health_path": "", "trust_clients": True}
 
 #: Pixiu's filters that one of ours comes near to.
 _NEAREST = {
-    "dgp.filter.http.accesslog": "access_log",
     "dgp.filter.http.auth.jwt": "auth",
     "dgp.filter.http.authority_config": "auth",
-    "dgp.filter.http.cors": "cors",
-    "dgp.filter.http.httpproxy": _PROXY,
     "dgp.filter.http.ratelimit": "rate_limit",
 }
 
@@ -32,31 +35,43 @@ def translate_chain(translation: Translation, manager: ConnectionManager, at: Pa
     for name in ("request_id", "access_log", "inference_request"):
         translation.form.filters.append((name, None, (*at, "http_filters")))
     scheme, proxy_at = "http", None
+    router: dict[str, Any] | None = None
     for index, item in enumerate(manager.http_filters):
         here: Path = (*at, "http_filters", index)
         if item.name == _KVCACHE:
             if proxy_at is not None:
-                translation.warn(here, f"stands after {_PROXY}, where it could not act: it is moved before it")
+                translation.warn(here, "stands after the proxy, where it could not act: it is moved before it")
             _kvcache(translation, manager, item.config, (*here, "config"), has_clusters=has_clusters)
-        elif item.name == _PROXY and proxy_at is None:
+        elif item.name in (_PROXY, _HTTP_PROXY) and proxy_at is None:
             proxy_at = here
+            if item.name == _HTTP_PROXY:
+                router = _PLAIN
+                translation.note((*here, "name"), "a plain HTTP proxy: every path that its routes match is public")
             proxy = translation.decode(LlmProxy, item.config, (*here, "config"))
             scheme = proxy.scheme if proxy is not None else "http"
             _proxy(translation, proxy or LlmProxy(), (*here, "config"))
         elif item.name == _TOKENIZER:
             translation.decode(Tokenizer, item.config, (*here, "config"))
             translation.note(here, "token usage is always counted from the engine's own figures, in the metrics")
+        elif item.name == _CORS:
+            _cors(translation, item.config, (*here, "config"))
+        elif item.name == _ACCESS_LOG:
+            translation.note(here, "every request is logged in any case, to the process log")
         else:
             translation.unsupported((*here, "name"), f"unknown filter {item.name!r}", _nearest(item.name))
     if proxy_at is None:
-        translation.error((*at, "http_filters"), f"no filter forwards requests: {_PROXY} is required")
-    translation.form.filters.append(("router", None, proxy_at or (*at, "http_filters")))
+        wanted = f"{_PROXY} is required (or {_HTTP_PROXY})"
+        translation.error((*at, "http_filters"), f"no filter forwards requests: {wanted}")
+    translation.form.filters.append(("router", router, proxy_at or (*at, "http_filters")))
     return scheme
+
+
+_KNOWN = (*FILTER_SETTINGS, _KVCACHE, _PROXY, _HTTP_PROXY, _TOKENIZER, _CORS, _ACCESS_LOG)
 
 
 def _nearest(name: str) -> str:
     """By the last part of the name; the beginnings are all alike."""
-    known = {full.rpartition(".")[2]: full for full in (*FILTER_SETTINGS, _KVCACHE, _PROXY, _TOKENIZER)}
+    known = {full.rpartition(".")[2]: full for full in _KNOWN}
     close = closest(name.rpartition(".")[2], known)
     meant = _NEAREST.get(name) or (known[close] if close else "")
     return f"nearest: {meant}" if meant else ""
@@ -99,6 +114,29 @@ def _proxy(translation: Translation, proxy: LlmProxy, at: Path) -> None:
         translation.put("pool", "max_idle", proxy.max_idle_per_host, (*at, "maxIdleConnsPerHost"))
     if proxy.max_idle:
         translation.note((*at, "maxIdleConns"), "idle connections are bounded per endpoint only")
+
+
+def _cors(translation: Translation, raw: Any, at: Path) -> None:
+    """Pixiu only adds headers to answers; ours answers preflight requests too, and knows origins by their scheme."""
+    cors = translation.decode(Cors, raw, at)
+    if cors is None:
+        return
+    if not cors.allow_origin:
+        translation.note(at, "allows no origin, as it stands: left out")
+        return
+    origins = [
+        scheme + origin
+        for origin in cors.allow_origin
+        for scheme in (("",) if origin == "*" or "://" in origin else ("https://", "http://"))
+    ]
+    settings: dict[str, Any] = {"allow_origins": origins, "allow_credentials": cors.allow_credentials}
+    for name in ("allow_methods", "allow_headers", "expose_headers"):
+        if getattr(cors, name):
+            settings[name] = list(getattr(cors, name))
+    if cors.max_age is not None:
+        settings["max_age"] = cors.max_age
+    translation.note(at, "answers browsers' preflight requests too; allow_origin is compared with their Origin header")
+    translation.form.filters.append(("cors", settings, at))
 
 
 def _kvcache(

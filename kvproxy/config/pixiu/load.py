@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvproxy.config.native import decode_form
-from kvproxy.config.paths import Path
+from kvproxy.config.paths import Path, dotted
 from kvproxy.config.pixiu.chain import translate_chain
 from kvproxy.config.pixiu.clusters import translate_clusters
 from kvproxy.config.pixiu.schema import ConnectionManager, PixiuFile, PixiuListener, Resources
@@ -50,7 +51,16 @@ def decode_pixiu(
         )
     scheme = _listeners(translation, resources, at)
     translate_clusters(translation, resources.clusters, (*at, "clusters"), scheme=scheme)
-    return decode_form(translation.form, extra_filters=extra_filters)
+    config, problems = decode_form(translation.form, extra_filters=extra_filters)
+    return config, [_in_this_dialect(problem, at) for problem in problems]
+
+
+def _in_this_dialect(problem: Problem, at: Path) -> Problem:
+    """Where clusters are missing, how this kind of file has them."""
+    if problem.path != "clusters" or problem.severity != "error":
+        return problem
+    hint = "list them here, each with `name` and `endpoints` with a `socket_address`"
+    return replace(problem, path=dotted((*at, "clusters")), hint=hint)
 
 
 def _unsupported(translation: Translation, file: PixiuFile, resources: Resources, at: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from kvproxy.config.model import Model, Port
 from kvproxy.config.values import Duration, Secret
@@ -109,14 +109,40 @@ class ConnectionManager(PixiuModel):
     timeout: Any = None
 
 
+def _names(value: Any) -> Any:
+    return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
+
+
+CommaSeparated = Annotated[tuple[str, ...], BeforeValidator(_names)]
+
+
 class LlmProxy(PixiuModel):
-    """`dgp.filter.llm.proxy`."""
+    """`dgp.filter.llm.proxy` and `dgp.filter.http.httpproxy`, whose names Go reads in any case."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_any_case(cls, raw: Any) -> Any:
+        if not isinstance(raw, Mapping):
+            return raw
+        known = {name.casefold(): name for name in (field.alias or key for key, field in cls.model_fields.items())}
+        return {known.get(str(key).casefold(), key): value for key, value in raw.items()}
 
     timeout: Duration | None = None
     max_idle: int = Field(default=0, ge=0, alias="maxIdleConns")
     max_idle_per_host: int = Field(default=0, ge=0, alias="maxIdleConnsPerHost")
     max_per_host: int = Field(default=0, ge=0, alias="maxConnsPerHost")
     scheme: Literal["http", "https"] = "http"
+
+
+class Cors(PixiuModel):
+    """`dgp.filter.http.cors`; its lists are lists, or names with commas between."""
+
+    allow_origin: tuple[str, ...] = ()
+    allow_methods: CommaSeparated = ()
+    allow_headers: CommaSeparated = ()
+    expose_headers: CommaSeparated = ()
+    max_age: Annotated[Duration | None, BeforeValidator(lambda age: None if age == "" else age)] = None
+    allow_credentials: bool = False
 
 
 class Tokenizer(PixiuModel):
