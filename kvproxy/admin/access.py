@@ -9,12 +9,13 @@ from collections.abc import Callable
 from pydantic import SecretStr
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvproxy.admin.page import FILES
 from kvproxy.admin.replies import error
 from kvproxy.config.address import is_loopback
 from kvproxy.errors import Problem
 
 #: Health is asked for by load balancers, which carry no token; the page itself holds nothing but its own text.
-_OPEN_PATHS = frozenset({"/healthz", "/readyz", "/", "/page.css", "/page.js"})
+_OPEN_PATHS = frozenset({"/healthz", "/readyz", *FILES})
 _CHANGING = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 _HOST = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]]*))(?::\d+)?")
 

@@ -8,10 +8,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-_FILES = {
+_SCRIPTS = ("page", "parts", "table", "charts", "endpoints", "decisions")
+FILES = {
     "/": ("page.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
-    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    **{f"/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8") for name in _SCRIPTS},
 }
 
 
@@ -20,7 +21,7 @@ class Page:
 
     def __init__(self) -> None:
         folder = files("kvproxy.admin") / "static"
-        self._files = {path: ((folder / name).read_bytes(), kind) for path, (name, kind) in _FILES.items()}
+        self._files = {path: ((folder / name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
 
     def routes(self) -> list[Route]:
         """Their paths."""

@@ -18,12 +18,13 @@ from kvproxy.app import Proxy
 from kvproxy.config.load import load_mapping
 from kvproxy.listener.server import Server
 from tests.browser.conftest import Browser
-from tests.support.fake_engine import Call, FakeEngine, answer_ok
+from tests.support.fake_engine import Call, FakeEngine, answer_ok, reply
 from tests.support.proxy import chat
 
 pytestmark = pytest.mark.browser
 
 ROW = "document.querySelector('#endpoints tr[data-key=\"default/' + arguments[0] + '\"]')"
+DECISIONS = "document.querySelectorAll('#decisions tr.decision')"
 QUEUE = "document.querySelector('#queues tr[data-key=\"default\"]')"
 HOSTILE = '<img src=x onerror="window.hacked=1">'
 
@@ -38,6 +39,7 @@ class Stage:
     engines: dict[str, Server]
     stack: AsyncExitStack
     hold: asyncio.Event  # cleared: the engines keep their answers to themselves
+    status: int = 200  # of every answer
 
     async def stop_engine(self, name: str) -> None:
         """Nobody listens there any more."""
@@ -59,17 +61,23 @@ async def stage(**config: Any) -> AsyncIterator[Stage]:
 
     async def behave(engine: FakeEngine, call: Call, send: Send) -> None:
         await hold.wait()
-        await answer_ok(engine, call, send)
+        if on.status == 200:
+            await answer_ok(engine, call, send)
+        else:
+            await reply(send, on.status, b'{"error": {"message": "EngineDeadError"}}')
 
     async with AsyncExitStack() as stack:
         fakes = {name: FakeEngine(name, behave) for name in ("a", "b")}
         engines = {name: await stack.enter_async_context(Server(fake, drain_s=0.1)) for name, fake in fakes.items()}
         raw = {"endpoints": {name: server.url for name, server in engines.items()}, "policy": "kv_aware", **config}
+        raw = {key: value for key, value in raw.items() if value is not None}
         proxy = await stack.enter_async_context(Proxy(load_mapping(raw)))
         public = await stack.enter_async_context(Server(proxy, drain_s=0.1))
         admin = await stack.enter_async_context(Server(proxy.admin, drain_s=0.1))
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=public.url, timeout=10))
-        yield Stage(proxy, admin, client, engines, stack, hold)
+        proxy.public_url = public.url
+        on = Stage(proxy, admin, client, engines, stack, hold)
+        yield on
 
 
 async def test_it_shows_what_happens(browser: Browser) -> None:
@@ -79,7 +87,7 @@ async def test_it_shows_what_happens(browser: Browser) -> None:
         await browser.until(f"{ROW}?.innerText.includes('up')", "a")
         for _ in range(3):
             await on.ask("x" * 3000)
-        await browser.until("document.querySelectorAll('#decisions tbody tr').length === 3")
+        await browser.until(f"{DECISIONS}.length === 3")
         await browser.until("document.querySelectorAll('#hot tbody tr').length > 0")
         await browser.until("document.querySelector('#chart-requests path.one').getAttribute('d').includes('L')")
         summary = await browser.script("return document.querySelector('#endpoints-summary').innerText")
@@ -173,6 +181,122 @@ async def test_a_proxy_that_is_gone(browser: Browser) -> None:
         await on.admin.__aexit__(None, None, None)
         await browser.until("document.querySelector('#trouble').innerText.startsWith('kvproxy does not answer.')")
         assert await browser.script("return document.body.classList.contains('stale')")
+        pill = await browser.script("const p = document.querySelector('#readiness'); return [p.className, p.innerText]")
+        assert pill == ["pill", "stale"]
+
+
+async def test_every_500_is_red(browser: Browser) -> None:
+    """In the header, the findings, the sums, the decisions and the chart: an engine that is dead but answers."""
+    async with stage(health={"eject_after": 0}, breaker={"failure_threshold": 1000}) as on:
+        on.status = 500
+        for _ in range(5):
+            await on.ask()
+        await browser.open(on.admin.url)
+        await browser.until("document.querySelector('#readiness').className === 'pill down'")
+        assert "% of requests fail" in await browser.script("return document.querySelector('#readiness').innerText")
+        summary = await browser.script("return document.querySelector('#endpoints-summary').innerText")
+        assert summary.endswith("5 requests in the last minute, 5 failed")
+        findings = await browser.script("return document.querySelector('#findings').innerText")
+        assert "100% of 5 requests failed in the last minute" in findings
+        pills = await browser.script(f"return [...{DECISIONS}].map((row) => row.lastChild.firstChild.className)")
+        assert pills == ["pill down"] * 5
+        await browser.until("document.querySelector('#chart-requests path.fail').getAttribute('d').includes('L')")
+
+
+async def test_an_idle_chart_has_no_red_line(browser: Browser) -> None:
+    """Zero failures are a number, not a line; nor is anything said to be learned."""
+    async with stage() as on:
+        await browser.open(on.admin.url)
+        await browser.until("document.querySelector('#chart-requests path.one').getAttribute('d').includes('L')")
+        assert (
+            await browser.script("return document.querySelector('#chart-requests path.fail').getAttribute('d')") == ""
+        )
+        work = await browser.script("return document.querySelector('#work').innerText")
+        assert "kv_aware · learning: no streamed answer yet" in work
+        assert "tokens/s" not in work
+        assert await browser.script("return document.querySelector('#saved').innerText") == "–"
+        line = await browser.script("return document.querySelector('#try-it').innerText")
+        assert f"curl -s {on.proxy.public_url}/v1/chat/completions" in line
+
+
+async def test_a_decision_opens_into_its_candidates(browser: Browser) -> None:
+    """By keyboard too; meanwhile the list stands still, and the whole id can be copied."""
+    async with stage() as on:
+        await on.ask("x" * 3000)
+        await browser.open(on.admin.url)
+        await browser.until(f"{DECISIONS}.length === 1")
+        await browser.script(f"{DECISIONS}[0].querySelector('button').focus()")
+        await browser.call(lambda driver: driver.switch_to.active_element.send_keys("\n"))
+        await browser.until("document.querySelectorAll('#decisions .candidates tbody tr').length === 2")
+        assert await browser.script("return document.querySelectorAll('.candidates .chosen').length") == 1
+        whole = await browser.script("return document.querySelector('.whole-id code').innerText")
+        assert whole == next(iter(on.proxy.recent.latest())).request_id
+        await on.ask("y" * 3000)
+        await browser.until("document.querySelector('#endpoints-summary').innerText.includes('2 requests')")
+        assert await browser.script(f"return {DECISIONS}.length") == 1
+        assert await browser.script("return document.querySelector('#decisions-state').innerText") != ""
+        await browser.call(lambda driver: driver.switch_to.active_element.send_keys("\n"))
+        await browser.until(f"{DECISIONS}.length === 2")
+
+
+async def test_failed_decisions_only(browser: Browser) -> None:
+    """However many good ones came after them."""
+    async with stage() as on:
+        on.status = 500
+        await on.ask()
+        on.status = 200
+        for _ in range(20):
+            await on.ask()
+        await browser.open(on.admin.url)
+        await browser.until(f"{DECISIONS}.length === 15")
+        await browser.script("document.querySelector('#failed-only').click()")
+        await browser.until(f"{DECISIONS}.length === 1 && {DECISIONS}[0].innerText.includes('500')")
+
+
+async def test_an_hour_is_drawn_from_the_coarser_samples(browser: Browser) -> None:
+    """At the press of a button."""
+    async with stage() as on:
+        await browser.open(on.admin.url)
+        await browser.until(f"{ROW}", "a")
+        await browser.script("document.querySelector('[data-span=\"1h\"]').click()")
+        await browser.until("document.querySelector('#chart-ttft .axis').innerText.includes('10 min ago')")
+        assert await browser.complaints() == []
+
+
+LONG = "llama-3.3-70b-instruct-replica-{:02}.inference.svc.cluster.local"
+
+
+@pytest.mark.parametrize("width", [360, 700, 820, 861, 900, 985, 1100, 1280])
+async def test_nothing_scrolls_sideways(browser: Browser, width: int) -> None:
+    """Sixteen endpoints with long names in two clusters: the ill on top of theirs, and that on top of the page."""
+    still = {"health": {"active": False}}
+    clusters = {
+        "well": {"endpoints": {f"e{number}": f"http://127.0.0.1:{number + 1}" for number in range(8)}, **still},
+        "production": {
+            "endpoints": {LONG.format(number): f"http://127.0.0.1:{number + 9}" for number in range(8)},
+            **still,
+        },
+    }
+    routes = [{"prefix": "/a", "cluster": "well"}, {"prefix": "/", "cluster": "production"}]
+    async with stage(endpoints=None, policy=None, clusters=clusters, routes=routes) as on:
+        on.proxy.clusters["production"].endpoints[5].draining = True
+        await browser.emulate(width=width)
+        await browser.open(on.admin.url)
+        await browser.until("document.querySelectorAll('#endpoints tbody tr').length === 18")
+        assert await browser.script(_TOO_WIDE, width) == []
+        assert await browser.script("return document.documentElement.scrollWidth") <= width
+        rows = "[...document.querySelectorAll('#endpoints tbody tr')]"
+        keys = await browser.script(f"return {rows}.map((row) => row.dataset.key)")
+        assert keys[:2] == ["cluster production", f"production/{LONG.format(5)}"]
+        heights = await browser.script(
+            "return [...document.querySelectorAll('#endpoints tr.dense')].map((row) => row.offsetHeight)"
+        )
+        assert width < 700 or max(heights) < 45
+        heads = "['.charts', '#endpoints-card'].map((one) => document.querySelector(one).getBoundingClientRect().top)"
+        charts, endpoints = await browser.script(f"return {heads}")
+        assert (charts < endpoints) is (width > 1100)
+        tops = await browser.script("return [...document.querySelectorAll('figure')].map((f) => f.offsetTop)")
+        assert (len(set(tops)) == 1) is (width >= 700)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
