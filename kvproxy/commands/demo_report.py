@@ -50,11 +50,9 @@ class Progress:
 
 def print_beginning(engines: int, mix: Mix, out: TextIO) -> None:
     """What is about to happen."""
-    what = f"{mix.sessions} conversations of {mix.turns} turns through kvproxy"
-    print(
-        f"{what}, in front of {engines} simulated vLLM engines:\nonce routed by round_robin, once by kv_aware, which asks LMCache who holds a prompt.",
-        file=out,
-    )
+    what = f"{mix.sessions} conversations of {mix.turns} turns"
+    print(f"{what} through kvproxy, in front of {engines} simulated vLLM engines:", file=out)
+    print("once routed by round_robin, once by kv_aware, which asks LMCache who holds a prompt.", file=out)
 
 
 def print_table(results: Mapping[str, Sequence[Reply]], endpoints: Sequence[str], out: TextIO) -> None:

@@ -21,8 +21,12 @@ async def _until_a_trickle(page: str) -> None:
         assert "<html" in (await client.get(page)).text
         first = (await client.get(f"{page}/decisions")).json()["decisions"]
         assert len(first) >= 6
-        while (await client.get(f"{page}/decisions")).json()["decisions"][0]["request_id"] == first[0]["request_id"]:
+        for _ in range(600):
+            newest = (await client.get(f"{page}/decisions")).json()["decisions"][0]
+            if newest["request_id"] != first[0]["request_id"]:
+                return
             await asyncio.sleep(0.05)
+    raise AssertionError("no request came of itself")
 
 
 def test_progress_ends_at_the_end() -> None:
