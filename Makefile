@@ -38,7 +38,7 @@ check: $(DEV) ## ruff, formatting, mypy --strict, the architecture test
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_architecture.py
 
-format: $(DEV) ## let ruff mend what it can
+format: $(DEV) ## let ruff fix what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -59,15 +59,17 @@ clean: ## removes what was built and installed here
 
 $(VENV)/.pip: 
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "kvproxy needs Python 3.11 or newer; set PYTHON=..." >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	@touch $@
 
 $(RUN): $(VENV)/.pip pyproject.toml
+	@echo "installing kvproxy and what it needs into $(VENV) (once; half a minute) ..."
 	@$(BIN)/python -m pip install --quiet --editable .
 	@touch $@
 
 $(DEV): $(RUN)
+	@echo "installing the development tools into $(VENV) (once) ..."
 	@$(BIN)/python -m pip install --quiet --group dev
 	@touch $@
 

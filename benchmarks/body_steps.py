@@ -1,7 +1,7 @@
 """The longest time one request body holds the event loop, in CPU seconds: `python -m benchmarks.body_steps`.
 
-Each body goes through a whole proxy (kv_aware, `kvcache`, an alias route) to a stand-in engine in a process of its own. A
-task that runs once in every turn of the loop reads the CPU time of the loop's thread: the largest difference between
+Each body goes through a whole proxy (kv_aware, `kvcache`, an alias route) to a stand-in engine in a process of its own.
+A task that runs once in every turn of the loop reads the CPU time of the loop's thread: the largest difference between
 two readings is the longest turn, I/O and everything that ran in it included.
 """
 

@@ -26,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         for problem in error.problems:
             place = f"{problem.place}: " if problem.place else "kvproxy: "
-            print(f"{place}{problem.severity}: {problem.located().removeprefix(place)}", file=sys.stderr)
+            text = problem.located().removeprefix(place).removeprefix("(file): ")
+            print(f"{place}{problem.severity}: {text}", file=sys.stderr)
         return 1
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its end

@@ -113,7 +113,11 @@ class DnsDiscovery:
         """Every address, in a stable order; resolved off the event loop."""
         settings = self._settings
         resolve = self._resolve or asyncio.get_running_loop().getaddrinfo
-        found = await resolve(settings.host, settings.port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
+        try:
+            found = await resolve(settings.host, settings.port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
+        except socket.gaierror as error:
+            what = f"the name {settings.host!r} cannot be resolved: {error.strerror or error}"
+            raise DiscoveryError(what) from error
         addresses = sorted({str(entry[4][0]) for entry in found})
         return tuple(self._endpoint(address) for address in addresses)
 

@@ -44,6 +44,7 @@ class Endpoint:
         "health",
         "id",
         "instance_id",
+        "kv_event_sources",
         "labels",
         "load",
         "max_in_flight",
@@ -90,6 +91,7 @@ class Endpoint:
         self.configured_weight = self.weight = config.weight
         self.models = frozenset(config.models)
         self.instance_id = config.instance_id or config.id
+        self.kv_event_sources = config.kv_event_sources  # of an engine that cannot say it
         key = config.api_key.get_secret_value() if config.api_key else ""
         self.authorization = f"Bearer {key}".encode() if key else None  # never in repr, status or logs
         self.labels = dict(config.labels)

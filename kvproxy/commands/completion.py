@@ -80,7 +80,13 @@ def _bash(found: list[Command]) -> str:
         for command in found
     )
     first = _quoted(" ".join(["--help", "--version", *(command.name for command in found)]))
-    after = {name for command in found for option in command.options if option.files for name in option.names}
+    after = [
+        f'"{command.name} {name}"'
+        for command in found
+        for option in command.options
+        if option.files
+        for name in option.names
+    ]
     return f"""\
 # kvproxy completion bash: put `eval "$(kvproxy completion bash)"` into ~/.bashrc
 _kvproxy() {{
@@ -89,8 +95,8 @@ _kvproxy() {{
     COMPREPLY=($(compgen -W {first} -- "$word"))
     return
   fi
-  case "$before" in
-    {"|".join(sorted(after))}) COMPREPLY=($(compgen -f -- "$word")); return ;;
+  case "${{COMP_WORDS[1]}} $before" in
+    {"|".join(after)}) COMPREPLY=($(compgen -f -- "$word")); return ;;
   esac
   case "${{COMP_WORDS[1]}}" in
 {cases}
@@ -130,13 +136,17 @@ def _zsh_arguments(command: Command) -> Iterator[str]:
 
 
 def _zsh_option(option: Option) -> str:
-    takes = f":{option.takes}:{_zsh_values(option)}" if option.takes else ""
-    about = option.help.replace("[", "(").replace("]", ")").replace(":", ";")
+    takes = f":{_zsh_label(option)}:{_zsh_values(option)}" if option.takes else ""
+    about = option.help.replace("[", "(").replace("]", ")")
     return " ".join(_quoted(f"*{name}[{about}]{takes}") for name in option.names)
 
 
 def _zsh_argument(option: Option) -> str:
-    return _quoted(f"*:{option.takes}:{_zsh_values(option)}")
+    return _quoted(f"*:{_zsh_label(option)}:{_zsh_values(option)}")
+
+
+def _zsh_label(option: Option) -> str:
+    return option.takes.replace(":", "\\:")
 
 
 def _zsh_values(option: Option) -> str:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from random import Random
 from typing import TextIO
 
 import httpx
 
 from kvproxy.app import Proxy
-from kvproxy.commands.demo_report import Progress, print_table, print_try_it
-from kvproxy.commands.demo_traffic import Mix, Reply, run_mix
+from kvproxy.commands.demo_report import Progress, print_beginning, print_table, print_try_it
+from kvproxy.commands.demo_traffic import Mix, Reply, run_mix, trickle
 from kvproxy.commands.serve import run_loop
 from kvproxy.config.load import load_mapping
 from kvproxy.listener.server import Server
@@ -24,6 +26,8 @@ MODEL = "sim"
 #: Each engine can hold about a third of the conversations: what is sent to the wrong one is computed again.
 _CACHE_BLOCKS = 1024
 _POLICIES = ("round_robin", "kv_aware")
+#: The same conversations, answers and draws each time; what is left is the machine's own noise.
+_SEED = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,14 @@ class RunningFleet:
     controller: str
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the proxy listens; no admin listener unless it stays."""
+
+    public: str
+    admin: str = ""
+
+
 def run(*, engines: int, sessions: int, turns: int, stay: bool, out: TextIO) -> int:
     """Show it; 0 when every request was answered."""
     return run_loop(lambda: show(Demo(engines, sessions, turns, stay), out))
@@ -53,21 +65,27 @@ async def show(demo: Demo, out: TextIO) -> int:
     """The whole demo. Everything it starts lives in this task and ends with it, Ctrl-C included."""
     mix = Mix(MODEL, demo.sessions, demo.turns)
     results: dict[str, list[Reply]] = {}
+    print_beginning(demo.engines, mix, out)
     for policy in _POLICIES:
         async with AsyncExitStack() as stack:  # a fleet of its own each: nothing is cached from before
             fleet = await _start_fleet(stack, demo.engines)
-            results[policy] = await _play(mix, fleet, policy, out)
+            stays = demo.stay and policy == _POLICIES[-1]
+            place = await _start_proxy(stack, fleet, policy, stays=stays)
+            if stays:
+                print(f"\nlive page: {place.admin}", file=out)
+            results[policy] = await _play(mix, place.public, policy, out)
             if policy == _POLICIES[-1]:
                 print_table(results, list(fleet.endpoints), out)
-                if demo.stay:
-                    await _stay(stack, fleet, out)
+            if stays:
+                await _stay(mix, place, out)
     return 0
 
 
 async def _start_fleet(stack: AsyncExitStack, count: int) -> RunningFleet:
     """Engines and the controller they report to, each on a port of its own."""
     engine = VllmSettings(model=MODEL, engine=EngineSettings(_CACHE_BLOCKS, 16, token_outputs=True))
-    fleet = await stack.enter_async_context(Fleet(FleetSettings(engines_like(engine, count))))
+    settings = FleetSettings(engines_like(engine, count))
+    fleet = await stack.enter_async_context(Fleet(settings, rng=Random(_SEED)))
     assert fleet.controller is not None
     urls = {}
     for name, app in fleet.engines.items():
@@ -76,36 +94,45 @@ async def _start_fleet(stack: AsyncExitStack, count: int) -> RunningFleet:
     return RunningFleet(urls, controller.url)
 
 
-def _proxy(fleet: RunningFleet, policy: str) -> Proxy:
-    """round_robin is a plain proxy; kv_aware knows what the engines hold."""
+async def _start_proxy(stack: AsyncExitStack, fleet: RunningFleet, policy: str, *, stays: bool) -> Place:
+    """round_robin is a plain proxy; kv_aware knows what the engines hold. One that stays has the usual ports."""
     aware = [{"kvcache": {"lmcache_endpoint": fleet.controller}}] if policy != "round_robin" else []
     filters = ["request_id", "inference_request", *aware, "router"]
-    return Proxy(load_mapping({"endpoints": fleet.endpoints, "policy": policy, "filters": filters}))
+    config = load_mapping({"endpoints": fleet.endpoints, "policy": policy, "filters": filters})
+    proxy = await stack.enter_async_context(Proxy(config, rng=Random(_SEED)))
+    ports = [port if stays and _free(port) else 0 for port in (config.listen.port, config.admin.port)]
+    public = await stack.enter_async_context(Server(proxy, port=ports[0], drain_s=1.0))
+    if not stays:
+        return Place(public.url)
+    admin = await stack.enter_async_context(Server(proxy.admin, port=ports[1], drain_s=1.0))
+    return Place(public.url, admin.url)
 
 
-async def _play(mix: Mix, fleet: RunningFleet, policy: str, out: TextIO) -> list[Reply]:
+async def _play(mix: Mix, url: str, policy: str, out: TextIO) -> list[Reply]:
     """The same conversations through a proxy with this policy."""
-    async with (
-        _proxy(fleet, policy) as proxy,
-        Server(proxy, drain_s=1.0) as server,
-        httpx.AsyncClient(base_url=server.url, timeout=60) as client,
-    ):
-        engines = ", ".join(f"{name} {url}" for name, url in fleet.endpoints.items())
-        print(f"\nsimulated vLLM engines: {engines}; LMCache controller {fleet.controller}", file=out)
-        print(f"{policy}: {mix.sessions} conversations of {mix.turns} turns through {server.url}", file=out)
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        print(f"\n{policy}", file=out)
         with Progress(mix.requests, out) as progress:
             return await run_mix(mix, client, on_reply=progress.step)
 
 
-async def _stay(stack: AsyncExitStack, fleet: RunningFleet, out: TextIO) -> None:
-    """Keep a proxy up until Ctrl-C."""
+async def _stay(mix: Mix, place: Place, out: TextIO) -> None:
+    """Keep the proxy up, with a trickle of conversations through it, until Ctrl-C."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    proxy = await stack.enter_async_context(_proxy(fleet, _POLICIES[-1]))
-    public = await stack.enter_async_context(Server(proxy, drain_s=1.0))
-    admin = await stack.enter_async_context(Server(proxy.admin, drain_s=1.0))
-    print_try_it(public.url, admin.url, MODEL, out)
-    await stop.wait()
+    print_try_it(place.public, place.admin, MODEL, out)
+    async with httpx.AsyncClient(base_url=place.public, timeout=60) as client, trickle(mix, client):
+        await stop.wait()
     print("\nended", file=out)
+
+
+def _free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as a server's own, for ports just left
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True

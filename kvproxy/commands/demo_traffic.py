@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 import random
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -19,6 +21,7 @@ _SENTENCE = (
 _WORDS = _SENTENCE.split()
 _ROLES = ("travel agent", "code reviewer", "support desk")
 _PAUSE_S = 0.15
+_TRICKLE, _TRICKLE_PAUSE_S = 3, 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,7 @@ class Mix:
     document_words: int = 1200
     turn_words: int = 100
     reply_tokens: int = 24
+    pause_s: float = _PAUSE_S
     seed: int = 7
 
     @property
@@ -62,6 +66,27 @@ async def run_mix(mix: Mix, client: httpx.AsyncClient, *, on_reply: Callable[[Re
     return [reply for task in tasks for reply in task.result()]
 
 
+@contextlib.asynccontextmanager
+async def trickle(mix: Mix, client: httpx.AsyncClient) -> AsyncIterator[None]:
+    """While inside, a few conversations at a time, about one request a second in all."""
+    slow = replace(mix, pause_s=_TRICKLE_PAUSE_S)
+    numbers = itertools.count(mix.sessions)
+
+    async def converse() -> None:
+        while True:
+            with contextlib.suppress(httpx.HTTPError):  # one that failed is over; the next begins after the same pause
+                await _conversation(slow, next(numbers), client, lambda reply: None)
+            await asyncio.sleep(_TRICKLE_PAUSE_S)
+
+    tasks = [asyncio.create_task(converse(), name=f"trickle {number}") for number in range(_TRICKLE)]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def _conversation(
     mix: Mix, number: int, client: httpx.AsyncClient, on_reply: Callable[[Reply], None]
 ) -> list[Reply]:
@@ -75,7 +100,7 @@ async def _conversation(
         {"role": "user", "content": f"My document: {document}"},
     ]
     replies = []
-    await asyncio.sleep(rng.random() * _PAUSE_S * 4)
+    await asyncio.sleep(rng.random() * mix.pause_s * 4)
     for turn in range(1, mix.turns + 1):
         messages.append({"role": "user", "content": _text(rng, mix.turn_words)})
         completion = number % 4 == 3
@@ -85,7 +110,7 @@ async def _conversation(
         messages.append({"role": "assistant", "content": text})
         replies.append(reply)
         on_reply(reply)
-        await asyncio.sleep(_PAUSE_S * (0.5 + rng.random()))
+        await asyncio.sleep(mix.pause_s * (0.5 + rng.random()))
     return replies
 
 

@@ -78,9 +78,9 @@ def _filters(lmcache: SeenLmCache) -> list[str]:
 
 
 def _admin_port(listen: str) -> int:
-    """The next one; 8889 where the listener's port is not known."""
+    """The next one; 8889 where the listener's port is not known; a free one beside a free one."""
     try:
         port = split_address(listen)[1]
     except ValueError:
         return 8889
-    return port + 1 if 0 < port < 65535 else 8889
+    return port + 1 if 0 < port < 65535 else 0 if port == 0 else 8889

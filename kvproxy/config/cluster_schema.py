@@ -12,6 +12,8 @@ from kvproxy.config.model import Fraction, Model, Name, Port
 from kvproxy.config.policy_schema import PolicyParameters
 from kvproxy.config.values import Duration, Secret
 
+_EVENT_ADDRESS = r"^(tcp://\S+:[1-9]\d{0,4})?$"
+
 
 class PolicyName(StrEnum):
     """Balancing policies (see docs/policies.md)."""
@@ -116,6 +118,20 @@ class EndpointRetry(Model):
     """Then try another endpoint, as `retry` allows; false: this endpoint's failure is the answer."""
 
 
+class EventSources(Model):
+    """Where engines publish their KV events that cannot say it themselves (vLLM without `/kv_event_sources`).
+
+    As in their `--kv-events-config`: only ports are taken, the host is the endpoint's own. Each further data-parallel
+    rank publishes one port higher."""
+
+    endpoint: str = Field(default="", pattern=_EVENT_ADDRESS)
+    """Such as `tcp://*:5557`; empty: such engines are not followed."""
+    replay_endpoint: str = Field(default="", pattern=_EVENT_ADDRESS)
+    """Such as `tcp://*:5558`; empty: a gap in the events cannot be filled."""
+    data_parallel_size: int = Field(default=1, ge=1, le=1024)
+    """Ranks of each engine."""
+
+
 class Endpoint(Model):
     """One engine instance."""
 
@@ -137,6 +153,8 @@ class Endpoint(Model):
     """Name its certificate and the Host header are for, where `url` has an address; empty: the host in `url`."""
     insecure: bool = False
     """Do not verify an https endpoint's certificate (tests only)."""
+    kv_event_sources: EventSources = EventSources()
+    """Where it publishes KV events, for an older engine; unset: as `kv_event_sources` of the kvcache filter says."""
     retry: EndpointRetry | None = None
     """Attempts on this endpoint itself; unset: one, then another endpoint as `retry` at the top says."""
     labels: Mapping[str, str] = Field(default_factory=dict)

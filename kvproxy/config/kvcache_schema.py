@@ -7,10 +7,9 @@ from enum import StrEnum
 from pydantic import Field
 
 from kvproxy.config.cluster_schema import Breaker
+from kvproxy.config.cluster_schema import EventSources as EventSources
 from kvproxy.config.model import Fraction, Model
 from kvproxy.config.values import Duration, Size
-
-_EVENT_ADDRESS = r"^(tcp://\S+:[1-9]\d{0,4})?$"
 
 
 class Provider(StrEnum):
@@ -136,20 +135,6 @@ class Snapshot(Model):
     """An older file is not used: the engines have evicted much of what it says."""
     max_bytes: Size = Field(default=64 * 1024 * 1024, ge=4096)
     """Largest file (a little over 8 bytes for each 256 bytes of prompt); what was asked for longest ago is left out."""
-
-
-class EventSources(Model):
-    """Where engines publish their KV events that cannot say it themselves (vLLM without `/kv_event_sources`).
-
-    As in their `--kv-events-config`: only ports are taken, the host is the endpoint's own. Each further data-parallel
-    rank publishes one port higher."""
-
-    endpoint: str = Field(default="", pattern=_EVENT_ADDRESS)
-    """Such as `tcp://*:5557`; empty: such engines are not followed."""
-    replay_endpoint: str = Field(default="", pattern=_EVENT_ADDRESS)
-    """Such as `tcp://*:5558`; empty: a gap in the events cannot be filled."""
-    data_parallel_size: int = Field(default=1, ge=1, le=1024)
-    """Ranks of each engine."""
 
 
 class KvCacheSettings(Model):

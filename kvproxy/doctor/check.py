@@ -55,7 +55,7 @@ async def _run(check: Check, timeout_s: float) -> Sequence[Finding] | Skipped:
     except TimeoutError:
         found = [warning(check.where, f"not known after {deadline_s:g} s", "the service is slow: raise --timeout")]
     except ClientError as error:
-        return Skipped(check.name, check.where, str(error))
+        return Skipped(check.name, check.where, str(error).removeprefix(f"{check.where} "))
     except Exception as error:
         log.exception("the check %s of %s is broken", check.name, check.where)
         found = [warning(check.where, f"the check itself failed: {type(error).__name__}", "please report it")]

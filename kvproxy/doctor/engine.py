@@ -17,7 +17,7 @@ from kvproxy.clients.vllm import MAX_METRICS_BYTES, ModelInfo, VllmClient
 from kvproxy.cluster.endpoint import origin_of
 from kvproxy.config import schema
 from kvproxy.config.kvcache_schema import EventSources
-from kvproxy.doctor.link import Link, connect
+from kvproxy.doctor.link import Link, connect, speaks_tls
 from kvproxy.doctor.tools import Tools
 from kvproxy.doctor.trial import Trial, TrialPlan, run_trial
 from kvproxy.errors import BadResponse, ClientError, ClientUnavailable, NotSupported
@@ -77,6 +77,20 @@ class Engine:
         """Whether it can be connected to."""
         timeout_s = self.tools.patience.exchange_s
         return await self.tools.answers.once(f"{self._key} link", lambda: connect(self.origin, timeout_s=timeout_s))
+
+    async def speaks_tls(self) -> bool:
+        """Whether it wants https although its url says http; asked only after http failed."""
+        if self.origin.scheme != "http":
+            return False
+        timeout_s = self.tools.patience.exchange_s
+        return await self.tools.answers.once(
+            f"{self._key} speaks tls", lambda: speaks_tls(self.origin, timeout_s=timeout_s)
+        )
+
+    @property
+    def ends_in_v1(self) -> bool:
+        """What people copy from a client's base_url."""
+        return self.endpoint.url.rstrip("/").endswith("/v1")
 
     async def hello(self) -> Hello:
         """What the health path says."""
@@ -145,7 +159,7 @@ class Engine:
         return f"{self.cluster}/{self.endpoint.id}"
 
     async def _fact(self, name: str, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Nobody waits again for an engine that cannot be connected to."""
+        """No check waits again for an engine that cannot be connected to."""
         link = await self.link()
         if link.error is not None:
             raise ClientUnavailable(f"{self.where} cannot be connected to")

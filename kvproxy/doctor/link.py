@@ -21,10 +21,11 @@ _NOT_YET_VALID, _EXPIRED, _SELF_SIGNED, _SELF_SIGNED_CHAIN, _NO_ISSUER, _WRONG_H
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How connecting went; `certificate_ends` where the peer's certificate was verified."""
+    """How connecting went; `certificate_ends` where the peer's certificate was verified. `connected`: TCP at least."""
 
     error: Exception | None = None
     certificate_ends: datetime | None = None
+    connected: bool = True
 
 
 async def connect(origin: Origin, *, timeout_s: float) -> Link:
@@ -32,11 +33,14 @@ async def connect(origin: Origin, *, timeout_s: float) -> Link:
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(timeout_s):
+            _, writer = await asyncio.open_connection(origin.host, origin.port)
             tls = origin.ssl_context
-            name = origin.server_name or None if tls is not None else None
-            _, writer = await asyncio.open_connection(origin.host, origin.port, ssl=tls, server_hostname=name)
+            if tls is not None:
+                await writer.start_tls(tls, server_hostname=origin.server_name or origin.host)
     except (OSError, ValueError) as error:  # ValueError: a host name or certificate file that cannot be used
-        return Link(error)
+        if writer is not None:
+            writer.close()
+        return Link(error, connected=writer is not None)
     ends = (writer.get_extra_info("peercert") or {}).get("notAfter")
     writer.close()
     with contextlib.suppress(OSError, TimeoutError):
@@ -45,13 +49,29 @@ async def connect(origin: Origin, *, timeout_s: float) -> Link:
     return Link(None, datetime.fromtimestamp(ssl.cert_time_to_seconds(ends), UTC) if ends else None)
 
 
-def failure(where: str, origin: Origin, error: Exception) -> Finding:
-    """Why nobody can be connected to, and what to do about it."""
+async def speaks_tls(origin: Origin, *, timeout_s: float) -> bool:
+    """Whether the port of an http origin shakes hands for TLS, whatever its certificate."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, writer = await asyncio.open_connection(origin.host, origin.port, ssl=context)
+    except (OSError, ValueError):
+        return False
+    writer.close()
+    return True
+
+
+def failure(where: str, origin: Origin, error: Exception, *, connected: bool = False) -> Finding:
+    """Why it cannot be connected to, and what to do about it. `connected`: TCP was, TLS was not."""
     address = f"{origin.host}:{origin.port}"
     if isinstance(error, ssl.SSLCertVerificationError):
         return _certificate(where, address, error)
     if isinstance(error, ssl.SSLError):
         return problem(where, f"{address} does not speak TLS as expected", _not_tls(error))
+    if isinstance(error, TimeoutError) and connected:
+        what = f"{address} accepts connections, but there is no TLS handshake in time"
+        return problem(where, what, "does the port speak plain http? Write http:// in the url then")
     if isinstance(error, TimeoutError):
         return problem(where, f"no connection to {address} in time", "a firewall, or a wrong address: check the url")
     if isinstance(error, socket.gaierror):
@@ -69,11 +89,12 @@ def _certificate(where: str, address: str, error: ssl.SSLCertVerificationError) 
     if code == _NOT_YET_VALID:
         return problem(where, f"the certificate of {address} is not valid yet", "check the clocks of both hosts")
     if code in (_SELF_SIGNED, _SELF_SIGNED_CHAIN, _NO_ISSUER):
-        what = f"the certificate of {address} is not signed by anybody trusted here"
+        what = f"the certificate of {address} is not signed by an authority trusted here"
         return problem(where, what, "set `ca_file` of the endpoint to the PEM file of its authority")
     if code in (_WRONG_HOST, _WRONG_ADDRESS):
         what = f"the certificate of {address} is for another name"
-        return problem(where, what, "use a name in the certificate in the url, or issue one for this name")
+        fix = "set `server_name` of the endpoint to a name in the certificate, or use that name in the url"
+        return problem(where, what, fix)
     return problem(where, f"the certificate of {address}: {error.verify_message}", "replace the engine's certificate")
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from kvproxy.doctor.finding import Finding, Severity
-from kvproxy.doctor.report import Report
+from kvproxy.doctor.report import Report, Skipped
 
 _MARKS = {Severity.OK: "ok", Severity.WARNING: "warning", Severity.PROBLEM: "PROBLEM"}
 _COLOURS = {Severity.OK: "32", Severity.WARNING: "33", Severity.PROBLEM: "31"}
@@ -27,10 +27,9 @@ def print_table(report: Report, out: TextIO, *, width: int = 120, colour: bool =
         print(_line(one, width=width, colour=colour), file=out)
     if report.passed and report.findings and not verbose:
         print(f"{_count(len(report.passed), 'check')} passed (-v lists them)", file=out)
-    for skipped in report.skipped:
-        text = f"{'skipped':<{_MARK_WIDTH}}{skipped.check:<{_CHECK_WIDTH}}{skipped.where}: {skipped.reason}"
-        print(text, file=out)
-    for one in reversed(report.findings):
+    for line in _skipped(report.skipped, width=width, verbose=verbose):
+        print(line, file=out)
+    for one in sorted(report.findings, key=lambda each: each.severity is Severity.PROBLEM):
         print(file=out)
         print(_line(one, width=width, colour=colour), file=out)
         for line in _advice(one, width):
@@ -43,6 +42,18 @@ def verdict(report: Report, *, verbose: bool = False) -> str:
     if not report.findings:
         return f"Everything is well ({_count(len(report.passed), 'check')}{'' if verbose else '; -v lists them'})."
     return f"{_count(report.problems, 'problem')}, {_count(report.warnings, 'warning')}."
+
+
+def _skipped(skipped: Sequence[Skipped], *, width: int, verbose: bool) -> Iterator[str]:
+    """Those of one reason in one line, unless each is asked for."""
+    groups: dict[tuple[object, ...], list[Skipped]] = {}
+    for one in skipped:
+        groups.setdefault((one.where, one.reason, one.check if verbose else ""), []).append(one)
+    for (where, reason, _), group in groups.items():
+        first = group[0].check if len(group) == 1 else _count(len(group), "check")
+        names = f" ({', '.join(one.check for one in group)})" if len(group) > 1 else ""
+        text = f"\n{' ' * (_MARK_WIDTH + _CHECK_WIDTH)}".join(_wrapped(f"{where}: {reason}{names}", width))
+        yield f"{'skipped':<{_MARK_WIDTH}}{first:<{_CHECK_WIDTH}}{text}"
 
 
 def _line(one: Finding, *, width: int, colour: bool) -> str:

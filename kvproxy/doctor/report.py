@@ -30,8 +30,10 @@ class Report:
 
     @classmethod
     def of(cls, findings: Iterable[Finding], skipped: Iterable[Skipped] = ()) -> Report:
-        """Sorted by severity; otherwise in the order found."""
-        ordered = sorted(findings, key=lambda one: _ORDER[one.severity])
+        """Sorted by severity; otherwise place by place, as they were looked at: in the order of the file."""
+        found = list(findings)
+        places = {where: number for number, where in enumerate(dict.fromkeys(one.where for one in found))}
+        ordered = sorted(found, key=lambda one: (_ORDER[one.severity], places[one.where]))
         bad = tuple(one for one in ordered if one.severity is not Severity.OK)
         return cls(bad, tuple(one for one in ordered if one.severity is Severity.OK), tuple(skipped))
 

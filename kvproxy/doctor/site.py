@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvproxy.cluster.discovery import sources_of
+from kvproxy.config.cluster_schema import EventSources
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.config.schema import DEFAULT_FILTERS, Cluster, Config, Endpoint
 from kvproxy.doctor.engine import Engine
@@ -67,7 +68,7 @@ async def survey(config: Config, *, tools: Tools, open_files: int | None = None)
                     plan=plan,
                     label=f"endpoint {name}/{endpoint.id}" if len(config.clusters) > 1 else "",
                     routed=routed,
-                    stated=None if kvcache is None else kvcache.kv_event_sources,
+                    stated=_stated(endpoint, kvcache),
                 )
             )
     return Site(
@@ -125,6 +126,13 @@ async def _endpoints(name: str, cluster: Cluster) -> tuple[list[Endpoint], list[
             what = f"the {source.name} discovery fails: {error}"
             failed.append(problem(where, what, f"correct clusters.{name}.discovery.{source.name}, or what it names"))
     return endpoints, failed
+
+
+def _stated(endpoint: Endpoint, kvcache: KvCacheSettings | None) -> EventSources:
+    """What the configuration says of an engine that cannot say where its KV events are."""
+    if endpoint.kv_event_sources.endpoint or kvcache is None:
+        return endpoint.kv_event_sources
+    return kvcache.kv_event_sources
 
 
 def _tokenizer(kvcache: KvCacheSettings | None, tools: Tools) -> Engine | None:

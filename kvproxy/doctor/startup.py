@@ -46,4 +46,5 @@ class StartupVisit(OwnedTask):
         self._on_report(self.report)
         for one in self.report.findings:
             level = logging.WARNING if one.severity is Severity.PROBLEM else logging.INFO
-            log.log(level, "[doctor] %s: %s: %s; fix: %s", one.check, one.where, one.what, one.fix)
+            fix = f"; fix: {one.fix}" if one.fix else ""
+            log.log(level, "[doctor] %s: %s: %s%s", one.check, one.where, one.what, fix)

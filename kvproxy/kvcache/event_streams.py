@@ -177,8 +177,9 @@ class EventStreams(OwnedTask):
         try:
             sources = await self._engines.client(endpoint).kv_event_sources()
         except NotSupported:
-            sources = stated_sources(self._stated, host=endpoint.origin.host)
-            why = "cannot say where it publishes KV events (`kv_event_sources` of the kvcache filter can)"
+            own = endpoint.kv_event_sources
+            sources = stated_sources(own if own.endpoint else self._stated, host=endpoint.origin.host)
+            why = "cannot say where it publishes KV events (`kv_event_sources` of the endpoint can)"
         except ClientError as error:
             log.debug("[kvcache] KV event sources of %s: %s", endpoint.id, error)
             return

@@ -32,6 +32,8 @@ def run(
 ) -> int:
     """Runs the command; its exit status. `transport` carries a live run's requests."""
     try:
+        if args.plot and args.plot.suffix.casefold() not in (".html", ".htm"):
+            raise ValueError(f"--plot writes an HTML page: name it {args.plot.with_suffix('.html')}")
         if args.receipts or not args.trace:
             return _receipts(args, out)
         trace = read_trace(args.trace)

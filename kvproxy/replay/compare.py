@@ -9,7 +9,7 @@ from typing import TextIO
 
 from kvproxy.replay.outcome import Summary, summarise
 from kvproxy.replay.pooled import Bound, paced_bound
-from kvproxy.replay.progress import ProgressBar
+from kvproxy.replay.progress import ProgressBar, announce
 from kvproxy.replay.report import Report, mean_of
 from kvproxy.replay.scenario import PolicySpec, play
 from kvproxy.replay.settings import FleetSettings
@@ -41,6 +41,7 @@ class Plan:
 def compare(trace: Trace, plan: Plan, *, err: TextIO, bound: Bound | None = None) -> Comparison:
     """Plays every policy; `bound` spares calibrating the pace anew."""
     if bound is None:
+        announce("calibrating the load on one pooled cache", err)
         bound = paced_bound(trace, plan.fleet.undisturbed(), plan.load, closed_loop=plan.closed_loop)
     requests = bound.trace.requests
     bar = ProgressBar(requests * plan.seeds * len(plan.policies), out=err)
@@ -88,4 +89,5 @@ def _report(trace: Trace, plan: Plan, bound: Bound, summaries: dict[str, Summary
             "streamed": plan.streamed,
             "requests_per_s_at_load_1": bound.capacity_per_s,
         },
+        of_trace=trace.requests if trace.requests != bound.trace.requests else 0,
     )

@@ -62,6 +62,7 @@ class Review:
             title += f"; {self.broken_lines} lines are no receipts"
         first = ["as recorded", "", "", "", "", f"{recorded.ttft_mean_s:.3f}", "", f"{recorded.hit_rate:.3f}"]
         lines = aligned([_COLUMNS, first, *(_row(name, verdict) for name, verdict in self.policies.items())])
+        lines.append("Regret is in each policy's own unit of cost: compare it along a row only. TTFT is seconds.")
         if recorded.real_ttft_mean_s is not None:
             lines.append(
                 f"TTFT is expected, by speeds learned in hindsight; really it was {recorded.real_ttft_mean_s:.3f} s"
@@ -74,6 +75,12 @@ def mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
+def _signed(seconds: float) -> str:
+    """Without a sign where nothing is left of it."""
+    text = f"{seconds:+.3f}"
+    return text[1:] if float(text) == 0 else text
+
+
 def _row(name: str, verdict: Verdict) -> list[str]:
     regrets = (verdict.regret_mean, verdict.regret_p50, verdict.regret_p99)
     return [
@@ -81,6 +88,6 @@ def _row(name: str, verdict: Verdict) -> list[str]:
         f"{100 * verdict.differs:.1f} %",
         *("-" if value is None else f"{value:.4g}" for value in regrets),
         f"{verdict.ttft_mean_s:.3f}",
-        f"{verdict.ttft_difference_mean_s:+.3f}",
+        _signed(verdict.ttft_difference_mean_s),
         f"{verdict.hit_rate:.3f}",
     ]

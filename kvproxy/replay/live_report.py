@@ -55,6 +55,7 @@ class LiveReport:
         summary = self.summary
         ended = f"{summary.requests} of {self.wanted} requests" if self.interrupted else f"{summary.requests} requests"
         lines = [f"{self.trace}: {ended}, {summary.requests_per_s:.2f} a second, hit ceiling {self.hit_ceiling:.3f}"]
+        lines[0] += "; times in seconds"
         header = ["policy", "TTFT mean", "p50", "p90", "p99", "e2e", "hit", "imbalance"]
         times = (summary.ttft_mean_s, summary.ttft_p50_s, summary.ttft_p90_s, summary.ttft_p99_s, summary.e2e_mean_s)
         name = ROW + (f" ({summary.failed} failed)" if summary.failed else "")

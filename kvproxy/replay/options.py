@@ -33,10 +33,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--streamed", type=float, default=1.0, metavar="X", help="share of the answers that are "
                         "streamed; the router sees no first token of the others (default %(default)s)")  # fmt: skip
-    parser.add_argument("--requests", type=int, default=0, metavar="N", help="only the first N requests")
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=0,
+        metavar="N",
+        help="only the first N requests of the trace; in virtual time a "
+        "short one is repeated, each time with prefixes of its own, until the figures are steady",
+    )
     parser.add_argument("--open-loop", action="store_true", help="turns come at fixed times, whatever became of others")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write an HTML page with plots")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write an HTML page with plots (FILE.html)")
     _add_engine_options(parser.add_argument_group("engines"))
     _add_knowledge_options(parser.add_argument_group("what the router knows"))
     live = parser.add_argument_group("live", "real requests instead of virtual time")

@@ -35,9 +35,10 @@ def as_html(report: Report, ttft_s: Mapping[str, Sequence[float]]) -> str:
             f"<h1>{title}</h1>",
             "<h2>Mean time to first token</h2>",
             _bars(report),
-            "<h2>Share of requests answered within a time (s, logarithmic)</h2>",
+            "<h2>Share of requests whose first token came within a time (seconds, logarithmic)</h2>",
             _curves(ttft_s),
-            f"<h2>Figures</h2><pre>{html.escape(report.as_table())}</pre>",
+            f"<h2>Figures</h2><p>{html.escape(report.title())}</p>",
+            f"<pre>{html.escape(chr(10).join(report.rows()))}</pre>",
             "</body></html>\n",
         )
     )
@@ -65,7 +66,8 @@ def _curves(ttft_s: Mapping[str, Sequence[float]]) -> str:
     low = min((value for each in ttft_s.values() for value in each[:1] if value > 0), default=0.01)
     high = max((value for each in ttft_s.values() for value in each[-1:]), default=1.0)
     span = math.log(max(high, low) / low) or 1.0
-    parts = [_tick(10.0**power, low, span) for power in range(math.ceil(math.log10(low)), 1 + int(math.log10(high)))]
+    parts = [_share(quarter / 4) for quarter in range(5)]
+    parts += [_tick(10.0**power, low, span) for power in range(math.ceil(math.log10(low)), 1 + int(math.log10(high)))]
     for row, (name, each) in enumerate(ttft_s.items()):
         points = " ".join(
             f"{_x(each[index], low, span):.1f},{_y((index + 1) / len(each)):.1f}" for index in _sampled(len(each))
@@ -81,6 +83,14 @@ def _tick(value: float, low: float, span: float) -> str:
     return (
         f'<line x1="{x:.1f}" y1="8" x2="{x:.1f}" y2="{bottom}" class="axis"/>'
         f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{value:g}</text>'
+    )
+
+
+def _share(share: float) -> str:
+    y = _y(share)
+    return (
+        f'<line x1="{_MARGIN}" y1="{y:.1f}" x2="{_WIDTH - _MARGIN}" y2="{y:.1f}" class="axis"/>'
+        f'<text x="{_MARGIN - 6}" y="{y + 5:.1f}" text-anchor="end">{share:.0%}</text>'
     )
 
 

@@ -1,4 +1,4 @@
-"""A progress bar on stderr, when that is a terminal."""
+"""A progress bar on stderr when that is a terminal, a line for each part elsewhere."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ from typing import TextIO
 _WIDTH = 30
 
 
+def announce(what: str, out: TextIO) -> None:
+    """A part without figures begins; on a terminal the bar takes the line over."""
+    out.write(f"\r\033[K{what} ..." if out.isatty() else f"{what} ...\n")
+    out.flush()
+
+
 class ProgressBar:
     """One line, redrawn at most a hundred times."""
 
     def __init__(self, total: int, *, out: TextIO) -> None:
         self._total = max(1, total)
         self._out = out if out.isatty() else None
+        self._plain = None if out.isatty() else out
         self._drawn = -1
         self._label = ""
         self._before = 0
@@ -21,6 +28,8 @@ class ProgressBar:
         """A part of the work begins; `advance` counts within it."""
         self._label = label
         self._drawn = -1
+        if self._plain is not None:
+            announce(f"replaying {label}", self._plain)
         self.advance(0)
 
     def advance(self, done: int) -> None:

@@ -9,6 +9,10 @@ from typing import Any
 
 from kvproxy.replay.outcome import Summary
 
+_LEGEND = (
+    "TTFT (with its p50, p90, p99) and e2e are seconds; hit is the share of prompt tokens found in cache; imbalance",
+    "the busiest engine against the mean; the last two are mean TTFT against the pooled cache's and the baseline's.",
+)
 _COLUMNS = ("policy", "TTFT mean", "p50", "p90", "p99", "e2e", "hit", "imbalance", "vs bound", "vs ")
 
 
@@ -26,6 +30,8 @@ class Report:
     baseline: str
     policies: Mapping[str, Summary]
     settings: Mapping[str, Any]
+    of_trace: int = 0
+    """Requests of the trace itself, where it was repeated; 0: it was played once."""
 
     def ratio(self, policy: str) -> float:
         """Mean TTFT against the baseline's."""
@@ -42,6 +48,7 @@ class Report:
             "instances": self.instances,
             "load": self.load,
             "requests": self.requests,
+            "requests_of_trace": self.of_trace or self.requests,
             "hit_ceiling": self.hit_ceiling,
             "bound": {"ttft_mean_s": self.bound_ttft_mean_s, "ttft_p99_s": self.bound_ttft_p99_s},
             "baseline": self.baseline,
@@ -53,17 +60,24 @@ class Report:
         }
 
     def as_table(self) -> str:
-        """For a terminal: TTFT in seconds, shares, ratios."""
-        rows = [self._row(name, summary) for name, summary in self.policies.items()]
-        header = [*_COLUMNS[:-1], _COLUMNS[-1] + self.baseline]
-        lines = aligned([header, *rows])
-        title = (
-            f"{self.trace}: {self.requests} requests, {self.instances} instances, load {self.load:g}, "
-            f"hit ceiling {self.hit_ceiling:.3f}"
-        )
+        """For a terminal: what was played, the rows, what the columns are."""
+        return "\n".join([self.title(), *self.rows(), *(_LEGEND if self.bound_ttft_mean_s else ())])
+
+    def title(self) -> str:
+        """What was played."""
+        title = f"{self.trace}: {self.requests} requests"
+        if self.of_trace:
+            title += f" ({self.of_trace}, repeated)"
+        title += f", {self.instances} instances, load {self.load:g}, hit ceiling {self.hit_ceiling:.3f}"
         if self.bound_ttft_mean_s:
             title += f", pooled-cache bound {self.bound_ttft_mean_s:.3f} s (p99 {self.bound_ttft_p99_s:.3f} s)"
-        return "\n".join([title, *lines])
+        return title
+
+    def rows(self) -> list[str]:
+        """The table alone."""
+        rows = [self._row(name, summary) for name, summary in self.policies.items()]
+        header = [*_COLUMNS[:-1], _COLUMNS[-1] + self.baseline]
+        return aligned([header, *rows])
 
     def _row(self, name: str, summary: Summary) -> list[str]:
         times = (summary.ttft_mean_s, summary.ttft_p50_s, summary.ttft_p90_s, summary.ttft_p99_s, summary.e2e_mean_s)

@@ -172,6 +172,17 @@ async def test_dns_makes_one_endpoint_an_address() -> None:
     assert asked[0][0] == ("engines.local", 8000)
 
 
+async def test_a_name_that_cannot_be_resolved_is_named() -> None:
+    """The system's own error does not say which."""
+
+    async def resolve(*args: Any, **kwargs: Any) -> Sequence[tuple[Any, ...]]:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    settings = schema.DnsDiscovery(host="engines.local", port=8000)
+    with pytest.raises(DiscoveryError, match=r"'engines.local' cannot be resolved: Name or service not known"):
+        await DnsDiscovery(settings, resolve=resolve).endpoints()
+
+
 async def test_dns_asks_the_system_by_default() -> None:
     """Through the loop's executor."""
     endpoints = await DnsDiscovery(schema.DnsDiscovery(host="127.0.0.1", port=81, scheme="https")).endpoints()

@@ -3,11 +3,50 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import re
 import signal
 import sys
 
+import httpx
 import openai
+
+from kvproxy.commands.demo_report import Progress, print_table
+from kvproxy.commands.demo_traffic import Reply
+
+
+async def _until_a_trickle(page: str) -> None:
+    """The page is printed before the proxy's own address, has the demo's requests, and more come."""
+    async with httpx.AsyncClient(trust_env=False, timeout=20) as client, asyncio.timeout(30):
+        assert "<html" in (await client.get(page)).text
+        first = (await client.get(f"{page}/decisions")).json()["decisions"]
+        assert len(first) >= 6
+        for _ in range(600):
+            newest = (await client.get(f"{page}/decisions")).json()["decisions"][0]
+            if newest["request_id"] != first[0]["request_id"]:
+                return
+            await asyncio.sleep(0.05)
+    raise AssertionError("no request came of itself")
+
+
+def test_progress_ends_at_the_end() -> None:
+    """A few lines where the output is no terminal, whatever the number; the last one is all of it."""
+    for total in (1, 3, 75, 100):
+        out = io.StringIO()
+        with Progress(total, out) as progress:
+            for _ in range(total):
+                progress.step(Reply(1, "a", True, 0.1, 10, 5))
+        assert f"{total}/{total}" in out.getvalue().splitlines()[-1]
+        assert len(out.getvalue().splitlines()) == min(total, 4)
+
+
+def test_nothing_streamed_is_no_traceback() -> None:
+    """One conversation may have only whole answers: there is no first token to compare then."""
+    out = io.StringIO()
+    whole = [Reply(1, "a", False, 0.1, 10, 5)]
+    print_table({"round_robin": whole, "kv_aware": whole}, ["a"], out)
+    assert "0 of 2 requests were streamed" in out.getvalue()
+    assert "nan" not in out.getvalue()
 
 
 async def test_it_stays_until_ctrl_c() -> None:
@@ -19,13 +58,15 @@ async def test_it_stays_until_ctrl_c() -> None:
     )
     assert process.stdout is not None
     try:
-        url = ""
+        url = page = ""
         async with asyncio.timeout(60):
             while not url:
                 line = (await process.stdout.readline()).decode()
                 assert line, "the demo ended"
                 found = re.search(r"stays on (\S+) ", line)
                 url = found[1] if found else ""
+                page = line.split()[2] if line.startswith("Live page: ") else page
+        await _until_a_trickle(page)
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
             stream = await client.chat.completions.create(
                 model="sim", messages=[{"role": "user", "content": "Hello"}], stream=True, max_tokens=4

@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kvproxy.balancing.policy import FactSource, Overlap
-from kvproxy.config.load import load_mapping
+from kvproxy.commands.check import line_of
+from kvproxy.config.load import check_text, load_mapping
 from kvproxy.doctor.finding import Finding, Severity
 from kvproxy.doctor.render import print_table
 from kvproxy.doctor.report import Report, Skipped
@@ -40,13 +42,20 @@ async def _access_log() -> str:
     return as_text(fields(exchange, **asked, duration_s=2.3104, end="completed", word=str))
 
 
+async def _check() -> str:
+    text = "listen: 127.0.0.1:8888\nadmin: 127.0.0.1:8889\npolcy: kv_aware\nendpoints:\n"
+    text += "  a: http://10.0.0.1:8000\n  b: http://10.0.0.2:8000/v1\n"
+    _, problems = check_text(text, env={})
+    return "".join(f"{line_of(replace(one, file='config.yaml'))}\n" for one in problems)
+
+
 async def _doctor() -> str:
     caching = "560 of 562 prompt tokens came from its cache the second time"
     unknown = "LMCache knows no instance 'vllm-a': lookups never lead to this endpoint; it holds the engine's prompts "
     unknown += "under 'a'"
     findings = [
         Finding(Severity.OK, "endpoint a", caching, check="prefix caching"),
-        Finding(Severity.OK, "endpoint a", "KV events arrive: blocks of 16 tokens, written as maps", check="kv events"),
+        Finding(Severity.OK, "endpoint a", "KV events arrive: blocks of 16 tokens, encoded as maps", check="kv events"),
         Finding(Severity.PROBLEM, "endpoint a", unknown, "set `instance_id: a`", check="instance ids"),
     ]
     out = io.StringIO()
@@ -91,6 +100,7 @@ async def _pixius_checks() -> str:
 #: Page, a text of the block, and what prints it.
 PRINTED: dict[tuple[str, str], Callable[[], Any]] = {
     ("docs/filters/access_log.md", "POST /v1"): _access_log,
+    ("docs/quickstart.md", "config.yaml:3:1"): _check,
     ("docs/doctor.md", "fix: set"): _doctor,
     ("docs/receipts.md", "What happened"): _explained,
     ("docs/operations.md", "x-kvproxy-decision:"): _decision_header,

@@ -15,7 +15,8 @@ from pathlib import Path
 import httpx
 
 from kvproxy.app import Proxy
-from kvproxy.config.load import load_text
+from kvproxy.commands.configuration import Source
+from kvproxy.commands.reload import FileReloader
 from kvproxy.listener.server import Server
 from tests.docs.blocks import ROOT, block
 from tests.kvcache.fleet import simulated
@@ -60,7 +61,10 @@ async def world(folder: Path, *, own_gateway: bool = False) -> AsyncIterator[Wor
         (folder / "config.yaml").write_text(text)
         (folder / "token").write_text("secret\n")
         receipts = f"receipts: {{path: {folder}/receipts.jsonl}}\n"
-        proxy = await stack.enter_async_context(Proxy(load_text(text + receipts)))
+        (folder / "proxy.yaml").write_text(text + receipts)
+        source = Source(path=str(folder / "proxy.yaml"))
+        proxy = await stack.enter_async_context(Proxy(source.load()[0]))
+        await stack.enter_async_context(FileReloader(proxy, source, interval_s=0.0))
         public, admin = Server(proxy, drain_s=0.2), Server(proxy.admin, drain_s=0.2)
         for server in (public, admin):
             await stack.enter_async_context(server)
@@ -91,8 +95,9 @@ def _listeners(public: str, admin: str) -> dict[str, str]:
     return {
         "http://127.0.0.1:8888": public, "http://proxy:8888": public, "http://127.0.0.1:8889": admin,
         "http://10.0.0.5:8889": admin, "localhost:8889": admin.removeprefix("http://"),
-        "kvproxy status --watch": f"kvproxy status --watch --url {admin}",
-        "kvproxy status": f"kvproxy status --url {admin}",
+        "kvproxy init": "kvproxy init --force --listen 127.0.0.1:0",
+        **{f"kvproxy {command}": f"kvproxy {command} --url {admin}"
+           for command in ("status --watch", "status", "drain", "undrain", "reload", "explain")},
     }  # fmt: skip
 
 

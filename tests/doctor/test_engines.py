@@ -159,7 +159,7 @@ async def test_versions_that_differ() -> None:
 
 
 @pytest.mark.parametrize(
-    ("encoding", "said"), [(EventEncoding.V0_11, "written as arrays"), (EventEncoding.V0_24, "written as maps")]
+    ("encoding", "said"), [(EventEncoding.V0_11, "encoded as arrays"), (EventEncoding.V0_24, "encoded as maps")]
 )
 async def test_event_encodings(encoding: EventEncoding, said: str) -> None:
     """Of old engines and new ones, their replays included."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import io
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import httpx
 
 from kvproxy.config.schema import ListenerTls
 from kvproxy.doctor.finding import Severity
+from kvproxy.doctor.render import print_table
 from kvproxy.simulator.lmcache_controller import ControllerSettings
 from kvproxy.simulator.lmcache_coordinator import CoordinatorSettings
 from kvproxy.simulator.lmcache_worker import WorkerSettings
@@ -121,6 +123,20 @@ async def test_an_engine_that_cannot_say_where_it_publishes() -> None:
     assert any(one.check == "kv events" for one in mended.passed)
 
 
+async def test_engines_on_one_host_with_ports_of_their_own() -> None:
+    """What an endpoint says of itself goes before what the filter says of all."""
+    async with cluster({"a": ENGINE}) as site, httpx.AsyncClient(trust_env=False) as client:
+        said = (await client.get(f"{site.urls['a']}/kv_event_sources")).json()["0"]
+        stated = {name: f"tcp://*:{said[name].rpartition(':')[2]}" for name in ("endpoint", "replay_endpoint")}
+        older = Front(site.fleet.engines["a"], {"/kv_event_sources": (404, {"detail": "Not Found"})})
+        async with serve(older) as url:
+            endpoints = {"a": {"url": url, "kv_event_sources": stated}}
+            of_all = {"kv_event_sources": {"endpoint": "tcp://*:1"}}
+            report = await visit(site.config(endpoints=endpoints, kvcache=of_all))
+    assert report.findings == ()
+    assert any(one.check == "kv events" for one in report.passed)
+
+
 async def test_wrong_port() -> None:
     """Nothing listens there; the address is in the finding, and nothing else is made of it."""
     port = unused_port()
@@ -142,6 +158,44 @@ async def test_port_of_another_service() -> None:
         report = await visit(site.config(endpoints=endpoints))
     assert {(one.where, one.check) for one in report.findings} == {("endpoint b", "health"), ("endpoint b", "api")}
     assert all("is it the engine's port? Correct the url" in one.fix for one in report.findings)
+
+
+async def test_an_engine_that_speaks_tls(tmp_path: Path) -> None:
+    """http in the url, https at the port: one problem, and it is that one."""
+    files = make_certificate(tmp_path, "127.0.0.1")
+    tls = ListenerTls(certificate=str(files.certificate), private_key=str(files.private_key))
+    async with cluster({"a": ENGINE}, controller=None) as site, serve(site.fleet.engines["a"], tls=tls) as url:
+        plain = {"a": url.replace("https:", "http:")}
+        found = only(await visit(site.config(endpoints=plain, kvcache={"lmcache_endpoint": ""})))
+    assert (found.check, found.what) == ("health", "speaks TLS, and its url says http")
+    assert "https://" in found.fix
+
+
+async def test_a_url_copied_from_a_client() -> None:
+    """It ends in /v1: the health path gives it away, and that is the one problem beside the file's warning."""
+    async with cluster({"a": ENGINE}, controller=None) as site:
+        url = {"a": f"{site.urls['a']}/v1"}
+        report = await visit(site.config(endpoints=url, kvcache={"lmcache_endpoint": ""}))
+    assert [(one.check, one.severity) for one in report.findings] == [
+        ("health", Severity.PROBLEM),
+        ("configuration", Severity.WARNING),
+    ]
+    assert "leave /v1 out of the url" in report.findings[0].fix
+
+
+async def test_findings_are_in_the_order_of_the_file() -> None:
+    """a before b, whichever check found them."""
+    gone = {name: f"http://127.0.0.1:{unused_port()}" for name in ("a", "b", "c")}
+    async with cluster({"a": ENGINE}) as site:
+        report = await visit(site.config(endpoints=gone))
+    out = io.StringIO()
+    print_table(report, out)
+    lines = [line for line in out.getvalue().splitlines() if line.startswith("PROBLEM  connection")]
+    assert [line.split("endpoint ")[1][0] for line in lines] == ["a", "b", "c"]
+    skipped = [line for line in out.getvalue().splitlines() if line.startswith("skipped") and "endpoint a" in line]
+    assert len(skipped) == 1
+    assert "checks" in skipped[0]
+    assert "endpoint a: cannot be connected to (" in skipped[0]
 
 
 async def test_tokenizer_that_differs() -> None:
@@ -168,12 +222,12 @@ async def test_controller_down() -> None:
 async def test_chunk_larger_than_the_prompts_that_come() -> None:
     """The engine's own histogram says that hardly any prompt fills a chunk."""
     async with cluster() as site, httpx.AsyncClient(base_url=site.urls["a"], trust_env=False) as client:
-        for number in range(30):
+        for number in range(300):
             body = {"model": "sim", "prompt": f"hello {number}", "max_tokens": 1}
             (await client.post("/v1/completions", json=body)).raise_for_status()
         found = only(await visit(site.config()))
     assert (found.severity, found.check, found.where) == (Severity.PROBLEM, "chunk size", "endpoint a")
-    assert "100% of its 30 prompts were shorter than one chunk of 256 tokens" in found.what
+    assert "100% of its 300 prompts were shorter than one chunk of 256 tokens" in found.what
     assert "take `lmcache_endpoint` out" in found.fix
     assert "256 tokens only" in found.fix
 
@@ -197,6 +251,7 @@ async def test_endpoint_without_the_model() -> None:
     assert "does not serve the model 'sim'" in missing.what
     assert "--served-model-name sim" in missing.fix
     assert "`models` of the endpoint to what it serves: other" in missing.fix
+    assert "two clusters with `routes`" in missing.fix
 
 
 async def test_the_odd_one_out() -> None:

@@ -104,8 +104,8 @@ def heard(**values: object) -> Heard:
 @pytest.mark.parametrize(
     ("stream", "severity", "said"),
     [
-        (heard(), Severity.OK, "blocks of 16 tokens, written as maps"),
-        (heard(encoding="array"), Severity.OK, "written as arrays"),
+        (heard(), Severity.OK, "blocks of 16 tokens, encoded as maps"),
+        (heard(encoding="array"), Severity.OK, "encoded as arrays"),
         (heard(connected=False, mine=None), Severity.PROBLEM, "cannot subscribe to its KV events at tcp://"),
         (heard(mine=None, batches=3), Severity.PROBLEM, "published no KV event of a prompt it computed (3 batches"),
         (heard(malformed=2), Severity.PROBLEM, "2 KV events could not be read"),
@@ -133,11 +133,11 @@ def test_kv_events_that_nothing_can_be_matched_with() -> None:
 @pytest.mark.parametrize(
     ("lookups", "tokenize", "severity", "said"),
     [
-        ([0.001] * 20, 0.001, Severity.OK, "1 ms (p50) and 1 ms (p99) of 50 ms"),
+        ([0.001] * 20, 0.001, Severity.OK, "20 lookups took 1 ms (median) and 1 ms (the slowest) of 50 ms"),
         ([0.001] * 19 + [0.2], 0.001, Severity.WARNING, "some are late"),
         ([0.08] * 20, 0.001, Severity.PROBLEM, "they are never in time"),
         ([0.03] * 20, 0.03, Severity.WARNING, "/tokenize 30 ms more"),
-        ([2.0] * 20, 0.0, Severity.PROBLEM, "2 s (p50)"),
+        ([2.0] * 20, 0.0, Severity.PROBLEM, "2 s (median)"),
     ],
 )
 def test_time_budget(lookups: list[float], tokenize: float, severity: Severity, said: str) -> None:
@@ -151,10 +151,11 @@ def test_time_budget(lookups: list[float], tokenize: float, severity: Severity, 
 @pytest.mark.parametrize(
     ("count", "shorter", "minimum", "severity", "said"),
     [
-        (100, 10, 256, Severity.OK, "10% of its prompts"),
-        (100, 60, 256, Severity.WARNING, "60% of its 100 prompts"),
-        (100, 99, 256, Severity.PROBLEM, "99% of its 100 prompts"),
-        (5, 5, 256, Severity.OK, "chunks have 256 tokens"),
+        (1000, 100, 256, Severity.OK, "at least 10% of its 1000 prompts were shorter"),
+        (1000, 600, 256, Severity.WARNING, "60% of its 1000 prompts"),
+        (1000, 990, 256, Severity.PROBLEM, "99% of its 1000 prompts"),
+        (100, 99, 256, Severity.OK, "chunks have 256 tokens"),
+        (0, 0, 256, Severity.OK, "no prompts so far"),
         (0, 0, 64, Severity.WARNING, "prompts of 64 tokens are looked up"),
     ],
 )
@@ -187,7 +188,7 @@ def test_actions_that_a_controller_cannot_do() -> None:
 
 
 def test_configuration_problems_keep_their_severity() -> None:
-    """Errors, warnings and notes; a hint is the fix, and without one there is a general one."""
+    """Errors, warnings and notes; a hint is the fix; without one there is none."""
     problems = [
         Problem("a", "bad", "do this"),
         Problem("", "doubtful", severity="warning"),
@@ -197,7 +198,9 @@ def test_configuration_problems_keep_their_severity() -> None:
     assert [one.severity for one in found] == [Severity.PROBLEM, Severity.WARNING, Severity.OK]
     assert [one.where for one in found] == ["a", "configuration", "c"]
     assert found[0].fix == "do this"
-    assert "docs/configuration.md" in found[1].fix
+    assert found[1].fix == ""
+    placed = Problem("a", "bad", file="config.yaml", line=3, column=1)
+    assert [one.where for one in configuration_findings([placed])] == ["config.yaml:3:1: a"]
 
 
 EXPOSITION = b"""\

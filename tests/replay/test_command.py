@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import io
 import json
+import re
 import signal
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,6 +15,7 @@ import httpx
 import pytest
 
 from kvproxy.replay.command import run
+from kvproxy.replay.decided_report import Recorded, Review, Verdict
 from kvproxy.replay.options import add_arguments
 from kvproxy.replay.outcome import summarise
 from kvproxy.replay.plot import as_html
@@ -50,7 +52,7 @@ def test_policies_side_by_side(trace_file: Path, tmp_path: Path) -> None:
     status, table, _ = replay(trace_file, "--policy", "round_robin,kv_aware,kv_aware+queue", "--instances", "2",
                               "--seeds", "2", "--json", files[0], "--plot", files[1])  # fmt: skip
     assert status == 0
-    assert [line.split()[0] for line in table.splitlines()[2:]] == ["round_robin", "kv_aware", "kv_aware+queue"]
+    assert [line.split()[0] for line in table.splitlines()[2:5]] == ["round_robin", "kv_aware", "kv_aware+queue"]
     figures = json.loads(files[0].read_text())
     assert (figures["trace"], figures["instances"], figures["load"]) == ("small", 2, 0.7)
     assert figures["policies"]["round_robin"]["vs_baseline"] == 1.0
@@ -129,7 +131,7 @@ def test_a_run_without_any_answer_is_an_error(trace_file: Path) -> None:
     """For scripts."""
     arguments = (trace_file, "--url", "http://proxy", "--pace", "0", "--requests", "8", "--model", "m")
     status, table, errors = replay(*arguments, transport=Deaf())
-    assert (status, errors) == (1, "kvproxy replay: no request was answered\n")
+    assert (status, errors) == (1, "replaying http://proxy ...\nkvproxy replay: no request was answered\n")
     assert "failed: 8 x no connection" in table
 
 
@@ -206,12 +208,13 @@ def test_progress_is_one_line_on_a_terminal() -> None:
 
 
 def test_nothing_is_drawn_elsewhere() -> None:
-    """A log file wants no bar."""
+    """A log file wants no bar, only what has begun."""
     log = io.StringIO()
     bar = ProgressBar(0, out=log)
     bar.begin("kv_aware")
+    bar.advance(1)
     bar.close()
-    assert log.getvalue() == ""
+    assert log.getvalue() == "replaying kv_aware ...\n"
 
 
 class Tags(HTMLParser):
@@ -227,6 +230,37 @@ class Tags(HTMLParser):
         self.loads += [name for name, _ in attrs if name in ("src", "href")]
 
 
+def test_a_plot_is_a_page(trace_file: Path, tmp_path: Path) -> None:
+    """Another ending would promise another kind of file: refused before anything is played."""
+    status, table, errors = replay(trace_file, "--plot", tmp_path / "plot.png")
+    assert (status, table) == (1, "")
+    assert errors == f"kvproxy replay: --plot writes an HTML page: name it {tmp_path / 'plot.html'}\n"
+    assert not (tmp_path / "plot.png").exists()
+
+
+def test_the_table_says_its_units_and_what_was_repeated(tmp_path: Path) -> None:
+    """Sessions of a few turns are played more than once, and the title says so."""
+    rows = [
+        {"timestamp": 0, "session_id": 1, "input_length": 150, "output_length": 8, "hash_runs": [0, 2]},
+        {"delay": 20, "session_id": 1, "input_length": 280, "output_length": 8, "hash_runs": [0, 4]},
+    ]
+    trace_file = tmp_path / "chat.jsonl"
+    trace_file.write_text("\n".join(lines(*rows)))
+    status, table, errors = replay(trace_file, "--policy", "round_robin", "--instances", "2")
+    assert status == 0
+    assert re.search(r": \d+ requests \(2, repeated\), 2 instances", table.splitlines()[0])
+    assert "are seconds" in table
+    assert errors.startswith("calibrating the load on one pooled cache ...\nreplaying round_robin ...\n")
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(-0.0001, "0.000"), (0.0, "0.000"), (-0.5, "-0.500"), (0.25, "+0.250")])
+def test_no_sign_without_a_figure(seconds: float, shown: str) -> None:
+    """-0.000 is not a difference."""
+    verdict = Verdict(0, 0.0, None, None, None, 1.0, seconds, 0.5)
+    table = Review("r", 0, Recorded(1, 1, ("random",), 1.0, None, 0.5), {"kv_aware": verdict}).as_table()
+    assert table.splitlines()[3].split()[-2] == shown
+
+
 def test_the_plot_loads_nothing_and_survives_empty_runs() -> None:
     """One file, inline SVG; names are escaped."""
     report = Report("<b>", 2, 0.7, 0, 0.0, 0.0, 0.0, "none", {"none": summarise([], 2)}, {})
@@ -235,3 +269,5 @@ def test_the_plot_loads_nothing_and_survives_empty_runs() -> None:
     assert page.loads == []
     assert "svg" in page.seen
     assert "b" not in page.seen
+    text = as_html(report, {"none": []})
+    assert all(f">{share}%<" in text for share in (0, 25, 50, 75, 100))

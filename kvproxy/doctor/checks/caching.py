@@ -52,7 +52,7 @@ def caching_finding(where: str, trial: Trial) -> Finding:
         return warning(where, f"prefix caching is on, but no reuse was seen; the engine {what}", fix)
     if hits == 0:
         return problem(where, "no cached tokens in the answer and none counted: prefix caching is off", _TURN_ON)
-    return warning(where, f"the engine {what}, and shows no counters", f"{_SHOW}, and serve /metrics")
+    return warning(where, f"the engine shows no counters and {what}", f"{_SHOW}, and serve /metrics")
 
 
 def caching_configured(trial: Trial) -> bool | None:

@@ -13,10 +13,12 @@ from kvproxy.doctor.finding import Finding, ok, problem, warning
 from kvproxy.doctor.lmcache import LmCache
 from kvproxy.errors import ClientError
 
-#: Fewer prompts say nothing.
-_ENOUGH_PROMPTS = 20
+#: Fewer prompts say nothing: visits like this one are among them.
+_ENOUGH_PROMPTS = 300
 _SMALLER = "start LMCache with a smaller chunk size"
-_WITHOUT = "take `lmcache_endpoint` out of the kvcache filter: such traffic gains nothing from lookups"
+_WITHOUT = (
+    "if this is its usual traffic, take `lmcache_endpoint` out of the kvcache filter: it gains nothing from lookups"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,4 +78,5 @@ def chunk_finding(
     if min_tokens < chunk_tokens:
         what = f"prompts of {min_tokens} tokens are looked up, but a chunk has {chunk_tokens}: shorter ones never match"
         return warning(where, what, f"set `lookup_min_tokens: {chunk_tokens}` of the kvcache filter")
-    return ok(where, f"chunks have {chunk_tokens} tokens; {below:.0%} of its prompts were surely shorter")
+    seen = f"at least {below:.0%} of its {lengths.count} prompts were shorter" if lengths.count else "no prompts so far"
+    return ok(where, f"chunks have {chunk_tokens} tokens; {seen}")

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from kvproxy.doctor.finding import Finding, ok, problem, warning
 from kvproxy.errors import Problem
 
-_FIX = "correct this place of the file; docs/configuration.md has every key and its values"
 _NAME = "configuration"
 
 
@@ -31,10 +30,10 @@ class ConfigurationCheck:
 def configuration_findings(problems: Sequence[Problem]) -> Iterator[Finding]:
     """Errors are problems, warnings warnings; notes say what is done on purpose."""
     for one in problems:
-        where = one.path or "configuration"
+        where = ": ".join(part for part in (one.place, one.path) if part) or "configuration"
         if one.severity == "note":
             found = ok(where, one.message)
         else:
             make = problem if one.severity == "error" else warning
-            found = make(where, one.message, one.hint or _FIX)
+            found = make(where, one.message, one.hint)
         yield replace(found, check=_NAME)

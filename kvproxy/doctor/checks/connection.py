@@ -30,7 +30,7 @@ class ConnectionCheck:
     async def find(self) -> Sequence[Finding]:
         link = await self.link()
         if link.error is not None:
-            return [failure(self.where, self.origin, link.error)]
+            return [failure(self.where, self.origin, link.error, connected=link.connected)]
         ends = link.certificate_ends
         left_s = None if ends is None else (ends - datetime.fromtimestamp(self.wall_clock(), UTC)).total_seconds()
         if left_s is not None and left_s < _SOON_S:

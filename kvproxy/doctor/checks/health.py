@@ -20,7 +20,7 @@ class HealthCheck:
     engine: Engine
 
     name = "health"
-    calls = 3
+    calls = 4
 
     @property
     def where(self) -> str:
@@ -33,6 +33,8 @@ class HealthCheck:
         try:
             status = (await self.engine.hello()).status
         except ClientUnavailable as error:
+            if await self.engine.speaks_tls():
+                return [problem(self.where, "speaks TLS, and its url says http", "write https:// in the url")]
             what = f"connects, but does not answer http: {error}"
             return [problem(self.where, what, "is it https, or another service's port? Correct the url")]
         if 200 <= status < 300:
@@ -40,6 +42,9 @@ class HealthCheck:
         if status in _KEY_STATUSES:
             fix = "set `api_key` of the endpoint, which probes carry too"
             return [problem(self.where, f"its health path asks for a key ({status})", fix)]
+        if status < 500 and self.engine.ends_in_v1:
+            fix = "leave /v1 out of the url: clients' paths have it already"
+            return [problem(self.where, f"answers its health path with {status}: its url ends in /v1", fix)]
         if status < 500:
             fix = f"{_WRONG_PORT}, or `health.path` of the cluster"
             return [problem(self.where, f"answers its health path with {status}: the proxy takes it out", fix)]
@@ -54,7 +59,7 @@ class ApiCheck:
     engine: Engine
 
     name = "api"
-    calls = 3
+    calls = 4
 
     @property
     def where(self) -> str:
@@ -67,6 +72,10 @@ class ApiCheck:
         try:
             models = await self.engine.models()
         except ClientError as error:
+            if self.engine.ends_in_v1 and isinstance(error, NotSupported):
+                raise ClientError("its url ends in /v1") from error
+            if isinstance(error, ClientUnavailable) and await self.engine.speaks_tls():
+                raise ClientError("it speaks TLS, and its url says http") from error
             return [_no_api(self.engine, error)]
         if not models:
             return [problem(self.where, "serves no model", "wait until it has loaded one, or read its log")]

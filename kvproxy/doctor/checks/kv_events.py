@@ -39,7 +39,8 @@ class EventSourcesCheck:
             sources = await self.engine.sources()
         except NotSupported:
             fix = (
-                "set `kv_event_sources` of the kvcache filter to the addresses in its `--kv-events-config`; until then "
+                "set `kv_event_sources` of the endpoint (or of the kvcache filter, where it holds for all) to the "
+                "addresses in its `--kv-events-config`; until then "
                 "its index is approximate"
             )
             return [warning(self.where, "cannot say where it publishes KV events", fix)] if self.wanted else []
@@ -118,5 +119,5 @@ def _mine(where: str, heard: Heard, trial: Trial) -> Iterator[Finding]:
         what = f"its KV events have blocks of {event.block_tokens} tokens, its /metrics say {said}"
         yield warning(where, what, "is this the engine's own port? Check `--kv-events-config`")
     else:
-        what = f"KV events arrive: blocks of {event.block_tokens} tokens, written as {heard.encoding}s"
+        what = f"KV events arrive: blocks of {event.block_tokens} tokens, encoded as {heard.encoding}s"
         yield ok(where, what)

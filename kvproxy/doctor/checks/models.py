@@ -68,10 +68,14 @@ def _unserved(
             yield problem(where, f"no engine serves {model!r}, which is routed here", fix)
 
 
+#: Where it is no mistake.
+_TWO = "or, if these are two models on purpose, make two clusters with `routes` by model"
+
+
 def _missing(engine: Engine, model: str, names: frozenset[str], why: str) -> Finding:
     fix = (
         f"start the engine with `--served-model-name {model}` (or load that adapter), "
-        f"or set `models` of the endpoint to what it serves: {_list(names)}"
+        f"or set `models` of the endpoint to what it serves: {_list(names)}; {_TWO}"
     )
     return problem(engine.where, f"does not serve the model {model!r}, {why}", fix)
 
@@ -79,7 +83,7 @@ def _missing(engine: Engine, model: str, names: frozenset[str], why: str) -> Fin
 def _alone(engine: Engine, model: str, names: frozenset[str]) -> Finding:
     what = f"serves the model {model!r}, which most engines of its cluster do not: requests for it go to them as well"
     own = f"set `models` of every endpoint to what it serves (here: {_list(names)})"
-    fix = f"start it with the model of the others, or {own}"
+    fix = f"start it with the model of the others, or {own}; {_TWO}"
     return problem(engine.where, what, fix)
 
 
