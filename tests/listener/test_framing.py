@@ -307,11 +307,11 @@ async def test_an_answer_that_breaks_off_is_a_warning(caplog: pytest.LogCaptureF
 
     with caplog.at_level(logging.INFO):
         async with serve(app) as url, connect(url) as client:
-            await client.send(b"GET /a%0Ab\x9b?c HTTP/1.1\r\nhost: x\r\n\r\n")
+            await client.send(b"GET /a%0Ab?c HTTP/1.1\r\nhost: x\r\n\r\n")
             assert (await client.rest()).endswith(b"half")
     (record,) = [record for record in caplog.records if record.levelno > logging.INFO]
     assert record.levelname == "WARNING"
-    assert record.getMessage() == "the answer to GET /a%0Ab\\x9b broke off: its client's connection is cut"
+    assert record.getMessage() == "the answer to GET /a%0Ab broke off: its client's connection is cut"
 
 
 async def test_an_app_without_an_answer_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
