@@ -79,7 +79,7 @@ class _DroppingQueueHandler(logging.handlers.QueueHandler):
             self.dropped += 1
 
 
-class _Output:
+class Output:
     """A stream whose writer is never stuck in it.
 
     A pipe or terminal that takes nothing is waited for in steps, until `give_up` is set: a thread stuck in a write
@@ -100,6 +100,7 @@ class _Output:
                 self._piece_bytes = sys.maxsize
 
     def write(self, text: str) -> None:
+        """All of it, unless it is given up."""
         if self._fd < 0:
             self._stream.write(text)
             return
@@ -113,6 +114,7 @@ class _Output:
                     return
 
     def flush(self) -> None:
+        """As streams have it; a file descriptor keeps nothing back."""
         if self._fd < 0:
             self._stream.flush()
 
@@ -120,7 +122,7 @@ class _Output:
 class _Writer(logging.handlers.QueueListener):
     """Ends although its queue is full, and although its output takes nothing."""
 
-    def __init__(self, waiting: queue.Queue[Any], handler: logging.Handler, output: _Output) -> None:
+    def __init__(self, waiting: queue.Queue[Any], handler: logging.Handler, output: Output) -> None:
         super().__init__(waiting, handler)
         self._waiting = waiting
         self._output = output
@@ -153,7 +155,7 @@ class _Writer(logging.handlers.QueueListener):
 def logging_to(settings: Log, *, stream: TextIO = sys.stderr) -> Iterator[None]:
     """Log to `stream` for the length of the block; what waits is written before it ends, or what END_S suffices for."""
     waiting: queue.Queue[logging.LogRecord] = queue.Queue(_MAX_WAITING_RECORDS)
-    output = _Output(stream)
+    output = Output(stream)
     writer: logging.Handler = logging.StreamHandler(output)
     writer.setFormatter(JsonFormatter() if settings.format == "json" else ConsoleFormatter())
     listener = _Writer(waiting, writer, output)

@@ -126,7 +126,7 @@ class Limits(Model):
 
     body: Size = 32 * 1024 * 1024
     """Largest request body, on every path; a larger one gets 413 and is not read into memory."""
-    body_timeout: Duration = 60.0
+    body_timeout: Duration = Field(default=60.0, gt=0)
     """The whole body must have arrived after this long, on every path; otherwise the client gets 408. Of a body that is
     passed on as it comes, only the time spent waiting for the client counts."""
     bodies: Size = 1024 * 1024 * 1024

@@ -26,7 +26,7 @@ class Uploads:
     slowly cannot take every connection to the engines; further ones are collected whole first."""
 
     limit_bytes: int
-    timeout_s: float  # all that may be waited for one client's bytes; 0: no bound
+    timeout_s: float  # all that may be waited for one client's bytes
     held: HeldBodies
     max_streams: int
     streams: int = 0
@@ -148,7 +148,7 @@ class RequestBody:
         uploads = self._uploads
         before = asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout(max(self._left_s, 0.0) if uploads.timeout_s else None):
+            async with asyncio.timeout(max(self._left_s, 0.0)):
                 message = await self._receive()
         except TimeoutError:
             raise BodyTooSlow(uploads.timeout_s) from None

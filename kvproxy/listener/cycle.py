@@ -115,7 +115,7 @@ class CoalescingCycle(RequestResponseCycle):
     async def _unfinished(self) -> None:
         """The app returned too early: after a head on purpose, since only a broken connection tells the client then."""
         scope = self.scope
-        target = f"{scope['method']} {scope['raw_path'][:200].decode('latin-1')}"
+        target = f"{scope['method']} {scope['raw_path'][:200].decode('ascii', 'backslashreplace')}"
         if not self.response_started:
             logger.error("no answer to %s: the app returned without one", target)
             await self.send_500_response()

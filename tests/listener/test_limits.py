@@ -29,7 +29,8 @@ def test_the_defaults_are_the_same() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [("head", "1KiB"), ("head", "2MiB"), ("headers", 1), ("headers", 10_001), ("head_timeout", "2h"),
-     ("keep_alive", "25h"), ("stall_timeout", "25h"), ("stall_timeout", -1)],
+     ("keep_alive", "25h"), ("stall_timeout", "25h"), ("stall_timeout", -1),
+     ("body_timeout", 0), ("bodies", "31MiB")],
 )  # fmt: skip
 def test_what_no_listener_should_have_is_refused(name: str, value: Any) -> None:
     """With its place in the file."""
