@@ -7,7 +7,7 @@ import asyncio
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.config.filter_schema import InferenceRequestSettings
-from kvproxy.filters.body import read_body
+from kvproxy.filters.body import decode_body, scan_body
 from kvproxy.filters.body_reader import BodyReader, BodyTooLarge, BodyTooSlow, ClientLeft, replay
 from kvproxy.filters.chain import FilterContext
 from kvproxy.filters.exchange import SCOPE_KEY, Exchange
@@ -67,7 +67,9 @@ class InferenceRequestFilter:
             return
         exchange.body = body
         if not encoded:
-            exchange.inference = await read_body(kind, body, session=session, pace=self._pace)
+            exchange.inference = decode_body(kind, body, session) or await scan_body(
+                kind, body, session, pace=self._pace
+            )
         await self._app(scope, replay(body, receive), send)
 
     def _headers(self, scope: Scope) -> tuple[int, bool, str]:
