@@ -6,7 +6,7 @@ import asyncio
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvproxy import json_scan
@@ -24,6 +24,7 @@ def texts(data: bytes, *names: str) -> dict[str, bytes]:
     return {name: data[spans[-1].start : spans[-1].end] for name, spans in found.items()}
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.dictionaries(st.text(alphabet='abc"\\é', min_size=1, max_size=4), _values), st.sampled_from([None, 1]))
 def test_members_are_those_of_a_decoder(value: dict[str, object], indent: int | None) -> None:
     """Whatever the strings hold and however it is spaced."""
@@ -31,6 +32,7 @@ def test_members_are_those_of_a_decoder(value: dict[str, object], indent: int | 
     assert {name: json.loads(text) for name, text in texts(data, *value).items()} == value
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(_values, max_size=8), st.integers(1, 9))
 def test_items_are_those_of_a_decoder(value: list[object], most: int) -> None:
     """The first ones, and all others as one."""
@@ -82,7 +84,7 @@ def test_the_last_of_equal_names_wins() -> None:
 )
 def test_a_step_looks_at_a_bounded_number_of_marks(piece: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strings, brackets and long stretches without any all count, so that no body holds a step for longer."""
-    size = 2_000_000
+    size = 400_000
     data = b'{"a":[' + piece * (size // len(piece)) + b"1]}"
     marks = data.count(b'"') + data.count(b"{") * 2 + data.count(b"[") * 2
     monkeypatch.setattr(json_scan, "MAX_MARKS", 10 * size)
