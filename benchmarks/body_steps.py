@@ -1,8 +1,8 @@
 """The longest time one request body holds the event loop, in CPU seconds: `python -m benchmarks.body_steps`.
 
-Each body goes through a whole proxy (kv_aware, `kvcache`, an alias route) to a stand-in engine in a process of its own.
-A task that runs once in every turn of the loop reads the CPU time of the loop's thread: the largest difference between
-two readings is the longest turn, I/O and everything that ran in it included.
+Each body goes through a whole proxy (`kvcache`, an alias route) to a stand-in engine in a process of its own. A task
+that runs once in every turn of the loop reads the CPU time of the loop's thread: the largest difference between two
+readings is the longest turn, I/O and everything that ran in it included.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import resource
 import socket
 import subprocess
@@ -45,6 +46,9 @@ def _text(piece: bytes, size: int = SIZE) -> bytes:
 BODIES: tuple[tuple[str, str, Callable[[], bytes]], ...] = (
     ("2 KB chat", CHAT, lambda: _text(b"Hello, world. ", 2048)),
     ("64 KB chat", CHAT, lambda: _text(b"Hello, world. ", 65536)),
+    ("0.9 MiB text", CHAT, lambda: _text(b"Hello, world. ", 9 * MIB // 10)),
+    ("0.9 MiB of different fields", CHAT, lambda: _different(9 * MIB // 10)),
+    ("0.9 MiB of token ids", COMPLETION, lambda: _filled(b'{"model":"alias","prompt":[', b"1,", b"1]}", 9 * MIB // 10)),
     ("1.9 MiB text", CHAT, lambda: _text(b"Hello, world. ", 19 * MIB // 10)),
     ("1.9 MiB of numbers in messages", CHAT, lambda: _filled(_HEAD, b"1,", b"1]}", 19 * MIB // 10)),
     ("1.9 MiB of the field tools", CHAT, lambda: _filled(b"{", b'"tools":1,', b'"a":1}', 19 * MIB // 10)),
@@ -111,12 +115,13 @@ def engine() -> Iterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def proxy(engine_url: str) -> AsyncIterator[int]:
+async def proxy(engine_url: str, *, lmcache: bool) -> AsyncIterator[int]:
     """Its port."""
+    kvcache = {"kv_events": False, **({"lmcache_endpoint": engine_url} if lmcache else {})}
     config = load_mapping(
         {
             "endpoints": {"e1": engine_url, "e2": engine_url},
-            "filters": ["request_id", "inference_request", {"kvcache": {"kv_events": False}}, "router"],
+            "filters": ["request_id", "inference_request", {"kvcache": kvcache}, "router"],
             "routes": [{"model": "alias", "cluster": "default", "upstream_model": "real"}, {"cluster": "default"}],
             "health": {"active": False},
         }
@@ -125,12 +130,14 @@ async def proxy(engine_url: str) -> AsyncIterator[int]:
         yield int(server.url.rpartition(":")[2])
 
 
-async def measure(rounds: int) -> None:
+async def measure(rounds: int, *, lmcache: bool) -> None:
     """A line a body: the best of so many rounds."""
     print(f"{'body':34} {'MiB':>6} {'longest turn':>13} {'all CPU':>10}  answer   memory")
     with engine() as url:
-        async with proxy(url) as port:
-            await asyncio.to_thread(wait_for, url)
+        await asyncio.to_thread(wait_for, url)
+        async with proxy(url, lmcache=lmcache) as port:
+            gc.collect()
+            gc.freeze()  # as `kvproxy serve` does
             for name, path, make in BODIES:
                 body = make()
                 longest, total, answer = 1e9, 1e9, b""
@@ -140,6 +147,7 @@ async def measure(rounds: int) -> None:
                     began = time.thread_time()
                     answer = await asyncio.to_thread(post, port, path, body)
                     total = min(total, time.thread_time() - began)
+                    await asyncio.sleep(0.3)  # what goes on behind the answer
                     watching.cancel()
                     longest = min(longest, turns.longest_s)
                 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
@@ -159,10 +167,20 @@ def serve_engine(port: int) -> None:
     """Counts the bytes of each body and answers."""
 
     def one(connection: socket.socket) -> None:
-        answer = b'{"usage":{"prompt_tokens":10,"completion_tokens":2}}'
+        usage = b'{"usage":{"prompt_tokens":10,"completion_tokens":2}}'
+        tokens = b'{"tokens":[' + b"12345," * 250_000 + b'1],"max_model_len":1000000}'
+        stats = b'{"total_key_count":1,"total_instance_count":0,"total_worker_count":0}'
+        lookup = b'{"event_id":"","layout_info":{}}'
+        rendered = tokens.replace(b"tokens", b"token_ids", 1)
+        answers = {
+            b"/v1/chat/completions/render": rendered,
+            b"/tokenize": tokens,
+            b"/lookup": lookup,
+            b"/controller/key-stats": stats,
+        }
         with connection, connection.makefile("rb") as stream:
             while line := stream.readline():
-                length = 0
+                length, answer = 0, answers.get(line.split()[1], usage)
                 while (line := stream.readline()) not in (b"\r\n", b""):
                     if line.lower().startswith(b"content-length:"):
                         length = int(line[15:])
@@ -179,12 +197,13 @@ def main() -> None:
     """The engine, or the measurement."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--lmcache", action="store_true", help="with a lookup service and its tokens")
     parser.add_argument("--engine", type=int, metavar="PORT")
     options = parser.parse_args()
     if options.engine:
         serve_engine(options.engine)
     else:
-        uvloop.run(measure(options.rounds))
+        uvloop.run(measure(options.rounds, lmcache=options.lmcache))
 
 
 if __name__ == "__main__":

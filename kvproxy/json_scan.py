@@ -77,7 +77,7 @@ async def in_turns(steps: Steps[T], pace: asyncio.Lock) -> T:
 
 
 def at_once(steps: Steps[T]) -> T:
-    """The result, for callers that block nobody."""
+    """The result, where no other task has to wait."""
     while True:
         try:
             next(steps)
@@ -98,7 +98,8 @@ def members(data: bytes, names: Collection[str]) -> Steps[Members]:
             yield
             continue
         key = _KEY.match(data, start + 1, end)
-        start, empty = end, empty and key is None
+        empty = empty and key is None and _trimmed(data, start + 1, end).start == end
+        start = end
         if key is not None and (name := _name(key[1])) in names:
             spans = values.setdefault(name, [])
             if len(spans) == _MOST_REPEATED:

@@ -15,6 +15,7 @@ from kvproxy.config.fields import nearest
 from kvproxy.errors import Problem
 from kvproxy.filters.body import read_body
 from kvproxy.filters.inference_request import KIND_OF_PATH
+from kvproxy.filters.usage import MAX_COUNT
 from kvproxy.types import InferenceRequest
 
 DEFAULT_PATH = "/v1/chat/completions"
@@ -64,7 +65,7 @@ async def report_of(request: Request) -> Ended:
     problems = [
         Problem(name, "not a number of tokens", "a whole number from 0 on")
         for name in ("prompt_tokens", "cached_tokens")
-        if (getattr(report, name) or 0) < 0
+        if not 0 <= (getattr(report, name) or 0) <= MAX_COUNT
     ]
     if problems:
         raise Refused(422, *problems)

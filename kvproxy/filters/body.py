@@ -153,7 +153,7 @@ class _Reader:
     def read(self, body: bytes, session: str) -> InferenceRequest:
         """Everything, at once. Raises what a decoder raises, and _TooMany."""
         data = self._decode(body) if len(body) <= _LISTED_BYTES else self._decode_large(body)
-        return self._request(data, Prompt(shape=self._shape(data), parts=self._parts(data)), session)
+        return self._request(data, Prompt(self._shape(data), self._parts(data)), session)
 
     def scan(self, body: bytes, session: str) -> Steps[InferenceRequest]:
         """The same in steps, and field by field: one that is of another type than expected counts as absent. Raises
@@ -180,14 +180,15 @@ class _Reader:
         return self._request(data, Prompt(b"".join(shape), tuple(parts), room.unread_bytes), session)
 
     def _request(self, data: _Common, prompt: Prompt, session: str) -> InferenceRequest:
+        model, salt = data.model or "", data.cache_salt
         return InferenceRequest(
-            kind=self._kind,
-            model=bounded_name(data.model) if data.model else "",
-            prompt=prompt,
-            stream=data.stream is True,
-            max_tokens=self._limit(data),
-            session_key=_session_key(session, data),
-            cache_salt=bounded_name(data.cache_salt) if data.cache_salt else data.cache_salt,
+            self._kind,
+            model if len(model) <= MAX_NAME else _digest(model),
+            prompt,
+            data.stream is True,
+            self._limit(data),
+            _session_key(session, data),
+            salt if salt is None or len(salt) <= MAX_NAME else _digest(salt),
         )
 
     def _shape(self, data: _Common) -> bytes:
@@ -254,7 +255,7 @@ class _Room:
 
 def _as_parts(messages: Any) -> tuple[bytes, ...]:
     """The bytes of a list's items, or of a `_First`. Raises _TooMany."""
-    if isinstance(messages, _First):
+    if type(messages) is not list:
         messages = msgspec.structs.astuple(messages)
         if messages[-1] is _NO_RAW:
             messages = messages[: messages.index(_NO_RAW)]
@@ -276,11 +277,6 @@ def _scalar(body: bytes, span: Span, kind: Any) -> Any:
         return msgspec.json.decode(body[span.start : span.end], type=kind, strict=False)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-
-
-def bounded_name(name: str) -> str:
-    """A name that a client chose, or the digest of a long one."""
-    return name if len(name) <= MAX_NAME else _digest(name)
 
 
 def _digest(text: str) -> str:
@@ -313,7 +309,7 @@ def parse_body(kind: RequestKind, body: bytes, *, session: str = "") -> Inferenc
 
     `session` is the session header's value and wins over whatever the body says. Blocks for as long as it takes.
     """
-    request = _decoded(kind, body, session)
+    request = decode_body(kind, body, session)
     if request is not None:
         return request
     try:
@@ -325,21 +321,23 @@ def parse_body(kind: RequestKind, body: bytes, *, session: str = "") -> Inferenc
 async def read_body(
     kind: RequestKind, body: bytes, *, session: str = "", pace: asyncio.Lock
 ) -> InferenceRequest | None:
-    """As `parse_body`, with turns for other tasks. Of those that share a `pace` one is scanned at a time."""
-    request = _decoded(kind, body, session)
-    if request is not None:
-        return request
-    try:
-        return await in_turns(_READERS[kind].scan(body, session), pace)
-    except Unreadable:
-        return None
+    """As `parse_body`, with turns for other tasks where it takes long."""
+    return decode_body(kind, body, session) or await scan_body(kind, body, session, pace=pace)
 
 
-def _decoded(kind: RequestKind, body: bytes, session: str) -> InferenceRequest | None:
-    """None if it has to be scanned."""
+def decode_body(kind: RequestKind, body: bytes, session: str) -> InferenceRequest | None:
+    """The same for nearly all bodies, within milliseconds; None if it has to be scanned."""
     if len(body) > MAX_DECODED_BYTES:
         return None
     try:
         return _READERS[kind].read(body, session)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, _TooMany):
+        return None
+
+
+async def scan_body(kind: RequestKind, body: bytes, session: str, *, pace: asyncio.Lock) -> InferenceRequest | None:
+    """The same for all others, in steps. Of those that share a `pace` one is scanned at a time."""
+    try:
+        return await in_turns(_READERS[kind].scan(body, session), pace)
+    except Unreadable:
         return None

@@ -7,7 +7,7 @@ import asyncio
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.config.filter_schema import InferenceRequestSettings
-from kvproxy.filters.body import read_body
+from kvproxy.filters.body import decode_body, scan_body
 from kvproxy.filters.body_bounds import BodyRefused, BodyTooLarge, refuse_body
 from kvproxy.filters.body_reader import BodyReader, ClientLeft, replay
 from kvproxy.filters.chain import FilterContext
@@ -65,7 +65,9 @@ class InferenceRequestFilter:
         try:
             exchange.body = body
             if not encoded:
-                exchange.inference = await read_body(kind, body, session=session, pace=self._pace)
+                exchange.inference = decode_body(kind, body, session) or await scan_body(
+                    kind, body, session, pace=self._pace
+                )
             await self._app(scope, replay(body, receive), send)
         finally:
             self._reader.release(body)

@@ -23,7 +23,7 @@ log = logging.getLogger("kvproxy.kvcache")
 OPERATION = "tokenize"
 #: Longer bodies are not tokenized, and more tokens than these are not kept: both take milliseconds a MiB at every step.
 MAX_ASKED_BYTES = 1024 * 1024
-MAX_TOKENS = 400_000
+MAX_TOKENS = 262_144
 #: Of token ids that a client sends itself as many bytes are read.
 _MAX_GIVEN_BYTES = 512 * 1024
 _given_ids = msgspec.json.Decoder(list[int])

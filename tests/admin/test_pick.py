@@ -166,7 +166,16 @@ async def test_too_many_open_reservations_are_refused() -> None:
         assert (await client.post("/pick", json=asked)).status_code == 201
 
 
-@pytest.mark.parametrize("report", ["nonsense", '{"cached": 3}', '{"cached_tokens": "many"}', '{"prompt_tokens": -1}'])
+@pytest.mark.parametrize(
+    "report",
+    [
+        "nonsense",
+        '{"cached": 3}',
+        '{"cached_tokens": "many"}',
+        '{"prompt_tokens": -1}',
+        '{"prompt_tokens": 1000000000000}',
+    ],
+)
 async def test_a_report_that_cannot_be_read_settles_nothing(report: str) -> None:
     """The caller may try again."""
     async with picker() as (proxy, client):

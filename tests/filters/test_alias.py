@@ -34,6 +34,7 @@ async def test_every_other_byte_stays() -> None:
         (b'{"model":"a","\xff":1}', b'{"model":"b","\xff":1}'),
         (b'{"model":null}', b'{"model":"b"}'),
         (b'{"x":1}', b'{"model":"b","x":1}'),
+        (b'{"' + b"k" * 100 + b'":1}', b'{"model":"b","' + b"k" * 100 + b'":1}'),
         (b" { } ", b' {"model":"b" } '),
     ],
 )

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message
 
 from kvproxy.config.filter_schema import InferenceRequestSettings
 from kvproxy.config.schema import Limits
+from kvproxy.filters.body import MAX_PARTS
 from kvproxy.filters.body_bounds import BodyTooSlow, HeldBodies
 from kvproxy.filters.body_reader import BodyReader
 from kvproxy.filters.chain import FilterContext
@@ -311,3 +312,26 @@ async def test_no_continue_is_sent_to_a_client_that_asked_first() -> None:
         writer.close()
     assert head.startswith(b"HTTP/1.1 413 ")
     assert b"100 Continue" not in rest
+
+
+@pytest.mark.parametrize("sizes", [[0], [5], [0, 5], [5, 0, 0], [70_000, 1, 3, 70_000], [1] * 1000])
+async def test_a_body_is_whole_however_it_comes(sizes: list[int]) -> None:
+    """Also where its pieces are many, or empty."""
+    sent = [bytes([65 + index % 26]) * size for index, size in enumerate(sizes)]
+    messages = [{"type": "http.request", "body": piece, "more_body": True} for piece in sent]
+    inner = Inner()
+    await call(filter_around(inner), post(), *messages, {"type": "http.request"})
+    assert inner.bodies == [b"".join(sent)]
+
+
+async def test_what_comes_of_a_hostile_body_is_bounded() -> None:
+    """Parts, bytes and names, as they go to all filters behind."""
+    name = b"n" * 3_000_000
+    body = b'{"model":"%b","cache_salt":"%b","messages":[%b1]}' % (name, name, b"1," * 1_000_000)
+    inner = Inner()
+    await call(filter_around(inner), post(), body=body)
+    found = inner.exchange.inference
+    assert found is not None
+    assert len(found.model) == len(found.cache_salt or "") == 32
+    assert len(found.prompt.parts) == MAX_PARTS + 1
+    assert inner.bodies == [body]

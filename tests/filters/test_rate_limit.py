@@ -146,7 +146,7 @@ async def test_events_of_a_stream_without_usage_are_counted() -> None:
 
 
 async def test_what_was_not_understood_is_charged_by_its_bytes() -> None:
-    """A body nobody parsed, on a path nobody knows, without usage in its answer."""
+    """A body that was not parsed, on an unknown path, without usage in its answer."""
     engine = Engine()
     engine.chunks = (b"data: a\r\n\r\ndata: b\n\n",)
 

@@ -34,7 +34,7 @@ def test_a_clock_that_steps_back_gives_nothing() -> None:
 
 
 def test_debts_are_bounded() -> None:
-    """An engine that counts wrongly, or one request of a million tokens, locks nobody out for hours."""
+    """An engine that counts wrongly, or one request of a million tokens, locks no tenant out for hours."""
     bucket = TokenBucket(rate_per_s=2.0, capacity=10.0, now=0.0)
     bucket.charge(1e18, 0.0)
     assert bucket.level(0.0) == -MAX_DEBT * 10.0

@@ -12,6 +12,7 @@ from kvproxy.errors import ConnectError, ConnectTimeout, PoolFull, UnsafeRequest
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.upstream.origin import Origin
 from kvproxy.upstream.pool import Timeouts, UpstreamPool
+from kvproxy.upstream.upload import SLICE_BYTES, in_slices
 from tests.support.clock import FakeClock
 from tests.support.scripted import Peer, answer, scripted
 from tests.upstream.calls import HEAD_ONLY, OK, PATIENT, fetch, pieces, post, read, until
@@ -169,6 +170,41 @@ async def test_a_replacement_waits_no_longer_for_a_connection_than_any_other_req
                 await first
         second.cancel()
         await asyncio.gather(second, return_exceptions=True)
+
+
+async def test_a_long_body_goes_up_in_slices_and_can_be_sent_again() -> None:
+    """What is there whole is no stream: a dead kept connection costs it nothing."""
+
+    async def dies_on_the_second(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(OK)
+        await peer.request()
+        peer.reset()
+
+    body = b"".join(b"%07d " % number for number in range(SLICE_BYTES // 2))
+    async with scripted(dies_on_the_second, answer(OK)) as upstream, UpstreamPool() as pool:
+        for _ in range(3):
+            assert await fetch(pool, upstream.origin, body) == b"ok"
+        first, second = upstream.peers
+        assert len(first.requests) == len(second.requests) == 2
+        assert {request.partition(b"\r\n\r\n")[2] == body for request in first.requests + second.requests} == {True}
+
+
+async def test_other_tasks_have_their_turn_between_slices() -> None:
+    """The kernel takes what it is given in one go."""
+    turns, body = 0, b"x" * (4 * SLICE_BYTES + 1)
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    slices = [(len(piece), turns) async for piece in in_slices(body)]
+    counting.cancel()
+    assert [size for size, _ in slices] == [SLICE_BYTES] * 4 + [1]
+    assert [turn for _, turn in slices] == sorted({turn for _, turn in slices})
 
 
 async def test_the_replacement_is_a_new_connection_even_with_all_slots_taken() -> None:
