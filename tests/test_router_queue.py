@@ -25,8 +25,12 @@ async def test_requests_wait_overtake_and_are_refused() -> None:
         await answer_ok(engine, call, send)
 
     engine = FakeEngine("a", busy)
-    queue: dict[str, Any] = {"limit": 2, "max_wait": "100s"}
-    async with serve(engine) as url, running_proxy({"a": url}, policy="kv_aware", queue=queue) as proxy:
+    queue: dict[str, Any] = {"limit": 2, "max_wait": "100s", "ageing": 0}
+    one_by_one: dict[str, Any] = {"pool": {"max_connections": 1}, "timeouts": {"connect": "60s"}}
+    async with (
+        serve(engine) as url,
+        running_proxy({"a": url}, policy="kv_aware", queue=queue, **one_by_one) as proxy,
+    ):
         first = ask(proxy, LONG)
         await until(lambda: len(engine.calls) == 1)
         room = proxy.proxy.clusters["default"].room

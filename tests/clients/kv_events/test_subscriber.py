@@ -146,7 +146,7 @@ async def test_retries_slow_down(engine: Publisher) -> None:
     """Each failed replay doubles the pause before the next; live batches do not hasten it."""
     engine.mute = True
     clock = FakeClock()
-    async with following(engine, replay_timeout_s=0.01, clock=clock, retry_s=1.0) as (_, index):
+    async with following(engine, replay_timeout_s=0.3, clock=clock, retry_s=1.0) as (_, index):
         for pause_s in (1.0, 2.0, 4.0):
             asked, wipes, seen = len(engine.replays), index.wipes, len(index.slices)
             clock.advance(pause_s - 0.1)
@@ -156,6 +156,7 @@ async def test_retries_slow_down(engine: Publisher) -> None:
             clock.advance(0.1)
             await engine.publish(stored(1))
             await until(lambda wipes=wipes: index.wipes == wipes + 2)  # type: ignore[misc]
+            await until(lambda asked=asked: len(engine.replays) > asked)  # type: ignore[misc]
             assert len(engine.replays) == asked + 1
 
 
