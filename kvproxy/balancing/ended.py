@@ -47,9 +47,10 @@ class EndedWork:
         self._work, self._hidden, self._readings = NO_WORK, 0, 0
 
     def add(self, reservation: Reservation) -> None:
-        """This request was served to its end."""
-        self._work = sum_of(self._work, reservation.features)
-        self._hidden += reservation.hidden
+        """This request was served to its end. One without a known prompt (a list of models, say) is no prefill."""
+        if reservation.uncached_tokens or reservation.cached_tokens:
+            self._work = sum_of(self._work, reservation.features)
+            self._hidden += reservation.hidden
 
     def read(self, reading: Reading, now: float) -> None:
         """The engine's counters, read just now. What they say is a sample unless first tokens taught all of it."""

@@ -118,6 +118,15 @@ def test_a_few_strangers_are_tolerated(world: World) -> None:
     assert len(world.read()) == MAX_WEIGHT
 
 
+def test_what_has_no_prompt_is_no_prefill(world: World) -> None:
+    """Lists of models and the like end there, too, and the engine does not count them."""
+    for _ in range(5):
+        world.serve(0, prefill_s=None)
+    assert world.read() == []
+    world.serve()
+    assert [busy_s for _, busy_s, _ in world.read()] == [pytest.approx(0.5)]
+
+
 def test_an_engine_that_began_anew_is_counted_anew(world: World) -> None:
     """Its counters say nothing of what the one before it did."""
     world.serve()

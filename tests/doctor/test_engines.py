@@ -24,7 +24,7 @@ from tests.support.loopback import serve
 App = Callable[[Any, Any, Any], Awaitable[None]]
 PLAIN = replace(ENGINE, kv_events=None)
 #: What any Python service shows, and another engine's.
-_OTHER_FIGURES = b"process_start_time_seconds 1.5e9\nsglang:token_usage 0.5\n"
+_OTHER_FIGURES = b"process_start_time_seconds 1.5e9\nllamacpp:kv_cache_usage_ratio 0.5\n"
 QUIET: dict[str, Any] = {"filters": ["inference_request", {"kvcache": {"lookup_min_tokens": 256}}, "router"]}
 
 Answer = tuple[int, Any]
@@ -87,7 +87,7 @@ REFUSAL = (400, error_body("no chat template", 400))
             "generates nothing: vllm /v1/chat/completions: 400 no chat template",
         ),
         ({"/metrics": (404, {"detail": "Not Found"})}, "metrics", Severity.WARNING, "shows no metrics"),
-        ({"/metrics": (200, _OTHER_FIGURES)}, "metrics", Severity.WARNING, "none of vLLM's figures"),
+        ({"/metrics": (200, _OTHER_FIGURES)}, "metrics", Severity.WARNING, "none of vLLM's or SGLang's figures"),
     ],
 )
 async def test_one_wrong_answer(answers: Mapping[str, Answer], check: str, severity: Severity, said: str) -> None:

@@ -240,9 +240,10 @@ async def test_metrics_count_what_happened() -> None:
 
 async def test_a_prefill_counts_when_its_request_has_ended() -> None:
     """As in vLLM, where only the first token itself counts at once."""
-    async with engine(default_output_tokens=10_000) as running:
-        await chat(running, max_tokens=3)
-        async with running.client.stream("POST", "/v1/completions", json={"prompt": "Hi", "stream": True}) as reply:
+    async with engine(engine=slow(decode_step_s=60.0)) as running:
+        await chat(running, max_tokens=1)
+        body = {"prompt": "Hi", "stream": True, "max_tokens": 2}
+        async with running.client.stream("POST", "/v1/completions", json=body) as reply:
             await anext(aiter(reply.aiter_lines()))
             text = (await running.client.get("/metrics")).text
     labels = '{engine="0",model_name="tiny"}'

@@ -33,6 +33,7 @@ class MetricsCheck:
             fix = "serve /metrics to the proxy (vLLM: do not start it with `--disable-log-stats`)"
             return [warning(self.where, f"shows no metrics ({error}): {lost}", fix)]
         if metrics == EngineMetrics(started_at=metrics.started_at):  # which any Python service shows
-            return [warning(self.where, f"its /metrics hold none of vLLM's figures: {lost}", "is it a vLLM?")]
+            what = f"its /metrics hold none of vLLM's or SGLang's figures: {lost}"
+            return [warning(self.where, what, "is it one of them?")]
         capacity = metrics.cache.capacity_tokens if metrics.cache is not None else None
         return [ok(self.where, f"KV cache of {capacity} tokens" if capacity else "shows its load")]
