@@ -361,7 +361,7 @@ async def test_one_engines_deep_list_of_models_is_left_out() -> None:
     """The others' models are told."""
 
     async def deep(engine: FakeEngine, call: Call, send: Send) -> None:
-        await reply(send, 200, b'{"data":' + b"[" * 100_000 + b"]" * 100_000 + b"}")
+        await reply(send, 200, b'{"data":[{"id":"x","deep":' + b"[" * 100_000 + b"]" * 100_000 + b"}]}")
 
     async def sane(engine: FakeEngine, call: Call, send: Send) -> None:
         await reply(send, 200, b'{"data":[{"id":"m"}]}')

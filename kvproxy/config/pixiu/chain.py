@@ -47,6 +47,8 @@ def translate_chain(translation: Translation, manager: ConnectionManager, at: Pa
             if item.name == _HTTP_PROXY:
                 router = _PLAIN
                 translation.note((*here, "name"), "a plain HTTP proxy: every path that its routes match is public")
+            else:
+                translation.note((*here, "name"), "public are inference and what routes name besides, no other path")
             proxy = translation.decode(LlmProxy, item.config, (*here, "config"))
             scheme = proxy.scheme if proxy is not None else "http"
             _proxy(translation, proxy or LlmProxy(), (*here, "config"))
