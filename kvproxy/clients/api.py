@@ -27,6 +27,9 @@ T = TypeVar("T")
 #: Error bodies are read up to here: enough for any message, too little for an echoed prompt to matter.
 MAX_ERROR_BYTES = 64 * 1024
 
+#: Objects and lists of an answer: to make so many takes some milliseconds, however small they are.
+MAX_VALUES = 16_384
+
 _TIMEOUTS = (TimeoutError, httpx.TimeoutException, ConnectTimeout, FirstByteTimeout, IdleTimeout)
 
 
@@ -86,8 +89,12 @@ class Api:
         reply = await self.call("POST", path, timeout_s=timeout_s, body=raw, max_bytes=max_bytes)
         return self.decode(reply, answer, path)
 
-    def decode(self, raw: bytes, answer: type[T], path: str) -> T:
-        """`raw` as `answer`; raises BadResponse. The text names the place, never the content."""
+    def decode(self, raw: bytes, answer: type[T], path: str, *, max_values: int = MAX_VALUES) -> T:
+        """`raw` as `answer`; raises BadResponse, also for more than `max_values` objects and lists together. The text
+        names the place, never the content.
+        """
+        if raw.count(b"{") + raw.count(b"[") > max_values:
+            raise BadResponse(f"{self._service} {path}: more than {max_values} objects and lists")
         try:
             return msgspec.json.decode(raw, type=answer)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -26,14 +26,15 @@ from kvproxy.clients.coordinator_wire import (
 )
 from kvproxy.clients.directory import DirectoryLookup, WireDirectory, directory_lookup
 from kvproxy.clients.tokens import TokenIds, body_with_tokens
-from kvproxy.errors import BadResponse, NotSupported, Refused, UnknownInstance
+from kvproxy.errors import NotSupported, Refused, UnknownInstance
 
 T = TypeVar("T")
 
 Tier = Literal["l1", "l2", "all"]
 
-#: Directory answers repeat each known chunk's token ids; JSON objects in them (a chunk and rank, its key, a placement).
-_MAX_DIRECTORY_BYTES, _MAX_DIRECTORY_OBJECTS = 8 << 20, 50_000
+#: Directory answers repeat each known chunk's token ids; objects and lists in them: three and two for each chunk and
+#: rank, and one more for each further placement.
+_MAX_DIRECTORY_BYTES, _MAX_DIRECTORY_VALUES = 8 << 20, 65_536
 #: Longer answers are read beside the event loop.
 _LONG_BYTES = 1 << 16
 _MAX_LISTING_BYTES = 1 << 20
@@ -70,11 +71,10 @@ class LMCacheCoordinatorClient:
             )
         except Refused as error:
             raise _classified(error) from error
-        if raw.count(b"{") > _MAX_DIRECTORY_OBJECTS:
-            raise BadResponse(f"lmcache coordinator {path}: more than {_MAX_DIRECTORY_OBJECTS} placements")
 
         def read() -> DirectoryLookup:
-            return directory_lookup(self._api.decode(raw, WireDirectory, path), prompt_tokens=len(tokens))
+            answer = self._api.decode(raw, WireDirectory, path, max_values=_MAX_DIRECTORY_VALUES)
+            return directory_lookup(answer, prompt_tokens=len(tokens))
 
         return read() if len(raw) <= _LONG_BYTES else await asyncio.to_thread(read)
 

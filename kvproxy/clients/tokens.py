@@ -28,6 +28,8 @@ _IDS = msgspec.json.Decoder(list[WireTokenId])
 
 async def tokens_from_json(raw: msgspec.Raw) -> TokenIds:
     """A JSON list of token ids, however long, without holding the event loop. Raises msgspec.DecodeError."""
+    if len(memoryview(raw)) > _PIECE_BYTES:
+        await asyncio.sleep(0)  # the answer was just read as a whole
     text = bytes(raw).strip()
     if text[:1] != b"[" or text[-1:] != b"]":
         raise msgspec.DecodeError("not a list of token ids")

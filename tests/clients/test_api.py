@@ -187,3 +187,12 @@ async def test_identity_is_no_coding() -> None:
     """Some servers say it."""
     client, _ = api(lambda _: httpx.Response(200, headers={"content-encoding": "identity"}, content=b"ok"))
     assert await client.call("GET", "/x", timeout_s=1) == b"ok"
+
+
+@pytest.mark.parametrize("value", [b"{}", b"[]", b"[[[]]]"])
+async def test_an_answer_has_a_bounded_number_of_values(value: bytes) -> None:
+    """A megabyte of empty lists costs more than a megabyte of text; nothing is made of it."""
+    body = b'{"x": [' + b",".join([value] * 20_000) + b"]}"
+    client, _ = api(httpx.Response(200, content=body))
+    with pytest.raises(BadResponse, match="objects and lists"):
+        await client.get("/x", dict, timeout_s=1)

@@ -192,5 +192,5 @@ async def test_a_long_directory_answer_is_read_like_a_short_one() -> None:
 async def test_a_directory_answer_has_a_bounded_number_of_placements() -> None:
     """Beyond it nothing is made of the answer."""
     client, _ = answering(placements(20_000))
-    with pytest.raises(BadResponse, match="placements"):
+    with pytest.raises(BadResponse, match="objects and lists"):
         await client.directory_lookup(SCOPE, TOKENS)

@@ -21,6 +21,9 @@ QUEUED_BATCHES = 2000
 #: More batches than any engine's replay buffer holds: a replay that goes on beyond is broken.
 MAX_REPLAYED_BATCHES = 200_000
 
+#: A batch has three frames.
+_MAX_FRAMES = 16
+
 _RECONNECT_MS, _RECONNECT_MAX_MS = 100, 5000
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 5000, 15_000
 
@@ -56,11 +59,14 @@ class Subscription:
         return changes
 
     def message(self) -> list[bytes] | None:
-        """The next message, if there is one."""
+        """The next message, if there is one; of one with more frames than any engine sends, a few at a time."""
         try:
-            return self._plain.recv_multipart(zmq.NOBLOCK)
+            frames = [self._plain.recv(zmq.NOBLOCK)]
         except zmq.Again:
             return None
+        while len(frames) < _MAX_FRAMES and self._plain.getsockopt(zmq.RCVMORE):
+            frames.append(self._plain.recv())
+        return frames
 
     def close(self) -> None:
         """Ends the subscription."""

@@ -176,6 +176,19 @@ async def test_other_topics_are_not_ours(engine: Publisher) -> None:
         await until(lambda: index.blocks == {1})
 
 
+async def test_a_message_of_many_frames_is_taken_a_few_at_a_time(engine: Publisher) -> None:
+    """Each piece is malformed, so that others run in between; what follows is read as ever."""
+    metrics = Metrics()
+    async with following(engine, metrics=metrics) as (_, index):
+        await engine.send([b"kv-events"] * 2000)
+        await engine.publish(stored(1))
+        await until(lambda: index.blocks == {1})
+    pieces = metrics.registry.get_sample_value(
+        "kvproxy_kv_event_batches_total", {"endpoint": "a", "outcome": "malformed"}
+    )
+    assert pieces == 2000 / 16
+
+
 async def test_a_consumer_that_raises_gets_its_index_rebuilt(
     engine: Publisher, caplog: pytest.LogCaptureFixture
 ) -> None:
