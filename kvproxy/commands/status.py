@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from kvproxy.errors import ConfigError, KvproxyError, Problem
 
 INTERVAL_S = 1.0
 _TIMEOUT_S = 5.0
+#: The terminal's other screen without a cursor, and back.
+_OTHER_SCREEN, _BACK = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 
 
 class NoStatus(KvproxyError):
@@ -54,7 +57,10 @@ def run(
 
 
 def _watch(client: httpx.Client, url: str, *, out: TextIO, colour: bool, sleep: Callable[[float], None]) -> int:
+    """On the terminal's other screen, so that what was there before is there again afterwards."""
+    enter, leave = (_OTHER_SCREEN, _BACK) if out.isatty() else ("", "")
     try:
+        out.write(enter)
         while True:
             try:
                 text = render(_ask(client, url), colour=colour)
@@ -65,6 +71,10 @@ def _watch(client: httpx.Client, url: str, *, out: TextIO, colour: bool, sleep: 
             sleep(INTERVAL_S)
     except (KeyboardInterrupt, BrokenPipeError):
         return 0
+    finally:
+        with contextlib.suppress(BrokenPipeError):
+            out.write(leave)
+            out.flush()
 
 
 def _over(text: str) -> str:

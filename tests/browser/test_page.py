@@ -212,7 +212,7 @@ async def test_an_idle_chart_has_no_red_line(browser: Browser) -> None:
             await browser.script("return document.querySelector('#chart-requests path.fail').getAttribute('d')") == ""
         )
         work = await browser.script("return document.querySelector('#work').innerText")
-        assert "kv_aware · learning: no streamed answer yet" in work
+        assert "kv_aware · learning: no sample yet" in work
         assert "tokens/s" not in work
         assert await browser.script("return document.querySelector('#saved').innerText") == "–"
         line = await browser.script("return document.querySelector('#try-it').innerText")

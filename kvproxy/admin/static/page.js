@@ -30,11 +30,13 @@ function showHolders(cell, prefix) {
 // What a policy has learned; nothing that it only assumes.
 function learnedText({ policy, learned }) {
   const facts = [policy];
-  if (known(learned.samples) && !learned.samples) facts.push("learning: no streamed answer yet");
+  const { requests_without_sample: without, samples_by_kind: kinds } = learned;
+  if (known(learned.samples) && !learned.samples) facts.push(`learning: no sample ${without ? `in ${count(without)} requests ` : ""}yet`);
   if (learned.samples) {
     facts.push(`${count(learned.tokens_per_s)} tokens/s prefill`);
     if (known(learned.rho)) facts.push(`${percent(learned.rho)} busy with it`);
-    facts.push(`${count(learned.samples)} ${learned.samples === 1 ? "sample" : "samples"}`);
+    const by = Object.entries(kinds || {}).filter(([, number]) => number).map(([kind, number]) => `${count(number)} ${words(kind)}`);
+    facts.push(`${count(learned.samples)} ${learned.samples === 1 ? "sample" : "samples"}${by.length ? ` (${by.join(", ")})` : ""}`);
   }
   return facts.join(" · ");
 }
@@ -61,7 +63,7 @@ function showSaved(live) {
   setText(byId("saved"), known(saved) ? seconds(saved) : "–");
   byId("saved").className = known(saved) ? "" : "muted";
   setText(byId("saved-note"), known(saved) ? "of engine time not spent on prompts that were cached"
-    : learns ? "learning: no streamed answer yet" : "no policy here learns speeds");
+    : learns ? "learning: no sample yet" : "no policy here learns speeds");
 }
 
 const SEVERITY = { problem: "down", error: "down", warning: "warn", note: "", ok: "good" };
