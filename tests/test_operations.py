@@ -10,7 +10,7 @@ from kvproxy.commands.serve import _show_process
 from kvproxy.listener.server import Server
 from kvproxy.metrics.catalog import Metrics
 from tests.support.asgi import Inner
-from tests.support.fake_engine import Call, FakeEngine, event, start_stream
+from tests.support.fake_engine import Call, FakeEngine, event, reply, start_stream
 from tests.support.loopback import serve
 from tests.support.proxy import chat, running_proxy
 from tests.support.until import until
@@ -34,7 +34,8 @@ async def test_traffic_shows_in_every_new_metric() -> None:
                 body = chat("the same words over and over " * 30, stream=True)
                 assert (await proxy.client.post("/v1/chat/completions", json=body)).status_code == 200
             at = {"cluster": "default", "endpoint": "a", "model": "m"}
-            for name in ("ttft", "itl", "request_duration"):
+            assert proxy.metric("kvproxy_ttft_seconds_count", **at, stream="true") == 3
+            for name in ("itl", "request_duration"):
                 assert proxy.metric(f"kvproxy_{name}_seconds_count", **at) == 3
             assert proxy.metric("kvproxy_cache_hit_ratio", cluster="default", by="requests") == 1.0
             assert proxy.metric("kvproxy_saved_prompt_tokens_total", model="m", tenant="") == 3 * 224
@@ -71,3 +72,25 @@ async def test_the_process_and_its_connections() -> None:
         assert (sample("process_open_fds") or 0) > 0
         writer.close()
         await writer.wait_closed()
+
+
+async def test_models_have_names_in_metrics_although_no_configuration_names_them() -> None:
+    """By the engines' own lists, a moment after the first request; a name that no engine lists stays `other`."""
+
+    async def lists(engine: FakeEngine, call: Call, send: Send) -> None:
+        await reply(send, 200, b'{"object":"list","data":[{"id":"m","object":"model"}]}')
+
+    engine = FakeEngine("a", lists)
+    async with serve(engine) as url, running_proxy({"a": url}) as proxy:
+
+        async def counted(model: str) -> float:
+            await proxy.client.post("/v1/chat/completions", json=chat("hello", **{"model": model}))
+            at = {"cluster": "default", "endpoint": "a"}
+            return proxy.metric("kvproxy_request_duration_seconds_count", **at, model=model)
+
+        assert await counted("m") == 0
+        await until(lambda: engine.listings)
+        async with asyncio.timeout(10):
+            while not await counted("m"):
+                pass
+        assert await counted("made-up") == 0

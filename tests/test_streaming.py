@@ -238,7 +238,7 @@ async def test_models_of_all_endpoints_are_one_list() -> None:
     assert sorted(row["id"] for row in listed["data"]) == ["alias", "m1", "m2", "m3"]
     assert one.json()["root"] == "m3"
     assert unknown.status_code == 404
-    assert [len(engine.calls) for engine in engines] == [1, 1], "twenty clients, one question"
+    assert [len(engine.listings) for engine in engines] == [1, 1], "twenty clients, one question"
 
 
 async def test_the_decision_is_told_when_asked() -> None:

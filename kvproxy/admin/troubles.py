@@ -90,11 +90,11 @@ class Troubles:
         if kvcache is None:
             return
         parts = kvcache.parts
+        errors = {str(one.operation): str(one.last_error) for one in getattr(parts.guard, "outages", ())}
         for operation, state in parts.guard.states().items():
             if state != BreakerState.CLOSED:
                 what = _BREAKER.get(operation, f"{operation} fails and is left alone for now")
-                last = str(getattr(parts.guard.breaker(operation), "last_error", "") or "")
-                said = f" (last error: {last})" if last else ""
+                said = f" (last error: {errors[operation]})" if errors.get(operation) else ""
                 yield _source(("breaker", operation), "kvcache", what + said, "is it up? `kvproxy doctor` asks it")
         for name, cluster in self._operated.clusters.items():
             yield from _streams(parts, name, cluster, now)

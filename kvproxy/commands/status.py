@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -15,6 +16,8 @@ from kvproxy.commands.admin_client import AdminAddress, AdminRefused, ask
 from kvproxy.commands.status_table import render
 
 INTERVAL_S = 1.0
+#: The terminal's other screen without a cursor, and back.
+_OTHER_SCREEN, _BACK = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,10 @@ def run(
 
 
 def _watch(shown: Callable[[], str], *, out: TextIO, over: bool, sleep: Callable[[float], None]) -> int:
+    """On the terminal's other screen, so that what was there before is there again afterwards."""
+    enter, leave = (_OTHER_SCREEN, _BACK) if over else ("", "")
     try:
+        out.write(enter)
         while True:
             try:
                 text = shown()
@@ -65,6 +71,10 @@ def _watch(shown: Callable[[], str], *, out: TextIO, over: bool, sleep: Callable
             sleep(INTERVAL_S)
     except (KeyboardInterrupt, BrokenPipeError):
         return 0
+    finally:
+        with contextlib.suppress(BrokenPipeError):
+            out.write(leave)
+            out.flush()
 
 
 def _over(text: str) -> str:

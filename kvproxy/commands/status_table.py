@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _COLOURS = {"good": "32", "warn": "33", "down": "31;1", "quiet": "2"}
+#: Findings that change nothing tonight.
+_FOLDED = frozenset({"note", "ok"})
 _DOWN = frozenset({"unhealthy", "ejected", "breaker_open"})
 _DECISIONS = 8
 #: A learned cache size this far from what the engine says is shown.
@@ -18,9 +20,9 @@ def render(live: Mapping[str, Any], *, colour: bool = False) -> str:
     """The whole screen. Control characters in names that clients chose are shown as `?`."""
     blocks = [
         [_headline(live)],
-        [_finding(one) for one in live["findings"]],
+        _findings(live["findings"]),
         _table(_ENDPOINT_HEADS, [_endpoint(live, one) for one in live["endpoints"]], colour=colour),
-        [_routing(name, one) for name, one in live["routing"].items()],
+        [_routing(live, name, one) for name, one in live["routing"].items()],
         _table(_QUEUE_HEADS, _queues(live["routing"]), colour=colour),
         [_learned(one) for one in live["endpoints"] if _unlike_told(one)],
         _cache(live["cache"]),
@@ -35,18 +37,29 @@ def _headline(live: Mapping[str, Any]) -> str:
     prompt, cached = sum(history["prompt_tokens"]), sum(history["cached_tokens"])
     predicted = sum(history["predicted_tokens"])
     parts = [
-        f"kvproxy {live['version']} {live['readiness']}, up {_span(live['uptime_s'])}",
-        f"last minute {minute['requests']} requests, {minute['failed']} failed",
+        f"kvproxy {live['version']} {live['state']['text']}, up {_span(live['uptime_s'])}",
+        f"last minute {minute['requests']:,} requests, {minute['failed']:,} failed",
         f"first byte {_seconds(ttft)}",
     ]
     if prompt:
         parts.append(f"from cache {_percent(cached / prompt)} (predicted {_percent(predicted / prompt)})")
+    if (saved := minute.get("saved_prefill_s")) is not None:
+        parts.append(f"{_seconds(saved)} of prefill saved")
     return _plain(" | ".join(parts))
+
+
+def _findings(findings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """In the order of the live page, which is that of what hurts; notes are only counted."""
+    lines = [_finding(one) for one in findings if one["severity"] not in _FOLDED]
+    if notes := sum(one["severity"] in _FOLDED for one in findings):
+        lines.append(f"{notes} {'note' if notes == 1 else 'notes'} more: on the live page, or `kvproxy check`")
+    return lines
 
 
 def _finding(one: Mapping[str, Any]) -> str:
     fix = f" ({one['fix']})" if one["fix"] else ""
-    return _plain(f"{one['severity']}: {one['where']}: {one['what']}{fix}")
+    age = f" [{_span(one['age_s'])}]" if "age_s" in one else ""
+    return _plain(f"{one['severity']}: {one['where']}: {one['what']}{fix}{age}")
 
 
 _ENDPOINT_HEADS = ("ENDPOINT", "STATE", "REQ/MIN", "IN FLIGHT", "PENDING", "KV", "QUEUE", "SPEED", "KV EVENTS")
@@ -66,8 +79,17 @@ def _endpoint(live: Mapping[str, Any], one: Mapping[str, Any]) -> list[Cell]:
         ("-" if engine.get("kv_usage") is None else _percent(engine["kv_usage"]), ""),
         ("-" if waiting is None else f"{waiting}+{engine.get('running') or 0}", ""),
         (f"{1 / slowness:.2f}x" if slowness else "-", ""),
-        (cache.get("state", "-").upper(), ""),
+        (_events(one, cache), ""),
     ]
+
+
+def _events(one: Mapping[str, Any], cache: Mapping[str, Any]) -> str:
+    """Without streams nothing is wrong: most engines publish no events. What a dead engine held is of no use."""
+    if not cache:
+        return "-"
+    if not cache["streams"]:
+        return "not followed"
+    return "not used" if one["condition"] in _DOWN else str(cache["state"])
 
 
 def _state(one: Mapping[str, Any]) -> Cell:
@@ -81,15 +103,18 @@ def _state(one: Mapping[str, Any]) -> Cell:
     return ("failing", "warn") if one["failures_in_a_row"] else ("up", "good")
 
 
-def _routing(name: str, one: Mapping[str, Any]) -> str:
-    learned = one["learned"]
+def _routing(live: Mapping[str, Any], name: str, one: Mapping[str, Any]) -> str:
+    learned, minute = one["learned"], live["clusters"].get(name, {"requests": 0, "failed": 0})
     facts = [f"{name}: {one['policy']}"]
-    if learned.get("learning"):
-        facts.append(f"learning prefill speeds (no sample in {learned['requests_without_sample']} requests)")
-    elif "tokens_per_s" in learned:
+    if len(live["routing"]) > 1:
+        facts.append(f"{minute['requests']:,} requests in the last minute, {minute['failed']:,} failed")
+    if learned.get("samples") == 0:
+        without = learned.get("requests_without_sample")
+        facts.append(f"learning: no sample {f'in {without:,} requests ' if without else ''}yet")
+    elif "samples" in learned:
         facts.append(f"{learned['tokens_per_s']:,.0f} tokens/s prefill after {_samples(learned)}")
-    if "rho" in learned:
-        facts.append(f"rho {learned['rho']:.2f}")
+        if "rho" in learned:
+            facts.append(f"rho {learned['rho']:.2f}")
     return _plain(", ".join(facts))
 
 
@@ -149,12 +174,12 @@ def _cache(cache: Mapping[str, Any] | None) -> list[str]:
     return [_plain(line) for line in lines]
 
 
+_RESULTS = {"ok": "good", "failed": "down", "client_error": "warn", "client_left": "quiet"}
 _DECISION_HEADS = ("ENDED", "REQUEST", "MODEL", "ENDPOINT", "WHY", "PROMPT", "PREDICTED", "REUSED", "FIRST BYTE", "END")
 
 
 def _decision(one: Mapping[str, Any]) -> list[Cell]:
-    good = one["end"] == "completed" and one["status"] < 400
-    end = str(one["status"]) if good else f"{one['status']} {one['end'].replace('_', ' ')}"
+    end = str(one["status"]) if one["end"] == "completed" else f"{one['status']} {one['end'].replace('_', ' ')}"
     retries = f" +{one['retries']}" if one["retries"] else ""
     return [
         (f"{_span(one['ago_s'])} ago", "quiet"),
@@ -166,7 +191,7 @@ def _decision(one: Mapping[str, Any]) -> list[Cell]:
         (_number(one["matched_tokens"]), ""),
         (_number(one["cached_tokens"]), ""),
         (_seconds(one["ttft_s"]), ""),
-        (end + retries, "good" if good else "down"),
+        (end + retries, _RESULTS[one["result"]]),
     ]
 
 

@@ -5,6 +5,8 @@ No prompt, no answer and no header ever goes into a span. What the conventions h
 
 from __future__ import annotations
 
+import re
+
 from opentelemetry.trace import SpanContext
 from starlette.types import Scope
 
@@ -25,7 +27,13 @@ _OPERATIONS = {
 #: Longest value taken from a client, in characters.
 _LIMIT = 256
 
-Values = dict[str, str | int | float | bool]
+#: Bytes at either end of an answer in which its id, model and finish reasons are looked for.
+LOOKED_AT_BYTES = 4096
+_ID, _MODEL = (re.compile(rb'"%s"\s*:\s*"([^"\\]{1,256})"' % name) for name in (b"id", b"model"))
+_REASON = re.compile(rb'"(?:finish_reason|stop_reason)"\s*:\s*"([a-z_]{1,64})"')
+_REASONS = 8
+
+Values = dict[str, str | int | float | bool | list[str]]
 
 
 def server_attributes(scope: Scope) -> tuple[str, Values]:
@@ -128,6 +136,19 @@ def answer_attributes(exchange: Exchange, *, sent_at: float) -> Values:
     found.update({name: count for name, count in usage.items() if count is not None})
     if exchange.inference is not None and exchange.inference.stream:
         found["gen_ai.response.time_to_first_chunk"] = exchange.received_at + outcome.ttft_s - sent_at
+    return found
+
+
+def response_attributes(head: bytes, tail: bytes) -> Values:
+    """Id, model and finish reasons of an answer, by its first and its last bytes. Quotes inside generated text are
+    escaped, so that nothing of it is taken for a name."""
+    found: Values = {}
+    for name, pattern in (("gen_ai.response.id", _ID), ("gen_ai.response.model", _MODEL)):
+        if match := pattern.search(head, 0, LOOKED_AT_BYTES):
+            found[name] = match[1].decode("utf-8", "replace")
+    reasons = [reason.decode() for reason in _REASON.findall(tail)]
+    if reasons:
+        found["gen_ai.response.finish_reasons"] = list(dict.fromkeys(reasons))[:_REASONS]
     return found
 
 

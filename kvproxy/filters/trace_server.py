@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from opentelemetry.context import Context
 from opentelemetry.trace import SpanContext, SpanKind, Tracer, format_trace_id
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -9,11 +11,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvproxy.filters.chain import WallClock
 from kvproxy.filters.exchange import Exchange
-from kvproxy.filters.trace_attributes import server_attributes, trace_parent
+from kvproxy.filters.trace_attributes import LOOKED_AT_BYTES, server_attributes, trace_parent
 from kvproxy.filters.trace_spans import RequestTrace
 from kvproxy.types import Clock, Headers
 
 _W3C = TraceContextTextMapPropagator()
+#: A stream ends with its finish reason, its usage and a mark, which may come in pieces of their own.
+LAST_PIECES = 4
 _CONTEXT = (b"traceparent", b"tracestate")
 
 
@@ -68,12 +72,16 @@ class TracingFilter:
         await self._follow(trace, scope, receive, send)
 
     async def _follow(self, trace: RequestTrace, scope: Scope, receive: Receive, send: Send) -> None:
-        status, crash = 0, ""
+        status, crash, head = 0, "", b""
+        last: deque[bytes] = deque(maxlen=LAST_PIECES)
 
         async def send_noting(message: Message) -> None:
-            nonlocal status
+            nonlocal status, head
             if message["type"] == "http.response.start":
                 status = message["status"]
+            elif body := message.get("body", b""):
+                head = head or body
+                last.append(body)
             await send(message)
 
         try:
@@ -82,7 +90,7 @@ class TracingFilter:
             crash = type(error).__name__
             raise
         finally:
-            trace.finish(status, crash=crash)
+            trace.finish(status, crash=crash, head=head, tail=b"".join(piece[-LOOKED_AT_BYTES:] for piece in last))
 
 
 def parent_of(headers: Headers) -> Context:

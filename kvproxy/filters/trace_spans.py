@@ -17,6 +17,7 @@ from kvproxy.filters.trace_attributes import (
     fact_attributes,
     failure,
     outcome_attributes,
+    response_attributes,
     trace_parent,
 )
 from kvproxy.types import Clock
@@ -81,14 +82,17 @@ class RequestTrace:
         self._end_attempt({}, failed=reason)
         self._deciding_since = self._clock()
 
-    def finish(self, status: int, *, crash: str = "") -> None:
-        """The request is over: `status` was sent to the client (0: nothing), an exception called `crash` came out."""
+    def finish(self, status: int, *, crash: str = "", head: bytes = b"", tail: bytes = b"") -> None:
+        """The request is over: `status` was sent to the client (0: nothing), an exception called `crash` came out.
+        `head` and `tail` are the first and the last bytes of the answer."""
         exchange = self._exchange
         failed = crash or failure(exchange, status, errors_from=500)
         if not self._attempts and self._deciding_since is not None:
             decided: Values = {"kvproxy.cluster": exchange.outcome.cluster}
             self._child("decision", self._deciding_since, attributes=decided, failed=failed)
         answer = answer_attributes(exchange, sent_at=self._attempt_at)
+        if answer and exchange.inference is not None and status < 400:
+            answer |= response_attributes(head, tail)
         self._end_attempt(answer, failed=crash or failure(exchange, status, errors_from=400))
         self._server.set_attributes(outcome_attributes(exchange, status))
         _end(self._server, self._now_ns(), failed=failed)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from kvproxy.admin.app import admin_app
-from kvproxy.admin.history import INTERVAL_S, KEPT, History, quantile
+from kvproxy.admin.history import COARSE, HOUR_KEPT, INTERVAL_S, KEPT, History, quantile
 from kvproxy.admin.live import HOT_AGAIN_S
 from kvproxy.admin.operated import Finding
 from kvproxy.app import Proxy
@@ -180,3 +182,75 @@ async def test_without_the_listener_nothing_is_recorded() -> None:
     async with serve(engine) as url, running_proxy({"a": url}, admin={"enabled": False}) as running:
         await running.client.post("/v1/chat/completions", json=chat())
         assert len(running.proxy.recent) == 0
+
+
+async def test_the_hour_is_kept_by_ten_seconds(clock: FakeClock) -> None:
+    """Coarser, bounded, and of the same requests."""
+    proxy = proxy_of(clock=clock)
+    history = History(proxy)
+    proxy.admin = admin_app(proxy, history)
+    for second in range(COARSE * 3):
+        ended(proxy, clock, status=500 if second < COARSE else 200, ttft_s=second / 10)
+        proxy.metrics.prompt_tokens.labels("default").inc(7)
+        clock.advance(1.0)
+        history.take()
+    async with admin_of(proxy) as client:
+        hour = (await client.get("/live", params={"span": "1h"})).json()["history"]
+        minutes = (await client.get("/live")).json()["history"]
+        refused = await client.get("/live", params={"span": "1y"})
+    assert (hour["ago_s"], hour["requests"], hour["failed"]) == ([20.0, 10.0, 0.0], [10] * 3, [10, 0, 0])
+    assert (hour["prompt_tokens"], hour["ttft_p50_s"]) == ([70.0] * 3, [0.5, 1.5, 2.5])
+    assert (len(minutes["requests"]), refused.status_code) == (30, 400)
+    assert history.hour.maxlen == HOUR_KEPT
+
+
+async def test_prefill_saved_is_not_invented(clock: FakeClock) -> None:
+    """None until a speed was learned; then the seconds of the last minute."""
+    proxy = proxy_of(clock=clock, policy="kv_aware")
+    history = History(proxy)
+    proxy.metrics.saved_seconds.labels("m", "").inc(4.5)
+    history.take()
+    assert (await live_of(proxy, history))["last_minute"]["saved_prefill_s"] is None
+    speeds = proxy.clusters["default"].speeds
+    assert speeds is not None
+    speeds.observe(EndpointId("a"), (1.0, 1000.0, 0.0, 0.0), 0.2, clock())
+    assert (await live_of(proxy, history))["last_minute"]["saved_prefill_s"] == 4.5
+    clock.advance(61.0)
+    assert (await live_of(proxy, history))["last_minute"]["saved_prefill_s"] == 0
+
+
+async def test_one_decision_with_its_candidates() -> None:
+    """What each would have cost and held, the cheapest first; what is not kept any more is 404."""
+    engines = {name: FakeEngine(name) for name in ("a", "b")}
+    async with (
+        serve(engines["a"]) as a,
+        serve(engines["b"]) as b,
+        running_proxy({"a": a, "b": b}, policy="kv_aware") as running,
+    ):
+        for _ in range(2):
+            await running.client.post("/v1/chat/completions", json=chat("x" * 2000))
+        async with admin_of(running.proxy) as client:
+            newest = (await client.get("/decisions", params={"limit": 1})).json()["decisions"][0]
+            one = (await client.get(f"/decisions/{newest['number']}")).json()
+            gone = await client.get("/decisions/99")
+            failed = (await client.get("/decisions", params={"result": "failed"})).json()["decisions"]
+            wrong = await client.get("/decisions", params={"result": "bad"})
+    first, second = one["candidates"]
+    assert (one["number"], one["request_id"], one["result"]) == (2, newest["request_id"], "ok")
+    assert {first["endpoint"], second["endpoint"]} == {"a", "b"}
+    assert first["endpoint"] == one["endpoint"]
+    assert first["cost"] < second["cost"]
+    assert (first["source"], first["matched_tokens"] > 0, second["matched_tokens"]) == ("approximate", True, 0)
+    assert (gone.status_code, failed, wrong.status_code) == (404, [], 400)
+
+
+@pytest.mark.parametrize(
+    ("listen", "said"), [(":8888", "http://0.0.0.0:8888"), ("[::1]:1", "http://[::1]:1"), ("127.0.0.1:0", "")]
+)
+async def test_where_clients_connect(clock: FakeClock, listen: str, said: str) -> None:
+    """As configured until a listener said so."""
+    proxy = proxy_of(clock=clock, listen=listen)
+    history = History(proxy)
+    assert (await live_of(proxy, history))["public_url"] == said
+    proxy.public_url = "http://127.0.0.1:43215"
+    assert (await live_of(proxy, history))["public_url"] == "http://127.0.0.1:43215"

@@ -8,6 +8,8 @@ from kvproxy.admin.app import admin_app
 from kvproxy.admin.history import History
 from kvproxy.admin.operated import Finding
 from kvproxy.app import Proxy
+from kvproxy.clients.kv_events.status import StreamReason, StreamState, StreamStatus
+from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.prober import ProbeOutcome
 from kvproxy.filters.exchange import Exchange, Outcome
 from kvproxy.types import EndpointId
@@ -142,3 +144,39 @@ async def test_ages_end_with_their_trouble(clock: FakeClock) -> None:
     place.answer(0)
     clock.advance(2.0)
     assert [one["age_s"] for one in (await place.live())["findings"]] == [2.0]
+
+
+class Streams:
+    """KV event streams of every endpoint, in one state."""
+
+    def __init__(self, status: StreamStatus) -> None:
+        self.status = status
+
+    def streams(self, endpoint: Endpoint) -> dict[int, StreamStatus]:
+        return {0: self.status}
+
+
+async def test_event_streams_that_are_down(clock: FakeClock) -> None:
+    """Once they have been for a while, before failing requests; not of an engine that is down itself."""
+    place = Place(clock)
+    assert place.proxy.kvcache is not None
+    parts: Any = place.proxy.kvcache.parts
+    parts.streams = Streams(StreamStatus(StreamState.DEGRADED, StreamReason.DISCONNECTED))
+    try:
+        place.probe_fails("a")
+        place.answer(9, status=500)
+        clock.advance(5.0)
+        place.answer(0)
+        assert [one["where"] for one in (await place.live())["findings"]] == ["default/a", "default"]
+        clock.advance(5.0)
+        place.answer(0)
+        findings = (await place.live())["findings"]
+        assert [one["where"] for one in findings] == ["default/a", "default/b", "default/c", "default"]
+        assert findings[1]["severity"] == "warning"
+        assert findings[1]["what"].startswith("KV events: disconnected")
+        parts.streams.status = StreamStatus(StreamState.EXACT, StreamReason.FOLLOWING)
+        place.answer(0)
+        clock.advance(1.0)
+        assert len((await place.live())["findings"]) == 2
+    finally:
+        parts.streams = None

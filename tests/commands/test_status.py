@@ -47,11 +47,12 @@ async def test_what_is_shown() -> None:
     text = render(await live_of(proxy_of(policy="kv_aware")))
     assert "last minute 1 requests, 1 failed" in text
     assert "from cache 60% (predicted 0%)" in text
-    assert "default: kv_aware, learning prefill speeds (no sample in 0 requests), rho 0.50" in text
+    assert "default: kv_aware, learning: no sample yet" in text
+    assert "rho" not in text
     lines = text.splitlines()
     heads = "ENDPOINT STATE REQ/MIN IN FLIGHT PENDING KV QUEUE SPEED KV EVENTS"
     assert " ".join(lines[2].split()) == heads
-    assert " ".join(lines[3].split()) == "a up 1 0 0 - - - APPROXIMATE"
+    assert " ".join(lines[3].split()) == "a up 1 0 0 - - - not followed"
     assert " ".join(lines[-1].split()) == "0s ago - evil?[2J a overlap 100 0 60 250ms 502 upstream died +2"
     assert "\x1b" not in text
 
@@ -78,7 +79,8 @@ async def test_engine_cache_and_findings() -> None:
     """Everything optional, present and absent."""
     live = await live_of(proxy_of(policy="kv_aware"))
     live["endpoints"][0]["engine"] = {"kv_usage": 0.5, "waiting": 2, "running": None}
-    live["routing"]["default"]["learned"]["slowness"] = {"a": 2.0}
+    live["routing"]["default"]["learned"] |= {"slowness": {"a": 2.0}, "samples": 1200, "rho": 0.5}
+    live["last_minute"]["saved_prefill_s"] = 12.34
     live["cache"] |= {
         "running": [{"about": "pin ab", "instance": "i"}],
         "breakers": {"lookup": "open", "pin": "closed"},
@@ -90,10 +92,29 @@ async def test_engine_cache_and_findings() -> None:
     assert "50%  2+0    0.50x" in text
     assert "cache work: pin ab running" in text
     assert "breakers: lookup open\n" in text
-    assert "warning: w: what (do)\nnote: w: only\n" in text
+    assert "warning: w: what (do)\n1 note more: on the live page, or `kvproxy check`\n" in text
     assert "up 3d" in text
+    assert "12.3s of prefill saved" in text
+    assert "default: kv_aware, 8,000 tokens/s prefill after 1,200 samples, rho 0.50" in text
     live |= {"cache": None, "endpoints": [], "decisions": []}
     assert "ENDPOINT" not in render(live)
+
+
+async def test_findings_are_those_of_the_page() -> None:
+    """In its order, with its ages; a 500 is red although the answer ended as it should."""
+    live = await live_of(proxy_of())
+    live["findings"] = [
+        {"severity": "problem", "where": "default/a", "what": "down", "fix": "", "age_s": 200.0},
+        {"severity": "note", "where": "x", "what": "y", "fix": "", "age_s": 1.0},
+        {"severity": "warning", "where": "kvcache", "what": "LMCache does not answer", "fix": "", "age_s": 5.0},
+    ]
+    live["state"] = {"kind": "warn", "text": "degraded: 2 of 3 up"}
+    live["decisions"][0] |= {"end": "completed", "status": 500, "result": "failed", "retries": 0}
+    text = render(live)
+    assert text.startswith("kvproxy ")
+    assert "degraded: 2 of 3 up" in text.splitlines()[0]
+    assert "problem: default/a: down [3m]\nwarning: kvcache: LMCache does not answer [5s]\n1 note more" in text
+    assert "\x1b[31;1m500" in render(live, colour=True)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +228,9 @@ async def test_watching_outlives_an_outage(monkeypatch: pytest.MonkeyPatch) -> N
     assert run(options, out=screen, err=screen, sleep=sleeping(3), transport=transport) == 0
     shown = screen.getvalue().split("\x1b[H")[1:]
     assert len(shown) == 3
-    assert all(each.endswith("\x1b[J") for each in shown)
+    assert screen.getvalue().startswith("\x1b[?1049h")
+    assert all("\x1b[J" in each for each in shown)
+    assert screen.getvalue().endswith("\x1b[?1049l")
     assert "nothing answers" in shown[1]
     assert "\x1b[32mup" in shown[0]
     assert "\x1b[32mup" in shown[2]

@@ -17,7 +17,10 @@ from tests.deploy.promql import SCRAPED, Query
 ROOT = Path(__file__).parents[2]
 GRAFANA = ROOT / "deploy" / "grafana"
 DASHBOARD: dict[str, Any] = json.loads((GRAFANA / "kvproxy.json").read_text())
-PANELS: list[dict[str, Any]] = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+#: Rows that are collapsed hold their panels; those of open rows come after them.
+PLACED: list[dict[str, Any]] = [inner for one in DASHBOARD["panels"] for inner in (one, *one.get("panels", ()))]
+PANELS: list[dict[str, Any]] = [panel for panel in PLACED if panel["type"] != "row"]
+ANNOTATIONS: list[dict[str, Any]] = DASHBOARD["annotations"]["list"]
 RULES: list[dict[str, Any]] = [
     rule
     for group in yaml.safe_load((ROOT / "deploy/prometheus/alerts.yaml").read_text())["groups"]
@@ -29,6 +32,7 @@ _FREE = SCRAPED | {"status", "cluster", "queue"}  # values of these labels are n
 
 def queries() -> list[Any]:
     found = [pytest.param(t["expr"], id=f"{p['title']}: {t['legendFormat']}") for p in PANELS for t in p["targets"]]
+    found += [pytest.param(one["expr"], id=one["name"]) for one in ANNOTATIONS if "process_" not in one["expr"]]
     return found + [pytest.param(rule["expr"], id=rule["alert"]) for rule in RULES]
 
 
@@ -87,20 +91,40 @@ def test_legends_show_labels_that_results_have(panel: dict[str, Any]) -> None:
 
 def test_panels_have_places_of_their_own() -> None:
     """No two overlap, none leaves the grid, ids are unique."""
-    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    ids = [panel["id"] for panel in PLACED]
     assert len(ids) == len(set(ids))
     cells = [
         {(x, y) for x in range(g["x"], g["x"] + g["w"]) for y in range(g["y"], g["y"] + g["h"])}
-        for g in (panel["gridPos"] for panel in DASHBOARD["panels"])
+        for g in (panel["gridPos"] for panel in PLACED)
     ]
     assert all(x < 24 for cell in cells for x, _ in cell)
     assert not any(one & other for one, other in combinations(cells, 2))
 
 
+def test_two_questions_are_open() -> None:
+    """Is it well, and what do clients see; the others are asked for by a click, and marked on all are reloads."""
+    rows = [panel for panel in PLACED if panel["type"] == "row"]
+    assert [row["collapsed"] for row in rows] == [False, False, *[True] * (len(rows) - 2)]
+    assert all(bool(row["panels"]) is row["collapsed"] for row in rows)
+    assert "Configuration reloaded" in {one["name"] for one in ANNOTATIONS}
+    assert DASHBOARD["links"]
+
+
+def test_alerts_and_panels_mean_by_failed_what_the_page_means() -> None:
+    """One metric, counted by the function that the page, the status and the access log ask too."""
+    (alert,) = [rule["expr"] for rule in RULES if rule["alert"] == "KvproxyErrors"]
+    (panel,) = [target["expr"] for one in PANELS if one["title"] == "Failed" for target in one["targets"]]
+    for text in (alert, panel):
+        assert {(name, label, value) for name, label, value in Query(text).matchers if label == "result"} == {
+            ("kvproxy_request_results_total", "result", "failed")
+        }
+        assert set(Query(text).metrics) == {"kvproxy_request_results_total"}
+
+
 def test_variables_used_are_variables_defined() -> None:
     """Grafana replaces an unknown one by nothing."""
     defined = {variable["name"] for variable in DASHBOARD["templating"]["list"]}
-    text = json.dumps(DASHBOARD["panels"])
+    text = json.dumps([DASHBOARD[part] for part in ("panels", "links", "annotations")])
     assert set(re.findall(r"\$\{?(?!__)(\w+)", text)) <= defined
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,12 +13,16 @@ import pytest
 
 from kvproxy.balancing.policy import FactSource, Overlap
 from kvproxy.commands.check import line_of
+from kvproxy.commands.logging_setup import logging_to
+from kvproxy.config.changes import summary
 from kvproxy.config.load import check_text, load_mapping
+from kvproxy.config.schema import Log
 from kvproxy.doctor.finding import Finding, Severity
 from kvproxy.doctor.render import print_table
 from kvproxy.doctor.report import Report, Skipped
 from kvproxy.filters.access_line import as_text, fields
 from kvproxy.filters.exchange import Exchange
+from kvproxy.log_lines import log_fields
 from kvproxy.receipts.explain import explain
 from kvproxy.receipts.receipt import Attempt, Candidate, Receipt
 from kvproxy.replay.live_report import LiveReport
@@ -77,6 +82,22 @@ async def _explained() -> str:
     )  # fmt: skip
 
 
+async def _log() -> str:
+    before = load_mapping({"endpoints": {"a": "http://a:1", "b": "http://b:1"}})
+    after = load_mapping({"endpoints": {"a": "http://a:1", "c": "http://c:1"}, "policy": "round_robin"})
+    drained = {"action": "endpoint.drain", "from": "127.0.0.1", "cluster": "default", "endpoint": "a"}
+    times = [f"2026-11-22T00:42:{second}+00:00" for second in ("53.123", "53.341", "54.006")]
+    out = io.StringIO()
+    logger = logging.getLogger("kvproxy.audit")
+    logger.setLevel(logging.INFO)
+    with logging_to(Log(), stream=out):
+        logger.warning("%s/%s is unhealthy: probe %s", "default", "a", "unreachable")
+        log_fields(logger, "admin", {**drained, "was_draining": False})
+        logger.info("configuration reloaded: %s", summary(before, after))
+    lines = out.getvalue().splitlines()
+    return "\n".join(f"{time} {line.partition(' ')[2]}" for time, line in zip(times, lines, strict=True))
+
+
 async def _decision_header() -> str:
     async with serve(FakeEngine("a")) as url, running_proxy({"a": url}) as running:
         answer = await running.client.post("/v1/chat/completions", json=chat(), headers={"x-kvproxy-debug": "1"})
@@ -104,6 +125,7 @@ PRINTED: dict[tuple[str, str], Callable[[], Any]] = {
     ("docs/doctor.md", "fix: set"): _doctor,
     ("docs/receipts.md", "What happened"): _explained,
     ("docs/operations.md", "x-kvproxy-decision:"): _decision_header,
+    ("docs/operations.md", "is unhealthy"): _log,
     ("docs/replay.md", "hit ceiling"): _live_replay,
     ("samples/pixiu-mock/README.md", "engine a tokenized"): _pixius_checks,
 }

@@ -89,7 +89,8 @@ def told(span: ReadableSpan) -> dict[str, Any]:
 
 async def stream_two(engine: FakeEngine, call: Call, send: Send) -> None:
     await start_stream(send)
-    await event(send, b'{"choices":[]}')
+    await event(send, b'{"id":"chatcmpl-7","model":"m-served","choices":[{"delta":{"content":"\\"id\\":\\"x\\""}}]}')
+    await event(send, b'{"id":"chatcmpl-7","choices":[{"delta":{},"finish_reason":"stop"}]}')
     usage = (
         b'{"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":3,"prompt_tokens_details":{"cached_tokens":8}}}'
     )
@@ -129,6 +130,8 @@ async def test_every_stage_is_a_span() -> None:
     assert told(decision)["kvproxy.policy"] == "round_robin"
     assert told(decision)["kvproxy.endpoint"] == "a"
     found = told(attempt)
+    assert found.pop("gen_ai.response.finish_reasons") == ("stop",)
+    assert (found.pop("gen_ai.response.id"), found.pop("gen_ai.response.model")) == ("chatcmpl-7", "m-served")
     assert found.pop("gen_ai.response.time_to_first_chunk") >= 0
     assert found.pop("server.port") > 0
     assert found == {
@@ -179,7 +182,7 @@ async def test_the_names_are_the_conventions_own() -> None:
     async with traced(FakeEngine("a", stream_two)) as proxy:
         await proxy.client.post(CHAT, json=chat(stream=True, max_tokens=7))
         used = {name for span in await proxy.spans() for name in told(span) if name.startswith("gen_ai.")}
-    assert len(used) == 9
+    assert len(used) == 12
     assert used <= defined
 
 

@@ -52,12 +52,16 @@ async def event(send: Send, data: bytes) -> None:
 
 
 class FakeEngine:
-    """ASGI app. `behave` decides every answer and `calls` holds what came, `/health` and `/metrics` aside."""
+    """ASGI app. `behave` decides every answer and `calls` holds what came, `/health` and `/metrics` aside.
+
+    `listings` holds the questions for its models, which the proxy asks of its own accord too.
+    """
 
     def __init__(self, name: str, behave: Behaviour = answer_ok) -> None:
         self.name = name
         self.behave = behave
         self.calls: list[Call] = []
+        self.listings: list[Call] = []
         self.healthy = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -70,7 +74,7 @@ class FakeEngine:
             await reply(send, 404, b'{"detail":"Not Found"}')
             return
         call = Call(scope["method"], scope["path"], scope["query_string"], list(scope["headers"]))
-        self.calls.append(call)
+        (self.listings if (call.method, call.path) == ("GET", "/v1/models") else self.calls).append(call)
         while True:
             message = await receive()
             call.body += message.get("body", b"")

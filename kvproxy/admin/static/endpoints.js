@@ -68,7 +68,7 @@ function showDrain(cell, endpoint) {
 
 async function drain(endpoint) {
   const draining = endpoint.condition === "draining";
-  const question = `Stop giving “${endpoint.id}” new requests? It finishes what it has.`;
+  const question = `Drain the endpoint "${endpoint.id}"? It gets no new requests and finishes those it has.`;
   if (!draining && !window.confirm(question)) return;
   const where = [endpoint.cluster, ...endpoint.id.split("/")].map(encodeURIComponent).join("/");
   try {

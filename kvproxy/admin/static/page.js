@@ -30,11 +30,13 @@ function showHolders(cell, prefix) {
 // What a policy has learned; nothing that it only assumes.
 function learnedText({ policy, learned }) {
   const facts = [policy];
-  if (known(learned.samples) && !learned.samples) facts.push("learning: no sample yet");
+  const { requests_without_sample: without, samples_by_kind: kinds } = learned;
+  if (known(learned.samples) && !learned.samples) facts.push(`learning: no sample ${without ? `in ${count(without)} requests ` : ""}yet`);
   if (learned.samples) {
     facts.push(`${count(learned.tokens_per_s)} tokens/s prefill`);
     if (known(learned.rho)) facts.push(`${percent(learned.rho)} busy with it`);
-    facts.push(`${count(learned.samples)} ${learned.samples === 1 ? "sample" : "samples"}`);
+    const by = Object.entries(kinds || {}).filter(([, number]) => number).map(([kind, number]) => `${count(number)} ${words(kind)}`);
+    facts.push(`${count(learned.samples)} ${learned.samples === 1 ? "sample" : "samples"}${by.length ? ` (${by.join(", ")})` : ""}`);
   }
   return facts.join(" · ");
 }
