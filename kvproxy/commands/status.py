@@ -16,6 +16,9 @@ from kvproxy.commands.status_table import render
 
 INTERVAL_S = 1.0
 
+#: As `less` and `top` do it: what was on the terminal before is there again afterwards.
+_SCREEN_OF_ITS_OWN, _SCREEN_BACK = "\x1b[?1049h", "\x1b[?1049l"
+
 
 @dataclass(frozen=True, slots=True)
 class StatusOptions:
@@ -54,6 +57,8 @@ def run(
 
 
 def _watch(shown: Callable[[], str], *, out: TextIO, over: bool, sleep: Callable[[float], None]) -> int:
+    if over:
+        out.write(_SCREEN_OF_ITS_OWN)
     try:
         while True:
             try:
@@ -65,6 +70,9 @@ def _watch(shown: Callable[[], str], *, out: TextIO, over: bool, sleep: Callable
             sleep(INTERVAL_S)
     except (KeyboardInterrupt, BrokenPipeError):
         return 0
+    finally:
+        if over:
+            out.write(_SCREEN_BACK)
 
 
 def _over(text: str) -> str:
