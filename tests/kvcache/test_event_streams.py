@@ -98,7 +98,8 @@ async def test_an_exact_stream_is_believed_over_what_was_routed() -> None:
 async def test_an_engine_without_events_is_left_alone_and_said_so(caplog: pytest.LogCaptureFixture) -> None:
     plain = Fake({})
     async with world({"a": plain}, kv_events=True) as service:
-        await until(lambda: plain.calls["/kv_event_sources"] == 1)
+        await until(lambda: "cannot say where" in caplog.text)  # it was asked, and the answer was looked at
+        assert plain.calls["/kv_event_sources"] == 1
         streams = service.kv.parts.streams
         assert streams is not None
         await streams.follow()
