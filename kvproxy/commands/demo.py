@@ -25,7 +25,7 @@ from kvproxy.simulator.vllm_settings import VllmSettings
 MODEL = "sim"
 #: Each engine can hold about a third of the conversations: what is sent to the wrong one is computed again.
 _CACHE_BLOCKS = 1024
-_POLICIES = ("round_robin", "kv_aware")
+_PLAIN, _AWARE = "round_robin", "kv_aware"
 #: The same conversations, answers and draws each time; what is left is the machine's own noise.
 _SEED = 7
 
@@ -65,19 +65,20 @@ async def show(demo: Demo, out: TextIO) -> int:
     """The whole demo. Everything it starts lives in this task and ends with it, Ctrl-C included."""
     mix = Mix(MODEL, demo.sessions, demo.turns)
     results: dict[str, list[Reply]] = {}
-    print_beginning(demo.engines, mix, out)
-    for policy in _POLICIES:
-        async with AsyncExitStack() as stack:  # a fleet of its own each: nothing is cached from before
-            fleet = await _start_fleet(stack, demo.engines)
-            stays = demo.stay and policy == _POLICIES[-1]
-            place = await _start_proxy(stack, fleet, policy, stays=stays)
-            if stays:
-                print(f"\nlive page: {place.admin}", file=out)
-            results[policy] = await _play(mix, place.public, policy, out)
-            if policy == _POLICIES[-1]:
-                print_table(results, list(fleet.endpoints), out)
-            if stays:
-                await _stay(mix, place, out)
+    async with AsyncExitStack() as lasting:
+        fleet = await _start_fleet(lasting, demo.engines)
+        place = await _start_proxy(lasting, fleet, _AWARE, stays=demo.stay)
+        if demo.stay:
+            print(f"live page: {place.admin}    (it fills when {_AWARE} has its turn)\n", file=out)
+        print_beginning(demo.engines, mix, out)
+        async with AsyncExitStack() as passing:  # a fleet of its own: nothing is cached from before
+            plain = await _start_fleet(passing, demo.engines)
+            passed = await _start_proxy(passing, plain, _PLAIN, stays=False)
+            results[_PLAIN] = await _play(mix, passed.public, _PLAIN, out)
+        results[_AWARE] = await _play(mix, place.public, _AWARE, out)
+        print_table(results, list(fleet.endpoints), out)
+        if demo.stay:
+            await _stay(mix, place, out)
     return 0
 
 
@@ -96,7 +97,7 @@ async def _start_fleet(stack: AsyncExitStack, count: int) -> RunningFleet:
 
 async def _start_proxy(stack: AsyncExitStack, fleet: RunningFleet, policy: str, *, stays: bool) -> Place:
     """round_robin is a plain proxy; kv_aware knows what the engines hold. One that stays has the usual ports."""
-    aware = [{"kvcache": {"lmcache_endpoint": fleet.controller}}] if policy != "round_robin" else []
+    aware = [{"kvcache": {"lmcache_endpoint": fleet.controller}}] if policy == _AWARE else []
     filters = ["request_id", "inference_request", *aware, "router"]
     config = load_mapping({"endpoints": fleet.endpoints, "policy": policy, "filters": filters})
     proxy = await stack.enter_async_context(Proxy(config, rng=Random(_SEED)))

@@ -64,13 +64,18 @@ async def _engine(http: httpx.AsyncClient, name: str, url: str) -> Seen:
     try:
         models = tuple(model.id for model in await client.models())
     except ClientError as error:
-        return Seen(name, url, trouble=f"no answer on /v1/models ({error})")
+        return Seen(name, url, trouble=f"no answer on /v1/models ({_short(error)})")
     try:
         events = bool(await client.kv_event_sources())
     except ClientError:
         events = False
     path = "/health" if await _answers(http, f"{url}/health") else "/v1/models"
     return Seen(name, url, models, path, events)
+
+
+def _short(error: ClientError) -> str:
+    """Without the path, which is named already."""
+    return str(error).rpartition(": ")[2]
 
 
 async def _answers(http: httpx.AsyncClient, url: str) -> bool:
@@ -86,5 +91,5 @@ async def _lmcache(http: httpx.AsyncClient, url: str) -> SeenLmCache:
             return SeenLmCache(url, "coordinator")
         await LMCacheControllerClient(http, url, lookup_timeout_s=_TIMEOUT_S).lookup(token_array([]))
     except ClientError as error:
-        return SeenLmCache(url, trouble=f"no answer as LMCache's ({error}); written all the same")
+        return SeenLmCache(url, trouble=f"no answer as LMCache's ({_short(error)}); written all the same")
     return SeenLmCache(url, "controller")

@@ -52,9 +52,9 @@ def explain_decision(decision: Mapping[str, Any]) -> str:
     lines += ["", f"Sent to {said.get('endpoint', 'no endpoint')}"]
     if reason:
         lines.append(f"  policy {said.get('policy', '?')}, reason {reason}{meaning}")
-    if "matched_tokens" in said:
+    if "matched_tokens" in said and "endpoint" in said:
         lines.append(f"  Predicted: {said['matched_tokens']} of {said.get('prompt_tokens', '?')} tokens cached.")
-    tries = int(decision.get("retries") or 0) + 1
+    tries = int(decision.get("retries") or 0) + 1 if "endpoint" in said else 0
     happened = f"status {said.get('status', 'none')}, {said.get('end', 'aborted')}"
     first = "no first byte" if decision.get("ttft_s") is None else f"first byte after {_seconds(decision['ttft_s'])}"
     lines += [

@@ -27,7 +27,7 @@ def test_every_mistake_is_named_with_what_is_allowed() -> None:
         tuned(KvAwareSettings(), {"kapa": 1, "stall": 2, "hot_discount": True, "kappa": "1"})
     found = {problem.path: (problem.message, problem.hint) for problem in raised.value.problems}
     assert found["kapa"] == ("unknown key", "did you mean 'kappa'?")
-    assert found["stall"] == ("must be less than or equal to 1", "allowed: 0 to 1")
+    assert found["stall"] == ("must be less than or equal to 1, not 2", "allowed: 0 to 1")
     assert found["hot_discount"][1] == "allowed: 0 to 1"
     assert found["kappa"][1] == "allowed: 0 to 10 or null"
 

@@ -157,14 +157,16 @@ def test_serve_refuses_what_it_cannot_serve(
     assert says in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken_names_its_holder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_port_that_is_taken_names_its_holder() -> None:
     """One line: the address, the process, what to do."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert main(["serve", "--endpoint", "a=http://127.0.0.1:1", "--no-admin", "--port", str(port)]) == 1
-    said = [line for line in capfd.readouterr().err.splitlines() if str(port) in line]
+        command = [sys.executable, "-m", "kvproxy", "serve", "--endpoint", "a=http://127.0.0.1:1", "--no-admin"]
+        ended = subprocess.run([*command, "--port", str(port)], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    said = [line for line in ended.stderr.splitlines() if str(port) in line]
     assert len(said) == 1, said
     assert f"cannot listen on 127.0.0.1:{port}: the port is taken by " in said[0]
     assert f"(pid {os.getpid()})" in said[0]

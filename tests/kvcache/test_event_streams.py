@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from array import array
 from collections.abc import AsyncIterator
+from random import Random
 from typing import Any
 
 import httpx
@@ -113,7 +115,8 @@ async def test_streams_that_are_not_complete_are_troubles() -> None:
 async def test_an_engine_without_events_is_left_alone_and_said_so(caplog: pytest.LogCaptureFixture) -> None:
     plain = Fake({})
     async with world({"a": plain}, kv_events=True) as service:
-        await until(lambda: plain.calls["/kv_event_sources"] == 1)
+        await until(lambda: "cannot say where" in caplog.text)  # it was asked, and the answer was looked at
+        assert plain.calls["/kv_event_sources"] == 1
         streams = service.kv.parts.streams
         assert streams is not None
         await streams.follow()
@@ -130,6 +133,20 @@ class Older:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         hidden = {**scope, "path": "/nowhere"} if scope.get("path") == "/kv_event_sources" else scope
         await self._engine(hidden, receive, send)
+
+
+async def test_what_an_endpoint_says_of_itself_goes_first() -> None:
+    """Older engines on one host have ports of their own, which one setting for all cannot tell."""
+    async with simulated(engine=EVENTS, names=("a",)) as place, httpx.AsyncClient(trust_env=False) as http:
+        said = (await http.get(f"{place.engines['a']}/kv_event_sources")).json()["0"]
+        stated = {name: f"tcp://*:{said[name].rpartition(':')[2]}" for name in ("endpoint", "replay_endpoint")}
+        async with serve(Older(place.fleet.engines["a"])) as url:
+            endpoint = schema.Endpoint.model_validate({"id": "a", "url": url, "kv_event_sources": stated})
+            settings_of_all = settings(kv_events=True, kv_event_sources={"endpoint": "tcp://*:1"})
+            config = schema.Cluster(endpoints=(endpoint,))
+            cluster = Cluster("default", config, metrics=Metrics(), clock=time.monotonic, rng=Random(1))
+            async with running(settings_of_all, cluster) as service:
+                await until(lambda: exact(service) == {A})
 
 
 async def test_an_older_engine_is_followed_where_the_configuration_says() -> None:
