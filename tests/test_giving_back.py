@@ -12,12 +12,15 @@ import pytest
 from starlette.types import Send
 
 from kvproxy.cluster.endpoint import Condition, Endpoint
+from kvproxy.filters.request_body import START_BYTES
 from kvproxy.listener.server import serve
 from kvproxy.types import EndpointId
 from tests.support.fake_engine import Call, FakeEngine, answer_ok, event, start_stream
 from tests.support.proxy import RunningProxy, ask_in_process, chat, running_proxy
 from tests.support.until import until
 
+#: Files stream to the engine as they come.
+FORM = {"content-type": "multipart/form-data; boundary=b"}
 #: Probes as fast as they come; one failed is enough.
 PROBES = {"active": True, "interval": "5ms", "unhealthy_threshold": 1}
 
@@ -177,11 +180,11 @@ async def test_an_upload_that_is_still_on_its_way_ends_too() -> None:
     never = asyncio.Event()
 
     async def upload() -> AsyncIterator[bytes]:
-        yield b"x" * 1000
+        yield b"x" * START_BYTES
         await never.wait()
 
     async with beside_a_good_one(hung) as proxy:
-        asked = asyncio.create_task(proxy.client.post("/v1/audio/transcriptions", content=upload()))
+        asked = asyncio.create_task(proxy.client.post("/v1/audio/transcriptions", content=upload(), headers=FORM))
         await until(lambda: endpoint(proxy, "a").waiting)
         hung.healthy = False
         await until(lambda: not endpoint(proxy, "a").waiting)

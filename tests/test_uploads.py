@@ -20,10 +20,12 @@ from tests.support.proxy import chat, running_proxy
 from tests.support.until import until
 
 PATH = b"/v1/audio/transcriptions"
+#: Forms stream to the engine; everything else is looked at first, whole.
+FORM = b"content-type: multipart/form-data; boundary=b"
 
 
 def head(*fields: bytes, path: bytes = PATH) -> bytes:
-    return b"\r\n".join([b"POST " + path + b" HTTP/1.1", b"host: x", *fields, b"", b""])
+    return b"\r\n".join([b"POST " + path + b" HTTP/1.1", b"host: x", FORM, *fields, b"", b""])
 
 
 async def answer_length(engine: FakeEngine, call: Call, send: Send) -> None:

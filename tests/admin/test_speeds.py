@@ -62,5 +62,5 @@ async def test_page_and_status_say_it() -> None:
     assert "no sample of the engines' speeds in 500 requests" in live["findings"][-1]["what"]
     assert live["routing"]["default"]["learned"]["learning"] is True
     text = render(live)
-    assert "learning prefill speeds (no sample in 500 requests)" in text
+    assert "learning: no sample in 500 requests yet" in text
     assert "tokens/s" not in text

@@ -227,9 +227,9 @@ async def test_watching_outlives_an_outage(monkeypatch: pytest.MonkeyPatch) -> N
     options = StatusOptions(URL, watch=True)
     assert run(options, out=screen, err=screen, sleep=sleeping(3), transport=transport) == 0
     begun, *shown = screen.getvalue().split("\x1b[H")
-    assert begun == "\x1b[?1049h"  # a screen of its own, and afterwards the one before
-    assert shown[-1].endswith("\x1b[J\x1b[?1049l")
-    shown[-1] = shown[-1].removesuffix("\x1b[?1049l")
+    assert begun == "\x1b[?1049h\x1b[?25l"  # a screen of its own, and afterwards the one before
+    assert shown[-1].endswith("\x1b[J\x1b[?25h\x1b[?1049l")
+    shown[-1] = shown[-1].removesuffix("\x1b[?25h\x1b[?1049l")
     assert len(shown) == 3
     assert screen.getvalue().startswith("\x1b[?1049h")
     assert all("\x1b[J" in each for each in shown)

@@ -41,7 +41,7 @@ def test_what_changed_is_named(fields: dict[str, Any], said: str) -> None:
 def test_many_changes_are_counted() -> None:
     """A log line stays a line."""
     after = config(
-        policy="round_robin", listen=":1", admin={"port": 2}, log={"level": "debug", "format": "json"},
+        policy="round_robin", listen=":8801", admin={"port": 8802}, log={"level": "debug", "format": "json"},
         retry={"attempts": 5, "budget": 0.3}, timeouts={"connect": "9s", "idle": "9s"}, limits={"connections": 7},
         health={"interval": "9s"},
     )  # fmt: skip
