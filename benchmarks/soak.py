@@ -52,9 +52,11 @@ FAULTS: tuple[dict[str, Any], ...] = (
 FAULT_EVERY_S = 7.0
 SAMPLE_EVERY_S = 15.0
 SETTLE_S = 45.0
+#: Counters that tell what the proxy did about the faults.
+TOLD = re.compile(r"^kvproxy_(local_replies|retries|retries_refused|attempt_failures|request_ends)_total\{")
 #: Gauges that must be zero once the load has ended and the engines are well again.
 ZERO = re.compile(
-    r"^(kvproxy_in_flight(?:_requests)?|kvproxy_pending_prompt_tokens|kvproxy_resident_tokens|kvproxy_bodies_bytes"
+    r"^(kvproxy_in_flight(?:_requests)?|kvproxy_pending_prompt_tokens|kvproxy_resident_tokens|kvproxy_bodies_held_bytes"
     r'|kvproxy_queue_depth\{queue="(?:upstream|kvcache_lookups|kvcache_background|picks)[^"]*")'
 )
 
@@ -84,6 +86,7 @@ class Soak:
     answers: Counter[str] = field(default_factory=Counter)
     faults: int = 0
     samples: list[Sample] = field(default_factory=list)
+    counters: dict[str, float] = field(default_factory=dict)
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @property
@@ -318,6 +321,8 @@ async def left_over(soak: Soak) -> dict[str, float]:
         while left and time.monotonic() < end:
             await asyncio.sleep(1)
             page = (await client.get(f"http://127.0.0.1:{soak.admin}/metrics")).text
+            told = (line.rsplit(" ", 1) for line in page.splitlines() if TOLD.match(line))
+            soak.counters = {name: float(value) for name, value in told if float(value)}
             values = (line.rsplit(" ", 1) for line in page.splitlines() if ZERO.match(line))
             left = {name: float(value) for name, value in values if float(value)}
     return left
@@ -368,6 +373,8 @@ def report(soak: Soak, left: dict[str, float], about: dict[str, str]) -> str:
     ]
     lines += ["", "## How exchanges ended", "", "| exchange | times |", "|---|---|"]
     lines += [f"| {name} | {count} |" for name, count in sorted(soak.answers.items())]
+    lines += ["", "## What the proxy counted", "", "| counter | |", "|---|---|"]
+    lines += [f"| `{name.replace('|', ' ')}` | {value:g} |" for name, value in sorted(soak.counters.items())]
     return "\n".join(lines) + "\n"
 
 
