@@ -78,6 +78,7 @@ class Prompts:
         """`/v1/messages`: content blocks of any kind count as the text they carry."""
         if not isinstance(body.get("messages"), list):
             raise missing_fields(body, "messages")
+        _check_messages(body["messages"])
         messages = [{"role": "system", "content": _flatten(body["system"])}] if body.get("system") else []
         messages += [{**message, "content": _flatten(message.get("content"))} for message in body["messages"]]
         return self._render({"messages": messages, "tools": body.get("tools")}, {})
@@ -86,6 +87,7 @@ class Prompts:
         messages = body.get("messages")
         if not isinstance(messages, list):
             raise missing_fields(body, "messages")
+        _check_messages(messages)
         rendering = Rendering(
             tools=body.get("tools") or (),
             kwargs=kwargs,
@@ -103,6 +105,18 @@ class Prompts:
         if not all(isinstance(token, int) and 0 <= token < _MOST_TOKEN_ID for token in prompt):
             raise VllmError("Token ids must be non-negative integers of the vocabulary")
         return list(prompt)
+
+
+def _check_messages(messages: Sequence[Any]) -> None:
+    """A message that is not an object is the client's mistake, as pydantic tells it."""
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            problem = {
+                "type": "dict_type",
+                "loc": f"body.messages.{index}",
+                "msg": "Input should be a valid dictionary",
+            }
+            raise validation_errors([problem | {"input": str(message)[:100]}])
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -53,6 +53,17 @@ async def test_usage_tells_what_the_cache_gave() -> None:
     assert second["prompt_tokens_details"]["created_cache_tokens"] == 0
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+async def test_a_message_that_is_no_object_is_the_clients_mistake(path: str) -> None:
+    """400, which tells a router that no engine would answer otherwise."""
+    async with engine() as running:
+        reply = await running.client.post(
+            path, json={"messages": [{"role": "user", "content": "x"}, 1], "max_tokens": 1}
+        )
+    assert reply.status_code == 400
+    assert "messages.1" in reply.text
+
+
 async def test_without_the_flag_usage_has_no_details() -> None:
     """`--enable-prompt-tokens-details` is off by default in vLLM: a router must live without."""
     async with engine(enable_prompt_tokens_details=False) as running:
