@@ -15,7 +15,6 @@ from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.filters.exchange import FAILED
 from kvproxy.filters.recent import Tally
 from kvproxy.kvcache.parts import Parts
-from kvproxy.resilience.breaker import BreakerState
 
 #: Out of the rotation by its own fault. An endpoint that an operator drains is not.
 DOWN = frozenset({Condition.UNHEALTHY, Condition.EJECTED, Condition.BREAKER_OPEN})
@@ -28,10 +27,6 @@ _STREAM_PATIENCE_S = 10.0
 _NAMED = 3
 
 _PROBE = {"unreachable": "it cannot be reached", "timeout": "no answer in time", "failed": "it answers, with an error"}
-_BREAKER = {
-    "lookup": "LMCache does not answer: requests are routed without its lookups",
-    "tokenize": "the engines do not tokenize: prompts are measured by their bytes",
-}
 _DOCTOR = "read the engine's log, or run `kvproxy doctor`"
 _SEVERITIES = ("problem", "error", "warning", "note", "ok")
 
@@ -90,12 +85,9 @@ class Troubles:
         if kvcache is None:
             return
         parts = kvcache.parts
-        errors = {str(one.operation): str(one.last_error) for one in getattr(parts.guard, "outages", ())}
-        for operation, state in parts.guard.states().items():
-            if state != BreakerState.CLOSED:
-                what = _BREAKER.get(operation, f"{operation} fails and is left alone for now")
-                said = f" (last error: {errors[operation]})" if errors.get(operation) else ""
-                yield _source(("breaker", operation), "kvcache", what + said, "is it up? `kvproxy doctor` asks it")
+        for outage in parts.guard.outages:
+            what = f"{outage.operation} fails: {outage.meaning} (last error: {outage.last_error})"
+            yield _source(("outage", outage.operation), "kvcache", what, "is it up? `kvproxy doctor` asks it")
         for name, cluster in self._operated.clusters.items():
             yield from _streams(parts, name, cluster, now)
 

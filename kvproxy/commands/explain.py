@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,4 +70,13 @@ def _remembered(wanted: str, address: AdminAddress, transport: httpx.BaseTranspo
     if not starting:
         raise AdminRefused(f"the proxy at {address.url} does not remember it (it keeps the last 1,000 requests)")
     found: dict[str, Any] = (exact or starting)[0]
-    return found
+    return _with_candidates(found, address, transport)
+
+
+def _with_candidates(
+    decision: dict[str, Any], address: AdminAddress, transport: httpx.BaseTransport | None
+) -> dict[str, Any]:
+    """The same decision with what each candidate would have cost, unless the proxy has forgotten it meanwhile."""
+    with address.client(transport=transport) as client, contextlib.suppress(AdminRefused):
+        return ask(client, address.url, f"/decisions/{decision['number']}")
+    return decision

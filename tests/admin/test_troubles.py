@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from kvproxy.admin.app import admin_app
 from kvproxy.admin.history import History
 from kvproxy.admin.operated import Finding
@@ -11,6 +13,7 @@ from kvproxy.app import Proxy
 from kvproxy.clients.kv_events.status import StreamReason, StreamState, StreamStatus
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.prober import ProbeOutcome
+from kvproxy.errors import ClientUnavailable
 from kvproxy.filters.exchange import Exchange, Outcome
 from kvproxy.types import EndpointId
 from tests.admin.support import admin_of, proxy_of
@@ -120,15 +123,23 @@ async def test_many_dead_engines_are_one_finding(clock: FakeClock) -> None:
 
 
 async def test_a_controller_that_is_down_is_a_finding(clock: FakeClock) -> None:
-    """Its breaker stands for it; what it costs is said."""
+    """What it costs and its last error are said."""
     place = Place(clock)
     assert place.proxy.kvcache is not None
-    breaker = place.proxy.kvcache.parts.guard.breaker("lookup")
-    while breaker.state == "closed":
-        breaker.admit().failure()
+    guard = place.proxy.kvcache.parts.guard
+
+    async def refused() -> None:
+        raise ClientUnavailable("lookup: connection refused")
+
+    while not guard.outages:
+        with pytest.raises(ClientUnavailable):
+            await guard.call("lookup", refused)
     [finding] = (await place.live())["findings"]
     assert (finding["severity"], finding["where"]) == ("warning", "kvcache")
-    assert finding["what"].startswith("LMCache does not answer: requests are routed without its lookups")
+    assert finding["what"] == (
+        "lookup fails: requests are routed by what was routed where and by KV events alone "
+        "(last error: lookup: connection refused)"
+    )
 
 
 async def test_ages_end_with_their_trouble(clock: FakeClock) -> None:
