@@ -14,6 +14,7 @@ from starlette.types import Send
 from kvproxy.app import Proxy
 from kvproxy.config.load import load_mapping
 from kvproxy.filters.guarded_body import tenant_salt
+from kvproxy.filters.request_body import START_BYTES
 from kvproxy.listener.server import Server, serve
 from tests.support.fake_engine import Call, FakeEngine, reply
 from tests.support.proxy import RunningProxy, chat, running_proxy
@@ -223,6 +224,19 @@ async def test_a_body_sent_in_chunks_is_looked_at_too() -> None:
     async with serve(engine) as url, running_proxy({"a": url}) as proxy:
         await proxy.client.post("/generate", content=pieces(), headers={"content-type": "text/plain"})
     assert engine.calls[0].body == b'{"text":"x"}'
+
+
+@pytest.mark.parametrize("kinds", [["multipart/form-data; boundary=x"], ["application/json", "multipart/form-data"]])
+@pytest.mark.parametrize("start", [b"{", b"\xef\xbb\xbf{", b" " * START_BYTES + b"{"], ids=["plain", "mark", "spaces"])
+@pytest.mark.parametrize("padding", [0, 2 * START_BYTES], ids=["short", "long"])
+async def test_a_body_that_only_claims_to_be_a_form_is_looked_at(kinds: list[str], start: bytes, padding: int) -> None:
+    """Engines take the first of two types, or read JSON whatever the type says; a form begins with its boundary."""
+    engine = FakeEngine("a")
+    text = start + b'"text":"' + b"x" * padding + b'"'
+    async with serve(engine) as url, running_proxy({"a": url}) as proxy:
+        headers = [("content-type", kind) for kind in kinds]
+        await proxy.client.post("/generate", content=text + b',"bootstrap_room":7}', headers=headers)
+    assert engine.calls[0].body == text + b"}"
 
 
 async def test_a_trusted_key_keeps_them() -> None:

@@ -69,7 +69,8 @@ def _below(path: str, prefix: str) -> bool:
 
 
 def has_dot_segment(path: str) -> bool:
-    """Whether a decoded path has a segment `.` or `..`, which the next server may resolve to another path."""
+    """Whether a decoded path has a segment `.` or `..`, which the next server may resolve to another path. What
+    follows a `;` are a segment's parameters to some (RFC 3986 3.3)."""
     if "/." not in path and "\\" not in path:
         return False
-    return not {".", ".."}.isdisjoint(path.replace("\\", "/").split("/"))
+    return any(segment.partition(";")[0] in (".", "..") for segment in path.replace("\\", "/").split("/"))

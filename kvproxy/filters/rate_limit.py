@@ -111,20 +111,21 @@ def standing(limit: Limit, bucket: TokenBucket, now: float) -> Headers:
 def tokens_used(exchange: Exchange, events: int, sent_bytes: int) -> int:
     """Tokens to charge for a finished request of `sent_bytes`.
 
-    The engine's count where it gave one. An answer without usage, or one that was cut short, is estimated from the
+    The engine's counts where it gave them. Without any, or of an answer that was cut short, they are estimated from the
     prompt's bytes (all of the body where that says nothing) and the `events` sent; what was refused before or by the
     engine costs nothing.
     """
     outcome, inference = exchange.outcome, exchange.inference
-    if outcome.prompt_tokens is not None or outcome.completion_tokens is not None:
-        return (outcome.prompt_tokens or 0) + (outcome.completion_tokens or 0)
+    prompt, completion = outcome.prompt_tokens, outcome.completion_tokens
     refused = outcome.end == "completed" and outcome.status >= 400
-    if refused or outcome.end == "local_reply":
+    if prompt is None and completion is None and (refused or outcome.end == "local_reply"):
         return 0
     asked_bytes = 0 if inference is None else inference.prompt.size_bytes
-    if not (asked_bytes or sent_bytes):  # a question about models, say
-        return 0
-    return (asked_bytes or sent_bytes) // _BYTES_PER_TOKEN + events
+    if prompt is None:
+        prompt = (asked_bytes or sent_bytes) // _BYTES_PER_TOKEN
+        if completion is None:
+            completion = events if asked_bytes or sent_bytes else 0  # none for a question about models, say
+    return prompt + (completion or 0)
 
 
 def bucket_key(tenant: str, scope: Scope) -> str:

@@ -93,16 +93,22 @@ class RequestBody:
         """The client's content-length, so that a streamed body is not re-framed as chunked."""
         return [(b"content-length", self._length)] if self.whole is None and self._length and self._streams else []
 
-    async def begin(self, *, whole: bool = False) -> None:
-        """Reads the beginning of a body that was not read yet; all of it with `whole`, if it is short, or if too many
-        are streamed."""
+    async def begin(self, *, whole: Callable[[bytes], bool] | None = None) -> None:
+        """Reads the beginning of a body that was not read yet; all of it if it is short, if too many are streamed, or
+        if `whole` says so of what begins so."""
         if self.consumed:
             return
         uploads = self._uploads
         if self._length.isdigit() and (len(self._length) > 18 or int(self._length) > uploads.limit_bytes):
             raise BodyTooLarge(uploads.limit_bytes)
         pieces = Pieces()
-        while whole or self._held_bytes < START_BYTES or uploads.streams >= uploads.max_streams:
+        all_of_it: bool | None = None
+        while True:
+            if self._held_bytes >= START_BYTES:
+                if all_of_it is None:
+                    all_of_it = whole is not None and whole(pieces.joined())
+                if not all_of_it and uploads.streams < uploads.max_streams:
+                    break
             piece, more = await self._next()
             uploads.held.take(len(piece))
             self._held_bytes += len(piece)

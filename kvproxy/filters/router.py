@@ -206,7 +206,7 @@ class RouterFilter:
         )
         watcher = DisconnectWatcher(scope, receive, self._arming)
         try:
-            await body.begin(whole=parts.guard.looks_at(exchange, received))
+            await body.begin(whole=lambda start: parts.guard.looks_at(start, exchange, received))
             if body.whole is not None:
                 body.whole = await self._as_engines_get_it(body.whole, exchange, target, received)
             if body.consumed:

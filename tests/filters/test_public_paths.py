@@ -69,12 +69,14 @@ def test_a_route_opens_what_could_not_be_reached_otherwise(prefix: str, path: st
         ("/..", True),
         ("/v1\\..\\sleep", True),
         ("/v1/..\\sleep", True),
+        ("/v1/..;x=1/sleep", True),
         ("/v1/models/..a", False),
+        ("/v1/models/a;..", False),
         ("/v1/models/a.b/...", False),
         ("/v1/models/a\\b", False),
         ("/v1/.hidden", False),
     ],
 )
 def test_dot_segments(path: str, has: bool) -> None:
-    """A backslash is a slash to some servers."""
+    """A backslash is a slash to some servers, and what follows a `;` a parameter."""
     assert has_dot_segment(path) is has

@@ -115,6 +115,7 @@ INFERENCE = InferenceRequest(kind=RequestKind.CHAT, model="m", prompt=Prompt(sha
     [
         ({"end": "completed", "status": 200, "prompt_tokens": 5, "completion_tokens": 2}, INFERENCE, 7),
         ({"end": "completed", "status": 200, "prompt_tokens": 5}, None, 5),
+        ({"end": "completed", "status": 200, "completion_tokens": 2}, INFERENCE, 42),
         ({"end": "completed", "status": 200}, INFERENCE, 43),
         ({"end": "client_disconnected", "status": 499}, INFERENCE, 43),
         ({"end": "upstream_died", "status": 200}, INFERENCE, 43),
