@@ -1,15 +1,18 @@
 """Finds the members of a JSON object and the items of an array in their bytes, in steps of about a millisecond. Pure.
 
-For bodies that a decoder would hold the event loop with (nothing releases the interpreter's lock for it), and for those
-that it refuses although engines read them (NaN, a lone surrogate, a field of an unexpected type). Only strings and
-brackets are looked at: whether a number is one is left to the engine.
+For bodies that a decoder would hold the event loop with (nothing releases the interpreter's lock for it), for those
+that it refuses although engines read them (NaN, a lone surrogate, a field of an unexpected type), and for cutting out
+what an engine must not see. Every name is seen that any parser would see, whatever its spelling; whether a number is
+one, and what is inside of a value, is left to the engine.
 """
 
 from __future__ import annotations
 
 import asyncio
+import codecs
+import json
 import re
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable
 from io import BytesIO
 from typing import NamedTuple, TypeVar
 
@@ -21,29 +24,35 @@ MAX_MARKS = 1_000_000
 MAX_DECODED_BYTES = 2 * 1024 * 1024
 #: Python's own parser, which engines use, goes no deeper.
 MAX_DEPTH = 1000
+#: More members of the wanted names make a text unreadable.
+MAX_FOUND = 1000
+#: Of a longer name the beginning counts, as many bytes of its spelling.
+MAX_NAME_BYTES = 4096
 
 T = TypeVar("T")
 #: Yields wherever other tasks may have their turn, and returns its result.
 Steps = Generator[None, None, T]
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_QUOTE, _BACKSLASH, _COMMA, _BRACE, _BRACKET = b'"\\,{['
+_QUOTE, _BACKSLASH, _BRACE, _BRACKET = b'"\\{['
 _CLOSING = {_BRACE: b"}"[0], _BRACKET: b"]"[0]}
 _STEP_MARKS = 4096
-_RUN_MARKS, _CHILD_MARKS = 8, 4  # what a run of backslashes and a child count for besides
+_RUN_MARKS, _MEMBER_MARKS, _ITEM_MARKS = 8, 16, 8  # what a run of backslashes, a member and an item count for besides
 _WINDOW_BYTES, _WINDOW_MARKS = 65536, 512  # bytes without a mark that are passed at once, and what that counts for
-_MARK = re.compile(rb'["\[\]{}]')
-_MARK_OR_COMMA = re.compile(rb'["\[\]{},]')
-_MOST_REPEATED = 1000
-_MOST_SPACE = 1024  # more of it around a text stays with the text
-_SPACE = re.compile(rb"[ \t\r\n]{0,1024}")
-_KEY = re.compile(rb'[ \t\r\n]{0,1024}("(?:[^"\\]|\\.){0,64}")[ \t\r\n]{0,1024}:[ \t\r\n]{0,1024}')
+_SEARCHED_BYTES = 8 * 1024 * 1024  # for the end of a string, at once
 _COPIED_BYTES = 4 * 1024 * 1024
-_SPACES = b" \t\r\n"
+_MARK = re.compile(rb'["\[\]{}]')
+_SPACE = re.compile(rb"[ \t\r\n]{0,65536}+")
+_SCALAR = re.compile(rb'[^"\\{}\[\],:\s]{0,65536}+')
+_WHOLE_ESCAPES = re.compile(rb'(?:[^"\\]|\\u.{4}|\\[^u])*+', re.DOTALL)
 
 
 class Unreadable(ValueError):
     """Not JSON of the expected form, or too much of it."""
+
+
+class NotAnObject(Unreadable):
+    """Nothing that any parser takes for an object."""
 
 
 class Span(NamedTuple):
@@ -53,12 +62,31 @@ class Span(NamedTuple):
     end: int
 
 
-class Members(NamedTuple):
-    """The wanted members of an object: where the values of each name are, as often as it has some."""
+class Member(NamedTuple):
+    """One `"name": value` of an object."""
 
-    values: dict[str, list[Span]]
+    name: str  # without escapes
+    place: int  # among all members of the object
+    start: int
+    value: Span
+    before: int  # where the member before it ends; the first: where it starts
+    after: int  # where the member after it starts; the last: where it ends
+
+
+class Members(NamedTuple):
+    """The wanted members of an object, in order and with all duplicates."""
+
+    found: list[Member]
     opening: int  # position of the object's brace
-    empty: bool
+    total: int  # of all members
+
+
+class Edit(NamedTuple):
+    """Replaces what stands there."""
+
+    start: int
+    end: int
+    text: bytes = b""
 
 
 async def in_turns(steps: Steps[T], pace: asyncio.Lock) -> T:
@@ -86,50 +114,84 @@ def at_once(steps: Steps[T]) -> T:
             return result
 
 
-def members(data: bytes, names: Collection[str]) -> Steps[Members]:
-    """The members of the object that `data` is. Raises Unreadable."""
-    opening = start = _after_space(data, len(_BYTE_ORDER_MARK) if data.startswith(_BYTE_ORDER_MARK) else 0)
+def members(data: bytes, wanted: Callable[[str], bool], *, inside: Span | None = None) -> Steps[Members]:
+    """The members of the object that `data` is, or of the one `inside`, whose names are wanted. Raises Unreadable."""
+    walk = _Walk(data)
+    start = inside.start if inside else len(_BYTE_ORDER_MARK) if data.startswith(_BYTE_ORDER_MARK) else 0
+    opening = yield from walk.skip_space(start)
     if data[opening : opening + 1] != b"{":
-        raise Unreadable("not an object")
-    values: dict[str, list[Span]] = {}
-    empty = True
-    for end in _ends(data, opening):
-        if end is None:
+        raise NotAnObject("not an object")
+    found: list[Member] = []
+    at = yield from walk.skip_space(opening + 1)
+    end, count, closed = at, 0, data[at : at + 1] == b"}"
+    while not closed:
+        before, start = end if count else at, at
+        if walk.spend(_MEMBER_MARKS):
             yield
-            continue
-        key = _KEY.match(data, start + 1, end)
-        empty = empty and key is None and _trimmed(data, start + 1, end).start == end
-        start = end
-        if key is not None and (name := _name(key[1])) in names:
-            spans = values.setdefault(name, [])
-            if len(spans) == _MOST_REPEATED:
-                raise Unreadable(f"{name} again and again")
-            spans.append(_trimmed(data, key.end(), end))
-    for at in range(start + 1, len(data), _WINDOW_BYTES):
-        if not data[at : at + _WINDOW_BYTES].isspace():
-            raise Unreadable("something follows the object")
-        yield
-    return Members(values, opening, empty)
+        if data[start : start + 1] != b'"':
+            raise Unreadable("malformed JSON")
+        key_end = yield from walk.end_of_string(start)
+        value = yield from walk.after(b":", key_end)
+        end = yield from walk.end_of_value(value)
+        at = yield from walk.skip_space(end)
+        closed = data[at : at + 1] == b"}"
+        if not closed:
+            at = yield from walk.after(b",", at)
+        if wanted(name := _name(data, start + 1, key_end - 1)):
+            if len(found) == MAX_FOUND:
+                raise Unreadable(f"{name[:100]} and its like again and again")
+            found.append(Member(name, count, start, Span(value, end), before, end if closed else at))
+        count += 1
+    if inside is None and (yield from walk.skip_space(at + 1)) < len(data):
+        raise Unreadable("something follows the object")
+    return Members(found, opening, count)
 
 
 def items(data: bytes, array: Span, most: int) -> Steps[list[Span]]:
     """The items of the array at that place; if there are more than `most`, one more that is all the rest. Raises
     Unreadable."""
-    if data[array.start] != _BRACKET:
+    if data[array.start : array.start + 1] != b"[":
         raise Unreadable("not an array")
+    walk = _Walk(data)
     found: list[Span] = []
-    start = array.start
-    for end in _ends(data, start):
-        if end is None:
+    at = yield from walk.skip_space(array.start + 1)
+    if data[at : at + 1] == b"]":
+        return found
+    while True:
+        if walk.spend(_ITEM_MARKS):
             yield
-            continue
-        if len(found) == most and end < array.end - 1:
-            return [*found, _trimmed(data, start + 1, array.end - 1)]
-        item = _trimmed(data, start + 1, end)
-        if item.start < item.end:
-            found.append(item)
-        start = end
-    return found
+        end = yield from walk.end_of_value(at)
+        found.append(Span(at, end))
+        at = yield from walk.skip_space(end)
+        if data[at : at + 1] == b"]":
+            return found
+        at = yield from walk.after(b",", at)
+        if len(found) == most:
+            return [*found, Span(at, array.end - 1)]
+
+
+def without(found: Iterable[Member]) -> list[Edit]:
+    """What cuts those members of one object out, each with a comma and the space beside it."""
+    edits: list[Edit] = []
+    for cut, member in enumerate(found):
+        if member.place == cut:  # no member before it stays
+            edits.append(Edit(member.start, member.after))
+        else:
+            edits.append(Edit(member.before, member.value.end))
+    return edits
+
+
+def edited(data: bytes, edits: Iterable[Edit]) -> Steps[bytes]:
+    """The text with those changes, which are in order. New memory costs more than copying to it: 31 MiB take 20 ms."""
+    whole, result, done = memoryview(data), BytesIO(), 0
+    for start, end, text in (*edits, Edit(len(data), len(data))):
+        for at in range(done, start, _COPIED_BYTES):
+            result.write(whole[at : min(at + _COPIED_BYTES, start)])
+            if start - at > _COPIED_BYTES:
+                yield
+        result.write(text)
+        done = end
+    return result.getvalue()
 
 
 def with_model(data: bytes, model: str, *, named: str) -> bytes | None:
@@ -137,7 +199,7 @@ def with_model(data: bytes, model: str, *, named: str) -> bytes | None:
     takes `scan_with_model`."""
     if named == model:
         return data
-    key = _KEY.match(data, max(0, data.rfind(b'"model"')))
+    key = _MODEL.match(data, max(0, data.rfind(b'"model"')))
     if key is None or len(data) > MAX_DECODED_BYTES:
         return None
     start, end = key.end() + 1, data.find(b'"', key.end() + 1)
@@ -153,24 +215,13 @@ def with_model(data: bytes, model: str, *, named: str) -> bytes | None:
 
 def scan_with_model(data: bytes, model: str) -> Steps[bytes]:
     """The same for any object. Raises Unreadable."""
-    found = yield from members(data, ("model",))
-    value, whole, replaced, done = msgspec.json.encode(model), memoryview(data), BytesIO(), 0
-    for span in found.values.get("model", ()):
-        yield from _copy(whole[done : span.start], replaced)
-        replaced.write(value)
-        done = span.end
-    if not done:
-        done = found.opening + 1
-        replaced.write(data[:done] + b'"model":' + value + (b"" if found.empty else b","))
-    yield from _copy(whole[done:], replaced)
-    return replaced.getvalue()
-
-
-def _copy(text: memoryview, to: BytesIO) -> Steps[None]:
-    """New memory costs more than copying to it: 31 MiB take 20 ms."""
-    for start in range(0, len(text), _COPIED_BYTES):
-        to.write(text[start : start + _COPIED_BYTES])
-        yield
+    object_ = yield from members(data, "model".__eq__)
+    value = msgspec.json.encode(model)
+    edits = [Edit(*member.value, value) for member in object_.found]
+    if not edits:
+        start = object_.opening + 1
+        edits.append(Edit(start, start, b'"model":' + value + (b"," if object_.total else b"")))
+    return (yield from edited(data, edits))
 
 
 class _Named(msgspec.Struct, gc=False):
@@ -178,84 +229,150 @@ class _Named(msgspec.Struct, gc=False):
 
 
 _named = msgspec.json.Decoder(_Named).decode
+_MODEL = re.compile(rb'"model"[ \t\r\n]{0,1024}:[ \t\r\n]{0,1024}')
 
 
-def _ends(data: bytes, opening: int) -> Iterator[int | None]:
-    """Positions where a child of the bracket at `opening` ends, the last one its closing bracket's; None between steps.
+class _Walk:
+    """Passes over the parts of one text and counts what that costs.
 
     Strings are passed by their quotes alone, so a long one costs next to nothing.
     """
-    closing = bytearray((_CLOSING[data[opening]],))
-    position, left, turn = opening + 1, MAX_MARKS, _STEP_MARKS
-    find, at_top, below = data.find, _MARK_OR_COMMA.search, _MARK.search
-    while left > 0:
-        left -= 1
-        turn -= 1
-        if turn < 0:
-            turn = _STEP_MARKS
-            yield None
-        found = (at_top if len(closing) == 1 else below)(data, position, position + _WINDOW_BYTES)
-        if found is None:
-            position += _WINDOW_BYTES
-            turn -= _WINDOW_MARKS
-            if position >= len(data):
-                raise Unreadable("it ends too early")
-            continue
-        at = found.start()
-        position, mark = at + 1, data[at]
-        if mark == _QUOTE:
-            position = find(b'"', position) + 1
-            while position and data[position - 2] == _BACKSLASH and left > 0:
-                left -= 1
-                turn -= 1
-                if data[position - 3] == _BACKSLASH:
-                    turn -= _RUN_MARKS
-                    if not _escaped(data, position - 1):
-                        break
-                if turn < 0:
-                    turn = _STEP_MARKS
-                    yield None
-                position = find(b'"', position) + 1
-            if not position:
-                raise Unreadable("a string does not end")
-        elif mark == _COMMA:
-            turn -= _CHILD_MARKS
-            yield at
-        elif mark in _CLOSING:
-            closing.append(_CLOSING[mark])
-            if len(closing) > MAX_DEPTH:
-                raise Unreadable("nested too deep")
-        elif mark != closing.pop():
-            raise Unreadable("brackets do not match")
-        elif not closing:
-            yield at
-            return
-    raise Unreadable("too many strings and brackets")
+
+    __slots__ = ("_data", "_left", "_turn")
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._left = MAX_MARKS
+        self._turn = _STEP_MARKS
+
+    def spend(self, marks: int, uncounted: int = 0) -> bool:
+        """So much was looked at; whether the step ends here. What is `uncounted` is bounded by the text's length."""
+        self._left -= marks
+        self._turn -= marks + uncounted
+        if self._left < 0:
+            raise Unreadable("JSON of too many values")
+        if self._turn >= 0:
+            return False
+        self._turn = _STEP_MARKS
+        return True
+
+    def skip_space(self, at: int) -> Steps[int]:
+        """Where the next thing begins, from `at` on."""
+        return (yield from self._pass(_SPACE, at))
+
+    def after(self, mark: bytes, at: int) -> Steps[int]:
+        """Where the next thing begins after `mark`, which must stand at `at`, spaces aside."""
+        at = yield from self._pass(_SPACE, at)
+        if self._data[at : at + 1] != mark:
+            raise Unreadable("malformed JSON")
+        return (yield from self._pass(_SPACE, at + 1))
+
+    def _pass(self, kind: re.Pattern[bytes], at: int) -> Steps[int]:
+        while True:
+            passed = kind.match(self._data, at)
+            assert passed is not None
+            if passed.end() - at < _WINDOW_BYTES:
+                return passed.end()
+            at = passed.end()
+            if self.spend(0, _WINDOW_MARKS):
+                yield
+
+    def end_of_value(self, at: int) -> Steps[int]:
+        """Where the value that begins there ends."""
+        first = self._data[at : at + 1]
+        if first == b'"':
+            return (yield from self.end_of_string(at))
+        if first in (b"{", b"["):
+            return (yield from self._end_of_container(at))
+        end = yield from self._pass(_SCALAR, at)
+        if end == at:
+            raise Unreadable("malformed JSON")
+        return end
+
+    def end_of_string(self, at: int) -> Steps[int]:
+        """Where the string whose opening quote is there ends."""
+        data, at = self._data, at + 1
+        while True:
+            end = data.find(b'"', at, at + _SEARCHED_BYTES) + 1
+            if not end:
+                at += _SEARCHED_BYTES
+                if at >= len(data):
+                    raise Unreadable("malformed JSON: a string does not end")
+                if self.spend(0, _STEP_MARKS + 1):
+                    yield
+                continue
+            backslashes = uncounted = 0
+            if data[end - 2] == _BACKSLASH:
+                backslashes = 1
+                if data[end - 3] == _BACKSLASH:
+                    backslashes = _backslashes(data, end - 1)
+                    uncounted = _RUN_MARKS + backslashes // (_WINDOW_BYTES // _WINDOW_MARKS)
+            if self.spend(1, uncounted):
+                yield
+            if backslashes % 2 == 0:
+                return end
+            at = end
+
+    def _end_of_container(self, at: int) -> Steps[int]:
+        data, left, turn = self._data, self._left, self._turn
+        closing = bytearray()
+        search, find = _MARK.search, data.find
+        while left > 0:
+            left -= 1
+            turn -= 1
+            if turn < 0:
+                turn = _STEP_MARKS
+                yield
+            found = search(data, at, at + _WINDOW_BYTES)
+            if found is None:
+                at += _WINDOW_BYTES
+                turn -= _WINDOW_MARKS
+                if at >= len(data):
+                    raise Unreadable("malformed JSON: it ends too early")
+                continue
+            start = found.start()
+            at, mark = start + 1, data[start]
+            if mark == _QUOTE:
+                at = find(b'"', at, at + _SEARCHED_BYTES) + 1
+                if not at or data[at - 2] == _BACKSLASH:
+                    self._left, self._turn = left, turn
+                    at = yield from self.end_of_string(start)
+                    left, turn = self._left, self._turn
+            elif mark in _CLOSING:
+                closing.append(_CLOSING[mark])
+                if len(closing) > MAX_DEPTH:
+                    raise Unreadable("JSON nested too deep")
+            elif mark != closing.pop():
+                raise Unreadable("malformed JSON: brackets do not match")
+            elif not closing:
+                self._left, self._turn = left, turn
+                return at
+        raise Unreadable("JSON of too many values")
 
 
-def _escaped(data: bytes, quote: int) -> bool:
-    """Whether an odd number of backslashes is before that quote."""
+def _backslashes(data: bytes, quote: int) -> int:
+    """The number of backslashes before that quote."""
     for look in (16, 1024, 65536):
         before = data[max(0, quote - look) : quote]
         backslashes = len(before) - len(before.rstrip(b"\\"))
         if backslashes < len(before):
-            return backslashes % 2 == 1
+            return backslashes
     raise Unreadable("backslashes without end")
 
 
-def _after_space(data: bytes, start: int) -> int:
-    space = _SPACE.match(data, start)
-    return start if space is None else space.end()
-
-
-def _trimmed(data: bytes, start: int, end: int) -> Span:
-    start = min(_after_space(data, start), end)
-    tail = data[max(start, end - _MOST_SPACE) : end]
-    return Span(start, end - len(tail) + len(tail.rstrip(_SPACES)))
-
-
-def _name(key: bytes) -> str:
+def _name(data: bytes, start: int, end: int) -> str:
+    """The name without escapes; of a very long one its beginning, which is longer than any name that is looked for."""
+    name = data[start : min(end, start + MAX_NAME_BYTES)]
+    whole = end - start == len(name)
+    if not whole:
+        cut = _WHOLE_ESCAPES.match(name)
+        assert cut is not None
+        name = cut[0]
     try:
-        return msgspec.json.decode(key, type=str)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return ""
+        if whole:
+            text = name.decode("utf-8", "surrogatepass")
+        else:
+            text = codecs.getincrementaldecoder("utf-8")("surrogatepass").decode(name)
+        return text if "\\" not in text and text.isprintable() else str(json.loads(f'"{text}"'))
+    except ValueError:
+        raise Unreadable("malformed JSON: a name") from None

@@ -13,7 +13,7 @@ from starlette.types import Send
 
 from kvproxy.app import Proxy
 from kvproxy.config.load import load_mapping
-from kvproxy.filters.guarded_body import tenant_salt
+from kvproxy.filters.body_guard import tenant_salt
 from kvproxy.filters.request_body import START_BYTES
 from kvproxy.listener.server import Server, serve
 from tests.support.fake_engine import Call, FakeEngine, reply

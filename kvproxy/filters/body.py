@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Raw
 from xxhash import xxh3_128_hexdigest
 
-from kvproxy.json_scan import MAX_DECODED_BYTES, Span, Steps, Unreadable, at_once, in_turns, items, members
+from kvproxy.json_scan import MAX_DECODED_BYTES, Members, Span, Steps, Unreadable, at_once, in_turns, items, members
 from kvproxy.types import InferenceRequest, Prompt, RequestKind
 
 #: A longer session key is replaced by its digest, so that a client cannot make us keep what it likes.
@@ -121,6 +121,10 @@ class _TooMany(ValueError):
     """More items than there are parts."""
 
 
+def _none(name: str) -> bool:
+    return False
+
+
 class _Reader:
     """Decodes the bodies of one kind."""
 
@@ -155,11 +159,14 @@ class _Reader:
         data = self._decode(body) if len(body) <= _LISTED_BYTES else self._decode_large(body)
         return self._request(data, Prompt(self._shape(data), self._parts(data)), session)
 
-    def scan(self, body: bytes, session: str) -> Steps[InferenceRequest]:
-        """The same in steps, and field by field: one that is of another type than expected counts as absent. Raises
-        Unreadable."""
-        found = yield from members(body, self._names)
-        spans = {name: values[-1] for name, values in found.values.items()}
+    def scan(
+        self, body: bytes, session: str, also: Callable[[str], bool] = _none
+    ) -> Steps[tuple[InferenceRequest, Members]]:
+        """The same in steps, and field by field: one that is of another type than expected counts as absent. With the
+        members it read and those whose names are wanted `also`. Raises Unreadable."""
+        names = self._names
+        found = yield from members(body, lambda name: name in names or also(name))
+        spans = {member.name: member.value for member in found.found}
         data = self._struct(
             **{name: _scalar(body, spans[name], kind) for name, kind in self._scalars.items() if name in spans}
         )
@@ -177,7 +184,8 @@ class _Reader:
                 parts.append(room.take(Span(span.start, spans_of_parts[-1].end)))
                 break
             parts.append(room.take(span))
-        return self._request(data, Prompt(b"".join(shape), tuple(parts), room.unread_bytes), session)
+        prompt = Prompt(b"".join(shape), tuple(parts), room.unread_bytes)
+        return self._request(data, prompt, session), found
 
     def _request(self, data: _Common, prompt: Prompt, session: str) -> InferenceRequest:
         model, salt = data.model or "", data.cache_salt
@@ -313,7 +321,7 @@ def parse_body(kind: RequestKind, body: bytes, *, session: str = "") -> Inferenc
     if request is not None:
         return request
     try:
-        return at_once(_READERS[kind].scan(body, session))
+        return at_once(_READERS[kind].scan(body, session))[0]
     except Unreadable:
         return None
 
@@ -322,7 +330,8 @@ async def read_body(
     kind: RequestKind, body: bytes, *, session: str = "", pace: asyncio.Lock
 ) -> InferenceRequest | None:
     """As `parse_body`, with turns for other tasks where it takes long."""
-    return decode_body(kind, body, session) or await scan_body(kind, body, session, pace=pace)
+    request = decode_body(kind, body, session)
+    return (await scan_body(kind, body, session, pace=pace))[0] if request is None else request
 
 
 def decode_body(kind: RequestKind, body: bytes, session: str) -> InferenceRequest | None:
@@ -335,9 +344,12 @@ def decode_body(kind: RequestKind, body: bytes, session: str) -> InferenceReques
         return None
 
 
-async def scan_body(kind: RequestKind, body: bytes, session: str, *, pace: asyncio.Lock) -> InferenceRequest | None:
-    """The same for all others, in steps. Of those that share a `pace` one is scanned at a time."""
+async def scan_body(
+    kind: RequestKind, body: bytes, session: str, *, pace: asyncio.Lock, also: Callable[[str], bool] = _none
+) -> tuple[InferenceRequest, Members] | tuple[None, None]:
+    """The same for all others, in steps, and the members found on the way: those that were read and those whose names
+    are wanted `also`. Of those that share a `pace` one is scanned at a time."""
     try:
-        return await in_turns(_READERS[kind].scan(body, session), pace)
+        return await in_turns(_READERS[kind].scan(body, session, also), pace)
     except Unreadable:
-        return None
+        return None, None

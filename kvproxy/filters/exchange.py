@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvproxy.balancing.policy import OverlapFacts
+from kvproxy.json_scan import Members
 from kvproxy.types import EndpointId, InferenceRequest
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class Exchange:
         "inference",
         "isolated",
         "may_debug",
+        "members",
         "on_complete",
         "on_pick",
         "outcome",
@@ -104,6 +106,7 @@ class Exchange:
         self.isolated = False  # what it has cached is for its tenant alone
         self.body: bytes | None = None  # the whole body once inference_request read it
         self.inference: InferenceRequest | None = None
+        self.members: Members | None = None  # of a scanned body: those that are read, guarded or salted
         self.policy = (
             ""  # that the client asked for and gets; "": the cluster's own. It decides alone, preference or not
         )

@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvproxy.config.filter_schema import InferenceRequestSettings
 from kvproxy.filters.body import decode_body, scan_body
 from kvproxy.filters.body_bounds import BodyRefused, BodyTooLarge, refuse_body
+from kvproxy.filters.body_guard import is_guarded
 from kvproxy.filters.body_reader import BodyReader, ClientLeft, replay
 from kvproxy.filters.chain import FilterContext
 from kvproxy.filters.exchange import SCOPE_KEY, Exchange
@@ -65,9 +66,11 @@ class InferenceRequestFilter:
         try:
             exchange.body = body
             if not encoded:
-                exchange.inference = decode_body(kind, body, session) or await scan_body(
-                    kind, body, session, pace=self._pace
-                )
+                exchange.inference = decode_body(kind, body, session)
+                if exchange.inference is None:
+                    exchange.inference, exchange.members = await scan_body(
+                        kind, body, session, pace=self._pace, also=is_guarded
+                    )
             await self._app(scope, replay(body, receive), send)
         finally:
             self._reader.release(body)

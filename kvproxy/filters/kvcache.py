@@ -13,9 +13,9 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routes import Routes
 from kvproxy.config.cluster_schema import PolicyName
 from kvproxy.config.kvcache_schema import KvCacheSettings
+from kvproxy.filters.body_guard import tenant_salt
 from kvproxy.filters.chain import FilterContext
 from kvproxy.filters.exchange import SCOPE_KEY, Exchange
-from kvproxy.filters.guarded_body import tenant_salt
 from kvproxy.kvcache.gathered import Gathered, Result
 from kvproxy.kvcache.service import KvCache
 from kvproxy.types import Clock, EndpointId
