@@ -112,6 +112,16 @@ class Proxy:
         return self._generation.routes
 
     @property
+    def running(self) -> int:
+        """Open requests, of the configuration it serves by now."""
+        return self._generation.running
+
+    @property
+    def replaced(self) -> int:
+        """Configurations that were replaced and have ended."""
+        return self._succession.ended
+
+    @property
     def kvcache(self) -> KvCache | None:
         """The service behind the `kvcache` filter."""
         return next(iter(self._generation.kvcaches), None)

@@ -22,6 +22,7 @@ class Succession:
     """Owns what runs. Leaving it ends everything, in the reverse order of its start."""
 
     def __init__(self, *, clock: Clock, patience_s: float) -> None:
+        self.ended = 0  # generations
         self._clock = clock
         self._patience_s = patience_s
         self._alive: dict[Part, AsyncExitStack] = {}
@@ -67,6 +68,7 @@ class Succession:
         for part in needless:
             if isinstance(part, Cluster) and part.name not in after.clusters:
                 part.dissolve()
+        self.ended += 1
 
     async def _end(self, parts: list[Part]) -> None:
         for part in reversed(parts):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import resource
 import signal
@@ -19,6 +18,7 @@ from kvproxy import __version__
 from kvproxy.admin.operated import Reloaded
 from kvproxy.app import Proxy
 from kvproxy.commands.configuration import Source
+from kvproxy.commands.garbage import Collections
 from kvproxy.commands.logging_setup import logging_to
 from kvproxy.commands.reload import FileReloader, findings_of
 from kvproxy.config.schema import Config
@@ -30,9 +30,6 @@ from kvproxy.listener.server import Server
 from kvproxy.metrics.catalog import Metrics
 
 logger = logging.getLogger("kvproxy")
-
-#: Objects made per request are few and die young; the collector's default threshold would run it all the time.
-_GC_THRESHOLD = 50_000
 
 #: Open files besides clients' and engines' sockets: listeners, probes, scrapes, event streams, log, receipts.
 _OTHER_FILES = 64
@@ -83,9 +80,9 @@ async def serve_until_signal(config: Config, problems: list[Problem], source: So
         )
         await listeners.enter_async_context(public)
         _show_process(proxy.metrics, public, limit=connections)
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(_GC_THRESHOLD, 20, 20)
+        await listeners.enter_async_context(
+            Collections(is_quiet=lambda: not proxy.running, replaced=lambda: proxy.replaced)
+        )
         proxy.public_url = public.url
         _announce(proxy, public.url)
 

@@ -80,6 +80,11 @@ class _Consumer:
         self._local.precise.remove(endpoint)
         self._settle()
 
+    async def give_back(self) -> None:
+        """Give up all that is kept of streams that ended, some at a time: the loop has other work."""
+        while not self._local.precise.sweep():  # noqa: ASYNC110 - nothing to wait for, only others to let through
+            await asyncio.sleep(0)
+
     def _settle(self) -> None:
         self._local.exact = frozenset(
             endpoint
@@ -134,6 +139,8 @@ class EventStreams(OwnedTask):
             await self._end(endpoint)
         if self._context is not None:
             self._context.destroy(linger=0)
+        for consumer in self._consumers.values():
+            await consumer.give_back()
 
     def note_traffic(self, endpoint: Endpoint, uncached_tokens: int) -> None:
         """The engine prefilled so much: streams that stay silent all the same are not believed."""

@@ -7,24 +7,23 @@ from __future__ import annotations
 
 from array import array
 
+import msgspec
+
 #: Bits of a block's tiers; bit 0 is the engine's own memory.
 MAX_TIERS = 8
 #: Tails that left are given back to the allocator in steps of so many blocks.
 TRIM = 64
 
 
-class Run:
-    """Blocks each below the one before. Places before `start` are dead."""
+class Run(msgspec.Struct, gc=False, eq=False):
+    """Blocks each below the one before. Places before `start` are dead. In no cycle, so no collector looks at it."""
 
-    __slots__ = ("blocks", "keys", "mixed", "number", "start", "tiers")
-
-    def __init__(self, number: int, keys: array[int], blocks: array[int], tiers: int) -> None:
-        self.number = number
-        self.start = 0
-        self.keys = keys  # the engine's names
-        self.blocks = blocks  # our hashes
-        self.tiers = tiers  # bit per tier all blocks are on, unless `mixed` says it for each
-        self.mixed: bytearray | None = None
+    number: int
+    keys: array[int]  # the engine's names
+    blocks: array[int]  # our hashes
+    tiers: int  # bit per tier all blocks are on, unless `mixed` says it for each
+    mixed: bytearray | None = None
+    start: int = 0
 
     def on(self, at: int) -> int:
         """Tiers of one block, as bits."""

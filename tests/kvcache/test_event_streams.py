@@ -227,3 +227,25 @@ async def test_a_mistake_while_following_is_logged_and_tried_again(
             await naps.acquire()
             await naps.acquire()
     assert caplog.text.count("cannot be followed") >= 2
+
+
+async def test_an_index_of_streams_that_ended_is_given_back_by_and_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rather than at once, when the last who has it lets go: a million runs take a tenth of a second."""
+    steps: list[int] = []
+    local = LocalSources(endpoints=1)
+    sweep = local.precise.sweep
+
+    def counted() -> bool:
+        steps.append(len(table))
+        return sweep()
+
+    for number in range(5000):
+        local.precise.apply(A, 0, [BlockStored((number,), None, array("I", [number] * 16), 16)])
+    ((table, _),) = local.precise._followed.values()
+    monkeypatch.setattr(local.precise, "sweep", counted)
+    consumer = _Consumer(local)
+    consumer.forget(A)
+    assert len(table) > 0
+    await consumer.give_back()
+    assert len(table) == 0
+    assert len(steps) >= 4

@@ -1,0 +1,98 @@
+"""When the garbage collector of a `kvproxy serve` process looks at what: never for long while requests wait.
+
+Requests leave no cycles, so nearly all memory comes back without it. Python's own rule would look at every object, the
+whole index of KV events among them, whenever there are a quarter more: nearly a second where engines hold a million
+unrelated blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import Any, Self
+
+from kvproxy.owned_task import OwnedTask
+from kvproxy.types import Clock
+
+#: New objects before the youngest are looked at, and how many times before those that stayed are looked at again: what
+#: is looked at together is the product at most, some ten milliseconds of it.
+YOUNG_OBJECTS, YOUNG_ROUNDS = 10_000, 5
+#: Of all objects, the collector's own rule never looks at the oldest.
+_NEVER = 2**31 - 1
+
+#: A look at everything that is expected to take so long needs no quiet moment.
+SHORT_S = 0.01
+#: How often everything is looked at, in a quiet moment; and whatever it takes.
+EVERY_S, AT_LATEST_S = 600.0, 86_400.0
+#: How often a quiet moment is looked for.
+LOOK_S = 1.0
+
+_THRESHOLDS = YOUNG_OBJECTS, YOUNG_ROUNDS, _NEVER
+
+
+class Collections(OwnedTask):
+    """The policy of the process, from entering to leaving. Enter it once everything is built: that is never looked at
+    again.
+
+    `is_quiet`: no request waits. `replaced` counts configurations whose last request is over: each drops many objects
+    at once, and everything is looked at sooner then.
+    """
+
+    task_name = "garbage collections"
+
+    def __init__(
+        self,
+        *,
+        is_quiet: Callable[[], bool],
+        replaced: Callable[[], int] = lambda: 0,
+        clock: Clock = time.monotonic,
+        cpu_clock: Clock = time.thread_time,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.expected_s = 0.0  # that a look at everything takes now
+        self._is_quiet = is_quiet
+        self._replaced = replaced
+        self._clock = clock
+        self._cpu_clock = cpu_clock
+        self._sleep = sleep
+        self._began_s = 0.0
+        self._thresholds = gc.get_threshold()
+
+    async def __aenter__(self) -> Self:
+        gc.collect()
+        gc.freeze()
+        self._thresholds = gc.get_threshold()
+        gc.set_threshold(*_THRESHOLDS)
+        gc.callbacks.append(self._timed)
+        return await super().__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await super().__aexit__(kind, error, tb)
+        gc.callbacks.remove(self._timed)
+        gc.set_threshold(*self._thresholds)
+        gc.unfreeze()
+
+    async def _run(self) -> None:
+        collected_at, replaced = self._clock(), self._replaced()
+        while True:
+            await self._sleep(LOOK_S)
+            age_s = self._clock() - collected_at
+            is_due = age_s >= EVERY_S or self._replaced() != replaced
+            if is_due and (self.expected_s <= SHORT_S or self._is_quiet() or age_s >= AT_LATEST_S):
+                replaced = self._replaced()
+                gc.collect()
+                collected_at = self._clock()
+
+    def _timed(self, phase: str, info: dict[str, Any]) -> None:
+        """What stayed through the middle generation is looked at again with everything: it takes as long again."""
+        if phase == "start":
+            self._began_s = self._cpu_clock()
+        elif info["generation"] == 1:
+            self.expected_s += self._cpu_clock() - self._began_s
+        elif info["generation"] == 2:
+            self.expected_s = self._cpu_clock() - self._began_s
