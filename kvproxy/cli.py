@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from kvproxy import __version__
-from kvproxy.errors import ConfigError
+from kvproxy.errors import ConfigError, plain
 
 _BROKEN_PIPE = 141  # as a shell reports a program that SIGPIPE ended
 
@@ -33,15 +35,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its end
         return _BROKEN_PIPE
     except OSError as error:
-        print(f"kvproxy: error: {error}", file=sys.stderr)
+        print(f"kvproxy: error: {plain(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
     return status
 
 
+class _Parser(argparse.ArgumentParser):
+    """Names the nearest choice where one is misspelt."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        from kvproxy.config.fields import closest  # heavy, and --help must be quick
+
+        close = wrong and closest(wrong[1], re.findall(r"[\w-]+", wrong[2]))
+        super().error(f"{message}: did you mean {close!r}?" if close else message)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="kvproxy", description="KV-cache-aware reverse proxy for LLM engines.")
+    about = "KV-cache-aware reverse proxy for LLM engines."
+    parser: argparse.ArgumentParser = _Parser(prog="kvproxy", description=about)
     parser.add_argument("--version", action="version", version=f"kvproxy {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_init(commands)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,7 @@ def ask(client: httpx.Client, url: str, path: str, *, method: str = "GET") -> di
     except (httpx.InvalidURL, httpx.UnsupportedProtocol):
         raise AdminRefused(f"{url} is no URL like http://127.0.0.1:8889 (--url)") from None
     except httpx.HTTPError as error:
-        why = error or type(error).__name__
+        why = re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or "no answer in time"
         raise AdminRefused(f"nothing answers at {url} ({why}): is it the admin listener?") from None
     except ValueError:
         raise AdminRefused(f"{url} is not an admin listener of kvproxy (--url)") from None

@@ -73,9 +73,18 @@ async def _engine(http: httpx.AsyncClient, name: str, url: str) -> Seen:
     return Seen(name, url, models, path, events)
 
 
+_WORDS = {
+    "ConnectError": "it cannot be connected to",
+    "ConnectTimeout": "no connection in time",
+    "ReadTimeout": "nothing came in time",
+    "RemoteProtocolError": "it does not speak plain http",
+}
+
+
 def _short(error: ClientError) -> str:
-    """Without the path, which is named already."""
-    return str(error).rpartition(": ")[2]
+    """Without the path, which is named already, and in words."""
+    why = str(error).rpartition(": ")[2]
+    return _WORDS.get(why, why)
 
 
 async def _answers(http: httpx.AsyncClient, url: str) -> bool:

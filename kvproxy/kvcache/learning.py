@@ -36,7 +36,7 @@ class Learning:
     ) -> None:
         self._ratios = ratios
         self._lookups = lookups
-        self._empty = EmptyLookups()
+        self._empty = EmptyLookups(clock=clock)
         self.scores: Scores = Scores(metrics, clock=clock) if former is None else former.scores
         self.accounts: Accounts = Accounts() if former is None else former.accounts
         metrics.kv_prediction_alarm.read(self.scores.alarm_series)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -12,6 +13,8 @@ from kvproxy.balancing.policy import Policy
 from kvproxy.balancing.queue import QueueSettings
 from kvproxy.balancing.registry import POLICIES
 from kvproxy.balancing.speed import SpeedModel, SpeedPriors
+from kvproxy.config.cluster_schema import POLICY_ALIASES
+from kvproxy.config.fields import nearest
 from kvproxy.config.schema import Cluster, PolicyName
 from kvproxy.errors import KvproxyError
 from kvproxy.replay.outcome import Outcome
@@ -45,7 +48,9 @@ class PolicySpec:
         """From `kv_aware` or `kv_aware+queue`."""
         name, queue = text.strip().removesuffix(QUEUE_SUFFIX), text.strip().endswith(QUEUE_SUFFIX)
         if name not in PolicyName.__members__.values():
-            raise UnknownPolicy(f"no policy {name!r}; known: {', '.join(PolicyName)}")
+            alias = POLICY_ALIASES.get(re.sub(r"[^a-z0-9]", "", name.casefold()))
+            hint = f"did you mean {str(alias)!r}?" if alias else nearest(name, map(str, PolicyName))
+            raise UnknownPolicy(f"no policy {name!r} ({hint})")
         if queue and name not in QUEUEING:
             raise UnknownPolicy(
                 f"{name} does not know how long a prefill takes; the queue needs kv_aware or least_ttft"

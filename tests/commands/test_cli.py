@@ -114,7 +114,9 @@ def test_the_demo_refuses_impossible_numbers(arguments: list[str], capsys: pytes
 def test_check_of_a_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An error that names the file, not a traceback."""
     assert main(["check", str(tmp_path / "nowhere.yaml")]) == 1
-    assert "nowhere.yaml" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.startswith("error: cannot read ")
+    assert "nowhere.yaml" in said
 
 
 @pytest.fixture
@@ -181,3 +183,24 @@ def test_the_demo_answers_every_request(capsys: pytest.CaptureFixture[str]) -> N
     rows = [line.split() for line in out.splitlines() if line.startswith("round_robin  ")]
     assert rows[0][1:3] == ["sim-0:4", "sim-1:4"]
     assert "TTFT mean" in out
+
+
+@pytest.mark.parametrize(("wrong", "meant"), [("chek", "check"), ("stauts", "status"), ("zzz", "")])
+def test_a_misspelt_command_is_answered_with_the_nearest(
+    wrong: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As keys of the configuration are."""
+    with pytest.raises(SystemExit) as ended:
+        main([wrong])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert f"did you mean '{meant}'?" in said if meant else "did you mean" not in said
+
+
+def test_a_file_that_cannot_be_read_is_said_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which one and why; no number of the operating system's."""
+    for command in (["status", "--token-file", f"{tmp_path}/none"], ["replay", f"{tmp_path}/none"]):
+        assert main(command) == 1
+        said = capsys.readouterr().err
+        assert f"{tmp_path}/none: No such file or directory" in said
+        assert "Errno" not in said

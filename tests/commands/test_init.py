@@ -122,3 +122,9 @@ def test_two_models_are_two_clusters() -> None:
         ("qwen", "qwen"),
     ]
     assert config.clusters["qwen"].health.path == "/v1/models"
+
+
+async def test_an_engine_that_does_not_answer_is_said_in_words() -> None:
+    """Not by the name of an exception."""
+    seen, _ = await look({"b": GONE}, "")
+    assert seen[0].trouble == "no answer on /v1/models (it cannot be connected to)"

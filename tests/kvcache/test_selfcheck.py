@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from kvproxy.errors import ClientError, ClientTimeout, NotSupported
-from kvproxy.kvcache.selfcheck import CONTRADICTIONS, EmptyLookups, check_provider
+from kvproxy.kvcache.selfcheck import CONTRADICTIONS, PATIENCE_S, EmptyLookups, check_provider
 from tests.kvcache.test_lookup import Answering
 
 
@@ -67,25 +67,41 @@ def observe(under_test: EmptyLookups, *, cached: int = 512, named: int = 0, ever
 
 def test_reuse_that_lookups_never_name_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     """cached_tokens > 0 while the lookup is empty, again and again: hash seeds or chunk sizes do not match."""
-    under_test = EmptyLookups()
+    now = [0.0]
+    under_test = EmptyLookups(clock=lambda: now[0])
     for _ in range(10):
         observe(under_test)
+        now[0] += 3.0
     assert len(caplog.records) == 1
     assert "512 tokens just now" in caplog.text
 
 
+def test_a_burst_to_a_fresh_fleet_is_no_alarm(caplog: pytest.LogCaptureFixture) -> None:
+    """Engines tell LMCache what they store a little later: alike prompts are reused before lookups can name them."""
+    now = [0.0]
+    under_test = EmptyLookups(clock=lambda: now[0])
+    for _ in range(100):
+        observe(under_test)
+        now[0] += PATIENCE_S / 101
+    assert not caplog.records
+
+
 def test_a_single_contradiction_is_no_alarm(caplog: pytest.LogCaptureFixture) -> None:
     """LMCache may have dropped what the engine still holds."""
-    under_test = EmptyLookups()
+    now = [0.0]
+    under_test = EmptyLookups(clock=lambda: now[0])
     for _ in range(CONTRADICTIONS - 1):
         observe(under_test)
+        now[0] += PATIENCE_S
     assert not caplog.records
 
 
 @pytest.mark.parametrize("harmless", [{"cached": 255}, {"named": 1}, {"ever_hit": True}])
 def test_what_contradicts_nothing(harmless: dict[str, int], caplog: pytest.LogCaptureFixture) -> None:
     """Less than a chunk, a lookup that named somebody, or lookups that work in general."""
-    under_test = EmptyLookups()
+    now = [0.0]
+    under_test = EmptyLookups(clock=lambda: now[0])
     for _ in range(10):
         observe(under_test, **harmless)
+        now[0] += PATIENCE_S
     assert not caplog.records

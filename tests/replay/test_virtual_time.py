@@ -146,7 +146,15 @@ def test_policies_are_named_as_in_the_configuration(text: str) -> None:
     assert str(PolicySpec.parse(f" {text} ")) == text
 
 
-@pytest.mark.parametrize(("text", "match"), [("best", "no policy 'best'"), ("lmetric+queue", "queue needs kv_aware")])
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("best", "no policy 'best' .*known: consistent_hash"),
+        ("kvaware", "did you mean 'kv_aware'"),
+        ("cache_aware+queue", "did you mean 'prefix_affinity'"),
+        ("lmetric+queue", "queue needs kv_aware"),
+    ],
+)
 def test_unknown_policies_are_refused(text: str, match: str) -> None:
     """With what would be known."""
     with pytest.raises(UnknownPolicy, match=match):
