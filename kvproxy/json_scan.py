@@ -199,8 +199,10 @@ def with_model(data: bytes, model: str, *, named: str) -> bytes | None:
     takes `scan_with_model`."""
     if named == model:
         return data
+    if len(data) > MAX_DECODED_BYTES:
+        return None
     key = _MODEL.match(data, max(0, data.rfind(b'"model"')))
-    if key is None or len(data) > MAX_DECODED_BYTES:
+    if key is None:
         return None
     start, end = key.end() + 1, data.find(b'"', key.end() + 1)
     if end < 0 or data[start - 1] != _QUOTE or data.find(b"\\", start, end) >= 0:

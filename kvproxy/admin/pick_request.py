@@ -16,9 +16,11 @@ from kvproxy.errors import Problem
 from kvproxy.filters.body import read_body
 from kvproxy.filters.inference_request import KIND_OF_PATH
 from kvproxy.filters.usage import MAX_COUNT
+from kvproxy.json_scan import MAX_DECODED_BYTES, Edit, Unreadable, edited, in_turns, members
 from kvproxy.types import InferenceRequest
 
 DEFAULT_PATH = "/v1/chat/completions"
+_MAX_REST_BYTES = 64 * 1024
 DEFAULT_LEASE_S, MAX_LEASE_S = 60.0, 3600.0
 
 
@@ -45,18 +47,35 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
 
 async def question_of(request: Request, *, most_bytes: int) -> tuple[Question, bytes, InferenceRequest]:
     """The question, the raw inference body in it, and that parsed. Refused with what is wrong."""
-    question = _decoded(await body_of(request, most=most_bytes), Question)
+    question, body = await _question(await body_of(request, most=most_bytes))
     kind = KIND_OF_PATH.get(question.path)
     if kind is None:
         hint = nearest(question.path, KIND_OF_PATH) or f"known: {', '.join(KIND_OF_PATH)}"
         raise Refused(422, Problem("path", "not an inference path", hint))
     if not 0 < question.lease_s <= MAX_LEASE_S:
         raise Refused(422, Problem("lease_s", "not a possible lease", f"allowed: more than 0, at most {MAX_LEASE_S:g}"))
-    body = bytes(question.request)
     inference = await read_body(kind, body, session=question.session, pace=asyncio.Lock())
     if inference is None:
         raise Refused(422, Problem("request", "not a body of this path", "what the engine would be sent"))
     return question, body, inference
+
+
+async def _question(body: bytes) -> tuple[Question, bytes]:
+    """The question and the request in it; a long one is cut out in steps."""
+    if len(body) <= MAX_DECODED_BYTES:
+        question = _decoded(body, Question)
+        return question, bytes(question.request)
+    pace = asyncio.Lock()
+    try:
+        found = (await in_turns(members(body, "request".__eq__), pace)).found
+    except Unreadable as broken:
+        raise Refused(400, Problem("(body)", str(broken), _form(Question))) from None
+    rest = await in_turns(edited(body, [Edit(*each.value, b"null") for each in found]), pace)
+    if len(rest) > _MAX_REST_BYTES:
+        raise Refused(413, Problem("(body)", f"larger than {_MAX_REST_BYTES} bytes without `request`", "send less"))
+    question = _decoded(rest, Question)
+    start, end = found[-1].value
+    return question, await in_turns(edited(body, [Edit(0, start), Edit(end, len(body))]), pace)
 
 
 async def report_of(request: Request) -> Ended:
@@ -86,5 +105,8 @@ def _decoded(body: bytes, kind: type[Any]) -> Any:
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as broken:
-        fields = ", ".join(field.name for field in msgspec.structs.fields(kind))
-        raise Refused(400, Problem("(body)", str(broken), f"an object with some of: {fields}")) from None
+        raise Refused(400, Problem("(body)", str(broken), _form(kind))) from None
+
+
+def _form(kind: type[Any]) -> str:
+    return f"an object with some of: {', '.join(field.name for field in msgspec.structs.fields(kind))}"

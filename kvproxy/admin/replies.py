@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvproxy.errors import Problem
+from kvproxy.filters.body_reader import Pieces
 
 MAX_BODY_BYTES = 64 * 1024
 
@@ -62,12 +63,13 @@ async def on_http_error(request: Request, raised: Exception) -> Response:
 
 async def body_of(request: Request, *, most: int = MAX_BODY_BYTES) -> bytes:
     """The request's body, of at most `most` bytes; Refused otherwise."""
-    body = bytearray()
+    pieces, size = Pieces(), 0
     async for chunk in request.stream():
-        body += chunk
-        if len(body) > most:
+        size += len(chunk)
+        if size > most:
             raise Refused(413, Problem("(body)", f"larger than {most} bytes", "send less"))
-    return bytes(body)
+        pieces.append(chunk)
+    return pieces.joined()
 
 
 async def json_object(request: Request, *, optional: bool = False) -> dict[str, Any]:

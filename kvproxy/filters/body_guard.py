@@ -26,7 +26,6 @@ from kvproxy.json_scan import (
     Span,
     Steps,
     Unreadable,
-    at_once,
     edited,
     in_turns,
     members,
@@ -193,26 +192,29 @@ async def with_salt(
     `own` is the client's salt where it is known already. What is no JSON object stays: no engine makes a prompt of it.
     """
     names = _names(body) if known is None else None
-    if names is not None and _SALT not in names:
-        opening, edits, empty = body.index(b"{"), list[Edit](), not names
-    else:
-        if encoded and names is None and body:
-            raise Unchecked("with a content-encoding it cannot be salted, send it plain")
-        if known is None and (text := _in_utf8(body)) is not body:
-            return _not_an_object(body, text)
-        try:
-            if known is None:
-                known = await in_turns(members(body, is_guarded), pace)
-        except NotAnObject:
-            return body
-        except Unreadable as error:
-            raise Unchecked(f"{error}, which cannot be salted") from None
-        salts = [member for member in known.found if member.name == _SALT]
-        own = _text(body, salts[-1].value) if own is None and salts else own
-        opening, edits, empty = known.opening, without(salts), known.total == len(salts)
-    salt = b'"cache_salt":"%s"%s' % (tenant_salt(tenant, own).encode(), b"" if empty else b",")
-    steps = edited(body, [Edit(opening + 1, opening + 1, salt), *edits])
-    return at_once(steps) if len(body) <= MAX_DECODED_BYTES else await in_turns(steps, pace)
+    if names is not None and _SALT not in names:  # nearly all
+        at = body.index(b"{") + 1
+        return b"".join((body[:at], _salt_member(tenant, own, last=not names), body[at:]))
+    if encoded and names is None and body:
+        raise Unchecked("with a content-encoding it cannot be salted, send it plain")
+    if known is None and (text := _in_utf8(body)) is not body:
+        return _not_an_object(body, text)
+    try:
+        if known is None:
+            known = await in_turns(members(body, is_guarded), pace)
+    except NotAnObject:
+        return body
+    except Unreadable as error:
+        raise Unchecked(f"{error}, which cannot be salted") from None
+    salts = [member for member in known.found if member.name == _SALT]
+    own = _text(body, salts[-1].value) if own is None and salts else own
+    at = known.opening + 1
+    member = _salt_member(tenant, own, last=known.total == len(salts))
+    return await in_turns(edited(body, [Edit(at, at, member), *without(salts)]), pace)
+
+
+def _salt_member(tenant: str, own: str | None, *, last: bool) -> bytes:
+    return b'"cache_salt":"%s"%s' % (tenant_salt(tenant, own).encode(), b"" if last else b",")
 
 
 def _text(body: bytes, span: Span) -> str | None:

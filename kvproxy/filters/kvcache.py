@@ -104,7 +104,7 @@ class KvCacheFilter:
         return self._service.gather(request, body, cluster=target.cluster, model=target.upstream_model)
 
     def _refresh(self, gathered: Gathered, exchange: Exchange) -> None:
-        """The router asks before it places a request that had to wait; whoever was announced earlier stays."""
+        """The router asks before it places a request that had to wait; an endpoint announced earlier stays."""
         try:
             self._service.refresh(gathered)
         except Exception:

@@ -1,4 +1,4 @@
-"""The kvcache filter for somebody else's ASGI app: `from kvproxy import KVCacheMiddleware`."""
+"""The kvcache filter for another ASGI app: `from kvproxy import KVCacheMiddleware`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 import time
+from collections import deque
 from collections.abc import Mapping, MutableMapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -17,6 +18,7 @@ from kvproxy.config import schema
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.filters.body import read_body
 from kvproxy.filters.body_bounds import BodiesFull, HeldBodies
+from kvproxy.filters.body_reader import Pieces, replay
 from kvproxy.filters.inference_request import KIND_OF_PATH
 from kvproxy.filters.kvcache import STATE_KEY, announce
 from kvproxy.filters.usage import read_usage
@@ -32,6 +34,7 @@ SERVED_KEY = "llm_served_endpoint_id"
 _SERVED_HEADER = b"x-kvproxy-endpoint"
 _CLUSTER = "default"
 _TAIL_BYTES = 16 * 1024
+_KEPT_BYTES = 256 * 1024  # of a piece of the answer
 
 
 class HasScope(Protocol):
@@ -167,17 +170,20 @@ class KVCacheMiddleware:
             length.isdigit() and int(length) > self._limit_bytes
         ):
             return None, receive
-        seen: list[Message] = []
+        seen: deque[Message] = deque()
+        pieces = Pieces()
         size = 0
         while True:
             message = await receive()
             seen.append(message)
-            piece = message.get("body", b"")
+            piece: bytes = message.get("body", b"")
             size += len(piece)
             if message["type"] != "http.request" or size > self._limit_bytes or not held.take(len(piece)):
                 return None, _again(seen, receive)
+            pieces.append(piece)
             if not message.get("more_body", False):
-                return b"".join(each.get("body", b"") for each in seen), _again(seen, receive)
+                body = pieces.joined()
+                return body, replay(body, receive)
 
     async def _facts(self, kind: RequestKind, body: bytes, scope: Scope) -> Gathered | None:
         try:
@@ -247,8 +253,8 @@ class _Answer:
         elif message["type"] == "http.response.body" and (body := message.get("body", b"")):
             self._begun = True
             if self._kind is RequestKind.MESSAGES and not self._first:
-                self._first = bytes(body)
-            self._previous, self._last = self._last, bytes(body)
+                self._first = bytes(body[:_KEPT_BYTES])
+            self._previous, self._last = self._last, bytes(body[-_KEPT_BYTES:])
         await self._send(message)
 
     def result(self, endpoint: EndpointId | None) -> Result:
@@ -262,11 +268,10 @@ class _Answer:
         )
 
 
-def _again(seen: list[Message], receive: Receive) -> Receive:
+def _again(seen: deque[Message], receive: Receive) -> Receive:
     """Hands out what was read, in order, and then what comes next."""
-    waiting = list(seen)
 
     async def receive_again() -> Message:
-        return waiting.pop(0) if waiting else await receive()
+        return seen.popleft() if seen else await receive()
 
     return receive_again

@@ -9,15 +9,11 @@ from dataclasses import dataclass
 from starlette.types import Receive
 
 from kvproxy.filters.body_bounds import BodyTooLarge, BodyTooSlow, HeldBodies
-from kvproxy.filters.body_reader import Pieces
+from kvproxy.filters.body_reader import ClientLeft, Pieces
 from kvproxy.types import Headers
 
 #: What must have arrived of an upload (or all of a shorter one) before an engine is bothered with it.
 START_BYTES = 64 * 1024
-
-
-class ClientGone(Exception):
-    """The client left while its body was on the way up."""
 
 
 @dataclass(slots=True)
@@ -160,7 +156,7 @@ class RequestBody:
             raise BodyTooSlow(uploads.timeout_s) from None
         self._left_s -= asyncio.get_running_loop().time() - before
         if message["type"] == "http.disconnect":
-            raise ClientGone
+            raise ClientLeft
         piece: bytes = message.get("body", b"")
         self._received_bytes += len(piece)
         if self._received_bytes > uploads.limit_bytes:

@@ -20,6 +20,7 @@ from kvproxy.filters import models as model_list
 from kvproxy.filters.alias import with_model
 from kvproxy.filters.body_bounds import BodyRefused, refuse_body
 from kvproxy.filters.body_guard import BodyGuard
+from kvproxy.filters.body_reader import ClientLeft
 from kvproxy.filters.chain import FilterContext, Observer
 from kvproxy.filters.disconnect import DisconnectWatcher, new_arming
 from kvproxy.filters.exchange import SCOPE_KEY, Exchange
@@ -30,7 +31,7 @@ from kvproxy.filters.models import ModelList
 from kvproxy.filters.policy_choice import NotOffered, chosen_policy
 from kvproxy.filters.public_paths import PublicPaths
 from kvproxy.filters.public_side import PublicSide
-from kvproxy.filters.request_body import ClientGone, RequestBody, Uploads
+from kvproxy.filters.request_body import RequestBody, Uploads
 from kvproxy.filters.route_metrics import RouteMetrics
 from kvproxy.filters.served_models import ServedModels
 from kvproxy.resilience.budget import RetryBudget
@@ -227,7 +228,7 @@ class RouterFilter:
                 exchange.outcome.end = "local_reply"
             else:
                 await refuse_body(error, scope, receive, send, metrics=parts.metrics.catalog)
-        except ClientGone:
+        except ClientLeft:
             _client_gone(exchange)
         except asyncio.CancelledError:
             _client_gone(exchange)

@@ -51,9 +51,10 @@ def error_event(kind: RequestKind | None, *, message: str, reason: str, tail: by
 def error_status(events: bytes, *, first: bool = False) -> int | None:
     """The HTTP status that an error event among `events` amounts to; None if there is none.
 
-    With `first` only the first event is looked at. An event that names no status counts as 500, or 400 where its type
-    is one of a client's mistake.
+    With `first` only the first event is looked at, else those in the last 64 KiB. An event that names no status counts
+    as 500, or 400 where its type is one of a client's mistake.
     """
+    events = events[:_MAX_ERROR_BYTES] if first else events[-_MAX_ERROR_BYTES:]
     if ERROR_MARK not in events:
         return None
     name = b""

@@ -12,6 +12,9 @@ _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)] | None
 
 #: A usage object is small; one that claims to be larger is not searched further.
 _MAX_USAGE_BYTES = 4096
+#: Nor has it more braces, and what follows so many places that look like one is not searched either.
+_MAX_BRACES = 32
+_MAX_PLACES = 256
 
 
 class _Details(msgspec.Struct):
@@ -54,7 +57,10 @@ _decoder = msgspec.json.Decoder(_Usage)
 def _object_at(data: bytes, start: int) -> bytes | None:
     """The JSON object that begins at `start`. Usage objects hold numbers and nulls only, so braces can be counted."""
     end, limit = start, start + _MAX_USAGE_BYTES
-    while (end := data.find(b"}", end, limit) + 1) > 0:
+    for _ in range(_MAX_BRACES):
+        end = data.find(b"}", end, limit) + 1
+        if not end:
+            return None
         if data.count(b"{", start, end) == data.count(b"}", start, end):
             return data[start:end]
     return None
@@ -80,8 +86,10 @@ def read_usage(tail: bytes, head: bytes = b"") -> Usage | None:
     """
     found = None
     position = len(tail)
-    while found is None and (position := tail.rfind(b'"usage"', 0, position)) >= 0:
-        found = _decode(tail, position)
+    for _ in range(_MAX_PLACES):
+        position = tail.rfind(b'"usage"', 0, position)
+        if position < 0 or (found := _decode(tail, position)) is not None:
+            break
     first = None
     if head and (position := head.find(b'"usage"')) >= 0:
         first = _decode(head, position)

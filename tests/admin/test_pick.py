@@ -15,6 +15,7 @@ from kvproxy.admin.pick import PickRoutes
 from kvproxy.admin.replies import Refused, on_refused
 from kvproxy.admin.reservations import Reservations
 from kvproxy.app import Proxy
+from kvproxy.json_scan import MAX_DECODED_BYTES
 from kvproxy.types import EndpointId
 from tests.admin.support import admin_of, problems_of, proxy_of
 
@@ -219,6 +220,24 @@ async def test_long_prompts_are_taken_and_the_bound_is_the_proxys_own() -> None:
     async with picker(limits={"body": "300KiB"}) as (_, client):
         assert (await client.post("/pick", json=question("x" * 200_000))).status_code == 200
         assert (await client.post("/pick", json=question("x" * 400_000))).status_code == 413
+
+
+async def test_a_very_long_question_is_answered_like_a_short_one() -> None:
+    """It is cut up in steps, and as strict about its other fields."""
+    filling = "x" * MAX_DECODED_BYTES
+    async with picker() as (_, client):
+
+        async def asked(body: dict[str, Any]) -> tuple[int, list[str]]:
+            answer = await client.post("/pick", json=body)
+            return answer.status_code, list(problems_of(answer)) if answer.status_code != 200 else []
+
+        assert await asked(question(filling, path="/v1/chat/completions")) == (200, [])
+        assert await asked(question(filling, path="/v1/nothing")) == (422, ["path"])
+        assert await asked(question(filling, colour="red")) == (400, ["(body)"])
+        assert await asked({"request": {}, "session": filling}) == (413, ["(body)"])
+        assert await asked({"question": [filling]}) == (413, ["(body)"])
+        cut_off = await client.post("/pick", content=json.dumps(question(filling))[:-1])
+        assert (cut_off.status_code, list(problems_of(cut_off))) == (400, ["(body)"])
 
 
 async def test_a_policy_on_offer_may_be_asked_for() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from kvproxy.filters import body_guard
 from kvproxy.filters.body_guard import Unchecked, is_guarded, needs_no_change, tenant_salt
-from kvproxy.json_scan import Unreadable, at_once, members
+from kvproxy.json_scan import MAX_DECODED_BYTES, Unreadable, at_once, members
 
 
 async def without_control_fields(body: bytes, *, encoded: bool = False) -> bytes:
@@ -117,6 +117,25 @@ async def test_a_body_of_very_many_values_is_searched_before_it_is_walked_throug
     assert await without_control_fields(harmful) == b'{"a":1,"b":2}'
 
 
+async def test_a_long_body_is_not_decoded_for_its_names() -> None:
+    """The scan that parsed it tells what there is to guard; a body that was not parsed is searched in slices."""
+    filling = b'"a":"' + b"x" * MAX_DECODED_BYTES + b'"'
+    harmless, harmful = b"{" + filling + b"}", b"{" + filling + b',"remote_x":1}'
+    assert not needs_no_change(harmless)
+    assert needs_no_change(harmless, at_once(members(harmless, is_guarded)))
+    assert not needs_no_change(harmful, at_once(members(harmful, is_guarded)))
+    assert await without_control_fields(harmless) is harmless
+    assert await without_control_fields(harmful) == harmless
+    assert await with_salt(harmful, tenant="alice") == b'{"cache_salt":"%s",%s' % (SALT, harmful[1:])
+
+
+async def test_a_name_in_escapes_alone_is_cut_out() -> None:
+    """However long its spelling is."""
+    name = "".join(f"\\u{ord(letter):04x}" for letter in "kv_transfer_params").encode()
+    assert await without_control_fields(b'{"a":1,"%s":{}}' % name) == b'{"a":1}'
+    assert await without_control_fields(b'{"a":NaN,"%s":{}}' % name) == b'{"a":NaN}'
+
+
 SALT = tenant_salt("alice", None).encode()
 
 
@@ -157,7 +176,7 @@ async def test_what_is_no_object_gets_no_salt(body: bytes) -> None:
 
 @pytest.mark.parametrize("body", [b'{"a":NaN', '{"a":1}'.encode("utf-16")])
 async def test_what_cannot_be_salted_is_refused(body: bytes) -> None:
-    """It would share the cache with everybody."""
+    """It would share the cache with every client."""
     with pytest.raises(Unchecked):
         await with_salt(body, tenant="alice")
     with pytest.raises(Unchecked, match="content-encoding"):

@@ -16,9 +16,11 @@ from kvproxy.config.filter_schema import InferenceRequestSettings
 from kvproxy.config.schema import Limits
 from kvproxy.filters.body import MAX_PARTS
 from kvproxy.filters.body_bounds import BodyTooSlow, HeldBodies
+from kvproxy.filters.body_guard import is_guarded
 from kvproxy.filters.body_reader import BodyReader
 from kvproxy.filters.chain import FilterContext
 from kvproxy.filters.inference_request import KIND_OF_PATH, build
+from kvproxy.json_scan import MAX_DECODED_BYTES
 from kvproxy.types import RequestKind
 from tests.support.asgi import Inner, call, http_scope
 from tests.support.filter_context import counted, filter_context
@@ -46,6 +48,16 @@ async def test_every_known_path_is_parsed(path: str, kind: RequestKind) -> None:
     assert inner.exchange.inference is not None
     assert (inner.exchange.inference.kind, inner.exchange.inference.model) == (kind, "m")
     assert inner.bodies == [BODY]
+
+
+async def test_a_scan_hands_over_what_has_to_be_guarded() -> None:
+    """So that a long body is not gone through twice."""
+    inner = Inner()
+    filling = "x" * MAX_DECODED_BYTES
+    body = f'{{"model":"m","messages":["{filling}"],"remote_x":1,"y":2,"cache_salt":"s"}}'.encode()
+    await call(filter_around(inner), post(CHAT), body=body)
+    assert inner.exchange.members is not None
+    assert [each.name for each in inner.exchange.members.found if is_guarded(each.name)] == ["remote_x", "cache_salt"]
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,20 @@ async def test_a_long_body_without_a_length_is_handed_on_whole() -> None:
     assert inner.bodies == [b"x" * 240 + b"end"]
 
 
+async def test_a_body_in_pieces_is_handed_on_in_one() -> None:
+    """They are put together as they come, once, for the app as well."""
+    text, got = raw("hello"), list[Message]()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        got.append(await receive())
+        await Inner()(scope, receive, send)
+
+    async with KVCacheMiddleware(app, endpoints=ENGINES) as under_test:
+        pieces: list[Message] = [{"type": "http.request", "body": text[i : i + 9], "more_body": True} for i in (0, 9)]
+        await call(under_test, http_scope(CHAT, method="POST"), *pieces, {"type": "http.request", "body": text[18:]})
+    assert got == [{"type": "http.request", "body": text, "more_body": False}]
+
+
 async def test_beyond_the_bound_of_all_bodies_one_is_handed_on_unread() -> None:
     """No request fails for it; what is held is shown, and given back when its request is over."""
     go = asyncio.Event()
@@ -294,7 +308,7 @@ async def test_without_lifespan_events_it_starts_with_the_first_request() -> Non
 
 
 async def test_strategies_run_after_the_response(caplog: pytest.LogCaptureFixture) -> None:
-    """The whole of it in somebody else's app: lookup, preference, pin - against simulated engines and controller."""
+    """The whole of it in another app: lookup, preference, pin - against simulated engines and controller."""
     async with simulated() as place:
         endpoints = [schema.Endpoint(id=name, url=url) for name, url in place.engines.items()]
         settings = {

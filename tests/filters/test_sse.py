@@ -77,3 +77,12 @@ def test_only_the_first_event_is_looked_at_where_that_is_asked() -> None:
     assert error_status(events) == 400
     assert error_status(events, first=True) is None
     assert error_status(events[:14] + events[36:], first=True) == 400
+
+
+def test_only_the_end_of_a_long_piece_is_searched_for_an_error() -> None:
+    """Splitting it all into lines would take as long as an engine likes."""
+    error = b'data: {"error": {"code": 503}}\n\n'
+    assert error_status(b"\n" * 100_000 + error) == 503
+    assert error_status(error + b"\n" * 100_000) is None
+    assert error_status(error + b"\n" * 100_000, first=True) == 503
+    assert error_status(b"\n" * 100_000 + error, first=True) is None

@@ -91,3 +91,11 @@ def test_an_empty_usage_hides_none_before_it() -> None:
 def test_no_more_is_cached_than_there_is(tail: bytes) -> None:
     """Ratios stay ratios."""
     assert read_usage(tail) == Usage(5, 5, None)
+
+
+def test_the_search_for_usage_ends() -> None:
+    """An answer full of what looks like one costs no more than a few hundred looks, and an object a few braces."""
+    usage = b'"usage":{"prompt_tokens":5}'
+    assert read_usage(usage + b'"usage":{}' * 200) == Usage(5, None, None)
+    assert read_usage(usage + b'"usage":{}' * 300) is None
+    assert read_usage(b'"usage":{"prompt_tokens":5,"x":[' + b"{}," * 100 + b"1]}") is None
