@@ -45,9 +45,9 @@ def _seed(model: str, cache_salt: str | None) -> int:
 class LocalSources:
     """The approximate index, fed by what was routed; the precise index, fed by KV events; and the heat of blocks.
 
-    `exact` names the endpoints whose event streams miss nothing. While events are followed, the blocks of requests
-    under way are in an index of their own as well, up to `capacity_blocks` an endpoint. Made after `former`, it shares
-    with it what was routed where, heat and trust; events it follows anew.
+    `exact` names the endpoints whose event streams miss nothing. While events are followed, the approximate index also
+    keeps whose requests are under way. Made after `former`, it shares with it what was routed where, heat and trust;
+    events it follows anew.
     """
 
     def __init__(
@@ -63,15 +63,13 @@ class LocalSources:
         self.loras: LRUCache[str, None] = LRUCache(MAX_LORAS)  # adapters that events spoke of
         if former is None:
             self.approximate = ApproximateIndex(capacity_blocks=capacity_blocks)
-            self.in_flight = ApproximateIndex(capacity_blocks=capacity_blocks)
             self.capacities = Capacities(self.approximate)
             self.hot = HotBlocks(endpoints=endpoints)
             self.trust, self.lookup_trust = Trust(), Trust()  # in what KV events say, and in what LMCache says
             self.started_at: dict[EndpointId, float] = {}  # when each engine's process began, by its own clock
             self.sessions = SessionHashes()
         else:
-            self.approximate, self.in_flight = former.approximate, former.in_flight
-            self.capacities, self.hot = former.capacities, former.hot
+            self.approximate, self.capacities, self.hot = former.approximate, former.capacities, former.hot
             self.trust, self.lookup_trust = former.trust, former.lookup_trust
             self.started_at, self.sessions = former.started_at, former.sessions
         self.capacities.learning = learn_capacity
@@ -109,7 +107,7 @@ class LocalSources:
         routed = {endpoint: int(blocks * scale) for endpoint, blocks in self.approximate.lookup(hashes).items()}
         if tokens is None or not self._follows_events:
             return {endpoint: Overlap(held) for endpoint, held in routed.items()}
-        promised = self.in_flight.lookup(hashes) if self.exact else {}
+        promised = self.approximate.promised(hashes) if self.exact else {}
         return local_overlaps(
             routed=routed,
             in_flight={endpoint: int(blocks * scale) for endpoint, blocks in promised.items()},
@@ -138,15 +136,10 @@ class LocalSources:
 
     def route(self, endpoint: EndpointId, hashes: array[int]) -> Claim:
         """A request goes there: it counts as holding the prompt until the claim is settled."""
-        claim = self.approximate.route(endpoint, hashes)
-        if self._follows_events:
-            claim.in_flight = self.in_flight.route(endpoint, hashes)
-        return claim
+        return self.approximate.route(endpoint, hashes, flies=self._follows_events)
 
     def settle(self, claim: Claim, *, prefilled: bool) -> None:
         """The request is over; `prefilled` says whether the engine got as far as a first byte. Once a claim."""
-        if claim.in_flight is not None:
-            self.in_flight.rollback(claim.in_flight)
         (self.approximate.confirm if prefilled else self.approximate.rollback)(claim)
 
     def correct(
@@ -190,7 +183,6 @@ class LocalSources:
         their own business.)"""
         self.started_at.pop(endpoint, None)
         self.approximate.remove(endpoint)
-        self.in_flight.remove(endpoint)
         self.capacities.forget(endpoint)
         for trust in (self.trust, self.lookup_trust):
             trust.forget(endpoint)
@@ -198,6 +190,5 @@ class LocalSources:
     def lose(self, endpoint: EndpointId) -> None:
         """The engine began anew: it holds nothing; its capacity is what it was."""
         self.approximate.clear(endpoint)
-        self.in_flight.remove(endpoint)
         for trust in (self.trust, self.lookup_trust):
             trust.forget(endpoint)

@@ -102,12 +102,11 @@ class Parts:
         sources, memory = self.local.values(), self.tokens.memory
         blocks = metrics.kv_index_blocks
         blocks.labels("approximate").set_function(lambda: sum(s.approximate.entries for s in sources))
-        blocks.labels("in_flight").set_function(lambda: sum(s.in_flight.entries for s in sources))
+        blocks.labels("in_flight").set_function(lambda: sum(s.approximate.promises for s in sources))
         blocks.labels("precise").set_function(self._precise_blocks)
         blocks.labels("hot").set_function(lambda: sum(s.hot.blocks for s in sources))
         size = metrics.kv_index_bytes
         size.labels("approximate").set_function(lambda: sum(s.approximate.estimated_bytes for s in sources))
-        size.labels("in_flight").set_function(lambda: sum(s.in_flight.estimated_bytes for s in sources))
         size.labels("precise").set_function(lambda: self._precise_blocks() * PRECISE_ROW_BYTES)
         size.labels("sessions").set_function(lambda: sum(s.sessions.held_bytes for s in sources))
         metrics.kv_index_utilisation.read(lambda: utilisation(self))

@@ -242,7 +242,7 @@ class Metrics:
         )  # approximate, in_flight, precise, hot
         self.kv_index_bytes = Gauge(
             "kvproxy_kvcache_index_bytes", "Estimated memory of an index", ["index"], registry=r
-        )  # approximate, in_flight, precise, sessions
+        )  # approximate, precise, sessions
         self.kv_index_utilisation = Reading(
             "kvproxy_kvcache_index_utilisation_ratio", "Blocks believed to be at an endpoint against its capacity",
             ["cluster", "endpoint"], registry=r,

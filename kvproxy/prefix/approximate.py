@@ -55,6 +55,29 @@ class ApproximateIndex:
         self._report(found, alive, depth)
         return found
 
+    def promised(self, hashes: array[int]) -> dict[EndpointId, int]:
+        """Leading blocks of which each endpoint has a request under way, whether it is believed to hold them or not;
+        endpoints without are absent. Only of requests routed with `flies`.
+        """
+        path, _, partial, inside = self._tree.walk(hashes)
+        found: dict[EndpointId, int] = {}
+        alive = self._slots.active
+        depth = 0
+        for run in path:
+            gone = alive & ~run.flying
+            if gone:
+                self._report(found, gone, depth)
+                alive ^= gone
+                if not alive:
+                    return found
+            depth += len(run.hashes)
+        if partial is not None:
+            gone = alive & ~partial.flying
+            self._report(found, alive ^ gone, depth + inside)
+            alive = gone
+        self._report(found, alive, depth)
+        return found
+
     def _report(self, found: dict[EndpointId, int], mask: int, depth: int) -> None:
         if depth and mask:
             for member in self._slots.members(mask):
@@ -64,6 +87,11 @@ class ApproximateIndex:
     def entries(self) -> int:
         """(endpoint, block) pairs held, those of endpoints that left included until they are swept."""
         return sum(holding.blocks for holding in self._holdings.values())
+
+    @property
+    def promises(self) -> int:
+        """(endpoint, block) pairs of requests under way."""
+        return sum(len(run.hashes) for holding in self._holdings.values() for run in holding.flights)
 
     @property
     def runs(self) -> int:
@@ -107,8 +135,11 @@ class ApproximateIndex:
 
     # what changes it
 
-    def route(self, endpoint: EndpointId, hashes: array[int]) -> Claim:
-        """A request goes to the endpoint: from now on it counts as holding the prompt, until the claim is settled."""
+    def route(self, endpoint: EndpointId, hashes: array[int], *, flies: bool = False) -> Claim:
+        """A request goes to the endpoint: from now on it counts as holding the prompt, until the claim is settled.
+
+        Until then, if it `flies`, its blocks are `promised`, whatever else becomes of them.
+        """
         self._claims += 1
         holding = self._holding(endpoint)
         if holding is None or not hashes:
@@ -126,7 +157,9 @@ class ApproximateIndex:
             else:
                 known = run
         age = None if known is None else holding.younger_blocks(known)
-        claim = Claim(endpoint, hashes, holding.blocks - before, self._claims, holding, age)
+        claim = Claim(endpoint, hashes, holding.blocks - before, self._claims, holding, age, flies)
+        if flies:
+            holding.fly(path, self._claims)
         holding.touch(path)
         self._step(holding)
         return claim
@@ -135,20 +168,23 @@ class ApproximateIndex:
         """The engine answered: it does hold the prompt now. Idempotent."""
         holding, claim.holding = claim.holding, None
         if holding is not None and self._known(claim.endpoint) is holding:
-            self._insert(holding, claim.hashes)
+            self._insert(holding, claim.hashes, landing=claim.number if claim.flies else 0)
 
     def rollback(self, claim: Claim) -> None:
         """The request failed: forget what it inserted and no other request vouches for. Idempotent."""
         holding, claim.holding = claim.holding, None
         if holding is None or self._known(claim.endpoint) is not holding:
             return
-        for run in reversed(self._tree.walk(claim.hashes)[0]):
+        path = self._tree.walk(claim.hashes)[0]
+        if claim.flies:
+            holding.land(path, claim.number)
+        for run in reversed(path):
             vouching = holding.claims.get(run)
-            if vouching is None:
-                continue
-            vouching.discard(claim.number)
-            if not vouching:
-                self._drop(holding, run)
+            if vouching is not None:
+                vouching.discard(claim.number)
+                if not vouching:
+                    holding.drop(run)
+            self._clean(run)
 
     def insert(self, endpoint: EndpointId, hashes: array[int]) -> None:
         """The endpoint is known to hold these blocks."""
@@ -193,8 +229,11 @@ class ApproximateIndex:
         """The endpoint left. Its entries mean nothing at once and are swept step by step."""
         slot = self._slots.retire(endpoint)
         if slot is not None:
-            self._holdings[slot].capacity = 0
-            self._retired.append(self._holdings[slot])
+            holding = self._holdings[slot]
+            holding.capacity = 0
+            self._retired.append(holding)
+            for run in holding.ground():
+                self._clean_up(run)
             self.sweep(STEP_RUNS)
 
     def sweep(self, runs: int) -> bool:
@@ -222,8 +261,10 @@ class ApproximateIndex:
             holding = self._holdings[slot] = Holding(slot, self.default_capacity)
         return holding
 
-    def _insert(self, holding: Holding, hashes: array[int]) -> None:
+    def _insert(self, holding: Holding, hashes: array[int], *, landing: int = 0) -> None:
         path = self._path(hashes)
+        if landing:
+            holding.land(path, landing)
         for run in path:
             if not run.mask & holding.mask:
                 holding.take(run)
@@ -238,7 +279,15 @@ class ApproximateIndex:
 
     def _mergeable(self, run: Run, leaf: Run, holding: Holding) -> bool:
         """Only this endpoint holds them and nothing else branches off: a chat that grew."""
-        return run.mask == leaf.mask == holding.mask and leaf.child is None and leaf.next is leaf.previous is None
+        return (
+            run.mask == leaf.mask == holding.mask
+            and run in holding.stamps  # held already, not only promised
+            and leaf.child is None
+            and leaf.next is leaf.previous is None
+            and run.flying == leaf.flying
+            and not run.flying & ~holding.mask
+            and holding.fly_alike(run, leaf)
+        )
 
     def _path(self, hashes: array[int]) -> list[Run]:
         """Runs that cover exactly these hashes, split and grown as needed."""
@@ -261,15 +310,28 @@ class ApproximateIndex:
 
     def _split(self, run: Run, at: int) -> Run:
         head = self._tree.split(run, at)
-        head.mask = run.mask
+        head.mask, head.flying = run.mask, run.flying
         for slot in slots_of(run.mask):
             self._holdings[slot].cover(head, run)
+        for slot in slots_of(run.flying):
+            flights = self._holdings[slot].flights
+            flights[head] = set(flights[run])
         return head
 
     def _drop(self, holding: Holding, run: Run) -> None:
         holding.drop(run)
-        if not run.mask:
+        self._clean(run)
+
+    def _clean(self, run: Run) -> None:
+        """Forget a run that means nothing any more; nothing below it does either."""
+        if not run.mask and not run.flying:
             self._tree.remove(run)
+
+    def _clean_up(self, run: Run | None) -> None:
+        """The same with what is above it, from the deepest on."""
+        while run is not None and run.child is None and not run.mask and not run.flying and self._tree.has(run):
+            self._tree.remove(run)
+            run = run.parent
 
     def _step(self, holding: Holding) -> None:
         if holding.blocks > holding.capacity:
@@ -285,7 +347,7 @@ class ApproximateIndex:
             steps += 1
             if len(run.hashes) <= surplus:
                 self._drop(holding, run)
-            elif run.mask == holding.mask:
+            elif run.mask == holding.mask and not run.flying:
                 self._tree.cut(run, len(run.hashes) - surplus)
                 holding.shorten(run, surplus)
             else:

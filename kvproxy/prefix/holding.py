@@ -13,13 +13,14 @@ from kvproxy.types import EndpointId
 
 
 class Run(Node):
-    """A run of blocks and the endpoints that hold all of it."""
+    """A run of blocks, the endpoints that hold all of it, and those with a request for all of it under way."""
 
-    __slots__ = ("mask",)
+    __slots__ = ("flying", "mask")
 
     def __init__(self, hashes: array[int]) -> None:
         super().__init__(hashes)
         self.mask = 0
+        self.flying = 0
 
 
 class Holding:
@@ -29,7 +30,7 @@ class Holding:
     run that engines evict first: the end of the prompt that was not asked for longest.
     """
 
-    __slots__ = ("_ages", "_front", "_records", "blocks", "capacity", "claims", "mask", "slot", "stamps")
+    __slots__ = ("_ages", "_front", "_records", "blocks", "capacity", "claims", "flights", "mask", "slot", "stamps")
 
     def __init__(self, slot: int, capacity: int) -> None:
         self.slot = slot
@@ -38,6 +39,7 @@ class Holding:
         self.blocks = 0
         self.stamps: dict[Run, int] = {}
         self.claims: dict[Run, set[int]] = {}  # runs no response confirmed yet, and the requests that vouch for them
+        self.flights: dict[Run, set[int]] = {}  # runs of requests under way, held or not, and those requests
         self._records: deque[Run] = deque()  # last run of each touched path
         self._front = 0  # number of the first record
         self._ages = Ages()
@@ -69,6 +71,7 @@ class Holding:
 
     def merge(self, run: Run, leaf: Run) -> None:
         """`leaf`, perhaps new, becomes the end of `run`; a touch follows."""
+        self.flights.pop(leaf, None)  # as those of the run
         stamp = self.stamps.pop(leaf, None)
         if stamp is not None:
             self._ages.change(stamp, -len(leaf.hashes))
@@ -80,6 +83,40 @@ class Holding:
         claims = self.claims.get(tail)
         if claims is not None:
             self.claims[head] = set(claims)
+
+    def fly(self, path: list[Run], number: int) -> None:
+        """A request for all of this is under way."""
+        flights = self.flights
+        for run in path:
+            flying = flights.get(run)
+            if flying is None:
+                flights[run] = {number}
+                run.flying |= self.mask
+            else:
+                flying.add(number)
+
+    def land(self, path: list[Run], number: int) -> None:
+        """It is over."""
+        for run in path:
+            flying = self.flights.get(run)
+            if flying is None:
+                continue
+            flying.discard(number)
+            if not flying:
+                del self.flights[run]
+                run.flying &= ~self.mask
+
+    def ground(self) -> list[Run]:
+        """No request is under way any more, whatever was; the runs of those that were."""
+        grounded = [*self.flights]
+        self.flights.clear()
+        for run in grounded:
+            run.flying &= ~self.mask
+        return grounded
+
+    def fly_alike(self, run: Run, below: Run) -> bool:
+        """Whether just the same requests are under way for both."""
+        return not run.flying or self.flights.get(run) == self.flights.get(below)
 
     def oldest(self) -> Run:
         """The run to evict next; nothing below it is held. Only while anything is held."""
@@ -143,4 +180,4 @@ class Claim:
     number: int
     holding: Holding | None  # None once settled, or when the index had no room for the endpoint
     age_blocks: int | None = None  # asked for since the last of the known blocks was; None: none, or not confirmed yet
-    in_flight: Claim | None = None  # the same request's entry in an index of nothing but requests under way
+    flies: bool = False  # counted among the requests under way as well

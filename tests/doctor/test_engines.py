@@ -272,7 +272,7 @@ async def test_an_engine_that_takes_the_prompt_and_never_answers() -> None:
     """It lists its models and is well, but its core is stuck."""
     async with cluster({"a": PLAIN}, controller=None) as site:
         site.fleet.engines["a"].state.faults.update({"stall_head_s": 60.0})
-        report = await visit({"endpoints": site.urls, **QUIET}, patience=Patience(exchange_s=3.0))
+        report = await visit({"endpoints": site.urls, **QUIET}, patience=Patience(exchange_s=1.0))
         site.fleet.engines["a"].state.faults.update({"reset": True})
     found = next(one for one in report.findings if one.check == "generate")
     assert found.severity is Severity.PROBLEM

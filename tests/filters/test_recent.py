@@ -47,7 +47,7 @@ def test_requests_of_which_little_is_known() -> None:
 def test_it_is_bounded_and_lets_prompts_go() -> None:
     """The oldest go first, and no prompt stays alive by it."""
     recent = RecentDecisions(limit=2)
-    before = sum(isinstance(each, InferenceRequest) for each in gc.get_objects())
+    before = sum(type(each) is InferenceRequest for each in gc.get_objects())
     for number in range(5):
         one = exchange()
         one.request_id = str(number)
@@ -55,7 +55,7 @@ def test_it_is_bounded_and_lets_prompts_go() -> None:
     del one
     assert [decision.request_id for decision in recent.latest()] == ["4", "3"]
     assert len(recent) == 2
-    assert sum(isinstance(each, InferenceRequest) for each in gc.get_objects()) == before
+    assert sum(type(each) is InferenceRequest for each in gc.get_objects()) == before
 
 
 def test_decisions_have_numbers() -> None:

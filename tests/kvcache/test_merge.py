@@ -71,7 +71,7 @@ def test_two_requests_in_flight_promise_together(local: LocalSources) -> None:
     assert overlaps(local) == {"a": Overlap(4096)}
     local.settle(second, prefilled=False)
     assert overlaps(local) == {}
-    assert local.in_flight.entries == 0
+    assert local.approximate.promises == 0
 
 
 def test_a_promise_survives_a_reload(local: LocalSources) -> None:
@@ -98,7 +98,7 @@ def test_without_events_nothing_is_kept_twice() -> None:
     """The index of requests under way costs nothing where no events are followed."""
     local = LocalSources(endpoints=1)
     local.route(A, HASHES)
-    assert local.in_flight.entries == 0
+    assert local.approximate.promises == 0
     assert overlaps(local) == {"a": Overlap(4096)}
 
 

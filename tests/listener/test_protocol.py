@@ -352,10 +352,10 @@ async def test_a_long_response_is_no_slow_head() -> None:
     """The head's timeout does not run while a response is on its way."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        await asyncio.sleep(1.1)
+        await asyncio.sleep(0.3)
         await echo(scope, receive, send)
 
-    async with serve(app, limits=ListenerLimits(head_timeout_s=1)) as url, connect(url) as client:
+    async with serve(app, limits=ListenerLimits(head_timeout_s=0.2)) as url, connect(url) as client:
         await client.send(GET)
         assert (await client.response())[0].startswith(b"http/1.1 200")
 
@@ -364,10 +364,10 @@ async def test_an_idle_connection_is_closed() -> None:
     """Without a word, once nothing came for the keep-alive time; a response that takes longer is not idle."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        await asyncio.sleep(1.1)
+        await asyncio.sleep(0.3)
         await echo(scope, receive, send)
 
-    async with serve(app, limits=ListenerLimits(keep_alive_s=1)) as url, connect(url) as client:
+    async with serve(app, limits=ListenerLimits(keep_alive_s=0.2)) as url, connect(url) as client:
         await client.send(GET)
         assert (await client.response())[0].startswith(b"http/1.1 200")
         assert await client.rest() == b""
@@ -375,12 +375,12 @@ async def test_an_idle_connection_is_closed() -> None:
 
 async def test_no_keep_alive_time_is_no_limit() -> None:
     """0 is none, as everywhere."""
-    limits = ListenerLimits(keep_alive_s=0.0, head_timeout_s=1)
+    limits = ListenerLimits(keep_alive_s=0.0, head_timeout_s=0.2)
     async with serve(echo, limits=limits) as url, connect(url) as client:
         for _ in range(2):
             await client.send(GET)
             assert (await client.response())[0].startswith(b"http/1.1 200")
-            await asyncio.sleep(1.1)
+            await asyncio.sleep(0.3)
 
 
 async def test_connections_over_the_bound_get_503() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from itertools import takewhile
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -27,6 +28,7 @@ class NaiveEndpoint:
         self.capacity = START_CAPACITY
         self.touched: dict[Path, int] = {}
         self.claims: dict[Path, set[int]] = {}
+        self.flights: dict[int, Path] = {}  # by number of the claim; whatever becomes of the blocks
 
     def drop(self, block: Path) -> None:
         del self.touched[block]
@@ -60,10 +62,12 @@ class ApproximateAgainstNaive(RuleBasedStateMachine):
         known.touched.update(dict.fromkeys(blocks_of(path), self.time))
         known.evict()
 
-    @rule(target=claims, endpoint=ENDPOINTS, path=PATHS)
-    def route(self, endpoint: EndpointId, path: Path) -> object:
-        claim = self.index.route(endpoint, chained(path))
+    @rule(target=claims, endpoint=ENDPOINTS, path=PATHS, flies=st.booleans())
+    def route(self, endpoint: EndpointId, path: Path, flies: bool) -> object:
+        claim = self.index.route(endpoint, chained(path), flies=flies)
         known = self.at(endpoint)
+        if flies:
+            known.flights[claim.number] = path
         new = [block for block in blocks_of(path) if block not in known.touched]
         assert claim.new_blocks == len(new)
         for block in blocks_of(path):
@@ -78,6 +82,7 @@ class ApproximateAgainstNaive(RuleBasedStateMachine):
         made, known, path = claim
         settled = made.holding is None
         self.index.confirm(made)
+        known.flights.pop(made.number, None)
         if not settled and self.naive.get(made.endpoint) is known:
             self.insert_naive(known, path)
 
@@ -86,6 +91,7 @@ class ApproximateAgainstNaive(RuleBasedStateMachine):
         made, known, path = claim
         settled = made.holding is None
         self.index.rollback(made)
+        known.flights.pop(made.number, None)
         if settled or self.naive.get(made.endpoint) is not known:
             return
         for block in blocks_of(path):
@@ -147,6 +153,11 @@ class ApproximateAgainstNaive(RuleBasedStateMachine):
         assert self.index.entries == sum(len(known.touched) for known in self.naive.values())
         for path in self.seen:
             assert self.index.lookup(chained(path)) == self.expected(path)
+            assert self.index.promised(chained(path)) == self.promised(path)
+        promises = [
+            {block for path in known.flights.values() for block in blocks_of(path)} for known in self.naive.values()
+        ]
+        assert self.index.promises == sum(map(len, promises))
         for endpoint, known in self.naive.items():
             assert self.index.blocks(endpoint) == len(known.touched) <= known.capacity
             self.check_recency(endpoint, known)
@@ -167,6 +178,15 @@ class ApproximateAgainstNaive(RuleBasedStateMachine):
     def than(touch: int) -> tuple[Callable[[int], bool], Callable[[int], bool]]:
         """Touched later, and at the same time; with a capacity this small every touch is a generation of its own."""
         return touch.__lt__, touch.__eq__
+
+    def promised(self, path: Path) -> dict[EndpointId, int]:
+        found = {}
+        for endpoint, known in self.naive.items():
+            flying = {block for flight in known.flights.values() for block in blocks_of(flight)}
+            depth = len([*takewhile(flying.__contains__, blocks_of(path))])
+            if depth:
+                found[endpoint] = depth
+        return found
 
     def expected(self, path: Path) -> dict[EndpointId, int]:
         found = {}
@@ -189,3 +209,18 @@ def test_empty_hashes_match_nobody() -> None:
     index.confirm(index.route(A, array("Q")))
     index.insert(A, array("Q"))
     assert (index.lookup(array("Q")), index.entries) == ({}, 0)
+
+
+def test_a_promise_outlives_what_is_believed() -> None:
+    """Contradicted, or evicted for want of room: what is under way will be there all the same."""
+    index = ApproximateIndex(capacity_blocks=4)
+    first, second = index.route(A, chained((1, 2, 3)), flies=True), index.route(A, chained((1, 2, 3)), flies=True)
+    index.contradict(A, chained((1, 2, 3)), 1)
+    index.insert(A, chained((2, 2, 2, 2)))
+    assert index.lookup(chained((1, 2, 3))) == {}
+    assert index.promised(chained((1, 2, 3))) == {A: 3}
+    index.rollback(first)
+    assert index.promised(chained((1, 2, 3))) == {A: 3}
+    index.rollback(second)
+    assert index.promised(chained((1, 2, 3))) == {}
+    assert index.runs == 1

@@ -461,12 +461,12 @@ async def test_silence_after_the_upload_times_out() -> None:
 
     async def slow_client() -> AsyncIterator[bytes]:
         yield b"a"
-        await asyncio.sleep(1.1)
+        await asyncio.sleep(0.3)
         yield b"b"
 
     async with scripted(say()) as upstream, UpstreamPool() as pool:
         with pytest.raises(FirstByteTimeout):
-            await post(pool, upstream.origin, slow_client(), timeouts=Timeouts(first_byte_s=1))
+            await post(pool, upstream.origin, slow_client(), timeouts=Timeouts(first_byte_s=0.2))
         assert upstream.peers[0].requests[0].endswith(b"1\r\nb\r\n0\r\n\r\n")
 
 
