@@ -103,6 +103,7 @@ async def _start_proxy(stack: AsyncExitStack, fleet: RunningFleet, policy: str, 
     proxy = await stack.enter_async_context(Proxy(config, rng=Random(_SEED)))
     ports = [port if stays and _free(port) else 0 for port in (config.listen.port, config.admin.port)]
     public = await stack.enter_async_context(Server(proxy, port=ports[0], drain_s=1.0))
+    proxy.public_url = public.url
     if not stays:
         return Place(public.url)
     admin = await stack.enter_async_context(Server(proxy.admin, port=ports[1], drain_s=1.0))
