@@ -44,7 +44,8 @@ LABELS: Mapping[str, str] = {
     "endpoint": "id of the endpoint",
     "index": "`approximate`, `in_flight`, `precise`, `hot` or `sessions` (hashes of chats, at most 64 MiB a cluster)",
     "kind": "which of a few kinds; the meaning of the metric names them",
-    "model": "a model that an endpoint declares, a route names or an engine lists (50 of these at most); else `other`",
+    "model": "a model that an endpoint declares, a route names or an engine lists (50 of these at most); else `other`, "
+    "as the first requests for a listed one are, until the engines were asked",
     "outcome": "how it ended",
     "policy": "name of the balancing policy",
     "queue": "which bounded place: `upstream` connections, `rate_limit` buckets, `kvcache_...` jobs, `receipts`, "

@@ -109,7 +109,7 @@ def test_nothing_answers(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = io.StringIO(), io.StringIO()
     refusing = httpx.MockTransport(lambda request: httpx.Response(401, json={"error": "no"}))
     assert reload_config(AdminAddress("http://127.0.0.1:1"), out=out, err=err, transport=refusing) == 1
-    assert "--token-file FILE" in err.getvalue()
+    assert "--token-file FILE, or KVPROXY_ADMIN_TOKEN" in err.getvalue()
 
 
 def decisions(*ids: str) -> httpx.MockTransport:
