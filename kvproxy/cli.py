@@ -264,7 +264,7 @@ def _drain(args: argparse.Namespace) -> int:
 
 
 def _add_reload(commands: _Commands[argparse.ArgumentParser]) -> None:
-    text = "have a running proxy read its configuration file anew"
+    text = "have a running proxy read its configuration file again"
     reload = commands.add_parser("reload", help=text, description=f"{text[0].upper()}{text[1:]}.")
     _admin_options(reload)
     reload.set_defaults(run=_reload)

@@ -60,7 +60,8 @@ def ask(client: httpx.Client, url: str, path: str, *, method: str = "GET") -> di
     except ValueError:
         raise AdminRefused(f"{url} is not an admin listener of kvproxy (--url)") from None
     if answer.status_code == 401:
-        raise AdminRefused("the admin listener wants a token, and this is not the one (--token-file FILE)")
+        how = f"--token-file FILE, or {TOKEN_VARIABLE}"
+        raise AdminRefused(f"the admin listener wants a token, and this is not the one ({how})")
     if not isinstance(data, dict):
         raise AdminRefused(f"{url} answers {answer.status_code} (--url)")
     if answer.status_code != 200:

@@ -58,16 +58,9 @@ def _print_receipts(found: list[Receipt], *, as_json: bool, out: TextIO, err: Te
 
 
 def _remembered(wanted: str, address: AdminAddress, transport: httpx.BaseTransport | None) -> dict[str, Any]:
-    """The newest decision with this id, with its candidates. Raises AdminRefused when the proxy does not know it."""
+    """The newest decision with this id. Raises AdminRefused when the proxy does not know it."""
     with address.client(transport=transport) as client:
         answer = ask(client, address.url, "/decisions?limit=1000")
-        found = _newest(answer, wanted, address)
-        with contextlib.suppress(AdminRefused):  # forgotten meanwhile: what the list said is enough
-            found |= ask(client, address.url, f"/decisions/{int(found['number'])}")
-    return found
-
-
-def _newest(answer: dict[str, Any], wanted: str, address: AdminAddress) -> dict[str, Any]:
     decisions = [one for one in answer.get("decisions", ()) if isinstance(one.get("request_id"), str)]
     exact = [one for one in decisions if one["request_id"] == wanted]
     starting = [one for one in decisions if one["request_id"].startswith(wanted)]
@@ -77,4 +70,13 @@ def _newest(answer: dict[str, Any], wanted: str, address: AdminAddress) -> dict[
     if not starting:
         raise AdminRefused(f"the proxy at {address.url} does not remember it (it keeps the last 1,000 requests)")
     found: dict[str, Any] = (exact or starting)[0]
-    return found
+    return _with_candidates(found, address, transport)
+
+
+def _with_candidates(
+    decision: dict[str, Any], address: AdminAddress, transport: httpx.BaseTransport | None
+) -> dict[str, Any]:
+    """The same decision with what each candidate would have cost, unless the proxy has forgotten it meanwhile."""
+    with address.client(transport=transport) as client, contextlib.suppress(AdminRefused):
+        return ask(client, address.url, f"/decisions/{decision['number']}")
+    return decision

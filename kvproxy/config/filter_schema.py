@@ -52,14 +52,14 @@ class ApiKey(Model):
     """One client's key."""
 
     name: Name
-    """Who it is; shown in logs and used as the tenant. Never the key itself."""
+    """Name of the client: shown in logs and used as the tenant. Never the key itself."""
     key: Secret
     """The bearer token, usually `${VARIABLE}`."""
     debug: bool = False
     """May ask with the router's `debug_header` what is cached where: other tenants' prompts show in that."""
     trusted: bool = False
     """Belongs to another proxy or scheduler of yours: fields and headers by which engines talk to each other
-    (`kv_transfer_params`, `bootstrap_*`, ranks) pass. From everybody else they are taken out."""
+    (`kv_transfer_params`, `bootstrap_*`, ranks) pass. From all other clients they are taken out."""
 
 
 class AuthSettings(Model):
@@ -119,7 +119,7 @@ class RouterSettings(Model):
     """Settings of `router`."""
 
     debug_header: str = "x-kvproxy-debug"
-    """A request that carries it gets `x-kvproxy-decision`; empty: nobody does."""
+    """A request that carries it gets `x-kvproxy-decision`; empty: no request does."""
     policy_header: str = Field(default="x-kvproxy-policy", min_length=1)
     """Names the balancing policy for one request, in clusters with `client_policies`. Never sent to an engine."""
     paths: PathList = ()

@@ -130,7 +130,7 @@ class Snapshot(Model):
     path: str = ""
     """File to keep, one for each proxy, in a folder the proxy may write to; empty: nothing is kept."""
     interval: Duration = Field(default=60.0, ge=1)
-    """How often it is written, besides at the end; a proxy that is killed loses this much."""
+    """How often it is written, besides at the end; a killed proxy loses at most this much of what it knew."""
     max_age: Duration = 3600.0
     """An older file is not used: the engines have evicted much of what it says."""
     max_bytes: Size = Field(default=64 * 1024 * 1024, ge=4096)

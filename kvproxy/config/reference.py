@@ -14,7 +14,7 @@ from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
 from kvproxy.config.fields import bare
-from kvproxy.config.schema import DEFAULT_FILTERS, FILTER_SETTINGS, Config, Model
+from kvproxy.config.schema import DEFAULT_FILTERS, FILTER_SETTINGS, Config, Model, PolicyName
 from kvproxy.config.values import parse_duration_s, parse_size_bytes
 
 _INTRODUCTION = f"""# Configuration reference
@@ -32,7 +32,8 @@ for editors.
 
 ## Notation
 
-- **Durations**: `50ms`, `2s`, `5m`, `1m30s`, or a number of seconds. **Sizes**: `64KiB`, `8MiB`, `1GB`, or bytes.
+- **Durations**: `50ms`, `2s`, `5m`, `1m30s`, `10 minutes`, or a number of seconds. **Sizes**: `64KiB`, `8MiB`, `1GB`,
+  or bytes.
 - **Environment**: `${{VAR}}` and `${{VAR:-default}}` in any value; `$$` is a dollar sign. They are replaced after the
   file was parsed, so a value can never change its structure. Inside `{{ }}` or `[ ]` put them in quotes.
 - **Secrets** are written `${{VAR}}`, or `{{file: /run/secrets/name}}`: the file's text without surrounding white space.
@@ -47,7 +48,8 @@ for editors.
 - **Filters**: a name, or `name: {{settings}}`. Without `filters` the chain is
   {", ".join(f"`{name}`" for name in DEFAULT_FILTERS)}.
 
-A Dubbo-go-Pixiu file is recognised by its shape and loads as it is; what is done otherwise is logged once at start.
+A Dubbo-go-Pixiu file is recognised by its shape and loads as it is, where all it uses exists here
+([migrating](migrating.md)); what is done otherwise is logged once at start.
 """
 
 
@@ -73,7 +75,10 @@ def _rows(model: type[Model], prefix: str) -> Iterator[tuple[str, str, str, str]
     for name, field in model.model_fields.items():
         path = prefix + name
         meaning = " ".join((field.description or "").split()).replace("|", "\\|")
-        yield f"`{path}`", _type(field), _default(field), meaning
+        kind = _type(field)
+        if name != "policy":  # which names them all
+            kind = kind.replace(_name(PolicyName), "a policy, as above")
+        yield f"`{path}`", kind, _default(field), meaning
         inner, suffix = _inner(field.annotation)
         if inner is not None:
             yield from _rows(inner, f"{path}{suffix}.")

@@ -195,7 +195,7 @@ class Metrics:
         )  # connecting, exact, degraded, approximate
 
     def _add_kvcache(self, r: CollectorRegistry) -> None:
-        """Who holds which prefix: what was asked, predicted, and true."""
+        """Which endpoints hold a prefix: what was asked, predicted, and true."""
         self.kv_facts_seconds = Histogram(
             "kvproxy_kvcache_facts_seconds", "Asking the indexes of the proxy itself about one prompt",
             buckets=LOCAL_BUCKETS_S, registry=r,
@@ -314,7 +314,7 @@ class Metrics:
 
     def _add_process(self, r: CollectorRegistry) -> None:
         """The process."""
-        self.reloads = Counter("kvproxy_reloads", "Configurations read anew while running", ["result"], registry=r)
+        self.reloads = Counter("kvproxy_reloads", "Configurations read again while running", ["result"], registry=r)
         for result in ("applied", "refused"):
             self.reloads.labels(result)
         self.build_info = Gauge("kvproxy_build_info", "1, with the version of kvproxy", ["version"], registry=r)

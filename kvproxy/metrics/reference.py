@@ -37,18 +37,19 @@ endpoints times a small constant. An endpoint that leaves takes its series along
 LABELS: Mapping[str, str] = {
     "action": "`pin`, `compress` or `evict`",
     "breaker": "what the breaker guards",
-    "by": "what is counted (`tokens` or `requests`), whose costs (`live` or `shadow`), or who says so (`engine`, "
+    "by": "what is counted (`tokens` or `requests`), whose costs (`live` or `shadow`), or by whose word (`engine`, "
     "`responses`, `prediction`)",
     "cluster": "name of the cluster in the configuration",
     "end": "`completed`, `engine_error`, `upstream_died`, `client_disconnected` or `local_reply`",
     "endpoint": "id of the endpoint",
-    "index": "`approximate`, `precise`, `hot` or `sessions` (hashes of chats, at most 64 MiB a cluster)",
+    "index": "`approximate`, `in_flight`, `precise`, `hot` or `sessions` (hashes of chats, at most 64 MiB a cluster)",
     "kind": "which of a few kinds; the meaning of the metric names them",
-    "model": "a model that an endpoint declares, a route names or an engine lists (50 of these at most); else `other`",
+    "model": "a model that an endpoint declares, a route names or an engine lists (50 of these at most); else `other`, "
+    "as the first requests for a listed one are, until the engines were asked",
     "outcome": "how it ended",
     "policy": "name of the balancing policy",
     "queue": "which bounded place: `upstream` connections, `rate_limit` buckets, `kvcache_...` jobs, `receipts`, "
-    "reservations (`picks`), client `connections`",
+    "reservations (`picks`), requests in a `router/CLUSTER` queue, client `connections`",
     "rank": "data-parallel rank of the engine",
     "reason": "why; a closed set of each metric",
     "result": "what became of it",

@@ -41,7 +41,7 @@ def explain(receipt: Receipt) -> str:
 
 
 def explain_decision(decision: Mapping[str, Any]) -> str:
-    """The same from what `/decisions/NUMBER` of a running proxy says (or `/decisions`, which has no candidates)."""
+    """The same from what a running proxy remembers: `/decisions/NUMBER`, with what each candidate would have cost."""
     said = {name: printable(str(value)) for name, value in decision.items() if value not in (None, "")}
     about = [f"{name} {said[name]}" for name in ("model", "tenant", "cluster") if name in said]
     lines = [f"Request {said['request_id']}, ended {said.get('ended_at', '?')}", f"  {', '.join(about) or 'request'}"]
@@ -52,7 +52,7 @@ def explain_decision(decision: Mapping[str, Any]) -> str:
     lines += ["", f"Sent to {said.get('endpoint', 'no endpoint')}"]
     if reason:
         lines.append(f"  policy {said.get('policy', '?')}, reason {reason}{meaning}")
-    lines += _candidates(decision)
+    lines += _remembered_candidates(decision)
     if "matched_tokens" in said and "endpoint" in said:
         lines.append(f"  Predicted: {said['matched_tokens']} of {said.get('prompt_tokens', '?')} tokens cached.")
     tries = int(decision.get("retries") or 0) + 1 if "endpoint" in said else 0
@@ -67,25 +67,11 @@ def explain_decision(decision: Mapping[str, Any]) -> str:
         lines.append(
             f"  cached by the engine's count: {said['cached_tokens']} of {said.get('prompt_tokens', '?')} tokens"
         )
-    lines += ["", "Every attempt, waits and loads are in receipts: `receipts: {path: receipts.jsonl}` keeps them."]
+    lines += [
+        "",
+        "Loads and waits of each endpoint are in receipts alone: `receipts: {path: receipts.jsonl}` keeps them.",
+    ]
     return "\n".join(lines)
-
-
-def _candidates(decision: Mapping[str, Any]) -> Iterator[str]:
-    """What the last pick chose among, the cheapest first; nothing when the proxy keeps none."""
-    rows: list[Sequence[str]] = []
-    for one in decision.get("candidates") or ():
-        age = one.get("age_s")
-        known = "-" if one.get("source") is None else printable(str(one["source"]))
-        rows.append((
-            ">" if one["endpoint"] == decision.get("endpoint") else "",
-            printable(str(one["endpoint"])),
-            "-" if one.get("cost") is None else f"{one['cost']:.4g}",
-            str(one.get("matched_tokens", "-")),
-            known if age is None else f"{known}, {age:.1f} s old",
-        ))  # fmt: skip
-    if rows:
-        yield from _table([("", "endpoint", "cost", "cached", "known from"), *rows])
 
 
 def _heading(receipt: Receipt) -> Iterator[str]:
@@ -199,6 +185,25 @@ def _seconds(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.2f} s" if value >= 1.0 else f"{1000 * value:.1f} ms"
+
+
+def _remembered_candidates(decision: Mapping[str, Any]) -> Iterator[str]:
+    candidates = decision.get("candidates") or ()
+    if not candidates:
+        return
+    rows = [("", "endpoint", "cost", "cached", "known from")]
+    for one in candidates:
+        source, age_s = one.get("source"), one.get("age_s")
+        rows.append(
+            (
+                ">" if one.get("endpoint") == decision.get("endpoint") else "",
+                printable(str(one.get("endpoint"))),
+                "-" if one.get("cost") is None else f"{one['cost']:.4g}",
+                str(one.get("matched_tokens", "-")),
+                "-" if source is None else f"{source}, {age_s or 0:.1f} s old",
+            )
+        )
+    yield from _table(rows)
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -109,19 +109,29 @@ def test_nothing_answers(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = io.StringIO(), io.StringIO()
     refusing = httpx.MockTransport(lambda request: httpx.Response(401, json={"error": "no"}))
     assert reload_config(AdminAddress("http://127.0.0.1:1"), out=out, err=err, transport=refusing) == 1
-    assert "--token-file FILE" in err.getvalue()
+    assert "--token-file FILE, or KVPROXY_ADMIN_TOKEN" in err.getvalue()
 
 
 def decisions(*ids: str) -> httpx.MockTransport:
     """A proxy that remembers these requests, the newest first."""
     listed = [
-        {"request_id": one, "number": 1, "ended_at": "2026-01-02T03:04:05.678+00:00",
-         "model": "m", "cluster": "default",
+        {"request_id": one, "ended_at": "2026-01-02T03:04:05.678+00:00", "model": "m", "cluster": "default",
          "endpoint": "a", "policy": "kv_aware", "reason": "overlap", "status": 200, "end": "completed", "retries": 1,
-         "prompt_tokens": 640, "matched_tokens": 512, "cached_tokens": 528, "ttft_s": 0.125, "duration_s": 1.5}
-        for one in ids
+         "prompt_tokens": 640, "matched_tokens": 512, "cached_tokens": 528, "ttft_s": 0.125, "duration_s": 1.5,
+         "number": number}
+        for number, one in enumerate(ids)
     ]  # fmt: skip
-    return httpx.MockTransport(lambda request: httpx.Response(200, json={"decisions": listed}))
+    candidates = [
+        {"endpoint": "a", "cost": 0.5, "matched_tokens": 512, "source": "precise", "age_s": 3.0},
+        {"endpoint": "b", "cost": 0.75, "matched_tokens": 0, "source": None, "age_s": None},
+    ]
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        number = request.url.path.removeprefix("/decisions").strip("/")
+        one = {"decisions": listed} if not number else {**listed[int(number)], "candidates": candidates}
+        return httpx.Response(200, json=one)
+
+    return httpx.MockTransport(answer)
 
 
 @pytest.fixture
@@ -140,45 +150,17 @@ def told(request_id: str, transport: httpx.BaseTransport, *, file: Path | None =
 
 @pytest.mark.usefixtures("folder")
 def test_explain_asks_the_proxy_where_there_are_no_receipts() -> None:
-    """As much as it remembers, and what would tell more; the 13 characters that the page shows are enough."""
+    """As much as it remembers, costs included, and what would tell more; the 13 characters that the page shows are
+    enough."""
     status, out, _ = told("046f774aa2bcd…", decisions("046f774aa2bcd15e11", "1234"))
     assert status == 0
     for said in ("Request 046f774aa2bcd15e11", "Sent to a", "reason overlap (no other endpoint holds more",
                  "Predicted: 512 of 640 tokens cached", "status 200, completed, after 2 attempts",
                  "cached by the engine's count: 528 of 640", "receipts: {path:"):  # fmt: skip
         assert said in out, said
-
-
-@pytest.mark.usefixtures("folder")
-def test_explain_shows_what_the_proxy_chose_among() -> None:
-    """A running proxy keeps the candidates too; a decision that is forgotten between two questions is told without."""
-    one = {"request_id": "046f", "number": 7, "endpoint": "a", "status": 200, "end": "completed"}
-    candidates = [
-        {"endpoint": "a", "cost": 0.02408, "matched_tokens": 512, "source": "approximate", "age_s": 3.0},
-        {"endpoint": "b", "cost": None, "matched_tokens": 0, "source": None, "age_s": None},
-    ]
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/decisions/7":
-            return httpx.Response(200, json={**one, "candidates": candidates})
-        return httpx.Response(200, json={"decisions": [one]})
-
-    status, out, _ = told("046f", httpx.MockTransport(answer))
-    assert status == 0
-    assert ">  a         0.02408  512     approximate, 3.0 s old" in out
-    assert "   b         -        0       -" in out
-    status, out, _ = told(
-        "046f",
-        httpx.MockTransport(
-            lambda request: (
-                httpx.Response(200, json={"decisions": [one]})
-                if request.url.path == "/decisions"
-                else httpx.Response(404, json={"error": "forgotten"})
-            )
-        ),
-    )
-    assert status == 0
-    assert "Sent to a" in out
+    rows = [line.split() for line in out.splitlines()]
+    assert [">", "a", "0.5", "512", "precise,", "3.0", "s", "old"] in rows
+    assert ["b", "0.75", "0", "-"] in rows
 
 
 @pytest.mark.usefixtures("folder")
