@@ -28,6 +28,7 @@ MAX_FRAMING_BYTES = 64 * 1024
 _CHUNK_FRAMING_BYTES = 16
 #: Connections beyond the bound that still get a 503; further ones are closed without a word.
 _REFUSED_POLITELY = 256
+_LARGE_HEAD = "the request head is too large"
 #: Header fields the listener looks at.
 _NOTED = frozenset({b"host", b"expect", b"transfer-encoding"})
 
@@ -89,9 +90,7 @@ class Protocol(HttpToolsProtocol):
         self._head_bytes += len(data)
         self._fair_bytes = 0
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            self._decline_upgrade(data[upgrade.args[0] :])
+            self._feed(data)
         except httptools.HttpParserError as error:
             self._reject(_status_of(error), _text_of(error))
         else:
@@ -103,8 +102,10 @@ class Protocol(HttpToolsProtocol):
                 if self._framing_bytes + framing > MAX_FRAMING_BYTES:
                     self._reject(HTTPStatus.BAD_REQUEST, f"over {MAX_FRAMING_BYTES} bytes that are no body in a body")
                 self._framing_bytes = max(0, framing) if self._fair_bytes else self._framing_bytes + framing
-            elif self._head_bytes > self._limits.max_head_bytes:
-                self._reject(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "the request head is too large")
+            else:
+                self._head_bytes = max(0, self._head_bytes - self._fair_bytes)  # without the messages before this head
+                if self._head_bytes > self._limits.max_head_bytes:
+                    self._reject(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _LARGE_HEAD)
 
     def on_message_begin(self) -> None:
         self.url = b""
@@ -143,7 +144,7 @@ class Protocol(HttpToolsProtocol):
         if head_bytes > min(limits.max_head_bytes, MAX_FRAMING_BYTES):  # of the head, or of what came with it
             head_bytes = self._head_size()
         if len(self.headers) > limits.max_headers or head_bytes > limits.max_head_bytes:
-            raise _Refused(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "the request head is too large")
+            raise _Refused(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _LARGE_HEAD)
         self._fair_bytes += head_bytes
         http_version = parser.get_http_version()
         if self._hosts != 1 and (self._hosts or http_version == "1.1"):
@@ -261,16 +262,25 @@ class Protocol(HttpToolsProtocol):
     def _head_size(self) -> int:
         return len(self.url) + 32 + sum(len(name) + len(value) + 4 for name, value in self.headers)
 
-    def _decline_upgrade(self, rest: bytes) -> None:
-        """Goes on as if nobody had asked for another protocol (RFC 9110 7.8); httptools alone would lose the body."""
-        method = self.parser.get_method()
-        if method == b"CONNECT":
-            self._reject(HTTPStatus.METHOD_NOT_ALLOWED, "this is not a forward proxy")
-            return
-        lines = [b"%b %b HTTP/1.1" % (method, self.url)]
-        lines += [b"%b: %b" % pair for pair in self.headers if pair[0] != b"upgrade"]
-        self.parser = httptools.HttpRequestParser(self)
-        self.data_received(b"\r\n".join([*lines, b"", rest]))
+    def _feed(self, data: bytes) -> None:
+        """Parses it. Goes on as if nobody had asked for another protocol (RFC 9110 7.8), as often as a client asks;
+        httptools alone would lose the body."""
+        rest = memoryview(data)
+        while True:
+            try:
+                self.parser.feed_data(rest)
+            except httptools.HttpParserUpgrade as upgrade:
+                rest = rest[upgrade.args[0] :]
+            else:
+                return
+            method = self.parser.get_method()
+            if method == b"CONNECT":
+                self._reject(HTTPStatus.METHOD_NOT_ALLOWED, "this is not a forward proxy")
+                return
+            lines = [b"%b %b HTTP/1.1" % (method, self.url)]
+            lines += [b"%b: %b" % pair for pair in self.headers if pair[0] != b"upgrade"]
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.feed_data(b"\r\n".join([*lines, b"", b""]))
 
     def _reject(self, status: HTTPStatus, message: str) -> None:
         """Answers and closes; with a response already on its way there is nothing left but to cut the connection."""

@@ -428,6 +428,16 @@ async def test_an_offer_to_upgrade_is_ignored(upgrade: bytes) -> None:
             assert (await client.response())[1] == b"POST /a? hello"
 
 
+@pytest.mark.parametrize("extra", [(), (b"connection: upgrade", b"upgrade: x")], ids=["plain", "upgrade"])
+async def test_many_requests_in_one_packet_are_answered(extra: tuple[bytes, ...]) -> None:
+    """The bound on a head is for one head; an offer to upgrade is another turn of a loop, not a deeper call."""
+    many = 3000
+    async with serve(echo) as url, connect(url) as client:
+        await client.send(post(b"hello", *extra) * many)
+        for _ in range(many):
+            assert (await client.response())[1] == b"POST /a? hello"
+
+
 async def test_connect_is_refused() -> None:
     """This is not a forward proxy."""
     async with serve(echo) as url, connect(url) as client:
