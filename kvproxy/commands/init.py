@@ -61,7 +61,8 @@ def run(options: InitOptions, *, stdin: TextIO, out: TextIO, err: TextIO) -> int
     if options.output.exists() and not options.force:
         replace = answers.text(f"{options.output} exists. Replace it? y or n", "n")
         if replace.casefold() not in ("y", "yes"):
-            print(f"kvproxy init: {options.output} exists and stays as it is (--force replaces it)", file=err)
+            how = "--force replaces it, -o FILE writes another"
+            print(f"kvproxy init: {options.output} exists and stays as it is ({how})", file=err)
             return 1
     given = options.engines or answers.text("Engines, as URLs with spaces between", _DEFAULT_ENGINE).split()
     engines = dict(_engines(given))

@@ -63,7 +63,7 @@ class Learning:
                 self._compare(gathered, endpoint, result.request_id, predicted, cached)
         if claim is not None:
             local.settle(claim, prefilled=result.prefilled)
-        if endpoint is not None and result.prefilled and (claim is None or lost):  # routed by somebody else
+        if endpoint is not None and result.prefilled and (claim is None or lost):  # routed elsewhere
             local.approximate.insert(endpoint, gathered.hashes)
         if result.prompt_tokens is not None and result.prefilled:
             self._ratios.observe(gathered.model, gathered.prompt_bytes, result.prompt_tokens)

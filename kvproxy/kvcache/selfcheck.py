@@ -1,4 +1,4 @@
-"""Says why lookups stay empty, before anybody has to wonder: once at the start, and when the engines contradict."""
+"""Says why lookups stay empty: once at the start, and when the engines contradict."""
 
 from __future__ import annotations
 

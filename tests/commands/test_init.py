@@ -59,7 +59,9 @@ def test_a_file_that_is_there_stays(tmp_path: Path) -> None:
     """Unless it may be replaced: by the option, or by a word at the terminal."""
     file = tmp_path / "config.yaml"
     file.write_text("mine")
-    assert init(InitOptions([GONE], output=file))[0] == 1
+    status, _, err = init(InitOptions([GONE], output=file))
+    assert status == 1
+    assert "-o FILE writes another" in err
     assert init(InitOptions([GONE], output=file), "n\n")[0] == 1
     assert file.read_text() == "mine"
     assert init(InitOptions([GONE], output=file), "y\n\n\n")[0] == 0
