@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import re
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from kvproxy.config.address import is_loopback
 from kvproxy.errors import Problem
 
 #: Health is asked for by load balancers, which carry no token; the page itself holds nothing but its own text.
-_OPEN_PATHS = frozenset({"/healthz", "/readyz", *FILES})
+_HEALTH_PATHS = frozenset({"/healthz", "/readyz"})
+_OPEN_PATHS = _HEALTH_PATHS | FILES.keys()
 _CHANGING = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 _HOST = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]]*))(?::\d+)?")
 
@@ -38,11 +40,15 @@ class Access:
     Without a token the `Host` must be an address or `localhost`: a page that made its own name resolve here (DNS
     rebinding) is as foreign as any other. Changes must be JSON, which a browser's form cannot send, and must not come
     from another origin. `token` is asked for every request, so that a reload may change it.
+
+    What is read here takes milliseconds to put together, so one such request is let in a turn of the event loop:
+    however many pages and scrapers ask at once, clients' requests go on between them. Health is never kept waiting.
     """
 
     def __init__(self, app: ASGIApp, *, token: Callable[[], SecretStr | None]) -> None:
         self._app = app
         self._token = token
+        self._turn = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -56,6 +62,9 @@ class Access:
 
         refusal = self._refusal(scope)
         if refusal is None:
+            if scope["method"] == "GET" and scope["path"] not in _HEALTH_PATHS:
+                async with self._turn:
+                    await asyncio.sleep(0)
             await self._app(scope, receive, marked)
             return
         status, problem = refusal

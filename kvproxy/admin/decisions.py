@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from datetime import timedelta
 from itertools import islice
 from operator import itemgetter
@@ -18,6 +19,7 @@ from kvproxy.filters.exchange import RESULTS
 from kvproxy.filters.recent import Decision
 
 MAX_LIMIT = 1000
+_NUMBER = re.compile(r"[0-9]{1,18}")
 
 
 def last_decisions(operated: Operated, limit: int, *, result: str = "") -> list[dict[str, object]]:
@@ -84,7 +86,7 @@ class DecisionRoutes:
         """Their paths."""
         return [
             Route("/decisions", self._decisions, methods=["GET"]),
-            Route("/decisions/{number:int}", self._decision, methods=["GET"]),
+            Route("/decisions/{number}", self._decision, methods=["GET"]),
         ]
 
     async def _decisions(self, request: Request) -> Response:
@@ -94,7 +96,8 @@ class DecisionRoutes:
         return reply({"decisions": last_decisions(self._operated, limit, result=result)})
 
     async def _decision(self, request: Request) -> Response:
-        decision = self._operated.recent.numbered(request.path_params["number"])
+        number: str = request.path_params["number"]
+        decision = self._operated.recent.numbered(int(number)) if _NUMBER.fullmatch(number) else None
         if decision is None:
             fix = f"the last {MAX_LIMIT} are kept; receipts keep more (docs/receipts.md)"
             raise Refused(404, Problem("number", "this decision is not kept any more", fix))

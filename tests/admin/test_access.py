@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import httpx
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
+from kvproxy.admin.access import Access
 from kvproxy.listener.server import Server
 from tests.admin.support import admin_of, problems_of, proxy_of
+from tests.support.asgi import http_scope
 
 TOKEN = {"admin": {"token": "s3cret"}}
 
@@ -52,6 +57,35 @@ async def test_addresses_are_nobody_elses(host: str) -> None:
     """Literal addresses and localhost cannot be rebound."""
     async with admin_of(proxy_of(), host=host) as client:
         assert (await client.get("/live")).status_code == 200
+
+
+async def test_one_page_is_put_together_in_a_turn_of_the_loop() -> None:
+    """However many ask at once, clients' requests go on between them; health waits for none of them."""
+    turn = 0
+    turns: dict[str, list[int]] = {"/live": [], "/healthz": []}
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        turns[scope["path"]].append(turn)
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    async def receive() -> Message:
+        raise AssertionError("nothing is to be read")
+
+    async def send(message: Message) -> None:
+        raise AssertionError("nothing is to be refused")
+
+    access = Access(app, token=lambda: None)
+    counting = asyncio.create_task(count_turns())
+    scopes = [http_scope(path, headers=[(b"host", b"127.0.0.1")]) for path in turns for _ in range(9)]
+    await asyncio.gather(*(access(scope, receive, send) for scope in scopes))
+    counting.cancel()
+    assert len(set(turns["/live"])) == 9
+    assert len(set(turns["/healthz"])) == 1
 
 
 async def test_any_name_with_the_token() -> None:

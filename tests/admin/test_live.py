@@ -233,8 +233,10 @@ async def test_one_decision_with_its_candidates() -> None:
             newest = (await client.get("/decisions", params={"limit": 1})).json()["decisions"][0]
             one = (await client.get(f"/decisions/{newest['number']}")).json()
             gone = await client.get("/decisions/99")
+            never = [await client.get(f"/decisions/{number}") for number in ("x", "-1", "9" * 5000)]
             failed = (await client.get("/decisions", params={"result": "failed"})).json()["decisions"]
             wrong = await client.get("/decisions", params={"result": "bad"})
+    assert [answer.status_code for answer in never] == [404, 404, 404]
     first, second = one["candidates"]
     assert (one["number"], one["request_id"], one["result"]) == (2, newest["request_id"], "ok")
     assert {first["endpoint"], second["endpoint"]} == {"a", "b"}
