@@ -193,7 +193,7 @@ async def test_a_body_that_does_not_arrive_gets_408() -> None:
 
 async def test_reads_time_out_one_by_one() -> None:
     """One timer serves all reads, and each read has its own full time."""
-    reader = BodyReader(limit_bytes=10, timeout_s=0.02, held=HeldBodies(100))
+    reader = BodyReader(limit_bytes=10, timeout_s=0.5, held=HeldBodies(100))
     silence = asyncio.Event()
 
     async def receive() -> Message:
@@ -206,7 +206,7 @@ async def test_reads_time_out_one_by_one() -> None:
         return task
 
     first = await start()
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0.25)
     second, third = await start(), await start()
     with pytest.raises(BodyTooSlow):
         await first

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvproxy.kvcache.gathered import Result
+from kvproxy.kvcache.selfcheck import PATIENCE_S
 from tests.kvcache.support import (
     NOWHERE,
     A,
@@ -22,6 +23,7 @@ from tests.kvcache.support import (
     words,
     world,
 )
+from tests.support.clock import FakeClock
 
 TURN = long_text("w")
 ROUTED_TO_A = {"cluster": "default", "endpoint": "a", "source": "approximate"}
@@ -191,10 +193,11 @@ async def test_a_completions_text_is_tokenized() -> None:
         assert gathered.preferred == A
 
 
-async def test_reuse_that_no_lookup_ever_named_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    """The run-time check of hash seeds and chunk sizes."""
-    async with world({"a": engine()}, controller(nobody)) as service:
+async def test_reuse_that_no_lookup_ever_named_is_said(clock: FakeClock, caplog: pytest.LogCaptureFixture) -> None:
+    """The run-time check of hash seeds and chunk sizes, once it has been so for a while."""
+    async with world({"a": engine()}, controller(nobody), clock=clock) as service:
         for number in range(4):
+            clock.advance(PATIENCE_S / 2)
             gathered = await service.ask(chat(long_text(f"w{number}-")))
             service.kv.finished(gathered, Result(A, True, cached_tokens=512))
     assert caplog.text.count("that LMCache's lookup has never named") == 1
