@@ -54,7 +54,7 @@ def ask(client: httpx.Client, url: str, path: str, *, method: str = "GET") -> di
     except (httpx.InvalidURL, httpx.UnsupportedProtocol):
         raise AdminRefused(f"{url} is no URL like http://127.0.0.1:8889 (--url)") from None
     except httpx.HTTPError as error:
-        why = error or type(error).__name__
+        why = str(error) or type(error).__name__
         raise AdminRefused(f"nothing answers at {url} ({why}): is it the admin listener?") from None
     except ValueError:
         raise AdminRefused(f"{url} is not an admin listener of kvproxy (--url)") from None
