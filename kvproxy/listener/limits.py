@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvproxy.config import schema
+from kvproxy.listener.linger import SILENCE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class ListenerLimits:
     """A connection without a request is closed after this long (longer than clients keep theirs)."""
     stall_timeout_s: float = 120.0
     """A client that takes no byte of its response for this long is gone."""
+    linger_s: float = SILENCE_S
+    """A client that has its last answer and sends no byte of an unread body for this long is gone; never 0."""
 
     @classmethod
     def from_config(cls, limits: schema.Limits) -> ListenerLimits:

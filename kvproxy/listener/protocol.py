@@ -303,7 +303,7 @@ class Protocol(HttpToolsProtocol):
         if not unread or (ends_by_close and not transport.can_write_eof()):
             transport.close()
         elif self._linger is None:
-            self._linger = Linger(transport, self.loop)
+            self._linger = Linger(transport, self.loop, silence_s=self._limits.linger_s)
 
     def shutdown(self) -> None:
         if self._linger is not None:

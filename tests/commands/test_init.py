@@ -6,6 +6,8 @@ import io
 from pathlib import Path
 
 import pytest
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
 from kvproxy.commands.init import InitOptions, run
 from kvproxy.commands.init_file import config_text
@@ -14,6 +16,7 @@ from kvproxy.config.load import load_file, load_text
 from kvproxy.errors import ConfigError
 from kvproxy.simulator.kv_event_publisher import PublisherSettings
 from tests.kvcache.fleet import simulated
+from tests.support.loopback import serve
 
 GONE = "http://127.0.0.1:1"
 
@@ -130,3 +133,22 @@ async def test_an_engine_that_does_not_answer_is_said_in_words() -> None:
     """Not by the name of an exception."""
     seen, _ = await look({"b": GONE}, "")
     assert seen[0].trouble == "no answer on /v1/models (it cannot be connected to)"
+
+
+async def test_engines_of_all_kinds_are_looked_at() -> None:
+    """One without events and health, one that breaks off there, and an LMCache that is none."""
+
+    async def engine(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/v1/models":
+            answer = JSONResponse({"object": "list", "data": [{"id": "tiny", "object": "model"}]})
+        else:
+            answer = JSONResponse({"error": "no"}, status_code=500)
+        await answer(scope, receive, send)
+
+    async with serve(engine) as url:
+        (seen, absent), controller = await look({"a": url, "b": "http://127.0.0.1:1"}, url)
+    assert (seen.models, seen.health_path, seen.events) == (("tiny",), "/v1/models", False)
+    assert "no answer on /v1/models" in absent.trouble
+    assert controller is not None
+    assert controller.trouble in controller.words()
+    assert controller.trouble

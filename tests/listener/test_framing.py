@@ -256,7 +256,7 @@ async def test_a_refusal_by_the_listener_is_not_lost_either() -> None:
 
 async def test_a_lingering_connection_does_not_stay() -> None:
     """A client that neither reads nor leaves is let go after a silence, and one that leaves at once."""
-    async with Server(refuse) as server:
+    async with Server(refuse, limits=ListenerLimits(linger_s=0.2)) as server:
         for leaves in (True, False):
             async with connect(server.url) as client:
                 await client.send(b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 9\r\n\r\nx")
