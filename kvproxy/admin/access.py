@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import re
 from collections.abc import Callable
 
 from pydantic import SecretStr
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvproxy.admin.page import FILES
@@ -65,7 +67,8 @@ class Access:
             if scope["method"] == "GET" and scope["path"] not in _HEALTH_PATHS:
                 async with self._turn:
                     await asyncio.sleep(0)
-            await self._app(scope, receive, marked)
+            with contextlib.suppress(ClientDisconnect):  # it left in its upload: there is nobody to answer
+                await self._app(scope, receive, marked)
             return
         status, problem = refusal
         headers = {"www-authenticate": "Bearer"} if status == 401 else None

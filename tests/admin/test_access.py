@@ -88,6 +88,19 @@ async def test_one_page_is_put_together_in_a_turn_of_the_loop() -> None:
     assert len(set(turns["/healthz"])) == 1
 
 
+async def test_a_client_that_leaves_in_its_upload_is_no_error() -> None:
+    """Nothing raises, so nothing is logged as a fault of ours."""
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        """Reaches nobody."""
+
+    headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json"), (b"content-length", b"9")]
+    await proxy_of().admin(http_scope("/pick", method="POST", headers=headers), receive, send)
+
+
 async def test_any_name_with_the_token() -> None:
     """Whoever knows it needs no further proof."""
     async with admin_of(proxy_of(**TOKEN), host="kvproxy.internal", authorization="Bearer s3cret") as client:

@@ -184,6 +184,7 @@ class StreamFollower:
                 if first:
                     self._check_first(seq, frames)
                     first = self._replay_empty = False
+                await self._breathe(_MESSAGE_COST_BLOCKS)  # also for what is known already, or follows a hole
                 whole = whole and await self._take_replayed(seq, frames)
         if first and self._position.applied not in (None, -1):
             raise BadResponse("kv events: the engine knows fewer batches than were applied")

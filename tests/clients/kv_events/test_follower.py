@@ -599,6 +599,32 @@ async def test_a_batch_of_too_many_events_is_refused_unread() -> None:
     assert stream.pauses >= 1
 
 
+class RepeatsItself(Engine):
+    """Replays everything whatever it is asked for, save for `missing`."""
+
+    missing: frozenset[int] = frozenset()
+
+    async def replay(self, start: int) -> AsyncGenerator[list[bytes], None]:
+        self.holes = set(self.missing)
+        async for message in super().replay(0):
+            yield message
+
+
+@pytest.mark.parametrize("missing", [frozenset[int](), frozenset({1})], ids=["known", "after a hole"])
+async def test_replayed_batches_that_are_not_taken_pause_as_well(missing: frozenset[int]) -> None:
+    """Those that were applied before, and those after a hole, however many wait in the socket."""
+    engine = RepeatsItself()
+    stream = Stream(engine, slice_blocks=100)
+    await stream.connect()
+    history = [engine.publish(stored(n)) for n in range(1000)]
+    for message in history[: 1 if missing else None]:
+        await stream.follower.on_message(message)
+    engine.missing = missing
+    stream.pauses = 0
+    await stream.connect()
+    assert stream.pauses >= 50
+
+
 async def test_batches_that_cannot_be_read_pause_as_well() -> None:
     """However many come in a row."""
     stream = Stream(Engine())
