@@ -47,6 +47,7 @@ class AccessLogFilter:
         self._rng = rng
         self._lines = LineBatch(logging.getLogger(LOGGER)) if lines is None else lines
         self._word = lru_cache(_REMEMBERED_WORDS)(printable)
+        self._time, self._time_ends_at = "", float("-inf")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -79,7 +80,14 @@ class AccessLogFilter:
     def _written(self, line: Mapping[str, Value]) -> str:
         if self._json:
             return as_json(line, self._wall_clock())
-        return console_line(stamp(self._wall_clock()), "INFO", as_text(line)) if self._stamped else as_text(line)
+        return console_line(self._now(), "INFO", as_text(line)) if self._stamped else as_text(line)
+
+    def _now(self) -> str:
+        """The time as text, worked out once for all lines of a millisecond."""
+        now = self._clock()
+        if now >= self._time_ends_at:
+            self._time, self._time_ends_at = stamp(self._wall_clock()), now + 0.001
+        return self._time
 
 
 class _Response:

@@ -122,34 +122,31 @@ class Forwarding:
     async def run(self) -> None:
         """Attempt, and attempt again, within the attempts, the retry budget and what may safely be sent twice."""
         self._task = asyncio.current_task()
+        shared, cluster = self._shared, self._cluster
+        shared.budget.request(shared.clock())
         try:
-            await self._run()
+            while True:
+                if cluster.room is None or self._exchange.outcome.attempts:
+                    pick = cluster.pick(self._pick_request(), now=shared.clock())
+                else:
+                    pick = await self._pick_in(cluster.room)
+                if pick is None:
+                    pause_s = self._earlier.next_round() if self._earlier is not None else None
+                    if pause_s is None:
+                        raise GaveUp(self._last if self._exchange.outcome.attempts else self._refusal())
+                else:
+                    self._note(pick)
+                    verdict = await self._attempt(pick)
+                    if verdict is _Next.DELIVERED:
+                        return
+                    pause_s = self._count_failed(pick.endpoint) if verdict is _Next.RETRY else None
+                    if pause_s is None:
+                        raise GaveUp(self._last)
+                if pause_s:
+                    await asyncio.sleep(pause_s)
         finally:
             if self._suspects:
                 self._blame_suspects()
-
-    async def _run(self) -> None:
-        shared, cluster = self._shared, self._cluster
-        shared.budget.request(shared.clock())
-        while True:
-            if cluster.room is None or self._exchange.outcome.attempts:
-                pick = cluster.pick(self._pick_request(), now=shared.clock())
-            else:
-                pick = await self._pick_in(cluster.room)
-            if pick is None:
-                pause_s = self._earlier.next_round() if self._earlier is not None else None
-                if pause_s is None:
-                    raise GaveUp(self._last if self._exchange.outcome.attempts else self._refusal())
-            else:
-                self._note(pick)
-                verdict = await self._attempt(pick)
-                if verdict is _Next.DELIVERED:
-                    return
-                pause_s = self._count_failed(pick.endpoint) if verdict is _Next.RETRY else None
-                if pause_s is None:
-                    raise GaveUp(self._last)
-            if pause_s:
-                await asyncio.sleep(pause_s)
 
     async def _pick_in(self, room: WaitingRoom) -> Pick | None:
         """The first attempt may have to wait for its turn; whoever was let in once does not queue again."""

@@ -207,8 +207,9 @@ class RouterFilter:
         )
         watcher = DisconnectWatcher(scope, receive, self._arming)
         try:
-            await body.begin(whole=lambda start: parts.guard.looks_at(start, exchange, received))
-            if body.whole is not None:
+            if not body.consumed:
+                await body.begin(whole=lambda start: parts.guard.looks_at(start, exchange, received))
+            if body.whole is not None and (target.upstream_model or not parts.guard.passes(body.whole, exchange)):
                 body.whole = await self._as_engines_get_it(body.whole, exchange, target, received)
             if body.consumed:
                 watcher.arm()
