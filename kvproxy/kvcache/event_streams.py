@@ -15,6 +15,7 @@ from typing import Self
 import zmq.asyncio
 
 from kvproxy.clients.kv_events.events import BlockStored, KvEvent
+from kvproxy.clients.kv_events.sockets import ReplayMemory
 from kvproxy.clients.kv_events.source import KvEventSource, stated_sources
 from kvproxy.clients.kv_events.status import StreamState, StreamStatus
 from kvproxy.clients.kv_events.subscriber import KvEventSubscriber
@@ -124,6 +125,7 @@ class EventStreams(OwnedTask):
         self._streams: dict[Endpoint, tuple[str, AsyncExitStack, tuple[KvEventSubscriber, ...]]] = {}
         self._without: set[Endpoint] = set()
         self._context: zmq.asyncio.Context | None = None
+        self._replay_memory = ReplayMemory()
 
     async def __aenter__(self) -> Self:
         # Takes a while: not when the first event comes, and not while a reload serves requests.
@@ -208,6 +210,7 @@ class EventStreams(OwnedTask):
             metrics=self._metrics,
             clock=self._clock,
             wall_clock=self._wall_clock,
+            replay_memory=self._replay_memory,
         )
 
     async def _end(self, endpoint: Endpoint) -> None:

@@ -187,6 +187,10 @@ class Metrics:
         self.kv_event_gaps = Counter(
             "kvproxy_kv_event_gaps", "Breaks in the numbering", ["endpoint", "outcome"], registry=r
         )  # filled, lost, restart
+        self.kv_event_behind = Counter(
+            "kvproxy_kv_event_behind", "Times a stream brought batches faster than they were applied",
+            ["endpoint"], registry=r,
+        )  # fmt: skip
         self.kv_event_lag = Gauge(
             "kvproxy_kv_event_lag_seconds", "Published to applied, last batch", ["endpoint", "rank"], registry=r
         )

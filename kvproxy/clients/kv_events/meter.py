@@ -20,6 +20,7 @@ class StreamMeter:
         self._wall_clock = wall_clock
         self._stored = metrics.kv_event_blocks.labels(endpoint, "stored")
         self._removed = metrics.kv_event_blocks.labels(endpoint, "removed")
+        self._behind = metrics.kv_event_behind.labels(endpoint)
         self._lag = metrics.kv_event_lag.labels(endpoint, self._rank)
 
     def batch(self, outcome: str) -> None:
@@ -40,6 +41,10 @@ class StreamMeter:
     def gap(self, outcome: str) -> None:
         """A break in the numbering: filled, lost, or a restart of the engine."""
         self._metrics.kv_event_gaps.labels(self._endpoint, outcome).inc()
+
+    def behind(self) -> None:
+        """Batches come faster than they are applied."""
+        self._behind.inc()
 
     def lag(self, published_at: float) -> None:
         """Seconds from publishing to having applied; includes the clocks' difference between the hosts."""

@@ -30,6 +30,7 @@ class StreamReason(StrEnum):
     LOST_EVENTS = "lost_events"  # a gap that replay could not fill
     REPLAY_FAILED = "replay_failed"  # will be tried again
     MALFORMED = "malformed"  # an event could not be read
+    BEHIND = "behind"  # batches come faster than they are applied: what is known is old
     SILENT = "silent"  # the engine prefills, but publishes nothing
     FAILED = "failed"  # the subscription or its consumer raised; both start over
 
@@ -61,6 +62,7 @@ class StreamHealth:
         self._connected = False
         self._synchronised = False
         self._failed = False
+        self._behind = False
         self._missing: StreamReason | None = None
         self._unanswered_since: float | None = None
         self._unanswered_blocks = 0
@@ -75,7 +77,7 @@ class StreamHealth:
 
     def disconnected(self) -> None:
         """The connection is gone: what is known grows stale."""
-        self._connected = self._synchronised = False
+        self._connected = self._synchronised = self._behind = False
         self._settle()
 
     def synchronised(self, missing: StreamReason | None) -> None:
@@ -87,7 +89,7 @@ class StreamHealth:
 
     def failed(self) -> None:
         """The subscription ended by an error; nothing applied so far counts."""
-        self._connected = self._synchronised = False
+        self._connected = self._synchronised = self._behind = False
         self._failed = True
         self._settle()
 
@@ -95,6 +97,12 @@ class StreamHealth:
         """What of the history is not known has changed."""
         self._missing = missing
         self._settle()
+
+    def fell_behind(self, behind: bool) -> None:
+        """Whether batches come faster than they are applied."""
+        if behind is not self._behind:
+            self._behind = behind
+            self._settle()
 
     def heard(self) -> None:
         """A batch arrived."""
@@ -140,4 +148,6 @@ class StreamHealth:
             return StreamStatus(StreamState.CONNECTING, StreamReason.SYNCHRONISING)
         if self._missing is not None:
             return StreamStatus(StreamState.DEGRADED, self._missing)
+        if self._behind:
+            return StreamStatus(StreamState.DEGRADED, StreamReason.BEHIND)
         return StreamStatus(StreamState.EXACT, StreamReason.FOLLOWING)

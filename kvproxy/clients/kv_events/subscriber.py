@@ -14,7 +14,7 @@ import zmq.asyncio
 from kvproxy.clients.kv_events.events import KvEvent
 from kvproxy.clients.kv_events.follower import StreamFollower
 from kvproxy.clients.kv_events.meter import StreamMeter
-from kvproxy.clients.kv_events.sockets import QUEUED_BATCHES, Subscription, replayed
+from kvproxy.clients.kv_events.sockets import ReplayMemory, Subscription, replayed
 from kvproxy.clients.kv_events.source import KvEventSource
 from kvproxy.clients.kv_events.status import StreamHealth, StreamState, StreamStatus
 from kvproxy.metrics.catalog import Metrics
@@ -24,6 +24,12 @@ from kvproxy.types import Clock, EndpointId
 log = logging.getLogger(__name__)
 
 _BACKOFF_S, _BACKOFF_MAX_S = 1.0, 30.0
+
+#: Batches applied before the connection is looked at again.
+_DRAINED_AT_ONCE = 2000
+
+#: A stream that brought so many bytes without a moment in which all of them were applied is behind.
+BEHIND_BYTES = 64 << 20
 
 
 class KvEventConsumer(Protocol):
@@ -46,7 +52,8 @@ class KvEventSubscriber(OwnedTask):
     """One stream. An async context manager: inside it a task subscribes, reconnects, replays and applies.
 
     `wall_clock` gives seconds since the epoch, to tell the lag. `block_tokens` (any size not below the engine's) and
-    `silence_s` decide when an engine that prefills without publishing counts as silent.
+    `silence_s` decide when an engine that prefills without publishing counts as silent. `replay_memory` bounds what
+    replays hold, together with those of other streams that share it.
     """
 
     def __init__(
@@ -64,6 +71,7 @@ class KvEventSubscriber(OwnedTask):
         silence_s: float = 30.0,
         block_tokens: int = 128,
         retry_s: float = _BACKOFF_S,
+        replay_memory: ReplayMemory | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.source = source
@@ -71,6 +79,8 @@ class KvEventSubscriber(OwnedTask):
         self._context = context
         self._replay_timeout_s = replay_timeout_s
         self._retry_s = retry_s
+        self._replay_memory = replay_memory
+        self._unbroken_bytes = 0  # since all that had come was applied
         self._clock = clock
         self._meter = StreamMeter(metrics, endpoint, source.dp_rank, wall_clock=wall_clock)
         self._health = StreamHealth(
@@ -129,6 +139,7 @@ class KvEventSubscriber(OwnedTask):
     async def _follow(self) -> None:
         """Serves one subscription; ends only by an error."""
         subscription = Subscription(self._context, self.source)
+        self._unbroken_bytes = 0
         retry_at: float | None = None
         pause_s = self._retry_s
         try:
@@ -151,20 +162,30 @@ class KvEventSubscriber(OwnedTask):
             if up:
                 self._health.connected()
             else:
+                self._unbroken_bytes = 0
                 self._health.disconnected()
         return True in changes and changes[-1]
 
     async def _drain(self, subscription: Subscription) -> None:
-        for _ in range(QUEUED_BATCHES):
+        for _ in range(_DRAINED_AT_ONCE):
             frames = subscription.message()
             if frames is None:
+                self._unbroken_bytes = 0
+                self._health.fell_behind(False)
                 return
+            before = self._unbroken_bytes
+            self._unbroken_bytes += sum(map(len, frames))
+            if before <= BEHIND_BYTES < self._unbroken_bytes:
+                self._meter.behind()
+                self._health.fell_behind(True)
             await self._follower.on_message(frames)
 
     def _replay(self, start: int) -> AsyncGenerator[list[bytes], None]:
         address = self.source.replay_endpoint
         assert address is not None
-        return replayed(self._context, address, start, idle_timeout_s=self._replay_timeout_s)
+        return replayed(
+            self._context, address, start, idle_timeout_s=self._replay_timeout_s, memory=self._replay_memory
+        )
 
     def _state_changed(self, status: StreamStatus) -> None:
         self._meter.state(status)
