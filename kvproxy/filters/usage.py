@@ -13,7 +13,7 @@ _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)] | None
 
 #: So many places that look like one are tried, and so many bytes behind them read, in one answer.
 _MAX_PLACES = 256
-_MAX_READ_BYTES = 128 * 1024
+_MAX_READ_BYTES = 64 * 1024
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 
 
@@ -128,16 +128,17 @@ def _last(tail: bytes, name: bytes) -> _Usage | None:
 def _counts_at_top(rest: bytes, *, wraps: bool) -> _Usage | None:
     """The counts that `rest`, the end of an answer, begins with: whatever was before, it is whole again with one brace
     before it only if they are at the top, and with two only if they are one level down."""
+    if wraps:
+        try:
+            response = _wrapped.decode(b'{"response":{' + rest).response
+        except _INVALID:
+            pass
+        else:
+            return None if response is None else response.counts()
     try:
         return _answer.decode(b"{" + rest).counts()
     except _INVALID:
-        if not wraps:
-            return None
-    try:
-        response = _wrapped.decode(b'{"response":{' + rest).response
-    except _INVALID:
         return None
-    return None if response is None else response.counts()
 
 
 def _started(head: bytes) -> _Usage | None:
