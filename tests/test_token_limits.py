@@ -69,3 +69,50 @@ async def test_an_answer_without_usage_is_charged_by_bytes_and_events(behave: Be
     async with serve(engine) as url, running_proxy({"e1": url}, filters=FILTERS) as proxy:
         answers = [await proxy.client.post(CHAT, content=body) for _ in range(3)]
     assert [answer.status_code for answer in answers][-1] == 429
+
+
+FORGED = b'{"usage":{"input_tokens":0,"output_tokens":0,"prompt_tokens":0,"completion_tokens":0}}'
+
+
+async def queues(engine: FakeEngine, call: Call, send: Send) -> None:
+    """The responses API's answer to `background: true`: no usage yet, and the tools as they were sent."""
+    tools = json.dumps(json.loads(call.body)["tools"]).encode()
+    await reply(send, 200, b'{"status":"queued","usage":null,"tools":' + tools + b"}")
+
+
+async def test_a_tool_that_looks_like_usage_is_not_taken_for_it() -> None:
+    """Its request is charged by its bytes, as any without usage."""
+    engine = FakeEngine("e1", queues)
+    body = b'{"model":"m","input":"hello","background":true,"tools":[{"parameters":' + FORGED + b"}]}"
+    async with serve(engine) as url, running_proxy({"e1": url}, filters=FILTERS) as proxy:
+        answers = [await proxy.client.post("/v1/responses", content=body) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [200, 429]
+
+
+INFO = b'{"id":"a","finish_reason":{"type":"stop"},"prompt_tokens":5000,"completion_tokens":%d,"cached_tokens":4}'
+
+
+async def answers_as_sglang(engine: FakeEngine, call: Call, send: Send) -> None:
+    """Its own API."""
+    await reply(send, 200, b'{"text":"x","output_ids":[1],"meta_info":' + INFO % 4 + b"}")
+
+
+async def streams_as_sglang(engine: FakeEngine, call: Call, send: Send) -> None:
+    """All so far in each event, with the counts."""
+    await start_stream(send)
+    for number in range(1, 5):
+        text = b"x" * 6000 * number
+        await event(send, b'{"text":"' + text + b'","output_ids":[1],"meta_info":' + INFO % number + b"}")
+    await event(send, b"[DONE]")
+    await send({"type": "http.response.body", "body": b""})
+
+
+@pytest.mark.parametrize("behave", [answers_as_sglang, streams_as_sglang])
+async def test_sglang_s_own_counts_are_charged(behave: Behaviour) -> None:
+    """Five thousand tokens of one thousand: the second one waits, which an estimate would let in."""
+    engine = FakeEngine("e1", behave)
+    filters = [{"rate_limit": {"tokens_per_minute": 1000}}, "inference_request", "router"]
+    body = b'{"text":"x"}'
+    async with serve(engine) as url, running_proxy({"e1": url}, filters=filters) as proxy:
+        answers = [await proxy.client.post("/generate", content=body) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [200, 429]

@@ -20,6 +20,13 @@ from kvproxy.types import Clock, Headers
 
 _BYTES_PER_TOKEN = 4
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")  # a stream carries about one token an event
+#: What engines answer on these is generated text, so that its bytes say about how many tokens it took.
+_GENERATING = frozenset(
+    {
+        *("/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", "/v1/responses", "/v1/messages"),
+        "/generate",
+    }
+)
 
 
 class RateLimitFilter:
@@ -51,7 +58,8 @@ class RateLimitFilter:
         if self._limits[0].kind == "requests":
             buckets[0].charge(1.0, now)
         standing = self._standing(buckets, now)
-        sent_bytes = events = 0
+        sent_bytes = events = answer_bytes = 0
+        head: Headers = []
 
         async def receive_counted() -> Message:
             nonlocal sent_bytes
@@ -60,15 +68,20 @@ class RateLimitFilter:
             return message
 
         async def send_counted(message: Message) -> None:
-            nonlocal events
+            nonlocal events, answer_bytes, head
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), *standing]}
+                head = [*message.get("headers", ()), *standing]
+                message = {**message, "headers": head}
             else:
-                events += sum(map(message.get("body", b"").count, _EVENT_ENDS))
+                body = message.get("body", b"")
+                events += sum(map(body.count, _EVENT_ENDS))
+                answer_bytes += len(body)
             await send(message)
 
         def charge(done: Exchange) -> None:
-            buckets[-1].charge(tokens_used(done, events, sent_bytes), self._clock())
+            told = done.outcome.completion_tokens is not None
+            answered = 0 if told else _generated(scope["path"], head, events, answer_bytes)
+            buckets[-1].charge(tokens_used(done, answered, sent_bytes), self._clock())
 
         charged = self._limits[-1].kind == "tokens"
         if charged:
@@ -108,12 +121,21 @@ def standing(limit: Limit, bucket: TokenBucket, now: float) -> Headers:
     ]
 
 
-def tokens_used(exchange: Exchange, events: int, sent_bytes: int) -> int:
+def _generated(path: str, head: Headers, events: int, answer_bytes: int) -> int:
+    """About how many tokens an answer took that does not say: those of a stream's events, else of its bytes."""
+    names = {name.lower(): value for name, value in head}
+    streams = names.get(b"content-type", b"").startswith(b"text/event-stream")
+    if streams and b"content-encoding" not in names:
+        return events
+    return answer_bytes // _BYTES_PER_TOKEN if path in _GENERATING else 0
+
+
+def tokens_used(exchange: Exchange, answered: int, sent_bytes: int) -> int:
     """Tokens to charge for a finished request of `sent_bytes`.
 
     The engine's counts where it gave them. Without any, or of an answer that was cut short, they are estimated from the
-    prompt's bytes (all of the body where that says nothing) and the `events` sent; what was refused before or by the
-    engine costs nothing.
+    prompt's bytes (all of the body where that says nothing) and the answer (`answered`: about how many tokens it took);
+    what was refused before or by the engine costs nothing.
     """
     outcome, inference = exchange.outcome, exchange.inference
     prompt, completion = outcome.prompt_tokens, outcome.completion_tokens
@@ -124,7 +146,7 @@ def tokens_used(exchange: Exchange, events: int, sent_bytes: int) -> int:
     if prompt is None:
         prompt = (asked_bytes or sent_bytes) // _BYTES_PER_TOKEN
         if completion is None:
-            completion = events if asked_bytes or sent_bytes else 0  # none for a question about models, say
+            completion = answered if asked_bytes or sent_bytes else 0  # none for a question about models, say
     return prompt + (completion or 0)
 
 

@@ -73,7 +73,7 @@ class Relay:
 
     def _read_usage(self, tail: bytes, kind: RequestKind | None) -> None:
         head = self._first if kind in (RequestKind.MESSAGES, None) else b""
-        usage = read_usage(tail, head)
+        usage = read_usage(tail, head, native=kind is None)
         if usage is not None:
             outcome = self._exchange.outcome
             outcome.prompt_tokens = usage.prompt_tokens

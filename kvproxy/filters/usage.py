@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -10,11 +11,10 @@ import msgspec
 MAX_COUNT = 2**31
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)] | None
 
-#: A usage object is small; one that claims to be larger is not searched further.
-_MAX_USAGE_BYTES = 4096
-#: Nor has it more braces, and what follows so many places that look like one is not searched either.
-_MAX_BRACES = 32
+#: So many places that look like one are tried, and so many bytes behind them read, in one answer.
 _MAX_PLACES = 256
+_MAX_READ_BYTES = 64 * 1024
+_EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 
 
 class _Details(msgspec.Struct):
@@ -22,7 +22,7 @@ class _Details(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    """OpenAI's chat and completions names, the responses API's, and Anthropic's."""
+    """OpenAI's chat and completions names, the responses API's, Anthropic's, and those of SGLang's `meta_info`."""
 
     prompt_tokens: _Count = None
     completion_tokens: _Count = None
@@ -32,6 +32,7 @@ class _Usage(msgspec.Struct):
     input_tokens_details: _Details | None = None
     cache_read_input_tokens: _Count = None
     cache_creation_input_tokens: _Count = None
+    cached_tokens: _Count = None
 
     def prompt(self) -> int | None:
         """The whole prompt. Anthropic's `input_tokens` leaves out what was read from or written to the cache."""
@@ -39,6 +40,36 @@ class _Usage(msgspec.Struct):
             return self.prompt_tokens
         whole = self.input_tokens + (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
         return min(whole, MAX_COUNT)
+
+    def cached(self) -> int | None:
+        """What of the prompt was cached."""
+        details = self.prompt_tokens_details or self.input_tokens_details
+        if details is not None and details.cached_tokens is not None:
+            return details.cached_tokens
+        return _either(self.cache_read_input_tokens, self.cached_tokens)
+
+
+class _Answer(msgspec.Struct):
+    """A whole answer, an event of a stream, or what is left of either from its counts on."""
+
+    usage: _Usage | None = None
+    meta_info: _Usage | None = None
+    index: int | None = None  # of one of several prompts
+
+    def counts(self) -> _Usage | None:
+        """None where it has none."""
+        said = self.usage or self.meta_info
+        if said is None or self.index is not None:
+            return None
+        counts = (said.prompt_tokens, said.completion_tokens, said.input_tokens, said.output_tokens)
+        return None if counts == _NO_COUNTS else said
+
+
+class _Wrapped(msgspec.Struct):
+    """An event whose counts are one level down: the responses API's, and Anthropic's `message_start`."""
+
+    response: _Answer | None = None
+    message: _Answer | None = None
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -51,62 +82,109 @@ class Usage(msgspec.Struct, frozen=True):
 
 _NOTHING = _Usage()
 _NO_COUNTS = (None, None, None, None)
-_decoder = msgspec.json.Decoder(_Usage)
+_INVALID = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_answer = msgspec.json.Decoder(_Answer)
+_answers = msgspec.json.Decoder(list[_Answer])
+_wrapped = msgspec.json.Decoder(_Wrapped)
 
 
-def _object_at(data: bytes, start: int) -> bytes | None:
-    """The JSON object that begins at `start`. Usage objects hold numbers and nulls only, so braces can be counted."""
-    end, limit = start, start + _MAX_USAGE_BYTES
-    for _ in range(_MAX_BRACES):
-        end = data.find(b"}", end, limit) + 1
-        if not end:
-            return None
-        if data.count(b"{", start, end) == data.count(b"}", start, end):
-            return data[start:end]
-    return None
-
-
-def _decode(data: bytes, key: int) -> _Usage | None:
-    brace = data.find(b"{", key + 7, key + 16)
-    raw = None if brace < 0 else _object_at(data, brace)
-    if raw is None:
-        return None
-    try:
-        usage = _decoder.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    counts = (usage.prompt_tokens, usage.completion_tokens, usage.input_tokens, usage.output_tokens)
-    return None if counts == _NO_COUNTS else usage
-
-
-def read_usage(tail: bytes, head: bytes = b"") -> Usage | None:
+def read_usage(tail: bytes, head: bytes = b"", *, native: bool = False) -> Usage | None:
     """Usage from the last bytes of a response (`tail`), or where Anthropic streams put it first (`head`).
 
-    The last `"usage"` object that can be decoded wins; None when there is none.
+    Counts are believed only where the API has them, since an answer may echo what its client chose (tools, metadata):
+    at the top of an answer or an event, or of the `response` in an event. The last ones win; None when there are none.
+    With `native` those of SGLang's own API count too.
     """
-    found = None
-    position = len(tail)
-    for _ in range(_MAX_PLACES):
-        position = tail.rfind(b'"usage"', 0, position)
-        if position < 0 or (found := _decode(tail, position)) is not None:
-            break
-    first = None
-    if head and (position := head.find(b'"usage"')) >= 0:
-        first = _decode(head, position)
+    found = _last(tail, b'"usage"')
+    first = _started(head) if head else None
+    if found is None and first is None and native:
+        found = _of_all(tail) if tail.startswith(b"[") else _last(tail, b'"meta_info"')
     if found is None and first is None:
         return None
-    if first is None and found is not None and found.prompt_tokens is not None:  # OpenAI's, nearly all there are
-        details = found.prompt_tokens_details
-        cached = found.cache_read_input_tokens if details is None else details.cached_tokens
-        return Usage(found.prompt_tokens, _most(cached, found.prompt_tokens), found.completion_tokens)
     return _merge(found or _NOTHING, first or _NOTHING)
 
 
+def _last(tail: bytes, name: bytes) -> _Usage | None:
+    """The counts of the last member that is called so and stands where it must."""
+    position, left = len(tail), _MAX_READ_BYTES
+    for _ in range(_MAX_PLACES):
+        position = tail.rfind(name, 0, position)
+        if position < 0:
+            return None
+        line = tail.rfind(b"\n", 0, position) + 1
+        streamed = tail.startswith(b"data:", line) or (not line and tail.endswith(_EVENT_ENDS))
+        end = tail.find(b"\n", position) if streamed else -1
+        rest = tail[position:end] if end >= 0 else tail[position:]
+        left -= len(rest)
+        if left < 0:
+            return None
+        wraps = streamed and (not line or tail.find(b'"response"', line, position) >= 0)
+        found = _counts_at_top(rest, wraps=wraps)
+        if found is not None:
+            return found
+    return None
+
+
+def _counts_at_top(rest: bytes, *, wraps: bool) -> _Usage | None:
+    """The counts that `rest`, the end of an answer, begins with: whatever was before, it is whole again with one brace
+    before it only if they are at the top, and with two only if they are one level down."""
+    if wraps:
+        try:
+            response = _wrapped.decode(b'{"response":{' + rest).response
+        except _INVALID:
+            pass
+        else:
+            return None if response is None else response.counts()
+    try:
+        return _answer.decode(b"{" + rest).counts()
+    except _INVALID:
+        return None
+
+
+def _started(head: bytes) -> _Usage | None:
+    """The counts of Anthropic's `message_start`."""
+    position = head.find(b'"usage"')
+    line = head.rfind(b"\n", 0, position) + 1 if position >= 0 else 0
+    if position < 0 or not head.startswith(b"data:", line):
+        return None
+    end = head.find(b"\n", position)
+    end = len(head) if end < 0 else end
+    if end - line > _MAX_READ_BYTES:
+        return None
+    try:
+        message = _wrapped.decode(head[line + 5 : end]).message
+    except _INVALID:
+        return None
+    return None if message is None else message.counts()
+
+
+def _of_all(whole: bytes) -> _Usage | None:
+    """The sums over SGLang's answers to several prompts; None unless all of them are there."""
+    if len(whole) > _MAX_READ_BYTES:
+        return None
+    try:
+        said = [answer.meta_info for answer in _answers.decode(whole)]
+    except _INVALID:
+        return None
+    known = [counts for counts in said if counts is not None]
+    if not known or len(known) < len(said):
+        return None
+    return _Usage(
+        prompt_tokens=_sum(counts.prompt_tokens for counts in known),
+        completion_tokens=_sum(counts.completion_tokens for counts in known),
+        cached_tokens=_sum(counts.cached_tokens for counts in known),
+    )
+
+
+def _sum(counts: Iterable[int | None]) -> int:
+    return min(sum(count or 0 for count in counts), MAX_COUNT)
+
+
 def _merge(last: _Usage, first: _Usage) -> Usage:
-    details = last.prompt_tokens_details or last.input_tokens_details or first.input_tokens_details
-    cached = None if details is None else details.cached_tokens
-    if cached is None:
-        cached = _either(last.cache_read_input_tokens, first.cache_read_input_tokens)
+    cached = last.cached()
+    if last.prompt_tokens is not None and first is _NOTHING:  # OpenAI's, nearly all there are
+        return Usage(last.prompt_tokens, _most(cached, last.prompt_tokens), last.completion_tokens)
+    cached = _either(cached, first.cached())
     completion = _either(last.completion_tokens, _either(last.output_tokens, first.output_tokens))
     prompt = _either(last.prompt(), first.prompt())
     return Usage(prompt, _most(cached, prompt), completion)

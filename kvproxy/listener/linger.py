@@ -8,16 +8,18 @@ import asyncio
 SILENCE_S = 2.0
 #: However much it still sends, it is cut after this long.
 LONGEST_S = 30.0
+#: Nor is more than this dropped, however fast it comes: about twice the largest body that is usually taken.
+MOST_BYTES = 64 * 1024 * 1024
 
 
 class Linger:
     """Says that no more is coming, drops what the client sends, and closes once it falls silent, or after a while.
 
     A socket closed with bytes left unread is reset, and the reset may overtake an answer that the client has not read
-    yet (RFC 9112 9.6). Costs a socket for `longest_s` at most, and no memory.
+    yet (RFC 9112 9.6). Costs a socket for `longest_s` at most, the reading of `MOST_BYTES`, and no memory.
     """
 
-    __slots__ = ("_end", "_heard", "_loop", "_silence_s", "_timer", "_transport")
+    __slots__ = ("_end", "_heard", "_left_bytes", "_loop", "_silence_s", "_timer", "_transport")
 
     def __init__(
         self,
@@ -32,13 +34,18 @@ class Linger:
         self._silence_s = silence_s
         self._end = loop.time() + longest_s
         self._heard = False
+        self._left_bytes = MOST_BYTES
         if transport.can_write_eof():
             transport.write_eof()
         self._timer = loop.call_later(silence_s, self._look)
 
-    def heard(self) -> None:
-        """The client sent something; it is dropped."""
+    def heard(self, size_bytes: int) -> None:
+        """The client sent that much; it is dropped."""
         self._heard = True
+        self._left_bytes -= size_bytes
+        if self._left_bytes < 0:
+            self._timer.cancel()
+            self._transport.close()
 
     def cancel(self) -> None:
         """The connection is gone."""

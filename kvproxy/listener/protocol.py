@@ -24,6 +24,8 @@ from kvproxy.listener.uvicorns import INSTALL, difference
 _HIGH_WATER_BYTES = 64 * 1024
 #: Chunk sizes, chunk extensions, trailers and blank lines without a body byte among them.
 MAX_FRAMING_BYTES = 64 * 1024
+#: Of a body that goes on after its answer; one that does not end there costs its connection.
+MAX_UNWANTED_BYTES = 1024 * 1024
 #: Framing that any chunk may cost: its size in hexadecimal and two line ends.
 _CHUNK_FRAMING_BYTES = 16
 #: Connections beyond the bound that still get a 503; further ones are closed without a word.
@@ -52,6 +54,7 @@ class Protocol(HttpToolsProtocol):
         self._codings = 0
         self._framing_bytes = 0  # since the last byte of a body
         self._fair_bytes = 0  # of what is being parsed: heads, bodies and what chunks must cost
+        self._unwanted_bytes = 0  # of the body that is being parsed, since its answer went out
         self._linger: Linger | None = None  # the last answer is out, the client still sends
         self._parsed = (b"", "", b"", b"")  # the last URL and what became of it: clients repeat themselves
         self._running: CoalescingCycle | None = None  # `cycle` is the one whose request is being read
@@ -85,7 +88,7 @@ class Protocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._linger is not None:
-            self._linger.heard()
+            self._linger.heard(len(data))
             return
         self._head_bytes += len(data)
         self._fair_bytes = 0
@@ -94,8 +97,11 @@ class Protocol(HttpToolsProtocol):
         except httptools.HttpParserError as error:
             self._reject(_status_of(error), _text_of(error))
         else:
-            if self._arrived:
+            if self._arrived:  # of a body that has not ended
                 self._hand_over()
+                if self._unwanted_bytes > MAX_UNWANTED_BYTES and not self.transport.is_closing():
+                    self._hang_up(unread=True)
+                    return
             if not self._in_head:
                 self._head_bytes = 0
                 framing = len(data) - self._fair_bytes
@@ -112,7 +118,7 @@ class Protocol(HttpToolsProtocol):
         self.expect_100_continue = False
         self.headers = []
         self._in_head = True
-        self._hosts = self._codings = 0
+        self._hosts = self._codings = self._unwanted_bytes = 0
         self._idle_since = 0.0
         self._head_since = self.loop.time()
 
@@ -172,6 +178,8 @@ class Protocol(HttpToolsProtocol):
             if cycle.buffered_bytes > _HIGH_WATER_BYTES:
                 self.flow.pause_reading()
             cycle.message_event.set()
+        else:
+            self._unwanted_bytes += size_bytes
         arrived.clear()
 
     def on_message_complete(self) -> None:

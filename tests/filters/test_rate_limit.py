@@ -35,13 +35,14 @@ class Engine:
         self.outcome = {"end": "completed", "status": 200, **outcome}
         self.inference: InferenceRequest | None = None
         self.chunks: tuple[bytes, ...] = (b"{}",)
+        self.headers: list[tuple[bytes, bytes]] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange.of(scope, now=0.0)
         exchange.inference = self.inference
         for name, value in self.outcome.items():
             setattr(exchange.outcome, name, value)
-        await Inner(chunks=self.chunks)(scope, receive, send)
+        await Inner(chunks=self.chunks, headers=self.headers)(scope, receive, send)
         for done in exchange.on_complete:
             done(exchange)
 
@@ -107,6 +108,8 @@ async def test_tokens_are_charged_afterwards_and_may_go_into_debt(clock: FakeClo
     assert counted(context, "kvproxy_rate_limited_total", kind="tokens") == 1
 
 
+STREAM = (b"content-type", b"text/event-stream; charset=utf-8")
+GZIP = (b"Content-Encoding", b"gzip")
 INFERENCE = InferenceRequest(kind=RequestKind.CHAT, model="m", prompt=Prompt(shape=b"x" * 40, parts=(b"y" * 60,) * 2))
 
 
@@ -140,16 +143,45 @@ async def test_events_of_a_stream_without_usage_are_counted() -> None:
     engine = Engine()
     engine.inference = INFERENCE
     engine.chunks = (b"data: a\n\ndata: b\n\n", b"data: c\n\n")
+    engine.headers = [STREAM]
     app = filter_around(engine, filter_context(), tokens_per_minute=1000)
     await call(app, http_scope())
     reply = await call(app, http_scope())
     assert reply.headers[b"x-ratelimit-remaining-tokens"] == b"%d" % (1000 - (160 // 4 + 3))
 
 
+@pytest.mark.parametrize(
+    ("path", "headers", "tokens"),
+    [
+        ("/v1/chat/completions", [], 100),
+        ("/v1/messages", [GZIP], 100),
+        ("/v1/responses", [STREAM, GZIP], 100),
+        ("/generate", [], 100),
+        ("/v1/chat/completions", [STREAM], 2),
+        ("/v1/embeddings", [], 0),
+        ("/v1/rerank", [GZIP], 0),
+        ("/v1/audio/speech", [], 0),
+    ],
+)
+async def test_generated_answers_without_usage_are_charged_by_their_bytes(
+    path: str, headers: list[tuple[bytes, bytes]], tokens: int
+) -> None:
+    """Whole ones and compressed ones; of a stream the events say more, and of vectors and sounds no byte is a token."""
+    engine = Engine()
+    engine.inference = INFERENCE
+    engine.chunks = (b"x" * 196 + b"\n\n\n\n", b"x" * 200)
+    engine.headers = headers
+    app = filter_around(engine, filter_context(), tokens_per_minute=1000)
+    await call(app, http_scope(path))
+    reply = await call(app, http_scope(path))
+    assert reply.headers[b"x-ratelimit-remaining-tokens"] == b"%d" % (1000 - 160 // 4 - tokens)
+
+
 async def test_what_was_not_understood_is_charged_by_its_bytes() -> None:
     """A body that was not parsed, on an unknown path, without usage in its answer."""
     engine = Engine()
     engine.chunks = (b"data: a\r\n\r\ndata: b\n\n",)
+    engine.headers = [STREAM]
 
     async def reads(scope: Scope, receive: Receive, send: Send) -> None:
         while (await receive()).get("more_body", False):

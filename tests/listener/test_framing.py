@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import ssl
@@ -14,7 +15,8 @@ import pytest
 
 from kvproxy.config.schema import ListenerTls
 from kvproxy.listener.limits import ListenerLimits
-from kvproxy.listener.protocol import MAX_FRAMING_BYTES
+from kvproxy.listener.linger import MOST_BYTES
+from kvproxy.listener.protocol import MAX_FRAMING_BYTES, MAX_UNWANTED_BYTES
 from kvproxy.listener.server import Server, serve
 from tests.listener.client import Client, body_of, connect, echo
 from tests.support.certificates import make_certificate
@@ -208,6 +210,38 @@ async def test_a_body_that_goes_on_after_the_answer_does_not_keep_a_connection()
             client.writer.write(b"x")
             await asyncio.wait([reading], timeout=0.02)
         assert await reading == b""
+
+
+async def pour(client: Client) -> int:
+    """Sends chunks of a body until the connection is cut: how many bytes went out."""
+    piece = b"10000\r\n" + b"x" * 65536 + b"\r\n"
+    sent = 0
+    async with asyncio.timeout(60):
+        with contextlib.suppress(ConnectionError):
+            while sent < 1 << 30:
+                await client.send(piece)
+                sent += len(piece)
+    return sent
+
+
+@pytest.mark.parametrize("field", [b"", b"connection: close\r\n"], ids=["kept", "closed"])
+async def test_an_endless_body_behind_its_answer_is_not_swallowed(field: bytes) -> None:
+    """The connection is closed after a bounded part of it, not after the time that an idle one has."""
+    limits = ListenerLimits(keep_alive_s=600.0, linger_s=600.0)
+    async with serve(refuse, limits=limits) as url, connect(url) as client:
+        await client.send(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n" + field + b"\r\n")
+        assert (await client.response())[1] == b"no"
+        assert await pour(client) < 2 * (MOST_BYTES + MAX_UNWANTED_BYTES)
+
+
+async def test_a_short_body_behind_its_answer_costs_no_connection() -> None:
+    """It is dropped, and the next request is answered."""
+    size = MAX_UNWANTED_BYTES
+    async with serve(refuse) as url, connect(url) as client:
+        for _ in range(2):
+            await client.send(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size)
+            assert (await client.response())[1] == b"no"
+            await client.send(b"x" * size)
 
 
 async def test_half_a_head_behind_a_request_has_the_time_of_heads() -> None:
