@@ -11,7 +11,7 @@ from kvproxy.clients.kv_events.meter import StreamMeter
 from kvproxy.clients.kv_events.sequence import Continuity, Position
 from kvproxy.clients.kv_events.slices import sliced
 from kvproxy.clients.kv_events.status import StreamHealth, StreamReason
-from kvproxy.errors import BadResponse, ClientError
+from kvproxy.errors import BadResponse, ClientError, ClientTimeout
 
 Frames = Sequence[bytes]
 
@@ -20,6 +20,10 @@ Replay = Callable[[int], AsyncGenerator[Frames, None]]
 
 #: A replay whose middle was dropped on the way is asked for again from where it broke, this often.
 _REPLAY_PASSES = 5
+
+#: A ROUTER drops what its queue of 1,000 cannot take, the end of a long replay too: one that brought so many batches is
+#: no failure, and is asked for again up to so often (vLLM keeps 10,000 batches).
+_FRUITFUL_BATCHES, _FRUITFUL_PASSES = 500, 50
 
 #: What handling one message costs besides its blocks, in blocks, and how many of its bytes cost another one.
 _MESSAGE_COST_BLOCKS, _BYTES_A_BLOCK = 8, 512
@@ -163,19 +167,27 @@ class StreamFollower:
 
     async def _replayed(self, replay: Replay, start: int) -> bool:
         """Applies every batch from `start` on that the engine has; False when that did not work."""
-        for _ in range(_REPLAY_PASSES):
+        fruitless = 0
+        for _ in range(_FRUITFUL_PASSES):
+            reached = self._position.applied or 0
+            silent = False
             try:
                 if await self._replayed_whole(replay, start):
                     return True
+            except ClientTimeout:
+                silent = True
             except ClientError:
                 return False
+            if (self._position.applied or 0) - reached < _FRUITFUL_BATCHES:
+                fruitless += 1
+                if silent or fruitless == _REPLAY_PASSES:
+                    return False
             start = max(self._position.applied or 0, 0)
         return False
 
     async def _replayed_whole(self, replay: Replay, start: int) -> bool:
         """One replay; False when it had a hole. Raises ClientError when it cannot continue what was applied."""
         first = True
-        whole = True
         async with contextlib.aclosing(replay(start)) as messages:
             async for frames in messages:
                 seq = sequence_number(frames)
@@ -185,10 +197,11 @@ class StreamFollower:
                     self._check_first(seq, frames)
                     first = self._replay_empty = False
                 await self._breathe(_MESSAGE_COST_BLOCKS)  # also for what is known already, or follows a hole
-                whole = whole and await self._take_replayed(seq, frames)
+                if not await self._take_replayed(seq, frames):
+                    return False
         if first and self._position.applied not in (None, -1):
             raise BadResponse("kv events: the engine knows fewer batches than were applied")
-        return whole
+        return True
 
     def _check_first(self, seq: int, frames: Frames) -> None:
         """The replay must begin with the batch applied last (or the first ever), or not everything is known."""

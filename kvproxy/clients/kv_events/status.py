@@ -98,11 +98,13 @@ class StreamHealth:
         self._missing = missing
         self._settle()
 
-    def fell_behind(self, behind: bool) -> None:
-        """Whether batches come faster than they are applied."""
-        if behind is not self._behind:
-            self._behind = behind
-            self._settle()
+    def fell_behind(self, behind: bool) -> bool:
+        """Whether batches come faster than they are applied; answers whether that is new."""
+        if behind is self._behind:
+            return False
+        self._behind = behind
+        self._settle()
+        return True
 
     def heard(self) -> None:
         """A batch arrived."""

@@ -28,8 +28,8 @@ _BACKOFF_S, _BACKOFF_MAX_S = 1.0, 30.0
 #: Batches applied before the connection is looked at again.
 _DRAINED_AT_ONCE = 2000
 
-#: A stream that brought so many bytes without a moment in which all of them were applied is behind.
-BEHIND_BYTES = 64 << 20
+#: A stream is behind that brought so many bytes, or so long, without a moment in which all of it was applied.
+BEHIND_BYTES, BEHIND_S = 64 << 20, 5.0
 
 
 class KvEventConsumer(Protocol):
@@ -80,7 +80,7 @@ class KvEventSubscriber(OwnedTask):
         self._replay_timeout_s = replay_timeout_s
         self._retry_s = retry_s
         self._replay_memory = replay_memory
-        self._unbroken_bytes = 0  # since all that had come was applied
+        self._unbroken_bytes, self._unbroken_since = 0, 0.0  # since all that had come was applied
         self._clock = clock
         self._meter = StreamMeter(metrics, endpoint, source.dp_rank, wall_clock=wall_clock)
         self._health = StreamHealth(
@@ -173,12 +173,17 @@ class KvEventSubscriber(OwnedTask):
                 self._unbroken_bytes = 0
                 self._health.fell_behind(False)
                 return
-            before = self._unbroken_bytes
-            self._unbroken_bytes += sum(map(len, frames))
-            if before <= BEHIND_BYTES < self._unbroken_bytes:
-                self._meter.behind()
-                self._health.fell_behind(True)
+            self._count(sum(map(len, frames)))
             await self._follower.on_message(frames)
+
+    def _count(self, size: int) -> None:
+        """Another message, of `size` bytes, of which it is not known whether it is the last that waits."""
+        if not self._unbroken_bytes:
+            self._unbroken_since = self._clock()
+        self._unbroken_bytes += size
+        behind = self._unbroken_bytes > BEHIND_BYTES or self._clock() - self._unbroken_since > BEHIND_S
+        if behind and self._health.fell_behind(True):
+            self._meter.behind()
 
     def _replay(self, start: int) -> AsyncGenerator[list[bytes], None]:
         address = self.source.replay_endpoint

@@ -291,6 +291,34 @@ async def test_a_hole_in_a_replay_is_asked_for_again() -> None:
     assert stream.state == "exact/following"
 
 
+@pytest.mark.parametrize("end", [True, False], ids=["end comes", "end dropped"])
+async def test_a_long_replay_comes_in_pieces(end: bool) -> None:
+    """A ROUTER drops all that its queue cannot take, maybe the end as well: what came is kept, the rest asked for."""
+    engine = Engine()
+    for n in range(10_000):
+        engine.publish(stored(n))
+    stream = Stream(engine)
+    taken: list[int] = []
+
+    async def overflowing(start: int) -> AsyncGenerator[list[bytes], None]:
+        messages = [message async for message in engine.replay(start)]
+        for message in messages[:1000]:
+            yield message
+        if len(messages) > 1000:
+            if not end:
+                raise ClientTimeout("kv events: replay silent")
+            for message in messages[-2:]:
+                taken.append(len(messages))
+                yield message
+
+    stream.follower._replay = overflowing
+    await stream.connect()
+    assert stream.blocks == set(range(10_000))
+    assert stream.state == "exact/following"
+    assert len(engine.asked) == 11
+    assert len(taken) <= 11  # nothing is read beyond the hole
+
+
 async def test_a_replay_with_holes_for_ever_is_given_up() -> None:
     """A bounded number of passes, then degraded and to be retried."""
     engine = Engine()
@@ -600,26 +628,21 @@ async def test_a_batch_of_too_many_events_is_refused_unread() -> None:
 
 
 class RepeatsItself(Engine):
-    """Replays everything whatever it is asked for, save for `missing`."""
-
-    missing: frozenset[int] = frozenset()
+    """Replays everything whatever it is asked for."""
 
     async def replay(self, start: int) -> AsyncGenerator[list[bytes], None]:
-        self.holes = set(self.missing)
         async for message in super().replay(0):
             yield message
 
 
-@pytest.mark.parametrize("missing", [frozenset[int](), frozenset({1})], ids=["known", "after a hole"])
-async def test_replayed_batches_that_are_not_taken_pause_as_well(missing: frozenset[int]) -> None:
-    """Those that were applied before, and those after a hole, however many wait in the socket."""
+async def test_replayed_batches_that_are_not_taken_pause_as_well() -> None:
+    """Those that were applied before, however many wait in the socket."""
     engine = RepeatsItself()
     stream = Stream(engine, slice_blocks=100)
     await stream.connect()
     history = [engine.publish(stored(n)) for n in range(1000)]
-    for message in history[: 1 if missing else None]:
+    for message in history:
         await stream.follower.on_message(message)
-    engine.missing = missing
     stream.pauses = 0
     await stream.connect()
     assert stream.pauses >= 50

@@ -186,6 +186,29 @@ async def test_a_stream_that_is_behind_says_so(context: zmq.asyncio.Context, mon
         assert times() == 1
 
 
+async def test_a_stream_that_does_not_catch_up_for_long_is_behind(
+    context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However few bytes it brought: each batch takes two seconds here."""
+    clock, index = FakeClock(), Index()
+    apply = index.apply
+
+    def slowly(*args: Any) -> None:
+        clock.advance(2.0)
+        apply(*args)
+
+    index.apply = slowly  # type: ignore[method-assign]
+    subscription = Unread([frames(number, stored(number)) for number in range(5)])
+    monkeypatch.setattr(subscriber_module, "Subscription", lambda *_: subscription)
+    async with KvEventSubscriber(
+        A, KvEventSource(0, "tcp://127.0.0.1:1"), consumer=index, context=context, metrics=Metrics(),
+        clock=clock, wall_clock=FakeClock(),
+    ):  # fmt: skip
+        await until(lambda: index.blocks == set(range(5)))
+        await until(lambda: index.states[-1] == "exact/following")
+        assert index.states[-2] == "degraded/behind"
+
+
 def test_padding_is_passed_over() -> None:
     """The batches of these tests are readable ones."""
     assert msgspec.msgpack.decode(frames(0, padding(3))[-1])[1] == [{"type": "Padding", "data": "xxx"}]
