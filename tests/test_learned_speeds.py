@@ -19,13 +19,13 @@ from tests.support.loopback import serve
 from tests.support.proxy import RunningProxy, running_proxy
 
 SLOWNESS = {"a": 2.5, "b": 2.5, "c": 1.0, "d": 1.0}
-ROUNDS, AT_ONCE = 12, 8
+ROUNDS, AT_ONCE = 8, 8
 
 
 @contextlib.asynccontextmanager
 async def mixed_fleet() -> AsyncIterator[RunningProxy]:
     """Half the engines at 0.4x; their metrics are read when the test asks."""
-    timing = EngineTiming(prefill_tokens_per_s=40_000.0, decode_step_s=0.001)
+    timing = EngineTiming(prefill_tokens_per_s=10_000.0, decode_step_s=0.001)  # long beside what a busy machine adds
     filters = ["inference_request", {"kvcache": {"engine_metrics_interval": "1h"}}, "router"]
     async with contextlib.AsyncExitStack() as stack:
         urls = {}
@@ -63,5 +63,5 @@ async def test_a_slow_half_gets_less_of_unary_traffic() -> None:
     assert learned.samples_by_kind["streamed"] == 0
     assert learned.samples_by_kind["scraped"] >= ROUNDS * AT_ONCE // 2
     slow, fast = (sum(learned.slowness[EndpointId(name)] for name in pair) for pair in ("ab", "cd"))
-    assert 1.6 < slow / fast < 3.5
+    assert 1.5 < slow / fast < 3.5
     assert took["a"] + took["b"] < 0.4 * took.total()
