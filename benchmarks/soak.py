@@ -395,6 +395,9 @@ def main() -> int:
             soak.start("proxy", "kvproxy", "serve", "-c", str(soak.folder / "config.yaml"))
             left = asyncio.run(run(soak, arguments.minutes))
         finally:
+            if "proxy" in soak.processes and (code := soak.processes["proxy"].poll()) is not None:
+                print(f"the proxy ended with {code}; the end of its log:")
+                print((soak.folder / "proxy.log").read_text(errors="replace")[-20_000:])
             soak.end()
         log = (soak.folder / "proxy.log").read_text(errors="replace")
     text = report(soak, left, about) + f"\nTracebacks in the log: {log.count('Traceback')}.\n"
