@@ -15,16 +15,16 @@ from time import perf_counter
 
 import msgspec
 
-from kvproxy.balancing.policy import PickRequest
 from kvproxy.clients.kv_events.events import BlockStored
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.config import schema
-from kvproxy.filters.body import parse_body
-from kvproxy.kvcache.gathered import Gathered, Result
+from kvproxy.kvcache.overlap.facts import RequestFacts, Result
 from kvproxy.kvcache.service import KvCache
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.prefix.hashing import token_blocks
+from kvproxy.request.parse import parse_body
+from kvproxy.routing.policy import PickRequest
 from kvproxy.types import EndpointId, InferenceRequest, Prompt, RequestKind
 
 BYTES_PER_TOKEN = 4
@@ -77,7 +77,7 @@ class Chat:
 class Decided:
     """A request on its way, and what it cost: microseconds until its place was reserved, and afterwards."""
 
-    gathered: Gathered
+    gathered: RequestFacts
     pick: Pick
     reserved_us: float
     settled_us: float = 0.0
@@ -91,12 +91,12 @@ class World:
         self.now = 0.0
         self.events = events
         names = [EndpointId(f"e{number}") for number in range(endpoints)]
-        settings = schema.Cluster(
+        settings = schema.ClusterSettings(
             policy=schema.PolicyName.KV_AWARE,
             endpoints=tuple(
-                schema.Endpoint(id=name, url=f"http://127.0.0.1:{8000 + n}") for n, name in enumerate(names)
+                schema.EndpointSettings(id=name, url=f"http://127.0.0.1:{8000 + n}") for n, name in enumerate(names)
             ),
-            health=schema.HealthCheck(active=False),
+            health=schema.HealthCheckSettings(active=False),
         )
         metrics = Metrics()
         self.cluster = Cluster("bench", settings, metrics=metrics, clock=self.clock, rng=self.rng)
@@ -171,7 +171,7 @@ class World:
         decided.settled_us += us
         self.spent_us += us
 
-    def _tell(self, gathered: Gathered, endpoint: EndpointId, tokens: array[int]) -> None:
+    def _tell(self, gathered: RequestFacts, endpoint: EndpointId, tokens: array[int]) -> None:
         """What the engine's events and `/tokenize` bring after the response."""
         whole = tokens[: len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS]
         hashes = tuple(token_blocks(whole, BLOCK_TOKENS, 1))
@@ -179,7 +179,7 @@ class World:
         self.kv.parts.tokens.learned(gathered, tokens)
 
 
-def _pick_request(request: InferenceRequest, gathered: Gathered) -> PickRequest:
+def _pick_request(request: InferenceRequest, gathered: RequestFacts) -> PickRequest:
     """As the router makes it."""
     return PickRequest(
         model=MODEL,

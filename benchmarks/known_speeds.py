@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from random import Random
 
-from kvproxy.balancing.kv_aware import KvAware
-from kvproxy.balancing.load import Features
-from kvproxy.balancing.speed import SpeedModel
 from kvproxy.replay.pooled import true_seconds
 from kvproxy.replay.settings import FleetSettings
 from kvproxy.replay.view import endpoint_id
+from kvproxy.routing.kv_aware import KvAware
+from kvproxy.routing.load import Features
+from kvproxy.routing.speeds import SpeedModel
 from kvproxy.simulator.timing import EngineTiming
 from kvproxy.types import EndpointId
 

@@ -26,10 +26,10 @@ import uvloop
 from benchmarks.stub import Engine
 from kvproxy.app import Proxy
 from kvproxy.config.load import load_mapping
-from kvproxy.filters.body import parse_body
 from kvproxy.filters.kvcache import STATE_KEY
 from kvproxy.kvcache.service import KvCache
 from kvproxy.listener.server import Server
+from kvproxy.request.parse import parse_body
 from kvproxy.simulator.engine_io import EngineSettings
 from kvproxy.simulator.fleet import Fleet, FleetSettings, engines_like
 from kvproxy.simulator.lmcache_controller import ControllerSettings, create_controller_app

@@ -30,9 +30,9 @@ from benchmarks import prefix_data as data
 from benchmarks.prefix_steady import steady
 from kvproxy.clients.kv_events.codec import decode_batch
 from kvproxy.clients.kv_events.events import Skipped
-from kvproxy.prefix.approximate import ApproximateIndex
+from kvproxy.prefix.approximate.index import ApproximateIndex
 from kvproxy.prefix.hashing import root_seed, token_blocks
-from kvproxy.prefix.precise import PreciseIndex, precise_root
+from kvproxy.prefix.precise.index import PreciseIndex, precise_root
 from kvproxy.types import EndpointId
 
 PEER = "NVIDIA RadixTree"
@@ -142,7 +142,7 @@ def _filled_approximate(shape: data.Shape) -> tuple[ApproximateIndex, float, int
 
 def _precise(shape: data.Shape) -> dict[str, float]:
     """Events of whole prompts with 16 tokens a block; hashing the tokens is part of following them."""
-    import_module("kvproxy.prefix.block_table")  # as who follows events does
+    import_module("kvproxy.prefix.precise.block_table")  # as who follows events does
     index = PreciseIndex()
     before, spent, wire_spent = data.resident_bytes(), 0.0, 0.0
     prompts = array("I")

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from kvproxy.clients.kv_events.events import BlockRemoved, BlockStored, KvEvent
-from kvproxy.prefix.precise import PreciseIndex
+from kvproxy.prefix.precise.index import PreciseIndex
 from kvproxy.types import EndpointId
 
 _CAPACITY = 60_000

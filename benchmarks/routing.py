@@ -40,9 +40,9 @@ BOUND_DEPENDS_ON = (
     *(f"kvproxy/simulator/{name}.py" for name in ("block_cache", "engine", "pooled_cache", "scheduler", "timing")),
 )
 DEPENDS_ON = (
-    "kvproxy/balancing",
-    "kvproxy/kvcache/facts.py",
-    "kvproxy/kvcache/local.py",
+    "kvproxy/routing",
+    "kvproxy/kvcache/overlap/merge.py",
+    "kvproxy/kvcache/overlap/indexes.py",
     "kvproxy/replay",
     "kvproxy/prefix",
     *BOUND_DEPENDS_ON,

@@ -14,20 +14,20 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.admin.app import admin_app
 from kvproxy.admin.history import History
-from kvproxy.admin.operated import FindingLike, Reloaded, Reloader
+from kvproxy.admin.operated import ConfigReloader, FindingLike, Reloaded
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.learned import show_learned
 from kvproxy.cluster.routes import Routes
 from kvproxy.config.schema import Config
-from kvproxy.filters.body_bounds import HeldBodies
 from kvproxy.filters.chain import FilterType, Observer, WallClock
-from kvproxy.filters.recent import RecentDecisions
-from kvproxy.generation import Generation, Shared, needs_restart
 from kvproxy.kvcache.service import KvCache
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.metrics.loop_lag import LoopLag
 from kvproxy.receipts.recorder import recorder_of
-from kvproxy.succession import Succession
+from kvproxy.request.body_bounds import HeldBodies
+from kvproxy.request.recent import RecentDecisions
+from kvproxy.runtime.generation import Generation, Shared, needs_restart
+from kvproxy.runtime.reload import Reloader
 from kvproxy.types import Clock
 from kvproxy.upstream.pool import UpstreamPool
 
@@ -59,7 +59,7 @@ class Proxy:
         self.recent = RecentDecisions()
         self.findings: Sequence[FindingLike] = ()  # what the operator should know, shown on the live page
         self.public_url = ""  # where clients connect, told by whoever listens
-        self.reloader: Reloader | None = None  # reads the configuration anew; None: there is no file
+        self.reloader: ConfigReloader | None = None  # reads the configuration anew; None: there is no file
         pool = config.pool
         self._pool = UpstreamPool(
             max_connections=pool.max_connections,
@@ -84,7 +84,7 @@ class Proxy:
             HeldBodies(config.limits.bodies, metrics=self.metrics),
         )
         self._generation = Generation(config, self._shared)
-        self._succession = Succession(clock=clock, patience_s=config.shutdown.drain)
+        self._succession = Reloader(clock=clock, patience_s=config.shutdown.drain)
         show_learned(self.metrics, lambda: self.clusters.values(), clock=clock)
         self._history = History(self)
         self.admin: ASGIApp = admin_app(self, self._history)

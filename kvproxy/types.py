@@ -24,10 +24,10 @@ BODY_FOLLOWS = "kvproxy.body_follows"
 
 
 #: Scope key of the request's `Departure`, where our listener serves it.
-DEPARTURE = "kvproxy.departure"
+DISCONNECT_SIGNAL = "kvproxy.departure"
 
 
-class Departure:
+class DisconnectSignal:
     """Calls back when the client leaves before its response is complete: the disconnect message without a task that
     waits for it. One watcher at a time."""
 

@@ -12,7 +12,7 @@ import pytest
 from starlette.types import Send
 
 from kvproxy.cluster.endpoint import Condition, Endpoint
-from kvproxy.filters.request_body import START_BYTES
+from kvproxy.forward.request_body import START_BYTES
 from kvproxy.listener.server import serve
 from kvproxy.types import EndpointId
 from tests.support.fake_engine import Call, FakeEngine, answer_ok, event, start_stream

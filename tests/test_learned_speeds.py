@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
-from kvproxy.balancing.forecast import Forecaster
+from kvproxy.routing.forecast import Forecaster
 from kvproxy.simulator.engine_io import EngineSettings
 from kvproxy.simulator.timing import EngineTiming
 from kvproxy.simulator.vllm_server import create_engine_app

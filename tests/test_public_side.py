@@ -13,8 +13,8 @@ from starlette.types import Send
 
 from kvproxy.app import Proxy
 from kvproxy.config.load import load_mapping
-from kvproxy.filters.body_guard import tenant_salt
-from kvproxy.filters.request_body import START_BYTES
+from kvproxy.forward.body_guard import tenant_salt
+from kvproxy.forward.request_body import START_BYTES
 from kvproxy.listener.server import Server, serve
 from tests.support.fake_engine import Call, FakeEngine, reply
 from tests.support.proxy import RunningProxy, chat, running_proxy

@@ -11,9 +11,9 @@ from typing import Any
 
 import httpx
 
-from kvproxy.balancing.policy import FactSource
 from kvproxy.config.load import load_mapping
 from kvproxy.kvcache.service import KvCache
+from kvproxy.routing.policy import FactSource
 from kvproxy.simulator.kv_event_publisher import PublisherSettings
 from tests.kvcache.fleet import Place, simulated
 from tests.kvcache.support import long_text

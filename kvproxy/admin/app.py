@@ -17,7 +17,7 @@ from kvproxy.admin.endpoints import EndpointRoutes
 from kvproxy.admin.health import HealthRoutes
 from kvproxy.admin.history import History
 from kvproxy.admin.live import LiveView
-from kvproxy.admin.operated import Operated
+from kvproxy.admin.operated import AdminTarget
 from kvproxy.admin.page import Page
 from kvproxy.admin.pick import PickRoutes
 from kvproxy.admin.replies import Refused, on_http_error, on_refused
@@ -29,7 +29,9 @@ def _set_root_level(level: str) -> None:
     logging.getLogger().setLevel(level)
 
 
-def admin_app(operated: Operated, history: History, *, set_level: Callable[[str], None] = _set_root_level) -> ASGIApp:
+def admin_app(
+    operated: AdminTarget, history: History, *, set_level: Callable[[str], None] = _set_root_level
+) -> ASGIApp:
     """The ASGI app, behind the configuration's token when there is one. `history` is entered by whoever made it."""
     audit = Audit()
     parts = (

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvproxy.admin.counts import by_label
-from kvproxy.admin.operated import FindingLike, Operated
+from kvproxy.admin.operated import AdminTarget, FindingLike
 from kvproxy.admin.replies import Refused, limit_of, reply
 from kvproxy.errors import Problem
 from kvproxy.kvcache.hot_prefixes import hot_prefixes
@@ -22,7 +22,7 @@ MAX_LIMIT = 1000
 class CacheRoutes:
     """Read-only."""
 
-    def __init__(self, operated: Operated) -> None:
+    def __init__(self, operated: AdminTarget) -> None:
         self._operated = operated
 
     def routes(self) -> list[Route]:

@@ -12,24 +12,24 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvproxy.admin.operated import Operated
+from kvproxy.admin.operated import AdminTarget
 from kvproxy.admin.replies import Refused, limit_of, reply
 from kvproxy.errors import Problem
-from kvproxy.filters.exchange import RESULTS
-from kvproxy.filters.recent import Decision
+from kvproxy.request.exchange import RESULTS
+from kvproxy.request.recent import Decision
 
 MAX_LIMIT = 1000
 _NUMBER = re.compile(r"[0-9]{1,18}")
 
 
-def last_decisions(operated: Operated, limit: int, *, result: str = "") -> list[dict[str, object]]:
+def last_decisions(operated: AdminTarget, limit: int, *, result: str = "") -> list[dict[str, object]]:
     """At most `limit`, the newest first, with `result` only those of which that became; no prompt text."""
     decisions = operated.recent.latest()
     wanted = (one for one in decisions if one.result == result) if result else decisions
     return [_shown(operated, decision) for decision in islice(wanted, limit)]
 
 
-def _shown(operated: Operated, decision: Decision) -> dict[str, object]:
+def _shown(operated: AdminTarget, decision: Decision) -> dict[str, object]:
     now, outcome = operated.clock(), decision.outcome
     ended = operated.wall_clock() - timedelta(seconds=now - decision.ended_at)
     return {
@@ -79,7 +79,7 @@ def _candidates(decision: Decision) -> list[dict[str, object]]:
 class DecisionRoutes:
     """`/decisions?limit=&result=`, and `/decisions/NUMBER`: one with its candidates."""
 
-    def __init__(self, operated: Operated) -> None:
+    def __init__(self, operated: AdminTarget) -> None:
         self._operated = operated
 
     def routes(self) -> list[Route]:

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvproxy.admin.audit import Audit
-from kvproxy.admin.operated import Operated
+from kvproxy.admin.operated import AdminTarget
 from kvproxy.admin.replies import Refused, json_object, reply
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
@@ -23,7 +23,7 @@ from kvproxy.kvcache.status import endpoint_index, engine_status
 from kvproxy.types import EndpointId
 
 
-def endpoint_status(operated: Operated, cluster: str, endpoint: Endpoint) -> dict[str, object]:
+def endpoint_status(operated: AdminTarget, cluster: str, endpoint: Endpoint) -> dict[str, object]:
     """Everything known about one endpoint: load, health, and what its engine says."""
     status = endpoint.status(operated.clock())
     if operated.kvcache is not None:
@@ -36,7 +36,7 @@ def endpoint_status(operated: Operated, cluster: str, endpoint: Endpoint) -> dic
 class EndpointRoutes:
     """List, add, drain, undrain, weigh and remove."""
 
-    def __init__(self, operated: Operated, audit: Audit) -> None:
+    def __init__(self, operated: AdminTarget, audit: Audit) -> None:
         self._operated = operated
         self._audit = audit
 
@@ -132,7 +132,7 @@ class EndpointRoutes:
         return reply(endpoint_status(self._operated, cluster.name, endpoint), status)
 
 
-def _decoded(body: dict[str, Any]) -> schema.Endpoint:
+def _decoded(body: dict[str, Any]) -> schema.EndpointSettings:
     """The endpoint; Refused with every problem. Files are named in the configuration only: whoever may talk to this
     listener must not learn by it what other files hold."""
     problems = [
@@ -142,8 +142,8 @@ def _decoded(body: dict[str, Any]) -> schema.Endpoint:
     ]
     if problems:
         raise Refused(422, *problems)
-    decoded = decode(schema.Endpoint, body, dotted)
-    endpoint: schema.Endpoint | None = decoded.value
+    decoded = decode(schema.EndpointSettings, body, dotted)
+    endpoint: schema.EndpointSettings | None = decoded.value
     problems = decoded.problems
     if not problems and endpoint is not None and (fault := url_fault(endpoint.url)):
         problems = [Problem("url", fault, "http://host:port")]

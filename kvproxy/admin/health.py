@@ -7,12 +7,12 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from kvproxy.admin.operated import Operated
+from kvproxy.admin.operated import AdminTarget
 from kvproxy.cluster.readiness import clusters_without_endpoint
 from kvproxy.metrics.exposition import exposition
 
 
-def readiness(operated: Operated) -> tuple[bool, str]:
+def readiness(operated: AdminTarget) -> tuple[bool, str]:
     """Ready while not draining and while some endpoint of every cluster takes traffic; and why not."""
     if operated.draining:
         return False, "draining"
@@ -23,7 +23,7 @@ def readiness(operated: Operated) -> tuple[bool, str]:
 class HealthRoutes:
     """`/healthz`, `/readyz` and `/metrics`, as plain text."""
 
-    def __init__(self, operated: Operated) -> None:
+    def __init__(self, operated: AdminTarget) -> None:
         self._operated = operated
 
     def routes(self) -> list[Route]:

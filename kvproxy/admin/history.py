@@ -12,9 +12,9 @@ from itertools import islice
 from typing import Protocol
 
 from kvproxy.admin.counts import total
-from kvproxy.filters.recent import RecentDecisions, Tally
+from kvproxy.background_task import BackgroundTask
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.owned_task import OwnedTask
+from kvproxy.request.recent import RecentDecisions, Tally
 from kvproxy.types import Clock
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Sample:
     saved_s: float  # of prefill, by learned speeds
 
 
-class History(OwnedTask):
+class History(BackgroundTask):
     """Owns one task. Samples are read by whatever draws; `on_sample` is called with the time of each."""
 
     task_name = "admin history"

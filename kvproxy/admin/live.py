@@ -14,17 +14,17 @@ from kvproxy.admin.decisions import last_decisions
 from kvproxy.admin.endpoints import endpoint_status
 from kvproxy.admin.health import readiness
 from kvproxy.admin.history import History, Sample, added
-from kvproxy.admin.operated import Operated
+from kvproxy.admin.operated import AdminTarget
 from kvproxy.admin.replies import Refused
 from kvproxy.admin.routing import routing_status
 from kvproxy.admin.troubles import DOWN, FAILED_LEAST, FAILED_MOST, FAILED_SHARE, Troubles, by_cluster, by_endpoint
 from kvproxy.cluster.endpoint import Condition
-from kvproxy.config.schema import Listener
+from kvproxy.config.schema import ListenerSettings
 from kvproxy.errors import Problem
-from kvproxy.filters.exchange import FAILED
-from kvproxy.filters.recent import Tally
 from kvproxy.kvcache.hot_prefixes import hot_prefixes
 from kvproxy.kvcache.status import leases, running_jobs
+from kvproxy.request.exchange import FAILED
+from kvproxy.request.recent import Tally
 
 DECISIONS = 15
 HOT = 8
@@ -37,7 +37,7 @@ SPANS = ("5m", "1h")
 class LiveView:
     """`/live`: a snapshot, and the last minutes as series."""
 
-    def __init__(self, operated: Operated, history: History) -> None:
+    def __init__(self, operated: AdminTarget, history: History) -> None:
         self._operated = operated
         self._history = history
         self._troubles = Troubles(operated)
@@ -161,7 +161,7 @@ def _series(samples: Iterable[Sample], now: float) -> dict[str, Sequence[float |
     }
 
 
-def _url_of(listen: Listener) -> str:
+def _url_of(listen: ListenerSettings) -> str:
     """Where clients connect, as far as the configuration says; "" when the port is whatever was free."""
     host = f"[{listen.host}]" if ":" in listen.host else listen.host
     return f"{'http' if listen.tls is None else 'https'}://{host}:{listen.port}" if listen.port else ""

@@ -11,9 +11,9 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routes import Routes
 from kvproxy.config.schema import Config
 from kvproxy.errors import Problem
-from kvproxy.filters.recent import RecentDecisions
 from kvproxy.kvcache.service import KvCache
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.request.recent import RecentDecisions
 from kvproxy.types import Clock
 
 
@@ -40,7 +40,7 @@ class Finding:
     fix: str = ""
 
 
-class Reloader(Protocol):
+class ConfigReloader(Protocol):
     """Reads the configuration file anew and applies it."""
 
     async def __call__(self) -> Reloaded: ...
@@ -56,7 +56,7 @@ class Reloaded:
     lost: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
 
-class Operated(Protocol):
+class AdminTarget(Protocol):
     """Asked anew for every request: a reload may have replaced any part."""
 
     @property
@@ -78,7 +78,7 @@ class Operated(Protocol):
     @property
     def clock(self) -> Clock: ...
     @property
-    def reloader(self) -> Reloader | None: ...
+    def reloader(self) -> ConfigReloader | None: ...
     @property
     def public_url(self) -> str:
         """Where clients connect; "" while no listener said so."""

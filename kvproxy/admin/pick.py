@@ -8,20 +8,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvproxy.admin.operated import Operated
+from kvproxy.admin.operated import AdminTarget
 from kvproxy.admin.pick_request import Question, question_of, report_of
 from kvproxy.admin.replies import Refused, json_object, reply
 from kvproxy.admin.reservations import Reservation, Reservations
-from kvproxy.balancing.policy import NO_FACTS, OverlapFacts, PickRequest
 from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.decision import Sight
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import Refusal
-from kvproxy.cluster.question import Answer, ask
+from kvproxy.cluster.preview import Preview, preview
 from kvproxy.cluster.routes import RouteTarget
-from kvproxy.cluster.witness import Sight
 from kvproxy.errors import Problem
 from kvproxy.filters.kvcache import prefers
-from kvproxy.kvcache.gathered import Gathered
+from kvproxy.kvcache.overlap.facts import RequestFacts
+from kvproxy.routing.policy import NO_FACTS, OverlapFacts, PickRequest
 from kvproxy.types import InferenceRequest
 
 _PROMPT_HEAD_BYTES = 1024
@@ -30,7 +30,7 @@ _PROMPT_HEAD_BYTES = 1024
 class PickRoutes:
     """`/pick`, and what becomes of the places it reserved."""
 
-    def __init__(self, operated: Operated, *, reservations: Reservations | None = None) -> None:
+    def __init__(self, operated: AdminTarget, *, reservations: Reservations | None = None) -> None:
         self._operated = operated
         if reservations is None:  # an empty one is false
             reservations = Reservations(metrics=operated.metrics, clock=operated.clock)
@@ -55,19 +55,19 @@ class PickRoutes:
         asked = self._pick_request(question, inference, target, gathered)
         if question.reserve:
             return self._reserved(question, asked, target, gathered)
-        answer = ask(target.cluster, asked, operated.clock())
+        answer = preview(target.cluster, asked, operated.clock())
         if isinstance(answer, Refusal):
             raise _nobody(answer)
         return reply(_shown(answer, asked, target.cluster))
 
-    async def _gathered(self, inference: InferenceRequest, body: bytes, target: RouteTarget) -> Gathered | None:
+    async def _gathered(self, inference: InferenceRequest, body: bytes, target: RouteTarget) -> RequestFacts | None:
         service = self._operated.kvcache
         if service is None:
             return None
         return await service.facts_for(inference, body, cluster=target.cluster, model=target.upstream_model)
 
     def _pick_request(
-        self, question: Question, inference: InferenceRequest, target: RouteTarget, gathered: Gathered | None
+        self, question: Question, inference: InferenceRequest, target: RouteTarget, gathered: RequestFacts | None
     ) -> PickRequest:
         service, parts = self._operated.kvcache, inference.prompt.parts
         prefer = service is not None and prefers(service.settings, target.cluster.settings.policy)
@@ -82,7 +82,7 @@ class PickRoutes:
         )
 
     def _reserved(
-        self, question: Question, asked: PickRequest, target: RouteTarget, gathered: Gathered | None
+        self, question: Question, asked: PickRequest, target: RouteTarget, gathered: RequestFacts | None
     ) -> Response:
         """Pick and hold in one step: nothing may come between the choice and its load."""
         if self._held.full:
@@ -93,7 +93,7 @@ class PickRoutes:
             raise _nobody(cluster.refusal(asked, now=now))
         service = self._operated.kvcache
         held = self._held.hold(cluster, pick, service=service, gathered=gathered, lease_s=question.lease_s)
-        answer = Answer(pick.endpoint, pick.policy, pick.reason, note.candidates, pick.costs)
+        answer = Preview(pick.endpoint, pick.policy, pick.reason, note.candidates, pick.costs)
         shown = _shown(answer, asked, cluster)
         shown["reservation"] = {"id": held.id, "lease_s": question.lease_s}
         return reply(shown, 201)
@@ -158,7 +158,7 @@ def _unknown() -> Refused:
     return Refused(404, Problem("id", "there is no such reservation", "it was settled, or its lease ran out"))
 
 
-def _shown(answer: Answer, asked: PickRequest, cluster: Cluster) -> dict[str, object]:
+def _shown(answer: Preview, asked: PickRequest, cluster: Cluster) -> dict[str, object]:
     facts, costs = asked.facts, answer.costs
     return {
         "cluster": cluster.name,

@@ -13,10 +13,10 @@ from kvproxy.admin.reservations import Ended
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.config.fields import nearest
 from kvproxy.errors import Problem
-from kvproxy.filters.body import read_body
 from kvproxy.filters.inference_request import KIND_OF_PATH
-from kvproxy.filters.usage import MAX_COUNT
 from kvproxy.json_scan import MAX_DECODED_BYTES, Edit, Unreadable, edited, in_turns, members
+from kvproxy.request.parse import read_body
+from kvproxy.request.usage import MAX_COUNT
 from kvproxy.types import InferenceRequest
 
 DEFAULT_PATH = "/v1/chat/completions"

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.pick import AttemptOutcome, Pick
-from kvproxy.kvcache.gathered import Gathered, Result
+from kvproxy.kvcache.overlap.facts import RequestFacts, Result
 from kvproxy.kvcache.service import KvCache
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.types import Clock
@@ -42,7 +42,7 @@ class Reservation:
     cluster: Cluster
     pick: Pick
     service: KvCache | None
-    gathered: Gathered | None
+    gathered: RequestFacts | None
     timer: Timer
 
 
@@ -76,7 +76,7 @@ class Reservations:
         return len(self._held) >= self._limit
 
     def hold(
-        self, cluster: Cluster, pick: Pick, *, service: KvCache | None, gathered: Gathered | None, lease_s: float
+        self, cluster: Cluster, pick: Pick, *, service: KvCache | None, gathered: RequestFacts | None, lease_s: float
     ) -> Reservation:
         """Keep this pick until it is settled, at most `lease_s`."""
         name = secrets.token_hex(12)

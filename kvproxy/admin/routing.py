@@ -10,13 +10,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvproxy.admin.audit import Audit
-from kvproxy.admin.operated import Operated
+from kvproxy.admin.operated import AdminTarget
 from kvproxy.admin.replies import Refused, json_object, reply
-from kvproxy.balancing.tuning import Informed, Tunable, ranges, tuned
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.config.fields import nearest
 from kvproxy.config.model import Model
 from kvproxy.errors import ConfigError, Problem
+from kvproxy.routing.tuning import Informed, Tunable, ranges, tuned
 
 
 def routing_status(cluster: Cluster, now: float) -> dict[str, object]:
@@ -35,7 +35,7 @@ def routing_status(cluster: Cluster, now: float) -> dict[str, object]:
 class RoutingRoutes:
     """Show and change. A change takes the shape of what is shown: `{"clusters": {NAME: {"parameters": {...}}}}`."""
 
-    def __init__(self, operated: Operated, audit: Audit) -> None:
+    def __init__(self, operated: AdminTarget, audit: Audit) -> None:
         self._operated = operated
         self._audit = audit
 

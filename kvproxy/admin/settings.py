@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvproxy.admin.audit import Audit
-from kvproxy.admin.operated import Operated
+from kvproxy.admin.operated import AdminTarget
 from kvproxy.admin.replies import Refused, json_object, reply
 from kvproxy.config.fields import nearest
 from kvproxy.config.schema import LogLevel
@@ -41,7 +41,7 @@ def redacted(data: Any, *, name: str = "") -> Any:
 class SettingsRoutes:
     """`/config` and `/log`. `set_level` takes a level's name as Python's logging spells it."""
 
-    def __init__(self, operated: Operated, audit: Audit, *, set_level: Callable[[str], None]) -> None:
+    def __init__(self, operated: AdminTarget, audit: Audit, *, set_level: Callable[[str], None]) -> None:
         self._operated = operated
         self._audit = audit
         self._set_level = set_level

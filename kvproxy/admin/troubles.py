@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from kvproxy.admin.operated import FindingLike, Operated
+from kvproxy.admin.operated import AdminTarget, FindingLike
 from kvproxy.admin.speeds import unlearned
 from kvproxy.clients.kv_events.status import StreamState
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition, Endpoint
-from kvproxy.filters.exchange import FAILED
-from kvproxy.filters.recent import Tally
 from kvproxy.kvcache.parts import Parts
+from kvproxy.request.exchange import FAILED
+from kvproxy.request.recent import Tally
 
 #: Out of the rotation by its own fault. An endpoint that an operator drains is not.
 DOWN = frozenset({Condition.UNHEALTHY, Condition.EJECTED, Condition.BREAKER_OPEN})
@@ -56,7 +56,7 @@ class Trouble:
 class Troubles:
     """Looked at once a second, so that ages are right when a person looks. Keeps a time for each present trouble."""
 
-    def __init__(self, operated: Operated) -> None:
+    def __init__(self, operated: AdminTarget) -> None:
         self._operated = operated
         self._since: dict[tuple[str, ...], float] = {}
 

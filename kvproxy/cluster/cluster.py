@@ -11,22 +11,22 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
 
-from kvproxy.balancing.ended import Reading
-from kvproxy.balancing.policy import PickRequest, Policy
-from kvproxy.cluster.deciders import Appointing, Deciders
+from kvproxy.cluster.decision import Sight
 from kvproxy.cluster.discovery import Source, sources_of
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.membership import STATIC, Membership
-from kvproxy.cluster.named import Decider
+from kvproxy.cluster.named_policies import NamedPolicy
 from kvproxy.cluster.pick import AttemptOutcome, Pick, Refusal, reserve
+from kvproxy.cluster.policies import PolicyFactory, PolicySet
 from kvproxy.cluster.poller import Poller
 from kvproxy.cluster.prober import Probe, ProbeOutcome, Prober
 from kvproxy.cluster.reception import Reception
+from kvproxy.cluster.router_queue import RouterQueue
 from kvproxy.cluster.screening import Screening, may_eject, refusal_of, why_not
-from kvproxy.cluster.waiting_room import WaitingRoom
-from kvproxy.cluster.witness import Sight
 from kvproxy.config import schema
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.routing.engine_samples import Reading
+from kvproxy.routing.policy import PickRequest, Policy
 from kvproxy.types import Clock, EndpointId
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Cluster:
     def __init__(
         self,
         name: str,
-        settings: schema.Cluster,
+        settings: schema.ClusterSettings,
         *,
         metrics: Metrics,
         clock: Clock,
@@ -70,7 +70,7 @@ class Cluster:
         self._poller = Poller(name, sources, on_update=self._update, metrics=metrics, sleep=sleep)
         self._shared_failures: dict[str, float] = {}  # when a request last failed alike on several endpoints
         self._running = AsyncExitStack()
-        self._appointing = Appointing(name, metrics=metrics, rng=rng)
+        self._appointing = PolicyFactory(name, metrics=metrics, rng=rng)
         self.decide_by(self._appointing.first(settings, policy))
         self._reception = Reception(
             name,
@@ -80,7 +80,7 @@ class Cluster:
             clock=clock,
         )
         #: Where requests wait; None: nobody waits.
-        self.room: WaitingRoom | None = self._reception.arrange(None, settings.queue, self.policy)
+        self.room: RouterQueue | None = self._reception.arrange(None, settings.queue, self.policy)
         self.apply(settings.endpoints)
 
     def __repr__(self) -> str:
@@ -122,7 +122,7 @@ class Cluster:
         """The member of this id."""
         return self._members.get(endpoint_id)
 
-    def reconfigure(self, settings: schema.Cluster, *, probe: Probe | None) -> None:
+    def reconfigure(self, settings: schema.ClusterSettings, *, probe: Probe | None) -> None:
         """These are the settings from now on. Endpoints that stay keep their load, health and breaker, policies what
         they learned, and requests that wait their turn. ValueError as in `apply`, and then the endpoints are as before.
         """
@@ -145,7 +145,7 @@ class Cluster:
             room, self.room = self.room, None
             room.close()
 
-    def apply(self, endpoints: Sequence[schema.Endpoint]) -> None:
+    def apply(self, endpoints: Sequence[schema.EndpointSettings]) -> None:
         """These are the static endpoints from now on. ValueError for a URL that is none, and then nothing changed."""
         self._update(STATIC, endpoints)
 
@@ -156,7 +156,7 @@ class Cluster:
             endpoint.draining = draining
         return endpoint is not None
 
-    def add(self, endpoint: schema.Endpoint) -> bool:
+    def add(self, endpoint: schema.EndpointSettings) -> bool:
         """An operator's endpoint, beside the sources'; False when there are too many. ValueError as in `apply`."""
         added = self._members.add(endpoint)
         self._follow()
@@ -291,11 +291,11 @@ class Cluster:
         if self.room is not None:
             self.room.load_fell(now)
 
-    def decide_by(self, deciders: Deciders) -> None:
+    def decide_by(self, deciders: PolicySet) -> None:
         """These decide from now on. What every pick needs of them is kept at hand."""
         self.deciders = deciders
         self.policy, self.shadow, self.speeds = deciders.policy, deciders.shadow, deciders.speeds
-        self._own, self._named = Decider(self.policy_name, deciders.policy, deciders.counts), deciders.named
+        self._own, self._named = NamedPolicy(self.policy_name, deciders.policy, deciders.counts), deciders.named
         self._learners = deciders.learners
         for endpoint in self._members.everybody():
             deciders.hear(endpoint)
@@ -332,7 +332,7 @@ class Cluster:
             if not endpoint.health.probed_well:
                 _give_back(endpoint)
 
-    def _update(self, source: str, endpoints: Sequence[schema.Endpoint]) -> None:
+    def _update(self, source: str, endpoints: Sequence[schema.EndpointSettings]) -> None:
         self._members.apply(source, endpoints)
         self._follow()
 
@@ -341,7 +341,7 @@ class Cluster:
         self._prober.follow(self.endpoints)
         self._give_back_all()
 
-    def _make(self, config: schema.Endpoint) -> Endpoint:
+    def _make(self, config: schema.EndpointSettings) -> Endpoint:
         endpoint = Endpoint(
             config,
             self.settings,

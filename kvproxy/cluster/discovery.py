@@ -23,7 +23,7 @@ from kvproxy.errors import DiscoveryError
 #: Larger endpoint files are refused unread.
 MAX_FILE_BYTES = 4 * 1024 * 1024
 
-_ENDPOINTS = TypeAdapter(tuple[schema.Endpoint, ...])
+_ENDPOINTS = TypeAdapter(tuple[schema.EndpointSettings, ...])
 
 #: loop.getaddrinfo's shape.
 Resolve = Callable[..., Awaitable[Sequence[tuple[Any, ...]]]]
@@ -32,7 +32,7 @@ Resolve = Callable[..., Awaitable[Sequence[tuple[Any, ...]]]]
 class Discovery(Protocol):
     """Answers with every endpoint it knows at present, or raises DiscoveryError or OSError."""
 
-    async def endpoints(self) -> Sequence[schema.Endpoint]: ...
+    async def endpoints(self) -> Sequence[schema.EndpointSettings]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,9 @@ class FileDiscovery:
         self._path = Path(path)
         self._env = env
         self._text = b""
-        self._parsed: tuple[schema.Endpoint, ...] = ()
+        self._parsed: tuple[schema.EndpointSettings, ...] = ()
 
-    async def endpoints(self) -> Sequence[schema.Endpoint]:
+    async def endpoints(self) -> Sequence[schema.EndpointSettings]:
         """The file's endpoints; it is parsed only when its text changed."""
         text = await asyncio.to_thread(self._read)
         if text != self._text or not self._parsed:
@@ -72,7 +72,9 @@ class FileDiscovery:
         return text
 
 
-def parse_endpoints(text: bytes, *, env: Mapping[str, str] = MappingProxyType({})) -> tuple[schema.Endpoint, ...]:
+def parse_endpoints(
+    text: bytes, *, env: Mapping[str, str] = MappingProxyType({})
+) -> tuple[schema.EndpointSettings, ...]:
     """Endpoints from YAML or JSON, read as the configuration is; DiscoveryError for anything that is not a list of good
     ones with distinct ids, and for a variable that `env` has not."""
     try:
@@ -109,7 +111,7 @@ class DnsDiscovery:
         self._settings = settings
         self._resolve = resolve
 
-    async def endpoints(self) -> Sequence[schema.Endpoint]:
+    async def endpoints(self) -> Sequence[schema.EndpointSettings]:
         """Every address, in a stable order; resolved off the event loop."""
         settings = self._settings
         resolve = self._resolve or asyncio.get_running_loop().getaddrinfo
@@ -121,10 +123,10 @@ class DnsDiscovery:
         addresses = sorted({str(entry[4][0]) for entry in found})
         return tuple(self._endpoint(address) for address in addresses)
 
-    def _endpoint(self, address: str) -> schema.Endpoint:
+    def _endpoint(self, address: str) -> schema.EndpointSettings:
         settings = self._settings
         host = f"[{address}]" if ":" in address else address
-        return schema.Endpoint(
+        return schema.EndpointSettings(
             id=f"{settings.host}@{address}",
             url=f"{settings.scheme}://{host}:{settings.port}",
             instance_id=f"{host}:{settings.port}",
@@ -134,7 +136,7 @@ class DnsDiscovery:
         )
 
 
-def sources_of(settings: schema.Discovery) -> list[Source]:
+def sources_of(settings: schema.DiscoverySettings) -> list[Source]:
     """The sources a cluster's configuration names."""
     sources: list[Source] = []
     if settings.file is not None:

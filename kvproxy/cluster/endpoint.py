@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import StrEnum
 
-from kvproxy.balancing.ended import EndedWork
-from kvproxy.balancing.load import EndpointLoad
 from kvproxy.cluster.endpoint_metrics import EndpointMetrics
 from kvproxy.cluster.health import Health
 from kvproxy.config import schema
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.resilience.breaker import Breaker, BreakerState
+from kvproxy.routing.engine_samples import EndedWork
+from kvproxy.routing.load import EndpointLoad
 from kvproxy.types import Clock, EndpointId
 from kvproxy.upstream.origin import Origin
 
@@ -59,8 +59,8 @@ class Endpoint:
 
     def __init__(
         self,
-        config: schema.Endpoint,
-        settings: schema.Cluster,
+        config: schema.EndpointSettings,
+        settings: schema.ClusterSettings,
         *,
         cluster: str,
         metrics: Metrics,
@@ -86,7 +86,7 @@ class Endpoint:
     def __repr__(self) -> str:
         return f"<Endpoint {self.id} {self.origin} in_flight={self.load.in_flight}>"
 
-    def configure(self, config: schema.Endpoint) -> None:
+    def configure(self, config: schema.EndpointSettings) -> None:
         """Take over everything about it that may change while it runs."""
         self.configured_weight = self.weight = config.weight
         self.models = frozenset(config.models)
@@ -98,7 +98,7 @@ class Endpoint:
         self.retry = config.retry
         self._on_change()
 
-    def reconfigure(self, settings: schema.Cluster) -> None:
+    def reconfigure(self, settings: schema.ClusterSettings) -> None:
         """Take over what the cluster's settings say of every endpoint; load, health and breaker stay as they are."""
         self.health.reconfigure(settings.health)
         self.breaker.reconfigure(settings.breaker)
@@ -171,6 +171,6 @@ class Endpoint:
         self.metrics.gauge(metrics.breaker_state, lambda: breaker.state is not BreakerState.CLOSED, breaker.name)
 
 
-def origin_of(config: schema.Endpoint) -> Origin:
+def origin_of(config: schema.EndpointSettings) -> Origin:
     """Where the endpoint listens; ValueError when its URL is none."""
     return Origin.parse(config.url, ca_file=config.ca_file, insecure=config.insecure, server_name=config.server_name)

@@ -28,7 +28,7 @@ _FAILING_S = 60.0
 class Health:
     """Verdicts on one endpoint. `now` is monotonic seconds and never steps back."""
 
-    def __init__(self, settings: schema.HealthCheck) -> None:
+    def __init__(self, settings: schema.HealthCheckSettings) -> None:
         self._settings = settings
         self._probed_well = True  # until a probe says otherwise
         self._ever_well = False
@@ -40,7 +40,7 @@ class Health:
         self._ejections = 0  # doublings the next ejection starts from
         self._back_at = -math.inf
 
-    def reconfigure(self, settings: schema.HealthCheck) -> None:
+    def reconfigure(self, settings: schema.HealthCheckSettings) -> None:
         """Other bounds from now on. Verdicts stay, save that of probes which nobody sends any more."""
         self._settings = settings
         if not settings.active:

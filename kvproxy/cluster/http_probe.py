@@ -15,7 +15,7 @@ class HttpProbe:
     one, and a busy endpoint would look dead; and a kept connection does not show that new ones are still accepted.
     """
 
-    def __init__(self, pool: UpstreamPool, settings: schema.HealthCheck) -> None:
+    def __init__(self, pool: UpstreamPool, settings: schema.HealthCheckSettings) -> None:
         self._pool = pool
         self._target = settings.path.encode("utf-8")
         self._timeouts = Timeouts(settings.timeout, settings.timeout, settings.timeout)

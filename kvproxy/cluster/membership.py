@@ -27,10 +27,12 @@ class Membership:
     `make` builds an endpoint; `on_left` is told when one is gone for good (or another took its id).
     """
 
-    def __init__(self, make: Callable[[schema.Endpoint], Endpoint], *, on_left: Callable[[Endpoint], None]) -> None:
+    def __init__(
+        self, make: Callable[[schema.EndpointSettings], Endpoint], *, on_left: Callable[[Endpoint], None]
+    ) -> None:
         self._make = make
         self._on_left = on_left
-        self._sources: dict[str, tuple[schema.Endpoint, ...]] = {STATIC: ()}
+        self._sources: dict[str, tuple[schema.EndpointSettings, ...]] = {STATIC: ()}
         self._weights: dict[EndpointId, float] = {}  # an operator's, over the sources'
         self._dismissed: frozenset[EndpointId] = frozenset()  # by an operator, whatever the sources say
         self._present: dict[EndpointId, Endpoint] = {}
@@ -50,11 +52,11 @@ class Membership:
         """The member of this id."""
         return self._present.get(endpoint_id)
 
-    def apply(self, source: str, configs: Iterable[schema.Endpoint]) -> None:
+    def apply(self, source: str, configs: Iterable[schema.EndpointSettings]) -> None:
         """All that `source` knows now. ValueError for a URL that is none, and then nothing changed."""
         self._settle({**self._sources, source: tuple(configs)}, self._dismissed)
 
-    def add(self, config: schema.Endpoint) -> bool:
+    def add(self, config: schema.EndpointSettings) -> bool:
         """An operator's endpoint, until it is dismissed; False if there are too many. ValueError as in `apply`."""
         added = [one for one in self._sources.get(OPERATOR, ()) if one.id != config.id]
         if len(added) >= MAX_ADDED:
@@ -70,7 +72,9 @@ class Membership:
         self._settle({**self._sources, OPERATOR: added}, self._dismissed | {endpoint_id})
         return True
 
-    def _settle(self, sources: dict[str, tuple[schema.Endpoint, ...]], dismissed: frozenset[EndpointId]) -> None:
+    def _settle(
+        self, sources: dict[str, tuple[schema.EndpointSettings, ...]], dismissed: frozenset[EndpointId]
+    ) -> None:
         named, earlier = _merge(sources), _merge(self._sources)
         wanted = {endpoint_id: config for endpoint_id, config in named.items() if endpoint_id not in dismissed}
         origins = {endpoint_id: origin_of(config) for endpoint_id, config in wanted.items()}
@@ -113,11 +117,11 @@ class Membership:
             self._leaving.remove(endpoint)
             self._bury(endpoint)
 
-    def _weighted(self, config: schema.Endpoint) -> schema.Endpoint:
+    def _weighted(self, config: schema.EndpointSettings) -> schema.EndpointSettings:
         weight = self._weights.get(EndpointId(config.id))
         return config if weight is None else config.model_copy(update={"weight": weight})
 
-    def _returning(self, endpoint_id: EndpointId, config: schema.Endpoint) -> Endpoint | None:
+    def _returning(self, endpoint_id: EndpointId, config: schema.EndpointSettings) -> Endpoint | None:
         for endpoint in self._leaving:
             if endpoint.id == endpoint_id and endpoint.origin == origin_of(config) and not endpoint.metrics.closed:
                 self._leaving.remove(endpoint)
@@ -139,8 +143,8 @@ class Membership:
             self._on_left(endpoint)
 
 
-def _merge(sources: Mapping[str, Sequence[schema.Endpoint]]) -> dict[EndpointId, schema.Endpoint]:
-    merged: dict[EndpointId, schema.Endpoint] = {}
+def _merge(sources: Mapping[str, Sequence[schema.EndpointSettings]]) -> dict[EndpointId, schema.EndpointSettings]:
+    merged: dict[EndpointId, schema.EndpointSettings] = {}
     for source in sorted(sources, key=lambda name: (name != STATIC, name)):
         for config in sources[source] if source != OPERATOR else ():
             first = merged.setdefault(EndpointId(config.id), config)

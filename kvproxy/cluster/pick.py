@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Protocol
 
-from kvproxy.balancing.load import Reservation
-from kvproxy.balancing.policy import NO_FACTS, Overlap, PickRequest
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.resilience.breaker import BreakerState, Permit
+from kvproxy.routing.load import Reservation
+from kvproxy.routing.policy import NO_FACTS, Overlap, PickRequest
 
 _NOTHING_HELD = Overlap(device_tokens=0)
 

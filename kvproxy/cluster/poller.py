@@ -22,7 +22,7 @@ POLL_TIMEOUT_S = 10.0
 MIN_INTERVAL_S = 0.05
 
 Sleep = Callable[[float], Awaitable[None]]
-OnUpdate = Callable[[str, Sequence[schema.Endpoint]], None]
+OnUpdate = Callable[[str, Sequence[schema.EndpointSettings]], None]
 
 
 class Poller:
@@ -46,7 +46,7 @@ class Poller:
         self._on_update = on_update
         self._sleep = sleep
         self._outcomes = {o: metrics.discovery.labels(cluster, o) for o in ("changed", "unchanged", "failed")}
-        self._answers: dict[str, tuple[schema.Endpoint, ...]] = {}
+        self._answers: dict[str, tuple[schema.EndpointSettings, ...]] = {}
         self._complaints: dict[str, str] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._ending: set[asyncio.Task[None]] = set()

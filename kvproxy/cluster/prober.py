@@ -47,7 +47,7 @@ class Prober:
     def __init__(
         self,
         cluster: str,
-        settings: schema.HealthCheck,
+        settings: schema.HealthCheckSettings,
         *,
         probe: Probe | None,
         on_result: Callable[[Endpoint, ProbeOutcome], None],
@@ -78,7 +78,7 @@ class Prober:
         self.follow([])
         await asyncio.gather(*self._ending, return_exceptions=True)
 
-    def reconfigure(self, settings: schema.HealthCheck, probe: Probe | None) -> None:
+    def reconfigure(self, settings: schema.HealthCheckSettings, probe: Probe | None) -> None:
         """Probe the same endpoints like this from now on."""
         endpoints = self._endpoints
         self.follow([])

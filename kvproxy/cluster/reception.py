@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvproxy.balancing.forecast import Forecaster
-from kvproxy.balancing.policy import Candidate, PickRequest, Policy
 from kvproxy.cluster.pick import Pick
-from kvproxy.cluster.waiting_room import WaitingRoom
+from kvproxy.cluster.router_queue import RouterQueue
 from kvproxy.config import schema
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.routing.forecast import Forecaster
+from kvproxy.routing.policy import Candidate, PickRequest, Policy
 from kvproxy.types import Clock
 
 
 class Reception:
-    """Opens the room, changes it while requests wait in it, and closes it; `candidates`, `pick` as in WaitingRoom."""
+    """Opens the room, changes it while requests wait in it, and closes it; `candidates`, `pick` as in RouterQueue."""
 
     def __init__(
         self,
@@ -31,7 +31,9 @@ class Reception:
         self._metrics = metrics
         self._clock = clock
 
-    def arrange(self, room: WaitingRoom | None, settings: schema.RouterQueue, policy: Policy) -> WaitingRoom | None:
+    def arrange(
+        self, room: RouterQueue | None, settings: schema.RouterQueueSettings, policy: Policy
+    ) -> RouterQueue | None:
         """The room from now on, None where nobody is to wait. `room` is the one before: it goes on with whoever waits,
         or places everybody at once."""
         if not (settings.enabled and isinstance(policy, Forecaster)):
@@ -41,7 +43,7 @@ class Reception:
         if room is not None:
             room.reconfigure(settings, policy)
             return room
-        return WaitingRoom(
+        return RouterQueue(
             settings,
             policy,
             cluster=self._cluster,

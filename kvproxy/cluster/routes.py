@@ -54,7 +54,7 @@ class Routes:
     @classmethod
     def from_config(cls, config: schema.Config, clusters: Mapping[str, Cluster]) -> Routes:
         """KeyError for a route to a cluster that is not in `clusters`."""
-        routes = config.routes or tuple(schema.Route(cluster=name) for name in clusters)
+        routes = config.routes or tuple(schema.RouteSettings(cluster=name) for name in clusters)
         return cls(
             [
                 _Rule(route.prefix, route.model, RouteTarget(clusters[route.cluster], route.upstream_model))

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvproxy.balancing.load import EndpointLoad, Features
-from kvproxy.balancing.outlook import WatchedLoad
-from kvproxy.balancing.policy import Learner, PickRequest, Policy
-from kvproxy.balancing.registry import POLICIES
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config import schema
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.routing.backlog import ReadOnlyLoad
+from kvproxy.routing.load import EndpointLoad, Features
+from kvproxy.routing.policy import Learner, PickRequest, Policy
+from kvproxy.routing.registry import POLICIES
 from kvproxy.types import EndpointId
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ MAX_DECISIONS_PER_S = 1000
 MAX_ERRORS = 20
 
 
-def shadow_of(name: str, settings: schema.Cluster, *, metrics: Metrics, rng: random.Random) -> Shadow | None:
+def shadow_of(name: str, settings: schema.ClusterSettings, *, metrics: Metrics, rng: random.Random) -> Shadow | None:
     """The shadow these settings ask for; its draws of chance take nothing from `rng`'s sequence but one number."""
     if settings.shadow_policy is None:
         return None
@@ -38,10 +38,10 @@ class _Watched:
     """An endpoint as the shadow sees it."""
 
     endpoint: Endpoint
-    load: WatchedLoad = field(init=False)
+    load: ReadOnlyLoad = field(init=False)
 
     def __post_init__(self) -> None:
-        self.load = WatchedLoad(self.endpoint.load)
+        self.load = ReadOnlyLoad(self.endpoint.load)
 
     @property
     def id(self) -> EndpointId:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any, Self
 
-from kvproxy.owned_task import OwnedTask
+from kvproxy.background_task import BackgroundTask
 from kvproxy.types import Clock
 
 #: New objects before the youngest are looked at, and how many times before those that stayed are looked at again: what
@@ -33,7 +33,7 @@ LOOK_S = 1.0
 _THRESHOLDS = YOUNG_OBJECTS, YOUNG_ROUNDS, _NEVER
 
 
-class Collections(OwnedTask):
+class Collections(BackgroundTask):
     """The policy of the process, from entering to leaving. Enter it once everything is built: that is never looked at
     again.
 

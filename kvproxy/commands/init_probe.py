@@ -13,7 +13,7 @@ from kvproxy.clients.lmcache_coordinator import LMCacheCoordinatorClient
 from kvproxy.clients.tokens import token_array
 from kvproxy.clients.vllm import VllmClient
 from kvproxy.errors import ClientError
-from kvproxy.kvcache.provider import is_coordinator
+from kvproxy.kvcache.providers import is_coordinator
 
 _TIMEOUT_S = 3.0
 

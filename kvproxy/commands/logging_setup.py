@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-from kvproxy.config.schema import Log
+from kvproxy.config.schema import LogSettings
 from kvproxy.log_lines import FIELDS, console_line, stamp
 
 _MAX_WAITING_RECORDS = 10_000
@@ -152,7 +152,7 @@ class _Writer(logging.handlers.QueueListener):
 
 
 @contextlib.contextmanager
-def logging_to(settings: Log, *, stream: TextIO = sys.stderr) -> Iterator[None]:
+def logging_to(settings: LogSettings, *, stream: TextIO = sys.stderr) -> Iterator[None]:
     """Log to `stream` for the length of the block; what waits is written before it ends, or what END_S suffices for."""
     waiting: queue.Queue[logging.LogRecord] = queue.Queue(_MAX_WAITING_RECORDS)
     output = Output(stream)

@@ -61,7 +61,7 @@ POLICY_ALIASES = {
 }
 
 
-class HealthCheck(Model):
+class HealthCheckSettings(Model):
     """Active probing and passive ejection of endpoints.
 
     When no endpoint of a model is well, all of them are used again (panic), so that verdicts that condemn everybody
@@ -92,7 +92,7 @@ class HealthCheck(Model):
     """Over this long after it comes back an endpoint's weight grows from a tenth to its own; 0 is off."""
 
 
-class Breaker(Model):
+class BreakerSettings(Model):
     """Circuit breaker of one endpoint (or of one operation of a helper service)."""
 
     failure_threshold: int = Field(default=5, ge=1)
@@ -103,7 +103,7 @@ class Breaker(Model):
     """Probes let through at once while half open."""
 
 
-class EndpointRetry(Model):
+class EndpointRetrySettings(Model):
     """What follows a failed attempt on one endpoint, before the first byte went to the client."""
 
     attempts: int = Field(default=1, ge=1, le=20)
@@ -132,7 +132,7 @@ class EventSources(Model):
     """Ranks of each engine."""
 
 
-class Endpoint(Model):
+class EndpointSettings(Model):
     """One engine instance."""
 
     id: Name
@@ -155,7 +155,7 @@ class Endpoint(Model):
     """Do not verify an https endpoint's certificate (tests only)."""
     kv_event_sources: EventSources = EventSources()
     """Where it publishes KV events, for an older engine; unset: as `kv_event_sources` of the kvcache filter says."""
-    retry: EndpointRetry | None = None
+    retry: EndpointRetrySettings | None = None
     """Attempts on this endpoint itself; unset: one, then another endpoint as `retry` at the top says."""
     labels: Mapping[str, str] = Field(default_factory=dict)
     """Free text for people; shown in status."""
@@ -187,7 +187,7 @@ class DnsDiscovery(Model):
     """PEM file to verify https endpoints with, for `host`; empty: the system's."""
 
 
-class Discovery(Model):
+class DiscoverySettings(Model):
     """Where endpoints come from besides the static list."""
 
     file: FileDiscovery | None = None
@@ -196,7 +196,7 @@ class Discovery(Model):
     """From DNS."""
 
 
-class RouterQueue(Model):
+class RouterQueueSettings(Model):
     """Holding requests at the proxy while every endpoint has enough to prefill, so that short ones may overtake."""
 
     enabled: bool = True
@@ -213,7 +213,7 @@ class RouterQueue(Model):
     """Header with an integer from -100 to 100, larger first; empty: all are alike. Let clients you trust send it."""
 
 
-class Cluster(Model):
+class ClusterSettings(Model):
     """Endpoints that serve the same models."""
 
     policy: PolicyName = PolicyName.KV_AWARE
@@ -225,15 +225,15 @@ class Cluster(Model):
     always be named then."""
     parameters: PolicyParameters = PolicyParameters()
     """What the policies weigh, where the defaults do not fit."""
-    endpoints: tuple[Endpoint, ...] = ()
+    endpoints: tuple[EndpointSettings, ...] = ()
     """Static endpoints. Also written as a mapping `id: url`."""
-    discovery: Discovery = Discovery()
+    discovery: DiscoverySettings = DiscoverySettings()
     """Further endpoints that come and go."""
-    health: HealthCheck = HealthCheck()
+    health: HealthCheckSettings = HealthCheckSettings()
     """Probing and ejection."""
-    breaker: Breaker = Breaker()
+    breaker: BreakerSettings = BreakerSettings()
     """One breaker per endpoint."""
     max_in_flight: int = Field(default=0, ge=0)
     """Requests one endpoint may have in flight before it counts as saturated; 0: no bound."""
-    queue: RouterQueue = RouterQueue(enabled=False)
+    queue: RouterQueueSettings = RouterQueueSettings(enabled=False)
     """The router queue, for policies that know how long a prefill takes (kv_aware, least_ttft); off unless given."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvproxy.config.fields import keys_of
-from kvproxy.config.schema import FILTER_SETTINGS, Cluster, Config
+from kvproxy.config.schema import FILTER_SETTINGS, ClusterSettings, Config
 
 _ADDRESS = {"type": "string", "pattern": r"^(.*:)?\d{1,5}$|\$\{", "description": "host:port, :port or [ipv6]:port"}
 _PORT = {"type": "integer", "minimum": 0, "maximum": 65535}
@@ -25,8 +25,8 @@ def file_schema() -> dict[str, Any]:
         definitions[name] = _with_placeholders(definition)
     _endpoints(definitions)
     properties = _with_placeholders(schema["properties"])
-    for key in keys_of(Cluster):
-        short = {**definitions["Cluster"]["properties"][key]}
+    for key in keys_of(ClusterSettings):
+        short = {**definitions["ClusterSettings"]["properties"][key]}
         short["description"] = f"Short for `clusters.default.{key}`. {short.get('description', '')}".rstrip()
         properties[key] = short
     properties["listen"] = _either(properties["listen"], _ADDRESS, _PORT)
@@ -52,13 +52,13 @@ def _either(first: dict[str, Any], *others: dict[str, Any]) -> dict[str, Any]:
 
 def _endpoints(definitions: dict[str, Any]) -> None:
     """A list of endpoints or `id=url` texts, or a mapping of ids to endpoints or urls."""
-    endpoint = definitions["Endpoint"]
+    endpoint = definitions["EndpointSettings"]
     endpoint["required"] = ["url"]
-    one = {"anyOf": [{"$ref": "#/$defs/Endpoint"}, {"type": "string", "minLength": 1}]}
-    listed = definitions["Cluster"]["properties"]["endpoints"]
+    one = {"anyOf": [{"$ref": "#/$defs/EndpointSettings"}, {"type": "string", "minLength": 1}]}
+    listed = definitions["ClusterSettings"]["properties"]["endpoints"]
     outer: dict[str, Any] = {key: listed[key] for key in ("description", "default") if key in listed}
     forms = [{"type": "array", "items": one}, {"type": "object", "additionalProperties": one}]
-    definitions["Cluster"]["properties"]["endpoints"] = {**outer, "anyOf": forms}
+    definitions["ClusterSettings"]["properties"]["endpoints"] = {**outer, "anyOf": forms}
 
 
 def _filters(listed: dict[str, Any]) -> dict[str, Any]:

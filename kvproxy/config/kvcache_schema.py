@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from pydantic import Field
 
-from kvproxy.config.cluster_schema import Breaker
+from kvproxy.config.cluster_schema import BreakerSettings
 from kvproxy.config.cluster_schema import EventSources as EventSources
 from kvproxy.config.model import Fraction, Model
 from kvproxy.config.values import Duration, Size
@@ -27,7 +27,7 @@ class SignalSource(StrEnum):
     HOST = "host"
 
 
-class TokenCache(Model):
+class TokenCacheSettings(Model):
     """Token memory: the ids of known message prefixes, so that a chat's next turn needs no tokenize call."""
 
     enabled: bool = True
@@ -40,7 +40,7 @@ class TokenCache(Model):
     """A prefix not used for this long is forgotten."""
 
 
-class Tokenize(Model):
+class TokenizeSettings(Model):
     """When the engine's `/tokenize` is asked before routing."""
 
     inline: bool = True
@@ -51,7 +51,7 @@ class Tokenize(Model):
     """Different prompts being tokenized at once; further ones are routed without."""
 
 
-class CacheStrategy(Model):
+class CacheStrategySettings(Model):
     """What is done with cached prefixes after a response. Every action is off unless enabled."""
 
     enable_pinning: bool = False
@@ -98,7 +98,7 @@ class CacheStrategy(Model):
     """An action without effect this many times in a row on one instance switches itself off there."""
 
 
-class LookupRetry(Model):
+class LookupRetrySettings(Model):
     """Retries of background calls (never of a lookup on the routing path)."""
 
     max_attempts: int = Field(default=3, ge=1, le=20)
@@ -109,7 +109,7 @@ class LookupRetry(Model):
     """Longest pause between attempts."""
 
 
-class Background(Model):
+class BackgroundSettings(Model):
     """The queue of work done after responses."""
 
     max_queue: int = Field(default=1024, ge=1)
@@ -122,7 +122,7 @@ class Background(Model):
     """At shutdown queued jobs have this long to finish."""
 
 
-class Snapshot(Model):
+class SnapshotSettings(Model):
     """What the proxy knows, kept in a file over a restart: what was routed where, learned speeds and prompt lengths.
 
     Hashes and numbers, no text and no tokens. Off without a path."""
@@ -180,19 +180,19 @@ class KvCacheSettings(Model):
     """Prefixes whose uses are remembered; the longest unused goes first."""
     max_connections: int = Field(default=64, ge=1)
     """Connections to `lmcache_endpoint`, and as many to `vllm_endpoint`."""
-    token_cache: TokenCache = TokenCache()
+    token_cache: TokenCacheSettings = TokenCacheSettings()
     """Token memory."""
-    tokenize: Tokenize = Tokenize()
+    tokenize: TokenizeSettings = TokenizeSettings()
     """Asking the engine for token ids."""
-    cache_strategy: CacheStrategy = CacheStrategy()
+    cache_strategy: CacheStrategySettings = CacheStrategySettings()
     """Pin, compress, evict."""
-    background: Background = Background()
+    background: BackgroundSettings = BackgroundSettings()
     """The queue they run from."""
-    retry: LookupRetry = LookupRetry()
+    retry: LookupRetrySettings = LookupRetrySettings()
     """Retries of background calls."""
-    circuit_breaker: Breaker = Breaker()
+    circuit_breaker: BreakerSettings = BreakerSettings()
     """One breaker per operation (lookup, tokenize, pin, ...): background failures never stop lookups."""
-    snapshot: Snapshot = Snapshot()
+    snapshot: SnapshotSettings = SnapshotSettings()
     """Warm restart."""
     preference_header: str = ""
     """Request header to the engine that names the preferred endpoint; empty: none."""

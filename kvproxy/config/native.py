@@ -10,7 +10,7 @@ from kvproxy.config.decode import UNKNOWN_KEY, decode
 from kvproxy.config.environment import retyped
 from kvproxy.config.fields import closest, keys_of, nearest
 from kvproxy.config.paths import Origins, Path, inside
-from kvproxy.config.schema import DEFAULT_FILTERS, FILTER_SETTINGS, Cluster, Config, FilterSpec, Model
+from kvproxy.config.schema import DEFAULT_FILTERS, FILTER_SETTINGS, ClusterSettings, Config, FilterSpec, Model
 from kvproxy.config.shorthand import Canonical, canonical
 from kvproxy.config.verify import findings
 from kvproxy.config.verify_findings import Finding
@@ -63,7 +63,7 @@ def _with_shorthands(problem: Problem, form: Canonical) -> Problem:
     """At the top level the short forms are keys too."""
     if problem.message != UNKNOWN_KEY or problem.path not in form.data:
         return problem
-    known = [*keys_of(Config), *keys_of(Cluster)]
+    known = [*keys_of(Config), *keys_of(ClusterSettings)]
     return replace(problem, hint=nearest(problem.path, known), meant=closest(problem.path, known) or "")
 
 

@@ -12,16 +12,16 @@ from typing import Any, Literal
 from pydantic import Field
 
 from kvproxy.config.cluster_schema import (
-    Breaker,
-    Cluster,
-    Discovery,
+    BreakerSettings,
+    ClusterSettings,
+    DiscoverySettings,
     DnsDiscovery,
-    Endpoint,
-    EndpointRetry,
+    EndpointRetrySettings,
+    EndpointSettings,
     FileDiscovery,
-    HealthCheck,
+    HealthCheckSettings,
     PolicyName,
-    RouterQueue,
+    RouterQueueSettings,
 )
 from kvproxy.config.filter_schema import (
     DEFAULT_FILTERS,
@@ -36,7 +36,12 @@ from kvproxy.config.filter_schema import (
     RouterSettings,
     TracingSettings,
 )
-from kvproxy.config.kvcache_schema import CacheStrategy, KvCacheSettings, LookupRetry, TokenCache
+from kvproxy.config.kvcache_schema import (
+    CacheStrategySettings,
+    KvCacheSettings,
+    LookupRetrySettings,
+    TokenCacheSettings,
+)
 from kvproxy.config.model import Fraction, Model, Name, Port
 from kvproxy.config.values import Duration, Secret, Size
 
@@ -44,46 +49,46 @@ __all__ = [
     "DEFAULT_FILTERS",
     "FILTER_SETTINGS",
     "AccessLogSettings",
-    "Admin",
+    "AdminSettings",
     "ApiKey",
     "AuthSettings",
-    "Breaker",
-    "CacheStrategy",
-    "Cluster",
+    "BreakerSettings",
+    "CacheStrategySettings",
+    "ClusterSettings",
     "Config",
     "CorsSettings",
-    "Discovery",
+    "DiscoverySettings",
     "DnsDiscovery",
-    "Endpoint",
-    "EndpointRetry",
+    "EndpointRetrySettings",
+    "EndpointSettings",
     "FileDiscovery",
     "FilterSpec",
     "Fraction",
-    "HealthCheck",
+    "HealthCheckSettings",
     "InferenceRequestSettings",
     "KvCacheSettings",
-    "Limits",
-    "Listener",
+    "LimitSettings",
+    "ListenerSettings",
     "ListenerTls",
-    "Log",
     "LogLevel",
-    "LookupRetry",
+    "LogSettings",
+    "LookupRetrySettings",
     "Model",
     "Name",
     "PolicyName",
-    "Pool",
+    "PoolSettings",
     "Port",
     "RateLimitSettings",
-    "Receipts",
+    "ReceiptSettings",
     "RequestIdSettings",
-    "Retry",
-    "Route",
+    "RetrySettings",
     "RouteMatch",
-    "RouterQueue",
+    "RouteSettings",
+    "RouterQueueSettings",
     "RouterSettings",
-    "Shutdown",
-    "Timeouts",
-    "TokenCache",
+    "ShutdownSettings",
+    "TimeoutSettings",
+    "TokenCacheSettings",
     "TracingSettings",
 ]
 
@@ -97,7 +102,7 @@ class ListenerTls(Model):
     """PEM file of the private key."""
 
 
-class Listener(Model):
+class ListenerSettings(Model):
     """Where clients connect. Also written as `host:port`."""
 
     host: str = "127.0.0.1"
@@ -108,7 +113,7 @@ class Listener(Model):
     """Serve https with this certificate."""
 
 
-class Admin(Model):
+class AdminSettings(Model):
     """The operator's listener: metrics, health, status. Never on the public one."""
 
     enabled: bool = True
@@ -121,7 +126,7 @@ class Admin(Model):
     """Bearer token every admin request must carry."""
 
 
-class Limits(Model):
+class LimitSettings(Model):
     """Bounds on what one client may make the proxy hold."""
 
     body: Size = 32 * 1024 * 1024
@@ -146,7 +151,7 @@ class Limits(Model):
     """A client that takes no byte of its answer for this long is gone. 0: no bound."""
 
 
-class Timeouts(Model):
+class TimeoutSettings(Model):
     """How long an engine may take. None bounds a stream as a whole."""
 
     connect: Duration = 2.0
@@ -157,7 +162,7 @@ class Timeouts(Model):
     """Between two pieces of a response."""
 
 
-class Pool(Model):
+class PoolSettings(Model):
     """Connections to each endpoint."""
 
     max_connections: int = Field(default=1024, ge=1)
@@ -170,7 +175,7 @@ class Pool(Model):
     """Requests waiting for a connection to one endpoint; further ones try elsewhere or get 503."""
 
 
-class Retry(Model):
+class RetrySettings(Model):
     """Trying another endpoint, only before the first byte went to the client."""
 
     attempts: int = Field(default=3, ge=1, le=20)
@@ -195,7 +200,7 @@ class RouteMatch(Model):
     """Model name in the body, or an alias; a trailing `*` matches any rest; empty: any."""
 
 
-class Route(RouteMatch):
+class RouteSettings(RouteMatch):
     """Sends matching requests to a cluster. The first match wins."""
 
     cluster: str = "default"
@@ -204,14 +209,14 @@ class Route(RouteMatch):
     """Model name the engine knows (the route's `model` is then an alias); empty: as the client wrote it."""
 
 
-class Shutdown(Model):
+class ShutdownSettings(Model):
     """Graceful end."""
 
     drain: Duration = 30.0
     """After SIGTERM no new requests are taken; running ones have this long to finish."""
 
 
-class Receipts(Model):
+class ReceiptSettings(Model):
     """Decision receipts: one JSON line a request, with what was known, what was decided and what happened."""
 
     path: str = ""
@@ -226,7 +231,7 @@ class Receipts(Model):
     """Receipts waiting to be written; further ones are dropped and counted."""
 
 
-class Reload(Model):
+class ReloadSettings(Model):
     """Reading the configuration file anew while the proxy runs (SIGHUP and the admin listener always may)."""
 
     watch: bool = True
@@ -244,7 +249,7 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
-class Log(Model):
+class LogSettings(Model):
     """The process log."""
 
     level: LogLevel = LogLevel.INFO
@@ -265,29 +270,29 @@ class FilterSpec(Model):
 class Config(Model):
     """A whole kvproxy configuration."""
 
-    listen: Listener = Listener()
+    listen: ListenerSettings = ListenerSettings()
     """The public listener. Also written as `host:port`."""
-    admin: Admin = Admin()
+    admin: AdminSettings = AdminSettings()
     """The operator's listener."""
     filters: tuple[FilterSpec, ...] = ()
     """The chain in order: a name, or `name: {settings}`; the last is `router`. Empty: the default chain."""
-    clusters: Mapping[str, Cluster] = Field(default_factory=dict)
+    clusters: Mapping[str, ClusterSettings] = Field(default_factory=dict)
     """Clusters by name. With only one, `endpoints:` and `policy:` at the top level are short for `clusters.default`."""
-    routes: tuple[Route, ...] = ()
+    routes: tuple[RouteSettings, ...] = ()
     """Which request goes to which cluster; empty: everything to the only cluster."""
-    limits: Limits = Limits()
+    limits: LimitSettings = LimitSettings()
     """Bounds on clients."""
-    timeouts: Timeouts = Timeouts()
+    timeouts: TimeoutSettings = TimeoutSettings()
     """Bounds on engines."""
-    pool: Pool = Pool()
+    pool: PoolSettings = PoolSettings()
     """Connections to engines."""
-    retry: Retry = Retry()
+    retry: RetrySettings = RetrySettings()
     """Another endpoint when one fails."""
-    shutdown: Shutdown = Shutdown()
+    shutdown: ShutdownSettings = ShutdownSettings()
     """Graceful end."""
-    reload: Reload = Reload()
+    reload: ReloadSettings = ReloadSettings()
     """Hot reload."""
-    log: Log = Log()
+    log: LogSettings = LogSettings()
     """The process log."""
-    receipts: Receipts = Receipts()
+    receipts: ReceiptSettings = ReceiptSettings()
     """Decision receipts, for `kvproxy explain` and `kvproxy replay --receipts`; off unless they have a path."""

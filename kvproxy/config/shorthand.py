@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvproxy.config.address import split_address
-from kvproxy.config.cluster_schema import Cluster
+from kvproxy.config.cluster_schema import ClusterSettings
 from kvproxy.config.fields import keys_of
 from kvproxy.config.paths import Origins, Path, dotted
 from kvproxy.errors import Problem
@@ -106,7 +106,7 @@ def _clusters(form: Canonical) -> None:
         form.complain(("clusters",), "must be a mapping of names to clusters")
         given = None
     clusters = dict(given or {})
-    short = [key for key in keys_of(Cluster) if key in form.data]
+    short = [key for key in keys_of(ClusterSettings) if key in form.data]
     default = clusters.get("default", {})
     if short and isinstance(default, dict):
         default = dict(default)

@@ -10,7 +10,7 @@ from kvproxy.config.endpoint_url import same_origin, url_fault
 from kvproxy.config.fields import closest
 from kvproxy.config.own_address import listener_at
 from kvproxy.config.paths import Path, Where, dotted
-from kvproxy.config.schema import Cluster, Config, Discovery, PolicyName, Route
+from kvproxy.config.schema import ClusterSettings, Config, DiscoverySettings, PolicyName, RouteSettings
 from kvproxy.config.verify_filters import chain_findings
 from kvproxy.config.verify_findings import Finding, error, missing_file, warning
 from kvproxy.errors import Problem
@@ -75,7 +75,7 @@ def _clusters(config: Config) -> Iterator[Finding]:
             yield warning((*at, "discovery", "file", "path"), "the file does not exist yet")
 
 
-def _endpoints(cluster: Cluster, at: Path) -> Iterator[Finding]:
+def _endpoints(cluster: ClusterSettings, at: Path) -> Iterator[Finding]:
     ids: set[str] = set()
     instances: dict[str, str] = {}
     origins: dict[tuple[str, str, int, str], str] = {}
@@ -110,7 +110,7 @@ def _endpoints(cluster: Cluster, at: Path) -> Iterator[Finding]:
             yield error((*here, "retry", "max_backoff"), "shorter than backoff")
 
 
-def _loops(config: Config, cluster: Cluster, at: Path) -> Iterator[Finding]:
+def _loops(config: Config, cluster: ClusterSettings, at: Path) -> Iterator[Finding]:
     """An endpoint that is the proxy itself would be sent its own requests without end."""
     for index, endpoint in enumerate(cluster.endpoints):
         listener = "" if url_fault(endpoint.url) else listener_at(same_origin(endpoint.url), config)
@@ -124,7 +124,7 @@ def _local(url: str) -> bool:
 
 
 def _routes(config: Config) -> Iterator[Finding]:
-    earlier: list[Route] = []
+    earlier: list[RouteSettings] = []
     for index, route in enumerate(config.routes):
         at: Path = ("routes", index)
         if route.cluster not in config.clusters:
@@ -141,7 +141,7 @@ def _routes(config: Config) -> Iterator[Finding]:
             yield error(at, f"never reached: routes[{shadow}] already matches all of it")
         earlier.append(route)
     for name, cluster in config.clusters.items() if not config.routes and len(config.clusters) > 1 else ():
-        if not any(endpoint.models for endpoint in cluster.endpoints) and cluster.discovery == Discovery():
+        if not any(endpoint.models for endpoint in cluster.endpoints) and cluster.discovery == DiscoverySettings():
             yield error(("clusters", name), "no route leads here and no endpoint declares its models")
     used = {route.cluster for route in config.routes}
     for name in config.clusters if used and used <= set(config.clusters) else ():
@@ -154,7 +154,7 @@ def _clusters_hint(wrong: str, config: Config) -> str:
     return f"did you mean {close!r}?" if close else f"clusters: {', '.join(sorted(config.clusters)) or 'none'}"
 
 
-def _covers(wide: Route, narrow: Route) -> bool:
+def _covers(wide: RouteSettings, narrow: RouteSettings) -> bool:
     """Whether every request `narrow` matches is already taken by `wide`."""
     if not f"{narrow.prefix.rstrip('/')}/".startswith(f"{wide.prefix.rstrip('/')}/"):
         return False

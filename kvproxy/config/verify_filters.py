@@ -8,7 +8,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from kvproxy.config.endpoint_url import url_fault
-from kvproxy.config.kvcache_schema import Snapshot
+from kvproxy.config.kvcache_schema import SnapshotSettings
 from kvproxy.config.paths import Path
 from kvproxy.config.schema import (
     FILTER_SETTINGS,
@@ -133,7 +133,7 @@ def _kvcache(settings: KvCacheSettings, at: Path, config: Config) -> Iterator[Fi
     yield from _snapshot(settings.snapshot, (*at, "snapshot"))
 
 
-def _snapshot(settings: Snapshot, at: Path) -> Iterator[Finding]:
+def _snapshot(settings: SnapshotSettings, at: Path) -> Iterator[Finding]:
     if not settings.path:
         return
     folder = FilePath(settings.path).parent

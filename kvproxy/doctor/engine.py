@@ -41,7 +41,7 @@ class Engine:
 
     def __init__(
         self,
-        endpoint: schema.Endpoint,
+        endpoint: schema.EndpointSettings,
         *,
         cluster: str,
         health_path: str,

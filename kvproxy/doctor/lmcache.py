@@ -21,7 +21,7 @@ from kvproxy.doctor.link import Link, connect
 from kvproxy.doctor.tools import Tools
 from kvproxy.doctor.trial import Trial
 from kvproxy.errors import BadResponse, ClientError, ClientTimeout, ClientUnavailable, NotSupported
-from kvproxy.kvcache.provider import (
+from kvproxy.kvcache.providers import (
     ControllerProvider,
     CoordinatorProvider,
     Prefix,

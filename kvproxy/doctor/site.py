@@ -11,7 +11,7 @@ from typing import TypeVar
 from kvproxy.cluster.discovery import sources_of
 from kvproxy.config.cluster_schema import EventSources
 from kvproxy.config.kvcache_schema import KvCacheSettings
-from kvproxy.config.schema import DEFAULT_FILTERS, Cluster, Config, Endpoint
+from kvproxy.config.schema import DEFAULT_FILTERS, ClusterSettings, Config, EndpointSettings
 from kvproxy.doctor.engine import Engine
 from kvproxy.doctor.finding import Finding, problem
 from kvproxy.doctor.lmcache import LmCache
@@ -116,7 +116,7 @@ async def known(engines: Sequence[Engine], fact: Callable[[Engine], Awaitable[T]
     return found
 
 
-async def _endpoints(name: str, cluster: Cluster) -> tuple[list[Endpoint], list[Finding]]:
+async def _endpoints(name: str, cluster: ClusterSettings) -> tuple[list[EndpointSettings], list[Finding]]:
     endpoints, failed = list(cluster.endpoints), []
     for source in sources_of(cluster.discovery):
         try:
@@ -128,7 +128,7 @@ async def _endpoints(name: str, cluster: Cluster) -> tuple[list[Endpoint], list[
     return endpoints, failed
 
 
-def _stated(endpoint: Endpoint, kvcache: KvCacheSettings | None) -> EventSources:
+def _stated(endpoint: EndpointSettings, kvcache: KvCacheSettings | None) -> EventSources:
     """What the configuration says of an engine that cannot say where its KV events are."""
     if endpoint.kv_event_sources.endpoint or kvcache is None:
         return endpoint.kv_event_sources
@@ -139,7 +139,7 @@ def _tokenizer(kvcache: KvCacheSettings | None, tools: Tools) -> Engine | None:
     """The engine that tokenizes for all of them, where one is configured."""
     if kvcache is None or not kvcache.vllm_endpoint:
         return None
-    endpoint = Endpoint(id="vllm_endpoint", url=kvcache.vllm_endpoint)
+    endpoint = EndpointSettings(id="vllm_endpoint", url=kvcache.vllm_endpoint)
     return Engine(
         endpoint, cluster="", health_path="/health", tools=tools, plan=TrialPlan(), label="vllm_endpoint of kvcache"
     )

@@ -6,17 +6,17 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from kvproxy.background_task import BackgroundTask
 from kvproxy.config.schema import Config
 from kvproxy.doctor.finding import Severity
 from kvproxy.doctor.report import Report
 from kvproxy.doctor.tools import Tools
 from kvproxy.doctor.visit import startup_findings
-from kvproxy.owned_task import OwnedTask
 
 log = logging.getLogger("kvproxy.doctor")
 
 
-class StartupVisit(OwnedTask):
+class StartupVisit(BackgroundTask):
     """An async context manager: inside it a task visits once. `report` is what it found, None until then;
     `on_report` is told of it."""
 

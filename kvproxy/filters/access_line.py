@@ -8,8 +8,8 @@ from functools import lru_cache
 
 import msgspec
 
-from kvproxy.filters.exchange import Exchange
 from kvproxy.log_lines import stamp
+from kvproxy.request.exchange import Exchange
 
 _MAX_TEXT = 512
 #: A field of a line.

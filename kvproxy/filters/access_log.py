@@ -12,9 +12,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvproxy.config.filter_schema import AccessLogSettings
 from kvproxy.filters.access_line import Value, as_json, as_text, fields, printable
 from kvproxy.filters.chain import FilterContext, WallClock
-from kvproxy.filters.exchange import FAILED, SCOPE_KEY, Exchange, result_of
 from kvproxy.filters.line_batch import LineBatch
 from kvproxy.log_lines import console_line, stamp
+from kvproxy.request.exchange import FAILED, SCOPE_KEY, Exchange, result_of
 from kvproxy.types import Clock
 
 LOGGER = "kvproxy.access"

@@ -7,9 +7,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvproxy.config.filter_schema import AuthSettings, RouterSettings
 from kvproxy.filters.api_keys import KeyRing, load_keys
 from kvproxy.filters.chain import FilterContext
-from kvproxy.filters.exchange import Exchange
-from kvproxy.filters.local_reply import local_reply
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.request.error_reply import local_reply
+from kvproxy.request.exchange import Exchange
 from kvproxy.types import Clock, Headers
 
 _AUTHORIZATION = b"authorization"

@@ -23,9 +23,9 @@ from kvproxy.types import Clock
 if TYPE_CHECKING:
     from kvproxy.cluster.cluster import Cluster
     from kvproxy.cluster.routes import Routes
-    from kvproxy.filters.body_bounds import HeldBodies
-    from kvproxy.filters.exchange import Exchange
     from kvproxy.kvcache.service import KvCache
+    from kvproxy.request.body_bounds import HeldBodies
+    from kvproxy.request.exchange import Exchange
     from kvproxy.upstream.pool import UpstreamPool
 
 #: The current moment as an aware datetime.

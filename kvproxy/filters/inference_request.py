@@ -7,13 +7,13 @@ import asyncio
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.config.filter_schema import InferenceRequestSettings
-from kvproxy.filters.body import decode_body, scan_body
-from kvproxy.filters.body_bounds import BodyRefused, BodyTooLarge, refuse_body
-from kvproxy.filters.body_guard import is_guarded
-from kvproxy.filters.body_reader import BodyReader, ClientLeft, replay
 from kvproxy.filters.chain import FilterContext
-from kvproxy.filters.exchange import SCOPE_KEY, Exchange
+from kvproxy.forward.body_guard import is_guarded
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.request.body_bounds import BodyRefused, BodyTooLarge, refuse_body
+from kvproxy.request.body_reader import BodyReader, ClientLeft, replay
+from kvproxy.request.exchange import SCOPE_KEY, Exchange
+from kvproxy.request.parse import decode_body, scan_body
 from kvproxy.types import Clock, RequestKind
 
 KIND_OF_PATH = {

@@ -13,11 +13,11 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routes import Routes
 from kvproxy.config.cluster_schema import PolicyName
 from kvproxy.config.kvcache_schema import KvCacheSettings
-from kvproxy.filters.body_guard import tenant_salt
 from kvproxy.filters.chain import FilterContext
-from kvproxy.filters.exchange import SCOPE_KEY, Exchange
-from kvproxy.kvcache.gathered import Gathered, Result
+from kvproxy.forward.body_guard import tenant_salt
+from kvproxy.kvcache.overlap.facts import RequestFacts, Result
 from kvproxy.kvcache.service import KvCache
+from kvproxy.request.exchange import SCOPE_KEY, Exchange
 from kvproxy.types import Clock, EndpointId
 
 log = logging.getLogger("kvproxy.kvcache")
@@ -91,7 +91,7 @@ class KvCacheFilter:
         exchange.on_pick.append(lambda picked: self._picked(gathered, picked))
         exchange.on_complete.append(lambda over: self._service.finished(gathered, result_of(over)))
 
-    def _gather(self, exchange: Exchange, path: str) -> Gathered | None:
+    def _gather(self, exchange: Exchange, path: str) -> RequestFacts | None:
         request, body = exchange.inference, exchange.body
         assert request is not None
         assert body is not None
@@ -103,7 +103,7 @@ class KvCacheFilter:
             return None
         return self._service.gather(request, body, cluster=target.cluster, model=target.upstream_model)
 
-    def _refresh(self, gathered: Gathered, exchange: Exchange) -> None:
+    def _refresh(self, gathered: RequestFacts, exchange: Exchange) -> None:
         """The router asks before it places a request that had to wait; an endpoint announced earlier stays."""
         try:
             self._service.refresh(gathered)
@@ -114,7 +114,7 @@ class KvCacheFilter:
         if self._prefer[gathered.cluster.name]:
             exchange.preferred = gathered.preferred
 
-    def _picked(self, gathered: Gathered, exchange: Exchange) -> None:
+    def _picked(self, gathered: RequestFacts, exchange: Exchange) -> None:
         assert exchange.outcome.endpoint is not None
         try:
             self._service.picked(gathered, exchange.outcome.endpoint)

@@ -16,15 +16,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.config import schema
 from kvproxy.config.kvcache_schema import KvCacheSettings
-from kvproxy.filters.body import read_body
-from kvproxy.filters.body_bounds import BodiesFull, HeldBodies
-from kvproxy.filters.body_reader import Pieces, replay
 from kvproxy.filters.inference_request import KIND_OF_PATH
 from kvproxy.filters.kvcache import STATE_KEY, announce
-from kvproxy.filters.usage import read_usage
-from kvproxy.kvcache.gathered import Gathered, Result
+from kvproxy.kvcache.overlap.facts import RequestFacts, Result
 from kvproxy.kvcache.service import KvCache
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.request.body_bounds import BodiesFull, HeldBodies
+from kvproxy.request.body_reader import Pieces, replay
+from kvproxy.request.parse import read_body
+from kvproxy.request.usage import read_usage
 from kvproxy.types import Clock, EndpointId, RequestKind
 
 log = logging.getLogger("kvproxy.kvcache")
@@ -80,7 +80,7 @@ class KVCacheMiddleware:
         self,
         app: ASGIApp,
         *,
-        endpoints: Mapping[str, str] | Sequence[schema.Endpoint],
+        endpoints: Mapping[str, str] | Sequence[schema.EndpointSettings],
         settings: KvCacheSettings | Mapping[str, Any] | None = None,
         metrics: Metrics | None = None,
         limit_bytes: int = 32 * 1024 * 1024,
@@ -95,8 +95,8 @@ class KVCacheMiddleware:
         if not isinstance(settings, KvCacheSettings):
             settings = KvCacheSettings.model_validate(settings or {})
         if isinstance(endpoints, Mapping):
-            endpoints = [schema.Endpoint(id=name, url=url) for name, url in endpoints.items()]
-        cluster = schema.Cluster(endpoints=tuple(endpoints))
+            endpoints = [schema.EndpointSettings(id=name, url=url) for name, url in endpoints.items()]
+        cluster = schema.ClusterSettings(endpoints=tuple(endpoints))
         self._cluster = Cluster(_CLUSTER, cluster, metrics=self.metrics, clock=clock, rng=rng)
         self.service = KvCache(settings, clusters={_CLUSTER: self._cluster}, metrics=self.metrics, clock=clock, rng=rng)
         self._header = settings.preference_header.lower().encode()
@@ -185,7 +185,7 @@ class KVCacheMiddleware:
                 body = pieces.joined()
                 return body, replay(body, receive)
 
-    async def _facts(self, kind: RequestKind, body: bytes, scope: Scope) -> Gathered | None:
+    async def _facts(self, kind: RequestKind, body: bytes, scope: Scope) -> RequestFacts | None:
         try:
             if not self._started:
                 await self.__aenter__()
@@ -200,7 +200,7 @@ class KVCacheMiddleware:
         announce(scope, gathered.preferred, header=self._header)
         return gathered
 
-    def _finish(self, gathered: Gathered, answer: _Answer, scope: Scope) -> None:
+    def _finish(self, gathered: RequestFacts, answer: _Answer, scope: Scope) -> None:
         served = scope.get("state", {}).get(SERVED_KEY) or answer.endpoint
         try:
             self.service.finished(gathered, answer.result(EndpointId(served) if served else None))

@@ -12,10 +12,10 @@ from kvproxy.config.filter_schema import RateLimitSettings
 from kvproxy.errors import ConfigError, Problem
 from kvproxy.filters.buckets import Buckets, Limit
 from kvproxy.filters.chain import FilterContext
-from kvproxy.filters.exchange import Exchange
-from kvproxy.filters.local_reply import local_reply
 from kvproxy.filters.token_bucket import TokenBucket
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.request.error_reply import local_reply
+from kvproxy.request.exchange import Exchange
 from kvproxy.types import Clock, Headers
 
 _BYTES_PER_TOKEN = 4

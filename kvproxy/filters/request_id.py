@@ -10,8 +10,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvproxy.config.filter_schema import RequestIdSettings
 from kvproxy.filters.chain import FilterContext
-from kvproxy.filters.exchange import SCOPE_KEY, Exchange
-from kvproxy.filters.random_hex import RandomHex
+from kvproxy.request.exchange import SCOPE_KEY, Exchange
+from kvproxy.request.random_hex import RandomHex
 from kvproxy.types import Clock
 
 _SANE = re.compile(rb"[\x21-\x7e]{1,128}")

@@ -12,28 +12,28 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.cluster.pick import Refusal
+from kvproxy.cluster.router_queue import QueueFull
 from kvproxy.cluster.routes import Routes, RouteTarget
-from kvproxy.cluster.waiting_room import QueueFull
 from kvproxy.config.schema import Config, KvCacheSettings, RequestIdSettings, RouterSettings
 from kvproxy.errors import UnsafeRequest
-from kvproxy.filters import models as model_list
-from kvproxy.filters.alias import with_model
-from kvproxy.filters.body_bounds import BodyRefused, refuse_body
-from kvproxy.filters.body_guard import BodyGuard
-from kvproxy.filters.body_reader import ClientLeft
 from kvproxy.filters.chain import FilterContext, Observer
-from kvproxy.filters.disconnect import DisconnectWatcher, new_arming
-from kvproxy.filters.exchange import SCOPE_KEY, Exchange
-from kvproxy.filters.forward_headers import RequestHeaders, RequestLoops
-from kvproxy.filters.forwarding import CLIENT_CLOSED_REQUEST, Forwarder, Forwarding, GaveUp, HeldReply, local_status
-from kvproxy.filters.local_reply import local_reply
-from kvproxy.filters.models import ModelList
-from kvproxy.filters.policy_choice import NotOffered, chosen_policy
-from kvproxy.filters.public_paths import PublicPaths
-from kvproxy.filters.public_side import PublicSide
-from kvproxy.filters.request_body import RequestBody, Uploads
-from kvproxy.filters.route_metrics import RouteMetrics
-from kvproxy.filters.served_models import ServedModels
+from kvproxy.forward import models as model_list
+from kvproxy.forward.alias import with_model
+from kvproxy.forward.body_guard import BodyGuard
+from kvproxy.forward.disconnect import DisconnectWatcher, new_arming
+from kvproxy.forward.forwarder import CLIENT_CLOSED_REQUEST, Forwarder, Forwarding, GaveUp, HeldReply, local_status
+from kvproxy.forward.headers import RequestHeaders, RequestLoops
+from kvproxy.forward.metrics import RouteMetrics
+from kvproxy.forward.models import ModelList
+from kvproxy.forward.policy_choice import NotOffered, chosen_policy
+from kvproxy.forward.public_pages import PublicSide
+from kvproxy.forward.public_paths import PublicPaths
+from kvproxy.forward.request_body import RequestBody, Uploads
+from kvproxy.forward.served_models import ServedModels
+from kvproxy.request.body_bounds import BodyRefused, refuse_body
+from kvproxy.request.body_reader import ClientLeft
+from kvproxy.request.error_reply import local_reply
+from kvproxy.request.exchange import SCOPE_KEY, Exchange
 from kvproxy.resilience.budget import RetryBudget
 from kvproxy.types import Headers
 from kvproxy.upstream.pool import Timeouts

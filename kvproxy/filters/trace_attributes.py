@@ -12,8 +12,8 @@ from starlette.types import Scope
 
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import Pick
-from kvproxy.filters.exchange import Exchange
 from kvproxy.filters.inference_request import KIND_OF_PATH
+from kvproxy.request.exchange import Exchange
 from kvproxy.types import RequestKind
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"})

@@ -10,9 +10,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvproxy.filters.chain import WallClock
-from kvproxy.filters.exchange import Exchange
 from kvproxy.filters.trace_attributes import LOOKED_AT_BYTES, server_attributes, trace_parent
 from kvproxy.filters.trace_spans import RequestTrace
+from kvproxy.request.exchange import Exchange
 from kvproxy.types import Clock, Headers
 
 _W3C = TraceContextTextMapPropagator()

@@ -8,7 +8,6 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, set_span_in_context
 
 from kvproxy.cluster.pick import Pick
-from kvproxy.filters.exchange import Exchange
 from kvproxy.filters.trace_attributes import (
     Values,
     answer_attributes,
@@ -20,6 +19,7 @@ from kvproxy.filters.trace_attributes import (
     response_attributes,
     trace_parent,
 )
+from kvproxy.request.exchange import Exchange
 from kvproxy.types import Clock
 
 

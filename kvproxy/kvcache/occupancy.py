@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from kvproxy.balancing.policy import FactSource
 from kvproxy.clients.engine_metrics import EngineMetrics
+from kvproxy.routing.policy import FactSource
 from kvproxy.types import EndpointId
 
 if TYPE_CHECKING:

@@ -9,22 +9,22 @@ from dataclasses import dataclass
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.kvcache_schema import KvCacheSettings
-from kvproxy.kvcache.actions import Actions
-from kvproxy.kvcache.background import Background
+from kvproxy.kvcache.actions.executor import ActionExecutor
+from kvproxy.kvcache.actions.job_queue import JobQueue
+from kvproxy.kvcache.actions.signals import HostUse, Signals
+from kvproxy.kvcache.actions.strategy_runner import StrategyRunner
+from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.engines import Engines
-from kvproxy.kvcache.event_streams import EventStreams
-from kvproxy.kvcache.guard import Guard
-from kvproxy.kvcache.learning import Learning
-from kvproxy.kvcache.local import LocalSources
-from kvproxy.kvcache.lookup import Lookups
+from kvproxy.kvcache.feedback.bytes_per_token import BytesPerToken
+from kvproxy.kvcache.feedback.predictions import PredictionFeedback
+from kvproxy.kvcache.metrics_scraper import MetricsScraper
 from kvproxy.kvcache.occupancy import PRECISE_ROW_BYTES, capacities, engine_requests, kv_usage, trust, utilisation
-from kvproxy.kvcache.ratio import BytesPerToken
-from kvproxy.kvcache.remote import Remote
-from kvproxy.kvcache.signals import HostUse, Signals
-from kvproxy.kvcache.tokens import TokenSource
-from kvproxy.kvcache.upkeep import Upkeep
-from kvproxy.kvcache.warm.restart import warm_restart
-from kvproxy.kvcache.watch import Watch
+from kvproxy.kvcache.overlap.indexes import LocalIndexes
+from kvproxy.kvcache.overlap.kv_event_streams import EventStreams
+from kvproxy.kvcache.overlap.lookup import LookupClient
+from kvproxy.kvcache.overlap.lookup_task import LookupTask
+from kvproxy.kvcache.overlap.tokens import TokenSource
+from kvproxy.kvcache.snapshot.restart import warm_restart
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.types import Clock
 from kvproxy.upstream.pool import UpstreamPool
@@ -53,30 +53,30 @@ class Parts:
         self.pool = UpstreamPool(max_connections=settings.max_connections, clock=clock)
         self.engines = Engines(self.pool, timeout_s=settings.request_timeout, tokenizer_url=settings.vllm_endpoint)
         known = {} if former is None else former.local
-        self.local: dict[str, LocalSources] = {
-            name: LocalSources(
+        self.local: dict[str, LocalIndexes] = {
+            name: LocalIndexes(
                 endpoints=len(cluster.endpoints), learn_capacity=settings.learn_capacity, former=known.get(name)
             )
             for name, cluster in clusters.items()
         }
         self.ratios: BytesPerToken = BytesPerToken() if former is None else former.ratios
-        self.guard = Guard(settings.circuit_breaker, clock=clock, metrics=metrics)
-        self.lookups = Lookups(guard=self.guard, metrics=metrics, clock=clock)
+        self.guard = OperationBreakers(settings.circuit_breaker, clock=clock, metrics=metrics)
+        self.lookups = LookupClient(guard=self.guard, metrics=metrics, clock=clock)
         shared = _Shared(settings, metrics, clock)
         self.tokens = TokenSource(settings, engines=self.engines, guard=self.guard, metrics=metrics, clock=clock)
         self.remote = shared.remote(self.tokens, self.lookups, self.instance_ids)
-        self.background = Background(settings.background, metrics=metrics)
+        self.background = JobQueue(settings.background, metrics=metrics)
         max_age_s = _STALE_INTERVALS * settings.engine_metrics_interval + _STALE_S
         self.signals = Signals(settings.cache_strategy, clock=clock, max_age_s=max_age_s)
         self.upkeep = shared.upkeep(self, rng)
-        self.learning: Learning = Learning(
+        self.learning: PredictionFeedback = PredictionFeedback(
             ratios=self.ratios,
             lookups=self.lookups,
             metrics=metrics,
             clock=clock,
             former=None if former is None else former.learning,
         )
-        self.watch: Watch = shared.watch(self, sample_host, None if former is None else former.watch)
+        self.watch: MetricsScraper = shared.watch(self, sample_host, None if former is None else former.watch)
         self.streams = shared.streams(self) if settings.kv_events else None
         self.warm = warm_restart(
             self, settings.snapshot, fresh=former is None, metrics=metrics, clock=clock, wall_clock=wall_clock
@@ -132,8 +132,8 @@ class _Shared:
     metrics: Metrics
     clock: Clock
 
-    def remote(self, tokens: TokenSource, lookups: Lookups, known: Callable[[], frozenset[str]]) -> Remote:
-        return Remote(
+    def remote(self, tokens: TokenSource, lookups: LookupClient, known: Callable[[], frozenset[str]]) -> LookupTask:
+        return LookupTask(
             self.settings,
             tokens=tokens,
             lookups=lookups,
@@ -142,8 +142,8 @@ class _Shared:
             clock=self.clock,
         )
 
-    def upkeep(self, parts: Parts, rng: random.Random) -> Upkeep:
-        actions = Actions(
+    def upkeep(self, parts: Parts, rng: random.Random) -> StrategyRunner:
+        actions = ActionExecutor(
             self.settings,
             background=parts.background,
             lookups=parts.lookups,
@@ -152,7 +152,7 @@ class _Shared:
             clock=self.clock,
             rng=rng,
         )
-        return Upkeep(
+        return StrategyRunner(
             self.settings,
             actions=actions,
             signals=parts.signals,
@@ -161,8 +161,8 @@ class _Shared:
             clock=self.clock,
         )
 
-    def watch(self, parts: Parts, sample_host: Callable[[], HostUse], former: Watch | None) -> Watch:
-        return Watch(
+    def watch(self, parts: Parts, sample_host: Callable[[], HostUse], former: MetricsScraper | None) -> MetricsScraper:
+        return MetricsScraper(
             self.settings.engine_metrics_interval,
             clusters=parts.clusters,
             local=parts.local,

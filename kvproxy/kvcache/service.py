@@ -11,21 +11,21 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
-from kvproxy.balancing.policy import OverlapFacts
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.kvcache_schema import KvCacheSettings
-from kvproxy.kvcache import signals
-from kvproxy.kvcache.background import Job
-from kvproxy.kvcache.connect import Connection
-from kvproxy.kvcache.event_streams import utc_seconds
-from kvproxy.kvcache.facts import merged, preferred
-from kvproxy.kvcache.gathered import Gathered, Result
-from kvproxy.kvcache.hotness import KnownPrefix
+from kvproxy.kvcache.actions import signals
+from kvproxy.kvcache.actions.hotness import KnownPrefix
+from kvproxy.kvcache.actions.job_queue import Job
+from kvproxy.kvcache.actions.signals import HostUse
+from kvproxy.kvcache.overlap.connect import Connection
+from kvproxy.kvcache.overlap.facts import RequestFacts, Result
+from kvproxy.kvcache.overlap.kv_event_streams import utc_seconds
+from kvproxy.kvcache.overlap.merge import merged, preferred
 from kvproxy.kvcache.parts import Parts
-from kvproxy.kvcache.signals import HostUse
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
+from kvproxy.routing.policy import OverlapFacts
 from kvproxy.types import Clock, EndpointId, InferenceRequest
 
 
@@ -91,14 +91,14 @@ class KvCache:
         self._entered = False
         await self._running.aclose()
 
-    def gather(self, request: InferenceRequest, body: bytes, *, cluster: Cluster, model: str = "") -> Gathered:
+    def gather(self, request: InferenceRequest, body: bytes, *, cluster: Cluster, model: str = "") -> RequestFacts:
         """What our own sources know, at once. `model` is what the engines call it, where that differs."""
         began = self._clock()
         local = self.parts.local[cluster.name]
         model = model or request.model or self.settings.default_model
         prompt = request.prompt
         hashes, keys = local.hashes(request, model)
-        gathered = Gathered(
+        gathered = RequestFacts(
             cluster=cluster,
             local=local,
             request=request,
@@ -117,7 +117,7 @@ class KvCache:
         self._facts_seconds.observe(self._clock() - began)
         return gathered
 
-    async def look_up(self, gathered: Gathered) -> None:
+    async def look_up(self, gathered: RequestFacts) -> None:
         """Ask the lookup service within what is left of the routing deadline, and complete the facts."""
         gathered.wants_lookup = False
         claims = self.parts.upkeep.usable(gathered, await self.parts.remote.ask(gathered))
@@ -125,28 +125,30 @@ class KvCache:
         if claims or gathered.tokens_exact:
             self._assess(gathered)
 
-    def refresh(self, gathered: Gathered) -> None:
+    def refresh(self, gathered: RequestFacts) -> None:
         """The facts of a request that was not placed yet, anew from our own sources; what a lookup said stands."""
         if self._uses_tokens and not gathered.tokens_exact:
             self.parts.tokens.recall(gathered)
         gathered.hot_blocks = gathered.local.hot.hot_prefix_blocks(gathered.hashes)
         self._assess(gathered)
 
-    async def facts_for(self, request: InferenceRequest, body: bytes, *, cluster: Cluster, model: str = "") -> Gathered:
+    async def facts_for(
+        self, request: InferenceRequest, body: bytes, *, cluster: Cluster, model: str = ""
+    ) -> RequestFacts:
         """`gather`, and `look_up` where that is worth it."""
         gathered = self.gather(request, body, cluster=cluster, model=model)
         if gathered.wants_lookup:
             await self.look_up(gathered)
         return gathered
 
-    def picked(self, gathered: Gathered, endpoint: EndpointId) -> None:
+    def picked(self, gathered: RequestFacts, endpoint: EndpointId) -> None:
         """The request goes there now; an earlier attempt's promise is taken back."""
         earlier = gathered.claim
         if earlier is not None:
             gathered.local.settle(earlier, prefilled=False)
         gathered.claim = gathered.local.route(endpoint, gathered.hashes)
 
-    def finished(self, gathered: Gathered, result: Result) -> None:
+    def finished(self, gathered: RequestFacts, result: Result) -> None:
         """The request is over. Queues what is to be done about it; never waits."""
         parts = self.parts
         parts.learning.finished(gathered, result)
@@ -157,7 +159,7 @@ class KvCache:
             parts.streams.note_traffic(endpoint, result.prompt_tokens - (result.cached_tokens or 0))
         self._follow_up(gathered, endpoint)
 
-    def _follow_up(self, gathered: Gathered, endpoint: Endpoint | None) -> None:
+    def _follow_up(self, gathered: RequestFacts, endpoint: Endpoint | None) -> None:
         """The strategies' turn, with the prompt's tokens; where these are not known yet they are asked for, which also
         lets the next turn of this chat know its beginning."""
         upkeep, tokens = self.parts.upkeep, self.parts.tokens
@@ -170,7 +172,7 @@ class KvCache:
             run = partial(self._tokenize, gathered, used, endpoint)
             self.parts.background.submit(Job(key, run, about="tokenize", held_bytes=len(gathered.body)))
 
-    async def _tokenize(self, gathered: Gathered, used: Sequence[KnownPrefix], endpoint: Endpoint | None) -> bool:
+    async def _tokenize(self, gathered: RequestFacts, used: Sequence[KnownPrefix], endpoint: Endpoint | None) -> bool:
         task = self.parts.tokens.ask(gathered)
         tokens = None if task is None else await asyncio.shield(task)
         if tokens is not None and endpoint is not None and used:
@@ -190,7 +192,7 @@ class KvCache:
 
         starting.push_async_callback(stop)
 
-    def _assess(self, gathered: Gathered) -> None:
+    def _assess(self, gathered: RequestFacts) -> None:
         """Facts and preference from everything known by now."""
         tokens, local = gathered.tokens, gathered.local
         if tokens:

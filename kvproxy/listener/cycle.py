@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
-from kvproxy.types import BODY_FOLLOWS, DEPARTURE, Departure
+from kvproxy.types import BODY_FOLLOWS, DISCONNECT_SIGNAL, DisconnectSignal
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class CoalescingCycle(RequestResponseCycle):
         self.pieces: list[bytes] = []
         self.buffered_bytes = 0
         self.task: asyncio.Task[None] | None = None
-        scope[DEPARTURE] = self._departure = Departure()
+        scope[DISCONNECT_SIGNAL] = self._departure = DisconnectSignal()
         self._tasks = tasks
         self._loop = loop
         self._head = b""

@@ -28,7 +28,7 @@ class ListenerLimits:
     """A client that has its last answer and sends no byte of an unread body for this long is gone; never 0."""
 
     @classmethod
-    def from_config(cls, limits: schema.Limits) -> ListenerLimits:
+    def from_config(cls, limits: schema.LimitSettings) -> ListenerLimits:
         """What the configuration says of the public listener."""
         return cls(
             max_connections=limits.connections,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from kvproxy.background_task import BackgroundTask
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.owned_task import OwnedTask
 from kvproxy.types import Clock
 
 INTERVAL_S = 0.25
 
 
-class LoopLag(OwnedTask):
+class LoopLag(BackgroundTask):
     """Owns one task that sleeps and sees how much longer that took. Enter it on the loop it is to watch."""
 
     task_name = "event loop lag"

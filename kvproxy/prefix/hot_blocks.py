@@ -6,7 +6,7 @@ from array import array
 from collections import deque
 from math import exp
 
-from kvproxy.prefix.radix import Node, RadixTree
+from kvproxy.prefix.approximate.radix import Node, RadixTree
 
 #: Touches decay by e over this many requests per endpoint.
 WINDOW_REQUESTS_PER_ENDPOINT = 64

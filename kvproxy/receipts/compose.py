@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import blake2b
 
-from kvproxy.filters.exchange import Outcome
 from kvproxy.receipts.forecast import wait_s
 from kvproxy.receipts.observed import Observed, Placed
 from kvproxy.receipts.receipt import Attempt, Receipt
+from kvproxy.request.exchange import Outcome
 from kvproxy.types import RequestKind
 
 #: Hides a session key or a prompt's head behind a key that dies with the proxy: the hash of a name is easily guessed.

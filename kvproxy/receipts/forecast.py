@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvproxy.balancing.load import Features, features_of, seconds_of
-from kvproxy.balancing.outlook import Outlook
 from kvproxy.receipts.receipt import Candidate, Receipt
+from kvproxy.routing.backlog import Backlog
+from kvproxy.routing.load import Features, features_of, seconds_of
 from kvproxy.types import EndpointId
 
 
@@ -31,7 +31,7 @@ def wait_s(candidate: Candidate, seconds: Features, slowness: float) -> float:
     """Until it would begin."""
     if not candidate.pending_requests:
         return 0.0
-    return Outlook(candidate.work, candidate.head, candidate.elapsed_s).wait_s(seconds, slowness)
+    return Backlog(candidate.work, candidate.head, candidate.elapsed_s).wait_s(seconds, slowness)
 
 
 def prefill_s(receipt: Receipt, endpoint: EndpointId, seconds: Features, slowness: float) -> float:

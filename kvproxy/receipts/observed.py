@@ -8,13 +8,13 @@ from heapq import nsmallest
 
 import msgspec
 
-from kvproxy.balancing.load import Features
-from kvproxy.balancing.outlook import outlook_of
-from kvproxy.balancing.policy import NO_FACTS, OverlapFacts
-from kvproxy.balancing.speed import SpeedModel
+from kvproxy.cluster.decision import Sight
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.cluster.witness import Sight
 from kvproxy.receipts.receipt import Candidate
+from kvproxy.routing.backlog import backlog_of
+from kvproxy.routing.load import Features
+from kvproxy.routing.policy import NO_FACTS, OverlapFacts
+from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import EndpointId
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class Placed(msgspec.Struct):
 
 
 class Observed:
-    """The witness of one request (`kvproxy.cluster.witness.Witness`)."""
+    """The witness of one request (`kvproxy.cluster.decision.Witness`)."""
 
     __slots__ = ("decisions", "facts", "head", "refusals")
 
@@ -100,7 +100,7 @@ def _recorded(sight: Sight) -> Sequence[int]:
 def _candidate(endpoint: Endpoint, cost: float | None, speeds: SpeedModel | None, now: float) -> Candidate:
     load = endpoint.load
     slowness = None if speeds is None else speeds.slowness(endpoint.id, now)
-    outlook = outlook_of(load, None if speeds is None else speeds.seconds, slowness or 1.0, now)
+    outlook = backlog_of(load, None if speeds is None else speeds.seconds, slowness or 1.0, now)
     return Candidate(
         endpoint.id,
         load.in_flight,

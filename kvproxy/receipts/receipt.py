@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from kvproxy.balancing.load import NO_WORK, Features
-from kvproxy.balancing.policy import Overlap
+from kvproxy.routing.load import NO_WORK, Features
+from kvproxy.routing.policy import Overlap
 from kvproxy.types import EndpointId
 
 VERSION = 1

@@ -10,15 +10,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from kvproxy.config.schema import Receipts
+from kvproxy.config.schema import ReceiptSettings
 from kvproxy.filters.chain import WallClock
-from kvproxy.filters.exchange import Exchange
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.receipts.compose import Finished, compose, keyed_hash
 from kvproxy.receipts.files import RotatingFile
 from kvproxy.receipts.observed import Observed
 from kvproxy.receipts.receipt import encode
 from kvproxy.receipts.writer import Writer
+from kvproxy.request.exchange import Exchange
 from kvproxy.types import Clock
 
 QUEUE = "receipts"
@@ -31,7 +31,7 @@ class Recorder:
     """Entered before the first request and left after the last. `arrived` and `finished` are called by the router."""
 
     def __init__(
-        self, settings: Receipts, *, metrics: Metrics, clock: Clock, wall_clock: WallClock, rng: random.Random
+        self, settings: ReceiptSettings, *, metrics: Metrics, clock: Clock, wall_clock: WallClock, rng: random.Random
     ) -> None:
         self._sample = settings.sample
         self._clock = clock
@@ -97,7 +97,7 @@ class Composed(Protocol):
     def wall_clock(self) -> WallClock: ...
 
 
-def recorder_of(proxy: Composed, settings: Receipts) -> Recorder | None:
+def recorder_of(proxy: Composed, settings: ReceiptSettings) -> Recorder | None:
     """The recorder these settings ask for."""
     if not settings.path:
         return None

@@ -11,14 +11,14 @@ from heapq import heappop, heappush
 from itertools import islice
 from random import Random
 
-from kvproxy.balancing.policy import Learner, Policy
-from kvproxy.balancing.speed import SpeedModel
 from kvproxy.receipts.forecast import first_token_s, matched_tokens
 from kvproxy.receipts.reading import Reading
 from kvproxy.replay.decided_report import Recorded, Review, Verdict, mean
 from kvproxy.replay.outcome import percentile
 from kvproxy.replay.recorded import Decision, Lesson, decisions_of
 from kvproxy.replay.scenario import PolicySpec
+from kvproxy.routing.policy import Learner, Policy
+from kvproxy.routing.speeds import SpeedModel
 
 #: Seconds from a decision to its first token, had it gone to the candidate of this index.
 Expect = Callable[[Decision, int], float]

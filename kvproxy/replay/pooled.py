@@ -12,9 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from kvproxy.balancing.least import least
-from kvproxy.balancing.load import Features, features_of, seconds_of
-from kvproxy.balancing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest
 from kvproxy.errors import KvproxyError
 from kvproxy.replay.outcome import Outcome, percentile
 from kvproxy.replay.router import SimEndpoint, VirtualRouter
@@ -22,6 +19,9 @@ from kvproxy.replay.settings import FleetSettings, Pace
 from kvproxy.replay.trace import Trace, Turn
 from kvproxy.replay.view import Settle, endpoint_id
 from kvproxy.replay.virtual_time import VirtualTime
+from kvproxy.routing.least import least
+from kvproxy.routing.load import Features, features_of, seconds_of
+from kvproxy.routing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest
 from kvproxy.simulator.engine import Engine
 from kvproxy.simulator.engine_io import FirstToken, Rejected, SimRequest
 from kvproxy.simulator.kv_event import KvEvent

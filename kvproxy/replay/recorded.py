@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 
-from kvproxy.balancing.load import Features
-from kvproxy.balancing.outlook import Outlook
-from kvproxy.balancing.policy import OverlapFacts, PickRequest
 from kvproxy.receipts.forecast import matched_tokens, own_work
 from kvproxy.receipts.receipt import Attempt, Candidate, Receipt
+from kvproxy.routing.backlog import Backlog
+from kvproxy.routing.load import Features
+from kvproxy.routing.policy import OverlapFacts, PickRequest
 from kvproxy.types import EndpointId
 
 
@@ -22,7 +22,7 @@ class RecordedLoad:
     pending_requests: int
     pending_tokens: int
     resident_tokens: int
-    outlook: Outlook
+    outlook: Backlog
 
     def wait_s(self, seconds: Features, slowness: float, now: float) -> float:
         """As of EndpointLoad, at the moment of the decision."""
@@ -118,6 +118,6 @@ def _lesson(receipt: Receipt, attempt: Attempt, chosen: Candidate, received: flo
 
 
 def _candidate(one: Candidate) -> RecordedCandidate:
-    outlook = Outlook(one.work, one.head, one.elapsed_s)
+    outlook = Backlog(one.work, one.head, one.elapsed_s)
     load = RecordedLoad(one.in_flight, one.pending_requests, one.pending_tokens, one.resident_tokens, outlook)
     return RecordedCandidate(one.id, one.weight, load)

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvproxy.balancing.ended import NOTHING_READ, EndedWork, Reading
-from kvproxy.balancing.forecast import Forecaster, least_own_s, least_wait_s
-from kvproxy.balancing.load import EndpointLoad, Reservation
-from kvproxy.balancing.policy import Learner, PickRequest, Policy
-from kvproxy.balancing.queue import QueueSettings, RouterQueue
 from kvproxy.replay.outcome import Outcome
 from kvproxy.replay.trace import Turn
 from kvproxy.replay.view import CacheView, Settle
+from kvproxy.routing.engine_samples import NOTHING_READ, EndedWork, Reading
+from kvproxy.routing.fair_queue import FairQueue, QueueSettings
+from kvproxy.routing.forecast import Forecaster, least_own_s, least_wait_s
+from kvproxy.routing.load import EndpointLoad, Reservation
+from kvproxy.routing.policy import Learner, PickRequest, Policy
 from kvproxy.simulator.engine import Engine
 from kvproxy.types import EndpointId
 
@@ -75,7 +75,7 @@ class VirtualRouter:
         self._policy = policy
         self._view = view
         self._learner = policy if isinstance(policy, Learner) else None
-        self._queue: RouterQueue[LiveRequest] = RouterQueue(QueueSettings(limit=0) if queue is None else queue)
+        self._queue: FairQueue[LiveRequest] = FairQueue(QueueSettings(limit=0) if queue is None else queue)
         self._speeds = policy.speeds if queue is not None and isinstance(policy, Forecaster) else None
         if self._learner is not None:
             for endpoint in endpoints:

@@ -7,15 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from kvproxy.balancing.kv_aware import KvAware
-from kvproxy.balancing.least_ttft import LeastTtft
-from kvproxy.balancing.policy import Policy
-from kvproxy.balancing.queue import QueueSettings
-from kvproxy.balancing.registry import POLICIES
-from kvproxy.balancing.speed import SpeedModel, SpeedPriors
 from kvproxy.config.cluster_schema import POLICY_ALIASES
 from kvproxy.config.fields import nearest
-from kvproxy.config.schema import Cluster, PolicyName
+from kvproxy.config.schema import ClusterSettings, PolicyName
 from kvproxy.errors import KvproxyError
 from kvproxy.replay.outcome import Outcome
 from kvproxy.replay.router import SimEndpoint, VirtualRouter
@@ -23,6 +17,12 @@ from kvproxy.replay.settings import FleetSettings, Pace
 from kvproxy.replay.trace import Trace
 from kvproxy.replay.view import IndexView, endpoint_id
 from kvproxy.replay.virtual_time import VirtualTime
+from kvproxy.routing.fair_queue import QueueSettings
+from kvproxy.routing.kv_aware import KvAware
+from kvproxy.routing.least_ttft import LeastTtft
+from kvproxy.routing.policy import Policy
+from kvproxy.routing.registry import POLICIES
+from kvproxy.routing.speeds import SpeedModel, SpeedPriors
 from kvproxy.simulator.engine import Engine
 
 #: Behind a policy's name: with the router queue in front of it.
@@ -70,7 +70,7 @@ class PolicySpec:
             return KvAware(rng=rng, speeds=SpeedModel(priors))
         if self.name is PolicyName.LEAST_TTFT:
             return LeastTtft(rng=rng, speeds=SpeedModel(priors))
-        return POLICIES[self.name](rng, Cluster(policy=self.name))
+        return POLICIES[self.name](rng, ClusterSettings(policy=self.name))
 
 
 def play(

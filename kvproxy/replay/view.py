@@ -10,13 +10,13 @@ from typing import Protocol
 
 import msgspec
 
-from kvproxy.balancing.policy import Overlap, OverlapFacts
 from kvproxy.clients.kv_events import events as wire
-from kvproxy.kvcache.local import LocalSources
+from kvproxy.kvcache.overlap.indexes import LocalIndexes
+from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
-from kvproxy.prefix.holding import Claim
 from kvproxy.replay.settings import FleetSettings, IndexMode
 from kvproxy.replay.trace import Turn
+from kvproxy.routing.policy import Overlap, OverlapFacts
 from kvproxy.simulator.kv_event import BlockRemoved, BlockStored, KvEvent
 from kvproxy.types import EndpointId
 
@@ -57,7 +57,7 @@ class IndexView:
         self._block_size = block_size
         self._ids = [endpoint_id(index) for index in range(fleet.instances)]
         self._events = fleet.index is IndexMode.EVENTS
-        self._local = LocalSources(
+        self._local = LocalIndexes(
             endpoints=fleet.instances,
             learn_capacity=fleet.learn_capacity,
             capacity_blocks=int(fleet.capacity_tokens * fleet.index_capacity) // block_size,
@@ -94,7 +94,9 @@ class IndexView:
         name = self._ids[endpoint]
         return partial(self._settle, turn, facts.by_endpoint.get(name), self._local.route(name, turn.blocks))
 
-    def _settle(self, turn: Turn, overlap: Overlap | None, claim: Claim, predicted: int, cached: int) -> None:
+    def _settle(
+        self, turn: Turn, overlap: Overlap | None, claim: SpeculativeEntry, predicted: int, cached: int
+    ) -> None:
         """As the proxy learns from a response."""
         local, endpoint, cached_blocks = self._local, claim.endpoint, cached // self._block_size
         lost = endpoint not in local.exact and local.capacities.observe(claim, cached_blocks)

@@ -10,7 +10,7 @@ from typing import Protocol, cast
 from kvproxy.errors import FirstByteTimeout, IdleTimeout, UpstreamDisconnected, UpstreamError, UpstreamProtocolError
 from kvproxy.upstream.parser import ResponseParser
 from kvproxy.upstream.response import UpstreamResponse
-from kvproxy.upstream.timer import SilenceTimer
+from kvproxy.upstream.timer import IdleTimer
 from kvproxy.upstream.upload import send_body
 
 
@@ -49,7 +49,7 @@ class Connection(asyncio.Protocol):
         self._loop = loop
         self._high_water_bytes = high_water_bytes
         self._parser = ResponseParser()
-        self._timer = SilenceTimer(loop, self._silence)
+        self._timer = IdleTimer(loop, self._silence)
         self._response: UpstreamResponse | None = None
         self._timeouts = Timeouts()
         self._streaming = False  # the first body byte came

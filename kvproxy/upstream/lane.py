@@ -23,14 +23,16 @@ class LaneLimits:
     max_waiting: int
 
 
-class Lane:
+class OriginPool:
     """Counts slots from before a connection is opened until its socket is gone.
 
     Whatever becomes free goes to the longest waiting request first, so connections are idle and slots unused only
     while nobody waits. `on_empty` is called when nothing is left.
     """
 
-    def __init__(self, origin: Origin, limits: LaneLimits, *, clock: Clock, on_empty: Callable[[Lane], None]) -> None:
+    def __init__(
+        self, origin: Origin, limits: LaneLimits, *, clock: Clock, on_empty: Callable[[OriginPool], None]
+    ) -> None:
         self.origin = origin
         self.open = 0  # slots taken: idle, busy and still connecting
         self._members: set[Connection] = set()  # those with a socket

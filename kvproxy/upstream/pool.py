@@ -16,7 +16,7 @@ from kvproxy.metrics.catalog import Metrics
 from kvproxy.types import Clock, Headers
 from kvproxy.upstream.connection import Connection, Timeouts
 from kvproxy.upstream.head import encode_head
-from kvproxy.upstream.lane import Lane, LaneLimits
+from kvproxy.upstream.lane import LaneLimits, OriginPool
 from kvproxy.upstream.origin import Origin
 from kvproxy.upstream.response import UpstreamResponse
 from kvproxy.upstream.upload import LAST_CHUNK, SLICE_BYTES, chunked, in_slices
@@ -64,7 +64,7 @@ class UpstreamPool:
         self._limits = LaneLimits(max_connections, kept, idle_timeout_s, max_waiting)
         self._high_water_bytes = high_water_bytes
         self._clock = clock
-        self._lanes: dict[Origin, Lane] = {}
+        self._lanes: dict[Origin, OriginPool] = {}
         self._uploads: set[asyncio.Task[None]] = set()
         self._closed = True
         self._silent_until = -math.inf
@@ -144,19 +144,19 @@ class UpstreamPool:
             raise
         return response
 
-    def _lane(self, origin: Origin) -> Lane:
+    def _lane(self, origin: Origin) -> OriginPool:
         lane = self._lanes.get(origin)
         if lane is None:
             if self._closed:
                 raise ConnectError("the pool is closed")
-            lane = self._lanes[origin] = Lane(origin, self._limits, clock=self._clock, on_empty=self._forget)
+            lane = self._lanes[origin] = OriginPool(origin, self._limits, clock=self._clock, on_empty=self._forget)
         return lane
 
-    def _forget(self, lane: Lane) -> None:
+    def _forget(self, lane: OriginPool) -> None:
         if self._lanes.get(lane.origin) is lane:
             del self._lanes[lane.origin]
 
-    async def _acquire(self, lane: Lane, timeout_s: float) -> tuple[Connection, bool]:
+    async def _acquire(self, lane: OriginPool, timeout_s: float) -> tuple[Connection, bool]:
         """A connection for one request, and whether it served others before."""
         while not lane.reserve():
             connection = await lane.wait(timeout_s)
@@ -166,7 +166,7 @@ class UpstreamPool:
                 return connection, True
         return await self._connect(lane, timeout_s), False
 
-    async def _connect(self, lane: Lane, timeout_s: float) -> Connection:
+    async def _connect(self, lane: OriginPool, timeout_s: float) -> Connection:
         """Opens a connection in a slot already reserved; the slot is freed when that fails."""
         try:
             connection = await self._open_connection(lane.origin, timeout_s)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 
-class SilenceTimer:
+class IdleTimer:
     """Calls `on_silence` once nothing was heard for the limit; `start`, `touch` and `stop` cost no timer of the loop.
 
     A pending loop timer is kept across requests and looks again when it fires, since arming and cancelling one for

@@ -7,10 +7,10 @@ from collections import deque
 import pytest
 
 from kvproxy.clients.engine_metrics import EngineMetrics
-from kvproxy.kvcache.background import Job
-from kvproxy.kvcache.hotness import KnownPrefix
-from kvproxy.kvcache.provider import ActionKind
-from kvproxy.kvcache.strategies import Action
+from kvproxy.kvcache.actions.hotness import KnownPrefix
+from kvproxy.kvcache.actions.job_queue import Job
+from kvproxy.kvcache.actions.strategy import Action
+from kvproxy.kvcache.providers import ActionKind
 from kvproxy.listener.server import serve
 from tests.admin.support import admin_of, problems_of, proxy_of
 from tests.support.fake_engine import FakeEngine

@@ -12,8 +12,8 @@ from kvproxy.admin.history import COARSE, HOUR_KEPT, INTERVAL_S, KEPT, History, 
 from kvproxy.admin.live import HOT_AGAIN_S
 from kvproxy.admin.operated import Finding
 from kvproxy.app import Proxy
-from kvproxy.filters.exchange import Exchange, Outcome
 from kvproxy.listener.server import serve
+from kvproxy.request.exchange import Exchange, Outcome
 from kvproxy.types import EndpointId, InferenceRequest, Prompt, RequestKind
 from tests.admin.support import admin_of, proxy_of
 from tests.support.clock import FakeClock

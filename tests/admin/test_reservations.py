@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvproxy.admin.reservations import Reservation, Reservations
-from kvproxy.balancing.policy import PickRequest
 from kvproxy.cluster.cluster import Cluster
+from kvproxy.routing.policy import PickRequest
 from tests.admin.support import proxy_of
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from kvproxy.admin.speeds import NOTABLE_REQUESTS, unlearned
-from kvproxy.balancing.load import features_of
-from kvproxy.balancing.policy import PickRequest
 from kvproxy.commands.status_table import render
+from kvproxy.routing.load import features_of
+from kvproxy.routing.policy import PickRequest
 from kvproxy.types import EndpointId
 from tests.admin.support import admin_of, proxy_of
 

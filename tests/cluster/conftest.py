@@ -8,21 +8,21 @@ from typing import Any
 
 import pytest
 
-from kvproxy.balancing.policy import PickRequest
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.config import schema
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.routing.policy import PickRequest
 from kvproxy.types import EndpointId
 from tests.support.clock import FakeClock
 
 MakeCluster = Callable[..., "Bench"]
 
 
-def configs(*ids: str, **fields: Any) -> tuple[schema.Endpoint, ...]:
+def configs(*ids: str, **fields: Any) -> tuple[schema.EndpointSettings, ...]:
     """Endpoints on ports of their own, the same for the same id."""
-    return tuple(schema.Endpoint(id=i, url=f"http://127.0.0.1:{1000 + sum(i.encode())}", **fields) for i in ids)
+    return tuple(schema.EndpointSettings(id=i, url=f"http://127.0.0.1:{1000 + sum(i.encode())}", **fields) for i in ids)
 
 
 class Bench:
@@ -86,7 +86,7 @@ def make_cluster(clock: FakeClock) -> MakeCluster:
         settings.setdefault("endpoints", configs(*ids))
         metrics = Metrics()
         cluster = Cluster(
-            "c", schema.Cluster(**settings), metrics=metrics, clock=clock, rng=random.Random(1), **(with_ or {})
+            "c", schema.ClusterSettings(**settings), metrics=metrics, clock=clock, rng=random.Random(1), **(with_ or {})
         )
         return Bench(cluster, clock, metrics)
 

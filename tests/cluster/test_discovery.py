@@ -191,20 +191,20 @@ async def test_dns_asks_the_system_by_default() -> None:
 
 def test_sources_follow_the_configuration() -> None:
     """Each with its interval."""
-    settings = schema.Discovery(
+    settings = schema.DiscoverySettings(
         file=schema.FileDiscovery(path="x", interval=3), dns=schema.DnsDiscovery(host="h", port=1, interval=7)
     )
     assert [(source.name, source.interval_s) for source in sources_of(settings)] == [("file", 3), ("dns", 7)]
-    assert sources_of(schema.Discovery()) == []
+    assert sources_of(schema.DiscoverySettings()) == []
 
 
 class Scripted:
     """A discovery that answers or raises what it is told."""
 
-    def __init__(self, answer: Sequence[schema.Endpoint] | Exception) -> None:
+    def __init__(self, answer: Sequence[schema.EndpointSettings] | Exception) -> None:
         self.answer = answer
 
-    async def endpoints(self) -> Sequence[schema.Endpoint]:
+    async def endpoints(self) -> Sequence[schema.EndpointSettings]:
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
@@ -235,7 +235,7 @@ async def test_a_poller_passes_on_what_changed(caplog: pytest.LogCaptureFixture)
     metrics, bell, updates = Metrics(), Bell(), []
     discovery = Scripted(configs("a"))
 
-    def take(source: str, endpoints: Sequence[schema.Endpoint]) -> None:
+    def take(source: str, endpoints: Sequence[schema.EndpointSettings]) -> None:
         if any(endpoint.id == "bad" for endpoint in endpoints):
             raise ValueError("bad is bad")
         updates.append((source, [endpoint.id for endpoint in endpoints]))
@@ -282,7 +282,7 @@ async def test_a_refused_answer_is_tried_again() -> None:
     """It never counts as the last good one."""
     bell, tried = Bell(), 0
 
-    def refuse(_source: str, _endpoints: Sequence[schema.Endpoint]) -> None:
+    def refuse(_source: str, _endpoints: Sequence[schema.EndpointSettings]) -> None:
         nonlocal tried
         tried += 1
         raise ValueError("no")
@@ -301,7 +301,7 @@ async def test_a_cluster_follows_its_file(tmp_path: Path, make_cluster: MakeClus
     bell = Bell()
     cluster = Cluster(
         "c",
-        schema.Cluster(discovery=schema.Discovery(file=schema.FileDiscovery(path=str(path)))),
+        schema.ClusterSettings(discovery=schema.DiscoverySettings(file=schema.FileDiscovery(path=str(path)))),
         metrics=Metrics(),
         clock=FakeClock(),
         rng=random.Random(1),

@@ -12,7 +12,7 @@ from kvproxy.config import schema
 
 
 def health(**settings: Any) -> Health:
-    return Health(schema.HealthCheck(**settings))
+    return Health(schema.HealthCheckSettings(**settings))
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from kvproxy.balancing.kv_aware import KvAware
-from kvproxy.balancing.least_ttft import LeastTtft
-from kvproxy.balancing.load import features_of
-from kvproxy.balancing.policy import Overlap, OverlapFacts, Policy
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.config import schema
 from kvproxy.config.cluster_schema import PolicyName
+from kvproxy.routing.kv_aware import KvAware
+from kvproxy.routing.least_ttft import LeastTtft
+from kvproxy.routing.load import features_of
+from kvproxy.routing.policy import Overlap, OverlapFacts, Policy
 from kvproxy.types import EndpointId
 from tests.cluster.conftest import Bench, MakeCluster, configs
 
@@ -90,7 +90,7 @@ def test_utilisation_counts_what_others_place(make_cluster: MakeCluster) -> None
 
 def changed(bench: Bench, **changes: Any) -> None:
     """Other settings while it runs."""
-    settings = schema.Cluster.model_validate({**bench.cluster.settings.model_dump(), **changes})
+    settings = schema.ClusterSettings.model_validate({**bench.cluster.settings.model_dump(), **changes})
     bench.cluster.reconfigure(settings, probe=None)
 
 

@@ -33,7 +33,7 @@ def test_a_dismissed_endpoint_stays_out_whatever_its_source_says(make_cluster: M
     bench.cluster.apply(configs("a", "b"))
     assert bench.ids() == {"b"}
     assert bench.cluster.leaving == (running.endpoint,)
-    assert bench.cluster.add(schema.Endpoint(id="a", url="http://127.0.0.1:9"))
+    assert bench.cluster.add(schema.EndpointSettings(id="a", url="http://127.0.0.1:9"))
     assert names(bench.cluster) == ["a", "b"]
     assert str(bench.endpoint("a").origin) == "http://127.0.0.1:9"
 
@@ -67,7 +67,7 @@ def test_a_bad_address_changes_nothing(make_cluster: MakeCluster) -> None:
     """As with every other source."""
     bench = make_cluster("a")
     with pytest.raises(ValueError, match="http"):
-        bench.cluster.add(schema.Endpoint(id="z", url="nonsense"))
+        bench.cluster.add(schema.EndpointSettings(id="z", url="nonsense"))
     assert names(bench.cluster) == ["a"]
 
 

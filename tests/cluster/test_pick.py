@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from kvproxy.balancing.load import Features
-from kvproxy.balancing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest
 from kvproxy.cluster.endpoint import Condition
 from kvproxy.cluster.pick import AttemptOutcome, Refusal
 from kvproxy.config import schema
+from kvproxy.routing.load import Features
+from kvproxy.routing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest
 from kvproxy.types import EndpointId
 from tests.cluster.conftest import MakeCluster, configs
 
@@ -375,4 +375,4 @@ def test_status_shows_no_secret(make_cluster: MakeCluster) -> None:
     assert key not in shown
     assert endpoint.status(bench.clock())["labels"] == {"rack": "7"}
     assert endpoint.instance_id == "a"
-    assert isinstance(bench.cluster.settings, schema.Cluster)
+    assert isinstance(bench.cluster.settings, schema.ClusterSettings)

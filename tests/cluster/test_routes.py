@@ -20,7 +20,7 @@ def clusters(**models: tuple[str, ...]) -> dict[str, Cluster]:
     return {
         name: Cluster(
             name,
-            schema.Cluster(endpoints=configs(name, models=declared)),
+            schema.ClusterSettings(endpoints=configs(name, models=declared)),
             metrics=Metrics(),
             clock=FakeClock(),
             rng=random.Random(1),
@@ -30,7 +30,7 @@ def clusters(**models: tuple[str, ...]) -> dict[str, Cluster]:
 
 
 def routes_of(routes: list[dict[str, Any]], **models: tuple[str, ...]) -> Routes:
-    config = schema.Config(routes=tuple(schema.Route(**route) for route in routes))
+    config = schema.Config(routes=tuple(schema.RouteSettings(**route) for route in routes))
     return Routes.from_config(config, clusters(**models))
 
 

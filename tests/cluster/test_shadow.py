@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from kvproxy.balancing.load import EndpointLoad, Features
-from kvproxy.balancing.outlook import IDLE, WatchedLoad, outlook_of
-from kvproxy.balancing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest
 from kvproxy.cluster import shadow
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.cluster.shadow import MAX_ERRORS, Shadow
+from kvproxy.routing.backlog import IDLE, ReadOnlyLoad, backlog_of
+from kvproxy.routing.load import EndpointLoad, Features
+from kvproxy.routing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest
 from kvproxy.types import EndpointId
 from tests.cluster.conftest import Bench, MakeCluster
 from tests.support.clock import FakeClock
@@ -163,10 +163,10 @@ def test_a_watched_ledger_stays_as_it_is(clock: FakeClock) -> None:
     load = EndpointLoad()
     load.reserve(1000, 0, clock(), hidden=True)
     load.reserve(500, 0, clock())
-    watched = WatchedLoad(load)
+    watched = ReadOnlyLoad(load)
     assert watched.wait_s(SPEEDS, 1.0, clock()) == pytest.approx(1.52)
     clock.advance(1.2)
-    assert outlook_of(load, None, 1.0, clock()).work == load.pending_work
+    assert backlog_of(load, None, 1.0, clock()).work == load.pending_work
     assert watched.wait_s(SPEEDS, 1.0, clock()) == pytest.approx(0.51 - (1.2 - 1.01))
     assert (watched.pending_requests, watched.pending_tokens, watched.resident_tokens) == (2, 1500, 1500)
     assert watched.in_flight == 2
@@ -177,9 +177,9 @@ def test_a_watched_ledger_stays_as_it_is(clock: FakeClock) -> None:
 def test_nothing_pending_is_no_wait(clock: FakeClock) -> None:
     """Whether nothing came, or all that came must be prefilled by now."""
     load = EndpointLoad()
-    assert outlook_of(load, SPEEDS, 1.0, clock()) is IDLE
+    assert backlog_of(load, SPEEDS, 1.0, clock()) is IDLE
     assert IDLE.wait_s(SPEEDS, 1.0) == 0.0
     load.reserve(100, 0, clock(), hidden=True)
-    assert outlook_of(load, SPEEDS, 1.0, clock()).work == load.pending_work
+    assert backlog_of(load, SPEEDS, 1.0, clock()).work == load.pending_work
     clock.advance(10.0)
-    assert outlook_of(load, SPEEDS, 1.0, clock()) is IDLE
+    assert backlog_of(load, SPEEDS, 1.0, clock()) is IDLE

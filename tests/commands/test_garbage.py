@@ -23,8 +23,8 @@ from kvproxy.commands.garbage import (
     Collections,
 )
 from kvproxy.commands.serve import serve_until_signal
-from kvproxy.prefix.precise import PreciseIndex
-from kvproxy.prefix.run import Run
+from kvproxy.prefix.precise.index import PreciseIndex
+from kvproxy.prefix.precise.run import Run
 from tests.prefix.support import A, stored
 
 CHAINS = 2000

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from kvproxy.commands.logging_setup import Output, logging_to
-from kvproxy.config.schema import Log
+from kvproxy.config.schema import LogSettings
 from kvproxy.log_lines import log_fields
 
 
-def logged(settings: Log, *records: tuple[str, int, str]) -> list[str]:
+def logged(settings: LogSettings, *records: tuple[str, int, str]) -> list[str]:
     out = io.StringIO()
     with logging_to(settings, stream=out):
         for logger, level, message in records:
@@ -32,7 +32,7 @@ RFC_3339 = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00"
 
 def test_console_lines_have_time_and_level_and_access_lines_are_complete() -> None:
     """A person reads it, another day and in another country too; what is a whole line already is not wrapped again."""
-    lines = logged(Log(), ("kvproxy", logging.WARNING, "hot"), ("kvproxy.access", logging.INFO, "GET / 200"))
+    lines = logged(LogSettings(), ("kvproxy", logging.WARNING, "hot"), ("kvproxy.access", logging.INFO, "GET / 200"))
     assert re.fullmatch(f"{RFC_3339} WARNING hot", lines[0])
     assert lines[1] == "GET / 200"
 
@@ -43,7 +43,7 @@ def test_audit_lines_look_like_the_others(form: str) -> None:
     out = io.StringIO()
     fields = {"action": "endpoint.drain", "endpoint": "a b\n", "was": False, "more": {"x": 1}}
     logging.getLogger("kvproxy.audit").setLevel(logging.INFO)
-    with logging_to(Log.model_validate({"format": form}), stream=out):
+    with logging_to(LogSettings.model_validate({"format": form}), stream=out):
         log_fields(logging.getLogger("kvproxy.audit"), "admin", fields)
     [line] = out.getvalue().splitlines()
     if form == "json":
@@ -57,7 +57,7 @@ def test_audit_lines_look_like_the_others(form: str) -> None:
 
 def test_json_lines_are_objects() -> None:
     """One each; an access line that is JSON already stays as it is, one that is text becomes a message."""
-    settings = Log.model_validate({"format": "json"})
+    settings = LogSettings.model_validate({"format": "json"})
     lines = logged(
         settings,
         ("kvproxy", logging.ERROR, 'a "quoted" word'),
@@ -74,7 +74,7 @@ def test_json_lines_are_objects() -> None:
 def test_an_exception_is_part_of_its_record() -> None:
     """With its traceback, still on one line."""
     out = io.StringIO()
-    with logging_to(Log.model_validate({"format": "json"}), stream=out):
+    with logging_to(LogSettings.model_validate({"format": "json"}), stream=out):
         try:
             raise ZeroDivisionError("boom")
         except ZeroDivisionError:
@@ -86,7 +86,7 @@ def test_an_exception_is_part_of_its_record() -> None:
 def test_the_level_is_honoured_and_restored() -> None:
     """Nothing below it; afterwards the root logger is as before."""
     before = logging.getLogger().level
-    lines = logged(Log.model_validate({"level": "error"}), ("kvproxy", logging.WARNING, "no"))
+    lines = logged(LogSettings.model_validate({"level": "error"}), ("kvproxy", logging.WARNING, "no"))
     assert lines == []
     assert logging.getLogger().level == before
 
@@ -106,7 +106,7 @@ class Stuck(io.StringIO):
 def test_a_stuck_terminal_loses_records_and_says_how_many() -> None:
     """Whoever logs is never held up."""
     out = Stuck()
-    with logging_to(Log(), stream=out):
+    with logging_to(LogSettings(), stream=out):
         for _ in range(10_100):
             logging.getLogger("kvproxy").warning("x")
         out.let_go.set()
@@ -119,8 +119,8 @@ def test_a_log_reader_that_is_stuck_does_not_keep_the_process() -> None:
     script = """
 import logging, sys
 from kvproxy.commands.logging_setup import logging_to
-from kvproxy.config.schema import Log
-with logging_to(Log()):
+from kvproxy.config.schema import LogSettings
+with logging_to(LogSettings()):
     for number in range(3000):
         logging.getLogger("kvproxy").warning("x" * 100)
 """
@@ -139,7 +139,7 @@ def test_a_file_gets_every_line_whole(tmp_path: Path) -> None:
     path = tmp_path / "log"
     with path.open("w") as out:
         out.write("before\n")
-        with logging_to(Log(), stream=out):
+        with logging_to(LogSettings(), stream=out):
             logging.getLogger("kvproxy.access").info("a" * 200_000)
         Output(out).write("\udc80 é\n")
     assert path.read_text().splitlines() == ["before", "a" * 200_000, "\\udc80 é"]
@@ -156,7 +156,7 @@ def test_a_pipe_gets_every_line_whole() -> None:
 
     reader = threading.Thread(target=read)
     reader.start()
-    with open(writable, "w") as out, logging_to(Log(), stream=out):
+    with open(writable, "w") as out, logging_to(LogSettings(), stream=out):
         logging.getLogger("kvproxy.access").info("a" * 300_000)
     reader.join(10)
     assert got == [b"a" * 300_000 + b"\n"]
@@ -166,5 +166,5 @@ def test_a_reader_that_left_hurts_nobody() -> None:
     """A broken pipe loses the log, and nothing else."""
     readable, writable = os.pipe()
     os.close(readable)
-    with open(writable, "w") as out, logging_to(Log(), stream=out):
+    with open(writable, "w") as out, logging_to(LogSettings(), stream=out):
         logging.getLogger("kvproxy").warning("x")

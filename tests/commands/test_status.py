@@ -17,7 +17,7 @@ from kvproxy.cli import main
 from kvproxy.commands.status import StatusOptions, run
 from kvproxy.commands.status_table import render
 from kvproxy.errors import ConfigError
-from kvproxy.filters.exchange import Exchange, Outcome
+from kvproxy.request.exchange import Exchange, Outcome
 from kvproxy.types import EndpointId, InferenceRequest, Prompt, RequestKind
 from tests.admin.support import admin_of, proxy_of
 

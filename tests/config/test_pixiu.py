@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvproxy.config.load import check_mapping, check_text, load_mapping, load_text
-from kvproxy.config.schema import Config, Endpoint, KvCacheSettings, PolicyName
+from kvproxy.config.schema import Config, EndpointSettings, KvCacheSettings, PolicyName
 from kvproxy.errors import Problem
 from tests.config.pixiu_files import DOCUMENTATION, ENVIRONMENT, PLACEHOLDERS, ROOT, manager_of, sample, small
 
@@ -45,7 +45,7 @@ def only(problems: list[Problem], severity: str) -> list[str]:
     return [str(problem) for problem in problems if problem.severity == severity]
 
 
-def endpoint_of(**settings: Any) -> Endpoint:
+def endpoint_of(**settings: Any) -> EndpointSettings:
     endpoint = {"id": "a", "socket_address": {"address": "127.0.0.1", "port": 8000}, **settings}
     return load_mapping(small(cluster={"endpoints": [endpoint]}), env={}).clusters["c"].endpoints[0]
 

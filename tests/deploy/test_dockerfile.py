@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.config.schema import Admin, Listener
+from kvproxy.config.schema import AdminSettings, ListenerSettings
 
 ROOT = Path(__file__).parents[2]
 PATH = f"{Path(sys.executable).parent}:/usr/bin:/bin"
@@ -81,8 +81,8 @@ def test_nothing_is_left_behind_by_an_installer() -> None:
 
 def test_its_ports_are_the_defaults() -> None:
     """EXPOSE says what the configuration means when it names no port."""
-    assert all_of("EXPOSE") == [f"{Listener().port} {Admin().port}"]
-    assert environment()["KVPROXY_HEALTH_URL"] == f"http://127.0.0.1:{Admin().port}/healthz"
+    assert all_of("EXPOSE") == [f"{ListenerSettings().port} {AdminSettings().port}"]
+    assert environment()["KVPROXY_HEALTH_URL"] == f"http://127.0.0.1:{AdminSettings().port}/healthz"
 
 
 @asynccontextmanager

@@ -11,22 +11,22 @@ from typing import Any
 
 import pytest
 
-from kvproxy.balancing.policy import FactSource, Overlap
 from kvproxy.commands.check import line_of
 from kvproxy.commands.logging_setup import logging_to
 from kvproxy.config.changes import summary
 from kvproxy.config.load import check_text, load_mapping
-from kvproxy.config.schema import Log
+from kvproxy.config.schema import LogSettings
 from kvproxy.doctor.finding import Finding, Severity
 from kvproxy.doctor.render import print_table
 from kvproxy.doctor.report import Report, Skipped
 from kvproxy.filters.access_line import as_text, fields
-from kvproxy.filters.exchange import Exchange
 from kvproxy.log_lines import log_fields
 from kvproxy.receipts.explain import explain
 from kvproxy.receipts.receipt import Attempt, Candidate, Receipt
 from kvproxy.replay.live_report import LiveReport
 from kvproxy.replay.outcome import Summary
+from kvproxy.request.exchange import Exchange
+from kvproxy.routing.policy import FactSource, Overlap
 from kvproxy.types import EndpointId
 from tests.docs.blocks import ROOT, block, blocks
 from tests.support.fake_engine import FakeEngine
@@ -90,7 +90,7 @@ async def _log() -> str:
     out = io.StringIO()
     logger = logging.getLogger("kvproxy.audit")
     logger.setLevel(logging.INFO)
-    with logging_to(Log(), stream=out):
+    with logging_to(LogSettings(), stream=out):
         logger.warning("%s/%s is unhealthy: probe %s", "default", "a", "unreachable")
         log_fields(logger, "admin", {**drained, "was_draining": False})
         logger.info("configuration reloaded: %s", summary(before, after))

@@ -115,7 +115,7 @@ async def test_a_coordinator_that_does_not_find_it() -> None:
 
 
 async def test_lookups_that_are_late() -> None:
-    """Lookups take longer than the routing deadline allows."""
+    """LookupClient take longer than the routing deadline allows."""
     async with cluster({"a": PLAIN}, controller=ControllerSettings(lookup_s=0.002)) as site:
         found = only(await visit_plain(site, lookup_routing_timeout="1ms"))
     assert (found.severity, found.check) == (Severity.PROBLEM, "lookup time")

@@ -8,7 +8,7 @@ from kvproxy.clients.engine_metrics import CacheConfig, EngineMetrics
 from kvproxy.clients.kv_events.events import BlockStored
 from kvproxy.clients.kv_events.source import KvEventSource
 from kvproxy.clients.tokens import token_array
-from kvproxy.config.kvcache_schema import CacheStrategy
+from kvproxy.config.kvcache_schema import CacheStrategySettings
 from kvproxy.doctor.checks.actions import controller_findings
 from kvproxy.doctor.checks.caching import caching_finding
 from kvproxy.doctor.checks.chat import tokenize_finding
@@ -141,7 +141,7 @@ def test_kv_events_that_nothing_can_be_matched_with() -> None:
     ],
 )
 def test_time_budget(lookups: list[float], tokenize: float, severity: Severity, said: str) -> None:
-    """Lookups, and tokenize before them, against the routing deadline."""
+    """LookupClient, and tokenize before them, against the routing deadline."""
     found = budget_finding("lmcache_endpoint", lookups, tokenize, 0.05)
     assert found.severity is severity
     assert said in found.what
@@ -169,7 +169,7 @@ def test_chunk_size(count: int, shorter: int, minimum: int, severity: Severity, 
 
 def test_actions_that_a_controller_cannot_do() -> None:
     """Eviction, another codec, unknown places: each would answer 404 or do nothing."""
-    strategy = CacheStrategy(
+    strategy = CacheStrategySettings(
         enable_eviction=True,
         enable_compression=True,
         compress_method="zstd",
@@ -182,9 +182,9 @@ def test_actions_that_a_controller_cannot_do() -> None:
         "compress_method: cachegen",
         "pin_location",
     ]
-    cleared = CacheStrategy(enable_eviction=True, allow_clear=True, evict_location="nowhere")
+    cleared = CacheStrategySettings(enable_eviction=True, allow_clear=True, evict_location="nowhere")
     assert ["evict_location" in one.what for one in controller_findings("lmcache", cleared, evicts=False)] == [True]
-    assert not list(controller_findings("lmcache", CacheStrategy(enable_eviction=True), evicts=True))
+    assert not list(controller_findings("lmcache", CacheStrategySettings(enable_eviction=True), evicts=True))
 
 
 def test_configuration_problems_keep_their_severity() -> None:

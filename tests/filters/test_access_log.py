@@ -12,10 +12,10 @@ import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.config.filter_schema import AccessLogSettings
-from kvproxy.config.schema import Log
+from kvproxy.config.schema import LogSettings
 from kvproxy.filters.access_line import fields, printable
 from kvproxy.filters.access_log import LOGGER, AccessLogFilter, build
-from kvproxy.filters.exchange import Exchange
+from kvproxy.request.exchange import Exchange
 from kvproxy.types import EndpointId
 from tests.support.asgi import Inner, call, http_scope
 from tests.support.clock import FakeClock
@@ -105,7 +105,7 @@ async def test_lines_are_as_the_log_is(
     log: str, own: Any, json_lines: bool, clock: FakeClock, lines: list[str]
 ) -> None:
     """Unless the filter says otherwise; a text line in a JSON log leaves time and level to the log."""
-    context = filter_context(clock=clock, log=Log.model_validate({"format": log}))
+    context = filter_context(clock=clock, log=LogSettings.model_validate({"format": log}))
     await call(build(Served(clock), AccessLogSettings(format=own), context), http_scope())
     [line] = lines
     assert line.startswith("{") is json_lines

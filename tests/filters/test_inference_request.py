@@ -13,14 +13,14 @@ import pytest
 from starlette.types import ASGIApp, Message
 
 from kvproxy.config.filter_schema import InferenceRequestSettings
-from kvproxy.config.schema import Limits
-from kvproxy.filters.body import MAX_PARTS
-from kvproxy.filters.body_bounds import BodyTooSlow, HeldBodies
-from kvproxy.filters.body_guard import is_guarded
-from kvproxy.filters.body_reader import BodyReader
+from kvproxy.config.schema import LimitSettings
 from kvproxy.filters.chain import FilterContext
 from kvproxy.filters.inference_request import KIND_OF_PATH, build
+from kvproxy.forward.body_guard import is_guarded
 from kvproxy.json_scan import MAX_DECODED_BYTES
+from kvproxy.request.body_bounds import BodyTooSlow, HeldBodies
+from kvproxy.request.body_reader import BodyReader
+from kvproxy.request.parse import MAX_PARTS
 from kvproxy.types import RequestKind
 from tests.support.asgi import Inner, call, http_scope
 from tests.support.filter_context import counted, filter_context
@@ -144,7 +144,7 @@ async def test_session_header(settings: dict[str, str], headers: dict[str, str],
 @pytest.mark.parametrize(("path", "field"), [(CHAT, "code"), ("/v1/messages", "type")])
 async def test_a_declared_length_over_the_limit_is_refused_unread(path: str, field: str) -> None:
     """413 in the API's own shape; the inner app never runs."""
-    inner, context = Inner(), filter_context(limits=Limits(body=100))
+    inner, context = Inner(), filter_context(limits=LimitSettings(body=100))
     reply = await call(filter_around(inner, context=context), post(path, content_length="101"), body=b"x" * 101)
     assert (reply.status, inner.scopes, reply.headers[b"connection"]) == (413, [], b"close")
     assert reply.json["error"][field] == ("body_too_large" if field == "code" else "request_too_large")
@@ -157,7 +157,7 @@ async def test_undeclared_lengths_are_counted(headers: dict[str, str]) -> None:
     """Reading stops at the limit, whatever was declared."""
     inner = Inner()
     chunk = {"type": "http.request", "body": b"x" * 40, "more_body": True}
-    app = filter_around(inner, context=filter_context(limits=Limits(body=100)))
+    app = filter_around(inner, context=filter_context(limits=LimitSettings(body=100)))
     reply = await call(app, post(**headers), chunk, chunk, chunk, {"type": "http.disconnect"})
     assert (reply.status, inner.scopes) == (413, [])
 
@@ -165,7 +165,7 @@ async def test_undeclared_lengths_are_counted(headers: dict[str, str]) -> None:
 async def test_a_body_of_exactly_the_limit_passes() -> None:
     """The limit itself is allowed."""
     inner = Inner()
-    app = filter_around(inner, context=filter_context(limits=Limits(body=len(BODY))))
+    app = filter_around(inner, context=filter_context(limits=LimitSettings(body=len(BODY))))
     reply = await call(app, post(content_length=str(len(BODY))), body=BODY)
     assert (reply.status, inner.bodies) == (200, [BODY])
 
@@ -180,7 +180,7 @@ async def test_a_client_that_leaves_while_sending_is_not_forwarded() -> None:
 
 async def test_a_body_that_does_not_arrive_gets_408() -> None:
     """A client cannot hold a request open by sending nothing."""
-    inner, context = Inner(), filter_context(limits=Limits(body_timeout=0.01))
+    inner, context = Inner(), filter_context(limits=LimitSettings(body_timeout=0.01))
     async with serve(filter_around(inner, context=context)) as url:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
@@ -220,7 +220,7 @@ async def test_reads_time_out_one_by_one() -> None:
 
 async def test_a_hundred_megabytes_are_refused_at_once_over_a_socket() -> None:
     """The answer comes before the body does, nothing of which is held, and the connection ends."""
-    inner, context = Inner(), filter_context(limits=Limits(body=1000))
+    inner, context = Inner(), filter_context(limits=LimitSettings(body=1000))
     async with serve(filter_around(inner, context=context)) as url:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
         writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100000000\r\n\r\n")
@@ -237,7 +237,7 @@ async def test_a_hundred_megabytes_are_refused_at_once_over_a_socket() -> None:
 
 async def test_all_bodies_together_are_bounded() -> None:
     """Beyond it 503 with retry-after; counted from each byte as it comes, and given back whatever the end."""
-    context = filter_context(limits=Limits(body=100, bodies=250))
+    context = filter_context(limits=LimitSettings(body=100, bodies=250))
     held = context.services.bodies
     go = asyncio.Event()
 
@@ -305,7 +305,7 @@ async def test_httpx_sees_the_refusal_of_a_streamed_body() -> None:
         for _ in range(8):
             yield b"x" * 1000
 
-    app = filter_around(Inner(), context=filter_context(limits=Limits(body=1000)))
+    app = filter_around(Inner(), context=filter_context(limits=LimitSettings(body=1000)))
     async with serve(app) as url, httpx.AsyncClient() as client:
         reply = await client.post(f"{url}/v1/messages", content=upload())
     assert reply.status_code == 413
@@ -314,7 +314,7 @@ async def test_httpx_sees_the_refusal_of_a_streamed_body() -> None:
 
 async def test_no_continue_is_sent_to_a_client_that_asked_first() -> None:
     """A client that waits for `100 Continue` gets the refusal instead."""
-    app = filter_around(Inner(), context=filter_context(limits=Limits(body=10)))
+    app = filter_around(Inner(), context=filter_context(limits=LimitSettings(body=10)))
     async with serve(app) as url:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 99\r\n\r\n")

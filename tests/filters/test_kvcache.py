@@ -11,15 +11,15 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.balancing.policy import OverlapFacts
 from kvproxy.cluster.routes import Routes
 from kvproxy.config.cluster_schema import PolicyName
 from kvproxy.config.schema import Config
 from kvproxy.filters.chain import FilterContext
-from kvproxy.filters.exchange import Exchange
 from kvproxy.filters.kvcache import STATE_KEY, KvCacheFilter, build, prefers
-from kvproxy.kvcache.gathered import Gathered
+from kvproxy.kvcache.overlap.facts import RequestFacts
 from kvproxy.kvcache.service import KvCache
+from kvproxy.request.exchange import Exchange
+from kvproxy.routing.policy import OverlapFacts
 from kvproxy.simulator.lmcache_coordinator import CoordinatorSettings
 from kvproxy.types import EndpointId, InferenceRequest, Prompt, RequestKind
 from tests.kvcache.fleet import Place, simulated
@@ -321,12 +321,12 @@ async def test_facts_come_before_the_client_is_answered_by_plain_httpx() -> None
 class Forgetful(KvCache):
     """A service that knows one thing once, and then breaks."""
 
-    def refresh(self, gathered: Gathered) -> None:
+    def refresh(self, gathered: RequestFacts) -> None:
         gathered.preferred = EndpointId("b")
         gathered.facts = OverlapFacts(7)
         self.refresh = self._broken  # type: ignore[method-assign]
 
-    def _broken(self, gathered: Gathered) -> None:
+    def _broken(self, gathered: RequestFacts) -> None:
         raise ZeroDivisionError("no facts today")
 
 

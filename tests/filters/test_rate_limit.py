@@ -10,8 +10,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvproxy.config.filter_schema import RateLimitSettings
 from kvproxy.errors import ConfigError
 from kvproxy.filters.chain import FilterContext
-from kvproxy.filters.exchange import Exchange
 from kvproxy.filters.rate_limit import bucket_key, build, tokens_used
+from kvproxy.request.exchange import Exchange
 from kvproxy.types import InferenceRequest, Prompt, RequestKind
 from tests.support.asgi import Inner, Reply, call, http_scope
 from tests.support.clock import FakeClock

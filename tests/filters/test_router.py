@@ -11,8 +11,8 @@ import pytest
 from kvproxy.app import Proxy
 from kvproxy.config.load import load_mapping
 from kvproxy.filters.chain import FilterContext, FilterType
-from kvproxy.filters.exchange import Exchange
 from kvproxy.listener.server import Server, serve
+from kvproxy.request.exchange import Exchange
 from tests.support.fake_engine import FakeEngine
 from tests.support.proxy import chat, running_proxy
 

@@ -17,13 +17,13 @@ from starlette.types import Receive, Scope, Send
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.config import schema
 from kvproxy.config.kvcache_schema import KvCacheSettings
-from kvproxy.filters.body import parse_body
-from kvproxy.kvcache.event_streams import utc_seconds
-from kvproxy.kvcache.gathered import Gathered, Result
+from kvproxy.kvcache.actions.signals import HostUse
+from kvproxy.kvcache.overlap.facts import RequestFacts, Result
+from kvproxy.kvcache.overlap.kv_event_streams import utc_seconds
 from kvproxy.kvcache.service import KvCache
-from kvproxy.kvcache.signals import HostUse
 from kvproxy.listener.server import serve
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.request.parse import parse_body
 from kvproxy.types import Clock, EndpointId, InferenceRequest, RequestKind
 
 A, B = EndpointId("a"), EndpointId("b")
@@ -113,9 +113,10 @@ def cluster_of(
 ) -> Cluster:
     """A cluster of these endpoints that nobody probes."""
     endpoints = tuple(
-        schema.Endpoint(id=name, url=url, instance_id=(instances or {}).get(name, "")) for name, url in urls.items()
+        schema.EndpointSettings(id=name, url=url, instance_id=(instances or {}).get(name, ""))
+        for name, url in urls.items()
     )
-    config = schema.Cluster(endpoints=endpoints, **fields)
+    config = schema.ClusterSettings(endpoints=endpoints, **fields)
     return Cluster("default", config, metrics=Metrics(), clock=clock, rng=random.Random(1))
 
 
@@ -151,13 +152,13 @@ class Service:
         self.cluster = cluster
         self.metrics = metrics
 
-    async def ask(self, request: tuple[InferenceRequest, bytes]) -> Gathered:
+    async def ask(self, request: tuple[InferenceRequest, bytes]) -> RequestFacts:
         """Facts for a request."""
         return await self.kv.facts_for(*request, cluster=self.cluster)
 
     async def serve(
         self, request: tuple[InferenceRequest, bytes], endpoint: EndpointId, *, cached: int | None = None
-    ) -> Gathered:
+    ) -> RequestFacts:
         """A whole request: facts, the pick of `endpoint`, and a good answer."""
         gathered = await self.ask(request)
         self.kv.picked(gathered, endpoint)

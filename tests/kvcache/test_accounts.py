@@ -5,24 +5,24 @@ from __future__ import annotations
 import pytest
 
 from kvproxy.clients.engine_metrics import EngineMetrics
-from kvproxy.kvcache.accounts import SCRAPES, Accounts, CacheUse
+from kvproxy.kvcache.feedback.hit_ratios import SCRAPES, CacheUse, HitRatioStats
 from tests.kvcache.support import A, B
 
 AT = ("default", A)
 NOTHING = CacheUse(None, None, None, None)
 
 
-def scraped(accounts: Accounts, queries: int, hits: int) -> bool:
+def scraped(accounts: HitRatioStats, queries: int, hits: int) -> bool:
     return accounts.scraped(AT, EngineMetrics(prefix_queries_tokens=queries, prefix_hits_tokens=hits))
 
 
-def served(accounts: Accounts, prompt: int, cached: int, predicted: int) -> None:
+def served(accounts: HitRatioStats, prompt: int, cached: int, predicted: int) -> None:
     accounts.served(AT, prompt_tokens=prompt, cached_tokens=cached, predicted_tokens=predicted)
 
 
 def test_the_shares_between_two_readings() -> None:
     """What went before does not count, and a quarter of what the engine looked up was sent by others."""
-    accounts = Accounts()
+    accounts = HitRatioStats()
     served(accounts, 99_999, 0, 0)
     scraped(accounts, 1_000_000, 0)
     served(accounts, 6_000, 3_000, 4_500)
@@ -37,7 +37,7 @@ def test_the_shares_between_two_readings() -> None:
 
 
 def test_one_reading_says_nothing() -> None:
-    accounts = Accounts()
+    accounts = HitRatioStats()
     assert accounts.use(AT) == NOTHING
     scraped(accounts, 1_000_000, 500_000)
     assert accounts.use(AT) == NOTHING
@@ -47,7 +47,7 @@ def test_one_reading_says_nothing() -> None:
 
 def test_too_few_tokens_make_no_ratio() -> None:
     """An idle engine is no engine that reuses nothing."""
-    accounts = Accounts()
+    accounts = HitRatioStats()
     scraped(accounts, 0, 0)
     served(accounts, 5_000, 0, 0)
     scraped(accounts, 100, 100)
@@ -56,7 +56,7 @@ def test_too_few_tokens_make_no_ratio() -> None:
 
 def test_requests_that_are_still_under_way_make_no_negative_share() -> None:
     """Ours are counted when they end, the engine's when they begin."""
-    accounts = Accounts()
+    accounts = HitRatioStats()
     scraped(accounts, 0, 0)
     served(accounts, 9_000, 0, 0)
     scraped(accounts, 3_000, 0)
@@ -65,17 +65,17 @@ def test_requests_that_are_still_under_way_make_no_negative_share() -> None:
 
 @pytest.mark.parametrize(("queries", "anew"), [(99, True), (100, False), (101, False)])
 def test_counters_that_fell_are_a_new_process(queries: int, anew: bool) -> None:
-    accounts = Accounts()
+    accounts = HitRatioStats()
     assert not scraped(accounts, 100, 0)
     assert scraped(accounts, queries, 0) is anew
 
 
 def test_engines_that_count_nothing() -> None:
-    assert not Accounts().scraped(AT, EngineMetrics(prefix_queries_tokens=5))
+    assert not HitRatioStats().scraped(AT, EngineMetrics(prefix_queries_tokens=5))
 
 
 def test_only_the_latest_readings_count() -> None:
-    accounts = Accounts()
+    accounts = HitRatioStats()
     scraped(accounts, 0, 0)
     for number in range(1, SCRAPES + 1):
         scraped(accounts, 10_000 * number, 10_000 * (number - 1))
@@ -83,7 +83,7 @@ def test_only_the_latest_readings_count() -> None:
 
 
 def test_endpoints_that_left_are_forgotten() -> None:
-    accounts = Accounts()
+    accounts = HitRatioStats()
     scraped(accounts, 0, 0)
     scraped(accounts, 9_000, 0)
     accounts.keep({("default", B)})

@@ -9,12 +9,12 @@ import pytest
 
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.errors import ClientError, ClientTimeout, InstanceBusy, NotSupported, UnknownInstance
-from kvproxy.kvcache.actions import Actions
-from kvproxy.kvcache.background import Background
-from kvproxy.kvcache.guard import Guard
-from kvproxy.kvcache.lookup import Lookups
-from kvproxy.kvcache.provider import ActionKind, Effect, Prefix
-from kvproxy.kvcache.strategies import Action, PressureOf, Served
+from kvproxy.kvcache.actions.executor import ActionExecutor
+from kvproxy.kvcache.actions.job_queue import JobQueue
+from kvproxy.kvcache.actions.strategy import Action, PressureOf, Served
+from kvproxy.kvcache.breakers import OperationBreakers
+from kvproxy.kvcache.overlap.lookup import LookupClient
+from kvproxy.kvcache.providers import ActionKind, Effect, Prefix
 from kvproxy.metrics.catalog import Metrics
 from tests.kvcache.strategies.support import hotness, serve
 from tests.kvcache.support import settings
@@ -59,11 +59,11 @@ class Bench:
     def __init__(self, provider: Acting | None, clock: FakeClock, config: KvCacheSettings | None = None) -> None:
         config = config or settings(retry={"base_backoff": 0, "max_backoff": 0})
         self.metrics = Metrics()
-        guard = Guard(config.circuit_breaker, clock=clock, metrics=self.metrics)
-        lookups = Lookups(guard=guard, metrics=self.metrics, clock=clock)
+        guard = OperationBreakers(config.circuit_breaker, clock=clock, metrics=self.metrics)
+        lookups = LookupClient(guard=guard, metrics=self.metrics, clock=clock)
         lookups.provider = provider
-        self.background = Background(config.background, metrics=self.metrics)
-        self.actions = Actions(
+        self.background = JobQueue(config.background, metrics=self.metrics)
+        self.actions = ActionExecutor(
             config,
             background=self.background,
             lookups=lookups,

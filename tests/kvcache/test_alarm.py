@@ -6,20 +6,20 @@ import logging
 
 import pytest
 
-from kvproxy.balancing.policy import FactSource
-from kvproxy.kvcache.alarm import LASTS_S, SAY_AGAIN_S, Watchdog
-from kvproxy.kvcache.scores import Scores
+from kvproxy.kvcache.feedback.alarm import LASTS_S, SAY_AGAIN_S, PredictionAlarm
+from kvproxy.kvcache.feedback.prediction_stats import PredictionStats
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.routing.policy import FactSource
 from tests.kvcache.support import A, B
 from tests.support.clock import FakeClock
 
 
 @pytest.fixture
-def watchdog() -> Watchdog:
-    return Watchdog("default", A, FactSource.APPROXIMATE)
+def watchdog() -> PredictionAlarm:
+    return PredictionAlarm("default", A, FactSource.APPROXIMATE)
 
 
-def told(watchdog: Watchdog, *reused: int, now: float = 0.0) -> None:
+def told(watchdog: PredictionAlarm, *reused: int, now: float = 0.0) -> None:
     """Responses to predictions of 4096 tokens."""
     for number, tokens in enumerate(reused):
         watchdog.observe(4096, tokens, f"r{number}", now)
@@ -30,7 +30,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_the_line_has_the_numbers_the_request_and_what_to_do(
-    watchdog: Watchdog, caplog: pytest.LogCaptureFixture
+    watchdog: PredictionAlarm, caplog: pytest.LogCaptureFixture
 ) -> None:
     told(watchdog, 0, 0, 0)
     (line,) = lines(caplog)
@@ -40,21 +40,21 @@ def test_the_line_has_the_numbers_the_request_and_what_to_do(
     )
 
 
-def test_two_wrong_ones_are_no_alarm(watchdog: Watchdog, caplog: pytest.LogCaptureFixture) -> None:
+def test_two_wrong_ones_are_no_alarm(watchdog: PredictionAlarm, caplog: pytest.LogCaptureFixture) -> None:
     """Engines evict, now and then what was expected to be there."""
     told(watchdog, 0, 4096, 4096, 0, *[4096] * 8, 0, 0)
     assert watchdog.raised(0.0) is None
     assert not lines(caplog)
 
 
-def test_a_quarter_reused_is_not_wrong(watchdog: Watchdog) -> None:
+def test_a_quarter_reused_is_not_wrong(watchdog: PredictionAlarm) -> None:
     """Contradicted, yes; nothing that is broken looks like that."""
     told(watchdog, *[1024] * 8)
     assert watchdog.raised(0.0) is None
 
 
 def test_it_is_said_again_after_a_while_with_what_came_in_between(
-    watchdog: Watchdog, caplog: pytest.LogCaptureFixture
+    watchdog: PredictionAlarm, caplog: pytest.LogCaptureFixture
 ) -> None:
     told(watchdog, *[0] * 20)
     assert len(lines(caplog)) == 1
@@ -63,7 +63,7 @@ def test_it_is_said_again_after_a_while_with_what_came_in_between(
     assert "8 of the last 8 such predictions were wrong, 17 more since it was said last; likely" in lines(caplog)[1]
 
 
-def test_it_ends_when_predictions_come_true_again(watchdog: Watchdog, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_ends_when_predictions_come_true_again(watchdog: PredictionAlarm, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "kvproxy.kvcache")
     told(watchdog, 0, 0, 0, *[4096] * 6)
     assert watchdog.raised(0.0) is not None
@@ -72,7 +72,7 @@ def test_it_ends_when_predictions_come_true_again(watchdog: Watchdog, caplog: py
     assert "predictions by what was routed there come true again" in caplog.text
 
 
-def test_it_ends_without_traffic_as_well(watchdog: Watchdog) -> None:
+def test_it_ends_without_traffic_as_well(watchdog: PredictionAlarm) -> None:
     """Nobody asks there any more: there is nothing to act on."""
     told(watchdog, 0, 0, 0)
     assert watchdog.raised(LASTS_S) is not None
@@ -81,7 +81,7 @@ def test_it_ends_without_traffic_as_well(watchdog: Watchdog) -> None:
     assert watchdog.raised(LASTS_S + 2.0) is None
 
 
-def test_a_request_without_an_id_is_told_without(watchdog: Watchdog) -> None:
+def test_a_request_without_an_id_is_told_without(watchdog: PredictionAlarm) -> None:
     for _ in range(3):
         watchdog.observe(600, 0, "", 0.0)
     alarm = watchdog.raised(0.0)
@@ -92,7 +92,7 @@ def test_a_request_without_an_id_is_told_without(watchdog: Watchdog) -> None:
 
 @pytest.mark.parametrize("source", FactSource)
 def test_every_source_has_its_own_causes(source: FactSource) -> None:
-    under_test = Watchdog("default", A, source)
+    under_test = PredictionAlarm("default", A, source)
     told(under_test, 0, 0, 0)
     alarm = under_test.raised(0.0)
     assert alarm is not None
@@ -100,7 +100,7 @@ def test_every_source_has_its_own_causes(source: FactSource) -> None:
     assert ("routed" in alarm.what) is (source is FactSource.APPROXIMATE)
 
 
-def count(scores: Scores, *, endpoint: str = "a", predicted: int = 4096, cached: int = 0) -> None:
+def count(scores: PredictionStats, *, endpoint: str = "a", predicted: int = 4096, cached: int = 0) -> None:
     scores.count(
         "default",
         A if endpoint == "a" else B,
@@ -114,7 +114,7 @@ def count(scores: Scores, *, endpoint: str = "a", predicted: int = 4096, cached:
 
 def test_the_score_is_by_endpoint_and_source() -> None:
     metrics = Metrics()
-    scores = Scores(metrics, clock=FakeClock())
+    scores = PredictionStats(metrics, clock=FakeClock())
     for _ in range(3):
         count(scores)
     count(scores, endpoint="b", cached=3000)
@@ -140,7 +140,7 @@ def test_the_score_is_by_endpoint_and_source() -> None:
 
 def test_small_predictions_raise_no_alarm() -> None:
     """A template's few tokens, wrong for a hundred reasons."""
-    scores = Scores(Metrics(), clock=FakeClock())
+    scores = PredictionStats(Metrics(), clock=FakeClock())
     for _ in range(20):
         count(scores, predicted=200)
     assert not scores.alarms()
@@ -148,7 +148,7 @@ def test_small_predictions_raise_no_alarm() -> None:
 
 def test_an_endpoint_that_left_takes_its_series_along() -> None:
     metrics = Metrics()
-    scores = Scores(metrics, clock=FakeClock())
+    scores = PredictionStats(metrics, clock=FakeClock())
     for endpoint in "ab":
         count(scores, endpoint=endpoint)
     scores.keep({("default", B)})

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from kvproxy.config import kvcache_schema as schema
-from kvproxy.kvcache.background import MAX_HELD_BYTES, Background, Job
+from kvproxy.kvcache.actions.job_queue import MAX_HELD_BYTES, Job, JobQueue
 from kvproxy.metrics.catalog import Metrics
 
 
@@ -37,8 +37,8 @@ class Work:
         return Job(name, run, lane=lane)
 
 
-def background(metrics: Metrics | None = None, **changes: float) -> Background:
-    return Background(schema.Background.model_validate({"drain": 0.05, **changes}), metrics=metrics or Metrics())
+def background(metrics: Metrics | None = None, **changes: float) -> JobQueue:
+    return JobQueue(schema.BackgroundSettings.model_validate({"drain": 0.05, **changes}), metrics=metrics or Metrics())
 
 
 def counted(metrics: Metrics, result: str) -> float:

@@ -1,4 +1,4 @@
-"""Lookups before routing: within their deadline, without harm, and never in vain."""
+"""LookupClient before routing: within their deadline, without harm, and never in vain."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvproxy.balancing.policy import FactSource
-from kvproxy.kvcache.remote import MAX_HELD_BYTES, MAX_LOOKUPS
+from kvproxy.kvcache.overlap.lookup_task import MAX_HELD_BYTES, MAX_LOOKUPS
 from kvproxy.listener.server import serve
+from kvproxy.routing.policy import FactSource
 from tests.kvcache.support import (
     A,
     B,

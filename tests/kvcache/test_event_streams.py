@@ -15,16 +15,16 @@ import httpx
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvproxy.balancing.policy import FactSource
 from kvproxy.clients.kv_events.events import BlockStored
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.config import schema
 from kvproxy.kvcache.engines import Engines
-from kvproxy.kvcache.event_streams import EventStreams, _Consumer
-from kvproxy.kvcache.local import LocalSources
+from kvproxy.kvcache.overlap.indexes import LocalIndexes
+from kvproxy.kvcache.overlap.kv_event_streams import EventStreams, _Consumer
 from kvproxy.kvcache.status import troubles
 from kvproxy.listener.server import serve
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.routing.policy import FactSource
 from kvproxy.simulator.kv_event_publisher import PublisherSettings
 from kvproxy.types import EndpointId
 from kvproxy.upstream.pool import UpstreamPool
@@ -141,9 +141,9 @@ async def test_what_an_endpoint_says_of_itself_goes_first() -> None:
         said = (await http.get(f"{place.engines['a']}/kv_event_sources")).json()["0"]
         stated = {name: f"tcp://*:{said[name].rpartition(':')[2]}" for name in ("endpoint", "replay_endpoint")}
         async with serve(Older(place.fleet.engines["a"])) as url:
-            endpoint = schema.Endpoint.model_validate({"id": "a", "url": url, "kv_event_sources": stated})
+            endpoint = schema.EndpointSettings.model_validate({"id": "a", "url": url, "kv_event_sources": stated})
             settings_of_all = settings(kv_events=True, kv_event_sources={"endpoint": "tcp://*:1"})
-            config = schema.Cluster(endpoints=(endpoint,))
+            config = schema.ClusterSettings(endpoints=(endpoint,))
             cluster = Cluster("default", config, metrics=Metrics(), clock=time.monotonic, rng=Random(1))
             async with running(settings_of_all, cluster) as service:
                 await until(lambda: exact(service) == {A})
@@ -177,7 +177,7 @@ async def test_streams_end_with_their_endpoint() -> None:
     async with followed() as (place, service):
         await generate(place, "b", TURN)
         await until(lambda: service.kv.parts.local["default"].precise.rows(B) > 0)
-        service.cluster.apply([schema.Endpoint(id="a", url=place.engines["a"])])
+        service.cluster.apply([schema.EndpointSettings(id="a", url=place.engines["a"])])
         streams = service.kv.parts.streams
         assert streams is not None
         await streams.follow()
@@ -187,7 +187,7 @@ async def test_streams_end_with_their_endpoint() -> None:
 
 async def test_the_same_tokens_under_a_lora_are_other_blocks() -> None:
     """An adapter's KV is of no use to the base model, and the other way round."""
-    local = LocalSources(endpoints=1)
+    local = LocalIndexes(endpoints=1)
     consumer = _Consumer(local)
     ids = tokens(64)
 
@@ -232,7 +232,7 @@ async def test_a_mistake_while_following_is_logged_and_tried_again(
 async def test_an_index_of_streams_that_ended_is_given_back_by_and_by(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rather than at once, when the last who has it lets go: a million runs take a tenth of a second."""
     steps: list[int] = []
-    local = LocalSources(endpoints=1)
+    local = LocalIndexes(endpoints=1)
     sweep = local.precise.sweep
 
     def counted() -> bool:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from kvproxy.balancing.policy import FactSource, Overlap, OverlapFacts
-from kvproxy.balancing.trust import Trust
-from kvproxy.kvcache.facts import Claim, merged, preferred
+from kvproxy.kvcache.overlap.merge import HolderOverlap, merged, preferred
+from kvproxy.routing.policy import FactSource, Overlap, OverlapFacts
+from kvproxy.routing.trust import Trust
 from kvproxy.types import EndpointId
 
 A, B, C = EndpointId("a"), EndpointId("b"), EndpointId("c")
 LMCACHE = FactSource.LMCACHE_CONTROLLER
 
 
-def claim(endpoint: EndpointId, tokens: int) -> Claim:
-    return Claim(endpoint, tokens, True, LMCACHE)
+def claim(endpoint: EndpointId, tokens: int) -> HolderOverlap:
+    return HolderOverlap(endpoint, tokens, True, LMCACHE)
 
 
 def test_a_larger_claim_extends_what_is_in_engine_memory() -> None:

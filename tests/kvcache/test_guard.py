@@ -9,22 +9,22 @@ import pytest
 
 from kvproxy.config import schema
 from kvproxy.errors import BreakerOpen, ClientTimeout, ClientUnavailable, NotSupported, Refused, UnknownInstance
-from kvproxy.kvcache.guard import Guard
+from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.metrics.catalog import Metrics
 from tests.support.clock import FakeClock
 
-LIMITS = schema.Breaker(failure_threshold=2, recovery_timeout=10, half_open_max_calls=1)
+LIMITS = schema.BreakerSettings(failure_threshold=2, recovery_timeout=10, half_open_max_calls=1)
 
 
-def guard(clock: FakeClock) -> Guard:
-    return Guard(LIMITS, clock=clock, metrics=Metrics())
+def guard(clock: FakeClock) -> OperationBreakers:
+    return OperationBreakers(LIMITS, clock=clock, metrics=Metrics())
 
 
 async def failing(error: Exception) -> None:
     raise error
 
 
-async def fail(guard: Guard, operation: str, error: Exception, times: int = 2) -> None:
+async def fail(guard: OperationBreakers, operation: str, error: Exception, times: int = 2) -> None:
     for _ in range(times):
         with pytest.raises(type(error)):
             await guard.call(operation, lambda: failing(error))

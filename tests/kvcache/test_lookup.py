@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from kvproxy.balancing.policy import FactSource, Overlap
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.config import schema
 from kvproxy.errors import BreakerOpen
-from kvproxy.kvcache.guard import Guard
-from kvproxy.kvcache.lookup import Lookups
-from kvproxy.kvcache.provider import ActionKind, Effect, Holder, Prefix
+from kvproxy.kvcache.breakers import OperationBreakers
+from kvproxy.kvcache.overlap.lookup import LookupClient
+from kvproxy.kvcache.providers import ActionKind, Effect, Holder, Prefix
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.routing.policy import FactSource, Overlap
 from kvproxy.types import EndpointId
 from tests.kvcache.support import NOWHERE, A, B, cluster_of, tokens
 from tests.support.clock import FakeClock
@@ -47,15 +47,17 @@ class Answering:
         return {}
 
 
-def lookups(clock: FakeClock, metrics: Metrics | None = None) -> Lookups:
+def lookups(clock: FakeClock, metrics: Metrics | None = None) -> LookupClient:
     metrics = metrics or Metrics()
-    under_test = Lookups(guard=Guard(schema.Breaker(), clock=clock, metrics=metrics), metrics=metrics, clock=clock)
+    under_test = LookupClient(
+        guard=OperationBreakers(schema.BreakerSettings(), clock=clock, metrics=metrics), metrics=metrics, clock=clock
+    )
     under_test.provider = Answering()
     return under_test
 
 
 def worth(
-    under_test: Lookups, cluster: Cluster, *holders: Holder, local: Mapping[EndpointId, Overlap] | None = None
+    under_test: LookupClient, cluster: Cluster, *holders: Holder, local: Mapping[EndpointId, Overlap] | None = None
 ) -> dict[EndpointId, int]:
     """Tokens by endpoint that these holders stand for."""
     known = frozenset(endpoint.instance_id for endpoint in cluster.endpoints)

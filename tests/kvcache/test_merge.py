@@ -7,16 +7,16 @@ from random import Random
 
 import pytest
 
-from kvproxy.balancing.policy import FactSource, Overlap
-from kvproxy.balancing.trust import Trust
 from kvproxy.clients.kv_events.events import BlockRemoved, BlockStored
-from kvproxy.kvcache.facts import is_contradicted, local_overlaps
-from kvproxy.kvcache.local import LocalSources
+from kvproxy.kvcache.overlap.indexes import LocalIndexes
+from kvproxy.kvcache.overlap.merge import is_contradicted, local_overlaps
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
-from kvproxy.prefix.precise import PreciseMatch
+from kvproxy.prefix.precise.index import PreciseMatch
 from kvproxy.replay.settings import FleetSettings
 from kvproxy.replay.trace import Turn
 from kvproxy.replay.view import IndexView, endpoint_id
+from kvproxy.routing.policy import FactSource, Overlap
+from kvproxy.routing.trust import Trust
 from kvproxy.simulator import kv_event as simulated
 from tests.kvcache.support import A, B
 
@@ -29,28 +29,28 @@ OTHER = array("Q", range(9000, 9050))
 
 
 @pytest.fixture
-def local() -> LocalSources:
+def local() -> LocalIndexes:
     """One endpoint whose events are followed exactly; it was sent the prompt, announced it and evicted it."""
-    sources = LocalSources(endpoints=1)
+    sources = LocalIndexes(endpoints=1)
     sources.exact = frozenset({A})
     sources.settle(sources.route(A, HASHES), prefilled=True)
     sources.precise.apply(A, 0, [BlockStored(NAMES, None, TOKENS, 16), BlockRemoved(NAMES)])
     return sources
 
 
-def overlaps(local: LocalSources) -> dict[str, Overlap]:
+def overlaps(local: LocalIndexes) -> dict[str, Overlap]:
     found = local.overlaps(HASHES, bytes_per_token=BYTES_PER_TOKEN, tokens=TOKENS, cache_salt=None)
     return {str(endpoint): overlap for endpoint, overlap in found.items()}
 
 
-def test_an_unrelated_request_in_flight_brings_nothing_back(local: LocalSources) -> None:
+def test_an_unrelated_request_in_flight_brings_nothing_back(local: LocalIndexes) -> None:
     """What was evicted is gone, however busy the engine is with other prompts."""
     assert overlaps(local) == {}
     local.route(A, OTHER)
     assert overlaps(local) == {}
 
 
-def test_this_prompt_in_flight_counts_until_its_request_is_over(local: LocalSources) -> None:
+def test_this_prompt_in_flight_counts_until_its_request_is_over(local: LocalIndexes) -> None:
     """Its blocks are promised and not yet announced; afterwards only events speak for them."""
     claim = local.route(A, HASHES)
     assert overlaps(local) == {"a": Overlap(4096)}
@@ -58,13 +58,13 @@ def test_this_prompt_in_flight_counts_until_its_request_is_over(local: LocalSour
     assert overlaps(local) == {}
 
 
-def test_a_prefix_in_flight_counts_as_far_as_it_goes(local: LocalSources) -> None:
+def test_a_prefix_in_flight_counts_as_far_as_it_goes(local: LocalIndexes) -> None:
     """A request that shares 64 blocks with this prompt promises those."""
     local.route(A, HASHES[:64] + OTHER)
     assert overlaps(local) == {"a": Overlap(64 * 16)}
 
 
-def test_two_requests_in_flight_promise_together(local: LocalSources) -> None:
+def test_two_requests_in_flight_promise_together(local: LocalIndexes) -> None:
     """The end of one takes nothing from the other."""
     first, second = local.route(A, HASHES), local.route(A, HASHES)
     local.settle(first, prefilled=False)
@@ -74,18 +74,18 @@ def test_two_requests_in_flight_promise_together(local: LocalSources) -> None:
     assert local.approximate.promises == 0
 
 
-def test_a_promise_survives_a_reload(local: LocalSources) -> None:
+def test_a_promise_survives_a_reload(local: LocalIndexes) -> None:
     """Sources made after former ones share what is in flight; its end counts in both."""
     claim = local.route(A, HASHES)
-    after = LocalSources(endpoints=1, former=local)
+    after = LocalIndexes(endpoints=1, former=local)
     after.exact = frozenset({A})
     assert overlaps(after) == {"a": Overlap(4096)}
     after.settle(claim, prefilled=True)
     assert overlaps(after) == {}
 
 
-@pytest.mark.parametrize("gone", [LocalSources.forget, LocalSources.lose], ids=["left", "restarted"])
-def test_an_endpoint_that_is_gone_keeps_no_promise(local: LocalSources, gone: object) -> None:
+@pytest.mark.parametrize("gone", [LocalIndexes.forget, LocalIndexes.lose], ids=["left", "restarted"])
+def test_an_endpoint_that_is_gone_keeps_no_promise(local: LocalIndexes, gone: object) -> None:
     """What was under way there died with it."""
     claim = local.route(A, HASHES)
     gone(local, A)  # type: ignore[operator]
@@ -96,7 +96,7 @@ def test_an_endpoint_that_is_gone_keeps_no_promise(local: LocalSources, gone: ob
 
 def test_without_events_nothing_is_kept_twice() -> None:
     """The index of requests under way costs nothing where no events are followed."""
-    local = LocalSources(endpoints=1)
+    local = LocalIndexes(endpoints=1)
     local.route(A, HASHES)
     assert local.approximate.promises == 0
     assert overlaps(local) == {"a": Overlap(4096)}

@@ -9,16 +9,16 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.balancing.policy import FactSource
 from kvproxy.clients.lmcache_controller import LMCacheControllerClient
 from kvproxy.clients.lmcache_coordinator import LMCacheCoordinatorClient
-from kvproxy.config.kvcache_schema import CacheStrategy
+from kvproxy.config.kvcache_schema import CacheStrategySettings
 from kvproxy.errors import ClientError, NotSupported
-from kvproxy.kvcache.connect import Connection
-from kvproxy.kvcache.guard import Guard
-from kvproxy.kvcache.lookup import Lookups
-from kvproxy.kvcache.provider import ActionKind, ControllerProvider, CoordinatorProvider, Effect, Holder, Prefix
+from kvproxy.kvcache.breakers import OperationBreakers
+from kvproxy.kvcache.overlap.connect import Connection
+from kvproxy.kvcache.overlap.lookup import LookupClient
+from kvproxy.kvcache.providers import ActionKind, ControllerProvider, CoordinatorProvider, Effect, Holder, Prefix
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.routing.policy import FactSource
 from kvproxy.simulator.lmcache_controller import ControllerSettings
 from kvproxy.simulator.lmcache_coordinator import CoordinatorSettings
 from tests.kvcache.fleet import Place, simulated
@@ -26,7 +26,7 @@ from tests.kvcache.support import Fake, settings, tokens
 from tests.support.clock import FakeClock
 
 PROMPT = Prefix(tokens(1024), "models/tiny-qwen")
-PLACES = CacheStrategy()
+PLACES = CacheStrategySettings()
 
 
 def controller(http: httpx.AsyncClient, place: Place) -> ControllerProvider:
@@ -145,10 +145,12 @@ async def test_controllers_before_0_3_5_say_success_instead_of_a_number() -> Non
 
 def connection(
     http: httpx.AsyncClient, url: str, clock: FakeClock, sleep: Any = None, **changes: Any
-) -> tuple[Connection, Lookups]:
+) -> tuple[Connection, LookupClient]:
     metrics = Metrics()
     config = settings(lmcache_endpoint=url, **changes)
-    lookups = Lookups(guard=Guard(config.circuit_breaker, clock=clock, metrics=metrics), metrics=metrics, clock=clock)
+    lookups = LookupClient(
+        guard=OperationBreakers(config.circuit_breaker, clock=clock, metrics=metrics), metrics=metrics, clock=clock
+    )
     known: dict[str, Any] = {} if sleep is None else {"sleep": sleep}
     return Connection(config, http, lookups=lookups, known_instances=lambda: {"a", "b"}, **known), lookups
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvproxy.kvcache.gathered import Result
-from kvproxy.kvcache.selfcheck import PATIENCE_S
+from kvproxy.kvcache.feedback.selfcheck import PATIENCE_S
+from kvproxy.kvcache.overlap.facts import Result
 from tests.kvcache.support import (
     NOWHERE,
     A,

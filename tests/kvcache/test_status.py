@@ -9,15 +9,15 @@ import pytest
 
 from kvproxy.clients.kv_events.status import StreamReason, StreamState, StreamStatus
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.config.kvcache_schema import CacheStrategy, KvCacheSettings
-from kvproxy.config.schema import Cluster as ClusterSettings
-from kvproxy.config.schema import Endpoint
+from kvproxy.config.kvcache_schema import CacheStrategySettings, KvCacheSettings
+from kvproxy.config.schema import ClusterSettings as ClusterSettings
+from kvproxy.config.schema import EndpointSettings
 from kvproxy.errors import ClientUnavailable
+from kvproxy.kvcache.actions.hotness import Hotness, KnownPrefix
+from kvproxy.kvcache.actions.pin import Lease
 from kvproxy.kvcache.hot_prefixes import SLICE_RUNS, hot_prefixes
-from kvproxy.kvcache.hotness import Hotness, KnownPrefix
 from kvproxy.kvcache.service import KvCache
 from kvproxy.kvcache.status import cache_status, leases, troubles, worth
-from kvproxy.kvcache.strategies.pin import Lease
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.types import EndpointId
 from tests.support.clock import FakeClock
@@ -30,7 +30,7 @@ SILENT = StreamStatus(StreamState.APPROXIMATE, StreamReason.SILENT)
 
 def service_of(clock: FakeClock, **settings: object) -> KvCache:
     """A service over one cluster with the endpoints a and b."""
-    endpoints = tuple(Endpoint(id=name, url=f"http://127.0.0.1:{port}") for name, port in (("a", 1), ("b", 2)))
+    endpoints = tuple(EndpointSettings(id=name, url=f"http://127.0.0.1:{port}") for name, port in (("a", 1), ("b", 2)))
     metrics = Metrics()
     cluster = Cluster(
         "c", ClusterSettings(endpoints=endpoints), metrics=metrics, clock=clock, rng=random.Random(1), sources=()
@@ -89,7 +89,7 @@ async def test_hot_prefixes_are_looked_for_in_slices(clock: FakeClock) -> None:
 def test_counted_pins_do_not_lapse(clock: FakeClock) -> None:
     """Where the service keeps pins until they are taken back, no time is left to show."""
     service = service_of(
-        clock, lmcache_endpoint="http://127.0.0.1:9", cache_strategy=CacheStrategy(enable_pinning=True)
+        clock, lmcache_endpoint="http://127.0.0.1:9", cache_strategy=CacheStrategySettings(enable_pinning=True)
     )
     pin = service.parts.upkeep.pin
     assert pin is not None

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvproxy.filters.body import MAX_PROMPT_BYTES
-from kvproxy.kvcache import tokens as token_source
-from kvproxy.kvcache.tokens import MAX_ASKED_BYTES
+from kvproxy.kvcache.overlap import tokens as token_source
+from kvproxy.kvcache.overlap.tokens import MAX_ASKED_BYTES
+from kvproxy.request.parse import MAX_PROMPT_BYTES
 from tests.kvcache.support import A, Fake, chat, completion, controller, engine, long_text, world
 from tests.support.until import until
 

@@ -6,10 +6,10 @@ from array import array
 
 import pytest
 
-from kvproxy.balancing.policy import FactSource, Overlap
 from kvproxy.clients.kv_events.events import BlockStored
-from kvproxy.kvcache.local import LocalSources
+from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
+from kvproxy.routing.policy import FactSource, Overlap
 from tests.kvcache.support import A
 
 #: Twenty blocks of 16 tokens, and as many text blocks for them: a token is 16 bytes long here.
@@ -19,24 +19,24 @@ BYTES_PER_TOKEN = TEXT_BLOCK_BYTES / 16
 
 
 @pytest.fixture
-def local() -> LocalSources:
+def local() -> LocalIndexes:
     """One endpoint that announced the whole prompt."""
-    sources = LocalSources(endpoints=1)
+    sources = LocalIndexes(endpoints=1)
     sources.exact = frozenset({A})
     sources.precise.apply(A, 0, [BlockStored(tuple(range(20)), None, TOKENS, 16)])
     return sources
 
 
-def overlap(local: LocalSources) -> Overlap:
+def overlap(local: LocalIndexes) -> Overlap:
     return local.overlaps(HASHES, bytes_per_token=BYTES_PER_TOKEN, tokens=TOKENS, cache_salt=None)[A]
 
 
-def test_what_another_router_sent_there_is_believed(local: LocalSources) -> None:
+def test_what_another_router_sent_there_is_believed(local: LocalIndexes) -> None:
     """Nothing backs it and nothing has contradicted it."""
     assert overlap(local) == Overlap(320, source=FactSource.PRECISE, claimed_tokens=320)
 
 
-def test_unbacked_claims_that_proved_wrong_count_less(local: LocalSources) -> None:
+def test_unbacked_claims_that_proved_wrong_count_less(local: LocalIndexes) -> None:
     """Two that found nothing cached halve the next."""
     for _ in range(2):
         found = overlap(local)
@@ -45,7 +45,7 @@ def test_unbacked_claims_that_proved_wrong_count_less(local: LocalSources) -> No
     assert overlap(local).claimed_tokens == 320
 
 
-def test_what_was_routed_there_backs_the_claim(local: LocalSources) -> None:
+def test_what_was_routed_there_backs_the_claim(local: LocalIndexes) -> None:
     """Then the stream's record does not matter."""
     for _ in range(9):
         local.trust.observe(A, 320, 0, 0)
@@ -53,7 +53,7 @@ def test_what_was_routed_there_backs_the_claim(local: LocalSources) -> None:
     assert overlap(local) == Overlap(320, source=FactSource.PRECISE, claimed_tokens=320, backed_tokens=320)
 
 
-def test_an_endpoint_that_left_takes_its_record_along(local: LocalSources) -> None:
+def test_an_endpoint_that_left_takes_its_record_along(local: LocalIndexes) -> None:
     """Another engine under its id starts anew."""
     local.trust.observe(A, 320, 0, 0)
     local.forget(A)

@@ -8,7 +8,7 @@ from hashlib import sha256
 
 from kvproxy.clients.kv_events.events import BlockRemoved, BlockStored
 from kvproxy.prefix.hashing import token_blocks
-from kvproxy.prefix.precise import precise_root
+from kvproxy.prefix.precise.index import precise_root
 from kvproxy.types import EndpointId
 
 A, B, C = EndpointId("a"), EndpointId("b"), EndpointId("c")

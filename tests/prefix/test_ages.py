@@ -7,16 +7,16 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproxy.prefix.ages import Ages
-from kvproxy.prefix.radix import Node
+from kvproxy.prefix.approximate.age_histogram import AgeHistogram
+from kvproxy.prefix.approximate.radix import Node
 
 #: (which of a few blocks are touched, generation size); block n is n + 1 blocks long.
 TOUCHES = st.lists(st.sets(st.integers(0, 30), min_size=1, max_size=4), min_size=1, max_size=300)
 
 
-def played(touches: list[set[int]], span: int) -> tuple[Ages, dict[Node, int]]:
+def played(touches: list[set[int]], span: int) -> tuple[AgeHistogram, dict[Node, int]]:
     """The generations, and the latest touch of each run."""
-    ages, latest = Ages(), dict[Node, int]()
+    ages, latest = AgeHistogram(), dict[Node, int]()
     runs = [Node(array("Q", range(length + 1))) for length in range(31)]
     for number, touched in enumerate(touches):
         ages.touch([runs[each] for each in sorted(touched)], latest, number, span)
@@ -48,7 +48,7 @@ def test_tidying_up_changes_no_answer(touches: list[set[int]]) -> None:
 def test_generations_that_emptied_are_put_together() -> None:
     """One prompt asked for again and again beside an old one that nobody evicts."""
     old, hot = Node(array("Q", range(50))), Node(array("Q", range(10)))
-    ages, latest = Ages(), dict[Node, int]()
+    ages, latest = AgeHistogram(), dict[Node, int]()
     ages.touch([old], latest, 0, 10)
     for touch in range(1, 1000):
         ages.touch([hot], latest, touch, 10)
@@ -59,7 +59,7 @@ def test_generations_that_emptied_are_put_together() -> None:
 
 def test_what_is_dropped_is_no_age() -> None:
     old, dropped = Node(array("Q", range(30))), Node(array("Q", range(12)))
-    ages, latest = Ages(), dict[Node, int]()
+    ages, latest = AgeHistogram(), dict[Node, int]()
     ages.touch([old], latest, 0, 10)
     ages.touch([dropped], latest, 1, 10)
     ages.change(1, -12)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from kvproxy.prefix.approximate import STEP_RUNS, ApproximateIndex
+from kvproxy.prefix.approximate.index import STEP_RUNS, ApproximateIndex
 from kvproxy.types import EndpointId
 from tests.prefix.support import A, B, C, chained
 

@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
-from kvproxy.prefix.approximate import ApproximateIndex
-from kvproxy.prefix.holding import Claim
+from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
+from kvproxy.prefix.approximate.index import ApproximateIndex
 from kvproxy.types import EndpointId
 from tests.prefix.support import A, B, C, chained
 
@@ -78,7 +78,7 @@ class ApproximateAgainstNaive(RuleBasedStateMachine):
         return claim, known, path
 
     @rule(claim=claims)
-    def confirm(self, claim: tuple[Claim, NaiveEndpoint, Path]) -> None:
+    def confirm(self, claim: tuple[SpeculativeEntry, NaiveEndpoint, Path]) -> None:
         made, known, path = claim
         settled = made.holding is None
         self.index.confirm(made)
@@ -87,7 +87,7 @@ class ApproximateAgainstNaive(RuleBasedStateMachine):
             self.insert_naive(known, path)
 
     @rule(claim=claims)
-    def rollback(self, claim: tuple[Claim, NaiveEndpoint, Path]) -> None:
+    def rollback(self, claim: tuple[SpeculativeEntry, NaiveEndpoint, Path]) -> None:
         made, known, path = claim
         settled = made.holding is None
         self.index.rollback(made)

@@ -10,8 +10,8 @@ from random import Random
 
 import pytest
 
-from kvproxy.prefix.approximate import ApproximateIndex
-from kvproxy.prefix.capacities import Capacities
+from kvproxy.prefix.approximate.capacities import Capacities
+from kvproxy.prefix.approximate.index import ApproximateIndex
 from kvproxy.simulator.block_cache import BlockCache
 from kvproxy.simulator.kv_event import BlockStored
 from tests.prefix.support import A, B, chained

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.prefix.capacity import MOST_BLOCKS, LearnedCapacity
-from kvproxy.prefix.fates import Fates, capacity_of
+from kvproxy.prefix.approximate.capacity import MOST_BLOCKS, LearnedCapacity
+from kvproxy.prefix.approximate.reuse_histogram import ReuseHistogram, capacity_of
 
 
 def kept(under_test: LearnedCapacity, age: int, times: int = 1) -> None:
@@ -170,7 +170,7 @@ def test_an_engine_that_caches_nothing_teaches_nothing() -> None:
 
 def test_fates_fade_for_ever() -> None:
     """Weights grow instead of all counts shrinking; the numbers stay small."""
-    fates = Fates()
+    fates = ReuseHistogram()
     for _ in range(20_000):
         fates.gone(8)
     for _ in range(20_000):

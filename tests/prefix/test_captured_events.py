@@ -13,7 +13,7 @@ import pytest
 from kvproxy.clients.kv_events.codec import decode_batch
 from kvproxy.clients.kv_events.events import Skipped
 from kvproxy.prefix.hashing import token_blocks
-from kvproxy.prefix.precise import PreciseIndex, PreciseMatch, precise_root
+from kvproxy.prefix.precise.index import PreciseIndex, PreciseMatch, precise_root
 from tests.prefix.support import A
 
 CAPTURES = Path(__file__).parent.parent / "fixtures" / "vllm_events"

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvproxy.prefix.names import STEP_SLOTS, Names
+from kvproxy.prefix.precise.engine_hash_map import STEP_SLOTS, EngineHashMap
 
 FIRST_ROW = 512
 FACTOR = 0x9E3779B97F4A7C15
@@ -24,7 +24,7 @@ class Column:
     def __init__(self, factor: int = FACTOR) -> None:
         self.by_row: dict[int, int] = {}
         self.rows: dict[int, int] = {}
-        self.names = Names(self.by_row.get, factor=factor)
+        self.names = EngineHashMap(self.by_row.get, factor=factor)
         self._next = FIRST_ROW
 
     def add(self, names: Sequence[int], *, pieces: int = 1) -> bool:
@@ -176,7 +176,7 @@ def test_regular_names_are_spread(stride: int) -> None:
         asked += 1
         return column.by_row.get(row)
 
-    column.names = Names(counting, factor=FACTOR)
+    column.names = EngineHashMap(counting, factor=FACTOR)
     every = [n * stride for n in range(1, 20_000)]
     for at in range(0, len(every), 500):
         column.add(every[at : at + 500])

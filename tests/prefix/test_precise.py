@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kvproxy.clients.kv_events.events import AllBlocksCleared, BlockRemoved
-from kvproxy.prefix.precise import PreciseIndex, PreciseMatch
+from kvproxy.prefix.precise.index import PreciseIndex, PreciseMatch
 from tests.prefix.support import A, B, engine_hash, prompt_of, removed, stored
 
 PATH = (1, 2, 3, 4)

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvproxy.prefix.precise import PreciseIndex, PreciseMatch
+from kvproxy.prefix.precise.index import PreciseIndex, PreciseMatch
 from kvproxy.types import EndpointId
 from tests.prefix.support import A, B, prompt_of, removed, stored
 

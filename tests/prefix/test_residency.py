@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.prefix.residency import Slots, slots_of
+from kvproxy.prefix.approximate.bit_allocator import BitAllocator, slots_of
 
 
 def test_slots_of_a_mask() -> None:
@@ -13,7 +13,7 @@ def test_slots_of_a_mask() -> None:
 
 def test_a_member_keeps_its_slot() -> None:
     """Assigning again changes nothing."""
-    slots: Slots[str] = Slots(limit=4)
+    slots: BitAllocator[str] = BitAllocator(limit=4)
     assert slots.assign("a") == slots.assign("a") == slots.get("a") == 0
     assert slots.assign("b") == 1
     assert (slots.active, len(slots), list(slots), slots.member(1)) == (0b11, 2, ["a", "b"], "b")
@@ -21,7 +21,7 @@ def test_a_member_keeps_its_slot() -> None:
 
 def test_a_retired_bit_is_not_reused_before_its_release() -> None:
     """Stored masks may still carry it."""
-    slots: Slots[str] = Slots(limit=2)
+    slots: BitAllocator[str] = BitAllocator(limit=2)
     slots.assign("a")
     slots.assign("b")
     assert slots.retire("a") == 0
@@ -35,7 +35,7 @@ def test_a_retired_bit_is_not_reused_before_its_release() -> None:
 
 def test_a_member_that_returns_gets_a_fresh_bit() -> None:
     """Its old entries stay meaningless."""
-    slots: Slots[str] = Slots(limit=4)
+    slots: BitAllocator[str] = BitAllocator(limit=4)
     slots.assign("a")
     slots.retire("a")
     assert slots.assign("a") == 1
@@ -44,7 +44,7 @@ def test_a_member_that_returns_gets_a_fresh_bit() -> None:
 
 def test_releasing_an_active_slot_is_a_mistake() -> None:
     """Two members would share a bit."""
-    slots: Slots[str] = Slots(limit=4)
+    slots: BitAllocator[str] = BitAllocator(limit=4)
     slots.assign("a")
     with pytest.raises(AssertionError):
         slots.release(0)
@@ -52,6 +52,6 @@ def test_releasing_an_active_slot_is_a_mistake() -> None:
 
 def test_five_hundred_and_twelve_members() -> None:
     """As many endpoints as the index is asked for."""
-    slots: Slots[int] = Slots(limit=512)
+    slots: BitAllocator[int] = BitAllocator(limit=512)
     assert [slots.assign(member) for member in range(512)] == list(range(512))
     assert slots.assign(512) is None

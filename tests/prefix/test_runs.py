@@ -7,9 +7,9 @@ from array import array
 
 import pytest
 
-from kvproxy.prefix.prefix_match import match
-from kvproxy.prefix.run import Run
-from kvproxy.prefix.runs import SPAN, Runs
+from kvproxy.prefix.precise.prefix_match import match
+from kvproxy.prefix.precise.run import Run
+from kvproxy.prefix.precise.runs import SPAN, Runs
 
 GPU, CPU = 1, 2
 

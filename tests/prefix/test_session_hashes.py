@@ -7,9 +7,9 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproxy.prefix import session_hashes
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, message_chain, text_blocks
-from kvproxy.prefix.session_hashes import SessionHashes
+from kvproxy.prefix.tokens import session_hashes
+from kvproxy.prefix.tokens.session_hashes import SessionHashes
 from kvproxy.types import Prompt
 
 SYSTEM, LONG = b"s" * 600, b"l" * 5000

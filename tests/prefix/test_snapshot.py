@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproxy.prefix import snapshot
-from kvproxy.prefix.approximate import ApproximateIndex
-from kvproxy.prefix.snapshot import Dumped, EndpointPaths, IndexColumns, Restoration, dump, fingerprint
+from kvproxy.prefix.approximate import snapshot
+from kvproxy.prefix.approximate.index import ApproximateIndex
+from kvproxy.prefix.approximate.snapshot import Dumped, EndpointPaths, IndexColumns, Restoration, dump, fingerprint
 from kvproxy.types import EndpointId
 from tests.prefix.support import A, B, C, chained
 

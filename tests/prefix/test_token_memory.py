@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvproxy.prefix.hashing import message_chain, mix_keys
-from kvproxy.prefix.token_memory import TokenMemory
+from kvproxy.prefix.tokens.token_memory import TokenMemory
 from kvproxy.types import Prompt
 from tests.support.clock import FakeClock
 

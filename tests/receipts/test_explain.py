@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvproxy.balancing.policy import FactSource, Overlap
 from kvproxy.receipts.explain import explain
 from kvproxy.receipts.receipt import Attempt, Candidate, Receipt, decode, encode
+from kvproxy.routing.policy import FactSource, Overlap
 from kvproxy.types import EndpointId
 
 A, B = EndpointId("a"), EndpointId("b")

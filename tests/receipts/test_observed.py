@@ -6,19 +6,19 @@ import random
 
 import pytest
 
-from kvproxy.balancing.policy import OverlapFacts, PickRequest
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.config import schema
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.receipts.observed import MAX_ATTEMPTS, MAX_CANDIDATES, Observed
+from kvproxy.routing.policy import OverlapFacts, PickRequest
 from tests.support.clock import FakeClock
 
 
 def cluster(clock: FakeClock, count: int, policy: str) -> Cluster:
     """So many endpoints."""
-    endpoints = tuple(schema.Endpoint(id=f"e{n}", url=f"http://127.0.0.1:{1000 + n}") for n in range(count))
-    settings = schema.Cluster(policy=schema.PolicyName(policy), endpoints=endpoints)
+    endpoints = tuple(schema.EndpointSettings(id=f"e{n}", url=f"http://127.0.0.1:{1000 + n}") for n in range(count))
+    settings = schema.ClusterSettings(policy=schema.PolicyName(policy), endpoints=endpoints)
     return Cluster("c", settings, metrics=Metrics(), clock=clock, rng=random.Random(1))
 
 

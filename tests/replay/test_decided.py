@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.balancing.policy import Overlap
 from kvproxy.receipts.reading import Reading
 from kvproxy.receipts.receipt import Attempt, Candidate, Receipt, encode
 from kvproxy.replay.decided import decide_again
 from kvproxy.replay.decided_report import Review
 from kvproxy.replay.scenario import PolicySpec
+from kvproxy.routing.policy import Overlap
 from kvproxy.types import EndpointId
 
 A, B = EndpointId("a"), EndpointId("b")

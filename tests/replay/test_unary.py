@@ -9,14 +9,14 @@ from random import Random
 
 import pytest
 
-from kvproxy.balancing.kv_aware import KvAware
-from kvproxy.balancing.speed import SpeedEstimates
 from kvproxy.replay.compare import Plan, compare
 from kvproxy.replay.outcome import Outcome, summarise
 from kvproxy.replay.pooled import Bound, paced_bound
 from kvproxy.replay.scenario import PolicySpec, play
 from kvproxy.replay.settings import JITTER_S, FleetSettings, Pace
 from kvproxy.replay.trace import read_trace
+from kvproxy.routing.kv_aware import KvAware
+from kvproxy.routing.speeds import SpeedEstimates
 from tests.replay.traces import shared_prefix_trace
 
 TRACES = Path(__file__).parents[2] / "benchmarks/traces"

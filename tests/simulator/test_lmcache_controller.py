@@ -225,7 +225,7 @@ async def test_parallel_control_calls_break_each_other() -> None:
 
 
 async def test_a_dead_worker_hangs_the_first_call_and_breaks_the_rest() -> None:
-    """Lookups still name it; when it is back, the hung call ends and the socket works."""
+    """LookupClient still name it; when it is back, the hung call ends and the socket works."""
     async with controller() as running:
         await admit(running, "a", TOKENS)
         await running.post("/sim/workers", {"instance_id": "a", "dead": True})

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
 from kvproxy.cluster.routes import Routes
-from kvproxy.config.schema import Config, Limits, Log
-from kvproxy.filters.body_bounds import HeldBodies
+from kvproxy.config.schema import Config, LimitSettings, LogSettings
 from kvproxy.filters.chain import FilterContext, Services
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.request.body_bounds import HeldBodies
 from kvproxy.upstream.pool import UpstreamPool
 from tests.support.clock import FakeClock
 
@@ -20,12 +20,12 @@ NOON = datetime(2026, 1, 2, 12, 0, 0, tzinfo=UTC)
 def filter_context(
     *,
     clock: FakeClock | None = None,
-    limits: Limits | None = None,
-    log: Log | None = None,
+    limits: LimitSettings | None = None,
+    log: LogSettings | None = None,
     inherited: Mapping[str, Sequence[object]] | None = None,
 ) -> FilterContext:
     """A context whose wall clock stands at NOON; `inherited` is what filters of an earlier one left."""
-    config, metrics = Config(limits=limits or Limits(), log=log or Log()), Metrics()
+    config, metrics = Config(limits=limits or LimitSettings(), log=log or LogSettings()), Metrics()
     return FilterContext(
         config=config,
         metrics=metrics,

@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from kvproxy.upstream.timer import SilenceTimer
+from kvproxy.upstream.timer import IdleTimer
 
 
 class FakeHandle:
@@ -56,11 +56,11 @@ def fired() -> list[float]:
 
 
 @pytest.fixture
-def timer(loop: FakeLoop, fired: list[float]) -> SilenceTimer:
-    return SilenceTimer(cast("asyncio.AbstractEventLoop", loop), lambda: fired.append(loop.now))
+def timer(loop: FakeLoop, fired: list[float]) -> IdleTimer:
+    return IdleTimer(cast("asyncio.AbstractEventLoop", loop), lambda: fired.append(loop.now))
 
 
-def test_it_fires_once_after_silence(timer: SilenceTimer, loop: FakeLoop, fired: list[float]) -> None:
+def test_it_fires_once_after_silence(timer: IdleTimer, loop: FakeLoop, fired: list[float]) -> None:
     """At the limit, and not again."""
     timer.start(5)
     loop.advance(4)
@@ -70,7 +70,7 @@ def test_it_fires_once_after_silence(timer: SilenceTimer, loop: FakeLoop, fired:
     assert fired == [105.0]
 
 
-def test_a_touch_starts_over(timer: SilenceTimer, loop: FakeLoop, fired: list[float]) -> None:
+def test_a_touch_starts_over(timer: IdleTimer, loop: FakeLoop, fired: list[float]) -> None:
     """Silence is counted from the last touch."""
     timer.start(5)
     loop.advance(4)
@@ -81,7 +81,7 @@ def test_a_touch_starts_over(timer: SilenceTimer, loop: FakeLoop, fired: list[fl
     assert fired == [109.0]
 
 
-def test_stop_and_zero_count_nothing(timer: SilenceTimer, loop: FakeLoop, fired: list[float]) -> None:
+def test_stop_and_zero_count_nothing(timer: IdleTimer, loop: FakeLoop, fired: list[float]) -> None:
     """Neither a stopped timer nor a limit of 0 fires."""
     timer.start(5)
     timer.stop()
@@ -91,7 +91,7 @@ def test_stop_and_zero_count_nothing(timer: SilenceTimer, loop: FakeLoop, fired:
     assert fired == []
 
 
-def test_requests_in_a_row_arm_one_loop_timer(timer: SilenceTimer, loop: FakeLoop, fired: list[float]) -> None:
+def test_requests_in_a_row_arm_one_loop_timer(timer: IdleTimer, loop: FakeLoop, fired: list[float]) -> None:
     """Start and stop cost no timer of the loop while an earlier one is pending."""
     for _ in range(100):
         timer.start(5)
@@ -105,7 +105,7 @@ def test_requests_in_a_row_arm_one_loop_timer(timer: SilenceTimer, loop: FakeLoo
     assert fired == [pytest.approx(106.0)]
 
 
-def test_a_shorter_limit_fires_in_time(timer: SilenceTimer, loop: FakeLoop, fired: list[float]) -> None:
+def test_a_shorter_limit_fires_in_time(timer: IdleTimer, loop: FakeLoop, fired: list[float]) -> None:
     """A pending later one does not delay it."""
     timer.start(600)
     timer.start(3)
@@ -113,7 +113,7 @@ def test_a_shorter_limit_fires_in_time(timer: SilenceTimer, loop: FakeLoop, fire
     assert fired == [103.0]
 
 
-def test_close_gives_the_loop_timer_back(timer: SilenceTimer, loop: FakeLoop, fired: list[float]) -> None:
+def test_close_gives_the_loop_timer_back(timer: IdleTimer, loop: FakeLoop, fired: list[float]) -> None:
     """Nothing stays armed for a connection that is gone."""
     timer.start(5)
     timer.close()

@@ -11,6 +11,7 @@ from typing import Protocol, Self
 import zmq
 import zmq.asyncio
 
+from kvproxy.background_task import BackgroundTask
 from kvproxy.clients.kv_events.events import KvEvent
 from kvproxy.clients.kv_events.follower import StreamFollower
 from kvproxy.clients.kv_events.meter import StreamMeter
@@ -18,7 +19,6 @@ from kvproxy.clients.kv_events.sockets import ReplayMemory, Subscription, replay
 from kvproxy.clients.kv_events.source import KvEventSource
 from kvproxy.clients.kv_events.status import StreamHealth, StreamState, StreamStatus
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.owned_task import OwnedTask
 from kvproxy.types import Clock, EndpointId
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class KvEventConsumer(Protocol):
         ...
 
 
-class KvEventSubscriber(OwnedTask):
+class KvEventSubscriber(BackgroundTask):
     """One stream. An async context manager: inside it a task subscribes, reconnects, replays and applies.
 
     `wall_clock` gives seconds since the epoch, to tell the lag. `block_tokens` (any size not below the engine's) and

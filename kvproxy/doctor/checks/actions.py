@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvproxy.config.kvcache_schema import CacheStrategy, Provider
+from kvproxy.config.kvcache_schema import CacheStrategySettings, Provider
 from kvproxy.doctor.finding import Finding, ok, warning
 from kvproxy.doctor.lmcache import LmCache
 
@@ -40,7 +40,7 @@ class ActionsCheck:
         return found or [ok(self.where, "has what the strategies need")]
 
 
-def controller_findings(where: str, strategy: CacheStrategy, *, evicts: bool) -> Iterator[Finding]:
+def controller_findings(where: str, strategy: CacheStrategySettings, *, evicts: bool) -> Iterator[Finding]:
     """What a controller cannot do of it."""
     if strategy.enable_eviction and not evicts and not strategy.allow_clear:
         fix = "set `allow_clear: true` to clear whole locations instead, use the coordinator, or leave eviction off"

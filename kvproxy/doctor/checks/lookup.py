@@ -100,7 +100,7 @@ class LookupCheck:
 
 @dataclass(frozen=True, slots=True)
 class BudgetCheck:
-    """Lookups in a row, against the time that the routing path gives them."""
+    """LookupClient in a row, against the time that the routing path gives them."""
 
     engines: Sequence[Engine]
     lmcache: LmCache

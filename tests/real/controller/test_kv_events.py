@@ -17,7 +17,7 @@ from kvproxy.clients.kv_events.status import StreamState, StreamStatus
 from kvproxy.clients.kv_events.subscriber import KvEventSubscriber
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.prefix.hashing import token_blocks
-from kvproxy.prefix.precise import PreciseIndex, precise_root
+from kvproxy.prefix.precise.index import PreciseIndex, precise_root
 from kvproxy.types import EndpointId
 from tests.real.conftest import Saw
 from tests.real.engines.vllm import BLOCK_TOKENS, Vllm

@@ -1,0 +1,30 @@
+"""A thing with one background task, whose life is an `async with`."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from types import TracebackType
+from typing import Self
+
+
+class BackgroundTask(ABC):
+    """Runs `_run` as a task named `task_name` from entering to leaving; there it is cancelled and awaited, whatever it
+    ended with."""
+
+    task_name: str
+    _task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._run(), name=self.task_name)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    @abstractmethod
+    async def _run(self) -> None: ...

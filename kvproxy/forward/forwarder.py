@@ -1,0 +1,400 @@
+"""Carries one request to an engine and its answer back; before the first byte went down it may try another endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import random
+from dataclasses import dataclass
+
+from starlette.types import Send
+
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.pick import AttemptOutcome, Pick, Refusal
+from kvproxy.cluster.router_queue import RouterQueue
+from kvproxy.config.schema import RetrySettings
+from kvproxy.errors import (
+    ConnectError,
+    EndpointUnhealthy,
+    EngineReportedError,
+    FirstByteTimeout,
+    IdleTimeout,
+    PoolFull,
+    UpstreamError,
+)
+from kvproxy.forward.attempts import Attempts
+from kvproxy.forward.decision import describe
+from kvproxy.forward.headers import response_headers, with_credential, with_trace_parent
+from kvproxy.forward.priority import priority_of
+from kvproxy.forward.relay import Relay
+from kvproxy.forward.request_body import RequestBody
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.request.exchange import MAX_REMEMBERED, Exchange
+from kvproxy.request.sse import ERROR_MARK, error_status
+from kvproxy.resilience.budget import RetryBudget
+from kvproxy.routing.policy import NO_FACTS, PickRequest
+from kvproxy.types import Clock, EndpointId, Headers
+from kvproxy.upstream.pool import Timeouts, UpstreamPool, UpstreamResponse
+
+#: An error answer kept while another endpoint is tried is no longer than this; a longer one goes down as it comes.
+_MAX_HELD_BYTES = 64 * 1024
+#: Nor is its body waited for longer than this.
+_ERROR_BODY_S = 1.0
+#: nginx's word for it; never on the wire, only in logs and metrics.
+CLIENT_CLOSED_REQUEST = 499
+_IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
+_PROMPT_HEAD_BYTES = 1024
+_NOBODY: frozenset[EndpointId] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class HeldReply:
+    """An engine's 5xx answer, kept in case no other endpoint does better."""
+
+    endpoint: Endpoint
+    status: int
+    headers: Headers
+    body: bytes
+
+
+class GaveUp(Exception):
+    """No endpoint delivered; nothing was sent downstream. `why` is the last failure, or why nobody could be tried."""
+
+    def __init__(self, why: UpstreamError | HeldReply | Refusal) -> None:
+        super().__init__("no endpoint delivered")
+        self.why = why
+
+
+class _Next(enum.Enum):
+    DELIVERED = enum.auto()
+    RETRY = enum.auto()
+    GIVE_UP = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarder:
+    """What every forwarded request shares."""
+
+    pool: UpstreamPool
+    timeouts: Timeouts
+    retry: RetrySettings
+    budget: RetryBudget
+    metrics: Metrics
+    clock: Clock
+    rng: random.Random
+
+
+class Forwarding:
+    """One request on its way. `run` ends with the answer delivered, or raises GaveUp before anything was sent."""
+
+    def __init__(
+        self,
+        shared: Forwarder,
+        exchange: Exchange,
+        *,
+        cluster: Cluster,
+        model: str,
+        method: str,
+        target: bytes,
+        headers: Headers,
+        body: RequestBody,
+        send: Send,
+        debug: bool = False,
+    ) -> None:
+        self._shared = shared
+        self._exchange = exchange
+        self._cluster = cluster
+        self._model = model
+        self._method = method
+        self._target = target
+        self._headers = headers
+        self._body = body
+        self._send = send
+        self._debug = debug
+        self._earlier: Attempts | None = None  # once one failed
+        self._last: UpstreamError | HeldReply | Refusal = Refusal.NO_ENDPOINTS
+        self._suspects: list[tuple[Pick, str]] = []  # failed attempts, and how, until it is known who is to blame
+        self._task: asyncio.Task[object] | None = None
+        self._given_back: str | None = None  # by an unhealthy endpoint: "" to be retried, else why it is not
+
+    async def run(self) -> None:
+        """Attempt, and attempt again, within the attempts, the retry budget and what may safely be sent twice."""
+        self._task = asyncio.current_task()
+        shared, cluster = self._shared, self._cluster
+        shared.budget.request(shared.clock())
+        try:
+            while True:
+                if cluster.room is None or self._exchange.outcome.attempts:
+                    pick = cluster.pick(self._pick_request(), now=shared.clock())
+                else:
+                    pick = await self._pick_in(cluster.room)
+                if pick is None:
+                    pause_s = self._earlier.next_round() if self._earlier is not None else None
+                    if pause_s is None:
+                        raise GaveUp(self._last if self._exchange.outcome.attempts else self._refusal())
+                else:
+                    self._note(pick)
+                    verdict = await self._attempt(pick)
+                    if verdict is _Next.DELIVERED:
+                        return
+                    pause_s = self._count_failed(pick.endpoint) if verdict is _Next.RETRY else None
+                    if pause_s is None:
+                        raise GaveUp(self._last)
+                if pause_s:
+                    await asyncio.sleep(pause_s)
+        finally:
+            if self._suspects:
+                self._blame_suspects()
+
+    async def _pick_in(self, room: RouterQueue) -> Pick | None:
+        """The first attempt may have to wait for its turn; whoever was let in once does not queue again."""
+        header = self._cluster.settings.queue.priority_header
+        priority = priority_of(self._headers, header.lower().encode()) if header else 0
+        asked, tenant = self._pick_request(), self._exchange.tenant
+        return await room.pick(asked, again=self._refreshed, tenant=tenant, priority=priority)
+
+    def _refreshed(self) -> PickRequest:
+        """After a wait, in which others with the same prompt may have gone somewhere."""
+        if self._exchange.refresh is not None:
+            self._exchange.refresh(self._exchange)
+        return self._pick_request()
+
+    def _count_failed(self, endpoint: Endpoint) -> float | None:
+        if self._earlier is None:
+            self._earlier = Attempts(self._shared.retry, rng=self._shared.rng)
+        return self._earlier.failed(endpoint)
+
+    def _pick_request(self) -> PickRequest:
+        exchange, earlier = self._exchange, self._earlier
+        inference, preferred = exchange.inference, None if exchange.policy else exchange.preferred
+        parts = inference.prompt.parts if inference else ()
+        return PickRequest(
+            model=self._model,
+            session_key=inference.session_key if inference else None,
+            facts=exchange.facts or NO_FACTS,
+            preferred=preferred if earlier is None else earlier.again or preferred,
+            excluded=_NOBODY if earlier is None else earlier.excluded,
+            streams=inference is not None and inference.stream,
+            prompt_head=parts[0][:_PROMPT_HEAD_BYTES] if parts else b"",
+            policy=exchange.policy,
+            witness=exchange.witness,
+        )
+
+    def _refusal(self) -> Refusal:
+        return self._cluster.refusal(self._pick_request(), now=self._shared.clock())
+
+    def _note(self, pick: Pick) -> None:
+        outcome = self._exchange.outcome
+        outcome.attempts += 1
+        outcome.endpoint = pick.endpoint.id
+        outcome.policy = pick.policy
+        outcome.pick_reason = pick.reason
+        if len(pick.candidates) <= MAX_REMEMBERED:
+            outcome.candidates, outcome.costs = pick.candidates, pick.costs
+        for callback in self._exchange.on_pick:
+            callback(self._exchange)
+
+    async def _attempt(self, pick: Pick) -> _Next:
+        response: UpstreamResponse | None = None
+        pick.on_unhealthy(self._give_back)
+        try:
+            headers = with_credential(self._headers, pick.endpoint.authorization)
+            if (trace := self._exchange.trace) is not None:
+                headers = with_trace_parent(headers, trace.attempt_began(pick))
+            response = await self._shared.pool.request(
+                pick.endpoint.origin,
+                self._method.encode(),
+                self._target,
+                headers + self._body.framing,
+                self._body.take(),
+                timeouts=self._shared.timeouts,
+            )
+            status = response.status
+            first = await response.chunk() if status < 500 else b""
+            if status == 200 and ERROR_MARK in first:
+                first = await _read_event(response, first)
+                status = error_status(first, first=True) or status
+            if status >= 500:
+                first, whole = await _read_short(response, first)
+                if whole:
+                    return self._server_error(pick, response, first, status)
+            return await self._deliver(pick, response, first)
+        except UpstreamError as error:
+            return self._failed(pick, error)
+        except asyncio.CancelledError:
+            if not self._was_given_back():
+                raise
+            return self._leave(pick)
+        finally:
+            if response is not None:
+                response.abort()
+            if not pick.reservation.released:
+                pick.endpoint.metrics.request(CLIENT_CLOSED_REQUEST)
+                pick.settle(AttemptOutcome.CANCELLED, now=self._shared.clock())
+
+    def _failed(self, pick: Pick, error: UpstreamError) -> _Next:
+        """Nothing reached the client yet (a relay in progress ends its own failures)."""
+        shared = self._shared
+        now = shared.clock()
+        if isinstance(error, PoolFull):
+            pick.settle(AttemptOutcome.BUSY, now=now)
+        elif isinstance(error, ConnectError):
+            pick.settle(AttemptOutcome.FAILURE, now=now)
+        else:
+            self._suspect(pick, error.reason, now)
+        self._last = error
+        pick.endpoint.metrics.attempt_failure(error.reason)
+        unprocessed = isinstance(error, ConnectError | PoolFull)
+        return self._after_failure(error.reason, self._why_no_retry(unprocessed=unprocessed))
+
+    def _server_error(self, pick: Pick, response: UpstreamResponse, body: bytes, status: int) -> _Next:
+        """A 5xx, or a 200 whose first event is an error (an engine that died in its prefill answers so).
+
+        The short answer is kept and another endpoint tried if that is allowed.
+        """
+        busy = status == 503
+        now = self._shared.clock()
+        if busy:
+            pick.settle(AttemptOutcome.BUSY, now=now)
+        else:
+            self._suspect(pick, f"status_{status}", now)
+        headers = response_headers(response.headers, endpoint=pick.endpoint.id.encode(), origin=pick.endpoint.origin)
+        if not response.complete:
+            headers = [(name, value) for name, value in headers if name != b"content-length"]
+        self._last = HeldReply(pick.endpoint, response.status, headers, body)
+        reason = "busy" if busy else "status_5xx"
+        pick.endpoint.metrics.attempt_failure(reason)
+        return self._after_failure(reason, self._why_no_retry(unprocessed=busy))
+
+    def _suspect(self, pick: Pick, how: str, now: float) -> None:
+        """The attempt failed; the endpoint is to blame if another one serves the request."""
+        pick.suspend(now)
+        self._suspects.append((pick, how))
+
+    def _blame_suspects(self, *, proven: bool = False) -> None:
+        """What fails in the same way on several endpoints and is served by none says nothing about any of them."""
+        cluster, now = self._cluster, self._shared.clock()
+        suspects, self._suspects = self._suspects, []
+        for pick, how in suspects:
+            shared = not proven and any(kind == how and one.endpoint is not pick.endpoint for one, kind in suspects)
+            if shared:
+                cluster.shared_failure(how, now)
+            spared = shared or (not proven and cluster.spared(pick.endpoint, self._model, reason=how, now=now))
+            pick.blame(AttemptOutcome.UNPROVEN if spared else AttemptOutcome.FAILURE, now)
+
+    def _give_back(self) -> None:
+        """The endpoint that this attempt waits on is unhealthy: interrupt the wait if that helps.
+
+        Without another endpoint to go to it may as well wait on, since verdicts on all of them are often wrong; without
+        budget the next failed probe asks again; one that can never be sent again ends now.
+        """
+        if self._given_back is not None or not self._cluster.may_serve(self._model, self._shared.clock()):
+            return
+        refusal = self._why_no_retry(unprocessed=False)
+        if refusal not in ("outage", "budget"):
+            assert self._task is not None
+            self._given_back = refusal
+            self._task.cancel()
+
+    def _was_given_back(self) -> bool:
+        """Whether the cancellation just caught is that of `_give_back` alone."""
+        return self._given_back is not None and self._task is not None and self._task.uncancel() == 0
+
+    def _leave(self, pick: Pick) -> _Next:
+        pick.settle(AttemptOutcome.CANCELLED, now=self._shared.clock())  # its probes have judged the endpoint
+        self._last = error = EndpointUnhealthy(f"{pick.endpoint.id} became unhealthy before it answered")
+        pick.endpoint.metrics.attempt_failure(error.reason)
+        refusal, self._given_back = self._given_back or "", None
+        return self._after_failure(error.reason, refusal)
+
+    def _why_no_retry(self, *, unprocessed: bool) -> str:
+        """Why the request may not be sent again, a metric label; "" if it may, which is then taken from the budget."""
+        shared = self._shared
+        safe = unprocessed or self._exchange.inference is not None or self._method in _IDEMPOTENT
+        if not (safe and self._body.replayable):
+            return "not_replayable"
+        if self._exchange.outcome.attempts >= shared.retry.attempts:
+            return "attempts"
+        now = shared.clock()
+        if self._cluster.outage(self._model, now):
+            return "outage"
+        return "" if shared.budget.withdraw(now) else "budget"
+
+    def _after_failure(self, reason: str, refusal: str) -> _Next:
+        metrics = self._shared.metrics
+        if self._exchange.trace is not None:
+            self._exchange.trace.attempt_failed(reason)
+        if self._exchange.witness is not None:
+            self._exchange.witness.failed(reason)
+        if refusal:
+            metrics.retries_refused.labels(refusal).inc()
+            return _Next.GIVE_UP
+        metrics.retries.labels(reason).inc()
+        return _Next.RETRY
+
+    async def _deliver(self, pick: Pick, response: UpstreamResponse, first: bytes) -> _Next:
+        now = self._shared.clock()
+        pick.first_token(now)
+        if self._suspects and response.status < 500:
+            self._blame_suspects(proven=True)
+        self._exchange.outcome.ttft_s = now - self._exchange.received_at
+        relay = Relay(self._exchange, response, send=self._send, post=self._method == "POST")
+        headers = response_headers(response.headers, endpoint=pick.endpoint.id.encode(), origin=pick.endpoint.origin)
+        if self._debug:
+            headers.append((b"x-kvproxy-decision", describe(pick, pick.policy, self._exchange.facts).encode()))
+        error = await relay.run(headers, first)
+        now = self._shared.clock()
+        verdict = _verdict(response.status, error)
+        if verdict is AttemptOutcome.FAILURE:
+            reason = error.reason if error is not None else f"status_{response.status}"
+            if self._cluster.spared(pick.endpoint, self._model, reason=reason, now=now):
+                verdict = AttemptOutcome.UNPROVEN
+        if error is not None and verdict is not AttemptOutcome.CLIENT_ERROR:
+            pick.endpoint.metrics.attempt_failure(error.reason)
+        pick.endpoint.metrics.request(response.status)
+        pick.settle(verdict, now=now)
+        if (cached_tokens := self._exchange.outcome.cached_tokens) is not None:
+            self._cluster.reused(pick, cached_tokens, now)
+        return _Next.DELIVERED
+
+
+async def _read_event(response: UpstreamResponse, first: bytes) -> bytes:
+    """As much as makes the first event of a stream whole, if it is one and its end is on the way."""
+    if not first.startswith((b"data:", b"event:", b":")):
+        return first
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_ERROR_BODY_S):
+            while not (response.complete or first.endswith(b"\n") or len(first) > _MAX_HELD_BYTES):
+                first += await response.chunk()
+    return first
+
+
+async def _read_short(response: UpstreamResponse, first: bytes) -> tuple[bytes, bool]:
+    """The body of an error, and whether that is all to be had: it is short, or its rest stalls."""
+    body = first
+    try:
+        async with asyncio.timeout(_ERROR_BODY_S):
+            while not response.complete and len(body) <= _MAX_HELD_BYTES:
+                body += await response.chunk()
+    except TimeoutError:
+        return body, True
+    return (body + (response.take() or b""), True) if response.complete else (body, False)
+
+
+def _verdict(status: int, error: UpstreamError | None) -> AttemptOutcome:
+    if isinstance(error, EngineReportedError) and error.status < 500:
+        return AttemptOutcome.CLIENT_ERROR
+    if error is not None or status >= 500:
+        return AttemptOutcome.FAILURE
+    return AttemptOutcome.CLIENT_ERROR if status >= 400 else AttemptOutcome.SUCCESS
+
+
+def local_status(why: UpstreamError | Refusal) -> int:
+    """The status of the proxy's own answer: 504 for an engine too slow, 502 for a broken one, 503 for none or full."""
+    if isinstance(why, Refusal):
+        return 404 if why is Refusal.MODEL_NOT_SERVED else 503
+    if isinstance(why, FirstByteTimeout | IdleTimeout | EndpointUnhealthy):
+        return 504
+    return 503 if isinstance(why, PoolFull) else 502

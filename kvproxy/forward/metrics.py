@@ -1,0 +1,131 @@
+"""What the router counts once per request. Children are looked up once and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint_metrics import OTHER
+from kvproxy.config.schema import RouteSettings
+from kvproxy.forward.savings import Savings
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.metrics.counting import Tally
+from kvproxy.request.exchange import RESULTS, Exchange, result_of
+
+
+class _ClusterSeries:
+    """Kept children of one cluster."""
+
+    def __init__(self, catalog: Metrics, cluster: str) -> None:
+        self.results = {result: catalog.request_results.labels(cluster, result) for result in RESULTS}
+        self.prompt_tokens: Tally = catalog.prompt_tokens.labels(cluster)
+        self.cached_tokens: Tally = catalog.cached_tokens.labels(cluster)
+        self.completion_tokens: Tally = catalog.completion_tokens.labels(cluster)
+        self.window = catalog.hit_windows.of(cluster)
+        self.device_hits, self.lower_hits = (catalog.tier_hits.labels(cluster, tier) for tier in ("device", "lower"))
+        self.device_tokens, self.lower_tokens = (
+            catalog.tier_hit_tokens.labels(cluster, tier) for tier in ("device", "lower")
+        )
+
+
+class RouteMetrics:
+    """Observes finished requests; what belongs to an endpoint is counted there, and goes with it."""
+
+    def __init__(
+        self,
+        catalog: Metrics,
+        *,
+        clusters: Mapping[str, Cluster],
+        routes: Sequence[RouteSettings] = (),
+        served: Callable[[str], bool] = lambda model: False,
+    ) -> None:
+        self.catalog = catalog
+        self._of = clusters
+        self._aliases = frozenset(route.model for route in routes if route.model and not route.model.endswith("*"))
+        self._served = served  # by the engines' own lists, which are bounded
+        self._clusters: dict[str, _ClusterSeries] = {}
+        self._ends: dict[str, Tally] = {}
+        self._savings = Savings(catalog)
+
+    def observe(self, exchange: Exchange, now: float) -> None:
+        """Count one request out."""
+        outcome = exchange.outcome
+        self.observe_end(exchange)
+        series = self._clusters.get(outcome.cluster)
+        if series is None:
+            series = self._clusters[outcome.cluster] = _ClusterSeries(self.catalog, outcome.cluster)
+        series.results[result_of(outcome.end, outcome.status)].value += 1.0
+        if outcome.cluster:
+            cluster = self._of.get(outcome.cluster)
+            model = self._model(exchange, cluster)
+            self._time(exchange, cluster, model, now)
+            self._count_tokens(exchange, series, cluster, model, now)
+
+    def observe_end(self, exchange: Exchange) -> None:
+        """Count its end alone, if it has one: it was not for an engine."""
+        outcome = exchange.outcome
+        if not outcome.end:
+            return
+        end = self._ends.get(outcome.end)
+        if end is None:
+            end = self._ends[outcome.end] = self.catalog.request_ends.labels(outcome.end)
+        end.value += 1.0
+
+    def _model(self, exchange: Exchange, cluster: Cluster | None) -> str:
+        """A label from a closed set: clients may write any name into a body."""
+        inference = exchange.inference
+        model = "" if inference is None else inference.model
+        known = not model or model in self._aliases or (cluster is not None and model in cluster.models)
+        return model if known or self._served(model) else OTHER
+
+    def _time(self, exchange: Exchange, cluster: Cluster | None, model: str, now: float) -> None:
+        """How long it took, where it went; a request that went nowhere took no time of anybody."""
+        outcome = exchange.outcome
+        endpoint = None if cluster is None or outcome.endpoint is None else cluster.endpoint(outcome.endpoint)
+        latency = None if endpoint is None else endpoint.metrics.latency(model)
+        if latency is None:
+            return
+        duration_s = now - exchange.received_at
+        latency.duration.observe(duration_s)
+        if outcome.ttft_s is None:
+            return
+        tokens, inference = outcome.completion_tokens, exchange.inference
+        if inference is None or not inference.stream:
+            latency.whole.observe(outcome.ttft_s)
+            return
+        latency.ttft.observe(outcome.ttft_s)
+        if tokens is not None and tokens > 1:
+            latency.itl.observe((duration_s - outcome.ttft_s) / (tokens - 1))
+
+    def _count_tokens(
+        self, exchange: Exchange, series: _ClusterSeries, cluster: Cluster | None, model: str, now: float
+    ) -> None:
+        outcome = exchange.outcome
+        if outcome.ttft_s is not None and exchange.facts is not None:
+            _count_tiers(series, exchange)
+        prompt, cached = outcome.prompt_tokens, outcome.cached_tokens
+        if outcome.completion_tokens:
+            series.completion_tokens.value += outcome.completion_tokens
+        if not prompt:
+            return
+        series.prompt_tokens.value += prompt
+        if cached is None:
+            return
+        series.window.add(prompt, cached)
+        if cached:
+            series.cached_tokens.value += cached
+            speeds = None if cluster is None else cluster.speeds
+            self._savings.add(outcome, model=model, tenant=exchange.tenant, speeds=speeds, now=now)
+
+
+def _count_tiers(series: _ClusterSeries, exchange: Exchange) -> None:
+    facts, endpoint = exchange.facts, exchange.outcome.endpoint
+    held = None if facts is None or endpoint is None else facts.by_endpoint.get(endpoint)
+    if held is None:
+        return
+    if held.device_tokens:
+        series.device_hits.value += 1.0
+        series.device_tokens.value += held.device_tokens
+    if held.lower_tokens:
+        series.lower_hits.value += 1.0
+        series.lower_tokens.value += held.lower_tokens

@@ -1,0 +1,139 @@
+"""`GET /v1/models`: what all clusters together serve, aliases included."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from starlette.types import Scope, Send
+
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.config.schema import RouteSettings
+from kvproxy.errors import UpstreamError
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.request.error_reply import local_reply
+from kvproxy.types import Clock
+from kvproxy.upstream.pool import Timeouts, UpstreamPool
+
+PATH = "/v1/models"
+_TIMEOUTS = Timeouts(connect_s=1.0, first_byte_s=2.0, idle_s=2.0)
+#: Of one engine's list, and its objects and lists together (a model has three).
+_MAX_LIST_BYTES, _MAX_LIST_VALUES = 1024 * 1024, 20_000
+#: A list is answered from memory for this long, so that a busy client does not multiply into every engine.
+_FRESH_S = 2.0
+
+Row = dict[str, Any]
+
+
+class _ModelList(msgspec.Struct):
+    data: list[Row]
+
+
+class ModelList:
+    """Merges the engines' own lists; an engine that does not answer is left out, never waited for."""
+
+    def __init__(
+        self,
+        clusters: Sequence[Cluster],
+        routes: Sequence[RouteSettings],
+        *,
+        pool: UpstreamPool,
+        metrics: Metrics,
+        clock: Clock,
+        via: bytes = b"",
+    ) -> None:
+        self._clusters = clusters
+        self._headers = [(b"accept", b"application/json"), *([(b"via", via)] if via else ())]
+        self._aliases = [route for route in routes if route.upstream_model and not route.model.endswith("*")]
+        self._pool = pool
+        self._metrics = metrics
+        self._clock = clock
+        self._rows: dict[str, Row] = {}
+        self._fresh_until = float("-inf")
+        self._asking: asyncio.Task[dict[str, Row]] | None = None
+
+    async def answer(self, scope: Scope, send: Send) -> None:
+        """The list, or one model of it (`/v1/models/NAME`); 404 for an unknown one, 503 when no engine answered."""
+        rows = await self._current()
+        wanted = scope["path"][len(PATH) + 1 :]
+        if not rows:
+            message = "No engine answered for its models."
+            await local_reply(scope, send, status=503, reason="no_endpoint", message=message, metrics=self._metrics)
+        elif not wanted:
+            await _send_json(send, {"object": "list", "data": list(rows.values())})
+        elif wanted in rows:
+            await _send_json(send, rows[wanted])
+        else:
+            message = f"The model `{wanted[:200]}` does not exist."
+            await local_reply(scope, send, status=404, reason="unknown_model", message=message, metrics=self._metrics)
+
+    async def names(self) -> list[str]:
+        """Of all models there are, aliases included; none when no engine answered."""
+        return list(await self._current())
+
+    async def _current(self) -> dict[str, Row]:
+        """The merged rows, asked for once however many clients want them."""
+        if self._clock() < self._fresh_until:
+            return self._rows
+        if self._asking is None:
+            self._asking = asyncio.create_task(self._ask_all(), name="list models")
+            self._asking.add_done_callback(self._asked)
+        return await asyncio.shield(self._asking)
+
+    def _asked(self, task: asyncio.Task[dict[str, Row]]) -> None:
+        self._asking = None
+        if not task.cancelled() and task.exception() is None:
+            self._rows = task.result()
+            self._fresh_until = self._clock() + (_FRESH_S if self._rows else 0.0)
+
+    async def _ask_all(self) -> dict[str, Row]:
+        endpoints = [endpoint for cluster in self._clusters for endpoint in cluster.endpoints]
+        lists = await asyncio.gather(*(self._ask(endpoint) for endpoint in endpoints))
+        rows: dict[str, Row] = {}
+        for listed in lists:
+            for row in listed:
+                rows.setdefault(str(row.get("id", "")), row)
+        for route in self._aliases:
+            target = rows.get(route.upstream_model)
+            if target is not None:
+                rows.setdefault(route.model, target | {"id": route.model, "root": route.upstream_model})
+        rows.pop("", None)
+        return rows
+
+    async def _ask(self, endpoint: Endpoint) -> list[Row]:
+        headers = list(self._headers)
+        if endpoint.authorization is not None:
+            headers.append((b"authorization", endpoint.authorization))
+        try:
+            response = await self._pool.request(
+                endpoint.origin, b"GET", PATH.encode(), headers, None, timeouts=_TIMEOUTS
+            )
+            try:
+                body = b""
+                while len(body) <= _MAX_LIST_BYTES and (chunk := await response.chunk()):
+                    body += chunk
+            finally:
+                response.abort()
+            return _rows(body) if response.status == 200 else []
+        except UpstreamError:
+            return []
+
+
+def _rows(body: bytes) -> list[Row]:
+    """An engine's models; none in what cannot be read, or not quickly."""
+    if body.count(b"{") + body.count(b"[") > _MAX_LIST_VALUES:
+        return []
+    try:
+        return msgspec.json.decode(body, type=_ModelList).data
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return []
+
+
+async def _send_json(send: Send, value: object) -> None:
+    body = msgspec.json.encode(value)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,154 @@
+"""Carries out what the strategies decide: queued, guarded, retried, checked for effect, and written down."""
+
+from __future__ import annotations
+
+import logging
+import random
+from array import array
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+from kvproxy.config.kvcache_schema import KvCacheSettings
+from kvproxy.errors import (
+    BreakerOpen,
+    ClientError,
+    ClientTimeout,
+    ClientUnavailable,
+    InstanceBusy,
+    NotSupported,
+    TooManyWaiting,
+)
+from kvproxy.kvcache.actions.job_queue import Job, JobQueue
+from kvproxy.kvcache.actions.strategy import Action, Strategy
+from kvproxy.kvcache.breakers import OperationBreakers
+from kvproxy.kvcache.overlap.lookup import LookupClient
+from kvproxy.kvcache.providers import Effect, Prefix
+from kvproxy.log_lines import log_fields
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.resilience.retry import retry_background
+from kvproxy.types import Clock
+
+log = logging.getLogger("kvproxy.kvcache")
+audit = logging.getLogger("kvproxy.audit")
+
+#: Worth another attempt after a pause; everything else would fail the same way.
+RETRIED = (ClientTimeout, ClientUnavailable, InstanceBusy, TooManyWaiting)
+
+
+class ActionExecutor:
+    """One at a time per instance, each with a breaker of its kind. What keeps having no effect at an instance switches
+    itself off there, and says so."""
+
+    def __init__(
+        self,
+        settings: KvCacheSettings,
+        *,
+        background: JobQueue,
+        lookups: LookupClient,
+        guard: OperationBreakers,
+        metrics: Metrics,
+        clock: Clock,
+        rng: random.Random,
+    ) -> None:
+        self._settings = settings
+        self._background = background
+        self._lookups = lookups
+        self._guard = guard
+        self._results = metrics.kv_actions
+        self._clock = clock
+        self._rng = rng
+        self._without_effect: Counter[tuple[str, str]] = Counter()  # in a row, by kind and instance
+
+    def disabled(self, action: Action) -> bool:
+        """Whether this kind of action switched itself off at that instance."""
+        return self._without_effect[action.kind, action.instance_id] >= self._settings.cache_strategy.disable_after
+
+    @property
+    def switched_off(self) -> list[tuple[str, str]]:
+        """Kind and instance of what switched itself off for want of effect."""
+        limit = self._settings.cache_strategy.disable_after
+        return sorted((kind, instance) for (kind, instance), count in self._without_effect.items() if count >= limit)
+
+    def submit(self, action: Action, strategy: Strategy) -> bool:
+        """Queue it, unless it is switched off, its breaker is open, or it waits or runs already."""
+        if self._lookups.provider is None or self.disabled(action) or not self._guard.admits(action.kind):
+            return False
+        key = (action.kind, action.instance_id, 0 if action.prefix is None else action.prefix.key)
+        about = f"{action.kind} {'*' if action.prefix is None else action.prefix.name}"
+        job = Job(key, lambda: self._run(action, strategy), lane=action.instance_id, about=about)
+        return self._background.submit(job)
+
+    async def _run(self, action: Action, strategy: Strategy) -> bool:
+        if self.disabled(action):
+            return False
+        started = self._clock()
+        result, amount = await self._attempt(action)
+        self._results.labels(action.kind, result).inc()
+        self._record(action, result, amount, self._clock() - started)
+        if result in ("done", "dry_run"):
+            strategy.done(action, self._clock())
+        if result in ("done", "no_effect"):
+            self._judge(action, had_effect=result == "done")
+        return result in ("done", "dry_run")
+
+    async def _attempt(self, action: Action) -> tuple[str, int | None]:
+        """How it went (a metric label), and the amount the service named."""
+        if self._settings.cache_strategy.dry_run:
+            return "dry_run", None
+        retry = self._settings.retry
+        try:
+            effect = await retry_background(
+                self._call(action),
+                attempts=retry.max_attempts,
+                deadline_s=self._settings.background.job_timeout,
+                base_s=retry.base_backoff,
+                max_s=retry.max_backoff,
+                retry_on=RETRIED,
+                rng=self._rng,
+                clock=self._clock,
+            )
+        except BreakerOpen:
+            return "breaker_open", None
+        except ClientError as error:
+            level = logging.DEBUG if isinstance(error, NotSupported) else logging.WARNING
+            log.log(level, "[kvcache] %s at %s: %s", action.kind, action.instance_id, error)
+            return error.reason, None
+        # A service that does not say how much it did (before 0.3.5) is taken at its word.
+        return "no_effect" if effect.amount == 0 else "done", effect.amount
+
+    def _call(self, action: Action) -> Callable[[], Awaitable[Effect]]:
+        provider = self._lookups.provider
+        assert provider is not None
+        known = action.prefix
+        prefix = Prefix(array("I"), "") if known is None else Prefix(known.tokens, known.model, known.cache_salt)
+        return lambda: self._guard.call(action.kind, lambda: provider.act(action.kind, action.instance_id, prefix))
+
+    def _judge(self, action: Action, *, had_effect: bool) -> None:
+        where = (action.kind, action.instance_id)
+        if had_effect:
+            del self._without_effect[where]
+            return
+        self._without_effect[where] += 1
+        if self.disabled(action):
+            log.warning(
+                "[kvcache] %s at %s had no effect %d times in a row and is switched off there; check its location, "
+                "method and instance id",
+                action.kind,
+                action.instance_id,
+                self._without_effect[where],
+            )
+
+    def _record(self, action: Action, result: str, amount: int | None, took_s: float) -> None:
+        """One line an action: hashes and counts, never prompts."""
+        prefix = action.prefix
+        fields = {
+            "action": action.kind.value,
+            "instance": action.instance_id,
+            "prefix": "*" if prefix is None else prefix.name,
+            "tokens": 0 if prefix is None else len(prefix.tokens),
+            "reason": action.reason,
+            "result": result,
+            "amount": amount,
+            "took_ms": round(took_s * 1000, 1),
+        }
+        log_fields(audit, "cache", fields)

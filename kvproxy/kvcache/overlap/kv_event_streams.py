@@ -1,0 +1,219 @@
+"""Follows the KV events of every engine that publishes them, into its cluster's precise index."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import import_module
+from types import TracebackType
+from typing import Self
+
+import zmq.asyncio
+
+from kvproxy.background_task import BackgroundTask
+from kvproxy.clients.kv_events.events import BlockStored, KvEvent
+from kvproxy.clients.kv_events.sockets import ReplayMemory
+from kvproxy.clients.kv_events.source import KvEventSource, stated_sources
+from kvproxy.clients.kv_events.status import StreamState, StreamStatus
+from kvproxy.clients.kv_events.subscriber import KvEventSubscriber
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.config.kvcache_schema import EventSources
+from kvproxy.errors import ClientError, NotSupported
+from kvproxy.kvcache.engines import Engines
+from kvproxy.kvcache.overlap.indexes import LocalIndexes
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.types import Clock, EndpointId
+
+log = logging.getLogger("kvproxy.kvcache")
+
+#: How often the clusters are looked at for endpoints that came or left, and engines that could not say are asked again.
+LOOK_AGAIN_S = 2.0
+
+Sleep = Callable[[float], Awaitable[None]]
+
+_UNSTATED = EventSources()
+
+
+def utc_seconds() -> float:
+    """Seconds since the epoch, to tell how old an event is."""
+    return datetime.now(UTC).timestamp()
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTrouble:
+    """A stream whose index misses something, and for how long."""
+
+    cluster: str
+    endpoint: EndpointId
+    dp_rank: int
+    status: StreamStatus
+    for_s: float
+
+
+class _Consumer:
+    """Applies one cluster's events, and keeps which of its endpoints are followed exactly on every rank."""
+
+    def __init__(self, local: LocalIndexes) -> None:
+        self._local = local
+        self._states: dict[EndpointId, dict[int, StreamState]] = {}
+
+    def apply(self, endpoint: EndpointId, dp_rank: int, events: Sequence[KvEvent]) -> None:
+        for event in events:
+            if isinstance(event, BlockStored) and event.lora_name:
+                self._local.loras[event.lora_name] = None
+        self._local.precise.apply(endpoint, dp_rank, events)
+
+    def cleared(self, endpoint: EndpointId, dp_rank: int) -> None:
+        self._local.precise.cleared(endpoint, dp_rank)
+
+    def state_changed(self, endpoint: EndpointId, dp_rank: int, status: StreamStatus) -> None:
+        self._states.setdefault(endpoint, {})[dp_rank] = status.state
+        self._settle()
+
+    def forget(self, endpoint: EndpointId) -> None:
+        """Its streams ended."""
+        self._states.pop(endpoint, None)
+        self._local.precise.remove(endpoint)
+        self._settle()
+
+    async def give_back(self) -> None:
+        """Give up all that is kept of streams that ended, some at a time: the loop has other work."""
+        while not self._local.precise.sweep():  # noqa: ASYNC110 - nothing to wait for, only others to let through
+            await asyncio.sleep(0)
+
+    def _settle(self) -> None:
+        self._local.exact = frozenset(
+            endpoint
+            for endpoint, ranks in self._states.items()
+            if all(state is StreamState.EXACT for state in ranks.values())
+        )
+
+
+class EventStreams(BackgroundTask):
+    """Owns one task that keeps a subscriber for each stream of each endpoint there is.
+
+    `stated`: where engines without `/kv_event_sources` publish. Who publishes nothing is left alone and said so once.
+    """
+
+    task_name = "kvcache event streams"
+
+    def __init__(
+        self,
+        *,
+        clusters: Mapping[str, Cluster],
+        local: Mapping[str, LocalIndexes],
+        engines: Engines,
+        metrics: Metrics,
+        clock: Clock,
+        stated: EventSources = _UNSTATED,
+        wall_clock: Clock = utc_seconds,
+        sleep: Sleep = asyncio.sleep,
+    ) -> None:
+        self._clusters = clusters
+        self._stated = stated
+        self._consumers = {name: _Consumer(sources) for name, sources in local.items()}
+        self._engines = engines
+        self._metrics = metrics
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._sleep = sleep
+        self._streams: dict[Endpoint, tuple[str, AsyncExitStack, tuple[KvEventSubscriber, ...]]] = {}
+        self._without: set[Endpoint] = set()
+        self._context: zmq.asyncio.Context | None = None
+        self._replay_memory = ReplayMemory()
+
+    async def __aenter__(self) -> Self:
+        # Takes a while: not when the first event comes, and not while a reload serves requests.
+        await asyncio.to_thread(import_module, "kvproxy.prefix.precise.block_table")
+        self._context = zmq.asyncio.Context()
+        return await super().__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await super().__aexit__(kind, error, tb)
+        for endpoint in list(self._streams):
+            await self._end(endpoint)
+        if self._context is not None:
+            self._context.destroy(linger=0)
+        for consumer in self._consumers.values():
+            await consumer.give_back()
+
+    def note_traffic(self, endpoint: Endpoint, uncached_tokens: int) -> None:
+        """The engine prefilled so much: streams that stay silent all the same are not believed."""
+        entry = self._streams.get(endpoint)
+        for subscriber in entry[2] if entry is not None else ():
+            subscriber.note_traffic(uncached_tokens)
+
+    def streams(self, endpoint: Endpoint) -> dict[int, StreamStatus]:
+        """State of each of its streams, by data-parallel rank; empty while it is not followed."""
+        entry = self._streams.get(endpoint)
+        return {} if entry is None else {one.source.dp_rank: one.status for one in entry[2]}
+
+    def troubles(self) -> Iterator[StreamTrouble]:
+        """Streams that are not what they should be."""
+        for endpoint, (cluster, _, subscribers) in self._streams.items():
+            for one in subscribers:
+                for_s = one.troubled_s
+                if for_s is not None:
+                    yield StreamTrouble(cluster, endpoint.id, one.source.dp_rank, one.status, for_s)
+
+    async def follow(self) -> None:
+        """Bring the subscribers up to date with the endpoints there are."""
+        present = {endpoint: name for name, cluster in self._clusters.items() for endpoint in cluster.endpoints}
+        self._without &= present.keys()
+        for endpoint in self._streams.keys() - present.keys():
+            await self._end(endpoint)
+        for endpoint, name in present.items():
+            if endpoint not in self._streams and endpoint not in self._without:
+                await self._begin(endpoint, name)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self.follow()
+            except Exception:
+                log.exception("[kvcache] KV event streams cannot be followed")
+            await self._sleep(LOOK_AGAIN_S)
+
+    async def _begin(self, endpoint: Endpoint, cluster: str) -> None:
+        why = "publishes no KV events"
+        try:
+            sources = await self._engines.client(endpoint).kv_event_sources()
+        except NotSupported:
+            own = endpoint.kv_event_sources
+            sources = stated_sources(own if own.endpoint else self._stated, host=endpoint.origin.host)
+            why = "cannot say where it publishes KV events (`kv_event_sources` of the endpoint can)"
+        except ClientError as error:
+            log.debug("[kvcache] KV event sources of %s: %s", endpoint.id, error)
+            return
+        if not sources:
+            self._without.add(endpoint)
+            log.warning("[kvcache] %s %s: what was routed there is all that is known", endpoint.id, why)
+            return
+        stack = AsyncExitStack()
+        subscribers = [await stack.enter_async_context(self._subscriber(endpoint, cluster, one)) for one in sources]
+        self._streams[endpoint] = (cluster, stack, tuple(subscribers))
+
+    def _subscriber(self, endpoint: Endpoint, cluster: str, source: KvEventSource) -> KvEventSubscriber:
+        assert self._context is not None
+        return KvEventSubscriber(
+            endpoint.id,
+            source,
+            consumer=self._consumers[cluster],
+            context=self._context,
+            metrics=self._metrics,
+            clock=self._clock,
+            wall_clock=self._wall_clock,
+            replay_memory=self._replay_memory,
+        )
+
+    async def _end(self, endpoint: Endpoint) -> None:
+        cluster, stack, _ = self._streams.pop(endpoint)
+        await stack.aclose()
+        self._consumers[cluster].forget(endpoint.id)

@@ -1,0 +1,119 @@
+"""Asks the LMCache service who holds a prompt, and decides what its answer is worth."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Collection, Mapping, Sequence
+
+from cachetools import TTLCache
+
+from kvproxy.clients.tokens import TokenIds
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.errors import BreakerOpen, ClientError
+from kvproxy.kvcache.breakers import OperationBreakers
+from kvproxy.kvcache.overlap.merge import HolderOverlap
+from kvproxy.kvcache.providers import Holder, Prefix, Provider
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.routing.policy import Overlap
+from kvproxy.types import Clock, EndpointId
+
+log = logging.getLogger("kvproxy.kvcache")
+
+OPERATION = "lookup"
+_WARNED = 256
+#: How long, and for how many prompts, a hint that the engine contradicted is not believed again.
+_DISTRUST_S, _DISTRUSTED = 60.0, 10_000
+
+
+class LookupClient:
+    """One breaker, no retries: a lookup is worth something now or not at all."""
+
+    def __init__(self, *, guard: OperationBreakers, metrics: Metrics, clock: Clock) -> None:
+        self.provider: Provider | None = None
+        self.hits = 0  # answers that named a holder, since the start
+        self._guard = guard
+        self._clock = clock
+        self._seconds = metrics.kv_lookup_seconds
+        self._unknown = metrics.kv_unknown_instances
+        self._warned: set[str] = set()
+        self._distrusted: TTLCache[tuple[EndpointId, int], int] = TTLCache(_DISTRUSTED, _DISTRUST_S, timer=clock)
+
+    @property
+    def possible(self) -> bool:
+        """Whether there is a service and its breaker lets calls through."""
+        return self.provider is not None and self._guard.admits(OPERATION)
+
+    async def ask(self, tokens: TokenIds, *, model: str, cache_salt: str | None, timeout_s: float) -> Sequence[Holder]:
+        """Holders by the service's own word; raises ClientError or BreakerOpen."""
+        provider = self.provider
+        if provider is None:
+            raise BreakerOpen("no lookup service")
+        prefix = Prefix(tokens, model, cache_salt or "")
+        started = self._clock()
+        try:
+            holders = await self._guard.call(OPERATION, lambda: provider.lookup(prefix, timeout_s=timeout_s))
+        except ClientError as error:
+            log.debug("[kvcache] lookup: %s", error)
+            raise
+        self._seconds.observe(self._clock() - started)
+        self.hits += any(holder.tokens > 0 for holder in holders)
+        return holders
+
+    def claims(
+        self,
+        holders: Sequence[Holder],
+        *,
+        endpoints: Sequence[Endpoint],
+        known: Collection[str],
+        local: Mapping[EndpointId, Overlap],
+        hashes: array[int],
+    ) -> list[HolderOverlap]:
+        """What the holders are worth for these endpoints, by instance id.
+
+        A number that may not be a contiguous prefix is capped by what was routed there, where anything was, and by
+        what the engine had when it was last found wrong. Holders that serve another model are passed over; `known` are
+        the instance ids of all endpoints, and whoever is not among them is told of once.
+        """
+        assert self.provider is not None
+        by_instance: dict[str, list[Endpoint]] = {}
+        for endpoint in endpoints:
+            by_instance.setdefault(endpoint.instance_id, []).append(endpoint)
+        found = []
+        for holder in holders:
+            if holder.instance_id not in by_instance:
+                self._note_unknown(holder.instance_id, known)
+            if holder.tokens <= 0:
+                continue
+            for endpoint in by_instance.get(holder.instance_id, ()):
+                tokens = holder.tokens
+                if not holder.contiguous:
+                    tokens = self._capped(tokens, endpoint.id, local, hashes)
+                found.append(HolderOverlap(endpoint.id, tokens, holder.contiguous, self.provider.source))
+        return found
+
+    def contradicted(self, endpoint: EndpointId, hashes: array[int], cached_tokens: int) -> None:
+        """The engine had only so many tokens of this prompt where a hint had promised more."""
+        if hashes:
+            self._distrusted[endpoint, hashes[0]] = cached_tokens
+
+    def _capped(
+        self, tokens: int, endpoint: EndpointId, local: Mapping[EndpointId, Overlap], hashes: array[int]
+    ) -> int:
+        routed = local.get(endpoint)
+        if routed is not None and routed.tokens:
+            return min(tokens, routed.tokens)
+        proven = self._distrusted.get((endpoint, hashes[0])) if hashes else None
+        return tokens if proven is None else min(tokens, proven)
+
+    def _note_unknown(self, instance_id: str, known: Collection[str]) -> None:
+        if instance_id in known:
+            return
+        self._unknown.inc()
+        if instance_id not in self._warned and len(self._warned) < _WARNED:
+            self._warned.add(instance_id)
+            log.warning(
+                "[kvcache] LMCache names the instance %r, which no endpoint has as its instance_id; known: %s",
+                instance_id,
+                ", ".join(sorted(known)) or "none",
+            )

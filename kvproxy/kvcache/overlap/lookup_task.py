@@ -1,0 +1,190 @@
+"""Tokenize and lookup under one routing deadline: what comes in time is used, what comes late still teaches."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from xxhash import xxh3_64_intdigest
+
+from kvproxy.clients.tokens import TokenIds
+from kvproxy.config.kvcache_schema import KvCacheSettings
+from kvproxy.errors import BreakerOpen, ClientError
+from kvproxy.kvcache.overlap.facts import RequestFacts
+from kvproxy.kvcache.overlap.lookup import LookupClient
+from kvproxy.kvcache.overlap.merge import HolderOverlap
+from kvproxy.kvcache.overlap.tokens import TokenSource
+from kvproxy.kvcache.providers import Holder
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, canonical_bytes
+from kvproxy.types import Clock
+
+log = logging.getLogger("kvproxy.kvcache")
+
+#: LookupClient under way at once, late ones included; further requests are routed without.
+MAX_LOOKUPS = 512
+#: Request bodies that these keep in memory, each for `request_timeout` at most; beyond it likewise.
+MAX_HELD_BYTES = 128 * 1024 * 1024
+QUEUE = "kvcache_lookup"
+
+
+#: What is the same for prompts that are one: cluster, model, text and length.
+_Question = tuple[str, str, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """`outcome` is a metric label."""
+
+    outcome: str
+    tokens: TokenIds | None = None
+    holders: Sequence[Holder] = field(default=())
+
+
+class LookupTask:
+    """Owns the tasks that ask, one for all who ask the same at once.
+
+    They go on when the deadline has passed or the client has left, each within
+    `request_timeout`, so that neither says anything about the service; `close` ends them."""
+
+    def __init__(
+        self,
+        settings: KvCacheSettings,
+        *,
+        tokens: TokenSource,
+        lookups: LookupClient,
+        known_instances: Callable[[], Collection[str]],
+        metrics: Metrics,
+        clock: Clock,
+    ) -> None:
+        self._settings = settings
+        self._tokens = tokens
+        self._lookups = lookups
+        self._known_instances = known_instances
+        self._clock = clock
+        self._outcomes = metrics.kv_lookups
+        self._tasks: dict[_Question, asyncio.Task[_Answer]] = {}
+        self._held_bytes = 0
+        metrics.queue_depth.labels(QUEUE).set_function(lambda: len(self._tasks))
+        metrics.queue_limit.labels(QUEUE).set(MAX_LOOKUPS)
+
+    def wanted(self, gathered: RequestFacts) -> bool:
+        """Whether asking is worth a wait: a service that answers, and tokens enough for a chunk, known or to be had."""
+        lookups, settings = self._lookups, self._settings
+        if lookups.provider is None or not gathered.request.prompt.parts:
+            return False
+        if not lookups.possible:
+            self._outcomes.labels("breaker_open").inc()
+            return False
+        if self._full(len(gathered.body)) and _question(gathered) not in self._tasks:
+            self._outcomes.labels("busy").inc()
+            return False
+        if gathered.tokens is not None:  # if only of the prompt's beginning: what was never seen, nobody holds
+            return len(gathered.tokens) >= settings.lookup_min_tokens
+        tokenize = settings.tokenize
+        return tokenize.inline and gathered.prompt_bytes >= tokenize.inline_min and self._tokens.may_ask(gathered)
+
+    async def ask(self, gathered: RequestFacts) -> list[HolderOverlap]:
+        """The claims that came in time. Tokens learned on the way are put into `gathered`."""
+        left_s = self._settings.lookup_routing_timeout - (self._clock() - gathered.started_at)
+        question = _question(gathered)
+        task = self._tasks.get(question)
+        first = task is None
+        if task is None:
+            task = self._begin(question, gathered)
+        try:
+            done, _ = await asyncio.wait({task}, timeout=max(0.0, left_s))
+        finally:
+            if first and not task.done():
+                task.add_done_callback(lambda late: self._late(gathered, late))
+        if not done:
+            self._outcomes.labels("lookup_timeout").inc()
+            return []
+        answer = task.result()
+        self._outcomes.labels(answer.outcome).inc()
+        if answer.tokens is not None:
+            gathered.tokens, gathered.tokens_exact, gathered.hashed = answer.tokens, True, None
+            gathered.tokens_bytes = gathered.prompt_bytes
+        if answer.outcome in ("hit", "miss"):
+            gathered.holders_named = len(answer.holders)
+        return self._claims(gathered, answer.holders)
+
+    async def close(self) -> None:
+        """Cancel what still runs."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _full(self, body_bytes: int) -> bool:
+        held = self._held_bytes
+        return len(self._tasks) >= MAX_LOOKUPS or (held > 0 and held + body_bytes > MAX_HELD_BYTES)
+
+    def _begin(self, question: _Question, gathered: RequestFacts) -> asyncio.Task[_Answer]:
+        task = self._tasks[question] = asyncio.create_task(self._answer(gathered), name="kvcache lookup")
+        held = len(gathered.body)
+        self._held_bytes += held
+
+        def over(_: object) -> None:
+            del self._tasks[question]
+            self._held_bytes -= held
+
+        task.add_done_callback(over)
+        return task
+
+    async def _answer(self, gathered: RequestFacts) -> _Answer:
+        fresh = None
+        known = gathered.tokens
+        try:
+            if known is None:
+                asking = self._tokens.ask(gathered)
+                fresh = known = None if asking is None else await asyncio.shield(asking)
+            if known is None or len(known) < self._settings.lookup_min_tokens:
+                return _Answer("no_tokens", fresh)
+            holders = await self._lookups.ask(
+                known,
+                model=gathered.model,
+                cache_salt=gathered.request.cache_salt,
+                timeout_s=self._settings.request_timeout,
+            )
+        except BreakerOpen:
+            return _Answer("breaker_open", fresh)
+        except ClientError:
+            return _Answer("error", fresh)
+        except Exception:
+            log.exception("[kvcache] a lookup is broken")
+            return _Answer("error", fresh)
+        return _Answer("hit" if any(holder.tokens > 0 for holder in holders) else "miss", fresh, holders)
+
+    def _late(self, gathered: RequestFacts, task: asyncio.Task[_Answer]) -> None:
+        """Token memory has learned already; what surely is a prefix also goes into the index, for the next request."""
+        if task.cancelled():
+            return
+        answer = task.result()
+        tokens, stands_for = gathered.tokens, gathered.tokens_bytes
+        if answer.tokens is not None:
+            tokens, stands_for = answer.tokens, gathered.prompt_bytes
+        if not tokens:
+            return
+        for claim in self._claims(gathered, answer.holders):
+            if claim.contiguous:
+                blocks = int(min(claim.tokens, len(tokens)) * stands_for / len(tokens)) // TEXT_BLOCK_BYTES
+                gathered.local.approximate.insert(claim.endpoint, gathered.hashes[:blocks])
+
+    def _claims(self, gathered: RequestFacts, holders: Sequence[Holder]) -> list[HolderOverlap]:
+        if not holders:
+            return []
+        return self._lookups.claims(
+            holders,
+            endpoints=gathered.endpoints,
+            known=self._known_instances(),
+            local=gathered.facts.by_endpoint,
+            hashes=gathered.hashes,
+        )
+
+
+def _question(gathered: RequestFacts) -> _Question:
+    digest = gathered.hashes[-1] if gathered.hashes else xxh3_64_intdigest(canonical_bytes(gathered.request.prompt))
+    return (gathered.cluster.name, gathered.model, digest, gathered.prompt_bytes)

@@ -1,0 +1,193 @@
+"""LMCache's two services behind one interface: who holds a prompt, and what can be done to it there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from kvproxy.clients.coordinator_wire import CacheScope
+from kvproxy.clients.lmcache_controller import LMCacheControllerClient
+from kvproxy.clients.lmcache_coordinator import LMCacheCoordinatorClient
+from kvproxy.clients.lmcache_wire import ActionResult
+from kvproxy.clients.tokens import TokenIds
+from kvproxy.config.kvcache_schema import CacheStrategySettings
+from kvproxy.errors import BadResponse, NotSupported, Refused
+from kvproxy.routing.policy import FactSource
+
+
+class ActionKind(StrEnum):
+    """What can be done to a prefix; a metric label and the name of a breaker."""
+
+    PIN = "pin"
+    UNPIN = "unpin"
+    COMPRESS = "compress"
+    DECOMPRESS = "decompress"
+    EVICT = "evict"
+    CLEAR = "clear"
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Tokens under the scope their cache entries live in."""
+
+    tokens: TokenIds
+    model: str
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """One instance and how much of the prompt it can load; `contiguous` when the number is surely a prefix."""
+
+    instance_id: str
+    tokens: int
+    contiguous: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """What an action did; success is `amount > 0`. None: the service does not say."""
+
+    amount: int | None
+
+
+class Provider(Protocol):
+    """One LMCache service. Every method raises ClientError and nothing else."""
+
+    @property
+    def source(self) -> FactSource: ...
+    @property
+    def supports(self) -> frozenset[ActionKind]: ...
+    async def lookup(self, prefix: Prefix, *, timeout_s: float) -> Sequence[Holder]:
+        """Holders of the prompt, in the service's order."""
+        ...
+
+    async def act(self, kind: ActionKind, instance_id: str, prefix: Prefix) -> Effect:
+        """Do it at one instance; NotSupported where the service has no such call."""
+        ...
+
+    async def instances(self) -> frozenset[str]:
+        """Ids of the registered instances."""
+        ...
+
+    async def indexed_chunks(self) -> int:
+        """Chunks in the service's index, over all instances."""
+        ...
+
+    async def memory(self) -> dict[str, float]:
+        """Share of memory used by instance (0 to 1); empty where the service cannot say."""
+        ...
+
+
+class ControllerProvider:
+    """The controller: a hint of who holds what, pins that lapse by themselves, no eviction of a single prefix."""
+
+    source = FactSource.LMCACHE_CONTROLLER
+
+    def __init__(self, client: LMCacheControllerClient, settings: CacheStrategySettings) -> None:
+        self._client = client
+        self._settings = settings
+
+    @property
+    def supports(self) -> frozenset[ActionKind]:
+        """Eviction counts as supported until the controller says that it has no such call."""
+        kinds = {ActionKind.PIN, ActionKind.COMPRESS, ActionKind.DECOMPRESS, ActionKind.CLEAR}
+        return frozenset(kinds if self._client.evicts is False else {*kinds, ActionKind.EVICT})
+
+    async def lookup(self, prefix: Prefix, *, timeout_s: float) -> Sequence[Holder]:
+        """A chunk's first holder alone is named, and each holder's last chunk: only a sole holder surely has a prefix,
+        because the search ends at the first chunk that nobody holds."""
+        holders = await self._client.lookup(prefix.tokens, timeout_s=timeout_s)
+        return [Holder(one.instance_id, one.matched_tokens, len(holders) == 1) for one in holders]
+
+    async def act(self, kind: ActionKind, instance_id: str, prefix: Prefix) -> Effect:
+        return _effect(await self._act(kind, instance_id, prefix.tokens))
+
+    async def _act(self, kind: ActionKind, instance_id: str, tokens: TokenIds) -> ActionResult:
+        client, settings = self._client, self._settings
+        match kind:
+            case ActionKind.PIN:
+                return await client.pin(instance_id, tokens, location=settings.pin_location)
+            case ActionKind.COMPRESS:
+                place, method = settings.compress_location, settings.compress_method
+                return await client.compress(instance_id, tokens, location=place, method=method)
+            case ActionKind.DECOMPRESS:
+                place, method = settings.compress_location, settings.compress_method
+                return await client.decompress(instance_id, tokens, location=place, method=method)
+            case ActionKind.EVICT:
+                return await client.evict(instance_id, tokens)
+            case ActionKind.CLEAR:
+                return await client.clear(instance_id, location=settings.evict_location)
+            case ActionKind.UNPIN:
+                raise NotSupported("lmcache controller: pins lapse, there is no unpin", status=404)
+
+    async def instances(self) -> frozenset[str]:
+        return frozenset(row.instance_id for row in (await self._client.key_stats()).instances)
+
+    async def indexed_chunks(self) -> int:
+        return (await self._client.key_stats()).total_key_count
+
+    async def memory(self) -> dict[str, float]:
+        return {}
+
+
+class CoordinatorProvider:
+    """The coordinator of multi-process mode: exact holders, real pins, deletion of one prefix, memory by instance."""
+
+    source = FactSource.LMCACHE_COORDINATOR
+    supports = frozenset({ActionKind.PIN, ActionKind.UNPIN, ActionKind.EVICT})
+
+    def __init__(self, client: LMCacheCoordinatorClient, *, model: str = "") -> None:
+        self._client = client
+        self._model = model  # the directory's name for it, where that differs from the request's
+
+    def _scope(self, prefix: Prefix) -> CacheScope:
+        return CacheScope(self._model or prefix.model, prefix.cache_salt)
+
+    async def lookup(self, prefix: Prefix, *, timeout_s: float) -> Sequence[Holder]:
+        found = await self._client.directory_lookup(self._scope(prefix), prefix.tokens, timeout_s=timeout_s)
+        return [Holder(name, held.tokens, True) for name, held in found.by_instance.items()]
+
+    async def act(self, kind: ActionKind, instance_id: str, prefix: Prefix) -> Effect:
+        scope = self._scope(prefix)
+        match kind:
+            case ActionKind.PIN:
+                change = await self._client.pin(scope, prefix.tokens)
+            case ActionKind.UNPIN:
+                change = await self._client.unpin(scope, prefix.tokens)
+            case ActionKind.EVICT:
+                change = await self._client.delete(instance_id, scope, prefix.tokens)
+            case _:
+                raise NotSupported(f"lmcache coordinator: no {kind}", status=404)
+        return Effect(change.affected)
+
+    async def instances(self) -> frozenset[str]:
+        return frozenset(one.instance_id for one in await self._client.instances())
+
+    async def indexed_chunks(self) -> int:
+        return (await self._client.stats()).num_keys
+
+    async def memory(self) -> dict[str, float]:
+        usage = await self._client.usage()
+        ratios = {
+            one.instance_id: [m.usage_ratio for m in one.modules if m.usage_ratio is not None]
+            for one in usage.instances
+        }
+        return {name: max(values) for name, values in ratios.items() if values}
+
+
+async def is_coordinator(client: LMCacheCoordinatorClient) -> bool:
+    """Whether a coordinator answers there; ClientError when nobody does."""
+    try:
+        await client.stats()
+    except (Refused, BadResponse):
+        return False
+    return True
+
+
+def _effect(result: ActionResult) -> Effect:
+    if result.num_tokens is not None or result.success is None:
+        return Effect(result.num_tokens)
+    return Effect(int(result.success))

@@ -1,0 +1,119 @@
+"""What of a running service is worth keeping over a restart, taken and put back in small steps.
+
+Kept are the approximate index, when each engine's process began, learned speeds and prompt lengths. Left out are the
+precise index (engines replay their events), token memory (token ids are the prompt), and heat (a few hundred requests
+teach it again).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.kvcache.snapshot.file_format import ClusterKept, EndpointKept, Kept, Outcome, Snapshot, Unusable, encode
+from kvproxy.prefix.approximate.snapshot import IndexColumns, Restoration, dump, fingerprint
+from kvproxy.types import Clock, EndpointId
+
+if TYPE_CHECKING:
+    from kvproxy.kvcache.parts import Parts
+
+log = logging.getLogger("kvproxy.kvcache")
+
+_HEAD_BYTES = 64  # head and checksum of the file
+#: A wall clock may be set back by so much while the proxy is away.
+_CLOCK_S = 60.0
+_NOTHING = IndexColumns(b"", b"", [])
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """What came back."""
+
+    blocks: int
+    endpoints: int
+    left_out: int  # endpoints that are gone, or are other engines now
+    age_s: float
+
+
+class Contents:
+    """Reads and fills the parts of one service."""
+
+    def __init__(self, parts: Parts, *, clock: Clock, wall_clock: Clock) -> None:
+        self._parts = parts
+        self._clock = clock
+        self._wall_clock = wall_clock
+
+    def take(self, max_bytes: int) -> Generator[None, None, list[bytes]]:
+        """A file's pieces, all but the checksum. The service goes on between the steps."""
+        taken_at = self._wall_clock()
+        kept = [self._cluster(name, cluster) for name, cluster in self._parts.clusters.items()]
+        whole = Kept(taken_at, fingerprint(), dict(self._parts.ratios.learned), kept)
+        left = max_bytes - _HEAD_BYTES - len(msgspec.msgpack.encode(whole))
+        hashes: list[bytes] = []
+        for number, one in enumerate(kept):
+            share = left // (len(kept) - number)
+            dumped = yield from dump(self._parts.local[one.name].approximate, max_bytes=share)
+            left -= dumped.bytes_used
+            hashes += dumped.hashes
+            kept[number] = msgspec.structs.replace(one, index=dumped.columns)
+        return encode(whole, hashes)
+
+    def put_back(self, snapshot: Snapshot, *, max_age_s: float) -> Generator[None, None, Returned]:
+        """Raises Unusable when it is too old, damaged, or of other endpoints; then nothing has been changed."""
+        kept = snapshot.kept
+        away_s = self._wall_clock() - kept.taken_at
+        if not -_CLOCK_S <= away_s <= max_age_s:
+            raise Unusable(Outcome.TOO_OLD, f"{away_s:.0f} s old, of {max_age_s:.0f} s allowed")
+        known = [one for one in kept.clusters if one.name in self._parts.clusters]
+        same = {one.name: _same(one, self._parts.clusters[one.name]) for one in known}
+        if not any(same.values()):
+            raise Unusable(Outcome.OTHER_ENDPOINTS, "of endpoints that are not configured, or not at those addresses")
+        restorations = self._restorations(snapshot)
+        self._parts.ratios.resume(kept.bytes_per_token)
+        for one in known:
+            yield from self._fill(one, restorations[one.name], same[one.name], kept.taken_at)
+        count = sum(len(cluster.endpoints) for cluster in kept.clusters)
+        stay = sum(map(len, same.values()))
+        blocks = sum(self._parts.local[one.name].approximate.entries for one in known)
+        return Returned(blocks, stay, count - stay, max(0.0, away_s))
+
+    def _cluster(self, name: str, cluster: Cluster) -> ClusterKept:
+        started_at = self._parts.local[name].started_at
+        rows = [EndpointKept(str(one.id), str(one.origin), started_at.get(one.id)) for one in cluster.endpoints]
+        speeds = None if cluster.speeds is None else cluster.speeds.state(self._clock())
+        return ClusterKept(name, rows, _NOTHING, speeds)
+
+    def _restorations(self, snapshot: Snapshot) -> Mapping[str, Restoration]:
+        try:
+            return {
+                cluster.name: Restoration(cluster.index, hashes)
+                for cluster, hashes in zip(snapshot.kept.clusters, snapshot.hashes, strict=True)
+            }
+        except ValueError as error:
+            raise Unusable(Outcome.CORRUPT, f"damaged: {error}") from error
+
+    def _fill(
+        self, kept: ClusterKept, index: Restoration, same: Mapping[str, EndpointKept], taken_at: float
+    ) -> Iterator[None]:
+        local, cluster = self._parts.local[kept.name], self._parts.clusters[kept.name]
+        if kept.speeds is not None and cluster.speeds is not None:
+            away_s = max(0.0, self._wall_clock() - taken_at)
+            try:
+                cluster.speeds.resume(kept.speeds, self._clock(), keep=same, away_s=away_s)
+            except ValueError as error:
+                log.info("[kvcache] learned speeds of cluster %s are not taken over: %s", kept.name, error)
+        yield from index.into(local.approximate, keep=same)
+        for name, one in same.items():
+            # An engine whose start is not known is another process if it began after the snapshot.
+            local.started_at[EndpointId(name)] = taken_at if one.started_at is None else one.started_at
+
+
+def _same(kept: ClusterKept, cluster: Cluster) -> dict[str, EndpointKept]:
+    """Endpoints that are still there, at the same address."""
+    now = {str(one.id): str(one.origin) for one in cluster.endpoints}
+    return {one.id: one for one in kept.endpoints if now.get(one.id) == one.address}

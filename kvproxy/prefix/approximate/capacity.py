@@ -1,0 +1,131 @@
+"""How many blocks an engine really keeps, learned from what it reused of what was routed to it. Pure.
+
+A configured or scraped capacity is often off: other clients share the cache, answers take room too, bytes only estimate
+tokens. Each response tells one thing more: a prefix that was last asked for so many blocks ago (its age) was still
+there, so there is room for more, or was gone, so there is room for less. The estimate is the capacity that contradicts
+the fewest of these, which other reasons for a loss do not move as long as most prefixes of that age are still there.
+"""
+
+from __future__ import annotations
+
+import math
+
+from kvproxy.prefix.approximate.reuse_histogram import PER_OCTAVE, ReuseHistogram, age_bin, capacity_bin, capacity_of
+
+#: How far the estimate may get from what was told, either way, and how many blocks it never exceeds on its own.
+MOST_FACTOR = 8
+MOST_BLOCKS = 1 << 20
+#: Contradictions that another capacity must spare before it is taken.
+_MARGIN = 2.5
+#: Prefixes still there at the far end before more is tried, and fates beyond it that are answer enough.
+_TRY_AFTER, _TRIED = 2, 1.5
+#: Bins that are added at once, and as many before the end are the far end.
+_STEP = _FAR = PER_OCTAVE // 4
+#: Losses in a row, and how many of them of prefixes asked for just before, that no capacity explains.
+_LOST, _LOST_YOUNG = 8, 3
+#: Reuse may stay behind what is held by whole blocks of the engine and by the last one, which is always computed.
+_SLACK_BLOCKS = 2
+#: A held prefix shorter than this says nothing.
+_LEAST_BLOCKS = 3
+
+
+class LearnedCapacity:
+    """One endpoint's. `blocks` begins as what is told and stays within a factor of 8 of it; told 0, it is 0."""
+
+    def __init__(self, told: int) -> None:
+        self.told = told
+        self.blocks = told
+        self.least = _least(told)
+        self._forget()
+
+    def tell(self, blocks: int) -> None:
+        """The capacity as configured, or as the engine's metrics say. What was learned stays, unless this is another
+        cache altogether."""
+        if not blocks or not 0.5 <= self.told / blocks <= 2.0:
+            self._forget()
+            self.blocks = blocks
+        elif self.blocks == self.told:
+            self.blocks = blocks
+        self.told = blocks
+        self.least = _least(blocks)
+        self.blocks = self._bounded(self.blocks)
+
+    def observe(self, *, age_blocks: int | None, known_blocks: int, reused_blocks: int, full: bool) -> bool:
+        """A response reused so many leading blocks of its prompt.
+
+        Its endpoint was believed to hold `known_blocks`, the last of which had been asked for `age_blocks` ago (None:
+        it is not certain that it ever had them); `full` says that others had to be forgotten. True: the engine lost
+        what it held (a restart, a cleared cache), whatever its capacity.
+        """
+        if not self.told:
+            return False
+        slack = (known_blocks >> 3) + _SLACK_BLOCKS
+        if age_blocks is not None and known_blocks >= _LEAST_BLOCKS:
+            if reused_blocks + slack < known_blocks or not reused_blocks:
+                return self._gone(age_blocks)
+            if age_blocks >= self.least:  # no capacity there can be is less
+                self._kept(age_blocks)
+            elif self._losses:
+                self._losses.clear()
+        if full and reused_blocks > known_blocks + slack:
+            self._forgotten += 1
+            self._try_more(capacity_bin(self.blocks))
+        return False
+
+    def _kept(self, age: int) -> None:
+        self._losses.clear()
+        at, current = age_bin(age), capacity_bin(self.blocks)
+        self._fates.kept(at)
+        if at >= current:
+            self._settle(current)
+        if at >= current - _FAR:
+            self._try_more(current)
+
+    def _gone(self, age: int) -> bool:
+        del self._losses[: 1 - 2 * _LOST]
+        self._losses.append(age)
+        if len(self._losses) >= _LOST and sum(each < self.least for each in self._losses) >= _LOST_YOUNG:
+            for each in self._losses:
+                self._fates.pardon(age_bin(each))
+            self._losses.clear()
+            return True
+        if age >= self.least:
+            at, current = age_bin(age), capacity_bin(self.blocks)
+            self._fates.gone(at)
+            if at >= current - _FAR:
+                self._far -= 1
+            self._settle(current)
+        return False
+
+    def _settle(self, current: int) -> None:
+        best, spared = self._fates.best(capacity_bin(self.least), capacity_bin(self._most), near=current)
+        if spared >= _MARGIN:
+            self._take(capacity_of(best))
+
+    def _try_more(self, current: int) -> None:
+        """The oldest prefixes there are, or ones the index had forgotten, were still there: is there more room?"""
+        self._far += 1
+        if self._far >= _TRY_AFTER and self._fates.seen(current, current + _STEP) < _TRIED:
+            doubtless = self._forgotten and self._fates.gone_from(current - PER_OCTAVE) < 1.0
+            self._take(round(self.blocks * math.exp2((2 if doubtless else 1) * _STEP / PER_OCTAVE)))
+
+    def _take(self, blocks: int) -> None:
+        self.blocks = self._bounded(blocks)
+        self._far = self._forgotten = 0
+
+    def _bounded(self, blocks: int) -> int:
+        return max(self.least, min(blocks, self._most))
+
+    @property
+    def _most(self) -> int:
+        return max(self.told, min(self.told * MOST_FACTOR, MOST_BLOCKS))
+
+    def _forget(self) -> None:
+        self._fates = ReuseHistogram()
+        self._losses: list[int] = []  # ages of what was gone since anything was still there, the latest 16
+        self._far = 0  # kept at the far end since the estimate changed, less what was gone there
+        self._forgotten = 0  # of these, what the index had forgotten
+
+
+def _least(told: int) -> int:
+    return -(-told // MOST_FACTOR)

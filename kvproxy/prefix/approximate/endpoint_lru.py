@@ -1,0 +1,183 @@
+"""What one endpoint holds in the approximate index, in the order its engine would evict it. Pure bookkeeping."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvproxy.prefix.approximate.age_histogram import GENERATIONS, AgeHistogram
+from kvproxy.prefix.approximate.radix import Node
+from kvproxy.types import EndpointId
+
+
+class Run(Node):
+    """A run of blocks, the endpoints that hold all of it, and those with a request for all of it under way."""
+
+    __slots__ = ("flying", "mask")
+
+    def __init__(self, hashes: array[int]) -> None:
+        super().__init__(hashes)
+        self.mask = 0
+        self.flying = 0
+
+
+class EndpointLru:
+    """Recency by touch: touch number n is record n, and a run's stamp is its latest touch.
+
+    A touch covers a whole path, so an ancestor is never older than what is below it, and the oldest record leads to the
+    run that engines evict first: the end of the prompt that was not asked for longest.
+    """
+
+    __slots__ = ("_ages", "_front", "_records", "blocks", "capacity", "claims", "flights", "mask", "slot", "stamps")
+
+    def __init__(self, slot: int, capacity: int) -> None:
+        self.slot = slot
+        self.mask = 1 << slot
+        self.capacity = capacity  # 0 as well when the endpoint left
+        self.blocks = 0
+        self.stamps: dict[Run, int] = {}
+        self.claims: dict[Run, set[int]] = {}  # runs no response confirmed yet, and the requests that vouch for them
+        self.flights: dict[Run, set[int]] = {}  # runs of requests under way, held or not, and those requests
+        self._records: deque[Run] = deque()  # last run of each touched path
+        self._front = 0  # number of the first record
+        self._ages = AgeHistogram()
+
+    def touch(self, path: list[Run]) -> None:
+        """The path was asked for just now."""
+        stamp = self._front + len(self._records)
+        self._ages.touch(path, self.stamps, stamp, self.capacity // GENERATIONS)
+        self._records.append(path[-1])
+        if len(self._records) > 2 * len(self.stamps) + 64:
+            self._compact()
+
+    def take(self, run: Run) -> None:
+        """Count the run in; a touch follows."""
+        run.mask |= self.mask
+        self.blocks += len(run.hashes)
+
+    def drop(self, run: Run) -> None:
+        """Count the run out. Nothing below it may be held."""
+        run.mask &= ~self.mask
+        self.blocks -= len(run.hashes)
+        self._ages.change(self.stamps.pop(run), -len(run.hashes))
+        self.claims.pop(run, None)
+
+    def shorten(self, run: Run, blocks: int) -> None:
+        """Count out so many blocks at the end of the run."""
+        self.blocks -= blocks
+        self._ages.change(self.stamps[run], -blocks)
+
+    def merge(self, run: Run, leaf: Run) -> None:
+        """`leaf`, perhaps new, becomes the end of `run`; a touch follows."""
+        self.flights.pop(leaf, None)  # as those of the run
+        stamp = self.stamps.pop(leaf, None)
+        if stamp is not None:
+            self._ages.change(stamp, -len(leaf.hashes))
+        self._ages.change(self.stamps[run], len(leaf.hashes))
+
+    def cover(self, head: Run, tail: Run) -> None:
+        """`head` was split off `tail`: same recency, same claims."""
+        self.stamps[head] = self.stamps[tail]
+        claims = self.claims.get(tail)
+        if claims is not None:
+            self.claims[head] = set(claims)
+
+    def fly(self, path: list[Run], number: int) -> None:
+        """A request for all of this is under way."""
+        flights = self.flights
+        for run in path:
+            flying = flights.get(run)
+            if flying is None:
+                flights[run] = {number}
+                run.flying |= self.mask
+            else:
+                flying.add(number)
+
+    def land(self, path: list[Run], number: int) -> None:
+        """It is over."""
+        for run in path:
+            flying = self.flights.get(run)
+            if flying is None:
+                continue
+            flying.discard(number)
+            if not flying:
+                del self.flights[run]
+                run.flying &= ~self.mask
+
+    def ground(self) -> list[Run]:
+        """No request is under way any more, whatever was; the runs of those that were."""
+        grounded = [*self.flights]
+        self.flights.clear()
+        for run in grounded:
+            run.flying &= ~self.mask
+        return grounded
+
+    def fly_alike(self, run: Run, below: Run) -> bool:
+        """Whether just the same requests are under way for both."""
+        return not run.flying or self.flights.get(run) == self.flights.get(below)
+
+    def oldest(self) -> Run:
+        """The run to evict next; nothing below it is held. Only while anything is held."""
+        while (run := self._tip(self._front, self._records[0])) is None:
+            self._records.popleft()
+            self._front += 1
+        return run
+
+    def newest_first(self) -> Iterator[Run | None]:
+        """Confirmed ends of touched paths, those asked for last first; None where a touch left nothing of its own.
+
+        What is held may change between two steps: each step answers by what is held then.
+        """
+        covered: set[Run] = set()
+        for last in reversed(tuple(self._records)):
+            run: Run | None = last
+            while run is not None and (run not in self.stamps or run in self.claims):
+                run = run.parent
+            if run is None or run in covered:
+                yield None
+                continue
+            above: Run | None = run
+            while above is not None and above not in covered:
+                covered.add(above)
+                above = above.parent
+            yield run
+
+    def _tip(self, stamp: int, run: Run | None) -> Run | None:
+        """What is left of the path that touch number `stamp` ended with, if nothing touched it since."""
+        while run is not None and run not in self.stamps:  # dropped since: its ancestors may be as old
+            run = run.parent
+        return run if run is not None and self.stamps[run] == stamp else None
+
+    def younger_blocks(self, run: Run) -> int:
+        """Blocks touched since the run was, to within a sixteenth of the capacity: an engine that evicted it has
+        room for about so many at most."""
+        return self._ages.younger(self.stamps[run])
+
+    def _compact(self) -> None:
+        """Forget records no run's stamp refers to, and number the rest anew."""
+        live = set(self.stamps.values())
+        kept: deque[Run] = deque()
+        number = {}
+        for stamp, run in enumerate(self._records, self._front):
+            if stamp in live:
+                number[stamp] = len(kept)
+                kept.append(run)
+        self.stamps = {run: number[stamp] for run, stamp in self.stamps.items()}
+        self._ages.renumber(list(number))
+        self._records = kept
+        self._front = 0
+
+
+@dataclass(slots=True, eq=False)
+class SpeculativeEntry:
+    """One routed request's speculative entry: confirm it or roll it back, once."""
+
+    endpoint: EndpointId
+    hashes: array[int]
+    new_blocks: int  # that the endpoint was not believed to hold before
+    number: int
+    holding: EndpointLru | None  # None once settled, or when the index had no room for the endpoint
+    age_blocks: int | None = None  # asked for since the last of the known blocks was; None: none, or not confirmed yet
+    flies: bool = False  # counted among the requests under way as well

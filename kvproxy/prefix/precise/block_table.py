@@ -1,0 +1,175 @@
+"""The blocks of one event source: which engine hash is which of our blocks, and on which tiers it is."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Mapping
+
+from kvproxy.prefix.precise.run import Run
+from kvproxy.prefix.precise.runs import MAX_RUNS, Place, Runs
+
+
+class BlockTable:
+    """One source (endpoint, rank, group). A block is kept, under all its names, while it is on any tier."""
+
+    def __init__(self, block_size: int, *, max_rows: int, max_ghosts: int) -> None:
+        self.block_size = block_size
+        self._max_rows = min(max_rows, MAX_RUNS - 2)  # a run a block at worst, and one while another is cut
+        self._max_ghosts = max_ghosts
+        self._runs = Runs()
+        self.firsts: Mapping[int, Run] = self._runs.firsts  # by our hash of the run's first block
+        self._ghosts: OrderedDict[int, int] = OrderedDict()  # removed blocks: children may still come
+        self._aliases: dict[int, int] = {}  # a block's further engine hashes: the one its run has
+        self._names: dict[int, dict[int, int]] = {}  # of our blocks with several: tiers of each, as bits
+
+    def __len__(self) -> int:
+        """Rows: engine hashes of blocks that are there."""
+        return self._runs.blocks + len(self._aliases)
+
+    def place(self, key: int) -> Place | None:
+        """Where the block with this engine hash is; good until the next change."""
+        place = self._runs.find(key)
+        if place is None and self._aliases:
+            named = self._aliases.get(key)
+            return None if named is None else self._runs.find(named)
+        return place
+
+    def former(self, key: int) -> int | None:
+        """Our hash of a block with this engine hash that was removed not long ago."""
+        return self._ghosts.get(key)
+
+    def store_new(self, keys: array[int], blocks: array[int], above: Place | None, tier: int) -> bool:
+        """What `store` does where nothing of it is known, all of it fits, and the parent is at `above` (None: root):
+        nearly every event, at a fraction of the cost. Otherwise, and where a key comes twice or is the parent's, False
+        and nothing done.
+        """
+        runs = self._runs
+        return (
+            runs.firsts.keys().isdisjoint(blocks)
+            and (above is None or runs.locate(blocks[0], above) is None)
+            and (not self._aliases or self._aliases.keys().isdisjoint(keys))
+            and len(self) + len(keys) <= self._max_rows
+            and runs.append(keys, blocks, above, 1 << tier) is not None
+        )
+
+    def store(self, keys: array[int], blocks: array[int], parent: int | None, tier: int) -> int:
+        """Consecutive blocks are on `tier`, below the block with the engine hash `parent`, there or not (None: root).
+
+        Keys are distinct, and `parent` is none of them. Storing what is there changes nothing. Returns how many fitted
+        into the bound. What is known by the same names already is stored at once, the rest block by block.
+        """
+        done, above, bit = 0, parent, 1 << tier
+        while done < len(keys):
+            place = None if above is None else self._above(above)
+            here = self._runs.locate(blocks[done], place)
+            known = 0 if here is None or self._names else _equal(here, keys, blocks, done)
+            if here is not None and known:
+                here[0].add(here[1], here[1] + known, bit)
+                done += known
+            elif self._store_one(keys[done], blocks[done], above, bit):
+                done += 1
+            else:
+                break
+            above = keys[done - 1]
+        return done
+
+    def remove(self, key: int, tier: int) -> bool:
+        """The block left `tier`; False when it was not known there."""
+        place = self.place(key)
+        if place is None:
+            return False
+        run, at = place
+        tiers, bit = run.on(at), 1 << tier
+        names = self._names.get(run.blocks[at]) if self._names else None
+        if not (tiers if names is None else names[key]) & bit:
+            return False
+        if names is not None:
+            names[key] ^= bit
+            if any(each & bit for each in names.values()):
+                return True
+        if tiers == bit:
+            self._vanish(run, at)
+        else:
+            run.put(at, at + 1, tiers ^ bit)
+        return True
+
+    def sweep(self, rows: int) -> int:
+        """Give up about so many rows of a table nobody uses any more; returns rows left."""
+        self._aliases.clear()
+        self._runs.sweep(rows)
+        return self._runs.blocks
+
+    def _above(self, key: int) -> Place | None:
+        """Where a parent is. One removed under this name may be there under another: rare enough to look everywhere."""
+        place = self.place(key)
+        block = self._ghosts.get(key) if place is None else None
+        return place if block is None else self._runs.search(block)
+
+    def _store_one(self, key: int, block: int, above: int | None, bit: int) -> bool:
+        named = self.place(key)
+        if named is not None and named[0].blocks[named[1]] != block:
+            self._forget(key, *named)
+            named = None
+        place = None if above is None else self._above(above)
+        here = self._runs.locate(block, place)
+        if named is None and len(self) >= self._max_rows:
+            return False
+        if here is None:
+            self._runs.append(array("Q", (key,)), array("Q", (block,)), place, bit)
+            return True
+        run, at = here
+        if named is None:
+            self._aliases[key] = run.keys[at]
+            self._names.setdefault(block, {run.keys[at]: run.on(at)})[key] = 0
+        if block in self._names:
+            self._names[block][key] |= bit
+        run.add(at, at + 1, bit)
+        return True
+
+    def _forget(self, key: int, run: Run, at: int) -> None:
+        """The engine gives an old hash to another block: under this name, the old block is gone."""
+        block = run.blocks[at]
+        names = self._names.get(block)
+        if names is None:
+            self._vanish(run, at)
+            return
+        del names[key]
+        if self._aliases.pop(key, None) is None:
+            other = next(iter(names))
+            del self._aliases[other]
+            for each in names.keys() - {other}:
+                self._aliases[each] = other
+            self._runs.rename(run, at, other)
+        tiers = 0
+        for each in names.values():
+            tiers |= each
+        if len(names) == 1:
+            del self._names[block]
+        if tiers:
+            run.put(at, at + 1, tiers)
+        else:
+            self._vanish(run, at)
+
+    def _vanish(self, run: Run, at: int) -> None:
+        """The block is on no tier any more."""
+        block = run.blocks[at]
+        names = self._names.pop(block, None) if self._names else None
+        for key in (run.keys[at],) if names is None else names:
+            self._aliases.pop(key, None)
+            self._ghosts.pop(key, None)
+            self._ghosts[key] = block
+            if len(self._ghosts) > self._max_ghosts:
+                self._ghosts.popitem(last=False)
+        self._runs.drop(run, at)
+
+
+def _equal(here: Place, keys: array[int], blocks: array[int], start: int) -> int:
+    """Blocks from `start` on that follow here under the same names."""
+    run, at = here
+    n = min(len(run.keys) - at, len(keys) - start)
+    if run.blocks[at : at + n] != blocks[start : start + n]:
+        n = next(i for i in range(n) if run.blocks[at + i] != blocks[start + i])
+    if run.keys[at : at + n] != keys[start : start + n]:
+        n = next(i for i in range(n) if run.keys[at + i] != keys[start + i])
+    return n

@@ -1,0 +1,294 @@
+"""The precise index: follows the engines' KV events, block by block and tier by tier.
+
+Blocks are named by our own chained hash over the event's tokens, so no engine has to agree with us on a hash.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from kvproxy.clients.kv_events.events import FULL_ATTENTION, BlockRemoved, BlockStored, KvEvent
+from kvproxy.prefix.hashing import root_seed
+from kvproxy.prefix.precise.pending_blocks import PendingBlock, PendingBlocks
+from kvproxy.prefix.precise.prefix_match import match
+from kvproxy.prefix.precise.reported import blocks_of, name_of, reported
+from kvproxy.prefix.precise.run import MAX_TIERS, Run
+from kvproxy.types import EndpointId
+
+if TYPE_CHECKING:
+    from kvproxy.prefix.precise.block_table import BlockTable
+
+#: Rows of sources that were cleared or left, given up per operation.
+STEP_ROWS = 1024
+
+#: Adapters whose chains were begun of late.
+_REMEMBERED_ROOTS = 1024
+
+
+class PreciseMatch(msgspec.Struct, frozen=True):
+    """Leading tokens one endpoint holds: in engine memory, then further ones on lower tiers; on its best rank."""
+
+    device_tokens: int
+    lower_tokens: int
+    dp_rank: int
+
+    @property
+    def tokens(self) -> int:
+        """Contiguous tokens over all tiers."""
+        return self.device_tokens + self.lower_tokens
+
+
+@dataclass(slots=True)
+class PreciseCounts:
+    """What became of events, in blocks (`malformed` and `other_groups`: events)."""
+
+    stored: int = 0
+    removed: int = 0
+    removed_unknown: int = 0
+    orphaned: int = 0
+    adopted: int = 0
+    orphans_dropped: int = 0
+    over_bound: int = 0
+    malformed: int = 0
+    other_groups: int = 0
+
+
+_Rank = tuple[EndpointId, int]
+_Source = tuple[EndpointId, int, int]  # endpoint, data-parallel rank, KV cache group
+
+
+class _Followed(NamedTuple):
+    """What is known of one source."""
+
+    table: BlockTable
+    orphans: PendingBlocks
+
+
+#: A source's rank, block size and runs by their first blocks, and whether its endpoint has no other source.
+_Asked = tuple[_Rank, int, Mapping[int, Run], bool]
+
+
+class PreciseIndex:
+    """Bounded by `max_blocks` rows a source (endpoint, data-parallel rank, KV cache group) and `max_sources`."""
+
+    def __init__(
+        self, *, max_blocks: int = 4_000_000, max_orphan_blocks: int = 16_384, max_ghosts: int = 16_384,
+        max_sources: int = 4096,
+    ) -> None:  # fmt: skip
+        self.counts = PreciseCounts()
+        self._max_blocks = max_blocks
+        self._max_orphan_blocks = max_orphan_blocks
+        self._max_ghosts = max_ghosts
+        self._max_sources = max_sources
+        self._tiers = {"GPU": 0}  # by medium; 0 is the engine's own memory
+        self._followed: dict[_Source, _Followed] = {}
+        self._sizes: Counter[int] = Counter()  # sources by block size
+        self._asked: list[_Asked] | None = None  # None: to be worked out anew
+        self._swept: deque[BlockTable] = deque()
+        self._root = lru_cache(_REMEMBERED_ROOTS)(precise_root)
+
+    # events
+
+    def apply(self, endpoint: EndpointId, dp_rank: int, events: Iterable[KvEvent]) -> None:
+        """Follow the events of one rank, in order. Their number is the caller's to bound."""
+        for event in events:
+            if isinstance(event, BlockStored):
+                self._stored(endpoint, dp_rank, event)
+            elif isinstance(event, BlockRemoved):
+                self._removed((endpoint, dp_rank, event.group or 0), event)
+            else:
+                self.cleared(endpoint, dp_rank)
+
+    def cleared(self, endpoint: EndpointId, dp_rank: int) -> None:
+        """The engine's rank holds nothing any more, on any tier."""
+        for source in [each for each in self._followed if each[:2] == (endpoint, dp_rank)]:
+            self._retire(source)
+
+    def remove(self, endpoint: EndpointId) -> None:
+        """The endpoint left, or its event stream cannot be trusted any more."""
+        for source in [each for each in self._followed if each[0] == endpoint]:
+            self._retire(source)
+
+    def sweep(self, rows: int = STEP_ROWS) -> bool:
+        """Give up at most so many rows of retired sources; True when nothing is left to sweep."""
+        while self._swept and rows > 0:
+            before = len(self._swept[0])
+            left = self._swept[0].sweep(rows)
+            rows -= max(1, before - left)
+            if not left:
+                self._swept.popleft()
+        return not self._swept
+
+    # what is known
+
+    @property
+    def block_sizes(self) -> frozenset[int]:
+        """Block sizes in use; a lookup needs the prompt hashed in each."""
+        return frozenset(self._sizes)
+
+    @property
+    def orphan_blocks(self) -> int:
+        """Blocks parked until their parent comes."""
+        return sum(len(each.orphans) for each in self._followed.values())
+
+    def rows(self, endpoint: EndpointId) -> int:
+        """Blocks kept for the endpoint, over ranks and groups."""
+        return sum(len(each.table) for source, each in self._followed.items() if source[0] == endpoint)
+
+    def lookup(self, hashes_at: Callable[[int], array[int]]) -> dict[EndpointId, PreciseMatch]:
+        """The match of each endpoint that holds anything. `hashes_at(block_size)` gives the prompt's token blocks,
+        chained from `precise_root`.
+        """
+        found: dict[EndpointId, PreciseMatch] = {}
+        several: dict[_Rank, tuple[int, int]] = {}  # total and device tokens, the least over groups
+        hashed: dict[int, array[int]] = {}
+        parting = 0
+        if self._asked is None:
+            self._asked = self._to_ask()
+        for rank, size, firsts, alone in self._asked:
+            hashes = hashed.get(size)
+            if hashes is None:
+                hashes = hashed[size] = hashes_at(size)
+            device, total, parting = match(firsts, hashes, parting)
+            if not alone:
+                least = several.get(rank)
+                here = total * size, device * size
+                several[rank] = here if least is None else (min(here[0], least[0]), min(here[1], least[1]))
+            elif total:
+                found[rank[0]] = PreciseMatch(device * size, (total - device) * size, rank[1])
+        for (endpoint, dp_rank), (tokens, on_device) in several.items():
+            best = found.get(endpoint)
+            if tokens and (
+                best is None or (tokens, on_device, -dp_rank) > (best.tokens, best.device_tokens, -best.dp_rank)
+            ):
+                found[endpoint] = PreciseMatch(on_device, tokens - on_device, dp_rank)
+        return found
+
+    # how
+
+    def _stored(self, endpoint: EndpointId, dp_rank: int, event: BlockStored) -> None:
+        if event.spec_kind is not None and event.spec_kind != FULL_ATTENTION:
+            self.counts.other_groups += 1
+            return
+        tier = self._tiers.get(event.medium)
+        if tier is None:
+            tier = self._tier(event.medium)
+        if tier is None or not event.uniform or (event.extra is not None and len(event.extra) != event.blocks):
+            self.counts.malformed += 1
+            return
+        source = endpoint, dp_rank, event.group or 0
+        followed = self._followed.get(source)
+        if followed is None or followed.table.block_size != event.block_tokens:
+            followed = self._begin(source, event.block_tokens)
+            if followed is None:
+                self.counts.over_bound += event.blocks
+                return
+        run = reported(event, tier)
+        if self._place(followed, run) and followed.orphans:
+            self._adopt(followed, run)
+        if self._swept:
+            self.sweep()
+
+    def _removed(self, source: _Source, event: BlockRemoved) -> None:
+        followed, tier = self._followed.get(source), self._tier(event.medium)
+        if followed is None or tier is None:
+            self.counts.removed_unknown += event.blocks
+            return
+        table, orphans = followed
+        for each in event.block_hashes:
+            key = name_of(each)
+            if table.remove(key, tier) or (len(orphans) and orphans.remove(key, tier)):
+                self.counts.removed += 1
+            else:
+                self.counts.removed_unknown += 1
+
+    def _place(self, followed: _Followed, run: PendingBlock) -> bool:
+        """Store the run, or park it; False when it is malformed or was parked."""
+        table, orphans = followed
+        size, above = table.block_size, None
+        seed: int | None
+        if run.parent is None:
+            seed = self._root(size, lora=run.lora)
+        else:
+            above = table.place(run.parent)
+            seed = table.former(run.parent) if above is None else above[0].blocks[above[1]]
+        blocks = None if seed is None else blocks_of(run, size, seed)
+        placed = run.parent is None or above is not None
+        if blocks is not None and placed and table.store_new(run.keys, blocks, above, run.tier):
+            self.counts.stored += len(blocks)
+            return True
+        names = set(run.keys)
+        if len(names) != len(run.keys) or run.parent in names:  # a block twice, or below itself
+            self.counts.malformed += 1
+            return False
+        if blocks is None:
+            self.counts.orphaned += len(run.keys)
+            self.counts.orphans_dropped += orphans.park(run)
+            return False
+        stored = table.store(run.keys, blocks, run.parent, run.tier)
+        self.counts.stored += stored
+        self.counts.over_bound += len(run.keys) - stored
+        return True
+
+    def _adopt(self, followed: _Followed, run: PendingBlock) -> None:
+        """Store the runs that waited for a block of this one, and those that waited for them."""
+        todo = followed.orphans.claim(run.keys)
+        while todo:
+            run = todo.pop()
+            self.counts.adopted += len(run.keys)
+            if self._place(followed, run):
+                todo += followed.orphans.claim(run.keys)
+
+    def _to_ask(self) -> list[_Asked]:
+        """What a lookup needs of each source, worked out when one came or left."""
+        sources = Counter(endpoint for endpoint, _, _ in self._followed)
+        return [
+            ((endpoint, dp_rank), table.block_size, table.firsts, sources[endpoint] == 1)
+            for (endpoint, dp_rank, _), (table, _) in self._followed.items()
+        ]
+
+    def _begin(self, source: _Source, block_size: int) -> _Followed | None:
+        """Follow a source anew; None when there are too many."""
+        from kvproxy.prefix.precise.block_table import (
+            BlockTable,  # with numpy: 15 MB that only followers of events need
+        )
+
+        if source in self._followed:  # the engine was restarted with another block size
+            self._retire(source)
+        if len(self._followed) + len(self._swept) >= self._max_sources:
+            return None
+        table = BlockTable(block_size, max_rows=self._max_blocks, max_ghosts=self._max_ghosts)
+        followed = _Followed(table, PendingBlocks(max_blocks=self._max_orphan_blocks))
+        self._followed[source] = followed
+        self._asked = None
+        self._sizes[block_size] += 1
+        return followed
+
+    def _retire(self, source: _Source) -> None:
+        table = self._followed.pop(source).table
+        self._asked = None
+        self._sizes[table.block_size] -= 1
+        if not self._sizes[table.block_size]:
+            del self._sizes[table.block_size]
+        self._swept.append(table)
+        self.sweep()
+
+    def _tier(self, medium: str | None) -> int | None:
+        """Index of the medium's tier, made on first sight; None beyond the bound."""
+        name = "GPU" if medium == "GPU" or not medium else medium.upper()
+        tier = self._tiers.get(name)
+        if tier is None and len(self._tiers) < MAX_TIERS:
+            tier = self._tiers[name] = len(self._tiers)
+        return tier
+
+
+def precise_root(block_size: int, *, lora: str = "", cache_salt: str | None = None) -> int:
+    """Where a prompt's chain starts, so that it meets the blocks engines report for it."""
+    return root_seed(block_size=block_size, lora=lora, cache_salt=cache_salt)

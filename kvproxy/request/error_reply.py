@@ -1,0 +1,99 @@
+"""Answers the proxy makes itself, in the error shape of the API the client speaks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.request.exchange import SCOPE_KEY
+from kvproxy.types import DISCONNECT_SIGNAL
+
+_OPENAI_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+#: How much of an unwanted body is read and dropped before its connection is closed, and for how long.
+LINGER_BYTES = 1024 * 1024
+LINGER_S = 1.0
+
+
+def speaks_anthropic(path: str) -> bool:
+    """Whether clients of this path expect Anthropic's error shape."""
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
+def error_body(path: str, status: int, *, reason: str, message: str) -> bytes:
+    """JSON: OpenAI's `{"error": {...}}` with `reason` as its code, or Anthropic's `{"type": "error", ...}`."""
+    if speaks_anthropic(path):
+        kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
+    kind = _OPENAI_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": reason}})
+
+
+async def local_reply(
+    scope: Scope,
+    send: Send,
+    *,
+    status: int,
+    reason: str,
+    message: str,
+    metrics: Metrics,
+    headers: Sequence[tuple[bytes, bytes]] | None = None,
+    unread: Receive | None = None,
+    linger_s: float = LINGER_S,
+) -> None:
+    """Answers with a JSON error and counts it under `reason` (a closed set: it is a metric label).
+
+    The exchange of the scope, where there is one, notes the status and `end="local_reply"`. With `unread`, the receive
+    of a request whose body is not wanted, the connection is closed instead of reading that body. Our listener then
+    drops for a while what the client still sends; under another one that is done here, for a bounded part of it and at
+    most `linger_s`.
+    """
+    exchange = scope.get(SCOPE_KEY)
+    if exchange is not None:
+        exchange.outcome.status = status
+        exchange.outcome.end = "local_reply"
+    metrics.local_replies.labels(str(status), reason).inc()
+    body = error_body(scope["path"], status, reason=reason, message=message)
+    head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *(headers or ())]
+    if unread is not None:
+        head.append((b"connection", b"close"))
+    await send({"type": "http.response.start", "status": status, "headers": head})
+    if unread is not None and DISCONNECT_SIGNAL not in scope:
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        await _linger(unread, linger_s)
+        body = b""
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def _linger(receive: Receive, linger_s: float) -> None:
+    """Drops what the client is still sending, within bounds.
+
+    Closing a socket with bytes left unread resets it, and a client that is busy writing may then never see the answer.
+    """
+    dropped = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(linger_s):
+            while dropped < LINGER_BYTES:
+                message = await receive()
+                dropped += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return

@@ -1,0 +1,90 @@
+"""What an engine itself says its prefills took, held against the requests that ended there. Pure.
+
+An answer that is not streamed hides its first token, but engines add the prefill time of every finished request to a
+histogram. Its growth from one reading to the next, beside the work of the requests that ended meanwhile, is a sample.
+Other clients of the engine are in the histogram, too: either the engine tells how many tokens all of them computed, or
+its count of requests has to agree with ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvproxy.routing.load import NO_WORK, EndpointLoad, Features, Reservation, sum_of
+
+#: Counts may differ by this share of the engine's: some requests end between a reading and the end of their answer.
+TOLERANCE = 0.2
+
+#: Readings whose counts do not agree are added up, this many at most; then what they say is dropped.
+MAX_READINGS = 6
+
+#: A sample stands for the requests in it, but for no more than these: the next reading may see another speed.
+MAX_WEIGHT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """An engine's counters of finished prefills since its start. `computed_tokens` of their prompts were not cached;
+    None: it does not say."""
+
+    prefills: int
+    seconds: float
+    computed_tokens: int | None = None
+
+
+NOTHING_READ = Reading(0, 0.0)
+
+
+class EndedWork:
+    """The requests that ended at one endpoint since a reading that agreed with them. Samples go to whoever hears those
+    of its `load`."""
+
+    __slots__ = ("_before", "_hidden", "_load", "_readings", "_work")
+
+    def __init__(self, load: EndpointLoad) -> None:
+        self._load = load
+        self._before: Reading | None = None  # what growth is counted from
+        self._work, self._hidden, self._readings = NO_WORK, 0, 0
+
+    def add(self, reservation: Reservation) -> None:
+        """This request was served to its end. One without a known prompt (a list of models, say) is no prefill."""
+        if reservation.uncached_tokens or reservation.cached_tokens:
+            self._work = sum_of(self._work, reservation.features)
+            self._hidden += reservation.hidden
+
+    def read(self, reading: Reading, now: float) -> None:
+        """The engine's counters, read just now. What they say is a sample unless first tokens taught all of it."""
+        before, requests = self._before, self._work[0]
+        if before is None or reading.prefills < before.prefills:  # another process than before
+            self._begin(reading)
+            return
+        prefills, seconds = reading.prefills - before.prefills, reading.seconds - before.seconds
+        computed = _growth(before.computed_tokens, reading.computed_tokens)
+        agrees = computed is not None or abs(prefills - requests) <= TOLERANCE * prefills
+        if not requests or not prefills or not agrees:
+            self._readings += 1
+            if self._readings >= MAX_READINGS or not (requests or prefills):
+                self._begin(reading)
+            return
+        work, weight = mean_of(self._work, prefills, computed), min(self._hidden, MAX_WEIGHT)
+        self._begin(reading)
+        learn = self._load.on_sample
+        if learn is not None and seconds > 0.0:
+            for _ in range(weight):
+                learn(work, seconds / prefills, now, scraped=True)
+
+    def _begin(self, reading: Reading) -> None:
+        self._before = reading
+        self._work, self._hidden, self._readings = NO_WORK, 0, 0
+
+
+def mean_of(work: Features, prefills: int, computed_tokens: int | None) -> Features:
+    """The mean prefill: of our requests' `work`, with as many tokens as the engine says that all of them computed."""
+    requests, tokens, attention, lower = work
+    ours = tokens / requests
+    mean = ours if computed_tokens is None else computed_tokens / prefills
+    return (1.0, mean, attention / requests * (mean / ours if ours else 1.0), lower / requests)
+
+
+def _growth(before: int | None, now: int | None) -> int | None:
+    return None if before is None or now is None or now < before else now - before

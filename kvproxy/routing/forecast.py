@@ -1,0 +1,43 @@
+"""How long prefills will take, by learned speeds: what the router queue is ordered and opened by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from kvproxy.routing.load import features_of, seconds_of
+from kvproxy.routing.policy import Candidate, OverlapFacts
+from kvproxy.routing.speeds import SpeedModel
+from kvproxy.types import EndpointId
+
+
+@runtime_checkable
+class Forecaster(Protocol):
+    """A policy that knows how long a prefill takes; the router queue needs one."""
+
+    speeds: SpeedModel
+    """The learned speeds of its pool."""
+
+
+def speeds_of(*policies: object) -> SpeedModel | None:
+    """What the first of these that is a Forecaster has learned."""
+    return next((policy.speeds for policy in policies if isinstance(policy, Forecaster)), None)
+
+
+def own_s(facts: OverlapFacts, endpoint: EndpointId, speeds: SpeedModel) -> float:
+    """Pooled prefill seconds of a request on one endpoint once it begins, lower tiers brought up included."""
+    overlap = facts.by_endpoint.get(endpoint)
+    matched = facts.matched_tokens(endpoint)
+    lower = 0 if overlap is None else min(overlap.lower_tokens, matched)
+    return seconds_of(features_of(facts.prompt_tokens - matched, matched, lower), speeds.seconds)
+
+
+def least_own_s(facts: OverlapFacts, candidates: Sequence[Candidate], speeds: SpeedModel) -> float:
+    """The same where most is cached: what the router queue orders by."""
+    return min(own_s(facts, candidate.id, speeds) for candidate in candidates)
+
+
+def least_wait_s(candidates: Sequence[Candidate], speeds: SpeedModel, now: float) -> float:
+    """Pending prefill seconds of the freest endpoint: what the router queue opens by."""
+    seconds = speeds.seconds
+    return min(candidate.load.wait_s(seconds, speeds.slowness(candidate.id, now), now) for candidate in candidates)

@@ -1,0 +1,45 @@
+"""Every policy by its name in the configuration."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+
+from kvproxy.config import schema
+from kvproxy.config.model import Model
+from kvproxy.routing.consistent_hash import ConsistentHash
+from kvproxy.routing.dynamo import Dynamo
+from kvproxy.routing.kv_aware import KvAware
+from kvproxy.routing.least_ttft import LeastTtft
+from kvproxy.routing.llm_d import LlmD
+from kvproxy.routing.lmetric import LMetric
+from kvproxy.routing.policy import Policy
+from kvproxy.routing.prefix_affinity import PrefixAffinity
+from kvproxy.routing.session import Session
+from kvproxy.routing.simple import LeastRequest, PowerOfTwo, RandomPolicy, RoundRobin
+
+#: Makes a policy for one cluster, from that cluster's settings.
+PolicyFactory = Callable[[random.Random, schema.ClusterSettings], Policy]
+
+POLICIES: Mapping[schema.PolicyName, PolicyFactory] = {
+    schema.PolicyName.RANDOM: lambda rng, _: RandomPolicy(rng=rng),
+    schema.PolicyName.ROUND_ROBIN: lambda _rng, _: RoundRobin(),
+    schema.PolicyName.LEAST_REQUEST: lambda rng, _: LeastRequest(rng=rng),
+    schema.PolicyName.POWER_OF_TWO: lambda rng, _: PowerOfTwo(rng=rng),
+    schema.PolicyName.CONSISTENT_HASH: lambda rng, _: ConsistentHash(rng=rng),
+    schema.PolicyName.SESSION: lambda rng, _: Session(rng=rng),
+    schema.PolicyName.KV_AWARE: lambda rng, cluster: KvAware(rng=rng, settings=cluster.parameters.kv_aware),
+    schema.PolicyName.PREFIX_AFFINITY: lambda rng, cluster: PrefixAffinity(
+        rng=rng, settings=cluster.parameters.prefix_affinity
+    ),
+    schema.PolicyName.DYNAMO: lambda rng, cluster: Dynamo(rng=rng, settings=cluster.parameters.dynamo),
+    schema.PolicyName.LLM_D: lambda rng, cluster: LlmD(rng=rng, settings=cluster.parameters.llm_d),
+    schema.PolicyName.LMETRIC: lambda rng, _: LMetric(rng=rng),
+    schema.PolicyName.LEAST_TTFT: lambda rng, _: LeastTtft(rng=rng),
+}
+
+
+def configured(settings: schema.ClusterSettings, name: schema.PolicyName) -> Model | None:
+    """The parameters that a policy of this name begins with in this cluster; None: it has none."""
+    parameters: Model | None = getattr(settings.parameters, name.value, None)
+    return parameters

@@ -1,0 +1,47 @@
+"""Session affinity: a session stays where it is cached; everybody else goes where it is quiet."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from kvproxy.routing.consistent_hash import totals
+from kvproxy.routing.hash_ring import HashRing
+from kvproxy.routing.least import least_loaded
+from kvproxy.routing.policy import Candidate, Choice, PickRequest
+from kvproxy.routing.simple import Choices
+
+#: A session leaves its endpoint when that one has more than this times its fair share in flight...
+LOAD_FACTOR = 2.0
+#: ...and at least this many: a cached conversation is worth a short queue.
+LEAST_OVERLOAD = 8
+
+
+class Session:
+    """By hash of the session key; without one, or when its endpoint is overloaded, by least requests in flight.
+
+    It holds nothing per session, so it needs no bound and every proxy in front of the same endpoints agrees.
+    """
+
+    def __init__(self, *, rng: random.Random) -> None:
+        self._rng = rng
+        self._ring = HashRing()
+        self._sticky = Choices("session")
+        self._overloaded = Choices("session_overloaded")
+        self._keyless = Choices("no_session")
+
+    def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
+        """O(endpoints)."""
+        if not request.session_key:
+            return self._keyless[least_loaded(candidates, self._rng)]
+        index = self._home(request.session_key.encode("utf-8", "surrogatepass"), candidates)
+        home = candidates[index]
+        in_flight, weight = totals(candidates)
+        bound = max(LEAST_OVERLOAD, LOAD_FACTOR * (in_flight + 1) * home.weight / weight)
+        if home.load.in_flight >= bound:
+            return self._overloaded[least_loaded(candidates, self._rng)]
+        return self._sticky[index]
+
+    def _home(self, key: bytes, candidates: Sequence[Candidate]) -> int:
+        indexes = self._ring.follow(candidates)
+        return next(indexes[member] for member in self._ring.walk(key) if member in indexes)

@@ -1,0 +1,107 @@
+"""The four policies that look at weights and requests in flight alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from kvproxy.routing.least import least_loaded
+from kvproxy.routing.policy import Candidate, Choice, PickRequest
+from kvproxy.types import EndpointId
+
+#: Endpoints that left are forgotten once the memory of a policy is this many entries beyond the present ones.
+_FORGET_AFTER = 64
+
+
+class Choices:
+    """Choices of one reason, made once each: a frozen object costs more than the decision itself."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+        self._made: list[Choice] = []
+
+    def __getitem__(self, index: int) -> Choice:
+        while index >= len(self._made):
+            self._made.append(Choice(len(self._made), self._reason))
+        return self._made[index]
+
+
+class RandomPolicy:
+    """Draws in proportion to weight."""
+
+    def __init__(self, *, rng: random.Random) -> None:
+        self._rng = rng
+        self._choices = Choices("random")
+
+    def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
+        """O(endpoints)."""
+        drawn = self._rng.random() * sum([candidate.weight for candidate in candidates])
+        for index, candidate in enumerate(candidates):
+            drawn -= candidate.weight
+            if drawn < 0.0:
+                return self._choices[index]
+        return self._choices[len(candidates) - 1]  # the last sliver is lost to rounding
+
+
+class RoundRobin:
+    """Smooth weighted round robin: of weights 2 and 1 the turns are a, b, a rather than a, a, b.
+
+    Everyone earns its weight each turn; the richest is chosen and pays for all. What an endpoint has earned stays with
+    its id, so that endpoints may be screened out for some requests without disturbing the others' turns.
+    """
+
+    def __init__(self) -> None:
+        self._earned: dict[EndpointId, float] = {}
+        self._choices = Choices("round_robin")
+
+    def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
+        """O(endpoints)."""
+        earned = self._earned
+        if len(earned) > len(candidates) + _FORGET_AFTER:
+            earned = self._forget(candidates)
+        total = 0.0
+        best, richest = 0, float("-inf")
+        for index, candidate in enumerate(candidates):
+            weight = candidate.weight
+            total += weight
+            earned[candidate.id] = wealth = earned.get(candidate.id, 0.0) + weight
+            if wealth > richest:
+                best, richest = index, wealth
+        earned[candidates[best].id] = richest - total
+        return self._choices[best]
+
+    def _forget(self, candidates: Sequence[Candidate]) -> dict[EndpointId, float]:
+        self._earned = {candidate.id: self._earned.get(candidate.id, 0.0) for candidate in candidates}
+        return self._earned
+
+
+class LeastRequest:
+    """The least requests in flight for its weight, counting this one; ties are drawn."""
+
+    def __init__(self, *, rng: random.Random) -> None:
+        self._rng = rng
+        self._choices = Choices("least_request")
+
+    def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
+        """O(endpoints)."""
+        return self._choices[least_loaded(candidates, self._rng)]
+
+
+class PowerOfTwo:
+    """The less loaded, for its weight, of two drawn at random: nearly least_request, at a constant cost."""
+
+    def __init__(self, *, rng: random.Random) -> None:
+        self._rng = rng
+        self._choices = Choices("power_of_two")
+
+    def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
+        """O(1)."""
+        count = len(candidates)
+        first = int(self._rng.random() * count)
+        if count == 1:
+            return self._choices[0]
+        second = int(self._rng.random() * (count - 1))
+        second += second >= first
+        a, b = candidates[first], candidates[second]
+        first_is_less = (a.load.in_flight + 1) * b.weight <= (b.load.in_flight + 1) * a.weight
+        return self._choices[first if first_is_less else second]

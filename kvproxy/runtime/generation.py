@@ -1,0 +1,122 @@
+"""What one configuration made: clusters, services and the chain. The next one takes over what did not change."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.http_probe import HttpProbe
+from kvproxy.cluster.routes import Routes
+from kvproxy.config import schema
+from kvproxy.config.schema import DEFAULT_FILTERS, Config, FilterSpec
+from kvproxy.filters.chain import FilterContext, FilterType, Observer, Services, WallClock, build_chain
+from kvproxy.filters.registry import FILTERS, discover
+from kvproxy.kvcache.service import KvCache
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.request.body_bounds import HeldBodies
+from kvproxy.request.error_reply import local_reply
+from kvproxy.request.exchange import Exchange
+from kvproxy.routing.registry import configured
+from kvproxy.routing.tuning import departures
+from kvproxy.types import Clock
+from kvproxy.upstream.pool import UpstreamPool
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What outlives every generation."""
+
+    metrics: Metrics
+    clock: Clock
+    wall_clock: WallClock
+    rng: random.Random
+    pool: UpstreamPool
+    probes: UpstreamPool
+    extra_filters: Mapping[str, FilterType] | None
+    arrivals: tuple[Callable[[Exchange], None], ...]
+    observers: tuple[Observer, ...]
+    bodies: HeldBodies
+
+
+class Generation:
+    """Built whole or not at all (ConfigError); serves once `parts` are entered. `running` counts its open requests."""
+
+    def __init__(self, config: Config, shared: Shared, *, before: Generation | None = None) -> None:
+        self.config = config
+        self._shared = shared
+        self.running = 0
+        kept = {} if before is None else before.clusters
+        self.clusters: dict[str, Cluster] = {
+            name: kept.get(name) or self._cluster(name, config.clusters[name]) for name in config.clusters
+        }
+        routes = self.routes = Routes.from_config(config, self.clusters)
+        context = FilterContext(
+            config,
+            shared.metrics,
+            shared.clock,
+            shared.wall_clock,
+            shared.rng,
+            Services(self.clusters, routes, shared.pool, shared.bodies),
+            former=() if before is None else tuple(before.kvcaches),
+            inherited={} if before is None else before.left,
+            arrivals=list(shared.arrivals),
+            observers=list(shared.observers),
+        )
+        specs = config.filters or tuple(FilterSpec(name=name) for name in DEFAULT_FILTERS)
+        extra = shared.extra_filters
+        types = {**(discover({spec.name for spec in specs}) if extra is None else extra), **FILTERS}
+        self._chain: ASGIApp = build_chain(specs, self._not_found, context=context, types=types)
+        self.kvcaches: list[KvCache] = context.kvcaches
+        self.left: dict[str, list[object]] = context.left  # by filters, to their successors
+        #: In the order they are entered; some may be running already, in the generation before.
+        self.parts: list[AbstractAsyncContextManager[object]] = [*self.clusters.values(), *context.lifetimes]
+
+    def take_over(self) -> dict[str, dict[str, object]]:
+        """Clusters that stay get the settings of this configuration. Answers with the routing parameters that are lost
+        by it, by cluster: those an operator changed about a policy that another one replaces."""
+        lost: dict[str, dict[str, object]] = {}
+        for name, cluster in self.clusters.items():
+            settings, policy = self.config.clusters[name], cluster.policy
+            changed = departures(policy, configured(cluster.settings, cluster.settings.policy))
+            cluster.reconfigure(settings, probe=self._probe(settings))
+            if changed and cluster.policy is not policy:
+                lost[name] = changed
+        return lost
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.running += 1
+        try:
+            await self._chain(scope, receive, send)
+        finally:
+            self.running -= 1
+
+    def _cluster(self, name: str, settings: schema.ClusterSettings) -> Cluster:
+        shared = self._shared
+        return Cluster(
+            name,
+            settings,
+            metrics=shared.metrics,
+            clock=shared.clock,
+            rng=shared.rng,
+            probe=self._probe(settings),
+        )
+
+    def _probe(self, settings: schema.ClusterSettings) -> HttpProbe:
+        return HttpProbe(self._shared.probes, settings.health)
+
+    async def _not_found(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """What a chain without a router answers."""
+        message = "No filter answered this request."
+        metrics = self._shared.metrics
+        await local_reply(scope, send, status=404, reason="no_filter", message=message, metrics=metrics)
+
+
+def needs_restart(old: Config, new: Config) -> list[str]:
+    """Settings whose change takes effect only when the process starts anew, by path."""
+    names = ("listen", "admin", "limits", "pool", "shutdown", "log", "receipts")
+    return [name for name in names if getattr(old, name) != getattr(new, name)]

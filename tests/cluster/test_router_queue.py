@@ -1,0 +1,286 @@
+"""Requests wait at the proxy while every endpoint has enough to prefill, and are placed one by one as load falls."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.pick import AttemptOutcome, Pick
+from kvproxy.cluster.router_queue import QueueFull, RouterQueue
+from kvproxy.config import schema
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.routing.policy import Overlap, OverlapFacts, PickRequest
+from kvproxy.types import EndpointId
+from tests.support.clock import FakeClock
+from tests.support.until import until
+
+
+def settings_of(policy: schema.PolicyName = schema.PolicyName.KV_AWARE, **queue: Any) -> schema.ClusterSettings:
+    return schema.ClusterSettings(
+        policy=policy,
+        endpoints=tuple(
+            schema.EndpointSettings(id=name, url=f"http://127.0.0.1:{port}") for name, port in (("a", 1), ("b", 2))
+        ),
+        health=schema.HealthCheckSettings(active=False),
+        queue=schema.RouterQueueSettings(**queue),
+    )
+
+
+def cluster_of(clock: FakeClock, *, metrics: Metrics | None = None, **queue: Any) -> Cluster:
+    settings = settings_of(**queue)
+    return Cluster("c", settings, metrics=metrics or Metrics(), clock=clock, rng=random.Random(1))
+
+
+def request(tokens: int) -> PickRequest:
+    return PickRequest(facts=OverlapFacts(prompt_tokens=tokens))
+
+
+def room_of(cluster: Cluster) -> RouterQueue:
+    assert cluster.room is not None
+    return cluster.room
+
+
+def enter(cluster: Cluster, tokens: int, **more: Any) -> asyncio.Task[Pick | None]:
+    options = {"tenant": "", "priority": 0, **more}
+    asked = request(tokens)
+    return asyncio.create_task(room_of(cluster).pick(asked, again=lambda: asked, **options))
+
+
+async def placed(task: asyncio.Task[Pick | None]) -> Pick:
+    pick = await asyncio.wait_for(task, 60)
+    assert pick is not None
+    return pick
+
+
+async def fill(cluster: Cluster, tokens: int = 20_000) -> list[Pick]:
+    """Work for both endpoints, more than the queue admits below."""
+    return [await placed(enter(cluster, tokens)) for _ in range(2)]
+
+
+async def test_free_endpoints_take_requests_at_once(clock: FakeClock) -> None:
+    """Nobody waits while an endpoint has little pending, and both get one."""
+    cluster = cluster_of(clock)
+    picks = await fill(cluster)
+    assert {pick.endpoint.id for pick in picks} == {"a", "b"}
+    assert len(room_of(cluster)) == 0
+
+
+async def test_short_requests_overtake_long_ones_when_load_falls(clock: FakeClock) -> None:
+    """One first token makes room for one request: the shortest, though it came last."""
+    cluster = cluster_of(clock)
+    picks = await fill(cluster)
+    long, short = enter(cluster, 9_000), enter(cluster, 6_000)
+    await until(lambda: len(room_of(cluster)) == 2)
+    picks[0].first_token(clock())
+    pick = await placed(short)
+    assert pick.endpoint is picks[0].endpoint
+    assert not long.done()
+    pick.settle(AttemptOutcome.SUCCESS, clock())
+    await placed(long)
+
+
+async def test_a_higher_priority_goes_first(clock: FakeClock) -> None:
+    """Whatever its length."""
+    cluster = cluster_of(clock)
+    picks = await fill(cluster)
+    low, high = enter(cluster, 5_000), enter(cluster, 50_000, priority=1)
+    await until(lambda: len(room_of(cluster)) == 2)
+    picks[1].settle(AttemptOutcome.FAILURE, clock())
+    await placed(high)
+    low.cancel()
+    await asyncio.gather(low, return_exceptions=True)
+
+
+async def test_a_full_queue_refuses_and_says_when_to_come_back(clock: FakeClock) -> None:
+    """Bounded, with a time for `retry-after`."""
+    cluster = cluster_of(clock, limit=1, max_wait="7s")
+    await fill(cluster)
+    waiting = enter(cluster, 5_000)
+    await until(lambda: len(room_of(cluster)) == 1)
+    with pytest.raises(QueueFull) as refused:
+        await enter(cluster, 5_000)
+    assert refused.value.retry_after_s == 7.0
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert len(room_of(cluster)) == 0
+
+
+async def test_nobody_waits_longer_than_the_bound(clock: FakeClock) -> None:
+    """Then it goes out although nothing became free."""
+    cluster = cluster_of(clock, max_wait="5s")
+    await fill(cluster, 80_000)
+    waiting = enter(cluster, 5_000)
+    await until(lambda: len(room_of(cluster)) == 1)
+    clock.advance(5.0)
+    room_of(cluster).load_fell(clock())
+    await placed(waiting)
+
+
+async def test_time_alone_lets_somebody_in(clock: FakeClock) -> None:
+    """The room looks again by itself when an endpoint's pending prefill should be done."""
+    cluster = cluster_of(clock, max_wait="20ms")
+    await fill(cluster, 80_000)
+    waiting = enter(cluster, 5_000)
+    await until(lambda: len(room_of(cluster)) == 1)
+    clock.advance(1.0)  # the timer was set by the loop's own clock and looks at ours
+    await placed(waiting)
+
+
+async def test_a_client_that_leaves_while_it_waits_leaves_no_trace(clock: FakeClock) -> None:
+    """Neither a place in the queue nor a reservation, also when its turn came in the same moment."""
+    cluster = cluster_of(clock)
+    picks = await fill(cluster)
+    gone, lucky = enter(cluster, 5_000), enter(cluster, 6_000)
+    await until(lambda: len(room_of(cluster)) == 2)
+    picks[0].first_token(clock())  # gives `gone` its place ...
+    gone.cancel()  # ... before it could take it
+    await asyncio.gather(gone, return_exceptions=True)
+    assert gone.cancelled()
+    await placed(lucky)
+    assert sum(endpoint.load.in_flight for endpoint in cluster.endpoints) == 3
+
+
+async def test_the_request_is_asked_again_when_its_turn_comes(clock: FakeClock) -> None:
+    """What was cached where may have changed while it waited."""
+    cluster = cluster_of(clock)
+    picks = await fill(cluster)
+    asked: list[float] = []
+
+    def fresh() -> PickRequest:
+        asked.append(clock())
+        held = {EndpointId(name): Overlap(4_900) for name in ("a", "b")}
+        return PickRequest(facts=OverlapFacts(5_000, held))
+
+    room = room_of(cluster)
+    waiting = asyncio.create_task(room.pick(request(5_000), again=fresh, tenant="", priority=0))
+    await until(lambda: len(room) == 1)
+    clock.advance(0.01)
+    picks[0].first_token(clock())
+    pick = await placed(waiting)
+    assert (asked, pick.reservation.cached_tokens) == ([1000.01], 4_900)
+
+
+async def test_without_endpoints_nobody_waits_for_nothing(clock: FakeClock) -> None:
+    """The refusal comes at once."""
+    cluster = cluster_of(clock)
+    for endpoint in cluster.endpoints:
+        cluster.drain(endpoint.id)
+    assert await enter(cluster, 100) is None
+
+
+def test_there_is_no_room_unless_asked_for(clock: FakeClock) -> None:
+    """Off by default, and for policies that do not know how long a prefill takes."""
+    assert cluster_of(clock, enabled=False).room is None
+
+
+async def test_who_waits_and_what_became_of_them_is_shown(clock: FakeClock) -> None:
+    """Every way out is counted once, for people and as metrics."""
+    metrics = Metrics()
+    cluster = cluster_of(clock, metrics=metrics, limit=3, max_wait="7s")
+    room = room_of(cluster)
+    picks = await fill(cluster, 80_000)
+    turn, overdue, leaves = (enter(cluster, tokens) for tokens in (5_000, 9_000, 9_500))
+    await until(lambda: len(room) == 3)
+    with pytest.raises(QueueFull):
+        await enter(cluster, 5_000)
+    clock.advance(2.0)
+    shown = room.status(clock())
+    assert (shown["depth"], shown["limit"], shown["oldest_wait_s"], shown["max_wait_s"]) == (3, 3, 2.0, 7.0)
+    assert metrics.registry.get_sample_value("kvproxy_router_queue_oldest_wait_seconds", {"cluster": "c"}) == 2.0
+    leaves.cancel()
+    await asyncio.gather(leaves, return_exceptions=True)
+    picks[0].settle(AttemptOutcome.CANCELLED, clock())
+    await placed(turn)
+    for endpoint in cluster.endpoints:  # whoever is placed now has a long way to go
+        endpoint.load.reserve(200_000, 0, clock())
+    clock.advance(5.0)
+    room.load_fell(clock())
+    await placed(overdue)
+    shown = room.status(clock())
+    assert shown["released"] == {"turn": 1, "max_wait": 1, "no_endpoint": 0, "queue_off": 0, "client_left": 1}
+    assert (shown["refused"], shown["depth"], shown["oldest_wait_s"]) == (1, 0, 0.0)
+    for reason in ("turn", "max_wait", "client_left", "refused"):
+        assert (
+            metrics.registry.get_sample_value("kvproxy_router_queue_exits_total", {"cluster": "c", "reason": reason})
+            == 1
+        )
+
+
+async def test_nobody_left_to_take_it_is_counted(clock: FakeClock) -> None:
+    """Its turn comes, and the refusal is its answer."""
+    cluster = cluster_of(clock)
+    await fill(cluster)
+    waiting = enter(cluster, 5_000)
+    await until(lambda: len(room_of(cluster)) == 1)
+    for endpoint in cluster.endpoints:
+        cluster.drain(endpoint.id)
+    room_of(cluster).load_fell(clock())
+    assert await waiting is None
+    assert room_of(cluster).status(clock())["released"]["no_endpoint"] == 1  # type: ignore[index]
+
+
+async def test_other_settings_find_the_same_requests_waiting(clock: FakeClock) -> None:
+    """A reload throws nobody out; here a shorter bound places at once whoever is over it."""
+    metrics = Metrics()
+    cluster = cluster_of(clock, metrics=metrics, max_wait="30s")
+    room = room_of(cluster)
+    await fill(cluster, 80_000)
+    waiting = enter(cluster, 5_000)
+    await until(lambda: len(room) == 1)
+    clock.advance(6.0)
+    cluster.reconfigure(settings_of(limit=9), probe=None)
+    assert (cluster.room, len(room), room.status(clock())["limit"]) == (room, 1, 9)
+    assert metrics.registry.get_sample_value("kvproxy_queue_limit", {"queue": "router/c"}) == 9
+    cluster.reconfigure(settings_of(max_wait="5s"), probe=None)
+    assert len(room) == 0
+    await placed(waiting)
+
+
+@pytest.mark.parametrize("after", [settings_of(enabled=False), settings_of(schema.PolicyName.ROUND_ROBIN)])
+async def test_a_queue_that_is_taken_away_places_whoever_waits(clock: FakeClock, after: schema.ClusterSettings) -> None:
+    """Also where it goes because the new policy knows nothing of prefills; its gauges go too, and may come back."""
+    metrics = Metrics()
+    cluster = cluster_of(clock, metrics=metrics)
+    room = room_of(cluster)
+    await fill(cluster, 80_000)
+    waiting = [enter(cluster, 5_000) for _ in range(2)]
+    await until(lambda: len(room) == 2)
+    cluster.reconfigure(after, probe=None)
+    assert cluster.room is None
+    for each in waiting:
+        await placed(each)
+    assert room.status(clock())["released"]["queue_off"] == 2  # type: ignore[index]
+    assert metrics.registry.get_sample_value("kvproxy_queue_depth", {"queue": "router/c"}) is None
+    assert metrics.registry.get_sample_value("kvproxy_router_queue_oldest_wait_seconds", {"cluster": "c"}) is None
+    cluster.reconfigure(settings_of(), probe=None)
+    assert metrics.registry.get_sample_value("kvproxy_queue_depth", {"queue": "router/c"}) == 0
+
+
+async def test_a_cluster_that_is_no_more_keeps_nobody_waiting(clock: FakeClock) -> None:
+    """They are refused, as anybody is who comes to it now."""
+    metrics = Metrics()
+    cluster = cluster_of(clock, metrics=metrics)
+    await fill(cluster)
+    waiting = enter(cluster, 5_000)
+    await until(lambda: len(room_of(cluster)) == 1)
+    cluster.dissolve()
+    assert await waiting is None
+    assert metrics.registry.get_sample_value("kvproxy_queue_limit", {"queue": "router/c"}) is None
+
+
+async def test_a_client_that_left_in_this_very_moment_is_passed_over(clock: FakeClock) -> None:
+    """Its task has not run since; its turn is the next one's, and it counts as one who left."""
+    cluster = cluster_of(clock)
+    picks = await fill(cluster)
+    gone, lucky = enter(cluster, 5_000), enter(cluster, 6_000)
+    await until(lambda: len(room_of(cluster)) == 2)
+    gone.cancel()
+    picks[0].first_token(clock())
+    await placed(lucky)
+    await asyncio.gather(gone, return_exceptions=True)
+    released = room_of(cluster).status(clock())["released"]
+    assert released == {"turn": 1, "max_wait": 0, "no_endpoint": 0, "queue_off": 0, "client_left": 1}

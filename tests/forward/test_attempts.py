@@ -1,0 +1,31 @@
+"""Where the next attempt goes, and after what pause."""
+
+from __future__ import annotations
+
+import random
+from typing import cast
+
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.config.schema import EndpointRetrySettings, RetrySettings
+from kvproxy.forward.attempts import Attempts
+from kvproxy.types import EndpointId
+
+
+class Fake:
+    """What attempts look at of an endpoint."""
+
+    def __init__(self, name: str, retry: EndpointRetrySettings | None) -> None:
+        self.id = EndpointId(name)
+        self.retry = retry
+
+
+def test_the_pauses_of_an_endpoints_own_retries_grow_up_to_their_bound() -> None:
+    """Times `multiplier`, then `max_backoff`; the endpoint after it is tried at once, and its pauses start again."""
+    own = EndpointRetrySettings(attempts=5, backoff=0.1, multiplier=3, max_backoff=0.5)
+    attempts = Attempts(RetrySettings(), rng=random.Random(1))
+    for name in "ab":
+        endpoint = cast("Endpoint", Fake(name, own))
+        pauses = [attempts.failed(endpoint) for _ in range(5)]
+        assert [None if pause is None else round(pause, 6) for pause in pauses] == [0.1, 0.3, 0.5, 0.5, 0.0]
+        assert attempts.again is None
+    assert attempts.excluded == {"a", "b"}

@@ -1,0 +1,168 @@
+"""What of a client's and an engine's headers passes, and what does not."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from kvproxy.forward.headers import RequestHeaders, RequestLoops, response_headers, with_credential
+from kvproxy.types import Headers
+from kvproxy.upstream.origin import Origin
+
+#: RFC 9110 (7.6.1), and what RFC 2616 (13.5.1) named besides.
+HOP_BY_HOP = [b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"proxy-authenticate",
+              b"proxy-authorization", b"proxy-connection"]  # fmt: skip
+
+
+def scope(headers: Headers, **more: Any) -> dict[str, Any]:
+    return {"type": "http", "scheme": "http", "client": ("192.0.2.7", 4711), "headers": headers, **more}
+
+
+def built(headers: Headers, *, request_id: str = "", **more: Any) -> dict[bytes, bytes]:
+    pairs = RequestHeaders().build(scope(headers, **more), request_id=request_id)
+    assert len({name for name, _ in pairs}) == len(pairs), "no header twice"
+    return dict(pairs)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*HOP_BY_HOP, b"host", b"content-length", b"expect"],
+)
+def test_hop_by_hop_and_framing_headers_stop_here(name: bytes) -> None:
+    """They belong to the client's connection, not to ours."""
+    assert name not in built([(name, b"close"), (b"accept", b"*/*")])
+
+
+@pytest.mark.parametrize("name", HOP_BY_HOP)
+def test_hop_by_hop_headers_of_an_engine_stop_here_too(name: bytes) -> None:
+    """They belong to the connection between the two of us."""
+    assert response_headers([(name, b"close"), (b"etag", b"1")], endpoint=b"e1") == [
+        (b"etag", b"1"), (b"x-kvproxy-endpoint", b"e1")
+    ]  # fmt: skip
+
+
+def test_headers_named_by_connection_stop_here() -> None:
+    """`connection: x-secret` makes x-secret hop-by-hop (RFC 9110, 7.6.1)."""
+    headers = built([(b"connection", b"close, X-Secret"), (b"x-secret", b"1"), (b"x-open", b"2")])
+    assert b"x-secret" not in headers
+    assert headers[b"x-open"] == b"2"
+
+
+def test_connection_given_twice_is_read_whole() -> None:
+    """A second `connection` header names headers too."""
+    headers = built([(b"connection", b"close"), (b"connection", b"x-a"), (b"x-a", b"1")])
+    assert b"x-a" not in headers
+
+
+def test_the_client_address_is_appended() -> None:
+    """An engine behind several proxies sees all of them in order."""
+    headers = built([(b"x-forwarded-for", b"198.51.100.1"), (b"host", b"api.example")])
+    assert headers[b"x-forwarded-for"] == b"198.51.100.1, 192.0.2.7"
+    assert headers[b"x-forwarded-host"] == b"api.example"
+    assert headers[b"x-forwarded-proto"] == b"http"
+
+
+def test_without_a_client_address_the_earlier_ones_stay() -> None:
+    """Under a unix socket the server knows no address."""
+    assert built([(b"x-forwarded-for", b"198.51.100.1")], client=None)[b"x-forwarded-for"] == b"198.51.100.1"
+
+
+def test_a_forged_proto_is_replaced() -> None:
+    """What the scheme was, this proxy knows best."""
+    assert built([(b"x-forwarded-proto", b"https")])[b"x-forwarded-proto"] == b"http"
+
+
+def test_a_valid_trace_parent_passes_with_its_state() -> None:
+    """The client's trace goes through unbroken."""
+    parent = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    headers = built([(b"traceparent", parent), (b"tracestate", b"a=1")])
+    assert headers[b"traceparent"] == parent
+    assert headers[b"tracestate"] == b"a=1"
+
+
+@pytest.mark.parametrize("given", [None, b"garbage", b"00-xyz-b7ad6b7169203331-01"])
+def test_a_missing_or_bad_trace_parent_is_begun_anew(given: bytes | None) -> None:
+    """And then the client's trace state means nothing any more."""
+    headers = built([(b"tracestate", b"a=1")] + ([(b"traceparent", given)] if given else []))
+    assert re.fullmatch(rb"00-[0-9a-f]{32}-[0-9a-f]{16}-00", headers[b"traceparent"])
+    assert b"tracestate" not in headers
+
+
+def test_the_request_id_replaces_the_clients() -> None:
+    """What the log says is what the engine says."""
+    assert built([(b"x-request-id", b"theirs")], request_id="ours")[b"x-request-id"] == b"ours"
+    assert built([(b"x-request-id", b"theirs")])[b"x-request-id"] == b"theirs"
+
+
+def test_an_endpoints_own_key_replaces_the_clients_in_a_new_list() -> None:
+    """One endpoint's credential never stays in the list the next attempt copies."""
+    base: Headers = [(b"authorization", b"Bearer client"), (b"x-api-key", b"client"), (b"accept", b"*/*")]
+    assert with_credential(base, b"Bearer own") == [(b"accept", b"*/*"), (b"authorization", b"Bearer own")]
+    untouched = with_credential(base, None)
+    assert untouched == base
+    assert untouched is not base
+
+
+def test_response_headers_keep_their_order_and_repeats() -> None:
+    """set-cookie may come twice; hop-by-hop headers end at us; the endpoint is named."""
+    received: Headers = [(b"set-cookie", b"a"), (b"connection", b"x-gone"), (b"x-gone", b"1"), (b"set-cookie", b"b"),
+                         (b"transfer-encoding", b"chunked")]  # fmt: skip
+    assert response_headers(received, endpoint=b"e1") == [
+        (b"set-cookie", b"a"), (b"set-cookie", b"b"), (b"x-kvproxy-endpoint", b"e1")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [b"x-data-parallel-rank", b"x-prefiller-host-port", b"x-encoder-hosts-ports", b"x-data-parallel-host-port",
+     b"x-kv-cache-source-host-port", b"x-kvproxy-endpoint", b"x-kvproxy-anything"],
+)  # fmt: skip
+def test_what_steers_engines_comes_from_trusted_clients_only(name: bytes) -> None:
+    """A rank or a peer to pull KV from is for schedulers to name."""
+    headers = [(name, b"1"), (b"x-other", b"2")]
+    assert name not in built(headers)
+    assert built(headers)[b"x-other"] == b"2"
+    trusted = dict(RequestHeaders().build(scope(headers), request_id="", trusted=True))
+    assert trusted[name] == b"1"
+
+
+def test_a_header_of_the_proxys_own_filters_passes() -> None:
+    """`kvcache` may be told to name the preferred endpoint in such a one."""
+    own = RequestHeaders(own=[b"x-kvproxy-preferred"])
+    assert (b"x-kvproxy-preferred", b"a") in own.build(scope([(b"x-kvproxy-preferred", b"a")]), request_id="")
+
+
+def test_a_request_that_was_here_before_is_told_by_via() -> None:
+    """Only by this proxy's own name, wherever it stands among the hops."""
+    headers = RequestHeaders()
+    with pytest.raises(RequestLoops):
+        headers.build(scope([(b"via", b"1.1 a, " + headers.via + b", 1.1 b")]), request_id="")
+    other = RequestHeaders().via
+    assert (b"via", other + b", " + headers.via) in headers.build(scope([(b"via", other)]), request_id="")
+
+
+@pytest.mark.parametrize(
+    ("location", "seen"),
+    [
+        (b"http://engine:8000/base/v1/x?a=%2F", b"/v1/x?a=%2F"),
+        (b"http://ENGINE:8000/base", b"/"),
+        (b"http://engine/other", b"/other"),
+        (b"http://engine:8000//evil.example/x", b"/evil.example/x"),
+        (b"//engine/x", b"/x"),
+        (b"http://192.168.1.1/x", b"/x"),
+        (b"http://[::1]:9/x", b"/x"),
+        (b"http://localhost", b"/"),
+        (b"http://[broken/x", b"/"),
+        (b"https://storage.example/x", b"https://storage.example/x"),
+        (b"http://8.8.8.8/x", b"http://8.8.8.8/x"),
+        (b"/v1/x", b"/v1/x"),
+        (b"x?y", b"x?y"),
+    ],
+)
+def test_locations_tell_no_address_of_an_engine(location: bytes, seen: bytes) -> None:
+    """A redirect into the engine is one on the client's own host."""
+    origin = Origin.parse("http://engine:8000/base")
+    for name in (b"location", b"content-location"):
+        assert (name, seen) in response_headers([(name, location)], endpoint=b"a", origin=origin)

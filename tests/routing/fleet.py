@@ -1,0 +1,44 @@
+"""Candidates whose loads a test arranges by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvproxy.routing.load import EndpointLoad, Reservation
+from kvproxy.routing.policy import Overlap, OverlapFacts, PickRequest
+from kvproxy.types import EndpointId
+
+
+@dataclass
+class FakeCandidate:
+    """An endpoint that passed screening."""
+
+    id: EndpointId
+    weight: float = 1.0
+    load: EndpointLoad = field(default_factory=EndpointLoad)
+
+
+def fleet(count: int) -> list[FakeCandidate]:
+    """Idle endpoints e0, e1, ..."""
+    return [FakeCandidate(EndpointId(f"e{index}")) for index in range(count)]
+
+
+def ask(prompt_tokens: int, held: Mapping[str, int | Overlap] = {}, *, hot: int = 0) -> PickRequest:
+    """A request whose leading tokens are held as given; a number means device memory."""
+    overlaps = {
+        EndpointId(name): tokens if isinstance(tokens, Overlap) else Overlap(device_tokens=tokens)
+        for name, tokens in held.items()
+    }
+    return PickRequest(facts=OverlapFacts(prompt_tokens=prompt_tokens, by_endpoint=overlaps, hot_tokens=hot))
+
+
+def occupy(candidate: FakeCandidate, *, uncached: int = 0, cached: int = 0, times: int = 1) -> list[Reservation]:
+    """Requests in flight without a first token, placed at 0 s."""
+    return [candidate.load.reserve(uncached, cached, 0.0) for _ in range(times)]
+
+
+def decode(candidate: FakeCandidate, *, tokens: int, times: int = 1) -> None:
+    """Requests in flight that have their first token."""
+    for _ in range(times):
+        candidate.load.first_token(candidate.load.reserve(tokens, 0, 0.0), 0.0)

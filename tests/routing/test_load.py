@@ -1,0 +1,208 @@
+"""The ledger of one endpoint: counts, wait estimate, samples."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvproxy.routing.load import HEAD_REQUESTS, EndpointLoad, Features, features_of
+
+SECONDS: Features = (0.01, 1e-3, 0.0, 0.0)
+
+
+class Samples(list[tuple[Features, float, float]]):
+    """What a learner would receive."""
+
+    def __call__(self, work: Features, busy_s: float, now: float, *, scraped: bool = False) -> None:
+        self.append((work, busy_s, now))
+
+
+@pytest.fixture
+def samples() -> Samples:
+    return Samples()
+
+
+@pytest.fixture
+def load(samples: Samples) -> EndpointLoad:
+    return EndpointLoad(on_sample=samples)
+
+
+def test_counts_follow_a_request_through_its_life(load: EndpointLoad) -> None:
+    """Pending until the first token, resident until the end."""
+    reservation = load.reserve(300, 100, 1.0)
+    assert (load.in_flight, load.pending_tokens, load.resident_tokens, load.pending_requests) == (1, 300, 400, 1)
+    load.first_token(reservation, 2.0)
+    assert (load.in_flight, load.pending_tokens, load.resident_tokens, load.pending_requests) == (1, 0, 400, 0)
+    assert reservation.first_token_at == 2.0
+    load.release(reservation, 3.0)
+    load.release(reservation, 4.0)
+    assert (load.in_flight, load.pending_tokens, load.resident_tokens) == (0, 0, 0)
+
+
+def test_one_request_alone_is_one_sample(load: EndpointLoad, samples: Samples) -> None:
+    """Busy from the reservation to the first token."""
+    load.first_token(load.reserve(300, 100, 1.0), 1.5)
+    assert samples == [(features_of(300, 100), 0.5, 1.5)]
+
+
+def test_first_tokens_of_one_step_are_one_sample(load: EndpointLoad, samples: Samples) -> None:
+    """A group closes when a later step's first token comes, or nothing is pending."""
+    first, second, third = (load.reserve(100, 0, 0.0) for _ in range(3))
+    load.first_token(first, 0.2)
+    load.first_token(second, 0.201)
+    assert samples == []
+    load.first_token(third, 0.3)
+    assert [(work[0], round(busy_s, 3)) for work, busy_s, _ in samples] == [(2.0, 0.201), (1.0, 0.099)]
+
+
+def test_an_idle_gap_is_not_busy(load: EndpointLoad, samples: Samples) -> None:
+    """A sample begins with the work, not with the end of the one before."""
+    load.first_token(load.reserve(100, 0, 0.0), 0.2)
+    load.first_token(load.reserve(100, 0, 50.0), 50.3)
+    assert [round(busy_s, 3) for _, busy_s, _ in samples] == [0.2, 0.3]
+
+
+def test_a_cancelled_prefill_voids_the_open_sample(load: EndpointLoad, samples: Samples) -> None:
+    """The engine may have worked for it, nobody knows how long."""
+    kept, gone = load.reserve(100, 0, 0.0), load.reserve(900, 0, 0.0)
+    load.release(gone, 0.4)
+    load.first_token(kept, 0.5)
+    assert [(work[1], round(busy_s, 3)) for work, busy_s, _ in samples] == [(100.0, 0.1)]
+
+
+def test_the_end_of_a_decode_voids_nothing(load: EndpointLoad, samples: Samples) -> None:
+    """Releases after the first token have nothing to do with prefill."""
+    decoding = load.reserve(100, 0, 0.0)
+    load.first_token(decoding, 0.1)
+    pending = load.reserve(200, 0, 1.0)
+    load.release(decoding, 1.1)
+    load.first_token(pending, 1.3)
+    assert [round(busy_s, 3) for _, busy_s, _ in samples] == [0.1, 0.3]
+
+
+def test_without_a_learner_nothing_breaks() -> None:
+    """A ledger alone counts."""
+    load = EndpointLoad()
+    load.first_token(load.reserve(10, 0, 0.0), 0.1)
+    assert load.in_flight == 1
+
+
+def test_a_first_token_after_the_release_changes_nothing(load: EndpointLoad, samples: Samples) -> None:
+    """A late byte of a cancelled request is no sample."""
+    reservation = load.reserve(10, 0, 0.0)
+    load.release(reservation, 0.1)
+    load.first_token(reservation, 0.2)
+    assert samples == []
+    assert reservation.first_token_at is None
+
+
+def test_an_idle_endpoint_has_no_wait(load: EndpointLoad) -> None:
+    """Nothing pending, nothing to wait for."""
+    assert load.wait_s(SECONDS, 5.0, 0.0) == 0.0
+
+
+def test_wait_is_pending_work_times_slowness(load: EndpointLoad) -> None:
+    """In the endpoint's own seconds."""
+    load.reserve(1000, 0, 0.0)
+    assert load.wait_s(SECONDS, 2.0, 0.0) == pytest.approx(2.02)
+
+
+def test_progress_shortens_the_wait_but_never_finishes_the_head(load: EndpointLoad) -> None:
+    """Time since the last first token counts, up to 95 % of what the engine works at now."""
+    load.reserve(2048, 0, 0.0)
+    load.reserve(1000, 0, 0.0)
+    assert load.wait_s(SECONDS, 1.0, 1.0) == pytest.approx(3.068 - 1.0)
+    assert load.wait_s(SECONDS, 1.0, 99.0) == pytest.approx(3.068 - 0.95 * 2.058)
+
+
+def test_the_head_is_bounded(load: EndpointLoad) -> None:
+    """Fully cached requests do not all run at once."""
+    for _ in range(HEAD_REQUESTS + 44):
+        load.reserve(0, 64, 0.0)
+    assert load.wait_s(SECONDS, 1.0, 99.0) == pytest.approx(3.0 - 0.95 * 2.56)
+
+
+def test_lower_tiers_are_part_of_the_pending_work(load: EndpointLoad) -> None:
+    """Bringing blocks up takes the engine's time."""
+    load.reserve(0, 1000, 0.0, lower_tokens=600)
+    assert load.wait_s((0.0, 0.0, 0.0, 1e-3), 1.0, 0.0) == pytest.approx(0.6)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5000), st.integers(0, 5000)), max_size=60))
+def test_every_order_of_events_settles_to_zero(steps: list[tuple[int, int, int]]) -> None:
+    """Whatever happens to requests, nothing leaks and the wait never goes below zero."""
+    load, live, now = EndpointLoad(), [], 0.0
+    for action, uncached, cached in steps:
+        now += 0.1
+        if action == 0 or not live:
+            live.append(load.reserve(uncached, cached, now))
+        elif action == 1:
+            load.first_token(live[uncached % len(live)], now)
+        else:
+            load.release(live.pop(uncached % len(live)), now)
+        assert load.wait_s(SECONDS, 1.0, now) >= 0.0
+    for reservation in live:
+        load.release(reservation, now)
+    assert (load.in_flight, load.pending_tokens, load.resident_tokens, load.pending_requests) == (0, 0, 0, 0)
+    assert load.pending_work == pytest.approx((0.0, 0.0, 0.0, 0.0), abs=1e-3)
+
+
+def test_a_later_first_token_shows_that_hidden_ones_are_prefilled(load: EndpointLoad, samples: Samples) -> None:
+    """Engines prefill in order of arrival, so their work belongs to the same sample."""
+    load.reserve(1000, 0, 0.0, hidden=True)
+    streamed = load.reserve(500, 0, 0.0)
+    load.first_token(streamed, 1.5)
+    assert load.pending_tokens == 0
+    assert [(work[:2], busy) for work, busy, _ in samples] == [((2.0, 1500.0), 1.5)]
+
+
+def test_a_hidden_one_behind_the_first_token_stays_pending(load: EndpointLoad) -> None:
+    """It has not been reached."""
+    streamed = load.reserve(500, 0, 0.0)
+    load.reserve(1000, 0, 0.0, hidden=True)
+    load.first_token(streamed, 0.5)
+    assert (load.pending_tokens, load.pending_requests) == (1000, 1)
+
+
+def test_a_hidden_request_is_presumed_prefilled_when_its_time_has_passed(load: EndpointLoad) -> None:
+    """A long answer that is not streamed does not look like a long prefill."""
+    load.reserve(1000, 0, 0.0, hidden=True)
+    per_token = (0.0, 0.001, 0.0, 0.0)
+    assert load.wait_s(per_token, 1.0, 0.5) == pytest.approx(0.5)
+    assert load.wait_s(per_token, 1.0, 1.0) == 0.0
+    assert load.pending_tokens == 0
+    assert load.in_flight == 1
+
+
+def test_hidden_requests_are_prefilled_one_after_the_other(load: EndpointLoad) -> None:
+    """The second began when the first must have been done, so that half of it is done half its time later."""
+    per_token = (0.0, 0.001, 0.0, 0.0)
+    load.reserve(1000, 0, 0.0, hidden=True)
+    load.reserve(1000, 0, 0.6, hidden=True)
+    load.reserve(1000, 0, 0.6, hidden=True)
+    assert load.wait_s(per_token, 1.0, 1.5) == pytest.approx(1.5)
+    assert load.pending_requests == 2
+    assert load.wait_s(per_token, 1.0, 2.25) == pytest.approx(0.75)
+    assert load.pending_requests == 1
+
+
+def test_the_end_of_a_hidden_request_shows_that_those_before_it_are_prefilled(load: EndpointLoad) -> None:
+    """Whatever the estimate says; a short answer overtakes a long one, not its prefill."""
+    load.reserve(1000, 0, 0.0, hidden=True)
+    short = load.reserve(1000, 0, 0.0, hidden=True)
+    load.reserve(1000, 0, 0.0, hidden=True)
+    load.first_token(short, 0.5)
+    assert load.pending_requests == 1
+    assert load.wait_s((0.0, 0.001, 0.0, 0.0), 1.0, 0.75) == pytest.approx(0.75)
+
+
+def test_the_end_of_a_hidden_request_is_no_sample(load: EndpointLoad, samples: Samples) -> None:
+    """When its prefill ended within its answer nobody knows; what follows is learned from afresh."""
+    hidden = load.reserve(1000, 0, 0.0, hidden=True)
+    load.first_token(hidden, 9.0)
+    load.release(hidden, 9.0)
+    streamed = load.reserve(500, 0, 10.0)
+    load.first_token(streamed, 10.5)
+    assert [(work[:2], busy) for work, busy, _ in samples] == [((1.0, 500.0), 0.5)]
+    assert (load.in_flight, load.pending_tokens, load.resident_tokens) == (0 + 1, 0, 500)

@@ -1,0 +1,130 @@
+"""The published policies decide as their sources say."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+
+from kvproxy.config.policy_schema import DynamoSettings, LlmDSettings
+from kvproxy.config.schema import ClusterSettings, PolicyName
+from kvproxy.routing.dynamo import Dynamo
+from kvproxy.routing.least_ttft import LeastTtft
+from kvproxy.routing.llm_d import LlmD
+from kvproxy.routing.lmetric import LMetric
+from kvproxy.routing.load import features_of
+from kvproxy.routing.policy import Learner, Overlap, Policy
+from kvproxy.routing.prefix_affinity import PrefixAffinity
+from kvproxy.routing.registry import POLICIES
+from kvproxy.routing.simple import LeastRequest
+from tests.routing.fleet import ask, decode, fleet, occupy
+
+
+@pytest.mark.parametrize("name", PolicyName)
+def test_every_name_makes_a_policy_that_chooses(name: PolicyName) -> None:
+    """The registry covers the enum, and each policy picks one of its candidates without any facts."""
+    policy, candidates = POLICIES[name](Random(1), ClusterSettings(policy=name)), fleet(3)
+    assert 0 <= policy.choose(ask(0), candidates, 0.0).index < 3
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [PrefixAffinity(rng=Random(1)), Dynamo(rng=Random(1)), LlmD(rng=Random(1)), LMetric(rng=Random(1)),
+     LeastTtft(rng=Random(1))],
+    ids=lambda policy: type(policy).__name__,
+)  # fmt: skip
+def test_all_prefer_the_holder_of_an_idle_pair_and_spread_ties(policy: Policy) -> None:
+    """Overlap wins when nothing else differs; without it nobody herds."""
+    candidates = fleet(2)
+    assert policy.choose(ask(4000, {"e1": 3000}), candidates, 0.0).index == 1
+    assert len({policy.choose(ask(4000), candidates, 0.0).index for _ in range(40)}) == 2
+
+
+def test_prefix_affinity_gives_up_affinity_when_imbalanced() -> None:
+    """More than 64 requests and a factor of 1.5 apart: the least loaded, whatever it holds."""
+    candidates, policy = fleet(2), PrefixAffinity(rng=Random(1))
+    occupy(candidates[0], times=64)
+    assert policy.choose(ask(100, {"e0": 90}), candidates, 0.0).reason == "overlap"
+    occupy(candidates[0])
+    choice = policy.choose(ask(100, {"e0": 90}), candidates, 0.0)
+    assert (choice.index, choice.reason) == (1, "imbalanced")
+
+
+def test_prefix_affinity_spreads_by_weight_as_least_request_does() -> None:
+    """Of two idle engines the one of weight 4 is less loaded by the request than that of weight 1."""
+    candidates = fleet(2)
+    candidates[1].weight = 4.0
+    for policy in (PrefixAffinity(rng=Random(1)), LeastRequest(rng=Random(1))):
+        assert {policy.choose(ask(100), candidates, 0.0).index for _ in range(20)} == {1}
+
+
+def test_prefix_affinity_ignores_a_short_match() -> None:
+    """A match of 0.3 of the prompt or less goes to the least loaded."""
+    candidates, policy = fleet(2), PrefixAffinity(rng=Random(1))
+    occupy(candidates[0])
+    assert policy.choose(ask(100, {"e0": 30}), candidates, 0.0).index == 1
+    assert policy.choose(ask(100, {"e0": 31}), candidates, 0.0).index == 0
+
+
+def test_dynamo_adds_prefill_and_decode_blocks() -> None:
+    """Pending and own uncached tokens plus live and own tokens, in blocks."""
+    candidates = fleet(2)
+    occupy(candidates[0], uncached=640, cached=64)
+    costs = Dynamo(rng=Random(1)).choose(ask(1280, {"e1": 640}), candidates, 0.0).costs
+    assert costs == pytest.approx([(640 + 1280 + 704 + 1280) / 64, (640 + 1280) / 64])
+
+
+def test_dynamo_credits_lower_tiers_less() -> None:
+    """Device blocks count whole, host blocks three quarters; the scale weighs prefill against decode."""
+    held = {"e0": Overlap(640), "e1": Overlap(0, lower_tokens=640)}
+    costs = (
+        Dynamo(rng=Random(1), settings=DynamoSettings(prefill_load_scale=2.0))
+        .choose(ask(640, held), fleet(2), 0.0)
+        .costs
+    )
+    assert costs == pytest.approx([10.0, 2 * 2.5 + 10.0])
+
+
+def test_dynamo_samples_with_a_temperature() -> None:
+    """Cheap endpoints more often, but not always; equal ones alike."""
+    candidates = fleet(2)
+    occupy(candidates[0], uncached=640)
+    policy = Dynamo(rng=Random(1), settings=DynamoSettings(temperature=1.0))
+    drawn = Counter(policy.choose(ask(64), candidates, 0.0).index for _ in range(2000))
+    assert drawn[1] / drawn[0] == pytest.approx(2.718, rel=0.2)
+    even = Counter(policy.choose(ask(64), fleet(2), 0.0).index for _ in range(400))
+    assert min(even.values()) > 150
+
+
+def test_llm_d_sums_weighted_scores() -> None:
+    """Prefix 2, queue 1, free memory 1, each between 0 and 1."""
+    candidates = fleet(3)
+    occupy(candidates[0], uncached=1000, times=2)
+    occupy(candidates[1], uncached=1000)
+    policy = LlmD(rng=Random(1), settings=LlmDSettings(kv_capacity_tokens=4000))
+    costs = policy.choose(ask(100, {"e0": 100, "e1": 50}), candidates, 0.0).costs
+    assert costs == pytest.approx([-(2.0 + 0.0 + 0.5), -(1.0 + 0.5 + 0.75), -(0.0 + 1.0 + 1.0)])
+
+
+def test_lmetric_multiplies_prefill_and_batch() -> None:
+    """(pending + own) tokens times (in flight + 1)."""
+    candidates = fleet(2)
+    occupy(candidates[0], uncached=100)
+    decode(candidates[1], tokens=50, times=3)
+    costs = LMetric(rng=Random(1)).choose(ask(100, {"e0": 60}), candidates, 0.0).costs
+    assert costs == pytest.approx([140 * 2, 100 * 4])
+
+
+def test_least_ttft_adds_wait_and_own_time_of_a_slow_endpoint() -> None:
+    """Greedy in learned seconds; a Learner like kv_aware."""
+    candidates, policy = fleet(2), LeastTtft(rng=Random(1))
+    assert isinstance(policy, Learner)
+    for second in range(100):
+        policy.observe_sample(candidates[0].id, features_of(2000, 0), 0.2, float(second))
+        policy.observe_sample(candidates[1].id, features_of(2000, 0), 0.6, float(second))
+    costs = policy.choose(ask(2000), candidates, 100.0).costs
+    assert costs[1] / costs[0] == pytest.approx(3.0, rel=0.15)
+    policy.observe_reuse(candidates[0].id, 100, 0, 100.0)
+    policy.forget(candidates[1].id)
+    assert policy.choose(ask(2000), candidates, 100.0).costs[1] < costs[1]

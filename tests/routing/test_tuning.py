@@ -1,0 +1,79 @@
+"""Changing a policy's parameters while it runs."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from kvproxy.config.policy_schema import DynamoSettings, KvAwareSettings, PolicyParameters
+from kvproxy.config.schema import ClusterSettings, PolicyName
+from kvproxy.errors import ConfigError
+from kvproxy.routing.registry import POLICIES, configured
+from kvproxy.routing.tuning import Tunable, departures, follow, ranges, tuned
+
+
+def test_a_change_keeps_the_rest() -> None:
+    """Settings are replaced whole, so that no choice sees half a change."""
+    before = KvAwareSettings(stall=0.2)
+    after = tuned(before, {"kappa": 1})
+    assert (before.kappa, after) == (None, KvAwareSettings(kappa=1.0, stall=0.2))
+
+
+def test_every_mistake_is_named_with_what_is_allowed() -> None:
+    """Unknown names get the nearest one, wrong types and values their range; text and booleans are no numbers."""
+    with pytest.raises(ConfigError) as raised:
+        tuned(KvAwareSettings(), {"kapa": 1, "stall": 2, "hot_discount": True, "kappa": "1"})
+    found = {problem.path: (problem.message, problem.hint) for problem in raised.value.problems}
+    assert found["kapa"] == ("unknown key", "did you mean 'kappa'?")
+    assert found["stall"] == ("must be less than or equal to 1, not 2", "allowed: 0 to 1")
+    assert found["hot_discount"][1] == "allowed: 0 to 1"
+    assert found["kappa"][1] == "allowed: 0 to 10 or null"
+
+
+def test_not_a_number_is_none() -> None:
+    """A cost must stay comparable."""
+    with pytest.raises(ConfigError):
+        tuned(DynamoSettings(), {"temperature": float("nan")})
+
+
+@pytest.mark.parametrize("name", PolicyName)
+def test_every_parameter_has_a_range(name: PolicyName) -> None:
+    """A tunable policy says what each of its parameters may be, and its own values are within."""
+    policy = POLICIES[name](random.Random(1), ClusterSettings())
+    if isinstance(policy, Tunable):
+        allowed = ranges(policy.settings)
+        assert set(allowed) == set(policy.settings.model_dump())
+        assert all(allowed.values())
+        assert tuned(policy.settings, policy.settings.model_dump()) == policy.settings
+    else:
+        assert not hasattr(policy, "settings")
+
+
+def test_a_policy_begins_with_what_the_configuration_gives_it() -> None:
+    """Each its own part of `parameters`; those without parameters none."""
+    parameters = PolicyParameters.model_validate({"kv_aware": {"stall": 0.5}, "llm_d": {"kv_weight": 3}})
+    cluster = ClusterSettings(parameters=parameters)
+    for name in PolicyName:
+        policy = POLICIES[name](random.Random(1), cluster)
+        assert configured(cluster, name) == (policy.settings if isinstance(policy, Tunable) else None)
+    assert configured(cluster, PolicyName.KV_AWARE) == KvAwareSettings(stall=0.5)
+
+
+def test_only_what_somebody_changed_is_a_departure() -> None:
+    """What the configuration gives is not."""
+    cluster = ClusterSettings(parameters=PolicyParameters(kv_aware=KvAwareSettings(stall=0.5)))
+    policy: Any = POLICIES[PolicyName.KV_AWARE](random.Random(1), cluster)
+    given = configured(cluster, PolicyName.KV_AWARE)
+    assert departures(policy, given) == {}
+    policy.settings = tuned(policy.settings, {"kappa": 2.0})
+    assert departures(policy, given) == {"kappa": 2.0}
+    assert departures(policy, None) == {}
+
+
+def test_settings_of_another_kind_are_left_alone() -> None:
+    """A policy of the user's own stands under a built-in name and has parameters of its own."""
+    policy: Any = POLICIES[PolicyName.DYNAMO](random.Random(1), ClusterSettings())
+    follow(policy, KvAwareSettings(), KvAwareSettings(stall=0.5))
+    assert policy.settings == DynamoSettings()

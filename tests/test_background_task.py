@@ -1,0 +1,50 @@
+"""The one background task of a thing."""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvproxy.background_task import BackgroundTask
+
+
+class Waiting(BackgroundTask):
+    """Waits for ever, or breaks at once."""
+
+    task_name = "waiting"
+
+    def __init__(self, *, broken: bool = False) -> None:
+        self._broken = broken
+        self.began = asyncio.Event()
+        self.cancelled = False
+
+    async def _run(self) -> None:
+        self.began.set()
+        if self._broken:
+            raise RuntimeError
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+
+
+async def test_the_task_lives_inside_the_block() -> None:
+    """Named, begun on entering, cancelled and over on leaving."""
+    async with Waiting() as thing:
+        await thing.began.wait()
+        assert "waiting" in {task.get_name() for task in asyncio.all_tasks()}
+    assert thing.cancelled
+    assert "waiting" not in {task.get_name() for task in asyncio.all_tasks()}
+
+
+async def test_a_task_that_broke_does_not_break_the_end() -> None:
+    """Its error was its own to log."""
+    async with Waiting(broken=True) as thing:
+        await thing.began.wait()
+
+
+async def test_leaving_without_having_entered() -> None:
+    """As when another part fails first."""
+    thing = Waiting()
+    await thing.__aexit__(None, None, None)
+    assert not thing.began.is_set()
