@@ -16,7 +16,7 @@ from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.overlap.lookup import LookupClient
 from kvproxy.kvcache.providers import ActionKind, Effect, Prefix
 from kvproxy.metrics.catalog import Metrics
-from tests.kvcache.strategies.support import hotness, serve
+from tests.kvcache.actions.support import hotness, serve
 from tests.kvcache.support import settings
 from tests.kvcache.test_lookup import Answering
 from tests.support.clock import FakeClock

@@ -6,7 +6,7 @@ import pytest
 
 from kvproxy.clients.engine_metrics import EngineMetrics
 from kvproxy.kvcache.actions.signals import HostUse, Pressure, Signals, engine_load, sample_host
-from tests.kvcache.strategies.support import strategy
+from tests.kvcache.actions.support import strategy
 from tests.kvcache.support import NOWHERE, cluster_of
 from tests.support.clock import FakeClock
 

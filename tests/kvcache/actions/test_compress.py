@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvproxy.kvcache.actions.compress import Compress
 from kvproxy.kvcache.actions.signals import Pressure
 from kvproxy.kvcache.providers import ActionKind
-from tests.kvcache.strategies.support import BUSY, CALM, UNKNOWN, everywhere, hotness, serve, strategy
+from tests.kvcache.actions.support import BUSY, CALM, UNKNOWN, everywhere, hotness, serve, strategy
 
 
 def test_nothing_below_the_threshold_or_without_a_signal() -> None:

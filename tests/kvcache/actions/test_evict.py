@@ -10,7 +10,7 @@ from kvproxy.kvcache.actions.evict import CLEAR_PAUSE_S, Evict
 from kvproxy.kvcache.actions.hotness import Hotness
 from kvproxy.kvcache.actions.signals import Pressure
 from kvproxy.kvcache.providers import ActionKind
-from tests.kvcache.strategies.support import BUSY, CALM, UNKNOWN, everywhere, hotness, serve, strategy
+from tests.kvcache.actions.support import BUSY, CALM, UNKNOWN, everywhere, hotness, serve, strategy
 
 CAN = frozenset({ActionKind.EVICT})
 CANNOT = frozenset({ActionKind.CLEAR})
