@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
@@ -15,7 +15,7 @@ from kvproxy.admin.counts import total
 from kvproxy.background_task import BackgroundTask
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.request.recent import RecentDecisions, Tally
-from kvproxy.types import Clock
+from kvproxy.types import Clock, Sleep
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +23,6 @@ INTERVAL_S = 1.0
 KEPT = 300
 #: Samples that become one of the hour, and how many of those are kept.
 COARSE, HOUR_KEPT = 10, 360
-
-Sleep = Callable[[float], Awaitable[None]]
 
 
 class Sampled(Protocol):

@@ -7,7 +7,6 @@ import os
 import random
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, Self
 
 from kvproxy.config.schema import ReceiptSettings
@@ -50,9 +49,7 @@ class Recorder:
         self._writer.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self._writer.close, _CLOSE_S)
 
     def arrived(self, exchange: Exchange) -> None:

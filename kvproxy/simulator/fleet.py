@@ -7,7 +7,6 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 
 from kvproxy.simulator.lmcache_controller import ControllerApp, ControllerSettings, create_controller_app
 from kvproxy.simulator.lmcache_coordinator import CoordinatorApp, CoordinatorSettings, create_coordinator_app
@@ -60,9 +59,7 @@ class Fleet:
             await self._stack.enter_async_context(engine)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
     def _build_controller(self, settings: FleetSettings, clock: Clock, rng: random.Random) -> ControllerApp | None:
