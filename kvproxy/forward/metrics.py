@@ -11,6 +11,7 @@ from kvproxy.forward.savings import Savings
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.metrics.counting import Tally
 from kvproxy.request.exchange import RESULTS, Exchange, result_of
+from kvproxy.request.observer import RequestObserver
 
 
 class _ClusterSeries:
@@ -28,7 +29,7 @@ class _ClusterSeries:
         )
 
 
-class RouteMetrics:
+class RouteMetrics(RequestObserver):
     """Observes finished requests; what belongs to an endpoint is counted there, and goes with it."""
 
     def __init__(
@@ -47,7 +48,7 @@ class RouteMetrics:
         self._ends: dict[str, Tally] = {}
         self._savings = Savings(catalog)
 
-    def observe(self, exchange: Exchange, now: float) -> None:
+    def finished(self, exchange: Exchange, now: float) -> None:
         """Count one request out."""
         outcome = exchange.outcome
         self.observe_end(exchange)
