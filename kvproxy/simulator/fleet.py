@@ -28,7 +28,7 @@ class FleetSettings:
     host_chunks: int = 4096
 
 
-def engines_like(template: VllmSettings, count: int) -> dict[str, VllmSettings]:
+def clone_engines(template: VllmSettings, count: int) -> dict[str, VllmSettings]:
     """`count` equal engines: sim-0, sim-1 ..."""
     return {f"sim-{number}": template for number in range(count)}
 
@@ -82,7 +82,7 @@ class Fleet:
         return create_coordinator_app(replace(settings.coordinator, instances=tuple(names)), clock=clock, rng=rng)
 
     def _offload(self, name: str) -> OnPrefilled:
-        """What the engine's connector does with a computed prompt: keep it in host memory and tell both services."""
+        """What the engine's connector does with a computed prompt: keep it in host memory, report it to both services."""
 
         def offload(prompt: Prefilled) -> None:
             if self.controller is not None:
