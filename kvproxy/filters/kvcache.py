@@ -10,7 +10,7 @@ import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.decision import Sight
+from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routes import Routes
 from kvproxy.config.cluster_schema import PolicyName
 from kvproxy.config.kvcache_schema import KvCacheSettings
@@ -20,6 +20,8 @@ from kvproxy.kvcache.overlap.facts import RequestFacts, Result
 from kvproxy.kvcache.service import KvCache
 from kvproxy.request.exchange import SCOPE_KEY, Exchange
 from kvproxy.request.observer import RequestObserver, notify
+from kvproxy.routing.registry import POLICIES
+from kvproxy.routing.selector import Decision
 from kvproxy.types import Clock, EndpointId
 
 log = logging.getLogger("kvproxy.kvcache")
@@ -27,24 +29,12 @@ log = logging.getLogger("kvproxy.kvcache")
 #: Where other apps on the way find the endpoint that holds most of the prompt.
 STATE_KEY = "llm_preferred_endpoint_id"
 
-#: Policies that weigh matches against load themselves; a preference would overrule them.
-WEIGHING = frozenset(
-    {
-        PolicyName.KV_AWARE,
-        PolicyName.PREFIX_AFFINITY,
-        PolicyName.DYNAMO,
-        PolicyName.LLM_D,
-        PolicyName.LMETRIC,
-        PolicyName.LEAST_TTFT,
-    }
-)
-
 
 def prefers(settings: KvCacheSettings, policy: PolicyName) -> bool:
     """Whether the largest match is to be preferred to what the policy would choose."""
     if settings.prefer is not None:
         return settings.prefer
-    return bool(settings.lmcache_endpoint) and policy not in WEIGHING
+    return bool(settings.lmcache_endpoint) and not POLICIES[policy].uses_overlap
 
 
 class KvCacheFilter:
@@ -127,9 +117,9 @@ class KvCacheLearning(RequestObserver):
         if self._prefers:
             exchange.preferred = self._gathered.preferred
 
-    def placed(self, exchange: Exchange, decision: Sight, now: float) -> None:
+    def placed(self, exchange: Exchange, decision: Decision[Endpoint], now: float) -> None:
         """The endpoint will hold the prompt."""
-        self._service.picked(self._gathered, decision.chosen.id)
+        self._service.picked(self._gathered, decision.endpoint.id)
 
     def finished(self, exchange: Exchange, now: float) -> None:
         """Learn from it, and do what is to be done about it."""

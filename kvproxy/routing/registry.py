@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from kvproxy.config import schema
 from kvproxy.config.model import Model
@@ -18,25 +18,26 @@ from kvproxy.routing.prefix_affinity import PrefixAffinity
 from kvproxy.routing.session import Session
 from kvproxy.routing.simple import LeastRequest, PowerOfTwo, RandomPolicy, RoundRobin
 
-#: Makes a policy for one cluster, from that cluster's settings.
-PolicyFactory = Callable[[random.Random, schema.ClusterSettings], Policy]
-
-POLICIES: Mapping[schema.PolicyName, PolicyFactory] = {
-    schema.PolicyName.RANDOM: lambda rng, _: RandomPolicy(rng=rng),
-    schema.PolicyName.ROUND_ROBIN: lambda _rng, _: RoundRobin(),
-    schema.PolicyName.LEAST_REQUEST: lambda rng, _: LeastRequest(rng=rng),
-    schema.PolicyName.POWER_OF_TWO: lambda rng, _: PowerOfTwo(rng=rng),
-    schema.PolicyName.CONSISTENT_HASH: lambda rng, _: ConsistentHash(rng=rng),
-    schema.PolicyName.SESSION: lambda rng, _: Session(rng=rng),
-    schema.PolicyName.KV_AWARE: lambda rng, cluster: KvAware(rng=rng, settings=cluster.parameters.kv_aware),
-    schema.PolicyName.PREFIX_AFFINITY: lambda rng, cluster: PrefixAffinity(
-        rng=rng, settings=cluster.parameters.prefix_affinity
-    ),
-    schema.PolicyName.DYNAMO: lambda rng, cluster: Dynamo(rng=rng, settings=cluster.parameters.dynamo),
-    schema.PolicyName.LLM_D: lambda rng, cluster: LlmD(rng=rng, settings=cluster.parameters.llm_d),
-    schema.PolicyName.LMETRIC: lambda rng, _: LMetric(rng=rng),
-    schema.PolicyName.LEAST_TTFT: lambda rng, _: LeastTtft(rng=rng),
+POLICIES: Mapping[schema.PolicyName, type[Policy]] = {
+    schema.PolicyName.RANDOM: RandomPolicy,
+    schema.PolicyName.ROUND_ROBIN: RoundRobin,
+    schema.PolicyName.LEAST_REQUEST: LeastRequest,
+    schema.PolicyName.POWER_OF_TWO: PowerOfTwo,
+    schema.PolicyName.CONSISTENT_HASH: ConsistentHash,
+    schema.PolicyName.SESSION: Session,
+    schema.PolicyName.KV_AWARE: KvAware,
+    schema.PolicyName.PREFIX_AFFINITY: PrefixAffinity,
+    schema.PolicyName.DYNAMO: Dynamo,
+    schema.PolicyName.LLM_D: LlmD,
+    schema.PolicyName.LMETRIC: LMetric,
+    schema.PolicyName.LEAST_TTFT: LeastTtft,
 }
+
+
+def make_policy(name: schema.PolicyName, settings: schema.ClusterSettings, *, rng: random.Random) -> Policy:
+    """A fresh policy of this name, with the parameters it has in this cluster."""
+    kind, parameters = POLICIES[name], configured(settings, name)
+    return kind(rng=rng) if parameters is None else kind(rng=rng, settings=parameters)
 
 
 def configured(settings: schema.ClusterSettings, name: schema.PolicyName) -> Model | None:
