@@ -20,7 +20,7 @@ from kvproxy.cluster.poller import Poller
 from kvproxy.cluster.prober import Probe, ProbeOutcome, Prober
 from kvproxy.cluster.router_queue import RouterQueue
 from kvproxy.cluster.screening import Refusal, Screening, may_eject, refusal_of, skip_reason
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing import selector
 from kvproxy.routing.engine_samples import Reading
@@ -49,7 +49,7 @@ class Cluster:
     def __init__(
         self,
         name: str,
-        settings: schema.ClusterSettings,
+        settings: ClusterSettings,
         *,
         metrics: Metrics,
         clock: Clock,
@@ -123,7 +123,7 @@ class Cluster:
         """The member of this id."""
         return self._members.get(endpoint_id)
 
-    def reconfigure(self, settings: schema.ClusterSettings, *, probe: Probe | None) -> None:
+    def reconfigure(self, settings: ClusterSettings, *, probe: Probe | None) -> None:
         """These are the settings from now on. Endpoints that stay keep their load, health and breaker, policies what
         they learned, and requests that wait their turn. ValueError as in `apply`, and then the endpoints are as before.
         """
@@ -143,7 +143,7 @@ class Cluster:
         self.apply(())
         self._close_queue()
 
-    def apply(self, endpoints: Sequence[schema.EndpointSettings]) -> None:
+    def apply(self, endpoints: Sequence[EndpointSettings]) -> None:
         """These are the static endpoints from now on. ValueError for a URL that is none, and then nothing changed."""
         self._update(STATIC, endpoints)
 
@@ -154,7 +154,7 @@ class Cluster:
             endpoint.draining = draining
         return endpoint is not None
 
-    def add(self, endpoint: schema.EndpointSettings) -> bool:
+    def add(self, endpoint: EndpointSettings) -> bool:
         """An operator's endpoint, beside the sources'; False when there are too many. ValueError as in `apply`."""
         added = self._members.add(endpoint)
         self._follow()
@@ -303,7 +303,7 @@ class Cluster:
             if not endpoint.health.is_healthy:
                 _give_back(endpoint)
 
-    def _update(self, source: str, endpoints: Sequence[schema.EndpointSettings]) -> None:
+    def _update(self, source: str, endpoints: Sequence[EndpointSettings]) -> None:
         self._members.apply(source, endpoints)
         self._follow()
 
@@ -312,7 +312,7 @@ class Cluster:
         self._prober.follow(self.endpoints)
         self._give_back_all()
 
-    def _make(self, config: schema.EndpointSettings) -> Endpoint:
+    def _make(self, config: EndpointSettings) -> Endpoint:
         endpoint = Endpoint(
             config,
             self.settings,

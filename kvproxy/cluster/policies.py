@@ -9,7 +9,7 @@ from functools import partial
 
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.shadow import shadow_of
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.metrics.collectors import CounterCell
 from kvproxy.routing.load import Features
@@ -49,7 +49,7 @@ class PolicySet:
     def __init__(
         self,
         cluster: str,
-        settings: schema.ClusterSettings,
+        settings: ClusterSettings,
         *,
         metrics: Metrics,
         rng: random.Random,
@@ -78,7 +78,7 @@ class PolicySet:
         shadow = None if self.shadow is None else self.shadow.policy.speeds
         return self.deciding_speeds or shadow
 
-    def reconfigure(self, before: schema.ClusterSettings, after: schema.ClusterSettings) -> None:
+    def reconfigure(self, before: ClusterSettings, after: ClusterSettings) -> None:
         """The settings were `before`, and are `after` from now on."""
         self._known = self.speeds or self._known
         self._merge_parameters(before, after)
@@ -143,7 +143,7 @@ class PolicySet:
         )
         self.deciding_speeds = next((policy.speeds for policy in self._deciding if policy.speeds is not None), None)
 
-    def _counted(self, name: schema.PolicyName, policy: Policy) -> NamedPolicy:
+    def _counted(self, name: PolicyName, policy: Policy) -> NamedPolicy:
         return NamedPolicy(name.value, policy, cluster=self._cluster, metrics=self._metrics)
 
     def _count_preference(self, result: str) -> None:
@@ -158,7 +158,7 @@ class PolicySet:
             policy.speeds = copy.deepcopy(self._known)
         return policy
 
-    def _named(self, settings: schema.ClusterSettings) -> Mapping[str, NamedPolicy]:
+    def _named(self, settings: ClusterSettings) -> Mapping[str, NamedPolicy]:
         if not settings.client_policies:
             return {}
         named = {self.own.name: self.own}
@@ -174,10 +174,10 @@ class PolicySet:
             named[name.value] = self._counted(name, policy)
         return named
 
-    def _merge_parameters(self, before: schema.ClusterSettings, after: schema.ClusterSettings) -> None:
+    def _merge_parameters(self, before: ClusterSettings, after: ClusterSettings) -> None:
         """Every policy takes the parameters that changed in the configuration, whatever its part."""
         parts = [(before.policy, self.own.policy)]
-        parts += [(schema.PolicyName(name), each.policy) for name, each in self.named.items() if each is not self.own]
+        parts += [(PolicyName(name), each.policy) for name, each in self.named.items() if each is not self.own]
         if self.shadow is not None and before.shadow_policy is not None:
             parts.append((before.shadow_policy, self.shadow.policy))
         for name, policy in parts:

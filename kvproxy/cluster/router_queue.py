@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvproxy.cluster.pick import AttemptOutcome, Pick
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import RouterQueueSettings
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.fair_queue import FairQueue, QueueSettings, Ticket
 from kvproxy.routing.forecast import least_own_s, least_wait_s
@@ -64,7 +64,7 @@ class RouterQueue:
 
     def __init__(
         self,
-        settings: schema.RouterQueueSettings,
+        settings: RouterQueueSettings,
         policy: Policy,
         *,
         cluster: str,
@@ -135,7 +135,7 @@ class RouterQueue:
         """An endpoint has less to do than before: the turn of a waiting request may have come."""
         self._load_decreased.set()
 
-    def reconfigure(self, settings: schema.RouterQueueSettings, policy: Policy) -> None:
+    def reconfigure(self, settings: RouterQueueSettings, policy: Policy) -> None:
         """Other bounds, and maybe another policy. Requests go on waiting, by the new ones."""
         self._queue.reconfigure(_bounds(settings))
         self._policy = policy
@@ -212,5 +212,5 @@ class RouterQueue:
                 pick.settle(AttemptOutcome.CANCELLED, self._clock())
 
 
-def _bounds(settings: schema.RouterQueueSettings) -> QueueSettings:
+def _bounds(settings: RouterQueueSettings) -> QueueSettings:
     return QueueSettings(settings.limit, settings.admit_below, settings.ageing, settings.max_wait)

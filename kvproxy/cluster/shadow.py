@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import ClusterSettings
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.load import Features
 from kvproxy.routing.policy import Policy
@@ -111,7 +111,7 @@ class Shadow:
         return True
 
 
-def shadow_of(name: str, settings: schema.ClusterSettings, *, metrics: Metrics, rng: random.Random) -> Shadow | None:
+def shadow_of(name: str, settings: ClusterSettings, *, metrics: Metrics, rng: random.Random) -> Shadow | None:
     """The shadow these settings ask for; its draws of chance take nothing from `rng`'s sequence but one number."""
     if settings.shadow_policy is None:
         return None

@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.filters.inference_request import KIND_OF_PATH
 from kvproxy.filters.kvcache import STATE_KEY, announce
@@ -80,7 +80,7 @@ class KVCacheMiddleware:
         self,
         app: ASGIApp,
         *,
-        endpoints: Mapping[str, str] | Sequence[schema.EndpointSettings],
+        endpoints: Mapping[str, str] | Sequence[EndpointSettings],
         settings: KvCacheSettings | Mapping[str, Any] | None = None,
         metrics: Metrics | None = None,
         limit_bytes: int = 32 * 1024 * 1024,
@@ -95,8 +95,8 @@ class KVCacheMiddleware:
         if not isinstance(settings, KvCacheSettings):
             settings = KvCacheSettings.model_validate(settings or {})
         if isinstance(endpoints, Mapping):
-            endpoints = [schema.EndpointSettings(id=name, url=url) for name, url in endpoints.items()]
-        cluster = schema.ClusterSettings(endpoints=tuple(endpoints))
+            endpoints = [EndpointSettings(id=name, url=url) for name, url in endpoints.items()]
+        cluster = ClusterSettings(endpoints=tuple(endpoints))
         self._cluster = Cluster(_CLUSTER, cluster, metrics=self.metrics, clock=clock, rng=rng)
         self.service = KvCache(settings, clusters={_CLUSTER: self._cluster}, metrics=self.metrics, clock=clock, rng=rng)
         self._header = settings.preference_header.lower().encode()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
 from kvproxy.config.model import Model
 from kvproxy.routing.consistent_hash import ConsistentHash
 from kvproxy.routing.dynamo import Dynamo
@@ -18,29 +18,29 @@ from kvproxy.routing.prefix_affinity import PrefixAffinity
 from kvproxy.routing.session import Session
 from kvproxy.routing.simple import LeastRequest, PowerOfTwo, RandomPolicy, RoundRobin
 
-POLICIES: Mapping[schema.PolicyName, type[Policy]] = {
-    schema.PolicyName.RANDOM: RandomPolicy,
-    schema.PolicyName.ROUND_ROBIN: RoundRobin,
-    schema.PolicyName.LEAST_REQUEST: LeastRequest,
-    schema.PolicyName.POWER_OF_TWO: PowerOfTwo,
-    schema.PolicyName.CONSISTENT_HASH: ConsistentHash,
-    schema.PolicyName.SESSION: Session,
-    schema.PolicyName.KV_AWARE: KvAware,
-    schema.PolicyName.PREFIX_AFFINITY: PrefixAffinity,
-    schema.PolicyName.DYNAMO: Dynamo,
-    schema.PolicyName.LLM_D: LlmD,
-    schema.PolicyName.LMETRIC: LMetric,
-    schema.PolicyName.LEAST_TTFT: LeastTtft,
+POLICIES: Mapping[PolicyName, type[Policy]] = {
+    PolicyName.RANDOM: RandomPolicy,
+    PolicyName.ROUND_ROBIN: RoundRobin,
+    PolicyName.LEAST_REQUEST: LeastRequest,
+    PolicyName.POWER_OF_TWO: PowerOfTwo,
+    PolicyName.CONSISTENT_HASH: ConsistentHash,
+    PolicyName.SESSION: Session,
+    PolicyName.KV_AWARE: KvAware,
+    PolicyName.PREFIX_AFFINITY: PrefixAffinity,
+    PolicyName.DYNAMO: Dynamo,
+    PolicyName.LLM_D: LlmD,
+    PolicyName.LMETRIC: LMetric,
+    PolicyName.LEAST_TTFT: LeastTtft,
 }
 
 
-def make_policy(name: schema.PolicyName, settings: schema.ClusterSettings, *, rng: random.Random) -> Policy:
+def make_policy(name: PolicyName, settings: ClusterSettings, *, rng: random.Random) -> Policy:
     """A fresh policy of this name, with the parameters it has in this cluster."""
     kind, parameters = POLICIES[name], configured(settings, name)
     return kind(rng=rng) if parameters is None else kind(rng=rng, settings=parameters)
 
 
-def configured(settings: schema.ClusterSettings, name: schema.PolicyName) -> Model | None:
+def configured(settings: ClusterSettings, name: PolicyName) -> Model | None:
     """The parameters that a policy of this name begins with in this cluster; None: it has none."""
     parameters: Model | None = getattr(settings.parameters, name.value, None)
     return parameters

@@ -11,7 +11,7 @@ import pytest
 from kvproxy.cluster.endpoint import Condition
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.cluster.screening import Refusal
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import ClusterSettings
 from kvproxy.routing.load import Features
 from kvproxy.routing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest, Policy
 from kvproxy.types import EndpointId
@@ -380,4 +380,4 @@ def test_status_shows_no_secret(make_cluster: MakeCluster) -> None:
     assert key not in shown
     assert endpoint.status(bench.clock())["labels"] == {"rack": "7"}
     assert endpoint.instance_id == "a"
-    assert isinstance(bench.cluster.settings, schema.ClusterSettings)
+    assert isinstance(bench.cluster.settings, ClusterSettings)

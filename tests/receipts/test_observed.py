@@ -11,7 +11,7 @@ import pytest
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.cluster.screening import Refusal
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings, PolicyName
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.receipts.observed import MAX_ATTEMPTS, MAX_CANDIDATES, AttemptLog
 from kvproxy.request.exchange import Exchange
@@ -22,8 +22,8 @@ from tests.support.clock import FakeClock
 
 def cluster(clock: FakeClock, count: int, policy: str) -> Cluster:
     """So many endpoints."""
-    endpoints = tuple(schema.EndpointSettings(id=f"e{n}", url=f"http://127.0.0.1:{1000 + n}") for n in range(count))
-    settings = schema.ClusterSettings(policy=schema.PolicyName(policy), endpoints=endpoints)
+    endpoints = tuple(EndpointSettings(id=f"e{n}", url=f"http://127.0.0.1:{1000 + n}") for n in range(count))
+    settings = ClusterSettings(policy=PolicyName(policy), endpoints=endpoints)
     return Cluster("c", settings, metrics=Metrics(), clock=clock, rng=random.Random(1))
 
 
@@ -96,7 +96,7 @@ def test_a_failure_before_any_placement_is_nobodys(clock: FakeClock) -> None:
 def test_a_decision_that_cannot_be_noted_harms_no_request(clock: FakeClock, caplog: pytest.LogCaptureFixture) -> None:
     """It is missing on the receipt, and that is said."""
     pool, observed = cluster(clock, 2, "round_robin"), AttemptLog()
-    shadowed = pool.settings.model_copy(update={"shadow_policy": schema.PolicyName.KV_AWARE})
+    shadowed = pool.settings.model_copy(update={"shadow_policy": PolicyName.KV_AWARE})
     pool.reconfigure(shadowed, probe=None)
     assert pool.policies.shadow is not None
     pool.policies.shadow.policy.speeds = SimpleNamespace(requests_without_sample=0)  # type: ignore[assignment]

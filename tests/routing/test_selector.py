@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvproxy.config.cluster_schema import PolicyName
-from kvproxy.config.schema import ClusterSettings
+from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
 from kvproxy.routing import selector
 from kvproxy.routing.policy import Candidate, Choice, PickRequest, Policy
 from kvproxy.routing.registry import POLICIES, make_policy
