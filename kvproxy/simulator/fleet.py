@@ -82,7 +82,7 @@ class Fleet:
         return create_coordinator_app(replace(settings.coordinator, instances=tuple(names)), clock=clock, rng=rng)
 
     def _offload(self, name: str) -> OnPrefilled:
-        """What the engine's connector does with a computed prompt: keep it in host memory, report it to both services."""
+        """The engine's connector keeps a computed prompt in host memory and reports it to both services."""
 
         def offload(prompt: Prefilled) -> None:
             if self.controller is not None:
