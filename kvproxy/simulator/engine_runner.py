@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from types import TracebackType
 
 from kvproxy.simulator.engine import Engine
 from kvproxy.simulator.engine_io import CacheChanged, EngineOutput, Finished, FirstToken, Rejected, SimRequest, Tokens
@@ -95,9 +94,7 @@ class EngineRunner:
         self._task = asyncio.create_task(self._run(), name="simulated engine")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])

@@ -7,7 +7,6 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
-from types import TracebackType
 
 from kvproxy.simulator import vllm_info as info
 from kvproxy.simulator.anthropic_shape import AnthropicShape
@@ -114,9 +113,7 @@ class VllmApp:
         await self._stack.enter_async_context(self._runner)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
