@@ -8,16 +8,12 @@ from typing import Any
 
 import pytest
 
+from kvproxy.config.cluster_schema import PolicyName
+from kvproxy.config.filter_schema import AccessLogSettings, RateLimitSettings, RouterSettings
+from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.config.load import check_file, check_text, from_endpoints, load_file, load_mapping, load_text
 from kvproxy.config.model import Model
-from kvproxy.config.schema import (
-    AccessLogSettings,
-    Config,
-    KvCacheSettings,
-    PolicyName,
-    RateLimitSettings,
-    RouterSettings,
-)
+from kvproxy.config.schema import Config
 from kvproxy.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

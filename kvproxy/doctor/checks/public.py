@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvproxy.config.schema import Config, RouterSettings
+from kvproxy.config.filter_schema import RouterSettings
+from kvproxy.config.schema import Config
 from kvproxy.doctor.finding import Finding, ok
 from kvproxy.forward.public_paths import DEFAULT_PATHS, PublicPaths
 
