@@ -68,9 +68,10 @@ class KVCacheMiddleware:
     """Names the endpoint that holds most of a prompt (`preferred`; also in `scope["state"]`, and in a request header
     with `settings.preference_header`); after the response it learns, pins, compresses and evicts.
 
-    `endpoints` are the engines the app chooses from: `{id: url}` or `kvproxy.config.cluster_schema.EndpointSettings`. `settings` are
-    those of the `kvcache` filter, as `KvCacheSettings` or plain data. The app tells which endpoint it used with
-    `served`, or by the response header `x-kvproxy-endpoint`; without either nothing is learned.
+    `endpoints` are the engines the app chooses from: `{id: url}`, or `EndpointSettings` of
+    `kvproxy.config.cluster_schema`. `settings` are those of the `kvcache` filter, as `KvCacheSettings` or plain data.
+    The app tells which endpoint it used with `served`, or by the response header `x-kvproxy-endpoint`; without either
+    nothing is learned.
 
     It never answers, and never fails a request. Its background tasks run between ASGI's lifespan events, or inside
     `async with middleware`; under a server that sends neither they start with the first request.
