@@ -74,22 +74,22 @@ class KvCacheFilter:
 
     async def _before(self, exchange: Exchange, scope: Scope) -> None:
         try:
-            gathered = self._gather(exchange, scope["path"])
-            if gathered is None:
+            facts = self._gather(exchange, scope["path"])
+            if facts is None:
                 return
-            if gathered.wants_lookup:
-                await self._service.look_up(gathered)
+            if facts.wants_lookup:
+                await self._service.look_up(facts)
         except Exception:
             log.exception("[kvcache] no facts for this request")
             return
-        exchange.facts = gathered.facts
-        announce(scope, gathered.preferred, header=self._header)
-        if self._prefer[gathered.cluster.name]:
-            exchange.preferred = gathered.preferred
+        exchange.facts = facts.overlaps
+        announce(scope, facts.preferred, header=self._header)
+        if self._prefer[facts.cluster.name]:
+            exchange.preferred = facts.preferred
         # Told of the exchange, not holding it: a cycle would keep the body until the collector comes by.
-        exchange.refresh = lambda waiting: self._refresh(gathered, waiting)
-        exchange.on_pick.append(lambda picked: self._picked(gathered, picked))
-        exchange.on_complete.append(lambda over: self._service.finished(gathered, result_of(over)))
+        exchange.refresh = lambda waiting: self._refresh(facts, waiting)
+        exchange.on_pick.append(lambda picked: self._picked(facts, picked))
+        exchange.on_complete.append(lambda over: self._service.finished(facts, result_of(over)))
 
     def _gather(self, exchange: Exchange, path: str) -> RequestFacts | None:
         request, body = exchange.inference, exchange.body
@@ -103,21 +103,21 @@ class KvCacheFilter:
             return None
         return self._service.gather(request, body, cluster=target.cluster, model=target.upstream_model)
 
-    def _refresh(self, gathered: RequestFacts, exchange: Exchange) -> None:
+    def _refresh(self, facts: RequestFacts, exchange: Exchange) -> None:
         """The router asks before it places a request that had to wait; an endpoint announced earlier stays."""
         try:
-            self._service.refresh(gathered)
+            self._service.refresh(facts)
         except Exception:
             log.exception("[kvcache] this request is placed by the facts from before its wait")
             return
-        exchange.facts = gathered.facts
-        if self._prefer[gathered.cluster.name]:
-            exchange.preferred = gathered.preferred
+        exchange.facts = facts.overlaps
+        if self._prefer[facts.cluster.name]:
+            exchange.preferred = facts.preferred
 
-    def _picked(self, gathered: RequestFacts, exchange: Exchange) -> None:
+    def _picked(self, facts: RequestFacts, exchange: Exchange) -> None:
         assert exchange.outcome.endpoint is not None
         try:
-            self._service.picked(gathered, exchange.outcome.endpoint)
+            self._service.placed(facts, exchange.outcome.endpoint)
         except Exception:
             log.exception("[kvcache] this pick is not counted")
 
@@ -151,7 +151,7 @@ def build(app: ASGIApp, settings: KvCacheSettings, context: FilterContext) -> AS
         return app
     clusters: Mapping[str, Cluster] = context.services.clusters
     former = next((one for one in context.former if one not in context.kvcaches), None)
-    if former is not None and former.settings == settings and former.parts.clusters == clusters:
+    if former is not None and former.settings == settings and former.clusters == clusters:
         service = former
     else:
         service = KvCache(
@@ -161,7 +161,7 @@ def build(app: ASGIApp, settings: KvCacheSettings, context: FilterContext) -> AS
             clock=context.clock,
             wall_clock=lambda: context.wall_clock().timestamp(),
             rng=context.rng,
-            former=former,
+            state=None if former is None else former.state,
         )
     context.lifetimes.append(service)
     context.kvcaches.append(service)
