@@ -178,7 +178,7 @@ async def test_a_reload_neither_restores_again_nor_loses_the_running_index(tmp_p
             assert endpoint == home
             assert "reason=overlap" in decision
             assert usage["prompt_tokens_details"]["cached_tokens"] > 0
-        restores = proxy.proxy.metrics.kv_snapshot_restores
+        restores = proxy.proxy.metrics.snapshot.restores
         assert [sample.labels["outcome"] for one in restores.collect() for sample in one.samples if sample.value] == [
             "none"
         ]

@@ -42,8 +42,8 @@ class RateLimitFilter:
         self._buckets = buckets
         self._metrics = metrics
         self._clock = clock
-        metrics.queue_depth.labels("rate_limit").set_function(lambda: len(buckets))
-        metrics.queue_limit.labels("rate_limit").set(buckets.max_keys)
+        metrics.bounds.queue_depth.labels("rate_limit").set_function(lambda: len(buckets))
+        metrics.bounds.queue_limit.labels("rate_limit").set(buckets.max_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -97,7 +97,7 @@ class RateLimitFilter:
             ((bucket.wait_s(1.0, now), limit) for limit, bucket in zip(self._limits, buckets, strict=True)),
             key=lambda pair: pair[0],
         )
-        self._metrics.rate_limited.labels(limit.kind).inc()
+        self._metrics.bounds.rate_limited.labels(limit.kind).inc()
         retry_after_s = math.ceil(wait_s)
         await local_reply(
             scope,

@@ -329,9 +329,9 @@ class Forwarding:
         if self._exchange.witness is not None:
             self._exchange.witness.failed(reason)
         if refusal:
-            metrics.retries_refused.labels(refusal).inc()
+            metrics.request.retries_refused.labels(refusal).inc()
             return _Next.GIVE_UP
-        metrics.retries.labels(reason).inc()
+        metrics.request.retries.labels(reason).inc()
         return _Next.RETRY
 
     async def _deliver(self, pick: Pick, response: UpstreamResponse, first: bytes) -> _Next:

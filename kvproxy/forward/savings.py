@@ -32,7 +32,7 @@ class Savings:
         pair = self._pairs.get(key)
         if pair is None:
             catalog = self._catalog
-            pair = self._pairs[key] = (catalog.saved_tokens.labels(*key), catalog.saved_seconds.labels(*key))
+            pair = self._pairs[key] = (catalog.cache.saved_tokens.labels(*key), catalog.cache.saved_seconds.labels(*key))
         return pair
 
 

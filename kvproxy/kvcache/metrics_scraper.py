@@ -70,8 +70,8 @@ class MetricsScraper(BackgroundTask):
         self._sleep = sleep
         self._present = state.present
         self._slots = asyncio.Semaphore(MAX_CONCURRENT)
-        metrics.engine_kv_usage.read(self._kv_usage)
-        metrics.engine_requests.read(self._engine_requests)
+        metrics.holdings.engine_kv_usage.read(self._kv_usage)
+        metrics.holdings.engine_requests.read(self._engine_requests)
 
     async def _run(self) -> None:
         interval_s = self._interval_s or WITHOUT_READING_S

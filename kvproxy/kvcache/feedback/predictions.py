@@ -41,9 +41,9 @@ class PredictionFeedback:
         self._empty = EmptyLookups(clock=clock)
         self.predictions = state.predictions
         self.hit_ratios = state.hit_ratios
-        metrics.kv_prediction_alarm.read(self.predictions.alarm_series)
-        metrics.endpoint_hit_ratio.read(self.hit_ratios.hit_series)
-        metrics.engine_foreign_ratio.read(self.hit_ratios.foreign_series)
+        metrics.kvcache.prediction_alarm.read(self.predictions.alarm_series)
+        metrics.holdings.endpoint_hit_ratio.read(self.hit_ratios.hit_series)
+        metrics.holdings.engine_foreign_ratio.read(self.hit_ratios.foreign_series)
 
     def finished(self, facts: RequestFacts, result: Result) -> None:
         """The request is over, however it went. Once a request."""

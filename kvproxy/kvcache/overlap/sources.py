@@ -82,7 +82,7 @@ class OverlapSources:
                 stated=settings.kv_event_sources,
             )
         self._uses_tokens = bool(settings.lmcache_endpoint) or settings.kv_events
-        self._facts_seconds = metrics.kv_facts_seconds.labels()
+        self._facts_seconds = metrics.kvcache.facts_seconds.labels()
         self._running = AsyncExitStack()
         self._entered = False
         self._show(metrics)
@@ -198,18 +198,18 @@ class OverlapSources:
     def _show(self, metrics: Metrics) -> None:
         """Sizes are read when the metrics are."""
         indexes = self.indexes.values()
-        blocks = metrics.kv_index_blocks
+        blocks = metrics.holdings.index_blocks
         blocks.labels("approximate").set_function(lambda: sum(one.approximate.entries for one in indexes))
         blocks.labels("in_flight").set_function(lambda: sum(one.approximate.promises for one in indexes))
         blocks.labels("precise").set_function(self._precise_blocks)
         blocks.labels("hot").set_function(lambda: sum(one.hot.blocks for one in indexes))
-        size = metrics.kv_index_bytes
+        size = metrics.holdings.index_bytes
         size.labels("approximate").set_function(lambda: sum(one.approximate.estimated_bytes for one in indexes))
         size.labels("precise").set_function(lambda: self._precise_blocks() * PRECISE_ROW_BYTES)
         size.labels("sessions").set_function(lambda: sum(one.sessions.held_bytes for one in indexes))
-        metrics.kv_index_utilisation.read(self.utilisation_series)
-        metrics.kv_index_capacity.read(self.capacity_series)
-        metrics.kv_trust.read(self.trust_series)
+        metrics.holdings.index_utilisation.read(self.utilisation_series)
+        metrics.holdings.index_capacity.read(self.capacity_series)
+        metrics.kvcache.trust.read(self.trust_series)
 
     def _precise_blocks(self) -> int:
         return sum(self.indexes[name].precise.rows(endpoint.id) for name, endpoint in self._endpoints())

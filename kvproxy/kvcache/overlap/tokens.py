@@ -52,14 +52,14 @@ class TokenSource:
         self._breakers = breakers
         self._clock = clock
         self._tasks: dict[int, asyncio.Task[TokenIds | None]] = {}
-        self._outcomes = metrics.kv_tokenizes
-        self._seconds = metrics.kv_tokenize_seconds
-        metrics.queue_depth.labels("kvcache_tokenize").set_function(lambda: len(self._tasks))
-        metrics.queue_limit.labels("kvcache_tokenize").set(settings.tokenize.max_concurrent)
-        metrics.kv_token_memory_entries.set_function(lambda: len(memory))
-        metrics.kv_token_memory_bytes.set_function(lambda: memory.held_bytes)
+        self._outcomes = metrics.kvcache.tokenizes
+        self._seconds = metrics.kvcache.tokenize_seconds
+        metrics.bounds.queue_depth.labels("kvcache_tokenize").set_function(lambda: len(self._tasks))
+        metrics.bounds.queue_limit.labels("kvcache_tokenize").set(settings.tokenize.max_concurrent)
+        metrics.holdings.token_memory_entries.set_function(lambda: len(memory))
+        metrics.holdings.token_memory_bytes.set_function(lambda: memory.held_bytes)
         results = ("exact", "prefix", "missed")
-        metrics.kv_recalls.read(lambda: [((result,), float(getattr(memory.stats, result))) for result in results])
+        metrics.holdings.recalls.read(lambda: [((result,), float(getattr(memory.stats, result))) for result in results])
 
     def recall(self, facts: RequestFacts) -> None:
         """Put into `facts` what is known of its tokens without asking anybody."""
