@@ -8,7 +8,6 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from types import TracebackType
 from typing import Self
 
 from kvproxy.cluster.decision import Sight
@@ -93,9 +92,7 @@ class Cluster:
             self._running = starting.pop_all()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._running.aclose()
 
     @property

@@ -80,7 +80,9 @@ class RouterQueue:
         metrics.bounds.queue_depth.labels(self._name).set_function(lambda: len(self._queue))
         metrics.request.router_queue_oldest.labels(cluster).set_function(lambda: self._queue.oldest_wait_s(clock()))
         self._waited = metrics.request.router_queue_wait.labels(cluster)
-        self._exits = {exit_: metrics.request.router_queue_exits.labels(cluster, exit_.value) for exit_ in ReleaseReason}
+        self._exits = {
+            exit_: metrics.request.router_queue_exits.labels(cluster, exit_.value) for exit_ in ReleaseReason
+        }
 
     def __len__(self) -> int:
         """Requests waiting."""

@@ -7,7 +7,6 @@ import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from types import TracebackType
 from typing import Self
 
 import httpx
@@ -67,9 +66,7 @@ class Tools:
         await self._open.enter_async_context(self.answers)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._open.aclose()
 
     def http(self, origin: Origin) -> httpx.AsyncClient:

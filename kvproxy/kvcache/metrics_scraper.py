@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from kvproxy.background_task import BackgroundTask
 from kvproxy.clients.engine_metrics import EngineMetrics
@@ -20,7 +20,7 @@ from kvproxy.kvcache.state import CacheState
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.routing.engine_samples import Reading
-from kvproxy.types import Clock, EndpointId
+from kvproxy.types import Clock, EndpointId, Sleep
 
 log = logging.getLogger("kvproxy.kvcache")
 
@@ -31,8 +31,6 @@ MAX_CONCURRENT = 16
 _STALE_INTERVALS, _STALE_S = 3, 5.0
 #: Rounds that read nothing still forget endpoints that left and renew leases.
 WITHOUT_READING_S = 5.0
-
-Sleep = Callable[[float], Awaitable[None]]
 
 
 class MetricsScraper(BackgroundTask):

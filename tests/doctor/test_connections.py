@@ -15,7 +15,7 @@ from kvproxy.doctor.checks.connection import ConnectionCheck
 from kvproxy.doctor.finding import Finding, Severity
 from kvproxy.doctor.link import connect, failure
 from kvproxy.doctor.tools import utc_seconds
-from kvproxy.simulator.json_app import JsonApp
+from kvproxy.simulator.http_call import JsonApp
 from kvproxy.upstream.origin import Origin
 from tests.support.certificates import Certificate, make_certificate
 from tests.support.loopback import serve

@@ -16,8 +16,7 @@ from kvproxy.doctor.listening import Heard
 from kvproxy.doctor.report import Report
 from kvproxy.doctor.tools import Patience
 from kvproxy.simulator.fleet import Fleet, FleetSettings
-from kvproxy.simulator.kv_event_publisher import PublisherSettings
-from kvproxy.simulator.kv_event_wire import EventEncoding
+from kvproxy.simulator.kv_event_publisher import EventEncoding, PublisherSettings
 from tests.doctor.setup import ENGINE, IMPATIENT, cluster, only, visit
 from tests.support.loopback import serve
 

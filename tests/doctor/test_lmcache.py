@@ -10,7 +10,7 @@ import pytest
 from kvproxy.doctor.finding import Severity
 from kvproxy.doctor.report import Report
 from kvproxy.doctor.tools import Patience
-from kvproxy.simulator.json_app import JsonApp, Request, detail
+from kvproxy.simulator.http_call import JsonApp, Request, detail_error
 from kvproxy.simulator.lmcache_controller import ControllerSettings
 from kvproxy.simulator.lmcache_coordinator import CoordinatorSettings
 from tests.doctor.setup import ENGINE, Cluster, cluster, only, visit
@@ -165,11 +165,11 @@ class OldController(JsonApp):
     async def _lookup(self, request: Request) -> Any:
         tokens = request.body({"tokens": list})["tokens"]
         if isinstance(self._found, int) and tokens:
-            raise detail(self._answer, "broken")
+            raise detail_error(self._answer, "broken")
         return self._found if tokens else {"layout_info": {}}
 
     async def _stats(self, _request: Request) -> Any:
-        raise detail(self._listing, "Not Found" if self._listing == 404 else "broken")
+        raise detail_error(self._listing, "Not Found" if self._listing == 404 else "broken")
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeVar
 
 from kvproxy.background_task import BackgroundTask
@@ -18,7 +17,7 @@ from kvproxy.kvcache.snapshot.file_format import Outcome, Unusable
 from kvproxy.kvcache.snapshot.snapshot_file import SnapshotFile, Store, TimedThread
 from kvproxy.kvcache.state import CacheState
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.types import Clock
+from kvproxy.types import Clock, Sleep
 
 log = logging.getLogger("kvproxy.kvcache")
 
@@ -27,7 +26,6 @@ SLICE_S, PAUSE_S = 0.0005, 0.005
 #: For the file alone, at the start and at the end. A disk that takes longer is left to itself.
 FILE_TIMEOUT_S = 10.0
 
-Sleep = Callable[[float], Awaitable[None]]
 T = TypeVar("T")
 
 
@@ -83,10 +81,8 @@ class WarmRestart(BackgroundTask):
             await self._restore()
         return await super().__aenter__()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        await super().__aexit__(kind, error, tb)
+    async def __aexit__(self, *exc_info: object) -> None:
+        await super().__aexit__(*exc_info)
         await self.write(pause_s=0.0)
 
     def status(self) -> dict[str, object]:
