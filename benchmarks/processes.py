@@ -50,6 +50,10 @@ class Process:
         """User and system time of the whole tree so far."""
         return sum(times.user + times.system for times in (process.cpu_times() for process in self._tree()))
 
+    def send_signal(self, number: signal.Signals) -> None:
+        """To the program itself."""
+        self._child.send_signal(number)
+
     def memory_mb(self) -> float:
         """Resident memory of the whole tree."""
         return sum(process.memory_info().rss for process in self._tree()) / 1e6
