@@ -20,11 +20,18 @@ class Process:
     """One program and its children, pinned to a core; ended with the block."""
 
     def __init__(
-        self, command: Sequence[str], *, core: int, log: Path, environment: dict[str, str] | None = None
+        self,
+        command: Sequence[str],
+        *,
+        core: int,
+        log: Path,
+        environment: dict[str, str] | None = None,
+        folder: Path | None = None,
     ) -> None:
         self._command = command
         self._core = core
         self._log = log
+        self._folder = folder
         self._environment = {**os.environ, **(environment or {})}
 
     def __enter__(self) -> Process:
@@ -34,6 +41,7 @@ class Process:
                 stdout=log,
                 stderr=log,
                 env=self._environment,
+                cwd=self._folder,
                 start_new_session=True,
             )
         return self
