@@ -96,7 +96,7 @@ def script(case: Case) -> str:
 class Bench:
     """Two checkouts under one load."""
 
-    def __init__(self, trees: Mapping[str, Path], python: str, seconds: float, folder: Path) -> None:
+    def __init__(self, trees: Mapping[str, Path], python: str, seconds: int, folder: Path) -> None:
         self._trees = trees
         self._python = python
         self._seconds = seconds
@@ -134,9 +134,9 @@ class Bench:
             order = list(servers) if number % 2 else list(servers)[::-1]
             yield {name: self._sample(case, servers[name], program, self._seconds) for name in order}
 
-    def _sample(self, case: Case, server: Server, program: Path, seconds: float) -> Sample:
+    def _sample(self, case: Case, server: Server, program: Path, seconds: int) -> Sample:
         self._runs += 1
-        load = ["wrk", "-t1", f"-c{case.connections}", f"-d{seconds:g}s", "-s", str(program)]
+        load = ["wrk", "-t1", f"-c{case.connections}", f"-d{seconds}s", "-s", str(program)]
         target = f"http://127.0.0.1:{server.port}{PATH}"
         command = ["taskset", "-c", str(_cores()[1]), *load, target, "--", str(self._runs)]
         before = server.process.cpu_s()
@@ -174,7 +174,7 @@ TEXT = """# Before and after
 
 {about}
 
-{before} before, {after} after; {pairs} pairs of {seconds:g} s each. CPU time of the proxy's process per request, the
+{before} before, {after} after; {pairs} pairs of {seconds} s each. CPU time of the proxy's process per request, the
 least seen in us; ratios are medians of pairs (with quartiles), below 1 where the later one is cheaper.
 
 | policy | load | us before | us after | CPU ratio | p50 ratio | errors |
@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--after", type=Path, default=HERE)
     parser.add_argument("--python", default="", help="runs both, instead of each one's own")
     parser.add_argument("--pairs", type=int, default=11)
-    parser.add_argument("--seconds", type=float, default=2)
+    parser.add_argument("--seconds", type=int, default=2, help="of each run (whole ones: wrk)")
     parser.add_argument("--case", action="append", default=[], help="(part of) a load's name; repeatable")
     parser.add_argument("--out", type=Path, help="folder for before-after.md")
     options = parser.parse_args()
