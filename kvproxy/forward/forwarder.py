@@ -8,8 +8,6 @@ import enum
 import random
 from dataclasses import dataclass
 
-from starlette.types import Send
-
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.decision import Sight
 from kvproxy.cluster.endpoint import Endpoint
@@ -25,16 +23,16 @@ from kvproxy.errors import (
     PoolFull,
     UpstreamError,
 )
-from kvproxy.forward.attempts import Attempts
-from kvproxy.forward.decision import describe
 from kvproxy.forward.headers import response_headers, with_credential, with_trace_parent
-from kvproxy.forward.priority import priority_of
 from kvproxy.forward.relay import Relay
 from kvproxy.forward.request_body import RequestBody
+from kvproxy.forward.request_options import describe, priority_of
+from kvproxy.forward.retry import Attempts
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.request.exchange import MAX_REMEMBERED, Exchange
+from kvproxy.request.downstream import Downstream
+from kvproxy.request.exchange import CLIENT_CLOSED_REQUEST, MAX_REMEMBERED, Exchange
 from kvproxy.request.observer import RequestObserver, notify
-from kvproxy.request.sse import ERROR_MARK, error_status
+from kvproxy.request.usage import ERROR_MARK, error_status
 from kvproxy.resilience.budget import RetryBudget
 from kvproxy.routing.policy import NO_FACTS, PickRequest
 from kvproxy.types import Clock, EndpointId, Headers
@@ -44,8 +42,6 @@ from kvproxy.upstream.pool import Timeouts, UpstreamPool, UpstreamResponse
 _MAX_HELD_BYTES = 64 * 1024
 #: Nor is its body waited for longer than this.
 _ERROR_BODY_S = 1.0
-#: nginx's word for it; never on the wire, only in logs and metrics.
-CLIENT_CLOSED_REQUEST = 499
 _IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
 _PROMPT_HEAD_BYTES = 1024
 _NOBODY: frozenset[EndpointId] = frozenset()
@@ -98,22 +94,23 @@ class Forwarding:
         *,
         cluster: Cluster,
         model: str,
-        method: str,
-        target: bytes,
         headers: Headers,
         body: RequestBody,
-        send: Send,
+        downstream: Downstream,
         debug: bool = False,
     ) -> None:
         self._shared = shared
         self._exchange = exchange
         self._cluster = cluster
         self._model = model
-        self._method = method
-        self._target = target
+        scope = downstream.scope
+        self._method: str = scope["method"]
+        raw_path: bytes = scope.get("raw_path") or scope["path"].encode()
+        query: bytes = scope["query_string"]
+        self._target = raw_path + b"?" + query if query else raw_path
         self._headers = headers
         self._body = body
-        self._send = send
+        self._downstream = downstream
         self._debug = debug
         self._placements = _Placements(exchange)
         self._earlier: Attempts | None = None  # once one failed
@@ -205,11 +202,12 @@ class Forwarding:
             headers = with_credential(self._headers, pick.endpoint.authorization)
             if self._exchange.trace_parent:
                 headers = with_trace_parent(headers, self._exchange.trace_parent)
+            headers += self._body.framing
             response = await self._shared.pool.request(
                 pick.endpoint.origin,
                 self._method.encode(),
                 self._target,
-                headers + self._body.framing,
+                headers,
                 self._body.take(),
                 timeouts=self._shared.timeouts,
             )
@@ -340,7 +338,7 @@ class Forwarding:
             self._blame_suspects(proven=True)
         self._exchange.outcome.ttft_s = now - self._exchange.received_at
         notify(RequestObserver.first_byte, self._exchange, now)
-        relay = Relay(self._exchange, response, send=self._send, post=self._method == "POST")
+        relay = Relay(self._exchange, response, downstream=self._downstream, post=self._method == "POST")
         headers = response_headers(response.headers, endpoint=pick.endpoint.id.encode(), origin=pick.endpoint.origin)
         if self._debug:
             headers.append((b"x-kvproxy-decision", describe(pick, pick.policy, self._exchange.facts).encode()))

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Concatenate, ParamSpec
 from kvproxy.cluster.decision import Sight
 from kvproxy.cluster.pick import Pick
 from kvproxy.request.exchange import Exchange
+from kvproxy.types import Headers
 
 log = logging.getLogger("kvproxy.request")
 
@@ -62,6 +63,16 @@ class RequestObserver:
     def finished(self, exchange: Exchange, now: float) -> None:
         """The request is over, whatever its end; called once."""
 
+    def response_started(self, exchange: Exchange, status: int, headers: Headers) -> None:
+        """The head of the response goes to the client."""
+
+    def body_piece(self, exchange: Exchange, piece: bytes) -> None:
+        """A piece of the response's body went to the client."""
+
+    def ended(self, exchange: Exchange, status: int, crash: str) -> None:
+        """All filters are through with the request, also with one that never reached the router: `status` was sent (0:
+        nothing), an exception of type `crash` (mostly "") came out."""
+
 
 HOOKS = (
     "facts_began",
@@ -73,6 +84,9 @@ HOOKS = (
     "attempt_failed",
     "first_byte",
     "finished",
+    "response_started",
+    "body_piece",
+    "ended",
 )
 
 

@@ -19,7 +19,7 @@ from kvproxy.config.schema import LogSettings
 from kvproxy.doctor.finding import Finding, Severity
 from kvproxy.doctor.render import print_table
 from kvproxy.doctor.report import Report, Skipped
-from kvproxy.filters.access_line import as_text, fields
+from kvproxy.filters.access_log import as_text, fields
 from kvproxy.log_lines import log_fields
 from kvproxy.receipts.explain import explain
 from kvproxy.receipts.receipt import Attempt, Candidate, Receipt

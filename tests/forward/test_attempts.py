@@ -7,7 +7,7 @@ from typing import cast
 
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.schema import EndpointRetrySettings, RetrySettings
-from kvproxy.forward.attempts import Attempts
+from kvproxy.forward.retry import Attempts
 from kvproxy.types import EndpointId
 
 

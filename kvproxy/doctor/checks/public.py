@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvproxy.config.schema import Config, RouterSettings
 from kvproxy.doctor.finding import Finding, ok
-from kvproxy.forward.public_paths import DEFAULT_PATHS, PublicPaths
+from kvproxy.forward.public import DEFAULT_PATHS, PublicPaths
 
 _INFERENCE = "clients reach inference, the models and tokenizing"
 
