@@ -79,7 +79,7 @@ class History(BackgroundTask):
         """One sample, of all since the one before."""
         recent, metrics, now = self._sampled.recent, self._sampled.metrics, self._sampled.clock()
         p50, p95 = _quantiles(recent.ttfts_since(self._last_at))
-        counters = (metrics.prompt_tokens, metrics.cached_tokens, metrics.kv_predicted_tokens, metrics.saved_seconds)
+        counters = (metrics.latency.prompt_tokens, metrics.latency.cached_tokens, metrics.kvcache.predicted_tokens, metrics.cache.saved_seconds)
         counts = [total(counter) for counter in counters]
         prompt, cached, predicted, saved = (after - before for after, before in zip(counts, self._last, strict=True))
         self._last_at, self._last = now, counts

@@ -20,12 +20,12 @@ class DecisionMetrics:
         """A pick, or a refusal."""
         child = self._decisions.get(reason)
         if child is None:
-            child = self._decisions[reason] = self._metrics.picks.labels(self._cluster, self._policy, reason)
+            child = self._decisions[reason] = self._metrics.request.picks.labels(self._cluster, self._policy, reason)
         child.inc()
 
     def preference(self, result: str) -> None:
         """What became of a preferred endpoint."""
         child = self._preferences.get(result)
         if child is None:
-            child = self._preferences[result] = self._metrics.preferences.labels(result)
+            child = self._preferences[result] = self._metrics.request.preferences.labels(result)
         child.inc()

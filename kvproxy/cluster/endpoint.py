@@ -164,11 +164,11 @@ class Endpoint:
     def _watch(self, metrics: Metrics, clock: Clock) -> None:
         taking = (Condition.UP, Condition.SATURATED)
         load, breaker = self.load, self.breaker
-        for gauge in (metrics.in_flight, metrics.in_flight_formerly):
+        for gauge in (metrics.endpoint.in_flight, metrics.endpoint.in_flight_formerly):
             self.metrics.gauge(gauge, lambda: load.in_flight)
-        self.metrics.gauge(metrics.pending_prompt_tokens, lambda: load.pending_tokens)
-        self.metrics.gauge(metrics.endpoint_up, lambda: self.condition(clock()) in taking)
-        self.metrics.gauge(metrics.breaker_state, lambda: breaker.state is not BreakerState.CLOSED, breaker.name)
+        self.metrics.gauge(metrics.endpoint.pending_prompt_tokens, lambda: load.pending_tokens)
+        self.metrics.gauge(metrics.endpoint.up, lambda: self.condition(clock()) in taking)
+        self.metrics.gauge(metrics.bounds.breaker_state, lambda: breaker.state is not BreakerState.CLOSED, breaker.name)
 
 
 def origin_of(config: schema.EndpointSettings) -> Origin:

@@ -47,7 +47,7 @@ class EndpointMetrics:
         """A request was answered from here with this status."""
         tally = self._answers.get(status)
         if tally is None:
-            tally = self._tally(self._metrics.requests, str(status))
+            tally = self._tally(self._metrics.request.finished, str(status))
             if tally is None:
                 return
             self._answers[status] = tally
@@ -62,7 +62,7 @@ class EndpointMetrics:
             return self.latency(OTHER)
         metrics, labels = self._metrics, (*self._labels, model)
         streamed, whole = (*labels, "true"), (*labels, "false")
-        series = [(metrics.ttft, streamed), (metrics.ttft, whole), (metrics.itl, labels), (metrics.duration, labels)]
+        series = [(metrics.latency.ttft, streamed), (metrics.latency.ttft, whole), (metrics.latency.itl, labels), (metrics.latency.duration, labels)]
         self._series += series
         latency = self._latencies[model] = Latency(*(family.labels(*values) for family, values in series))
         return latency
@@ -70,16 +70,16 @@ class EndpointMetrics:
     def attempt_failure(self, reason: str) -> None:
         """An attempt here failed; `reason` as UpstreamError names it."""
         self.last_failure = reason
-        self._count(self._metrics.attempt_failures, reason)
+        self._count(self._metrics.request.attempt_failures, reason)
 
     def ejection(self, reason: str) -> None:
         """The endpoint was taken out."""
-        self._count(self._metrics.ejections, reason)
+        self._count(self._metrics.endpoint.ejections, reason)
 
     def probe(self, outcome: str) -> None:
         """An active probe ended."""
         self.last_probe = outcome
-        self._count(self._metrics.probes, outcome)
+        self._count(self._metrics.endpoint.probes, outcome)
 
     def gauge(self, gauge: Gauge, read: Callable[[], float], *labels: str) -> None:
         """Read a gauge of this endpoint at scrape time; `labels` where they are not cluster and endpoint."""

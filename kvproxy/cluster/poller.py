@@ -45,7 +45,7 @@ class Poller:
         self._sources = sources
         self._on_update = on_update
         self._sleep = sleep
-        self._outcomes = {o: metrics.discovery.labels(cluster, o) for o in ("changed", "unchanged", "failed")}
+        self._outcomes = {o: metrics.endpoint.discovery.labels(cluster, o) for o in ("changed", "unchanged", "failed")}
         self._answers: dict[str, tuple[schema.EndpointSettings, ...]] = {}
         self._complaints: dict[str, str] = {}
         self._tasks: list[asyncio.Task[None]] = []

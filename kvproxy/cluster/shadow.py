@@ -64,11 +64,11 @@ class Shadow:
         self._cluster = cluster
         self._learner = policy if isinstance(policy, Learner) else None
         self._watched: dict[Endpoint, _Watched] = {}
-        decisions = metrics.shadow_decisions
+        decisions = metrics.request.shadow_decisions
         self._same, self._different, self._errors, self._skipped = (
             decisions.labels(cluster, name, result) for result in ("same", "different", "error", "skipped")
         )
-        differences = metrics.shadow_cost_difference
+        differences = metrics.request.shadow_cost_difference
         self._by_shadow, self._by_live = (differences.labels(cluster, name, by) for by in ("shadow", "live"))
         self._errors_in_a_row = 0
         self._window_at, self._in_window = 0.0, 0

@@ -60,7 +60,7 @@ class FileReloader:
                 logger.exception("the new configuration cannot be started")
                 return self._refused([Problem("", f"a part cannot be started: {type(error).__name__}: {error}")])
             self._proxy.findings = findings_of(problems)
-            self._proxy.metrics.reloads.labels("applied").inc()
+            self._proxy.metrics.process.reloads.labels("applied").inc()
             later = ", ".join(reloaded.after_restart)
             changed = summary(before, config)
             logger.info("configuration reloaded: %s%s", changed, f"; after a restart: {later}" if later else "")
@@ -70,7 +70,7 @@ class FileReloader:
             return reloaded
 
     def _refused(self, errors: list[Problem]) -> Reloaded:
-        self._proxy.metrics.reloads.labels("refused").inc()
+        self._proxy.metrics.process.reloads.labels("refused").inc()
         for error in errors:
             logger.error("configuration not reloaded: %s", error.located())
         return Reloaded(errors=tuple(errors))

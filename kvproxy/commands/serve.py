@@ -76,7 +76,7 @@ async def serve_until_signal(config: Config, problems: list[Problem], source: So
             hurry=signals.hurry,
             tls=config.listen.tls,
             limits=replace(ListenerLimits.from_config(config.limits), max_connections=connections),
-            on_refused=proxy.metrics.connections_refused.inc,
+            on_refused=proxy.metrics.bounds.connections_refused.inc,
         )
         await listeners.enter_async_context(public)
         _show_process(proxy.metrics, public, limit=connections)
@@ -152,8 +152,8 @@ def fitting_connections(wanted: int, *, open_files: int) -> int:
 def _show_process(metrics: Metrics, public: Server, *, limit: int) -> None:
     """Figures of the process, and what only its listener knows."""
     ProcessCollector(registry=metrics.registry)
-    metrics.queue_depth.labels("connections").set_function(lambda: public.connections)
-    metrics.queue_limit.labels("connections").set(limit)
+    metrics.bounds.queue_depth.labels("connections").set_function(lambda: public.connections)
+    metrics.bounds.queue_limit.labels("connections").set(limit)
 
 
 def _announce(proxy: Proxy, url: str) -> None:

@@ -104,7 +104,7 @@ class AuthFilter(Step):
     def before(self, exchange: Exchange, downstream: Downstream) -> None:
         """The request gets its tenant, or is refused."""
         if fault := self._admit(exchange, downstream.scope):
-            self.metrics.auth_failures.labels(fault).inc()
+            self.metrics.bounds.auth_failures.labels(fault).inc()
             message = "A valid API key is required: `Authorization: Bearer <key>` or `x-api-key: <key>`."
             raise LocalReply(401, "invalid_api_key", message, headers=_REFUSED_HEADERS)
 
@@ -114,7 +114,7 @@ class AuthFilter(Step):
             return False
         fault = self._admit(Exchange.of(scope, now=self.clock()), scope)
         if fault:
-            self.metrics.auth_failures.labels(fault).inc()
+            self.metrics.bounds.auth_failures.labels(fault).inc()
             await send({"type": "websocket.close", "code": 1008})
         return bool(fault)
 

@@ -42,8 +42,8 @@ class RateLimitFilter(Step):
         super().__init__(app, metrics=metrics, clock=clock)
         self._limits = buckets.limits
         self._buckets = buckets
-        metrics.queue_depth.labels("rate_limit").set_function(lambda: len(buckets))
-        metrics.queue_limit.labels("rate_limit").set(buckets.max_keys)
+        metrics.bounds.queue_depth.labels("rate_limit").set_function(lambda: len(buckets))
+        metrics.bounds.queue_limit.labels("rate_limit").set(buckets.max_keys)
 
     def before(self, exchange: Exchange, downstream: Downstream) -> None:
         """The request is counted, or refused."""
@@ -66,7 +66,7 @@ class RateLimitFilter(Step):
             ((bucket.wait_s(1.0, now), limit) for limit, bucket in zip(self._limits, buckets, strict=True)),
             key=lambda pair: pair[0],
         )
-        self.metrics.rate_limited.labels(limit.kind).inc()
+        self.metrics.bounds.rate_limited.labels(limit.kind).inc()
         retry_after_s = math.ceil(wait_s)
         message = f"Over the limit of {limit.per_minute:g} {limit.kind} per minute; retry in {retry_after_s} s."
         headers = [(b"retry-after", b"%d" % retry_after_s), *self._standing(buckets, now)]

@@ -326,9 +326,9 @@ class Forwarding:
         metrics = self._shared.metrics
         notify(RequestObserver.attempt_failed, self._exchange, reason, self._shared.clock())
         if refusal:
-            metrics.retries_refused.labels(refusal).inc()
+            metrics.request.retries_refused.labels(refusal).inc()
             return _Next.GIVE_UP
-        metrics.retries.labels(reason).inc()
+        metrics.request.retries.labels(reason).inc()
         return _Next.RETRY
 
     async def _deliver(self, pick: Pick, response: UpstreamResponse, first: bytes) -> _Next:

@@ -21,14 +21,14 @@ class _ClusterSeries:
     """Kept children of one cluster."""
 
     def __init__(self, catalog: Metrics, cluster: str) -> None:
-        self.results = {result: catalog.request_results.labels(cluster, result) for result in RESULTS}
-        self.prompt_tokens: Tally = catalog.prompt_tokens.labels(cluster)
-        self.cached_tokens: Tally = catalog.cached_tokens.labels(cluster)
-        self.completion_tokens: Tally = catalog.completion_tokens.labels(cluster)
-        self.window = catalog.hit_windows.of(cluster)
-        self.device_hits, self.lower_hits = (catalog.tier_hits.labels(cluster, tier) for tier in ("device", "lower"))
+        self.results = {result: catalog.request.results.labels(cluster, result) for result in RESULTS}
+        self.prompt_tokens: Tally = catalog.latency.prompt_tokens.labels(cluster)
+        self.cached_tokens: Tally = catalog.latency.cached_tokens.labels(cluster)
+        self.completion_tokens: Tally = catalog.latency.completion_tokens.labels(cluster)
+        self.window = catalog.cache.hit_windows.of(cluster)
+        self.device_hits, self.lower_hits = (catalog.cache.tier_hits.labels(cluster, tier) for tier in ("device", "lower"))
         self.device_tokens, self.lower_tokens = (
-            catalog.tier_hit_tokens.labels(cluster, tier) for tier in ("device", "lower")
+            catalog.cache.tier_hit_tokens.labels(cluster, tier) for tier in ("device", "lower")
         )
 
 
@@ -72,7 +72,7 @@ class RouteMetrics(RequestObserver):
             return
         end = self._ends.get(outcome.end)
         if end is None:
-            end = self._ends[outcome.end] = self.catalog.request_ends.labels(outcome.end)
+            end = self._ends[outcome.end] = self.catalog.request.ends.labels(outcome.end)
         end.value += 1.0
 
     def _model(self, exchange: Exchange, cluster: Cluster | None) -> str:
@@ -157,7 +157,7 @@ class Savings:
         pair = self._pairs.get(key)
         if pair is None:
             catalog = self._catalog
-            pair = self._pairs[key] = (catalog.saved_tokens.labels(*key), catalog.saved_seconds.labels(*key))
+            pair = self._pairs[key] = (catalog.cache.saved_tokens.labels(*key), catalog.cache.saved_seconds.labels(*key))
         return pair
 
 

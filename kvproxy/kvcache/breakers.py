@@ -54,7 +54,7 @@ class OperationBreakers:
                 f"kvcache/{operation}", self._settings, clock=self._clock, on_change=partial(self._changed, operation)
             )
             self._breakers[operation] = breaker
-            gauge = self._metrics.breaker_state.labels(breaker.name)
+            gauge = self._metrics.bounds.breaker_state.labels(breaker.name)
             gauge.set_function(lambda: breaker.state is not BreakerState.CLOSED)
         return breaker
 

@@ -61,7 +61,7 @@ class KvCache:
             sample_host=sample_host,
             former=None if former is None else former.parts,
         )
-        self._facts_seconds = metrics.kv_facts_seconds.labels()
+        self._facts_seconds = metrics.kvcache.facts_seconds.labels()
         self._uses_tokens = bool(settings.lmcache_endpoint) or settings.kv_events
         self._running = AsyncExitStack()
         self._entered = False

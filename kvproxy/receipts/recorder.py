@@ -40,12 +40,12 @@ class Recorder(RequestObserver):
         self._rng = rng
         self._hash = keyed_hash(os.urandom(16))
         file = RotatingFile(Path(settings.path), max_bytes=settings.max_file, max_files=settings.max_files)
-        written, dropped, failed = (metrics.receipts.labels(result) for result in ("written", "dropped", "failed"))
+        written, dropped, failed = (metrics.bounds.receipts.labels(result) for result in ("written", "dropped", "failed"))
         self._writer: Writer[Finished] = Writer(
             file, self._line, limit=settings.max_queue, written=written, dropped=dropped, failed=failed
         )
-        metrics.queue_depth.labels(QUEUE).set_function(lambda: self._writer.waiting)
-        metrics.queue_limit.labels(QUEUE).set(settings.max_queue)
+        metrics.bounds.queue_depth.labels(QUEUE).set_function(lambda: self._writer.waiting)
+        metrics.bounds.queue_limit.labels(QUEUE).set(settings.max_queue)
 
     async def __aenter__(self) -> Self:
         self._writer.start()

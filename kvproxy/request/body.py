@@ -63,8 +63,8 @@ class HeldBodies:
         self.held_bytes = 0
         self.limit_bytes = limit_bytes
         if metrics is not None:
-            metrics.bodies_held.set_function(lambda: self.held_bytes)
-            metrics.bodies_limit.set(limit_bytes)
+            metrics.bounds.bodies_held.set_function(lambda: self.held_bytes)
+            metrics.bounds.bodies_limit.set(limit_bytes)
 
     def take(self, size_bytes: int) -> None:
         """Hold that much more; raises BodiesFull, and holds no more, when it would be too much."""

@@ -90,7 +90,7 @@ async def local_reply(
     if exchange is not None:
         exchange.outcome.status = status
         exchange.outcome.end = "local_reply"
-    metrics.local_replies.labels(str(status), reason).inc()
+    metrics.request.local_replies.labels(str(status), reason).inc()
     body = error_body(scope["path"], status, reason=reason, message=message)
     head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *(headers or ())]
     if unread is not None:
@@ -106,9 +106,9 @@ async def local_reply(
 async def refuse(why: LocalReply, scope: Scope, receive: Receive, send: Send, *, metrics: Metrics) -> None:
     """The answer to a refused request."""
     if why.reason == "body_too_large":
-        metrics.body_refused.inc()
+        metrics.bounds.body_refused.inc()
     elif why.reason == "bodies_full":
-        metrics.bodies_full.inc()
+        metrics.bounds.bodies_full.inc()
     await local_reply(
         scope,
         send,

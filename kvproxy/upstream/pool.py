@@ -68,8 +68,8 @@ class UpstreamPool:
         self._uploads: set[asyncio.Task[None]] = set()
         self._closed = True
         self._silent_until = -math.inf
-        self._replays = None if metrics is None else metrics.upstream_replays
-        self._connects = None if metrics is None else metrics.upstream_connects
+        self._replays = None if metrics is None else metrics.upstream.replays
+        self._connects = None if metrics is None else metrics.upstream.connects
         if metrics is not None:
             self._show(metrics)
 
@@ -216,10 +216,10 @@ class UpstreamPool:
 
     def _show(self, metrics: Metrics) -> None:
         """Gauges are read when they are scraped, so they cost a request nothing."""
-        metrics.upstream_connections.labels("open").set_function(lambda: self.open)
-        metrics.upstream_connections.labels("idle").set_function(lambda: self.idle)
-        metrics.queue_depth.labels("upstream").set_function(lambda: self.waiting)
-        metrics.queue_limit.labels("upstream").set(self._limits.max_waiting)
+        metrics.upstream.connections.labels("open").set_function(lambda: self.open)
+        metrics.upstream.connections.labels("idle").set_function(lambda: self.idle)
+        metrics.bounds.queue_depth.labels("upstream").set_function(lambda: self.waiting)
+        metrics.bounds.queue_limit.labels("upstream").set(self._limits.max_waiting)
 
 
 def _encode(origin: Origin, method: bytes, *, target: bytes, headers: Headers, body: Body) -> _Message:

@@ -43,7 +43,7 @@ class JobQueue:
 
     def __init__(self, settings: schema.BackgroundSettings, *, metrics: Metrics) -> None:
         self._settings = settings
-        self._results = metrics.kv_background
+        self._results = metrics.holdings.background
         self._lanes: dict[Hashable, deque[Job]] = {}  # waiting, by lane
         self._ready: deque[Hashable] = deque()  # lanes with waiting jobs and none running
         self._running: dict[Hashable, asyncio.Task[None]] = {}  # by lane
@@ -54,8 +54,8 @@ class JobQueue:
         self._open = False
         self._idle = asyncio.Event()
         self._idle.set()
-        metrics.queue_depth.labels(QUEUE).set_function(lambda: self._waiting)
-        metrics.queue_limit.labels(QUEUE).set(settings.max_queue)
+        metrics.bounds.queue_depth.labels(QUEUE).set_function(lambda: self._waiting)
+        metrics.bounds.queue_limit.labels(QUEUE).set(settings.max_queue)
 
     @property
     def waiting(self) -> int:

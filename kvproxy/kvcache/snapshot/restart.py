@@ -75,10 +75,10 @@ class WarmRestart(BackgroundTask):
         self._failing = False
         self.restored: Outcome | None = None
         self._returned: Returned | None = None
-        self._writes = metrics.kv_snapshot_writes
-        self._restores = metrics.kv_snapshot_restores
-        metrics.kv_snapshot_bytes.read(self._sizes)
-        metrics.kv_snapshot_age.read(self._ages)
+        self._writes = metrics.snapshot.writes
+        self._restores = metrics.snapshot.restores
+        metrics.snapshot.bytes.read(self._sizes)
+        metrics.snapshot.age.read(self._ages)
 
     async def __aenter__(self) -> Self:
         if self._fresh:
