@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.metrics.counting import Tally
+from kvproxy.metrics.collectors import CounterCell
 
 
 class DecisionMetrics:
@@ -13,8 +13,8 @@ class DecisionMetrics:
         self._metrics = metrics
         self._cluster = cluster
         self._policy = policy
-        self._decisions: dict[str, Tally] = {}
-        self._preferences: dict[str, Tally] = {}
+        self._decisions: dict[str, CounterCell] = {}
+        self._preferences: dict[str, CounterCell] = {}
 
     def decision(self, reason: str) -> None:
         """A pick, or a refusal."""

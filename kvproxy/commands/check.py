@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 from typing import TextIO
 
-from pathlib import Path
 from kvproxy.config.json_schema import file_schema
 from kvproxy.config.load import check_config
 from kvproxy.errors import Problem

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from types import TracebackType
 
 from kvproxy.admin.operated import Finding, Reloaded
 from kvproxy.app import Proxy
@@ -38,9 +37,7 @@ class FileReloader:
             self._watching = asyncio.create_task(self._watch(), name="watch the configuration")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._proxy.reloader = None
         if self._watching is not None:
             self._watching.cancel()

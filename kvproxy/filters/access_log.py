@@ -9,7 +9,6 @@ import random
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from functools import lru_cache
-from types import TracebackType
 
 import msgspec
 from starlette.types import ASGIApp
@@ -107,9 +106,7 @@ class LineBatch:
         self._loop = asyncio.get_running_loop()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._loop = None
         self.flush()
 

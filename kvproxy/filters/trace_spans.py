@@ -8,7 +8,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -246,9 +245,7 @@ class TraceExport:
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Sends what waits, within the limit; by a daemon thread, since a collector that hangs must not keep the
         process."""
         loop = asyncio.get_running_loop()

@@ -8,7 +8,7 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint_metrics import OTHER
 from kvproxy.config.schema import RouteSettings
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.metrics.counting import Tally
+from kvproxy.metrics.collectors import CounterCell
 from kvproxy.request.exchange import RESULTS, Exchange, Outcome, result_of
 from kvproxy.request.observer import RequestObserver
 from kvproxy.routing.speeds import SpeedModel
@@ -22,11 +22,13 @@ class _ClusterSeries:
 
     def __init__(self, catalog: Metrics, cluster: str) -> None:
         self.results = {result: catalog.request.results.labels(cluster, result) for result in RESULTS}
-        self.prompt_tokens: Tally = catalog.latency.prompt_tokens.labels(cluster)
-        self.cached_tokens: Tally = catalog.latency.cached_tokens.labels(cluster)
-        self.completion_tokens: Tally = catalog.latency.completion_tokens.labels(cluster)
+        self.prompt_tokens: CounterCell = catalog.latency.prompt_tokens.labels(cluster)
+        self.cached_tokens: CounterCell = catalog.latency.cached_tokens.labels(cluster)
+        self.completion_tokens: CounterCell = catalog.latency.completion_tokens.labels(cluster)
         self.window = catalog.cache.hit_windows.of(cluster)
-        self.device_hits, self.lower_hits = (catalog.cache.tier_hits.labels(cluster, tier) for tier in ("device", "lower"))
+        self.device_hits, self.lower_hits = (
+            catalog.cache.tier_hits.labels(cluster, tier) for tier in ("device", "lower")
+        )
         self.device_tokens, self.lower_tokens = (
             catalog.cache.tier_hit_tokens.labels(cluster, tier) for tier in ("device", "lower")
         )
@@ -48,7 +50,7 @@ class RouteMetrics(RequestObserver):
         self._aliases = frozenset(route.model for route in routes if route.model and not route.model.endswith("*"))
         self._served = served  # by the engines' own lists, which are bounded
         self._clusters: dict[str, _ClusterSeries] = {}
-        self._ends: dict[str, Tally] = {}
+        self._ends: dict[str, CounterCell] = {}
         self._savings = Savings(catalog)
 
     def finished(self, exchange: Exchange, now: float) -> None:
@@ -142,7 +144,7 @@ class Savings:
 
     def __init__(self, catalog: Metrics) -> None:
         self._catalog = catalog
-        self._pairs: dict[tuple[str, str], tuple[Tally, Tally]] = {}
+        self._pairs: dict[tuple[str, str], tuple[CounterCell, CounterCell]] = {}
 
     def add(self, outcome: Outcome, *, model: str, tenant: str, speeds: SpeedModel | None, now: float) -> None:
         """One request; `speeds` of its cluster, None where nothing learns them."""
@@ -152,12 +154,15 @@ class Savings:
         if speeds is not None and outcome.endpoint is not None:
             seconds.value += spared_s(cached, speeds) * speeds.slowness(outcome.endpoint, now)
 
-    def _pair(self, model: str, tenant: str) -> tuple[Tally, Tally]:
+    def _pair(self, model: str, tenant: str) -> tuple[CounterCell, CounterCell]:
         key = (model, tenant) if len(self._pairs) < MAX_PAIRS else (OTHER, OTHER)
         pair = self._pairs.get(key)
         if pair is None:
             catalog = self._catalog
-            pair = self._pairs[key] = (catalog.cache.saved_tokens.labels(*key), catalog.cache.saved_seconds.labels(*key))
+            pair = self._pairs[key] = (
+                catalog.cache.saved_tokens.labels(*key),
+                catalog.cache.saved_seconds.labels(*key),
+            )
         return pair
 
 

@@ -7,7 +7,6 @@ import os
 import random
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, Self
 
 from kvproxy.config.schema import ReceiptSettings
@@ -40,7 +39,9 @@ class Recorder(RequestObserver):
         self._rng = rng
         self._hash = keyed_hash(os.urandom(16))
         file = RotatingFile(Path(settings.path), max_bytes=settings.max_file, max_files=settings.max_files)
-        written, dropped, failed = (metrics.bounds.receipts.labels(result) for result in ("written", "dropped", "failed"))
+        written, dropped, failed = (
+            metrics.bounds.receipts.labels(result) for result in ("written", "dropped", "failed")
+        )
         self._writer: Writer[Finished] = Writer(
             file, self._line, limit=settings.max_queue, written=written, dropped=dropped, failed=failed
         )
@@ -51,9 +52,7 @@ class Recorder(RequestObserver):
         self._writer.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self._writer.close, _CLOSE_S)
 
     def received(self, exchange: Exchange, now: float) -> None:

@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from types import TracebackType
 
 from kvproxy.errors import ConnectError, ConnectTimeout, NoDescriptors, UpstreamDisconnected
 from kvproxy.metrics.catalog import Metrics
@@ -77,9 +76,7 @@ class UpstreamPool:
         self._closed = False
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._closed = True
         lanes = list(self._lanes.values())
         uploads = list(self._uploads)

@@ -8,16 +8,12 @@ from typing import Any
 
 import pytest
 
+from kvproxy.config.cluster_schema import PolicyName
+from kvproxy.config.filter_schema import AccessLogSettings, RateLimitSettings, RouterSettings
+from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.config.load import check_config, from_endpoints, load_config
 from kvproxy.config.model import Model
-from kvproxy.config.schema import (
-    AccessLogSettings,
-    Config,
-    KvCacheSettings,
-    PolicyName,
-    RateLimitSettings,
-    RouterSettings,
-)
+from kvproxy.config.schema import Config
 from kvproxy.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +30,7 @@ def endpoints(config: Config, cluster: str = "default") -> list[tuple[str, str]]
 
 def test_the_config_at_the_top_starts_two_engines() -> None:
     """It is short, valid without any warning, and says what the README says."""
-    config, problems = check_config(Path(ROOT / "config.yaml"), env={})
+    config, problems = check_config(ROOT / "config.yaml", env={})
     assert config is not None
     assert problems == []
     assert endpoints(config) == [("vllm-a", "http://127.0.0.1:8000"), ("vllm-b", "http://127.0.0.1:8001")]

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from kvproxy.config.cluster_schema import EndpointSettings, PolicyName
+from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.config.load import check_config, load_config
-from kvproxy.config.schema import Config, EndpointSettings, KvCacheSettings, PolicyName
+from kvproxy.config.schema import Config
 from kvproxy.errors import Problem
 from tests.config.pixiu_files import DOCUMENTATION, ENVIRONMENT, PLACEHOLDERS, ROOT, manager_of, sample, small
 

@@ -10,10 +10,12 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from kvproxy.config.fields import bare
+from kvproxy.config.filter_schema import FILTER_SETTINGS
 from kvproxy.config.json_schema import file_schema
 from kvproxy.config.load import check_config
+from kvproxy.config.model import Model
 from kvproxy.config.reference import reference
-from kvproxy.config.schema import FILTER_SETTINGS, Config, Model
+from kvproxy.config.schema import Config
 
 ROOT = Path(__file__).parents[2]
 E = ["http://127.0.0.1:8000"]

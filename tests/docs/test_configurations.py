@@ -46,4 +46,4 @@ def test_blocks_of_other_programs_are_known() -> None:
 
 def test_the_shipped_configuration_loads() -> None:
     """`kvproxy serve -c config.yaml` out of the box."""
-    assert len(load_config(Path(ROOT / "config.yaml")).clusters["default"].endpoints) == 2
+    assert len(load_config(ROOT / "config.yaml").clusters["default"].endpoints) == 2

@@ -451,8 +451,8 @@ def test_nothing_is_imported_unless_a_chain_names_it() -> None:
     program = (
         "import sys\n"
         "from kvproxy.app import build\n"
-        "from kvproxy.config.load import load_mapping\n"
-        "build(load_mapping({'endpoints': {'a': 'http://127.0.0.1:9'}}))\n"
+        "from kvproxy.config.load import load_config\n"
+        "build(load_config({'endpoints': {'a': 'http://127.0.0.1:9'}}))\n"
         "sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))\n"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

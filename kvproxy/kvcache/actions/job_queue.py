@@ -7,7 +7,6 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from kvproxy.config import kvcache_schema as schema
@@ -80,9 +79,7 @@ class JobQueue:
         self._open = True
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._open = False
         try:
             async with asyncio.timeout(self._settings.drain):
