@@ -10,7 +10,7 @@ import msgspec
 from starlette.types import ASGIApp, Scope
 
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.decision import Sight
+from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routes import Routes
 from kvproxy.config.cluster_schema import PolicyName
 from kvproxy.config.kvcache_schema import KvCacheSettings
@@ -23,6 +23,8 @@ from kvproxy.metrics.catalog import Metrics
 from kvproxy.request.downstream import Downstream
 from kvproxy.request.exchange import Exchange
 from kvproxy.request.observer import RequestObserver, notify
+from kvproxy.routing.registry import POLICIES
+from kvproxy.routing.selector import Decision
 from kvproxy.types import Clock, EndpointId
 
 log = logging.getLogger("kvproxy.kvcache")
@@ -30,24 +32,12 @@ log = logging.getLogger("kvproxy.kvcache")
 #: Where other apps on the way find the endpoint that holds most of the prompt.
 STATE_KEY = "llm_preferred_endpoint_id"
 
-#: Policies that weigh matches against load themselves; a preference would overrule them.
-WEIGHING = frozenset(
-    {
-        PolicyName.KV_AWARE,
-        PolicyName.PREFIX_AFFINITY,
-        PolicyName.DYNAMO,
-        PolicyName.LLM_D,
-        PolicyName.LMETRIC,
-        PolicyName.LEAST_TTFT,
-    }
-)
-
 
 def prefers(settings: KvCacheSettings, policy: PolicyName) -> bool:
     """Whether the largest match is to be preferred to what the policy would choose."""
     if settings.prefer is not None:
         return settings.prefer
-    return bool(settings.lmcache_endpoint) and policy not in WEIGHING
+    return bool(settings.lmcache_endpoint) and not POLICIES[policy].uses_overlap
 
 
 class KvCacheFilter(Step):
@@ -143,9 +133,9 @@ class KvCacheLearning(RequestObserver):
         if self._prefers:
             exchange.preferred = self._facts.preferred
 
-    def placed(self, exchange: Exchange, decision: Sight, now: float) -> None:
+    def placed(self, exchange: Exchange, decision: Decision[Endpoint], now: float) -> None:
         """The endpoint will hold the prompt."""
-        self._service.placed(self._facts, decision.chosen.id)
+        self._service.placed(self._facts, decision.endpoint.id)
 
     def finished(self, exchange: Exchange, now: float) -> None:
         """Learn from it, and do what is to be done about it."""

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvproxy.cluster.pick import Refusal
 from kvproxy.cluster.router_queue import QueueFull
 from kvproxy.cluster.routes import Routes, RouteTarget
+from kvproxy.cluster.screening import Refusal
 from kvproxy.config.filter_schema import RequestIdSettings, RouterSettings
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.config.schema import Config

@@ -9,10 +9,9 @@ import random
 from dataclasses import dataclass
 
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.decision import Sight
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.cluster.pick import AttemptOutcome, Pick, Refusal
-from kvproxy.cluster.router_queue import RouterQueue
+from kvproxy.cluster.pick import AttemptOutcome, Pick
+from kvproxy.cluster.screening import Refusal
 from kvproxy.config.schema import RetrySettings
 from kvproxy.errors import (
     ConnectError,
@@ -112,7 +111,6 @@ class Forwarding:
         self._body = body
         self._downstream = downstream
         self._debug = debug
-        self._placements = _Placements(exchange)
         self._earlier: Attempts | None = None  # once one failed
         self._last: UpstreamError | HeldReply | Refusal = Refusal.NO_ENDPOINTS
         self._suspects: list[tuple[Pick, str]] = []  # failed attempts, and how, until it is known who is to blame
@@ -122,18 +120,15 @@ class Forwarding:
     async def run(self) -> None:
         """Attempt, and attempt again, within the attempts, the retry budget and what may safely be sent twice."""
         self._task = asyncio.current_task()
-        shared, cluster = self._shared, self._cluster
+        shared = self._shared
         shared.budget.request(shared.clock())
         try:
             while True:
-                if cluster.room is None or self._exchange.outcome.attempts:
-                    pick = cluster.pick(self._pick_request(), now=shared.clock())
-                else:
-                    pick = await self._pick_in(cluster.room)
+                pick = await self._pick()
                 if pick is None:
                     pause_s = self._earlier.next_round() if self._earlier is not None else None
                     if pause_s is None:
-                        raise GaveUp(self._last if self._exchange.outcome.attempts else self._refusal())
+                        raise GaveUp(self._last)
                 else:
                     self._note(pick)
                     verdict = await self._attempt(pick)
@@ -148,18 +143,32 @@ class Forwarding:
             if self._suspects:
                 self._blame_suspects()
 
-    async def _pick_in(self, room: RouterQueue) -> Pick | None:
-        """The first attempt may have to wait for its turn; whoever was let in once does not queue again."""
+    async def _pick(self) -> Pick | None:
+        """The first attempt may have to wait for its turn; a request that was let in once does not queue again."""
+        queue, now, request = self._cluster.queue, self._shared.clock(), self._pick_request()
+        if queue is None or self._exchange.outcome.attempts or queue.admits(request, now):
+            return self._place(request, now)
         header = self._cluster.settings.queue.priority_header
         priority = priority_of(self._headers, header.lower().encode()) if header else 0
-        asked, tenant = self._pick_request(), self._exchange.tenant
-        return await room.pick(asked, again=self._refreshed, tenant=tenant, priority=priority)
+        return await queue.wait(request, self._place_refreshed, tenant=self._exchange.tenant, priority=priority)
 
-    def _refreshed(self) -> PickRequest:
+    def _place(self, request: PickRequest, now: float) -> Pick | None:
+        """Decide, tell, do: no await between them, so that nothing comes between a choice and its load."""
+        decision = self._cluster.decide(request, now)
+        if isinstance(decision, Refusal):
+            self._cluster.refuse(request, decision)
+            notify(RequestObserver.refused, self._exchange, decision.value, now)
+            if not self._exchange.outcome.attempts:
+                self._last = decision
+            return None
+        notify(RequestObserver.placed, self._exchange, decision, now)
+        return self._cluster.reserve(decision, now)
+
+    def _place_refreshed(self, now: float) -> Pick | None:
         """After a wait, in which others with the same prompt may have gone somewhere."""
         if self._exchange.facts_source is not None:
             self._exchange.facts_source(self._exchange)
-        return self._pick_request()
+        return self._place(self._pick_request(), now)
 
     def _count_failed(self, endpoint: Endpoint) -> float | None:
         if self._earlier is None:
@@ -179,11 +188,7 @@ class Forwarding:
             streams=inference is not None and inference.stream,
             prompt_head=parts[0][:_PROMPT_HEAD_BYTES] if parts else b"",
             policy=exchange.policy,
-            witness=self._placements,
         )
-
-    def _refusal(self) -> Refusal:
-        return self._cluster.refusal(self._pick_request(), now=self._shared.clock())
 
     def _note(self, pick: Pick) -> None:
         outcome = self._exchange.outcome
@@ -354,26 +359,8 @@ class Forwarding:
         pick.endpoint.metrics.request(response.status)
         pick.settle(verdict, now=now)
         if (cached_tokens := self._exchange.outcome.cached_tokens) is not None:
-            self._cluster.reused(pick, cached_tokens, now)
+            self._cluster.observe_reuse(pick, cached_tokens, now)
         return _Next.DELIVERED
-
-
-class _Placements:
-    """Passes on what the cluster decides, as it decides it."""
-
-    __slots__ = ("_exchange",)
-
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
-
-    def placed(self, sight: Sight, now: float) -> None:
-        notify(RequestObserver.placed, self._exchange, sight, now)
-
-    def refused(self, reason: str, now: float) -> None:
-        notify(RequestObserver.refused, self._exchange, reason, now)
-
-    def failed(self, reason: str) -> None:
-        """The attempt's end is no business of the cluster's."""
 
 
 async def _read_event(response: UpstreamResponse, first: bytes) -> bytes:

@@ -27,11 +27,11 @@ def chosen_policy(headers: Headers, name: bytes, cluster: Cluster) -> str:
     asked = next((value for header, value in headers if header == name), b"").decode("latin-1").strip()
     if not asked:
         return ""
-    named = cluster.deciders.named
-    if named is None:
+    named = cluster.policies.named
+    if not named:
         raise NotOffered(f"The policy `{asked[:_LONGEST_SHOWN]}` was asked for, and clients cannot choose one here.")
-    if asked not in named.deciders:
-        offered = ", ".join(named.deciders)
+    if asked not in named:
+        offered = ", ".join(named)
         raise NotOffered(f"The policy `{asked[:_LONGEST_SHOWN]}` is not on offer here; these are: {offered}.")
     return asked
 

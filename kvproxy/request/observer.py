@@ -9,9 +9,10 @@ import logging
 from collections.abc import Callable
 from typing import Any, ClassVar, Concatenate, ParamSpec
 
-from kvproxy.cluster.decision import Sight
+from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import Pick
 from kvproxy.request.exchange import Exchange
+from kvproxy.routing.selector import Decision
 from kvproxy.types import Headers
 
 log = logging.getLogger("kvproxy.request")
@@ -45,7 +46,7 @@ class RequestObserver:
     def received(self, exchange: Exchange, now: float) -> None:
         """The router begins with the request: it is read, and will be routed."""
 
-    def placed(self, exchange: Exchange, decision: Sight, now: float) -> None:
+    def placed(self, exchange: Exchange, decision: Decision[Endpoint], now: float) -> None:
         """An endpoint was chosen; its load does not count the request yet. A retry is placed again."""
 
     def refused(self, exchange: Exchange, refusal: str, now: float) -> None:
