@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from enum import StrEnum
 from typing import NewType, Protocol
 
@@ -14,6 +14,9 @@ TokenId = NewType("TokenId", int)
 
 #: Monotonic seconds. Every component that needs the time takes one by keyword.
 Clock = Callable[[], float]
+
+#: `asyncio.sleep` or a stand-in of a test. Every component that pauses takes one by keyword.
+Sleep = Callable[[float], Awaitable[None]]
 
 #: Header list as ASGI and the upstream pool speak it: lower-case names, raw bytes.
 Headers = list[tuple[bytes, bytes]]

@@ -42,7 +42,7 @@ class Reservation:
     cluster: Cluster
     pick: Pick
     service: KvCache | None
-    gathered: RequestFacts | None
+    facts: RequestFacts | None
     timer: Timer
 
 
@@ -63,9 +63,9 @@ class Reservations:
         self._later = later
         self._limit = limit
         self._held: dict[str, Reservation] = {}
-        self._results = metrics.pick_reservations
-        metrics.queue_depth.labels(QUEUE).set_function(lambda: len(self._held))
-        metrics.queue_limit.labels(QUEUE).set(limit)
+        self._results = metrics.request.pick_reservations
+        metrics.bounds.queue_depth.labels(QUEUE).set_function(lambda: len(self._held))
+        metrics.bounds.queue_limit.labels(QUEUE).set(limit)
 
     def __len__(self) -> int:
         return len(self._held)
@@ -76,14 +76,14 @@ class Reservations:
         return len(self._held) >= self._limit
 
     def hold(
-        self, cluster: Cluster, pick: Pick, *, service: KvCache | None, gathered: RequestFacts | None, lease_s: float
+        self, cluster: Cluster, pick: Pick, *, service: KvCache | None, facts: RequestFacts | None, lease_s: float
     ) -> Reservation:
         """Keep this pick until it is settled, at most `lease_s`."""
         name = secrets.token_hex(12)
         timer = self._later(lease_s, lambda: self._expire(name))
-        held = self._held[name] = Reservation(name, cluster, pick, service, gathered, timer)
-        if service is not None and gathered is not None:
-            service.picked(gathered, pick.endpoint.id)
+        held = self._held[name] = Reservation(name, cluster, pick, service, facts, timer)
+        if service is not None and facts is not None:
+            service.placed(facts, pick.endpoint.id)
         self._results.labels("made").inc()
         return held
 
@@ -115,6 +115,6 @@ class Reservations:
         pick.settle(ended.outcome, now)
         if well and ended.cached_tokens is not None:
             held.cluster.reused(pick, ended.cached_tokens, now)
-        if held.service is not None and held.gathered is not None:
+        if held.service is not None and held.facts is not None:
             result = Result(pick.endpoint.id, well, ended.prompt_tokens, ended.cached_tokens)
-            held.service.finished(held.gathered, result)
+            held.service.finished(held.facts, result)

@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.filters.inference_request import KIND_OF_PATH
 from kvproxy.filters.kvcache import STATE_KEY, announce
@@ -68,9 +68,10 @@ class KVCacheMiddleware:
     """Names the endpoint that holds most of a prompt (`preferred`; also in `scope["state"]`, and in a request header
     with `settings.preference_header`); after the response it learns, pins, compresses and evicts.
 
-    `endpoints` are the engines the app chooses from: `{id: url}` or `kvproxy.config.schema.Endpoint`s. `settings` are
-    those of the `kvcache` filter, as `KvCacheSettings` or plain data. The app tells which endpoint it used with
-    `served`, or by the response header `x-kvproxy-endpoint`; without either nothing is learned.
+    `endpoints` are the engines the app chooses from: `{id: url}`, or `EndpointSettings` of
+    `kvproxy.config.cluster_schema`. `settings` are those of the `kvcache` filter, as `KvCacheSettings` or plain data.
+    The app tells which endpoint it used with `served`, or by the response header `x-kvproxy-endpoint`; without either
+    nothing is learned.
 
     It never answers, and never fails a request. Its background tasks run between ASGI's lifespan events, or inside
     `async with middleware`; under a server that sends neither they start with the first request.
@@ -80,7 +81,7 @@ class KVCacheMiddleware:
         self,
         app: ASGIApp,
         *,
-        endpoints: Mapping[str, str] | Sequence[schema.EndpointSettings],
+        endpoints: Mapping[str, str] | Sequence[EndpointSettings],
         settings: KvCacheSettings | Mapping[str, Any] | None = None,
         metrics: Metrics | None = None,
         limit_bytes: int = 32 * 1024 * 1024,
@@ -95,8 +96,8 @@ class KVCacheMiddleware:
         if not isinstance(settings, KvCacheSettings):
             settings = KvCacheSettings.model_validate(settings or {})
         if isinstance(endpoints, Mapping):
-            endpoints = [schema.EndpointSettings(id=name, url=url) for name, url in endpoints.items()]
-        cluster = schema.ClusterSettings(endpoints=tuple(endpoints))
+            endpoints = [EndpointSettings(id=name, url=url) for name, url in endpoints.items()]
+        cluster = ClusterSettings(endpoints=tuple(endpoints))
         self._cluster = Cluster(_CLUSTER, cluster, metrics=self.metrics, clock=clock, rng=rng)
         self.service = KvCache(settings, clusters={_CLUSTER: self._cluster}, metrics=self.metrics, clock=clock, rng=rng)
         self._header = settings.preference_header.lower().encode()
@@ -139,8 +140,8 @@ class KVCacheMiddleware:
 
     async def _with_facts(self, kind: RequestKind, held: _Held, scope: Scope, receive: Receive, send: Send) -> None:
         body, receive = await self._read(scope, receive, held)
-        gathered = None if body is None else await self._facts(kind, body, scope)
-        if gathered is None:
+        facts = None if body is None else await self._facts(kind, body, scope)
+        if facts is None:
             await self._app(scope, receive, send)
             return
         answer = _Answer(send, kind)
@@ -148,7 +149,7 @@ class KVCacheMiddleware:
         try:
             await self._app(scope, receive, answer.send)
         finally:
-            self._finish(gathered, answer, scope)
+            self._finish(facts, answer, scope)
 
     async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Start when the app has started, end when it has ended."""
@@ -193,17 +194,17 @@ class KVCacheMiddleware:
             request = await read_body(kind, body, session=session, pace=self._pace)
             if request is None:
                 return None
-            gathered = await self.service.facts_for(request, body, cluster=self._cluster)
+            facts = await self.service.facts_for(request, body, cluster=self._cluster)
         except Exception:
             log.exception("[kvcache] no facts for this request")
             return None
-        announce(scope, gathered.preferred, header=self._header)
-        return gathered
+        announce(scope, facts.preferred, header=self._header)
+        return facts
 
-    def _finish(self, gathered: RequestFacts, answer: _Answer, scope: Scope) -> None:
+    def _finish(self, facts: RequestFacts, answer: _Answer, scope: Scope) -> None:
         served = scope.get("state", {}).get(SERVED_KEY) or answer.endpoint
         try:
-            self.service.finished(gathered, answer.result(EndpointId(served) if served else None))
+            self.service.finished(facts, answer.result(EndpointId(served) if served else None))
         except Exception:
             log.exception("[kvcache] nothing learned from this request")
 

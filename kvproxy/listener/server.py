@@ -10,7 +10,6 @@ import logging
 import re
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
-from types import TracebackType
 from typing import Any
 
 import uvicorn
@@ -156,9 +155,7 @@ class Server:
             await asyncio.sleep(0.002)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._server.stop.set()
         if self._task is not None:
             await self._task

@@ -20,7 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 import kvproxy
 from kvproxy import KVCacheMiddleware
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import EndpointSettings
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from tests.kvcache.fleet import simulated
 from tests.kvcache.support import NOWHERE, long_text
@@ -112,7 +112,7 @@ async def test_the_endpoint_that_served_may_be_told_by_header() -> None:
     under_test = KVCacheMiddleware(Starlette(routes=[Route(CHAT, served, methods=["POST"])]), endpoints=ENGINES)
     async with under_test, client(under_test) as http:
         await http.post(CHAT, json=body(TURN))
-        assert under_test.service.parts.local["default"].approximate.endpoints == ("a",)
+        assert under_test.service.overlap.indexes["default"].approximate.endpoints == ("a",)
 
 
 async def test_an_app_that_tells_nothing_teaches_nothing() -> None:
@@ -139,7 +139,7 @@ async def test_failed_answers_teach_nothing() -> None:
     under_test = KVCacheMiddleware(Inner(status=503, headers=[(b"x-kvproxy-endpoint", b"a")]), endpoints=ENGINES)
     async with under_test:
         await call(under_test, http_scope(CHAT, method="POST"), body=raw(TURN))
-        assert under_test.service.parts.local["default"].approximate.entries == 0
+        assert under_test.service.overlap.indexes["default"].approximate.entries == 0
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ async def test_switched_off_it_only_passes() -> None:
     under_test = KVCacheMiddleware(inner, endpoints=ENGINES, settings=KvCacheSettings(enabled=False))
     for _ in range(2):
         await call(under_test, http_scope(CHAT, method="POST"), body=raw(TURN))
-    assert under_test.service.parts.local["default"].approximate.entries == 0
+    assert under_test.service.overlap.indexes["default"].approximate.entries == 0
 
 
 async def test_an_app_that_fails_is_not_hidden() -> None:
@@ -251,7 +251,7 @@ async def test_a_mistake_in_it_fails_no_request(caplog: pytest.LogCaptureFixture
     inner = Inner()
     under_test = KVCacheMiddleware(inner, endpoints=ENGINES)
     async with under_test:
-        under_test.service.parts.local.clear()
+        under_test.service.overlap.indexes.clear()
         assert (await call(under_test, http_scope(CHAT, method="POST"), body=raw(TURN))).status == 200
     assert "no facts for this request" in caplog.text
 
@@ -310,7 +310,7 @@ async def test_without_lifespan_events_it_starts_with_the_first_request() -> Non
 async def test_strategies_run_after_the_response(caplog: pytest.LogCaptureFixture) -> None:
     """The whole of it in another app: lookup, preference, pin - against simulated engines and controller."""
     async with simulated() as place:
-        endpoints = [schema.EndpointSettings(id=name, url=url) for name, url in place.engines.items()]
+        endpoints = [EndpointSettings(id=name, url=url) for name, url in place.engines.items()]
         settings = {
             "lmcache_endpoint": place.lmcache,
             "lookup_routing_timeout": 60,

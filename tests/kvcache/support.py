@@ -15,7 +15,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.kvcache.actions.signals import HostUse
 from kvproxy.kvcache.overlap.facts import RequestFacts, Result
@@ -113,10 +113,9 @@ def cluster_of(
 ) -> Cluster:
     """A cluster of these endpoints that nobody probes."""
     endpoints = tuple(
-        schema.EndpointSettings(id=name, url=url, instance_id=(instances or {}).get(name, ""))
-        for name, url in urls.items()
+        EndpointSettings(id=name, url=url, instance_id=(instances or {}).get(name, "")) for name, url in urls.items()
     )
-    config = schema.ClusterSettings(endpoints=endpoints, **fields)
+    config = ClusterSettings(endpoints=endpoints, **fields)
     return Cluster("default", config, metrics=Metrics(), clock=clock, rng=random.Random(1))
 
 
@@ -160,14 +159,14 @@ class Service:
         self, request: tuple[InferenceRequest, bytes], endpoint: EndpointId, *, cached: int | None = None
     ) -> RequestFacts:
         """A whole request: facts, the pick of `endpoint`, and a good answer."""
-        gathered = await self.ask(request)
-        self.kv.picked(gathered, endpoint)
-        self.kv.finished(gathered, Result(endpoint, True, cached_tokens=cached))
-        return gathered
+        facts = await self.ask(request)
+        self.kv.placed(facts, endpoint)
+        self.kv.finished(facts, Result(endpoint, True, cached_tokens=cached))
+        return facts
 
     async def settled(self) -> None:
         """All background work is done."""
-        await self.kv.parts.background.settled()
+        await self.kv.actions.jobs.settled()
 
     def metric(self, name: str, **labels: str) -> float:
         """A sample; 0 when it was never counted."""
@@ -192,7 +191,7 @@ async def running(
         metrics=metrics,
         clock=clock,
         wall_clock=wall_clock,
-        former=None if former is None else former.kv,
+        state=None if former is None else former.kv.state,
         rng=random.Random(1),
         sample_host=lambda: host,
     )

@@ -16,8 +16,8 @@ from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.commands.configuration import Source
 from kvproxy.commands.reload import FileReloader
-from kvproxy.config.load import load_mapping
-from kvproxy.kvcache.parts import Parts
+from kvproxy.config.load import load_config
+from kvproxy.kvcache.service import KvCache
 from kvproxy.kvcache.status import leases
 from kvproxy.listener.server import serve
 from kvproxy.routing.kv_aware import KvAware
@@ -48,7 +48,7 @@ def raw(endpoints: dict[str, str], **changes: Any) -> dict[str, Any]:
 
 
 async def reload(running: RunningProxy, endpoints: dict[str, str], changes: dict[str, Any], **same: Any) -> None:
-    await running.proxy.reload(load_mapping(raw(endpoints, **{**same, **changes})))
+    await running.proxy.reload(load_config(raw(endpoints, **{**same, **changes})))
 
 
 def endpoint(running: RunningProxy, name: str) -> Endpoint:
@@ -57,9 +57,9 @@ def endpoint(running: RunningProxy, name: str) -> Endpoint:
     return found
 
 
-def parts(running: RunningProxy) -> Parts:
+def service(running: RunningProxy) -> KvCache:
     assert running.proxy.kvcache is not None
-    return running.proxy.kvcache.parts
+    return running.proxy.kvcache
 
 
 @contextlib.asynccontextmanager
@@ -78,11 +78,11 @@ async def test_indexes(changes: dict[str, Any]) -> None:
     async with two_engines() as (running, urls):
         first = await running.client.post("/v1/chat/completions", json=chat(TURN))
         went = first.headers["x-kvproxy-endpoint"]
-        local = parts(running).local["default"]
+        local = service(running).overlap.indexes["default"]
         held = local.approximate.blocks(EndpointId(went))
         assert held > 0
         await reload(running, urls, changes)
-        assert parts(running).local["default"] is local
+        assert service(running).overlap.indexes["default"] is local
         assert local.approximate.blocks(EndpointId(went)) == held
         headers = {"x-kvproxy-debug": "1"}
         again = await running.client.post("/v1/chat/completions", json=chat(TURN), headers=headers)
@@ -157,8 +157,8 @@ async def test_event_streams_and_pins(changes: dict[str, Any]) -> None:
         settings = {**kvcache, "lmcache_endpoint": place.lmcache, "cache_strategy": strategy}
         filters = ["inference_request", {"kvcache": settings}, "router"]
         async with running_proxy(place.engines, policy="kv_aware", filters=filters) as running:
-            before = parts(running)
-            local, streams = before.local["default"], before.streams
+            before = service(running)
+            local, streams = before.overlap.indexes["default"], before.overlap.streams
             assert streams is not None
             await until(lambda: set(local.exact) == {"a", "b"})
             body = {"model": "tiny", "messages": [{"role": "user", "content": TURN}], "max_tokens": 1}
@@ -168,7 +168,7 @@ async def test_event_streams_and_pins(changes: dict[str, Any]) -> None:
             await until(lambda: len(leases(before, running.proxy.clock())) == 1)
             rows, followed = local.precise.rows(went.id), streams.streams(went)
             await reload(running, place.engines, changes, filters=filters)
-            assert parts(running) is before
+            assert service(running) is before
             assert (local.precise.rows(went.id), set(local.exact)) == (rows, {"a", "b"})
             assert streams.streams(went) == followed
             await streams.follow()
@@ -186,7 +186,7 @@ async def test_runtime_changes_of_endpoints() -> None:
                 await admin.post(f"/endpoints/default/{name}/weight", json={"weight": 3})
         heavier = {"a": {"url": urls["a"]}, "b": {"url": urls["b"], "weight": 5}}
         entries = [{"id": name, **fields} for name, fields in heavier.items()]
-        await running.proxy.reload(load_mapping({**raw({}), "endpoints": entries, "policy": "round_robin"}))
+        await running.proxy.reload(load_config({**raw({}), "endpoints": entries, "policy": "round_robin"}))
         assert [(one.id, one.configured_weight) for one in running.proxy.clusters["default"].endpoints] == [
             ("a", 3), ("b", 5), ("c", 1),
         ]  # fmt: skip
@@ -232,7 +232,7 @@ async def test_rate_limits() -> None:
             await running.client.post("/v1/chat/completions", json=chat())
         for per_minute, policy in ((2, "random"), (4, "round_robin")):
             filters = limited(per_minute)
-            await running.proxy.reload(load_mapping(raw({"a": a}, policy=policy, filters=filters)))
+            await running.proxy.reload(load_config(raw({"a": a}, policy=policy, filters=filters)))
             assert (await running.client.post("/v1/chat/completions", json=chat())).status_code == 429
 
 

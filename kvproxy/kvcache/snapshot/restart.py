@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import Self, TypeVar
 
 from kvproxy.background_task import BackgroundTask
-from kvproxy.config.kvcache_schema import SnapshotSettings as SnapshotSettings
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.config.kvcache_schema import SnapshotSettings
 from kvproxy.kvcache.snapshot.contents import Contents, Returned
 from kvproxy.kvcache.snapshot.file_format import Outcome, Unusable
-from kvproxy.kvcache.snapshot.snapshot_file import SnapshotFile, Store
-from kvproxy.kvcache.snapshot.timed_thread import TimedThread
+from kvproxy.kvcache.snapshot.snapshot_file import SnapshotFile, Store, TimedThread
+from kvproxy.kvcache.state import CacheState
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.types import Clock
-
-if TYPE_CHECKING:
-    from kvproxy.kvcache.parts import Parts
+from kvproxy.types import Clock, Sleep
 
 log = logging.getLogger("kvproxy.kvcache")
 
@@ -29,7 +26,6 @@ SLICE_S, PAUSE_S = 0.0005, 0.005
 #: For the file alone, at the start and at the end. A disk that takes longer is left to itself.
 FILE_TIMEOUT_S = 10.0
 
-Sleep = Callable[[float], Awaitable[None]]
 T = TypeVar("T")
 
 
@@ -75,20 +71,18 @@ class WarmRestart(BackgroundTask):
         self._failing = False
         self.restored: Outcome | None = None
         self._returned: Returned | None = None
-        self._writes = metrics.kv_snapshot_writes
-        self._restores = metrics.kv_snapshot_restores
-        metrics.kv_snapshot_bytes.read(self._sizes)
-        metrics.kv_snapshot_age.read(self._ages)
+        self._writes = metrics.snapshot.writes
+        self._restores = metrics.snapshot.restores
+        metrics.snapshot.bytes.read(self._sizes)
+        metrics.snapshot.age.read(self._ages)
 
     async def __aenter__(self) -> Self:
         if self._fresh:
             await self._restore()
         return await super().__aenter__()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        await super().__aexit__(kind, error, tb)
+    async def __aexit__(self, *exc_info: object) -> None:
+        await super().__aexit__(*exc_info)
         await self.write(pause_s=0.0)
 
     def status(self) -> dict[str, object]:
@@ -188,11 +182,17 @@ def _reason(error: Exception) -> str:
 
 
 def warm_restart(
-    parts: Parts, settings: SnapshotSettings, *, fresh: bool, metrics: Metrics, clock: Clock, wall_clock: Clock
+    settings: SnapshotSettings,
+    state: CacheState,
+    *,
+    clusters: Mapping[str, Cluster],
+    metrics: Metrics,
+    clock: Clock,
+    wall_clock: Clock,
 ) -> WarmRestart | None:
     """What the settings ask for; None without a path."""
     if not settings.path:
         return None
     store = SnapshotFile(Path(settings.path), max_bytes=settings.max_bytes, wall_clock=wall_clock)
-    contents = Contents(parts, clock=clock, wall_clock=wall_clock)
-    return WarmRestart(settings, contents, store, fresh=fresh, metrics=metrics, clock=clock)
+    contents = Contents(state, clusters=clusters, clock=clock, wall_clock=wall_clock)
+    return WarmRestart(settings, contents, store, fresh=state.fresh, metrics=metrics, clock=clock)
