@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
-from kvproxy.clients.error_text import error_param, error_text
+from kvproxy.clients.api import error_param, error_text
 from kvproxy.errors import (
     BadResponse,
     ClientTimeout,

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import httpx
 
 from kvproxy.clients.api import Api, quoted
-from kvproxy.clients.lmcache_wire import (
+from kvproxy.clients.lmcache.controller import KeyedLock
+from kvproxy.clients.lmcache.controller_wire import (
     ActionResult,
     Holder,
     InstanceHealth,
@@ -22,7 +23,6 @@ from kvproxy.clients.lmcache_wire import (
     WorkerInfo,
     classified,
 )
-from kvproxy.clients.serial import KeyedLock
 from kvproxy.clients.tokens import TokenIds, body_with_tokens
 from kvproxy.errors import NotSupported, Refused
 

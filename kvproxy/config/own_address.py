@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 
-from kvproxy.config.address import is_loopback
+from kvproxy.config.addresses import is_loopback
 from kvproxy.config.schema import Config
 
 _EVERY = frozenset({"0.0.0.0", "::"})

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path as FilePath
 
-from kvproxy.config.address import is_loopback
+from kvproxy.config.addresses import is_loopback, listener_at, same_origin, url_fault
 from kvproxy.config.cluster_schema import ClusterSettings, DiscoverySettings, PolicyName
-from kvproxy.config.endpoint_url import same_origin, url_fault
 from kvproxy.config.fields import closest
-from kvproxy.config.own_address import listener_at
 from kvproxy.config.paths import Path, Where, dotted
 from kvproxy.config.schema import Config, RouteSettings
 from kvproxy.config.verify_filters import chain_findings

@@ -6,11 +6,9 @@ import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from kvproxy.clients.kv_events.codec import KvEventBatch, decode_batch, sequence_number
-from kvproxy.clients.kv_events.events import AllBlocksCleared, KvEvent, Skipped
-from kvproxy.clients.kv_events.meter import StreamMeter
-from kvproxy.clients.kv_events.sequence import Continuity, Position
-from kvproxy.clients.kv_events.slices import sliced
-from kvproxy.clients.kv_events.status import StreamHealth, StreamReason
+from kvproxy.clients.kv_events.events import AllBlocksCleared, KvEvent, Skipped, sliced
+from kvproxy.clients.kv_events.follower import Continuity, Position
+from kvproxy.clients.kv_events.status import StreamHealth, StreamMeter, StreamReason
 from kvproxy.errors import BadResponse, ClientError, ClientTimeout
 
 Frames = Sequence[bytes]

@@ -7,7 +7,7 @@ from typing import Any
 from kvproxy.config.fields import closest
 from kvproxy.config.filter_schema import FILTER_SETTINGS
 from kvproxy.config.paths import Path
-from kvproxy.config.pixiu.kvcache import translate_kvcache
+from kvproxy.config.pixiu.chain import translate_kvcache
 from kvproxy.config.pixiu.schema import ConnectionManager, Cors, LlmProxy, PixiuRoute, Tokenizer
 from kvproxy.config.pixiu.translation import Translation
 

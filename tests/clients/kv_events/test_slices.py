@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvproxy.clients.kv_events import slices
+from kvproxy.clients.kv_events import events as slices
 from kvproxy.clients.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, Effort, KvEvent
 
 
