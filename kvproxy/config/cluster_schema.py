@@ -8,9 +8,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from kvproxy.config.model import Fraction, Model, Name, Port
+from kvproxy.config.model import Duration, Fraction, Model, Name, Port, Secret
 from kvproxy.config.policy_schema import PolicyParameters
-from kvproxy.config.values import Duration, Secret
 
 _EVENT_ADDRESS = r"^(tcp://\S+:[1-9]\d{0,4})?$"
 

@@ -7,8 +7,7 @@ from enum import StrEnum
 from pydantic import Field
 
 from kvproxy.config.cluster_schema import BreakerSettings, EventSources
-from kvproxy.config.model import Fraction, Model
-from kvproxy.config.values import Duration, Size
+from kvproxy.config.model import Duration, Fraction, Model, Size
 
 
 class Provider(StrEnum):

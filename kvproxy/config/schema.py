@@ -12,8 +12,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from kvproxy.config.cluster_schema import ClusterSettings
-from kvproxy.config.model import Fraction, Model, Name, Port
-from kvproxy.config.values import Duration, Secret, Size
+from kvproxy.config.model import Duration, Fraction, Model, Name, Port, Secret, Size
 
 
 class ListenerTls(Model):
