@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from collections.abc import Mapping
 from urllib.parse import SplitResult, urlsplit
@@ -32,16 +33,21 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+_HOST_AND_PORT = re.compile(r"([A-Za-z0-9][A-Za-z0-9.-]*|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?/?")
 #: Ends of what people copy from a client instead of an engine's address.
 _PATHS = ("/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/v1/embeddings", "/v1/models")
 
 
 def url_fault(url: str) -> str:
-    """What is wrong with an `http(s)://host[:port][/base]` URL; empty when nothing is. Never quotes it."""
+    """What is wrong with an `http(s)://host[:port][/base]` URL; empty when nothing is.
+
+    It is quoted only where it is a bare `host:port`, since others may hold credentials.
+    """
     if not url.isascii() or not url.isprintable() or " " in url:
         return "a URL holds no spaces, control or non-ASCII characters"
     if "://" not in url:
-        return "must start with http:// or https://"
+        meant = f" (did you mean http://{url}?)" if _HOST_AND_PORT.fullmatch(url) else ""
+        return f"must start with http:// or https://{meant}"
     try:
         parts = urlsplit(url)
         return _parts_fault(parts, parts.port)
