@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from enum import StrEnum
-from typing import NewType
+from typing import NewType, Protocol
 
 import msgspec
 
@@ -51,6 +51,47 @@ class DisconnectSignal:
         self._happened = True
         if self._callback is not None:
             self._callback()
+
+
+#: Scope key of the request's ClientConnection, where our listener serves it.
+CONNECTION = "kvproxy.connection"
+
+
+class ClientConnection(Protocol):
+    """The client of one request as plain calls: what ASGI's receive and send say, without messages and awaiting.
+
+    A response goes either all through `start` and `write` or all through `send`: an app behind a filter that wraps
+    `send` (or `receive`) and should see the messages must use those. The calls raise RuntimeError where `send` would: a
+    head with forbidden characters, a body of another length than announced. After the client left they do nothing.
+    """
+
+    writable: bool
+    """False: the client takes less than was written; await `drain` before the next write. True once it left."""
+
+    def take_body(self) -> bytes | None:
+        """The whole request body, once and uncopied, if all of it has arrived; None: await `receive` for it."""
+        ...
+
+    def on_disconnect(self, callback: Callable[[], None] | None) -> None:
+        """Calls back (at once, if it happened already) when the client leaves before its response is complete.
+
+        One callback at a time; None takes it back.
+        """
+        ...
+
+    def start(
+        self, status: int, headers: Iterable[tuple[bytes, bytes]], first_piece: bytes = b"", *, more: bool
+    ) -> None:
+        """The response head and the first piece of its body in one write; `more` pieces follow, or it is complete."""
+        ...
+
+    def write(self, piece: bytes, *, more: bool) -> None:
+        """The next piece of the body; the last one has `more` False and may be empty."""
+        ...
+
+    async def drain(self) -> None:
+        """Waits until `writable`."""
+        ...
 
 
 class RequestKind(StrEnum):

@@ -19,7 +19,7 @@ from kvproxy.commands.serve import run_loop
 from kvproxy.config.load import load_config
 from kvproxy.listener.server import Server
 from kvproxy.simulator.engine_io import EngineSettings
-from kvproxy.simulator.fleet import Fleet, FleetSettings, engines_like
+from kvproxy.simulator.fleet import Fleet, FleetSettings, clone_engines
 from kvproxy.simulator.vllm_settings import VllmSettings
 
 MODEL = "sim"
@@ -85,7 +85,7 @@ async def show(demo: Demo, out: TextIO) -> int:
 async def _start_fleet(stack: AsyncExitStack, count: int) -> RunningFleet:
     """Engines and the controller they report to, each on a port of its own."""
     engine = VllmSettings(model=MODEL, engine=EngineSettings(_CACHE_BLOCKS, 16, token_outputs=True))
-    settings = FleetSettings(engines_like(engine, count))
+    settings = FleetSettings(clone_engines(engine, count))
     fleet = await stack.enter_async_context(Fleet(settings, rng=Random(_SEED)))
     assert fleet.controller is not None
     urls = {}

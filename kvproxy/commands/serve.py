@@ -22,8 +22,8 @@ from kvproxy.commands.garbage import Collections
 from kvproxy.commands.logging_setup import logging_to
 from kvproxy.commands.reload import FileReloader, findings_of
 from kvproxy.config.schema import Config
-from kvproxy.doctor.report import Report
-from kvproxy.doctor.startup import StartupVisit
+from kvproxy.doctor.report import DoctorReport
+from kvproxy.doctor.visit import StartupDiagnosis
 from kvproxy.errors import Problem
 from kvproxy.listener.limits import ListenerLimits
 from kvproxy.listener.server import Server
@@ -86,10 +86,10 @@ async def serve_until_signal(config: Config, problems: list[Problem], source: So
         proxy.public_url = public.url
         _announce(proxy, public.url)
 
-        def show(report: Report) -> None:
+        def show(report: DoctorReport) -> None:
             proxy.findings = [*proxy.findings, *report.findings]
 
-        await listeners.enter_async_context(StartupVisit(config, on_report=show))
+        await listeners.enter_async_context(StartupDiagnosis(config, on_report=show))
         await listeners.enter_async_context(reloader)
         await signals.stop.wait()
         proxy.draining = True

@@ -11,6 +11,7 @@ from kvproxy.forward.savings import Savings
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.metrics.collectors import CounterCell
 from kvproxy.request.exchange import RESULTS, Exchange, result_of
+from kvproxy.request.observer import RequestObserver
 
 
 class _ClusterSeries:
@@ -30,7 +31,7 @@ class _ClusterSeries:
         )
 
 
-class RouteMetrics:
+class RouteMetrics(RequestObserver):
     """Observes finished requests; what belongs to an endpoint is counted there, and goes with it."""
 
     def __init__(
@@ -49,7 +50,7 @@ class RouteMetrics:
         self._ends: dict[str, CounterCell] = {}
         self._savings = Savings(catalog)
 
-    def observe(self, exchange: Exchange, now: float) -> None:
+    def finished(self, exchange: Exchange, now: float) -> None:
         """Count one request out."""
         outcome = exchange.outcome
         self.observe_end(exchange)

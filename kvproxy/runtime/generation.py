@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
@@ -15,13 +15,13 @@ from kvproxy.cluster.routes import Routes
 from kvproxy.config.cluster_schema import ClusterSettings
 from kvproxy.config.filter_schema import DEFAULT_FILTERS
 from kvproxy.config.schema import Config, FilterSpec
-from kvproxy.filters.chain import FilterContext, FilterType, Observer, Services, WallClock, build_chain
+from kvproxy.filters.chain import FilterContext, FilterType, Services, WallClock, build_chain
 from kvproxy.filters.registry import FILTERS, discover
 from kvproxy.kvcache.service import KvCache
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.request.body_bounds import HeldBodies
 from kvproxy.request.error_reply import local_reply
-from kvproxy.request.exchange import Exchange
+from kvproxy.request.observer import RequestObserver
 from kvproxy.routing.registry import configured
 from kvproxy.routing.tuning import departures
 from kvproxy.types import Clock
@@ -39,8 +39,7 @@ class Shared:
     pool: UpstreamPool
     probes: UpstreamPool
     extra_filters: Mapping[str, FilterType] | None
-    arrivals: tuple[Callable[[Exchange], None], ...]
-    observers: tuple[Observer, ...]
+    observers: tuple[RequestObserver, ...]
     bodies: HeldBodies
 
 
@@ -65,7 +64,6 @@ class Generation:
             Services(self.clusters, routes, shared.pool, shared.bodies),
             former=() if before is None else tuple(before.kvcaches),
             inherited={} if before is None else before.left,
-            arrivals=list(shared.arrivals),
             observers=list(shared.observers),
         )
         specs = config.filters or tuple(FilterSpec(name=name) for name in DEFAULT_FILTERS)

@@ -27,7 +27,7 @@ class FleetSettings:
     host_chunks: int = 4096
 
 
-def engines_like(template: VllmSettings, count: int) -> dict[str, VllmSettings]:
+def clone_engines(template: VllmSettings, count: int) -> dict[str, VllmSettings]:
     """`count` equal engines: sim-0, sim-1 ..."""
     return {f"sim-{number}": template for number in range(count)}
 
@@ -79,7 +79,7 @@ class Fleet:
         return create_coordinator_app(replace(settings.coordinator, instances=tuple(names)), clock=clock, rng=rng)
 
     def _offload(self, name: str) -> OnPrefilled:
-        """What the engine's connector does with a computed prompt: keep it in host memory and tell both services."""
+        """Keeps a computed prompt in host memory and reports it to both services, as a connector does."""
 
         def offload(prompt: Prefilled) -> None:
             if self.controller is not None:

@@ -32,7 +32,7 @@ def ended(
         endpoint=EndpointId("a"), cluster="default", policy="least_request", status=status, end=end, ttft_s=ttft_s,
         attempts=2,
     )  # fmt: skip
-    proxy.recent.record(exchange, clock())
+    proxy.recent.finished(exchange, clock())
 
 
 async def live_of(proxy: Proxy, history: History) -> dict[str, Any]:

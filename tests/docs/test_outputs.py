@@ -16,9 +16,7 @@ from kvproxy.commands.logging_setup import logging_to
 from kvproxy.config.changes import summary
 from kvproxy.config.load import check_config, load_config
 from kvproxy.config.schema import LogSettings
-from kvproxy.doctor.finding import Finding, Severity
-from kvproxy.doctor.render import print_table
-from kvproxy.doctor.report import Report, Skipped
+from kvproxy.doctor.report import DoctorReport, Finding, Severity, SkippedCheck, print_table
 from kvproxy.filters.access_line import as_text, fields
 from kvproxy.log_lines import log_fields
 from kvproxy.receipts.explain import explain
@@ -64,7 +62,7 @@ async def _doctor() -> str:
         Finding(Severity.PROBLEM, "endpoint a", unknown, "set `instance_id: a`", check="instance ids"),
     ]
     out = io.StringIO()
-    print_table(Report.of(findings), out)
+    print_table(DoctorReport.of(findings), out)
     return out.getvalue()
 
 
@@ -157,7 +155,7 @@ def test_the_doctors_json_has_these_keys() -> None:
     """In every part, and no others."""
     shown = json.loads(block("docs/doctor.md", '"problems"'))
     found = Finding(Severity.PROBLEM, "endpoint a", "x", "y", (), "instance ids")
-    report = Report((found,), skipped=(Skipped("lookup", "endpoint b", "z"),)).as_dict()
+    report = DoctorReport((found,), skipped=(SkippedCheck("lookup", "endpoint b", "z"),)).as_dict()
     assert shown.keys() == report.keys()
     assert [one.keys() for one in shown["findings"]] == [one.keys() for one in report["findings"]]
     assert [one.keys() for one in shown["skipped"]] == [one.keys() for one in report["skipped"]]

@@ -13,6 +13,7 @@ from kvproxy.config.load import load_config
 from kvproxy.filters.chain import FilterContext, FilterType
 from kvproxy.listener.server import Server, serve
 from kvproxy.request.exchange import Exchange
+from kvproxy.request.observer import RequestObserver
 from tests.support.fake_engine import FakeEngine
 from tests.support.proxy import chat, running_proxy
 
@@ -49,20 +50,21 @@ async def test_without_any_engine_there_is_no_model_list() -> None:
 
 
 def build_troublesome(inner: Any, settings: object, context: FilterContext) -> Any:
-    """A filter that asks to be told of the end, and fails when it is."""
+    """A filter whose observer fails when it is told of the end."""
 
-    def fails(exchange: Exchange) -> None:
-        raise ZeroDivisionError
+    class Fails(RequestObserver):
+        def finished(self, exchange: Exchange, now: float) -> None:
+            raise ZeroDivisionError
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         exchange = Exchange.of(scope, now=context.clock())
-        exchange.on_complete.append(fails)
+        exchange.observers.append(Fails())
         await inner(scope, receive, send)
 
     return app
 
 
-async def test_a_completion_callback_that_fails_is_logged_and_nothing_more(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_observer_that_fails_is_logged_and_nothing_more(caplog: pytest.LogCaptureFixture) -> None:
     """Somebody else's mistake must not cost an answer."""
     extra = {"troublesome": FilterType(None, build_troublesome)}
     async with serve(FakeEngine("a")) as url:
@@ -71,7 +73,7 @@ async def test_a_completion_callback_that_fails_is_logged_and_nothing_more(caplo
         async with Proxy(config, extra_filters=extra) as proxy, Server(proxy) as server:
             status = await raw_get(server.port, "/v1/responses/1")
     assert status == b"HTTP/1.1 200 OK"
-    assert "a completion callback failed" in caplog.text
+    assert "an observer of requests failed: Fails at `finished`" in caplog.text
 
 
 async def test_the_proxy_runs_under_somebody_elses_lifespan() -> None:

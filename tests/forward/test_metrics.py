@@ -47,7 +47,7 @@ class Bench:
         known = {"endpoint": A, "cluster": "c", "status": 200, "end": "completed", "ttft_s": 1.0, "prompt_tokens": 1000,
                  "cached_tokens": 600, "completion_tokens": 10}  # fmt: skip
         exchange.outcome = Outcome(**{**known, **outcome})
-        self.metrics.observe(exchange, 10.0)
+        self.metrics.finished(exchange, 10.0)
 
     def __call__(self, name: str, **labels: str) -> float | None:
         return self.catalog.registry.get_sample_value(name, labels)
