@@ -55,5 +55,9 @@ async def retry_background(
         sleep=sleep,
         reraise=True,
     )
+
+    async def attempt() -> T:  # tenacity awaits only what it sees to be a coroutine function, which a partial is not
+        return await call()
+
     async with asyncio.timeout(deadline_s):
-        return await retrying(call)
+        return await retrying(attempt)
