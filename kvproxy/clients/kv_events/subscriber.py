@@ -13,10 +13,9 @@ import zmq.asyncio
 from kvproxy.background_task import BackgroundTask
 from kvproxy.clients.kv_events.events import KvEvent
 from kvproxy.clients.kv_events.follower import StreamFollower
-from kvproxy.clients.kv_events.meter import StreamMeter
 from kvproxy.clients.kv_events.sockets import ReplayMemory, Subscription, replayed
 from kvproxy.clients.kv_events.source import KvEventSource
-from kvproxy.clients.kv_events.status import StreamHealth, StreamState, StreamStatus
+from kvproxy.clients.kv_events.status import StreamHealth, StreamMeter, StreamState, StreamStatus
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.types import Clock, EndpointId
 
