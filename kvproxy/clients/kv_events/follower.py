@@ -33,7 +33,7 @@ class Continuity(Enum):
     NEXT = "next"
     DUPLICATE = "duplicate"  # a replay brought it already
     GAP = "gap"  # batches before it are missing
-    RESTART = "restart"  # the publisher counts anew: a new process
+    RESTART = "restart"  # the publisher counts from 0 again: a new process
 
 
 class Position:

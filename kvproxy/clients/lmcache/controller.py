@@ -60,7 +60,7 @@ class LMCacheControllerClient:
         self.evicts: bool | None = None
 
     async def lookup(self, tokens: TokenIds, *, timeout_s: float | None = None) -> tuple[Holder, ...]:
-        """Who holds chunks of this prompt; () when nobody does or the prompt is shorter than a chunk."""
+        """The instances that hold chunks of this prompt; () if none does, or the prompt is shorter than a chunk."""
         body = body_with_tokens("tokens", tokens, {})
         timeout_s = timeout_s or self._lookup_timeout_s
         answer = await self._api.post("/lookup", body, WireLookup, timeout_s=timeout_s, max_bytes=_MAX_LOOKUP_BYTES)
@@ -192,7 +192,7 @@ def _at(location: str) -> dict[str, Any]:
 class KeyedLock:
     """A fair lock per key. At most `max_waiting` callers wait for one key; further ones are refused at once.
 
-    A key costs memory only while somebody holds or awaits it. How long one call may hold it is the call's own timeout.
+    A key costs memory only while it is held or awaited. How long one call may hold it is the call's own timeout.
     """
 
     def __init__(self, *, max_waiting: int = 16) -> None:
