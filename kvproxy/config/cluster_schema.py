@@ -63,7 +63,7 @@ POLICY_ALIASES = {
 class HealthCheckSettings(Model):
     """Active probing and passive ejection of endpoints.
 
-    When no endpoint of a model is well, all of them are used again (panic), so that verdicts that condemn everybody
+    When no endpoint of a model is well, all of them are used again (panic), so that probes that fail for all of them
     never make a full outage. An endpoint that never passed a probe is out after the first failed one.
     """
 

@@ -1,4 +1,4 @@
-"""Settings of the `kvcache` filter: who holds this prompt's prefix, and what is done to keep it."""
+"""Settings of the `kvcache` filter: which endpoints hold a prompt's prefix, and what is done to keep it."""
 
 from __future__ import annotations
 

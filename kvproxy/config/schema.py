@@ -154,7 +154,7 @@ class ReceiptSettings(Model):
 
 
 class ReloadSettings(Model):
-    """Reading the configuration file anew while the proxy runs (SIGHUP and the admin listener always may)."""
+    """Reading the configuration file again while the proxy runs (SIGHUP and the admin listener always may)."""
 
     watch: bool = True
     """Apply the file when it changes. A bad file changes nothing and says why."""

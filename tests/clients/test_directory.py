@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from kvproxy.clients.lmcache.directory import DirectoryLookup, HeldPrefix, WireDirectory, directory_lookup
 
 Place = tuple[str, str, bool]  # instance, tier, shared

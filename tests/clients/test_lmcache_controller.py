@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable
 
 import httpx
 import pytest
+
 from kvproxy.clients.lmcache.controller import LMCacheControllerClient
 from kvproxy.clients.lmcache.controller_wire import ActionResult, Holder, InstanceHealth, InstanceKeys
-
 from kvproxy.errors import (
     BadResponse,
     ClientTimeout,

@@ -7,6 +7,7 @@ from array import array
 
 import httpx
 import pytest
+
 from kvproxy.clients.lmcache.coordinator import LMCacheCoordinatorClient
 from kvproxy.clients.lmcache.coordinator_wire import (
     CacheChange,
@@ -21,7 +22,6 @@ from kvproxy.clients.lmcache.coordinator_wire import (
     PrefetchStatus,
 )
 from kvproxy.clients.lmcache.directory import HeldPrefix
-
 from kvproxy.errors import BadResponse, ClientUnavailable, NotSupported, Refused, UnknownInstance
 from tests.clients.support import Handler, Upstream
 

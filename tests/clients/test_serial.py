@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 
 import pytest
-from kvproxy.clients.lmcache.controller import KeyedLock
 
+from kvproxy.clients.lmcache.controller import KeyedLock
 from kvproxy.errors import TooManyWaiting
 from tests.support.until import until
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+
 from kvproxy.clients.lmcache.controller import LMCacheControllerClient
 
 _MATCHED = re.compile(r"(\w+):(\d+)/(\w+)")

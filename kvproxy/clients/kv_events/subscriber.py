@@ -31,7 +31,7 @@ BEHIND_BYTES, BEHIND_S = 64 << 20, 5.0
 
 
 class KvEventConsumer(Protocol):
-    """Who wants to know (a precise index). Calls come from one task, in order, and must not block."""
+    """The receiver of the events (a precise index). Calls come from one task, in order, and must not block."""
 
     def apply(self, endpoint: EndpointId, dp_rank: int, events: Sequence[KvEvent]) -> None:
         """Events in order, at most a slice of blocks at once; stores may repeat what is known."""
