@@ -67,7 +67,6 @@ async def following(servers: dict[str, Vllm]) -> AsyncIterator[Follower]:
                     EndpointId(name),
                     source,
                     consumer=follower,
-                    context=context,
                     metrics=Metrics(),
                     clock=time.monotonic,
                     wall_clock=time.time,  # noqa: TID251 - events carry the engine's wall clock
