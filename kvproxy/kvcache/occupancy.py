@@ -26,7 +26,7 @@ def utilisation(parts: Parts) -> Series:
         for endpoint in cluster.endpoints:
             capacity = approximate.capacity(endpoint.id)
             if capacity:
-                yield (name, str(endpoint.id)), approximate.blocks(endpoint.id) / capacity
+                yield (name, str(endpoint.id)), approximate.held_blocks(endpoint.id) / capacity
 
 
 def capacities(parts: Parts) -> Series:
@@ -34,7 +34,7 @@ def capacities(parts: Parts) -> Series:
     for name, cluster in parts.clusters.items():
         local = parts.local[name]
         for endpoint in cluster.endpoints:
-            yield (name, str(endpoint.id), "told"), local.capacities.told(endpoint.id)
+            yield (name, str(endpoint.id), "told"), local.capacities.reported(endpoint.id)
             yield (name, str(endpoint.id), "learned"), local.approximate.capacity(endpoint.id)
 
 

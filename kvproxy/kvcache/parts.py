@@ -102,9 +102,9 @@ class Parts:
         sources, memory = self.local.values(), self.tokens.memory
         blocks = metrics.kv_index_blocks
         blocks.labels("approximate").set_function(lambda: sum(s.approximate.entries for s in sources))
-        blocks.labels("in_flight").set_function(lambda: sum(s.approximate.promises for s in sources))
+        blocks.labels("in_flight").set_function(lambda: sum(s.approximate.in_flight_entries for s in sources))
         blocks.labels("precise").set_function(self._precise_blocks)
-        blocks.labels("hot").set_function(lambda: sum(s.hot.blocks for s in sources))
+        blocks.labels("hot").set_function(lambda: sum(s.approximate.unique_blocks for s in sources))
         size = metrics.kv_index_bytes
         size.labels("approximate").set_function(lambda: sum(s.approximate.estimated_bytes for s in sources))
         size.labels("precise").set_function(lambda: self._precise_blocks() * PRECISE_ROW_BYTES)

@@ -104,14 +104,14 @@ class KvCache:
             request=request,
             body=body,
             model=model,
-            hashes=hashes,
+            cursor=local.approximate.locate(hashes),
             keys=keys,
             prompt_bytes=prompt.size_bytes,
             started_at=began,
         )
         if self._uses_tokens:
             self.parts.tokens.recall(gathered)
-        gathered.hot_blocks = local.hot.touch(gathered.hashes)
+        gathered.hot_blocks = local.approximate.hot_blocks(gathered.cursor)
         self._assess(gathered)
         gathered.wants_lookup = self._entered and self.parts.remote.wanted(gathered)
         self._facts_seconds.observe(self._clock() - began)
@@ -129,7 +129,7 @@ class KvCache:
         """The facts of a request that was not placed yet, anew from our own sources; what a lookup said stands."""
         if self._uses_tokens and not gathered.tokens_exact:
             self.parts.tokens.recall(gathered)
-        gathered.hot_blocks = gathered.local.hot.hot_prefix_blocks(gathered.hashes)
+        gathered.hot_blocks = gathered.local.approximate.hot_blocks(gathered.cursor)
         self._assess(gathered)
 
     async def facts_for(
@@ -146,7 +146,7 @@ class KvCache:
         earlier = gathered.claim
         if earlier is not None:
             gathered.local.settle(earlier, prefilled=False)
-        gathered.claim = gathered.local.route(endpoint, gathered.hashes)
+        gathered.claim = gathered.local.route(endpoint, gathered.cursor)
 
     def finished(self, gathered: RequestFacts, result: Result) -> None:
         """The request is over. Queues what is to be done about it; never waits."""
@@ -203,7 +203,7 @@ class KvCache:
             bytes_per_token = self.parts.ratios.of(gathered.model)
             prompt_tokens = int(gathered.prompt_bytes / bytes_per_token)
         known = local.overlaps(
-            gathered.hashes,
+            gathered.cursor,
             bytes_per_token=bytes_per_token,
             tokens=tokens,
             hashed=gathered.hashed,

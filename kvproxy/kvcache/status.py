@@ -92,7 +92,7 @@ def index_status(parts: Parts, cluster: Cluster) -> dict[str, object]:
             "estimated_bytes": local.approximate.estimated_bytes,
         },
         "precise": {"blocks": rows, "estimated_bytes": rows * PRECISE_ROW_BYTES},
-        "hot": {"blocks": local.hot.blocks, "runs": local.hot.runs},
+        "hot": {"blocks": local.approximate.unique_blocks, "runs": local.approximate.runs},
         "endpoints": {str(one.id): endpoint_index(parts, cluster.name, one) for one in cluster.endpoints},
     }
 
@@ -106,9 +106,9 @@ def endpoint_index(parts: Parts, cluster: str, endpoint: Endpoint) -> dict[str, 
         "streams": [
             {"rank": rank, "state": one.state.value, "reason": one.reason.value} for rank, one in streams.items()
         ],
-        "approximate_blocks": local.approximate.blocks(endpoint.id),
+        "approximate_blocks": local.approximate.held_blocks(endpoint.id),
         "approximate_capacity_blocks": local.approximate.capacity(endpoint.id),
-        "told_capacity_blocks": local.capacities.told(endpoint.id),
+        "told_capacity_blocks": local.capacities.reported(endpoint.id),
         "trust": shares(parts, cluster, endpoint.id),
         "hit_ratio": asdict(parts.learning.accounts.use((cluster, endpoint.id))),
         "block_bytes": TEXT_BLOCK_BYTES,

@@ -33,5 +33,5 @@ def test_the_index_is_measured_against_each_endpoints_capacity(clock: FakeClock)
     index = parts.local["c"].approximate
     index.set_capacity(A, 40)
     index.set_capacity(EndpointId("b"), 0)
-    index.insert(A, array("Q", range(1, 11)))
+    index.insert(A, index.locate(array("Q", range(1, 11))))
     assert list(utilisation(parts)) == [(("c", "a"), 0.25)]

@@ -64,7 +64,7 @@ class PredictionFeedback:
         if claim is not None:
             local.settle(claim, prefilled=result.prefilled)
         if endpoint is not None and result.prefilled and (claim is None or lost):  # routed elsewhere
-            local.approximate.insert(endpoint, gathered.hashes)
+            local.approximate.insert(endpoint, gathered.cursor)
         if result.prompt_tokens is not None and result.prefilled:
             self._ratios.observe(gathered.model, gathered.prompt_bytes, result.prompt_tokens)
 
@@ -94,7 +94,7 @@ class PredictionFeedback:
         local, overlap = gathered.local, gathered.facts.by_endpoint.get(endpoint)
         contradicted = local.correct(
             endpoint,
-            gathered.hashes,
+            gathered.cursor,
             overlap,
             predicted_tokens=predicted,
             cached_tokens=cached_tokens,

@@ -11,10 +11,11 @@ from cachetools import LRUCache
 from kvproxy.clients.tokens import TokenIds
 from kvproxy.kvcache.overlap.merge import is_contradicted, local_overlaps
 from kvproxy.prefix.approximate.capacities import Capacities
-from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
+from kvproxy.prefix.approximate.endpoint_lru import Run, SpeculativeEntry
+from kvproxy.prefix.approximate.heat import Heat
 from kvproxy.prefix.approximate.index import ApproximateIndex
+from kvproxy.prefix.approximate.radix import PrefixCursor
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, message_chain, root_seed, token_blocks
-from kvproxy.prefix.hot_blocks import HotBlocks
 from kvproxy.prefix.precise.index import PreciseIndex, PreciseMatch, precise_root
 from kvproxy.prefix.tokens.hashed_tokens import HashedTokens
 from kvproxy.prefix.tokens.session_hashes import SessionHashes
@@ -62,9 +63,9 @@ class LocalIndexes:
         self.exact: Collection[EndpointId] = frozenset()
         self.loras: LRUCache[str, None] = LRUCache(MAX_LORAS)  # adapters that events spoke of
         if former is None:
-            self.approximate = ApproximateIndex(capacity_blocks=capacity_blocks)
+            self.hot = Heat(endpoints=endpoints)
+            self.approximate = ApproximateIndex(capacity_blocks=capacity_blocks, heat=self.hot)
             self.capacities = Capacities(self.approximate)
-            self.hot = HotBlocks(endpoints=endpoints)
             self.trust, self.lookup_trust = Trust(), Trust()  # in what KV events say, and in what LMCache says
             self.started_at: dict[EndpointId, float] = {}  # when each engine's process began, by its own clock
             self.sessions = SessionHashes()
@@ -92,7 +93,7 @@ class LocalIndexes:
 
     def overlaps(
         self,
-        hashes: array[int],
+        cursor: PrefixCursor[Run],
         *,
         bytes_per_token: float,
         tokens: TokenIds | None,
@@ -104,10 +105,10 @@ class LocalIndexes:
         begins with them.
         """
         scale = TEXT_BLOCK_BYTES / bytes_per_token
-        routed = {endpoint: int(blocks * scale) for endpoint, blocks in self.approximate.lookup(hashes).items()}
+        routed = {endpoint: int(blocks * scale) for endpoint, blocks in self.approximate.lookup(cursor).items()}
         if tokens is None or not self._follows_events:
             return {endpoint: Overlap(held) for endpoint, held in routed.items()}
-        promised = self.approximate.promised(hashes) if self.exact else {}
+        promised = self.approximate.lookup_in_flight(cursor) if self.exact else {}
         return local_overlaps(
             routed=routed,
             in_flight={endpoint: int(blocks * scale) for endpoint, blocks in promised.items()},
@@ -134,9 +135,9 @@ class LocalIndexes:
 
         return self.precise.lookup(blocks)
 
-    def route(self, endpoint: EndpointId, hashes: array[int]) -> SpeculativeEntry:
+    def route(self, endpoint: EndpointId, cursor: PrefixCursor[Run]) -> SpeculativeEntry:
         """A request goes there: it counts as holding the prompt until the claim is settled."""
-        return self.approximate.route(endpoint, hashes, flies=self._follows_events)
+        return self.approximate.route(endpoint, cursor, in_flight=self._follows_events)
 
     def settle(self, claim: SpeculativeEntry, *, prefilled: bool) -> None:
         """The request is over; `prefilled` says whether the engine got as far as a first byte. Once a claim."""
@@ -145,7 +146,7 @@ class LocalIndexes:
     def correct(
         self,
         endpoint: EndpointId,
-        hashes: array[int],
+        cursor: PrefixCursor[Run],
         overlap: Overlap | None,
         *,
         predicted_tokens: int,
@@ -162,7 +163,7 @@ class LocalIndexes:
             trust.observe(endpoint, claimed, backed, cached_tokens)
         contradicted = overlap is not None and is_contradicted(predicted_tokens, cached_tokens)
         if contradicted:
-            self.approximate.contradict(endpoint, hashes, cached_blocks)
+            self.approximate.contradict(endpoint, cursor, cached_blocks)
         return contradicted
 
     def began(self, endpoint: EndpointId, started_at: float) -> bool:

@@ -171,7 +171,8 @@ class LookupTask:
         for claim in self._claims(gathered, answer.holders):
             if claim.contiguous:
                 blocks = int(min(claim.tokens, len(tokens)) * stands_for / len(tokens)) // TEXT_BLOCK_BYTES
-                gathered.local.approximate.insert(claim.endpoint, gathered.hashes[:blocks])
+                index = gathered.local.approximate
+                index.insert(claim.endpoint, index.locate(gathered.hashes[:blocks]))
 
     def _claims(self, gathered: RequestFacts, holders: Sequence[Holder]) -> list[HolderOverlap]:
         if not holders:
