@@ -25,13 +25,13 @@ import uvloop
 
 from benchmarks.stub import Engine
 from kvproxy.app import Proxy
-from kvproxy.config.load import load_mapping
+from kvproxy.config.load import load_config
 from kvproxy.filters.kvcache import STATE_KEY
 from kvproxy.kvcache.service import KvCache
 from kvproxy.listener.server import Server
 from kvproxy.request.parse import parse_body
 from kvproxy.simulator.engine_io import EngineSettings
-from kvproxy.simulator.fleet import Fleet, FleetSettings, engines_like
+from kvproxy.simulator.fleet import Fleet, FleetSettings, clone_engines
 from kvproxy.simulator.lmcache_controller import ControllerSettings, create_controller_app
 from kvproxy.simulator.lmcache_worker import WorkerSettings
 from kvproxy.simulator.vllm_settings import VllmSettings
@@ -83,7 +83,7 @@ def text(rng: random.Random, size: int) -> str:
 async def started(stack: AsyncExitStack, filters: list[Any], endpoints: dict[str, str]) -> Proxy:
     """A proxy with this chain, its kv_aware policy deciding."""
     raw = {"endpoints": endpoints, "policy": "kv_aware", "health": {"active": False}, "filters": filters}
-    return await stack.enter_async_context(Proxy(load_mapping(raw)))
+    return await stack.enter_async_context(Proxy(load_config(raw)))
 
 
 def kvcache_of(proxy: Proxy) -> KvCache:
@@ -230,7 +230,7 @@ async def turns(sessions: int, length: int) -> tuple[float, float]:
     rng = random.Random(3)
     async with AsyncExitStack() as stack:
         engine = VllmSettings(model="bench", engine=EngineSettings(65_536, 16, token_outputs=True))
-        fleet = await stack.enter_async_context(Fleet(FleetSettings(engines_like(engine, 2))))
+        fleet = await stack.enter_async_context(Fleet(FleetSettings(clone_engines(engine, 2))))
         endpoints = {name: (await stack.enter_async_context(Server(app))).url for name, app in fleet.engines.items()}
         assert fleet.controller is not None
         lmcache = (await stack.enter_async_context(Server(fleet.controller))).url

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
-from types import TracebackType
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -19,12 +18,13 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.learned import show_learned
 from kvproxy.cluster.routes import Routes
 from kvproxy.config.schema import Config
-from kvproxy.filters.chain import FilterType, Observer, WallClock
+from kvproxy.filters.chain import FilterType, WallClock
 from kvproxy.kvcache.service import KvCache
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.metrics.loop_lag import LoopLag
 from kvproxy.receipts.recorder import recorder_of
 from kvproxy.request.body_bounds import HeldBodies
+from kvproxy.request.observer import RequestObserver
 from kvproxy.request.recent import RecentDecisions
 from kvproxy.runtime.generation import Generation, Shared, needs_restart
 from kvproxy.runtime.reload import Reloader
@@ -70,7 +70,7 @@ class Proxy:
             metrics=self.metrics,
         )
         self._probes = UpstreamPool(max_connections=4, max_idle=0, clock=clock)  # a full pool must not starve probes
-        recorder = self._recorder = recorder_of(self, config.receipts)
+        self._recorder = recorder_of(self, config.receipts)
         self._shared = Shared(
             self.metrics,
             clock,
@@ -79,7 +79,6 @@ class Proxy:
             self._pool,
             self._probes,
             extra_filters,
-            () if recorder is None else (recorder.arrived,),
             tuple(self._observers(config)),
             HeldBodies(config.limits.bodies, metrics=self.metrics),
         )
@@ -90,11 +89,11 @@ class Proxy:
         self.admin: ASGIApp = admin_app(self, self._history)
         self._running = AsyncExitStack()
 
-    def _observers(self, config: Config) -> Iterator[Observer]:
+    def _observers(self, config: Config) -> Iterator[RequestObserver]:
         if config.admin.enabled:
-            yield self.recent.record
+            yield self.recent
         if self._recorder is not None:
-            yield self._recorder.finished
+            yield self._recorder
 
     @property
     def config(self) -> Config:
@@ -155,9 +154,7 @@ class Proxy:
             await self._running.enter_async_context(self._history)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._running.aclose()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
 from enum import StrEnum
-from typing import NewType
+from typing import NewType, Protocol
 
 import msgspec
 
@@ -14,6 +14,9 @@ TokenId = NewType("TokenId", int)
 
 #: Monotonic seconds. Every component that needs the time takes one by keyword.
 Clock = Callable[[], float]
+
+#: `asyncio.sleep` or a stand-in of a test. Every component that pauses takes one by keyword.
+Sleep = Callable[[float], Awaitable[None]]
 
 #: Header list as ASGI and the upstream pool speak it: lower-case names, raw bytes.
 Headers = list[tuple[bytes, bytes]]
@@ -48,6 +51,47 @@ class DisconnectSignal:
         self._happened = True
         if self._callback is not None:
             self._callback()
+
+
+#: Scope key of the request's ClientConnection, where our listener serves it.
+CONNECTION = "kvproxy.connection"
+
+
+class ClientConnection(Protocol):
+    """The client of one request as plain calls: what ASGI's receive and send say, without messages and awaiting.
+
+    A response goes either all through `start` and `write` or all through `send`: an app behind a filter that wraps
+    `send` (or `receive`) and should see the messages must use those. The calls raise RuntimeError where `send` would: a
+    head with forbidden characters, a body of another length than announced. After the client left they do nothing.
+    """
+
+    writable: bool
+    """False: the client takes less than was written; await `drain` before the next write. True once it left."""
+
+    def take_body(self) -> bytes | None:
+        """The whole request body, once and uncopied, if all of it has arrived; None: await `receive` for it."""
+        ...
+
+    def on_disconnect(self, callback: Callable[[], None] | None) -> None:
+        """Calls back (at once, if it happened already) when the client leaves before its response is complete.
+
+        One callback at a time; None takes it back.
+        """
+        ...
+
+    def start(
+        self, status: int, headers: Iterable[tuple[bytes, bytes]], first_piece: bytes = b"", *, more: bool
+    ) -> None:
+        """The response head and the first piece of its body in one write; `more` pieces follow, or it is complete."""
+        ...
+
+    def write(self, piece: bytes, *, more: bool) -> None:
+        """The next piece of the body; the last one has `more` False and may be empty."""
+        ...
+
+    async def drain(self) -> None:
+        """Waits until `writable`."""
+        ...
 
 
 class RequestKind(StrEnum):

@@ -30,7 +30,7 @@ ROWS: tuple[frozenset[str], ...] = (
     frozenset({"resilience"}),
     frozenset({"config"}),
     frozenset({"metrics"}),
-    frozenset({"types", "errors", "background_task", "json_scan", "log_lines"}),
+    frozenset({"types", "errors", "bounded", "background_task", "json_scan", "log_lines"}),
 )
 ROW_OF = {room: index for index, rooms in enumerate(ROWS) for room in rooms}
 

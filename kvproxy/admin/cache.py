@@ -36,17 +36,17 @@ class CacheRoutes:
     async def _status(self, request: Request) -> Response:
         metrics = self._operated.metrics
         predictions = {
-            "predicted_tokens": by_label(metrics.kv_predicted_tokens, "source"),
-            "reused_tokens": by_label(metrics.kv_reused_tokens, "source"),
-            "results": by_label(metrics.kv_predictions, "result"),
+            "predicted_tokens": by_label(metrics.kvcache.predicted_tokens, "source"),
+            "reused_tokens": by_label(metrics.kvcache.reused_tokens, "source"),
+            "results": by_label(metrics.kvcache.predictions, "result"),
             "alarms": [{"where": one.where, "what": one.what, "fix": one.fix} for one in self._alarms()],
         }
         return reply(
             {
                 **cache_status(self._parts()),
-                "lookups": by_label(metrics.kv_lookups, "outcome"),
-                "tokenizes": by_label(metrics.kv_tokenizes, "outcome"),
-                "actions": by_label(metrics.kv_actions, "result"),
+                "lookups": by_label(metrics.kvcache.lookups, "outcome"),
+                "tokenizes": by_label(metrics.kvcache.tokenizes, "outcome"),
+                "actions": by_label(metrics.holdings.actions, "result"),
                 "predictions": predictions,
             }
         )

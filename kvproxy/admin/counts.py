@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvproxy.metrics.counting import Counter
+from kvproxy.metrics.collectors import Counter
 
 
 def by_label(counter: Counter, label: str) -> dict[str, float]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
@@ -15,7 +15,7 @@ from kvproxy.admin.counts import total
 from kvproxy.background_task import BackgroundTask
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.request.recent import RecentDecisions, Tally
-from kvproxy.types import Clock
+from kvproxy.types import Clock, Sleep
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +23,6 @@ INTERVAL_S = 1.0
 KEPT = 300
 #: Samples that become one of the hour, and how many of those are kept.
 COARSE, HOUR_KEPT = 10, 360
-
-Sleep = Callable[[float], Awaitable[None]]
 
 
 class Sampled(Protocol):
@@ -79,7 +77,12 @@ class History(BackgroundTask):
         """One sample, of all since the one before."""
         recent, metrics, now = self._sampled.recent, self._sampled.metrics, self._sampled.clock()
         p50, p95 = _quantiles(recent.ttfts_since(self._last_at))
-        counters = (metrics.prompt_tokens, metrics.cached_tokens, metrics.kv_predicted_tokens, metrics.saved_seconds)
+        counters = (
+            metrics.latency.prompt_tokens,
+            metrics.latency.cached_tokens,
+            metrics.kvcache.predicted_tokens,
+            metrics.cache.saved_seconds,
+        )
         counts = [total(counter) for counter in counters]
         prompt, cached, predicted, saved = (after - before for after, before in zip(counts, self._last, strict=True))
         self._last_at, self._last = now, counts

@@ -63,9 +63,9 @@ class Reservations:
         self._later = later
         self._limit = limit
         self._held: dict[str, Reservation] = {}
-        self._results = metrics.pick_reservations
-        metrics.queue_depth.labels(QUEUE).set_function(lambda: len(self._held))
-        metrics.queue_limit.labels(QUEUE).set(limit)
+        self._results = metrics.request.pick_reservations
+        metrics.bounds.queue_depth.labels(QUEUE).set_function(lambda: len(self._held))
+        metrics.bounds.queue_limit.labels(QUEUE).set(limit)
 
     def __len__(self) -> int:
         return len(self._held)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from prometheus_client import Gauge
 
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.metrics.counting import Counter, Distribution, Histogram, Tally
+from kvproxy.metrics.collectors import Counter, CounterCell, Histogram, HistogramCell
 from kvproxy.types import EndpointId
 
 #: Models told apart on one endpoint; further ones are counted together.
@@ -20,10 +20,10 @@ OTHER = "other"
 class Latency:
     """How long the requests of one model took on one endpoint."""
 
-    ttft: Distribution  # of streamed answers
-    whole: Distribution  # the same of others, whose first byte is their end
-    itl: Distribution
-    duration: Distribution
+    ttft: HistogramCell  # of streamed answers
+    whole: HistogramCell  # the same of others, whose first byte is their end
+    itl: HistogramCell
+    duration: HistogramCell
 
 
 class EndpointMetrics:
@@ -35,8 +35,8 @@ class EndpointMetrics:
     def __init__(self, metrics: Metrics, cluster: str, endpoint: EndpointId) -> None:
         self._metrics = metrics
         self._labels = (cluster, str(endpoint))
-        self._children: dict[tuple[Counter, str], Tally] = {}
-        self._answers: dict[int, Tally] = {}  # of `requests`, by status: the one that every request needs
+        self._children: dict[tuple[Counter, str], CounterCell] = {}
+        self._answers: dict[int, CounterCell] = {}  # of `requests`, by status: the one that every request needs
         self._latencies: dict[str, Latency] = {}
         self._series: list[tuple[Counter | Gauge | Histogram, tuple[str, ...]]] = []
         self._closed = False
@@ -47,7 +47,7 @@ class EndpointMetrics:
         """A request was answered from here with this status."""
         tally = self._answers.get(status)
         if tally is None:
-            tally = self._tally(self._metrics.requests, str(status))
+            tally = self._tally(self._metrics.request.finished, str(status))
             if tally is None:
                 return
             self._answers[status] = tally
@@ -62,7 +62,12 @@ class EndpointMetrics:
             return self.latency(OTHER)
         metrics, labels = self._metrics, (*self._labels, model)
         streamed, whole = (*labels, "true"), (*labels, "false")
-        series = [(metrics.ttft, streamed), (metrics.ttft, whole), (metrics.itl, labels), (metrics.duration, labels)]
+        series = [
+            (metrics.latency.ttft, streamed),
+            (metrics.latency.ttft, whole),
+            (metrics.latency.itl, labels),
+            (metrics.latency.duration, labels),
+        ]
         self._series += series
         latency = self._latencies[model] = Latency(*(family.labels(*values) for family, values in series))
         return latency
@@ -70,16 +75,16 @@ class EndpointMetrics:
     def attempt_failure(self, reason: str) -> None:
         """An attempt here failed; `reason` as UpstreamError names it."""
         self.last_failure = reason
-        self._count(self._metrics.attempt_failures, reason)
+        self._count(self._metrics.request.attempt_failures, reason)
 
     def ejection(self, reason: str) -> None:
         """The endpoint was taken out."""
-        self._count(self._metrics.ejections, reason)
+        self._count(self._metrics.endpoint.ejections, reason)
 
     def probe(self, outcome: str) -> None:
         """An active probe ended."""
         self.last_probe = outcome
-        self._count(self._metrics.probes, outcome)
+        self._count(self._metrics.endpoint.probes, outcome)
 
     def gauge(self, gauge: Gauge, read: Callable[[], float], *labels: str) -> None:
         """Read a gauge of this endpoint at scrape time; `labels` where they are not cluster and endpoint."""
@@ -107,7 +112,7 @@ class EndpointMetrics:
         if tally is not None:
             tally.inc()
 
-    def _tally(self, counter: Counter, label: str) -> Tally | None:
+    def _tally(self, counter: Counter, label: str) -> CounterCell | None:
         """The series, made when there is none yet; None once closed."""
         child = self._children.get((counter, label))
         if child is None and not self._closed:

@@ -24,5 +24,5 @@ def show_learned(metrics: Metrics, clusters: Callable[[], Iterable[Cluster]], *,
                 for endpoint in cluster.endpoints:
                     yield (cluster.name, str(endpoint.id)), cluster.speeds.slowness(endpoint.id, clock())
 
-    metrics.learned_tokens_per_s.read(speeds)
-    metrics.learned_slowness.read(slowness)
+    metrics.cache.learned_tokens_per_s.read(speeds)
+    metrics.cache.learned_slowness.read(slowness)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from types import TracebackType
+from collections.abc import Callable, Sequence
 from typing import Self
 
 from kvproxy.cluster.discovery import Source
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import EndpointSettings
 from kvproxy.errors import DiscoveryError
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.types import Sleep
 
 log = logging.getLogger(__name__)
 
@@ -21,8 +21,7 @@ POLL_TIMEOUT_S = 10.0
 #: No source is asked more often, whatever its interval says.
 MIN_INTERVAL_S = 0.05
 
-Sleep = Callable[[float], Awaitable[None]]
-OnUpdate = Callable[[str, Sequence[schema.EndpointSettings]], None]
+OnUpdate = Callable[[str, Sequence[EndpointSettings]], None]
 
 
 class Poller:
@@ -45,8 +44,8 @@ class Poller:
         self._sources = sources
         self._on_update = on_update
         self._sleep = sleep
-        self._outcomes = {o: metrics.discovery.labels(cluster, o) for o in ("changed", "unchanged", "failed")}
-        self._answers: dict[str, tuple[schema.EndpointSettings, ...]] = {}
+        self._outcomes = {o: metrics.endpoint.discovery.labels(cluster, o) for o in ("changed", "unchanged", "failed")}
+        self._answers: dict[str, tuple[EndpointSettings, ...]] = {}
         self._complaints: dict[str, str] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._ending: set[asyncio.Task[None]] = set()
@@ -58,9 +57,7 @@ class Poller:
         self._begin()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._running = False
         self._end()
         await asyncio.gather(*self._ending, return_exceptions=True)

@@ -7,19 +7,18 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Iterable
 from enum import StrEnum
-from types import TracebackType
 from typing import Self
 
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import HealthCheckSettings
 from kvproxy.errors import ConnectTimeout, FirstByteTimeout, IdleTimeout, KvproxyError, NoDescriptors
+from kvproxy.types import Sleep
 
 log = logging.getLogger(__name__)
 
 #: Asks an endpoint whether it is well. KvproxyError and OSError mean no.
 Probe = Callable[[Endpoint], Awaitable[bool]]
 
-Sleep = Callable[[float], Awaitable[None]]
 
 #: Probes in flight at once.
 MAX_CONCURRENT = 16
@@ -47,7 +46,7 @@ class Prober:
     def __init__(
         self,
         cluster: str,
-        settings: schema.HealthCheckSettings,
+        settings: HealthCheckSettings,
         *,
         probe: Probe | None,
         on_result: Callable[[Endpoint, ProbeOutcome], None],
@@ -71,14 +70,12 @@ class Prober:
         self.follow(self._endpoints)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._running = False
         self.follow([])
         await asyncio.gather(*self._ending, return_exceptions=True)
 
-    def reconfigure(self, settings: schema.HealthCheckSettings, probe: Probe | None) -> None:
+    def reconfigure(self, settings: HealthCheckSettings, probe: Probe | None) -> None:
         """Probe the same endpoints like this from now on."""
         endpoints = self._endpoints
         self.follow([])

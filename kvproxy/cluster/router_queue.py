@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvproxy.cluster.pick import AttemptOutcome, Pick
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import RouterQueueSettings
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.fair_queue import FairQueue, QueueSettings, Ticket
 from kvproxy.routing.forecast import Forecaster, least_own_s, least_wait_s
@@ -57,7 +57,7 @@ class RouterQueue:
 
     def __init__(
         self,
-        settings: schema.RouterQueueSettings,
+        settings: RouterQueueSettings,
         forecaster: Forecaster,
         *,
         cluster: str,
@@ -76,11 +76,13 @@ class RouterQueue:
         self._looking = False
         self._cluster = cluster
         self._name = f"router/{cluster}"
-        metrics.queue_limit.labels(self._name).set(settings.limit)
-        metrics.queue_depth.labels(self._name).set_function(lambda: len(self._queue))
-        metrics.router_queue_oldest.labels(cluster).set_function(lambda: self._queue.oldest_wait_s(clock()))
-        self._waited = metrics.router_queue_wait.labels(cluster)
-        self._exits = {exit_: metrics.router_queue_exits.labels(cluster, exit_.value) for exit_ in ReleaseReason}
+        metrics.bounds.queue_limit.labels(self._name).set(settings.limit)
+        metrics.bounds.queue_depth.labels(self._name).set_function(lambda: len(self._queue))
+        metrics.request.router_queue_oldest.labels(cluster).set_function(lambda: self._queue.oldest_wait_s(clock()))
+        self._waited = metrics.request.router_queue_wait.labels(cluster)
+        self._exits = {
+            exit_: metrics.request.router_queue_exits.labels(cluster, exit_.value) for exit_ in ReleaseReason
+        }
 
     def __len__(self) -> int:
         """Requests waiting."""
@@ -131,11 +133,11 @@ class RouterQueue:
         if len(self._queue) and not self._looking:
             self._look(now)
 
-    def reconfigure(self, settings: schema.RouterQueueSettings, forecaster: Forecaster) -> None:
+    def reconfigure(self, settings: RouterQueueSettings, forecaster: Forecaster) -> None:
         """Other bounds, and maybe another forecaster. Whoever waits goes on waiting, by the new ones."""
         self._queue.reconfigure(_bounds(settings))
         self._forecaster = forecaster
-        self._metrics.queue_limit.labels(self._name).set(settings.limit)
+        self._metrics.bounds.queue_limit.labels(self._name).set(settings.limit)
         if len(self._queue):
             self._look(self._clock())
 
@@ -146,9 +148,9 @@ class RouterQueue:
         while (ticket := self._queue.poll(-math.inf, now)) is not None:
             self._place(ticket, ReleaseReason.QUEUE_OFF, now)
         self._set_timer(now)
-        self._metrics.queue_limit.remove(self._name)
-        self._metrics.queue_depth.remove(self._name)
-        self._metrics.router_queue_oldest.remove(self._cluster)
+        self._metrics.bounds.queue_limit.remove(self._name)
+        self._metrics.bounds.queue_depth.remove(self._name)
+        self._metrics.request.router_queue_oldest.remove(self._cluster)
 
     @property
     def _speeds(self) -> SpeedModel:
@@ -200,5 +202,5 @@ class RouterQueue:
                 pick.settle(AttemptOutcome.CANCELLED, self._clock())
 
 
-def _bounds(settings: schema.RouterQueueSettings) -> QueueSettings:
+def _bounds(settings: RouterQueueSettings) -> QueueSettings:
     return QueueSettings(settings.limit, settings.admit_below, settings.ageing, settings.max_wait)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import ClusterSettings
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.backlog import ReadOnlyLoad
 from kvproxy.routing.load import EndpointLoad, Features
@@ -25,7 +25,7 @@ MAX_DECISIONS_PER_S = 1000
 MAX_ERRORS = 20
 
 
-def shadow_of(name: str, settings: schema.ClusterSettings, *, metrics: Metrics, rng: random.Random) -> Shadow | None:
+def shadow_of(name: str, settings: ClusterSettings, *, metrics: Metrics, rng: random.Random) -> Shadow | None:
     """The shadow these settings ask for; its draws of chance take nothing from `rng`'s sequence but one number."""
     if settings.shadow_policy is None:
         return None
@@ -64,11 +64,11 @@ class Shadow:
         self._cluster = cluster
         self._learner = policy if isinstance(policy, Learner) else None
         self._watched: dict[Endpoint, _Watched] = {}
-        decisions = metrics.shadow_decisions
+        decisions = metrics.request.shadow_decisions
         self._same, self._different, self._errors, self._skipped = (
             decisions.labels(cluster, name, result) for result in ("same", "different", "error", "skipped")
         )
-        differences = metrics.shadow_cost_difference
+        differences = metrics.request.shadow_cost_difference
         self._by_shadow, self._by_live = (differences.labels(cluster, name, by) for by in ("shadow", "live"))
         self._errors_in_a_row = 0
         self._window_at, self._in_window = 0.0, 0

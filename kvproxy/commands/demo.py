@@ -16,10 +16,10 @@ from kvproxy.app import Proxy
 from kvproxy.commands.demo_report import Progress, print_beginning, print_table, print_try_it
 from kvproxy.commands.demo_traffic import Mix, Reply, run_mix, trickle
 from kvproxy.commands.serve import run_loop
-from kvproxy.config.load import load_mapping
+from kvproxy.config.load import load_config
 from kvproxy.listener.server import Server
 from kvproxy.simulator.engine_io import EngineSettings
-from kvproxy.simulator.fleet import Fleet, FleetSettings, engines_like
+from kvproxy.simulator.fleet import Fleet, FleetSettings, clone_engines
 from kvproxy.simulator.vllm_settings import VllmSettings
 
 MODEL = "sim"
@@ -85,7 +85,7 @@ async def show(demo: Demo, out: TextIO) -> int:
 async def _start_fleet(stack: AsyncExitStack, count: int) -> RunningFleet:
     """Engines and the controller they report to, each on a port of its own."""
     engine = VllmSettings(model=MODEL, engine=EngineSettings(_CACHE_BLOCKS, 16, token_outputs=True))
-    settings = FleetSettings(engines_like(engine, count))
+    settings = FleetSettings(clone_engines(engine, count))
     fleet = await stack.enter_async_context(Fleet(settings, rng=Random(_SEED)))
     assert fleet.controller is not None
     urls = {}
@@ -99,7 +99,7 @@ async def _start_proxy(stack: AsyncExitStack, fleet: RunningFleet, policy: str, 
     """round_robin is a plain proxy; kv_aware knows what the engines hold. One that stays has the usual ports."""
     aware = [{"kvcache": {"lmcache_endpoint": fleet.controller}}] if policy == _AWARE else []
     filters = ["request_id", "inference_request", *aware, "router"]
-    config = load_mapping({"endpoints": fleet.endpoints, "policy": policy, "filters": filters})
+    config = load_config({"endpoints": fleet.endpoints, "policy": policy, "filters": filters})
     proxy = await stack.enter_async_context(Proxy(config, rng=Random(_SEED)))
     ports = [port if stays and _free(port) else 0 for port in (config.listen.port, config.admin.port)]
     public = await stack.enter_async_context(Server(proxy, port=ports[0], drain_s=1.0))

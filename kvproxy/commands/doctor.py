@@ -6,14 +6,15 @@ import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TextIO
 
 from kvproxy.commands.serve import run_loop
-from kvproxy.config.load import check_file, from_endpoints
+from kvproxy.config.load import check_config, from_endpoints
 from kvproxy.config.schema import Config
 from kvproxy.config.values import parse_duration_s
-from kvproxy.doctor.render import print_json, print_table
-from kvproxy.doctor.tools import Patience, Tools
+from kvproxy.doctor.report import print_json, print_table
+from kvproxy.doctor.tools import Timeouts, Tools
 from kvproxy.doctor.visit import diagnose
 from kvproxy.errors import ConfigError, Problem
 from kvproxy.filters.registry import discover
@@ -38,7 +39,7 @@ def run(options: DoctorOptions, *, out: TextIO, err: TextIO) -> int:
     config, problems = load(options)
 
     async def visit() -> int:
-        report = await diagnose(config, problems, tools=Tools(patience=Patience(exchange_s=timeout_s)))
+        report = await diagnose(config, problems, tools=Tools(timeouts=Timeouts(exchange_s=timeout_s)))
         if options.as_json:
             print_json(report, out)
         else:
@@ -63,7 +64,7 @@ def load(options: DoctorOptions) -> tuple[Config | None, list[Problem]]:
         except ConfigError as error:
             return None, error.problems
     extra = {name: kind.settings for name, kind in discover().items()}
-    return check_file(options.path, extra_filters=extra, lenient=options.lenient)
+    return check_config(Path(options.path), extra_filters=extra, lenient=options.lenient)
 
 
 def _timeout_s(text: str) -> float:

@@ -11,7 +11,6 @@ import asyncio
 import gc
 import time
 from collections.abc import Awaitable, Callable
-from types import TracebackType
 from typing import Any, Self
 
 from kvproxy.background_task import BackgroundTask
@@ -69,10 +68,8 @@ class Collections(BackgroundTask):
         gc.callbacks.append(self._timed)
         return await super().__aenter__()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        await super().__aexit__(kind, error, tb)
+    async def __aexit__(self, *exc_info: object) -> None:
+        await super().__aexit__(*exc_info)
         gc.callbacks.remove(self._timed)
         gc.set_threshold(*self._thresholds)
         gc.unfreeze()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from types import TracebackType
 
 from kvproxy.admin.operated import Finding, Reloaded
 from kvproxy.app import Proxy
@@ -38,9 +37,7 @@ class FileReloader:
             self._watching = asyncio.create_task(self._watch(), name="watch the configuration")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._proxy.reloader = None
         if self._watching is not None:
             self._watching.cancel()
@@ -60,7 +57,7 @@ class FileReloader:
                 logger.exception("the new configuration cannot be started")
                 return self._refused([Problem("", f"a part cannot be started: {type(error).__name__}: {error}")])
             self._proxy.findings = findings_of(problems)
-            self._proxy.metrics.reloads.labels("applied").inc()
+            self._proxy.metrics.process.reloads.labels("applied").inc()
             later = ", ".join(reloaded.after_restart)
             changed = summary(before, config)
             logger.info("configuration reloaded: %s%s", changed, f"; after a restart: {later}" if later else "")
@@ -70,7 +67,7 @@ class FileReloader:
             return reloaded
 
     def _refused(self, errors: list[Problem]) -> Reloaded:
-        self._proxy.metrics.reloads.labels("refused").inc()
+        self._proxy.metrics.process.reloads.labels("refused").inc()
         for error in errors:
             logger.error("configuration not reloaded: %s", error.located())
         return Reloaded(errors=tuple(errors))

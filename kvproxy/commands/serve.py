@@ -22,8 +22,8 @@ from kvproxy.commands.garbage import Collections
 from kvproxy.commands.logging_setup import logging_to
 from kvproxy.commands.reload import FileReloader, findings_of
 from kvproxy.config.schema import Config
-from kvproxy.doctor.report import Report
-from kvproxy.doctor.startup import StartupVisit
+from kvproxy.doctor.report import DoctorReport
+from kvproxy.doctor.visit import StartupDiagnosis
 from kvproxy.errors import Problem
 from kvproxy.listener.limits import ListenerLimits
 from kvproxy.listener.server import Server
@@ -76,7 +76,7 @@ async def serve_until_signal(config: Config, problems: list[Problem], source: So
             hurry=signals.hurry,
             tls=config.listen.tls,
             limits=replace(ListenerLimits.from_config(config.limits), max_connections=connections),
-            on_refused=proxy.metrics.connections_refused.inc,
+            on_refused=proxy.metrics.bounds.connections_refused.inc,
         )
         await listeners.enter_async_context(public)
         _show_process(proxy.metrics, public, limit=connections)
@@ -86,10 +86,10 @@ async def serve_until_signal(config: Config, problems: list[Problem], source: So
         proxy.public_url = public.url
         _announce(proxy, public.url)
 
-        def show(report: Report) -> None:
+        def show(report: DoctorReport) -> None:
             proxy.findings = [*proxy.findings, *report.findings]
 
-        await listeners.enter_async_context(StartupVisit(config, on_report=show))
+        await listeners.enter_async_context(StartupDiagnosis(config, on_report=show))
         await listeners.enter_async_context(reloader)
         await signals.stop.wait()
         proxy.draining = True
@@ -152,8 +152,8 @@ def fitting_connections(wanted: int, *, open_files: int) -> int:
 def _show_process(metrics: Metrics, public: Server, *, limit: int) -> None:
     """Figures of the process, and what only its listener knows."""
     ProcessCollector(registry=metrics.registry)
-    metrics.queue_depth.labels("connections").set_function(lambda: public.connections)
-    metrics.queue_limit.labels("connections").set(limit)
+    metrics.bounds.queue_depth.labels("connections").set_function(lambda: public.connections)
+    metrics.bounds.queue_limit.labels("connections").set(limit)
 
 
 def _announce(proxy: Proxy, url: str) -> None:

@@ -1,4 +1,4 @@
-"""One configured engine and the facts about it, each asked for once however many checks want it."""
+"""One configured engine and the facts about it, each asked for once however many checks need it."""
 
 from __future__ import annotations
 
@@ -15,33 +15,32 @@ from kvproxy.clients.engine_metrics import EngineMetrics, parse_engine_metrics
 from kvproxy.clients.kv_events.source import KvEventSource, stated_sources
 from kvproxy.clients.vllm import MAX_METRICS_BYTES, ModelInfo, VllmClient
 from kvproxy.cluster.endpoint import origin_of
-from kvproxy.config import schema
-from kvproxy.config.kvcache_schema import EventSources
-from kvproxy.doctor.link import Link, connect, speaks_tls
+from kvproxy.config.cluster_schema import EndpointSettings, EventSources
+from kvproxy.doctor.connect import ConnectResult, connect, try_tls
 from kvproxy.doctor.tools import Tools
-from kvproxy.doctor.trial import Trial, TrialPlan, run_trial
+from kvproxy.doctor.trial import Trial, TrialPlan, TrialTarget, run_trial
 from kvproxy.errors import BadResponse, ClientError, ClientUnavailable, NotSupported
 
 T = TypeVar("T")
 
-#: Text whose tokens tell tokenizers apart: words, case, digits, code, accents, CJK, emoji, white space.
-SAMPLE = "The quick BROWN fox 1234567890 -> def f(x):\n\treturn x**2  # naïve café 你好世界 🙂 \u00a0end"
+#: Text whose tokens distinguish tokenizers: words, case, digits, code, accents, CJK, emoji, white space.
+SAMPLE_TEXT = "The quick BROWN fox 1234567890 -> def f(x):\n\treturn x**2  # naïve café 你好世界 🙂 \u00a0end"
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class HealthReply:
     """The answer of the health path. `skew_s` is the engine's clock minus ours (its header has whole seconds)."""
 
     status: int
     skew_s: float | None = None
 
 
-class Engine:
+class EngineFacts:
     """Every fact raises ClientError when the engine cannot be asked; the link itself is a fact that never does."""
 
     def __init__(
         self,
-        endpoint: schema.EndpointSettings,
+        endpoint: EndpointSettings,
         *,
         cluster: str,
         health_path: str,
@@ -64,7 +63,7 @@ class Engine:
         key = endpoint.api_key
         authorization = None if key is None else f"Bearer {key.get_secret_value()}"
         self._headers = {} if authorization is None else {"authorization": authorization}
-        url, timeout_s = str(self.origin), tools.patience.exchange_s
+        url, timeout_s = str(self.origin), tools.timeouts.exchange_s
         self.vllm = VllmClient(self._http, url, authorization, timeout_s=timeout_s)
         self.api = Api(self._http, url, service="vllm", authorization=authorization)
 
@@ -73,18 +72,18 @@ class Engine:
         """Its name at LMCache."""
         return self.endpoint.instance_id or self.endpoint.id
 
-    async def link(self) -> Link:
+    async def link(self) -> ConnectResult:
         """Whether it can be connected to."""
-        timeout_s = self.tools.patience.exchange_s
-        return await self.tools.answers.once(f"{self._key} link", lambda: connect(self.origin, timeout_s=timeout_s))
+        timeout_s = self.tools.timeouts.exchange_s
+        return await self.tools.answers.ask_once(f"{self._key} link", lambda: connect(self.origin, timeout_s=timeout_s))
 
     async def speaks_tls(self) -> bool:
-        """Whether it wants https although its url says http; asked only after http failed."""
+        """Whether it needs https although its url says http; asked only after http failed."""
         if self.origin.scheme != "http":
             return False
-        timeout_s = self.tools.patience.exchange_s
-        return await self.tools.answers.once(
-            f"{self._key} speaks tls", lambda: speaks_tls(self.origin, timeout_s=timeout_s)
+        timeout_s = self.tools.timeouts.exchange_s
+        return await self.tools.answers.ask_once(
+            f"{self._key} speaks tls", lambda: try_tls(self.origin, timeout_s=timeout_s)
         )
 
     @property
@@ -92,7 +91,7 @@ class Engine:
         """What people copy from a client's base_url."""
         return self.endpoint.url.rstrip("/").endswith("/v1")
 
-    async def hello(self) -> Hello:
+    async def health_reply(self) -> HealthReply:
         """What the health path says."""
         return await self._fact("hello", self._ask_health)
 
@@ -137,7 +136,7 @@ class Engine:
 
     async def exposition_now(self) -> bytes:
         """A new scrape of `/metrics`."""
-        timeout_s = self.tools.patience.exchange_s
+        timeout_s = self.tools.timeouts.exchange_s
         return await self.api.call("GET", "/metrics", timeout_s=timeout_s, max_bytes=MAX_METRICS_BYTES)
 
     async def metrics_now(self) -> EngineMetrics | None:
@@ -148,7 +147,7 @@ class Engine:
             return None
 
     async def sources_or_none(self) -> tuple[KvEventSource, ...]:
-        """() where the engine cannot tell."""
+        """() where the engine cannot name them."""
         try:
             return await self.sources()
         except ClientError:
@@ -163,11 +162,14 @@ class Engine:
         link = await self.link()
         if link.error is not None:
             raise ClientUnavailable(f"{self.where} cannot be connected to")
-        return await self.tools.answers.once(f"{self._key} {name}", ask)
+        return await self.tools.answers.ask_once(f"{self._key} {name}", ask)
 
     async def _run_trial(self) -> Trial:
         await self._scraped()
-        return await run_trial(self, self.plan)
+        model = await self.model()
+        sources = await self.sources_or_none() if self.plan.events else ()
+        target = TrialTarget(model, self.api, self.vllm, sources, self.metrics_now, self.tools)
+        return await run_trial(target, self.plan)
 
     async def _scraped(self) -> None:
         """The first scrape is taken before our own requests show in it."""
@@ -177,10 +179,10 @@ class Engine:
             return
 
     async def _tokenize_sample(self) -> tuple[int, ...]:
-        return tuple((await self.vllm.tokenize_prompt((await self.model()).id, SAMPLE)).tokens)
+        return tuple((await self.vllm.tokenize_prompt((await self.model()).id, SAMPLE_TEXT)).tokens)
 
-    async def _ask_health(self) -> Hello:
-        timeout_s = self.tools.patience.exchange_s
+    async def _ask_health(self) -> HealthReply:
+        timeout_s = self.tools.timeouts.exchange_s
         sent = self.tools.wall_clock()
         try:
             response = await self._http.get(
@@ -189,7 +191,7 @@ class Engine:
         except httpx.HTTPError as error:
             raise ClientUnavailable(f"{self.where} {self._health_path}: {type(error).__name__}") from error
         now = (sent + self.tools.wall_clock()) / 2
-        return Hello(response.status_code, _skew_s(response.headers.get("date"), now))
+        return HealthReply(response.status_code, _skew_s(response.headers.get("date"), now))
 
 
 def _skew_s(date: str | None, now: float) -> float | None:
@@ -203,3 +205,14 @@ def _skew_s(date: str | None, now: float) -> float | None:
     if theirs.tzinfo is None:
         theirs = theirs.replace(tzinfo=UTC)
     return (theirs - datetime.fromtimestamp(now, UTC)).total_seconds() + 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCheck:
+    """What the checks of one engine share."""
+
+    engine: EngineFacts
+
+    @property
+    def where(self) -> str:
+        return self.engine.where

@@ -34,13 +34,13 @@ class PromptLengths:
         return below / self.count if self.count else 0.0
 
 
-def counters(text: bytes) -> Counters | None:
+def parse_counters(text: bytes) -> Counters | None:
     """None when the engine does not show them."""
     totals = [_total(text, name) for name in _GROWING]
     return None if None in totals else Counters(tuple(total for total in totals if total is not None))
 
 
-def prompt_lengths(text: bytes) -> PromptLengths:
+def parse_prompt_lengths(text: bytes) -> PromptLengths:
     """From `vllm:request_prompt_tokens`, over all ranks and models."""
     buckets: dict[float, int] = {}
     for line in text.split(b"\n"):

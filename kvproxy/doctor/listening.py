@@ -21,7 +21,7 @@ _MAX_BATCHES = 5000
 
 
 @dataclass(slots=True)
-class Heard:
+class StreamObservation:
     """What came over one stream."""
 
     source: KvEventSource
@@ -34,7 +34,7 @@ class Heard:
     replays: bool | None = None  # None: the engine names no replay socket
     _skipped: Skipped = field(default_factory=Skipped)
 
-    def take(self, frames: Sequence[bytes], tokens: Sequence[int], *, now: float) -> None:
+    def record(self, frames: Sequence[bytes], tokens: Sequence[int], *, now: float) -> None:
         """One message; `tokens` are the prompt's ids."""
         try:
             batch = decode_batch(frames)
@@ -51,11 +51,11 @@ class Heard:
         self._skipped.counts["malformed"] = 0
 
 
-class Streams:
+class EventStreams:
     """Open subscriptions to every data-parallel rank of one engine."""
 
     def __init__(self, context: Callable[[], zmq.asyncio.Context], *, clock: Clock, wall_clock: Clock) -> None:
-        self.heard: list[Heard] = []
+        self.observed: list[StreamObservation] = []
         self._context = context
         self._clock = clock
         self._wall_clock = wall_clock
@@ -64,47 +64,47 @@ class Streams:
     @property
     def silent(self) -> bool:
         """Connected, and nothing came about our prompt."""
-        return any(heard.connected for heard in self.heard) and not any(heard.mine for heard in self.heard)
+        return any(stream.connected for stream in self.observed) and not any(stream.mine for stream in self.observed)
 
     async def connect(self, sources: Sequence[KvEventSource], *, within_s: float) -> None:
         """Subscribes; returns when every connection is up, or after `within_s`."""
         for source in sources:
             self._open.append(Subscription(self._context(), source))
-            self.heard.append(Heard(source))
+            self.observed.append(StreamObservation(source))
         ends = self._clock() + within_s
-        for heard, subscription in zip(self.heard, self._open, strict=True):
-            while not heard.connected and (left_s := ends - self._clock()) > 0:
+        for stream, subscription in zip(self.observed, self._open, strict=True):
+            while not stream.connected and (left_s := ends - self._clock()) > 0:
                 await subscription.wait(left_s)
-                heard.connected = any(subscription.connections())
+                stream.connected = any(subscription.connections())
 
     async def listen(self, tokens: Sequence[int], *, within_s: float) -> None:
-        """Returns when one stream told of this prompt, or after `within_s`."""
+        """Returns when one stream had an event of this prompt, or after `within_s`."""
         ends = self._clock() + within_s
-        while self._open and not any(heard.mine for heard in self.heard) and (left_s := ends - self._clock()) > 0:
-            for heard, subscription in zip(self.heard, self._open, strict=True):
-                self._drain(heard, subscription, tokens)
-            if not any(heard.mine for heard in self.heard):
+        while self._open and not any(stream.mine for stream in self.observed) and (left_s := ends - self._clock()) > 0:
+            for stream, subscription in zip(self.observed, self._open, strict=True):
+                self._drain(stream, subscription, tokens)
+            if not any(stream.mine for stream in self.observed):
                 await self._open[0].wait(min(left_s, 0.05) if len(self._open) > 1 else left_s)
 
     async def ask_replays(self, *, within_s: float) -> None:
         """Whether the replay sockets answer. The batch asked for lies in the future, so the answer is its end alone."""
-        for heard in self.heard:
-            address = heard.source.replay_endpoint
+        for stream in self.observed:
+            address = stream.source.replay_endpoint
             if address is not None:
-                heard.replays = await self._replays(address, within_s)
+                stream.replays = await self._replays(address, within_s)
 
     def close(self) -> None:
         """Ends the subscriptions."""
         for subscription in self._open:
             subscription.close()
 
-    def _drain(self, heard: Heard, subscription: Subscription, tokens: Sequence[int]) -> None:
+    def _drain(self, stream: StreamObservation, subscription: Subscription, tokens: Sequence[int]) -> None:
         subscription.connections()
         for _ in range(_MAX_BATCHES):
             frames = subscription.message()
             if frames is None:
                 return
-            heard.take(frames, tokens, now=self._wall_clock())
+            stream.record(frames, tokens, now=self._wall_clock())
 
     async def _replays(self, address: str, within_s: float) -> bool:
         try:
@@ -118,11 +118,11 @@ class Streams:
 
 
 @asynccontextmanager
-async def streams(
+async def open_streams(
     context: Callable[[], zmq.asyncio.Context], *, clock: Clock, wall_clock: Clock
-) -> AsyncIterator[Streams]:
+) -> AsyncIterator[EventStreams]:
     """Closes every subscription at the end. `context` is asked for only when there is something to subscribe to."""
-    opened = Streams(context, clock=clock, wall_clock=wall_clock)
+    opened = EventStreams(context, clock=clock, wall_clock=wall_clock)
     try:
         yield opened
     finally:

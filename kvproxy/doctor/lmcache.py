@@ -16,8 +16,8 @@ from kvproxy.clients.lmcache_wire import WireLookup
 from kvproxy.clients.tokens import TokenIds, body_with_tokens, token_array
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.config.kvcache_schema import Provider as ProviderName
-from kvproxy.doctor.engine import Engine
-from kvproxy.doctor.link import Link, connect
+from kvproxy.doctor.connect import ConnectResult, connect
+from kvproxy.doctor.engine import EngineFacts
 from kvproxy.doctor.tools import Tools
 from kvproxy.doctor.trial import Trial
 from kvproxy.errors import BadResponse, ClientError, ClientTimeout, ClientUnavailable, NotSupported
@@ -36,8 +36,8 @@ class _Layout(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What a lookup of an engine's trial prompt said, after LMCache had time to hear of it.
+class LookupAnswer:
+    """What a lookup of an engine's trial prompt said, after LMCache had time to learn of it.
 
     `model` is the name it was looked up under, where names matter; `chunks` the whole chunks of the prompt.
     """
@@ -49,7 +49,7 @@ class Found:
     shape: str = ""  # of the controller's `layout_info`: `arrays` as LMCache's, `objects` as Pixiu's stand-in
 
 
-class LmCache:
+class LmcacheFacts:
     """Facts raise ClientError when the service cannot be asked."""
 
     where = "lmcache_endpoint"
@@ -58,22 +58,22 @@ class LmCache:
         self.settings = settings
         self.tools = tools
         self.origin = Origin.parse(settings.lmcache_endpoint)
-        http, url, timeout_s = tools.http(self.origin), str(self.origin), tools.patience.exchange_s
+        http, url, timeout_s = tools.http(self.origin), str(self.origin), tools.timeouts.exchange_s
         self.api = Api(http, url, service="lmcache")
         self._controller = LMCacheControllerClient(http, url, lookup_timeout_s=timeout_s)
         self._coordinator = LMCacheCoordinatorClient(http, url, lookup_timeout_s=timeout_s)
 
-    async def link(self) -> Link:
+    async def link(self) -> ConnectResult:
         """Whether it can be connected to."""
-        timeout_s = self.tools.patience.exchange_s
-        return await self.tools.answers.once("lmcache link", lambda: connect(self.origin, timeout_s=timeout_s))
+        timeout_s = self.tools.timeouts.exchange_s
+        return await self.tools.answers.ask_once("lmcache link", lambda: connect(self.origin, timeout_s=timeout_s))
 
     async def kind(self) -> ProviderName:
         """Which service answers there, whatever the configuration says. Raises BadResponse when it is neither."""
         link = await self.link()
         if link.error is not None:
             raise ClientUnavailable(f"{self.where} cannot be connected to")
-        return await self.tools.answers.once("lmcache kind", self._recognise)
+        return await self.tools.answers.ask_once("lmcache kind", self._recognise)
 
     async def provider(self) -> Provider:
         """The service as the proxy speaks to it."""
@@ -84,18 +84,18 @@ class LmCache:
     async def instances(self) -> frozenset[str]:
         """Registered instances; NotSupported where the service cannot list them."""
         provider = await self.provider()
-        return await self.tools.answers.once("lmcache instances", provider.instances)
+        return await self.tools.answers.ask_once("lmcache instances", provider.instances)
 
-    async def found(self, engine: Engine) -> Found:
-        """Who holds this engine's trial prompt. Raises ClientError also when the engine did not answer it."""
-        return await self.tools.answers.once(
+    async def find_holders(self, engine: EngineFacts) -> LookupAnswer:
+        """The holders of this engine's trial prompt. Raises ClientError also when the engine did not answer it."""
+        return await self.tools.answers.ask_once(
             f"lmcache found {engine.cluster}/{engine.endpoint.id}", lambda: self._find(engine)
         )
 
     async def time_lookups(self, trial: Trial, *, times: int = 20) -> list[float]:
         """Seconds that lookups of this prompt take, one after another, as the proxy makes them."""
         provider, clock = await self.provider(), self.tools.clock
-        prefix, timeout_s = Prefix(token_array(list(trial.tokens)), trial.model), self.tools.patience.exchange_s
+        prefix, timeout_s = Prefix(token_array(list(trial.tokens)), trial.model), self.tools.timeouts.exchange_s
         took = []
         for _ in range(times + 1):  # the first may have to open a connection
             started = clock()
@@ -107,10 +107,10 @@ class LmCache:
         """The name under which the proxy looks such a prompt up."""
         return self.settings.directory_model or trial.model
 
-    async def evicts(self) -> bool:
+    async def has_evict_route(self) -> bool:
         """Whether there is an `/evict`, by asking with a method that does nothing."""
         try:
-            await self.api.call("GET", "/evict", timeout_s=self.tools.patience.exchange_s)
+            await self.api.call("GET", "/evict", timeout_s=self.tools.timeouts.exchange_s)
         except NotSupported as error:
             return error.status != 404
         return True
@@ -126,12 +126,12 @@ class LmCache:
             raise BadResponse(f"{self.where} is neither LMCache's controller nor its coordinator") from error
         return ProviderName.CONTROLLER
 
-    async def _find(self, engine: Engine) -> Found:
+    async def _find(self, engine: EngineFacts) -> LookupAnswer:
         kind, trial = await self.kind(), await engine.trial()
-        tokens, patience = token_array(list(trial.tokens)), self.tools.patience
-        for attempt in range(patience.lookup_tries):
+        tokens, timeouts = token_array(list(trial.tokens)), self.tools.timeouts
+        for attempt in range(timeouts.lookup_tries):
             if attempt:
-                await asyncio.sleep(patience.lookup_pause_s)
+                await asyncio.sleep(timeouts.lookup_pause_s)
             if kind is ProviderName.CONTROLLER:
                 found = await self._ask_controller(tokens)
             else:
@@ -140,17 +140,17 @@ class LmCache:
                 break
         return found
 
-    async def _ask_controller(self, tokens: TokenIds) -> Found:
-        timeout_s = self.tools.patience.exchange_s
+    async def _ask_controller(self, tokens: TokenIds) -> LookupAnswer:
+        timeout_s = self.tools.timeouts.exchange_s
         body = body_with_tokens("tokens", tokens, {})
         raw = await self.api.call("POST", "/lookup", body=body, timeout_s=timeout_s)
         holders = self.api.decode(raw, WireLookup, "/lookup").holders()
         places = list(self.api.decode(raw, _Layout, "/lookup").layout_info.values())
         shape = "" if not places else "objects" if isinstance(places[0], dict) else "arrays"
         named = tuple(holder.instance_id for holder in holders if holder.matched_tokens > 0)
-        return Found(named, "", CHUNK_TOKENS, len(tokens) // CHUNK_TOKENS, shape)
+        return LookupAnswer(named, "", CHUNK_TOKENS, len(tokens) // CHUNK_TOKENS, shape)
 
-    async def _ask_coordinator(self, tokens: TokenIds, expected: str, root: str) -> Found:
+    async def _ask_coordinator(self, tokens: TokenIds, expected: str, root: str) -> LookupAnswer:
         """Under the name the proxy uses, else under the engine's own name of the model."""
         found = await self._in_directory(tokens, expected)
         if not found.holders and root != expected:
@@ -158,6 +158,6 @@ class LmCache:
             found = other if other.holders else found
         return found
 
-    async def _in_directory(self, tokens: TokenIds, model: str) -> Found:
+    async def _in_directory(self, tokens: TokenIds, model: str) -> LookupAnswer:
         answer = await self._coordinator.directory_lookup(CacheScope(model), tokens)
-        return Found(tuple(answer.by_instance), model, answer.chunk_tokens, answer.chunks)
+        return LookupAnswer(tuple(answer.by_instance), model, answer.chunk_tokens, answer.chunks)

@@ -1,23 +1,52 @@
-"""What the doctor looks with: connections, sockets, clocks, patience."""
+"""What the doctor looks with: connections, sockets, clocks, timeouts, and answers that several checks share."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar, cast
 
 import httpx
 import zmq.asyncio
 
-from kvproxy.doctor.answers import Answers
 from kvproxy.types import Clock
 from kvproxy.upstream.origin import Origin
 from kvproxy.upstream.pool import UpstreamPool
 from kvproxy.upstream.transport import PoolTransport
+
+T = TypeVar("T")
+
+
+class SharedAnswers:
+    """By name, one task each; every caller gets the same answer or the same error.
+
+    A check that gives up does not take the answer away from the others. An async context manager: leaving it ends
+    what is still being asked.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, asyncio.Task[Any]] = {}
+
+    async def ask_once(self, name: str, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """The answer under `name`; the first caller's `ask` gets it."""
+        task = self._tasks.get(name)
+        if task is None:
+            task = self._tasks[name] = asyncio.create_task(ask(), name=f"doctor {name}")
+        return cast("T", await asyncio.shield(task))
+
+    async def __aenter__(self) -> SharedAnswers:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def utc_seconds() -> float:
@@ -26,11 +55,11 @@ def utc_seconds() -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class Timeouts:
     """Seconds. `exchange_s` for one call; `event_s` for KV events to arrive after an answer, `late_s` before another
     prompt is sent because a subscription may not have been in force for the first.
 
-    LMCache hears of a prompt after its answer: lookups are tried `lookup_tries` times, `lookup_pause_s` apart.
+    LMCache learns of a prompt after its answer: lookups are tried `lookup_tries` times, `lookup_pause_s` apart.
     """
 
     exchange_s: float = 5.0
@@ -46,16 +75,16 @@ class Tools:
     def __init__(
         self,
         *,
-        patience: Patience | None = None,
+        timeouts: Timeouts | None = None,
         clock: Clock = time.monotonic,
         wall_clock: Clock = utc_seconds,
         rng: random.Random | None = None,
     ) -> None:
-        self.patience = patience or Patience()
+        self.timeouts = timeouts or Timeouts()
         self.clock = clock
         self.wall_clock = wall_clock
         self.rng = rng or random.Random()
-        self.answers = Answers()
+        self.answers = SharedAnswers()
         self._pool = UpstreamPool(max_connections=32)
         self._http: dict[tuple[str, bool, str], httpx.AsyncClient] = {}
         self._zmq: zmq.asyncio.Context | None = None
@@ -67,9 +96,7 @@ class Tools:
         await self._open.enter_async_context(self.answers)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._open.aclose()
 
     def http(self, origin: Origin) -> httpx.AsyncClient:

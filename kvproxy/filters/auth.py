@@ -86,7 +86,7 @@ class AuthFilter:
         return path in self._exempt_paths
 
     async def _refuse(self, fault: str, scope: Scope, send: Send) -> None:
-        self._metrics.auth_failures.labels(fault).inc()
+        self._metrics.bounds.auth_failures.labels(fault).inc()
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
             return

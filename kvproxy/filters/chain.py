@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 from starlette.types import ASGIApp
@@ -18,6 +18,7 @@ from kvproxy.config.paths import dotted
 from kvproxy.config.schema import Config, FilterSpec
 from kvproxy.errors import ConfigError, Problem
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.request.observer import RequestObserver
 from kvproxy.types import Clock
 
 if TYPE_CHECKING:
@@ -25,15 +26,10 @@ if TYPE_CHECKING:
     from kvproxy.cluster.routes import Routes
     from kvproxy.kvcache.service import KvCache
     from kvproxy.request.body_bounds import HeldBodies
-    from kvproxy.request.exchange import Exchange
     from kvproxy.upstream.pool import UpstreamPool
 
 #: The current moment as an aware datetime.
 WallClock = Callable[[], datetime]
-
-
-#: Hears of one finished request; the time is the proxy's clock's.
-Observer: TypeAlias = "Callable[[Exchange, float], None]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +62,8 @@ class FilterContext:
     left: dict[str, list[object]] = field(default_factory=dict)
     #: What those of the configuration before this one left.
     inherited: Mapping[str, Sequence[object]] = field(default_factory=dict)
-    #: Told by the router of every request it is about to route; must not raise or block.
-    arrivals: list[Callable[[Exchange], None]] = field(default_factory=list)
-    #: Told by the router of every request it finished, and when; must not raise or block.
-    observers: list[Observer] = field(default_factory=list)
+    #: Hear of every request that reaches the router.
+    observers: list[RequestObserver] = field(default_factory=list)
 
     def heir(self, name: str) -> object | None:
         """What the filter left that was called so and had this place among its like; None: there was none."""

@@ -10,6 +10,7 @@ import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.decision import Sight
 from kvproxy.cluster.routes import Routes
 from kvproxy.config.cluster_schema import PolicyName
 from kvproxy.config.kvcache_schema import KvCacheSettings
@@ -18,6 +19,7 @@ from kvproxy.forward.body_guard import tenant_salt
 from kvproxy.kvcache.overlap.facts import RequestFacts, Result
 from kvproxy.kvcache.service import KvCache
 from kvproxy.request.exchange import SCOPE_KEY, Exchange
+from kvproxy.request.observer import RequestObserver, notify
 from kvproxy.types import Clock, EndpointId
 
 log = logging.getLogger("kvproxy.kvcache")
@@ -64,12 +66,9 @@ class KvCacheFilter:
                 scope["headers"] = [pair for pair in scope["headers"] if pair[0] != self._header]
             exchange = scope.get(SCOPE_KEY) or Exchange.of(scope, now=self._clock())
             if exchange.inference is not None and exchange.body is not None:
-                trace = exchange.trace
-                if trace is not None:
-                    trace.facts_began()
+                notify(RequestObserver.facts_began, exchange)
                 await self._before(exchange, scope)
-                if trace is not None:
-                    trace.facts_known()
+                notify(RequestObserver.facts_known, exchange)
         await self._app(scope, receive, send)
 
     async def _before(self, exchange: Exchange, scope: Scope) -> None:
@@ -84,12 +83,12 @@ class KvCacheFilter:
             return
         exchange.facts = gathered.facts
         announce(scope, gathered.preferred, header=self._header)
-        if self._prefer[gathered.cluster.name]:
+        prefers = self._prefer[gathered.cluster.name]
+        if prefers:
             exchange.preferred = gathered.preferred
-        # Told of the exchange, not holding it: a cycle would keep the body until the collector comes by.
-        exchange.refresh = lambda waiting: self._refresh(gathered, waiting)
-        exchange.on_pick.append(lambda picked: self._picked(gathered, picked))
-        exchange.on_complete.append(lambda over: self._service.finished(gathered, result_of(over)))
+        learning = KvCacheLearning(self._service, gathered, prefers=prefers)
+        exchange.facts_source = learning.refresh
+        exchange.observers.append(learning)
 
     def _gather(self, exchange: Exchange, path: str) -> RequestFacts | None:
         request, body = exchange.inference, exchange.body
@@ -103,23 +102,38 @@ class KvCacheFilter:
             return None
         return self._service.gather(request, body, cluster=target.cluster, model=target.upstream_model)
 
-    def _refresh(self, gathered: RequestFacts, exchange: Exchange) -> None:
+
+class KvCacheLearning(RequestObserver):
+    """Tells the service where one request goes and how it ends, and asks it again for facts that a wait made old.
+
+    It is told of the exchange, not holding it: a cycle would keep the body until the collector comes by.
+    """
+
+    __slots__ = ("_gathered", "_prefers", "_service")
+
+    def __init__(self, service: KvCache, gathered: RequestFacts, *, prefers: bool) -> None:
+        self._service = service
+        self._gathered = gathered
+        self._prefers = prefers
+
+    def refresh(self, exchange: Exchange) -> None:
         """The router asks before it places a request that had to wait; an endpoint announced earlier stays."""
         try:
-            self._service.refresh(gathered)
+            self._service.refresh(self._gathered)
         except Exception:
             log.exception("[kvcache] this request is placed by the facts from before its wait")
             return
-        exchange.facts = gathered.facts
-        if self._prefer[gathered.cluster.name]:
-            exchange.preferred = gathered.preferred
+        exchange.facts = self._gathered.facts
+        if self._prefers:
+            exchange.preferred = self._gathered.preferred
 
-    def _picked(self, gathered: RequestFacts, exchange: Exchange) -> None:
-        assert exchange.outcome.endpoint is not None
-        try:
-            self._service.picked(gathered, exchange.outcome.endpoint)
-        except Exception:
-            log.exception("[kvcache] this pick is not counted")
+    def placed(self, exchange: Exchange, decision: Sight, now: float) -> None:
+        """The endpoint will hold the prompt."""
+        self._service.picked(self._gathered, decision.chosen.id)
+
+    def finished(self, exchange: Exchange, now: float) -> None:
+        """Learn from it, and do what is to be done about it."""
+        self._service.finished(self._gathered, result_of(exchange))
 
 
 def announce(scope: Scope, preferred: EndpointId | None, *, header: bytes) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from types import TracebackType
 
 #: A line waits no longer than this, and no more lines than that wait.
 DELAY_S = 0.1
@@ -26,9 +25,7 @@ class LineBatch:
         self._loop = asyncio.get_running_loop()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._loop = None
         self.flush()
 

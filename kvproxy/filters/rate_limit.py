@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import math
+from functools import partial
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -16,6 +17,7 @@ from kvproxy.filters.token_bucket import TokenBucket
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.request.error_reply import local_reply
 from kvproxy.request.exchange import Exchange
+from kvproxy.request.observer import RequestObserver
 from kvproxy.types import Clock, Headers
 
 _BYTES_PER_TOKEN = 4
@@ -42,8 +44,8 @@ class RateLimitFilter:
         self._buckets = buckets
         self._metrics = metrics
         self._clock = clock
-        metrics.queue_depth.labels("rate_limit").set_function(lambda: len(buckets))
-        metrics.queue_limit.labels("rate_limit").set(buckets.max_keys)
+        metrics.bounds.queue_depth.labels("rate_limit").set_function(lambda: len(buckets))
+        metrics.bounds.queue_limit.labels("rate_limit").set(buckets.max_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -58,35 +60,12 @@ class RateLimitFilter:
         if self._limits[0].kind == "requests":
             buckets[0].charge(1.0, now)
         standing = self._standing(buckets, now)
-        sent_bytes = events = answer_bytes = 0
-        head: Headers = []
-
-        async def receive_counted() -> Message:
-            nonlocal sent_bytes
-            message = await receive()
-            sent_bytes += len(message.get("body", b""))
-            return message
-
-        async def send_counted(message: Message) -> None:
-            nonlocal events, answer_bytes, head
-            if message["type"] == "http.response.start":
-                head = [*message.get("headers", ()), *standing]
-                message = {**message, "headers": head}
-            else:
-                body = message.get("body", b"")
-                events += sum(map(body.count, _EVENT_ENDS))
-                answer_bytes += len(body)
-            await send(message)
-
-        def charge(done: Exchange) -> None:
-            told = done.outcome.completion_tokens is not None
-            answered = 0 if told else _generated(scope["path"], head, events, answer_bytes)
-            buckets[-1].charge(tokens_used(done, answered, sent_bytes), self._clock())
-
-        charged = self._limits[-1].kind == "tokens"
-        if charged:
-            exchange.on_complete.append(charge)
-        await self._app(scope, receive_counted if charged else receive, send_counted)
+        if self._limits[-1].kind == "tokens":
+            tokens = _TokenCharge(buckets[-1], scope["path"], receive, send, standing)
+            exchange.observers.append(tokens)
+            await self._app(scope, tokens.receive, tokens.send)
+        else:
+            await self._app(scope, receive, partial(_send_standing, send, standing))
 
     def _standing(self, buckets: tuple[TokenBucket, ...], now: float) -> Headers:
         pairs = zip(self._limits, buckets, strict=True)
@@ -97,7 +76,7 @@ class RateLimitFilter:
             ((bucket.wait_s(1.0, now), limit) for limit, bucket in zip(self._limits, buckets, strict=True)),
             key=lambda pair: pair[0],
         )
-        self._metrics.rate_limited.labels(limit.kind).inc()
+        self._metrics.bounds.rate_limited.labels(limit.kind).inc()
         retry_after_s = math.ceil(wait_s)
         await local_reply(
             scope,
@@ -108,6 +87,60 @@ class RateLimitFilter:
             metrics=self._metrics,
             headers=[(b"retry-after", b"%d" % retry_after_s), *self._standing(buckets, now)],
         )
+
+
+async def _send_standing(send: Send, standing: Headers, message: Message) -> None:
+    if message["type"] == "http.response.start":
+        message = {**message, "headers": [*message.get("headers", ()), *standing]}
+    await send(message)
+
+
+class _TokenCharge(RequestObserver):
+    """Charges one request's tokens when it is over."""
+
+    __slots__ = (
+        "_answer_bytes",
+        "_bucket",
+        "_events",
+        "_head",
+        "_path",
+        "_receive",
+        "_send",
+        "_sent_bytes",
+        "_standing",
+    )
+
+    def __init__(self, bucket: TokenBucket, path: str, receive: Receive, send: Send, standing: Headers) -> None:
+        self._bucket = bucket
+        self._path = path
+        self._receive = receive
+        self._send = send
+        self._standing = standing
+        self._sent_bytes = self._events = self._answer_bytes = 0
+        self._head: Headers = []
+
+    async def receive(self) -> Message:
+        """Counts what the client sends."""
+        message = await self._receive()
+        self._sent_bytes += len(message.get("body", b""))
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Counts what the engine answers, and says how the client stands."""
+        if message["type"] == "http.response.start":
+            self._head = [*message.get("headers", ()), *self._standing]
+            message = {**message, "headers": self._head}
+        else:
+            body = message.get("body", b"")
+            self._events += sum(map(body.count, _EVENT_ENDS))
+            self._answer_bytes += len(body)
+        await self._send(message)
+
+    def finished(self, exchange: Exchange, now: float) -> None:
+        """By the engine's count, else an estimate."""
+        told = exchange.outcome.completion_tokens is not None
+        answered = 0 if told else _generated(self._path, self._head, self._events, self._answer_bytes)
+        self._bucket.charge(tokens_used(exchange, answered, self._sent_bytes), now)
 
 
 def standing(limit: Limit, bucket: TokenBucket, now: float) -> Headers:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -14,9 +13,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvproxy.cluster.pick import Refusal
 from kvproxy.cluster.router_queue import QueueFull
 from kvproxy.cluster.routes import Routes, RouteTarget
-from kvproxy.config.schema import Config, KvCacheSettings, RequestIdSettings, RouterSettings
+from kvproxy.config.filter_schema import RequestIdSettings, RouterSettings
+from kvproxy.config.kvcache_schema import KvCacheSettings
+from kvproxy.config.schema import Config
 from kvproxy.errors import UnsafeRequest
-from kvproxy.filters.chain import FilterContext, Observer
+from kvproxy.filters.chain import FilterContext
 from kvproxy.forward import models as model_list
 from kvproxy.forward.alias import with_model
 from kvproxy.forward.body_guard import BodyGuard
@@ -34,11 +35,10 @@ from kvproxy.request.body_bounds import BodyRefused, refuse_body
 from kvproxy.request.body_reader import ClientLeft
 from kvproxy.request.error_reply import local_reply
 from kvproxy.request.exchange import SCOPE_KEY, Exchange
+from kvproxy.request.observer import RequestObserver, notify
 from kvproxy.resilience.budget import RetryBudget
 from kvproxy.types import Headers
 from kvproxy.upstream.pool import Timeouts
-
-logger = logging.getLogger("kvproxy.router")
 
 _MESSAGES = {
     404: "No engine serves this model.",
@@ -63,8 +63,7 @@ class RouterParts:
     debug_header: bytes
     trust_clients: bool = False
     policy_header: bytes = b""  # b"": no cluster lets clients choose
-    arrivals: Sequence[Callable[[Exchange], None]] = ()
-    observers: Sequence[Observer] = ()
+    observers: Sequence[RequestObserver] = ()
 
 
 def build(inner: ASGIApp, settings: RouterSettings, context: FilterContext) -> RouterFilter:
@@ -119,7 +118,6 @@ def build(inner: ASGIApp, settings: RouterSettings, context: FilterContext) -> R
             debug_header=settings.debug_header.lower().encode(),
             trust_clients=settings.trust_clients,
             policy_header=policy_header if any(one.client_policies for one in config.clusters.values()) else b"",
-            arrivals=context.arrivals,
             observers=context.observers,
         )
     )
@@ -136,6 +134,7 @@ class RouterFilter:
 
     def __init__(self, parts: RouterParts) -> None:
         self._parts = parts
+        self._observers = (parts.metrics, *parts.observers)
         self._arming = new_arming()
         self._pace = asyncio.Lock()
 
@@ -147,7 +146,7 @@ class RouterFilter:
         exchange: Exchange = scope.get(SCOPE_KEY) or Exchange.of(scope, now=parts.forwarder.clock())
         if path not in parts.public.exact and await parts.public.answered(scope, send):
             parts.metrics.observe_end(exchange)
-            _complete(exchange)
+            notify(RequestObserver.finished, exchange, parts.forwarder.clock())
             return
         listing = model_list.PATH
         if path.startswith(listing) and scope["method"] == "GET" and path[len(listing) :][:1] in ("", "/"):
@@ -155,8 +154,8 @@ class RouterFilter:
             return
         if parts.trust_clients:
             exchange.trusted = True
-        for arrived in parts.arrivals:
-            arrived(exchange)
+        exchange.observers += self._observers
+        notify(RequestObserver.received, exchange, parts.forwarder.clock())
         inference = exchange.inference
         target = parts.routes.resolve(path, inference.model if inference else "")
         try:
@@ -166,23 +165,11 @@ class RouterFilter:
                 exchange.outcome.cluster = target.cluster.name
                 if parts.policy_header:
                     exchange.policy = chosen_policy(scope["headers"], parts.policy_header, target.cluster)
-                if exchange.trace is not None:
-                    exchange.trace.routing_began()
                 await self._forward(exchange, target, scope, receive, send)
         except (NotOffered, RequestLoops) as error:
             await self._refuse(error, scope, send)
         finally:
-            self._over(exchange)
-
-    def _over(self, exchange: Exchange) -> None:
-        now = self._parts.forwarder.clock()
-        self._parts.metrics.observe(exchange, now)
-        _complete(exchange)
-        for observer in self._parts.observers:
-            try:
-                observer(exchange, now)
-            except Exception:
-                logger.exception("an observer of finished requests failed")
+            notify(RequestObserver.finished, exchange, parts.forwarder.clock())
 
     async def _forward(
         self, exchange: Exchange, target: RouteTarget, scope: Scope, receive: Receive, send: Send
@@ -303,11 +290,3 @@ def _client_gone(exchange: Exchange) -> None:
     outcome = exchange.outcome
     outcome.end = "client_disconnected"
     outcome.status = outcome.status or CLIENT_CLOSED_REQUEST
-
-
-def _complete(exchange: Exchange) -> None:
-    for callback in exchange.on_complete:
-        try:
-            callback(exchange)
-        except Exception:
-            logger.exception("a completion callback failed")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from types import TracebackType
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -41,9 +40,7 @@ class TraceExport:
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Sends what waits, within the limit; by a daemon thread, since a collector that hangs must not keep the
         process."""
         loop = asyncio.get_running_loop()

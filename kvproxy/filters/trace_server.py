@@ -61,17 +61,18 @@ class TracingFilter:
             await self._app(scope, receive, send)
             return
         trace = RequestTrace(
-            exchange,
             server=server,
             tracer=self._tracer,
             provider_name=self._provider_name,
             clock=self._clock,
             to_ns=lambda at: base_ns + int(at * 1e9),
         )
-        exchange.trace = trace
-        await self._follow(trace, scope, receive, send)
+        exchange.observers.append(trace)
+        await self._follow(trace, exchange, scope, receive, send)
 
-    async def _follow(self, trace: RequestTrace, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _follow(
+        self, trace: RequestTrace, exchange: Exchange, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         status, crash, head = 0, "", b""
         last: deque[bytes] = deque(maxlen=LAST_PIECES)
 
@@ -90,7 +91,8 @@ class TracingFilter:
             crash = type(error).__name__
             raise
         finally:
-            trace.finish(status, crash=crash, head=head, tail=b"".join(piece[-LOOKED_AT_BYTES:] for piece in last))
+            tail = b"".join(piece[-LOOKED_AT_BYTES:] for piece in last)
+            trace.end(exchange, status, crash=crash, head=head, tail=tail)
 
 
 def parent_of(headers: Headers) -> Context:

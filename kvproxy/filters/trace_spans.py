@@ -20,16 +20,16 @@ from kvproxy.filters.trace_attributes import (
     trace_parent,
 )
 from kvproxy.request.exchange import Exchange
+from kvproxy.request.observer import RequestObserver
 from kvproxy.types import Clock
 
 
-class RequestTrace:
+class RequestTrace(RequestObserver):
     """Follows one sampled request: spans between instants of the proxy's clock, turned into wall-clock nanoseconds by
     `to_ns`."""
 
     def __init__(
         self,
-        exchange: Exchange,
         *,
         server: Span,
         tracer: Tracer,
@@ -37,7 +37,6 @@ class RequestTrace:
         clock: Clock,
         to_ns: Callable[[float], int],
     ) -> None:
-        self._exchange = exchange
         self._server = server
         self._context = set_span_in_context(server, Context())
         self._tracer = tracer
@@ -50,24 +49,24 @@ class RequestTrace:
         self._attempt_at = 0.0
         self._attempts = 0
 
-    def facts_began(self) -> None:
-        """The prompt is about to be matched against what endpoints hold."""
+    def facts_began(self, exchange: Exchange) -> None:
+        """The span `facts` begins."""
         self._facts_at = self._clock()
 
-    def facts_known(self) -> None:
-        """What can be known in time is known."""
-        self._child("facts", self._facts_at, attributes=fact_attributes(self._exchange))
+    def facts_known(self, exchange: Exchange) -> None:
+        """The span `facts` ends."""
+        self._child("facts", self._facts_at, attributes=fact_attributes(exchange))
 
-    def routing_began(self) -> None:
+    def received(self, exchange: Exchange, now: float) -> None:
         """From here on an endpoint is being chosen."""
-        self._deciding_since = self._clock()
+        self._deciding_since = now
 
-    def attempt_began(self, pick: Pick) -> bytes:
-        """An endpoint was picked and the request is about to go there: the `traceparent` to send."""
+    def attempt_began(self, exchange: Exchange, pick: Pick) -> None:
+        """The span `decision` ends and that of an attempt begins; its context goes to the endpoint."""
         now = self._clock()
         began = now if self._deciding_since is None else self._deciding_since
-        self._child("decision", began, attributes=decision_attributes(self._exchange, pick))
-        name, attributes = attempt_attributes(self._exchange, pick.endpoint, provider_name=self._provider_name)
+        self._child("decision", began, attributes=decision_attributes(exchange, pick))
+        name, attributes = attempt_attributes(exchange, pick.endpoint, provider_name=self._provider_name)
         if self._attempts:
             attributes["http.request.resend_count"] = self._attempts
         self._attempts += 1
@@ -75,19 +74,18 @@ class RequestTrace:
         self._attempt = self._tracer.start_span(
             name, context=self._context, kind=SpanKind.CLIENT, attributes=attributes, start_time=self._to_ns(now)
         )
-        return trace_parent(self._attempt.get_span_context())
+        exchange.trace_parent = trace_parent(self._attempt.get_span_context())
 
-    def attempt_failed(self, reason: str) -> None:
-        """Nothing of this attempt reached the client; another one may follow."""
+    def attempt_failed(self, exchange: Exchange, reason: str, now: float) -> None:
+        """The attempt's span ends; the next decision begins."""
         self._end_attempt({}, failed=reason)
-        self._deciding_since = self._clock()
+        self._deciding_since = now
 
-    def finish(self, status: int, *, crash: str = "", head: bytes = b"", tail: bytes = b"") -> None:
+    def end(self, exchange: Exchange, status: int, *, crash: str = "", head: bytes = b"", tail: bytes = b"") -> None:
         """The request is over: `status` was sent to the client (0: nothing), an exception called `crash` came out.
         `head` and `tail` are the first and the last bytes of the answer."""
-        exchange = self._exchange
         failed = crash or failure(exchange, status, errors_from=500)
-        if not self._attempts and self._deciding_since is not None:
+        if not self._attempts and self._deciding_since is not None and exchange.outcome.cluster:
             decided: Values = {"kvproxy.cluster": exchange.outcome.cluster}
             self._child("decision", self._deciding_since, attributes=decided, failed=failed)
         answer = answer_attributes(exchange, sent_at=self._attempt_at)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from starlette.types import Send
 
 from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.decision import Sight
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import AttemptOutcome, Pick, Refusal
 from kvproxy.cluster.router_queue import RouterQueue
@@ -32,6 +33,7 @@ from kvproxy.forward.relay import Relay
 from kvproxy.forward.request_body import RequestBody
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.request.exchange import MAX_REMEMBERED, Exchange
+from kvproxy.request.observer import RequestObserver, notify
 from kvproxy.request.sse import ERROR_MARK, error_status
 from kvproxy.resilience.budget import RetryBudget
 from kvproxy.routing.policy import NO_FACTS, PickRequest
@@ -113,6 +115,7 @@ class Forwarding:
         self._body = body
         self._send = send
         self._debug = debug
+        self._placements = _Placements(exchange)
         self._earlier: Attempts | None = None  # once one failed
         self._last: UpstreamError | HeldReply | Refusal = Refusal.NO_ENDPOINTS
         self._suspects: list[tuple[Pick, str]] = []  # failed attempts, and how, until it is known who is to blame
@@ -157,8 +160,8 @@ class Forwarding:
 
     def _refreshed(self) -> PickRequest:
         """After a wait, in which others with the same prompt may have gone somewhere."""
-        if self._exchange.refresh is not None:
-            self._exchange.refresh(self._exchange)
+        if self._exchange.facts_source is not None:
+            self._exchange.facts_source(self._exchange)
         return self._pick_request()
 
     def _count_failed(self, endpoint: Endpoint) -> float | None:
@@ -179,7 +182,7 @@ class Forwarding:
             streams=inference is not None and inference.stream,
             prompt_head=parts[0][:_PROMPT_HEAD_BYTES] if parts else b"",
             policy=exchange.policy,
-            witness=exchange.witness,
+            witness=self._placements,
         )
 
     def _refusal(self) -> Refusal:
@@ -193,16 +196,15 @@ class Forwarding:
         outcome.pick_reason = pick.reason
         if len(pick.candidates) <= MAX_REMEMBERED:
             outcome.candidates, outcome.costs = pick.candidates, pick.costs
-        for callback in self._exchange.on_pick:
-            callback(self._exchange)
 
     async def _attempt(self, pick: Pick) -> _Next:
         response: UpstreamResponse | None = None
         pick.on_unhealthy(self._give_back)
         try:
+            notify(RequestObserver.attempt_began, self._exchange, pick)
             headers = with_credential(self._headers, pick.endpoint.authorization)
-            if (trace := self._exchange.trace) is not None:
-                headers = with_trace_parent(headers, trace.attempt_began(pick))
+            if self._exchange.trace_parent:
+                headers = with_trace_parent(headers, self._exchange.trace_parent)
             response = await self._shared.pool.request(
                 pick.endpoint.origin,
                 self._method.encode(),
@@ -324,14 +326,11 @@ class Forwarding:
 
     def _after_failure(self, reason: str, refusal: str) -> _Next:
         metrics = self._shared.metrics
-        if self._exchange.trace is not None:
-            self._exchange.trace.attempt_failed(reason)
-        if self._exchange.witness is not None:
-            self._exchange.witness.failed(reason)
+        notify(RequestObserver.attempt_failed, self._exchange, reason, self._shared.clock())
         if refusal:
-            metrics.retries_refused.labels(refusal).inc()
+            metrics.request.retries_refused.labels(refusal).inc()
             return _Next.GIVE_UP
-        metrics.retries.labels(reason).inc()
+        metrics.request.retries.labels(reason).inc()
         return _Next.RETRY
 
     async def _deliver(self, pick: Pick, response: UpstreamResponse, first: bytes) -> _Next:
@@ -340,6 +339,7 @@ class Forwarding:
         if self._suspects and response.status < 500:
             self._blame_suspects(proven=True)
         self._exchange.outcome.ttft_s = now - self._exchange.received_at
+        notify(RequestObserver.first_byte, self._exchange, now)
         relay = Relay(self._exchange, response, send=self._send, post=self._method == "POST")
         headers = response_headers(response.headers, endpoint=pick.endpoint.id.encode(), origin=pick.endpoint.origin)
         if self._debug:
@@ -358,6 +358,24 @@ class Forwarding:
         if (cached_tokens := self._exchange.outcome.cached_tokens) is not None:
             self._cluster.reused(pick, cached_tokens, now)
         return _Next.DELIVERED
+
+
+class _Placements:
+    """Passes on what the cluster decides, as it decides it."""
+
+    __slots__ = ("_exchange",)
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    def placed(self, sight: Sight, now: float) -> None:
+        notify(RequestObserver.placed, self._exchange, sight, now)
+
+    def refused(self, reason: str, now: float) -> None:
+        notify(RequestObserver.refused, self._exchange, reason, now)
+
+    def failed(self, reason: str) -> None:
+        """The attempt's end is no business of the cluster's."""
 
 
 async def _read_event(response: UpstreamResponse, first: bytes) -> bytes:

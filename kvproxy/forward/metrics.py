@@ -9,26 +9,29 @@ from kvproxy.cluster.endpoint_metrics import OTHER
 from kvproxy.config.schema import RouteSettings
 from kvproxy.forward.savings import Savings
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.metrics.counting import Tally
+from kvproxy.metrics.collectors import CounterCell
 from kvproxy.request.exchange import RESULTS, Exchange, result_of
+from kvproxy.request.observer import RequestObserver
 
 
 class _ClusterSeries:
     """Kept children of one cluster."""
 
     def __init__(self, catalog: Metrics, cluster: str) -> None:
-        self.results = {result: catalog.request_results.labels(cluster, result) for result in RESULTS}
-        self.prompt_tokens: Tally = catalog.prompt_tokens.labels(cluster)
-        self.cached_tokens: Tally = catalog.cached_tokens.labels(cluster)
-        self.completion_tokens: Tally = catalog.completion_tokens.labels(cluster)
-        self.window = catalog.hit_windows.of(cluster)
-        self.device_hits, self.lower_hits = (catalog.tier_hits.labels(cluster, tier) for tier in ("device", "lower"))
+        self.results = {result: catalog.request.results.labels(cluster, result) for result in RESULTS}
+        self.prompt_tokens: CounterCell = catalog.latency.prompt_tokens.labels(cluster)
+        self.cached_tokens: CounterCell = catalog.latency.cached_tokens.labels(cluster)
+        self.completion_tokens: CounterCell = catalog.latency.completion_tokens.labels(cluster)
+        self.window = catalog.cache.hit_windows.of(cluster)
+        self.device_hits, self.lower_hits = (
+            catalog.cache.tier_hits.labels(cluster, tier) for tier in ("device", "lower")
+        )
         self.device_tokens, self.lower_tokens = (
-            catalog.tier_hit_tokens.labels(cluster, tier) for tier in ("device", "lower")
+            catalog.cache.tier_hit_tokens.labels(cluster, tier) for tier in ("device", "lower")
         )
 
 
-class RouteMetrics:
+class RouteMetrics(RequestObserver):
     """Observes finished requests; what belongs to an endpoint is counted there, and goes with it."""
 
     def __init__(
@@ -44,10 +47,10 @@ class RouteMetrics:
         self._aliases = frozenset(route.model for route in routes if route.model and not route.model.endswith("*"))
         self._served = served  # by the engines' own lists, which are bounded
         self._clusters: dict[str, _ClusterSeries] = {}
-        self._ends: dict[str, Tally] = {}
+        self._ends: dict[str, CounterCell] = {}
         self._savings = Savings(catalog)
 
-    def observe(self, exchange: Exchange, now: float) -> None:
+    def finished(self, exchange: Exchange, now: float) -> None:
         """Count one request out."""
         outcome = exchange.outcome
         self.observe_end(exchange)
@@ -68,7 +71,7 @@ class RouteMetrics:
             return
         end = self._ends.get(outcome.end)
         if end is None:
-            end = self._ends[outcome.end] = self.catalog.request_ends.labels(outcome.end)
+            end = self._ends[outcome.end] = self.catalog.request.ends.labels(outcome.end)
         end.value += 1.0
 
     def _model(self, exchange: Exchange, cluster: Cluster | None) -> str:

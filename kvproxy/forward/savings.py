@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvproxy.cluster.endpoint_metrics import OTHER
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.metrics.counting import Tally
+from kvproxy.metrics.collectors import CounterCell
 from kvproxy.request.exchange import Outcome
 from kvproxy.routing.speeds import SpeedModel
 
@@ -17,7 +17,7 @@ class Savings:
 
     def __init__(self, catalog: Metrics) -> None:
         self._catalog = catalog
-        self._pairs: dict[tuple[str, str], tuple[Tally, Tally]] = {}
+        self._pairs: dict[tuple[str, str], tuple[CounterCell, CounterCell]] = {}
 
     def add(self, outcome: Outcome, *, model: str, tenant: str, speeds: SpeedModel | None, now: float) -> None:
         """One request; `speeds` of its cluster, None where nothing learns them."""
@@ -27,12 +27,15 @@ class Savings:
         if speeds is not None and outcome.endpoint is not None:
             seconds.value += spared_s(cached, speeds) * speeds.slowness(outcome.endpoint, now)
 
-    def _pair(self, model: str, tenant: str) -> tuple[Tally, Tally]:
+    def _pair(self, model: str, tenant: str) -> tuple[CounterCell, CounterCell]:
         key = (model, tenant) if len(self._pairs) < MAX_PAIRS else (OTHER, OTHER)
         pair = self._pairs.get(key)
         if pair is None:
             catalog = self._catalog
-            pair = self._pairs[key] = (catalog.saved_tokens.labels(*key), catalog.saved_seconds.labels(*key))
+            pair = self._pairs[key] = (
+                catalog.cache.saved_tokens.labels(*key),
+                catalog.cache.saved_seconds.labels(*key),
+            )
         return pair
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
-from types import TracebackType
 from typing import Self
 
 from kvproxy.types import Clock
@@ -36,9 +35,7 @@ class ServedModels:
         self._loop = asyncio.get_running_loop()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._loop = None
         if self._timer is not None:
             self._timer.cancel()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import BreakerSettings
 from kvproxy.errors import ClientError, NotSupported, Refused
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.resilience.breaker import Breaker, BreakerState
@@ -38,7 +38,7 @@ class Outage:
 class OperationBreakers:
     """Breakers by operation name; names come from a closed set. An outage is logged as it begins and as it ends."""
 
-    def __init__(self, settings: schema.BreakerSettings, *, clock: Clock, metrics: Metrics) -> None:
+    def __init__(self, settings: BreakerSettings, *, clock: Clock, metrics: Metrics) -> None:
         self._settings = settings
         self._clock = clock
         self._metrics = metrics
@@ -54,7 +54,7 @@ class OperationBreakers:
                 f"kvcache/{operation}", self._settings, clock=self._clock, on_change=partial(self._changed, operation)
             )
             self._breakers[operation] = breaker
-            gauge = self._metrics.breaker_state.labels(breaker.name)
+            gauge = self._metrics.bounds.breaker_state.labels(breaker.name)
             gauge.set_function(lambda: breaker.state is not BreakerState.CLOSED)
         return breaker
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 
 from kvproxy.background_task import BackgroundTask
 from kvproxy.clients.engine_metrics import EngineMetrics
@@ -19,7 +19,7 @@ from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.kvcache.overlap.lookup import LookupClient
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.routing.engine_samples import Reading
-from kvproxy.types import EndpointId
+from kvproxy.types import EndpointId, Sleep
 
 log = logging.getLogger("kvproxy.kvcache")
 
@@ -28,8 +28,6 @@ FIRST_ROUND_S = 1.0
 MAX_CONCURRENT = 16
 #: Rounds that read nothing still forget who left and renew leases.
 WITHOUT_READING_S = 5.0
-
-Sleep = Callable[[float], Awaitable[None]]
 
 
 class MetricsScraper(BackgroundTask):

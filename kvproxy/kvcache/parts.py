@@ -100,24 +100,24 @@ class Parts:
     def _show(self, metrics: Metrics) -> None:
         """Sizes are read when somebody asks for them."""
         sources, memory = self.local.values(), self.tokens.memory
-        blocks = metrics.kv_index_blocks
+        blocks = metrics.holdings.index_blocks
         blocks.labels("approximate").set_function(lambda: sum(s.approximate.entries for s in sources))
         blocks.labels("in_flight").set_function(lambda: sum(s.approximate.in_flight_entries for s in sources))
         blocks.labels("precise").set_function(self._precise_blocks)
         blocks.labels("hot").set_function(lambda: sum(s.approximate.unique_blocks for s in sources))
-        size = metrics.kv_index_bytes
+        size = metrics.holdings.index_bytes
         size.labels("approximate").set_function(lambda: sum(s.approximate.estimated_bytes for s in sources))
         size.labels("precise").set_function(lambda: self._precise_blocks() * PRECISE_ROW_BYTES)
         size.labels("sessions").set_function(lambda: sum(s.sessions.held_bytes for s in sources))
-        metrics.kv_index_utilisation.read(lambda: utilisation(self))
-        metrics.kv_index_capacity.read(lambda: capacities(self))
-        metrics.kv_trust.read(lambda: trust(self))
-        metrics.engine_kv_usage.read(lambda: kv_usage(self))
-        metrics.engine_requests.read(lambda: engine_requests(self))
-        metrics.kv_token_memory_entries.set_function(lambda: len(memory))
-        metrics.kv_token_memory_bytes.set_function(lambda: memory.held_bytes)
+        metrics.holdings.index_utilisation.read(lambda: utilisation(self))
+        metrics.holdings.index_capacity.read(lambda: capacities(self))
+        metrics.kvcache.trust.read(lambda: trust(self))
+        metrics.holdings.engine_kv_usage.read(lambda: kv_usage(self))
+        metrics.holdings.engine_requests.read(lambda: engine_requests(self))
+        metrics.holdings.token_memory_entries.set_function(lambda: len(memory))
+        metrics.holdings.token_memory_bytes.set_function(lambda: memory.held_bytes)
         results = ("exact", "prefix", "missed")
-        metrics.kv_recalls.read(lambda: [((result,), float(getattr(memory.stats, result))) for result in results])
+        metrics.holdings.recalls.read(lambda: [((result,), float(getattr(memory.stats, result))) for result in results])
 
     def _precise_blocks(self) -> int:
         rows = [(self.local[name].precise, cluster.endpoints) for name, cluster in self.clusters.items()]

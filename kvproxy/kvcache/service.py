@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 from kvproxy.cluster.cluster import Cluster
@@ -61,7 +60,7 @@ class KvCache:
             sample_host=sample_host,
             former=None if former is None else former.parts,
         )
-        self._facts_seconds = metrics.kv_facts_seconds.labels()
+        self._facts_seconds = metrics.kvcache.facts_seconds.labels()
         self._uses_tokens = bool(settings.lmcache_endpoint) or settings.kv_events
         self._running = AsyncExitStack()
         self._entered = False
@@ -85,9 +84,7 @@ class KvCache:
         self._entered = True
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._entered = False
         await self._running.aclose()
 

@@ -9,12 +9,14 @@ from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
-from kvproxy.types import BODY_FOLLOWS, DISCONNECT_SIGNAL, DisconnectSignal
+from kvproxy.types import BODY_FOLLOWS, CONNECTION, DISCONNECT_SIGNAL, DisconnectSignal
 
 logger = logging.getLogger(__name__)
 
 _TOKEN = b"!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _HEAD = b"\r\n\t " + bytes(range(0x21, 0x7F)) + bytes(range(0x80, 0x100))
+#: A smaller piece is copied behind its head, which costs less than another buffer of a write.
+_JOINED_BYTES = 16 * 1024
 _BODILESS = frozenset({204, 304})
 _FRAMING = frozenset({b"content-length", b"transfer-encoding", b"connection"})
 
@@ -67,7 +69,8 @@ class CoalescingCycle(RequestResponseCycle):
         tasks: set[asyncio.Task[None]],
     ) -> None:
         # Instead of uvicorn's __init__, which makes a body buffer nobody uses (`difference` checks the names at start).
-        self.scope = scope
+        self._method = scope["method"]
+        self._http_1_0 = scope["http_version"] == "1.0"
         self.transport = transport
         self.flow = flow
         self.logger = logger
@@ -84,7 +87,9 @@ class CoalescingCycle(RequestResponseCycle):
         self.message_event = cast("asyncio.Event", Signal())
         self.pieces: list[bytes] = []
         self.buffered_bytes = 0
+        self._body_taken = False
         self.task: asyncio.Task[None] | None = None
+        scope[CONNECTION] = self  # which keeps no scope in turn: a request leaves no reference cycle
         scope[DISCONNECT_SIGNAL] = self._departure = DisconnectSignal()
         self._tasks = tasks
         self._loop = loop
@@ -92,15 +97,15 @@ class CoalescingCycle(RequestResponseCycle):
         self._bodiless = False
         self.ends_by_close = False  # the response, for want of a length and of chunks
 
-    async def run_asgi(self, app: Any) -> None:
+    async def run_asgi(self, app: Any, scope: Any) -> None:  # type: ignore[override]
         """Lets the app answer; one that breaks the rules is logged, and its client gets 500 or a cut connection.
 
         The task leaves the running ones here, since a done callback costs another turn of the loop.
         """
         try:
-            await app(self.scope, self.receive, self.send)
+            await app(scope, self.receive, self.send)
             if not self.response_complete and not self.disconnected:
-                await self._unfinished()
+                await self._unfinished(scope)
         except BaseException as error:  # whatever it raises, also when the drain cancelled it
             self.logger.error("Exception in ASGI application\n", exc_info=error)
             if self.response_started:
@@ -112,9 +117,8 @@ class CoalescingCycle(RequestResponseCycle):
             if self.task is not None:
                 self._tasks.discard(self.task)
 
-    async def _unfinished(self) -> None:
+    async def _unfinished(self, scope: Any) -> None:
         """The app returned too early: after a head on purpose, since only a broken connection tells the client then."""
-        scope = self.scope
         target = f"{scope['method']} {scope['raw_path'][:200].decode('ascii', 'backslashreplace')}"
         if not self.response_started:
             logger.error("no answer to %s: the app returned without one", target)
@@ -130,6 +134,46 @@ class CoalescingCycle(RequestResponseCycle):
         self.message_event.set()
         self._departure.tell()
 
+    # ClientConnection
+
+    @property
+    def writable(self) -> bool:
+        return self.disconnected or not self.flow.write_paused
+
+    def take_body(self) -> bytes | None:
+        if self.more_body or self._body_taken or self.disconnected:
+            return None
+        self._body_taken = True
+        self.message_event.clear()
+        self.flow.resume_reading()  # else the client's end would not be seen
+        return self._take_pieces()
+
+    def on_disconnect(self, callback: Callable[[], None] | None) -> None:
+        self._departure.watch(callback)
+
+    def start(
+        self, status: int, headers: Iterable[tuple[bytes, bytes]], first_piece: bytes = b"", *, more: bool
+    ) -> None:
+        if self.disconnected:
+            return
+        if self.response_started:
+            raise RuntimeError("the response has started already")
+        self._start(status, headers)
+        self._write_body(first_piece, more=more)
+
+    def write(self, piece: bytes, *, more: bool) -> None:
+        if self.disconnected:
+            return
+        if self.response_complete or not self.response_started:
+            raise RuntimeError("the response is complete" if self.response_complete else "the response has no head")
+        self._write_body(piece, more=more)
+
+    async def drain(self) -> None:
+        if not self.writable:
+            await self.flow.drain()
+
+    # ASGI
+
     async def receive(self) -> Any:
         """The next part of the request: everything of its body that arrived, or that the client is gone."""
         if self.waiting_for_100_continue and not self.transport.is_closing():
@@ -141,9 +185,12 @@ class CoalescingCycle(RequestResponseCycle):
             self.message_event.clear()
         if self.disconnected or self.response_complete:
             return {"type": "http.disconnect"}
+        self._body_taken = not self.more_body
+        return {"type": "http.request", "body": self._take_pieces(), "more_body": self.more_body}
+
+    def _take_pieces(self) -> bytes:
         pieces, self.pieces, self.buffered_bytes = self.pieces, [], 0
-        body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        return {"type": "http.request", "body": body, "more_body": self.more_body}
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     async def send(self, message: Any) -> None:
         """Writes once the client takes more; a client that is gone takes everything."""
@@ -162,7 +209,7 @@ class CoalescingCycle(RequestResponseCycle):
             raise RuntimeError(f"unexpected ASGI message {kind!r}")
 
     def _start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        self._bodiless = status in _BODILESS or self.scope["method"] == "HEAD"
+        self._bodiless = status in _BODILESS or self._method == "HEAD"
         names: list[bytes] = []
         lines = [STATUS_LINE[status], *[b"%b: %b\r\n" % pair for pair in self.default_headers]]
         says_close = False
@@ -181,7 +228,7 @@ class CoalescingCycle(RequestResponseCycle):
             lines.append(b"%b: %b\r\n" % (lower, value))
         _refuse_unsafe(names, lines)
         if self.chunked_encoding is None and not self._bodiless:
-            self.ends_by_close = self.scope["http_version"] == "1.0"
+            self.ends_by_close = self._http_1_0
             self.chunked_encoding = not self.ends_by_close
             if self.chunked_encoding:
                 lines.append(b"transfer-encoding: chunked\r\n")
@@ -198,24 +245,28 @@ class CoalescingCycle(RequestResponseCycle):
             self.transport.write(head)
 
     def _write_body(self, body: bytes, *, more: bool) -> None:
-        data = self._head + self._frame(body, more=more) if self._head else self._frame(body, more=more)
-        self._head = b""
-        if data:
+        head, self._head = self._head, b""
+        pieces = self._frame(body, more=more)
+        if head:
+            pieces = (head, *pieces)
+        if len(body) > _JOINED_BYTES:
+            self.transport.writelines(pieces)
+        elif data := b"".join(pieces):
             self.transport.write(data)
         if not more:
             self._end()
 
-    def _frame(self, body: bytes, *, more: bool) -> bytes:
+    def _frame(self, body: bytes, *, more: bool) -> tuple[bytes, ...]:
         if self._bodiless:
-            return b""
+            return ()
         if self.chunked_encoding:
             end = b"" if more else b"0\r\n\r\n"
-            return b"%x\r\n%b\r\n%b" % (len(body), body, end) if body else end
+            return (b"%x\r\n" % len(body), body, b"\r\n" + end) if body else (end,)
         if not self.ends_by_close:
             self.expected_content_length -= len(body)
             if self.expected_content_length < 0:
                 raise RuntimeError("the response body is longer than its content-length")
-        return body
+        return (body,)
 
     def _end(self) -> None:
         if self.expected_content_length and not self._bodiless:

@@ -162,9 +162,9 @@ class Protocol(HttpToolsProtocol):
         app = _no_place if self._refused else self.app
         if waiting:  # pipelined: answered in order
             self.flow.pause_reading()
-            self.pipeline.appendleft((cycle, app))
+            self.pipeline.appendleft((cycle, functools.partial(app, self.scope)))
         else:
-            self._start_asgi_task(cycle, app)
+            self._start_asgi_task(cycle, functools.partial(app, self.scope))
 
     def _hand_over(self) -> None:
         """Gives the parts of a body that were parsed to its cycle."""
@@ -224,7 +224,7 @@ class Protocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._running = cycle
-        cycle.task = task = self.loop.create_task(cycle.run_asgi(app))
+        cycle.task = task = self.loop.create_task(cycle.run_asgi(app.func, app.args[0]))
         self.tasks.add(task)
 
     def _new_scope(self, http_version: str) -> Any:

@@ -8,7 +8,6 @@ import errno
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
-from types import TracebackType
 from typing import Any
 
 import uvicorn
@@ -141,9 +140,7 @@ class Server:
             await asyncio.sleep(0.002)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._server.stop.set()
         if self._task is not None:
             await self._task

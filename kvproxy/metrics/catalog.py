@@ -1,8 +1,7 @@
 """Every metric kvproxy exposes, declared once.
 
-Labels come from closed or bounded sets; children are kept, not looked up.
-
-A component takes the `Metrics` object (or the one metric it needs) by keyword.
+Labels come from closed or bounded sets; children are kept, not looked up. A component takes the `Metrics` object, or
+the group or the one metric it needs. A group's docstring is its heading in docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -10,10 +9,9 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Gauge
 
 from kvproxy import __version__
-from kvproxy.metrics.counting import Counter, Histogram
+from kvproxy.metrics.collectors import CallbackGauge, Counter, Histogram
 from kvproxy.metrics.exposition import Registry
 from kvproxy.metrics.hit_window import HitWindows
-from kvproxy.metrics.reading import Reading
 
 #: As far as `timeouts.first_byte` goes.
 TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -25,32 +23,13 @@ LAG_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5
 FAST_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 2.5)
 
 
-class Metrics:
-    """The catalogue, bound to one registry (a fresh one unless given)."""
+class RequestMetrics:
+    """The request path."""
 
-    def __init__(self, registry: Registry | None = None) -> None:
-        self.registry = Registry() if registry is None else registry
-        self._add_requests(self.registry)
-        self._add_latencies(self.registry)
-        self._add_cache_use(self.registry)
-        self._add_endpoints(self.registry)
-        self._add_connections(self.registry)
-        self._add_kv_events(self.registry)
-        self._add_kvcache(self.registry)
-        self._add_kvcache_holdings(self.registry)
-        self._add_snapshots(self.registry)
-        self._add_bounds(self.registry)
-        self._add_process(self.registry)
-        self.hit_windows = HitWindows()
-        self.hit_ratio.read(self.hit_windows.hit_ratios)
-        self.miss_ratio.read(self.hit_windows.miss_ratios)
-        self.hit_window_requests.read(self.hit_windows.sizes)
-
-    def _add_requests(self, r: CollectorRegistry) -> None:
-        """The request path."""
-        self.requests = Counter("kvproxy_requests", "Requests finished", ["cluster", "endpoint", "status"], registry=r)
-        self.request_ends = Counter("kvproxy_request_ends", "How forwarded requests ended", ["end"], registry=r)
-        self.request_results = Counter(
+    def __init__(self, r: CollectorRegistry) -> None:
+        self.finished = Counter("kvproxy_requests", "Requests finished", ["cluster", "endpoint", "status"], registry=r)
+        self.ends = Counter("kvproxy_request_ends", "How forwarded requests ended", ["end"], registry=r)
+        self.results = Counter(
             "kvproxy_request_results", "Requests over by what became of them; failed: 5xx, or broken off",
             ["cluster", "result"], registry=r,
         )  # fmt: skip  # ok, failed, client_error, client_left
@@ -92,8 +71,11 @@ class Metrics:
             ["cluster"], registry=r,
         )  # fmt: skip
 
-    def _add_latencies(self, r: CollectorRegistry) -> None:
-        """How long requests took, and the tokens in them."""
+
+class LatencyMetrics:
+    """How long requests took, and the tokens in them."""
+
+    def __init__(self, r: CollectorRegistry) -> None:
         self.ttft = Histogram(
             "kvproxy_ttft_seconds", "Request received to first body byte from upstream; of an answer that is not "
             "streamed that is its end", ["cluster", "endpoint", "model", "stream"], buckets=TTFT_BUCKETS_S, registry=r,
@@ -114,14 +96,19 @@ class Metrics:
         )
         self.completion_tokens = Counter("kvproxy_completion_tokens", "Tokens generated", ["cluster"], registry=r)
 
-    def _add_cache_use(self, r: CollectorRegistry) -> None:
-        """What the engines' caches were good for."""
-        self.hit_ratio = Reading(
+
+class CacheUseMetrics:
+    """What the engines' caches were good for."""
+
+    def __init__(self, r: CollectorRegistry) -> None:
+        self.hit_ratio = CallbackGauge(
             "kvproxy_cache_hit_ratio", "Share served from cache, over the last 1000 requests by the engines' count",
             ["cluster", "by"], registry=r,
         )  # fmt: skip
-        self.miss_ratio = Reading("kvproxy_cache_miss_ratio", "What is missing to 1", ["cluster", "by"], registry=r)
-        self.hit_window_requests = Reading(
+        self.miss_ratio = CallbackGauge(
+            "kvproxy_cache_miss_ratio", "What is missing to 1", ["cluster", "by"], registry=r
+        )
+        self.hit_window_requests = CallbackGauge(
             "kvproxy_cache_window_requests", "Requests these ratios are taken over", ["cluster"], registry=r
         )
         self.tier_hits = Counter(
@@ -138,19 +125,26 @@ class Metrics:
             "kvproxy_saved_prefill_seconds", "Engine seconds of prefill these would have taken, by learned speeds "
             "(of clusters whose policy or shadow policy learns them)", ["model", "tenant"], registry=r,
         )  # fmt: skip
-        self.learned_tokens_per_s = Reading(
+        self.learned_tokens_per_s = CallbackGauge(
             "kvproxy_learned_prefill_tokens_per_second",
             "Prefill speed of a pool before attention, as learned; no series before the first sample",
             ["cluster"], registry=r,
         )  # fmt: skip
-        self.learned_slowness = Reading(
+        self.learned_slowness = CallbackGauge(
             "kvproxy_learned_slowness",
             "An endpoint's prefill time against its pool's, as learned; no series before the first sample",
             ["cluster", "endpoint"], registry=r,
         )  # fmt: skip
+        self.hit_windows = HitWindows()
+        self.hit_ratio.read(self.hit_windows.hit_ratios)
+        self.miss_ratio.read(self.hit_windows.miss_ratios)
+        self.hit_window_requests.read(self.hit_windows.sizes)
 
-    def _add_endpoints(self, r: CollectorRegistry) -> None:
-        """Endpoints."""
+
+class EndpointStateMetrics:
+    """Endpoints."""
+
+    def __init__(self, r: CollectorRegistry) -> None:
         where = ["cluster", "endpoint"]
         self.in_flight = Gauge("kvproxy_in_flight_requests", "Requests in flight", where, registry=r)
         self.in_flight_formerly = Gauge(
@@ -160,146 +154,164 @@ class Metrics:
             "kvproxy_pending_prompt_tokens", "Uncached prompt tokens without a first token", ["cluster", "endpoint"],
             registry=r,
         )  # fmt: skip
-        self.endpoint_up = Gauge("kvproxy_endpoint_up", "1: takes traffic", ["cluster", "endpoint"], registry=r)
+        self.up = Gauge("kvproxy_endpoint_up", "1: takes traffic", ["cluster", "endpoint"], registry=r)
         self.ejections = Counter(
             "kvproxy_ejections", "Endpoints taken out", ["cluster", "endpoint", "reason"], registry=r
         )
         self.probes = Counter("kvproxy_health_probes", "Active probes", ["cluster", "endpoint", "outcome"], registry=r)
         self.discovery = Counter("kvproxy_discovery_updates", "Discovery results", ["cluster", "outcome"], registry=r)
 
-    def _add_connections(self, r: CollectorRegistry) -> None:
-        """Connections to endpoints."""
-        self.upstream_connections = Gauge("kvproxy_upstream_connections", "Connections", ["state"], registry=r)
-        self.upstream_connects = Counter("kvproxy_upstream_connects", "Connections tried", ["outcome"], registry=r)
-        self.upstream_replays = Counter(
+
+class ConnectionMetrics:
+    """Connections to endpoints."""
+
+    def __init__(self, r: CollectorRegistry) -> None:
+        self.connections = Gauge("kvproxy_upstream_connections", "Connections", ["state"], registry=r)
+        self.connects = Counter("kvproxy_upstream_connects", "Connections tried", ["outcome"], registry=r)
+        self.replays = Counter(
             "kvproxy_upstream_replays", "Requests sent again because a kept connection was dead", registry=r
         )
 
-    def _add_kv_events(self, r: CollectorRegistry) -> None:
-        """KV events: one stream per endpoint and data-parallel rank."""
-        self.kv_event_batches = Counter(
+
+class KvEventMetrics:
+    """KV events: one stream per endpoint and data-parallel rank."""
+
+    def __init__(self, r: CollectorRegistry) -> None:
+        self.batches = Counter(
             "kvproxy_kv_event_batches", "Batches by what became of them", ["endpoint", "outcome"], registry=r
         )  # applied, replayed, duplicate, malformed
-        self.kv_event_blocks = Counter("kvproxy_kv_event_blocks", "Blocks in events", ["endpoint", "kind"], registry=r)
-        self.kv_events_skipped = Counter(
+        self.blocks = Counter("kvproxy_kv_event_blocks", "Blocks in events", ["endpoint", "kind"], registry=r)
+        self.skipped = Counter(
             "kvproxy_kv_events_skipped", "Events that could not be used", ["endpoint", "reason"], registry=r
         )  # unknown_type, malformed
-        self.kv_event_gaps = Counter(
+        self.gaps = Counter(
             "kvproxy_kv_event_gaps", "Breaks in the numbering", ["endpoint", "outcome"], registry=r
         )  # filled, lost, restart
-        self.kv_event_behind = Counter(
+        self.behind = Counter(
             "kvproxy_kv_event_behind", "Times a stream brought batches faster than they were applied",
             ["endpoint"], registry=r,
         )  # fmt: skip
-        self.kv_event_lag = Gauge(
+        self.lag = Gauge(
             "kvproxy_kv_event_lag_seconds", "Published to applied, last batch", ["endpoint", "rank"], registry=r
         )
-        self.kv_event_state = Gauge(
+        self.state = Gauge(
             "kvproxy_kv_event_stream_state", "1: the stream is in this state", ["endpoint", "rank", "state"], registry=r
         )  # connecting, exact, degraded, approximate
 
-    def _add_kvcache(self, r: CollectorRegistry) -> None:
-        """Which endpoints hold a prefix: what was asked, predicted, and true."""
-        self.kv_facts_seconds = Histogram(
+
+class KvCacheMetrics:
+    """Which endpoints hold a prefix: what was asked, predicted, and true."""
+
+    def __init__(self, r: CollectorRegistry) -> None:
+        self.facts_seconds = Histogram(
             "kvproxy_kvcache_facts_seconds", "Asking the indexes of the proxy itself about one prompt",
             buckets=LOCAL_BUCKETS_S, registry=r,
         )  # fmt: skip
-        self.kv_lookups = Counter(
+        self.lookups = Counter(
             "kvproxy_kvcache_lookups", "Requests by what came of asking LMCache before routing", ["outcome"], registry=r
         )  # hit, miss, lookup_timeout, error, breaker_open, busy, no_tokens
-        self.kv_lookup_seconds = Histogram(
+        self.lookup_seconds = Histogram(
             "kvproxy_kvcache_lookup_seconds", "One call of the lookup service, late answers included",
             buckets=FAST_BUCKETS_S, registry=r,
         )  # fmt: skip
-        self.kv_tokenizes = Counter("kvproxy_kvcache_tokenizes", "Calls of /tokenize", ["outcome"], registry=r)
-        self.kv_tokenize_seconds = Histogram(
+        self.tokenizes = Counter("kvproxy_kvcache_tokenizes", "Calls of /tokenize", ["outcome"], registry=r)
+        self.tokenize_seconds = Histogram(
             "kvproxy_kvcache_tokenize_seconds", "One call of /tokenize", buckets=FAST_BUCKETS_S, registry=r
         )
-        self.kv_unknown_instances = Counter(
+        self.unknown_instances = Counter(
             "kvproxy_kvcache_unknown_instances", "Holders that are no endpoint's instance_id", registry=r
         )
-        self.kv_predictions = Counter(
+        self.predictions = Counter(
             "kvproxy_kvcache_predictions", "Predicted matches by what the engine then reused",
             ["cluster", "endpoint", "source", "result"], registry=r,
         )  # fmt: skip  # hit, partial, miss
-        self.kv_predicted_tokens = Counter(
+        self.predicted_tokens = Counter(
             "kvproxy_kvcache_predicted_tokens", "Matched tokens where requests went",
             ["cluster", "endpoint", "source"], registry=r,
         )  # fmt: skip
-        self.kv_reused_tokens = Counter(
+        self.reused_tokens = Counter(
             "kvproxy_kvcache_reused_tokens", "Of these, tokens the engine did reuse",
             ["cluster", "endpoint", "source"], registry=r,
         )  # fmt: skip
-        self.kv_prediction_alarm = Reading(
+        self.prediction_alarm = CallbackGauge(
             "kvproxy_kvcache_prediction_alarm", "1: of the last 8 large predictions at least 3 were wrong",
             ["cluster", "endpoint", "source"], registry=r,
         )  # fmt: skip
-        self.kv_trust = Reading(
+        self.trust = CallbackGauge(
             "kvproxy_kvcache_trust_ratio", "How far what only this source says of an endpoint is believed, once tried",
             ["cluster", "endpoint", "source"], registry=r,
         )  # fmt: skip
 
-    def _add_kvcache_holdings(self, r: CollectorRegistry) -> None:
-        """What the indexes, the engines and token memory hold, and the work to keep it."""
-        self.kv_index_blocks = Gauge(
+
+class HoldingMetrics:
+    """What the indexes, the engines and token memory hold, and the work to keep it."""
+
+    def __init__(self, r: CollectorRegistry) -> None:
+        self.index_blocks = Gauge(
             "kvproxy_kvcache_index_blocks", "Blocks held in an index, over endpoints", ["index"], registry=r
         )  # approximate, in_flight, precise, hot
-        self.kv_index_bytes = Gauge(
+        self.index_bytes = Gauge(
             "kvproxy_kvcache_index_bytes", "Estimated memory of an index", ["index"], registry=r
         )  # approximate, precise, sessions
-        self.kv_index_utilisation = Reading(
+        self.index_utilisation = CallbackGauge(
             "kvproxy_kvcache_index_utilisation_ratio", "Blocks believed to be at an endpoint against its capacity",
             ["cluster", "endpoint"], registry=r,
         )  # fmt: skip
-        self.kv_index_capacity = Reading(
+        self.index_capacity = CallbackGauge(
             "kvproxy_kvcache_index_capacity_blocks", "Room in an endpoint's cache, as `told` by it and as `learned`",
             ["cluster", "endpoint", "kind"], registry=r,
         )  # fmt: skip
-        self.endpoint_hit_ratio = Reading(
+        self.endpoint_hit_ratio = CallbackGauge(
             "kvproxy_endpoint_cache_hit_ratio", "Share of prompt tokens reused since twelve readings of the engine ago",
             ["cluster", "endpoint", "by"], registry=r,
         )  # fmt: skip
-        self.engine_foreign_ratio = Reading(
+        self.engine_foreign_ratio = CallbackGauge(
             "kvproxy_engine_foreign_tokens_ratio", "Prompt tokens the engine looked up that others sent, of all",
             ["cluster", "endpoint"], registry=r,
         )  # fmt: skip
-        self.engine_kv_usage = Reading(
+        self.engine_kv_usage = CallbackGauge(
             "kvproxy_engine_kv_usage_ratio", "KV memory in use, by the engine's own metrics",
             ["cluster", "endpoint"], registry=r,
         )  # fmt: skip
-        self.engine_requests = Reading(
+        self.engine_requests = CallbackGauge(
             "kvproxy_engine_requests", "Requests in the engine, by its own metrics",
             ["cluster", "endpoint", "state"], registry=r,
         )  # fmt: skip  # running, waiting
-        self.kv_token_memory_entries = Gauge(
+        self.token_memory_entries = Gauge(
             "kvproxy_kvcache_token_memory_entries", "Prompts and beginnings in token memory", registry=r
         )
-        self.kv_token_memory_bytes = Gauge("kvproxy_kvcache_token_memory_bytes", "Bytes of token memory", registry=r)
-        self.kv_recalls = Reading(
+        self.token_memory_bytes = Gauge("kvproxy_kvcache_token_memory_bytes", "Bytes of token memory", registry=r)
+        self.recalls = CallbackGauge(
             "kvproxy_kvcache_token_recalls", "Prompts by what token memory knew", ["result"], counts=True, registry=r
         )  # exact, prefix, missed
-        self.kv_actions = Counter(
+        self.actions = Counter(
             "kvproxy_kvcache_actions", "Pins, compressions and evictions", ["action", "result"], registry=r
         )
-        self.kv_background = Counter(
+        self.background = Counter(
             "kvproxy_kvcache_background_jobs", "Work after responses", ["result"], registry=r
         )  # done, failed, timeout, duplicate, dropped, abandoned
 
-    def _add_snapshots(self, r: CollectorRegistry) -> None:
-        """What is kept over a restart."""
-        self.kv_snapshot_writes = Counter(
+
+class SnapshotMetrics:
+    """What is kept over a restart."""
+
+    def __init__(self, r: CollectorRegistry) -> None:
+        self.writes = Counter(
             "kvproxy_kvcache_snapshot_writes", "Snapshots written for the next start", ["outcome"], registry=r
         )  # written, failed
-        self.kv_snapshot_restores = Counter(
+        self.restores = Counter(
             "kvproxy_kvcache_snapshot_restores", "Starts by what became of the snapshot", ["outcome"], registry=r
         )  # restored, none, or why it was not used
-        self.kv_snapshot_bytes = Reading("kvproxy_kvcache_snapshot_bytes", "Size of the snapshot there is", registry=r)
-        self.kv_snapshot_age = Reading(
+        self.bytes = CallbackGauge("kvproxy_kvcache_snapshot_bytes", "Size of the snapshot there is", registry=r)
+        self.age = CallbackGauge(
             "kvproxy_kvcache_snapshot_age_seconds", "Time since the snapshot there is was taken", registry=r
         )
 
-    def _add_bounds(self, r: CollectorRegistry) -> None:
-        """Bounds: what is held against what may be."""
+
+class BoundMetrics:
+    """Bounds: what is held against what may be."""
+
+    def __init__(self, r: CollectorRegistry) -> None:
         self.queue_depth = Gauge("kvproxy_queue_depth", "Entries held in a bounded place", ["queue"], registry=r)
         self.queue_limit = Gauge("kvproxy_queue_limit", "Bound of that place", ["queue"], registry=r)
         self.receipts = Counter(
@@ -316,8 +328,11 @@ class Metrics:
         self.bodies_limit = Gauge("kvproxy_bodies_limit_bytes", "Bound of these", registry=r)
         self.breaker_state = Gauge("kvproxy_breaker_open", "1: open or half open", ["breaker"], registry=r)
 
-    def _add_process(self, r: CollectorRegistry) -> None:
-        """The process."""
+
+class ProcessMetrics:
+    """The process."""
+
+    def __init__(self, r: CollectorRegistry) -> None:
         self.reloads = Counter("kvproxy_reloads", "Configurations read again while running", ["result"], registry=r)
         for result in ("applied", "refused"):
             self.reloads.labels(result)
@@ -327,3 +342,21 @@ class Metrics:
             "kvproxy_event_loop_lag_seconds", "How late the event loop woke a task, sampled four times a second",
             buckets=LAG_BUCKETS_S, registry=r,
         )  # fmt: skip
+
+
+class Metrics:
+    """The catalogue, bound to one registry (a fresh one unless given): a group for each room."""
+
+    def __init__(self, registry: Registry | None = None) -> None:
+        self.registry = Registry() if registry is None else registry
+        self.request = RequestMetrics(self.registry)
+        self.latency = LatencyMetrics(self.registry)
+        self.cache = CacheUseMetrics(self.registry)
+        self.endpoint = EndpointStateMetrics(self.registry)
+        self.upstream = ConnectionMetrics(self.registry)
+        self.kv_events = KvEventMetrics(self.registry)
+        self.kvcache = KvCacheMetrics(self.registry)
+        self.holdings = HoldingMetrics(self.registry)
+        self.snapshot = SnapshotMetrics(self.registry)
+        self.bounds = BoundMetrics(self.registry)
+        self.process = ProcessMetrics(self.registry)

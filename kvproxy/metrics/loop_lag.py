@@ -20,7 +20,7 @@ class LoopLag(BackgroundTask):
     def __init__(
         self, metrics: Metrics, *, clock: Clock, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     ) -> None:
-        self._lag = metrics.loop_lag
+        self._lag = metrics.process.loop_lag
         self._clock = clock
         self._sleep = sleep
 

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import CollectorRegistry
-
 from kvproxy.metrics.catalog import Metrics
 
 _HEAD = """# Metrics
@@ -86,15 +84,14 @@ class Described:
 
 
 def described() -> dict[str, list[Described]]:
-    """Every metric of the catalogue by section, in its order."""
-    sections = {}
-    for name, declare in vars(Metrics).items():
-        if name.startswith("_add_"):
-            part = Metrics.__new__(Metrics)
-            declare(part, CollectorRegistry())
-            title = (inspect.getdoc(declare) or name).rstrip(".")
-            sections[title] = [_describe(metric) for metric in vars(part).values()]
-    return sections
+    """Every metric of the catalogue by section (the docstring of its group), in its order."""
+    groups = [group for name, group in vars(Metrics()).items() if name != "registry"]
+    return {
+        (inspect.getdoc(group) or "").rstrip("."): [
+            _describe(metric) for metric in vars(group).values() if hasattr(metric, "describe")
+        ]
+        for group in groups
+    }
 
 
 def reference() -> str:

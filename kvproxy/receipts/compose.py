@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from hashlib import blake2b
 
 from kvproxy.receipts.forecast import wait_s
-from kvproxy.receipts.observed import Observed, Placed
+from kvproxy.receipts.observed import AttemptLog, Placed
 from kvproxy.receipts.receipt import Attempt, Receipt
 from kvproxy.request.exchange import Outcome
 from kvproxy.types import RequestKind
@@ -35,7 +35,7 @@ class Finished:
     received_at: float
     ended_at: float
     outcome: Outcome
-    observed: Observed
+    observed: AttemptLog
 
 
 def compose(over: Finished, *, ended: datetime, hashed: Hash) -> Receipt:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import nsmallest
 
 import msgspec
@@ -11,13 +10,13 @@ import msgspec
 from kvproxy.cluster.decision import Sight
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.receipts.receipt import Candidate
+from kvproxy.request.exchange import Exchange
+from kvproxy.request.observer import RequestObserver
 from kvproxy.routing.backlog import backlog_of
 from kvproxy.routing.load import Features
 from kvproxy.routing.policy import NO_FACTS, OverlapFacts
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import EndpointId
-
-log = logging.getLogger(__name__)
 
 #: Candidates noted of one decision: the chosen one and the cheapest.
 MAX_CANDIDATES = 64
@@ -39,59 +38,62 @@ class Placed(msgspec.Struct):
     failure: str | None = None
 
 
-class Observed:
-    """The witness of one request (`kvproxy.cluster.decision.Witness`)."""
+class AttemptLog(RequestObserver):
+    """What became of one request's attempts; `on_finished` takes the log when the request is over."""
 
-    __slots__ = ("decisions", "facts", "head", "refusals")
+    __slots__ = ("_on_finished", "decisions", "facts", "head", "refusals")
 
-    def __init__(self) -> None:
+    def __init__(self, on_finished: Callable[[Exchange, AttemptLog, float], None] | None = None) -> None:
         self.facts: OverlapFacts = NO_FACTS
         self.head = b""  # the prompt's first bytes; hashed before they are written
         self.decisions: list[Placed] = []
         self.refusals: list[str] = []
+        self._on_finished = on_finished
 
-    def placed(self, sight: Sight, now: float) -> None:
+    def placed(self, exchange: Exchange, decision: Sight, now: float) -> None:
         """Note the decision and what it was made of."""
-        self.facts, self.head = sight.request.facts, sight.request.prompt_head
+        self.facts, self.head = decision.request.facts, decision.request.prompt_head
         if len(self.decisions) < MAX_ATTEMPTS:
-            try:
-                self.decisions.append(_noted(sight, now))
-            except Exception:
-                log.exception("a decision is missing on its receipt")
+            self.decisions.append(_noted(decision, now))
 
-    def refused(self, reason: str, now: float) -> None:
-        """Note that nobody could be picked."""
+    def refused(self, exchange: Exchange, refusal: str, now: float) -> None:
+        """Note that no endpoint could be picked."""
         if len(self.refusals) < MAX_ATTEMPTS:
-            self.refusals.append(reason)
+            self.refusals.append(refusal)
 
-    def failed(self, reason: str) -> None:
+    def attempt_failed(self, exchange: Exchange, reason: str, now: float) -> None:
         """Note how the last attempt failed."""
         if self.decisions:
             self.decisions[-1].failure = reason
 
+    def finished(self, exchange: Exchange, now: float) -> None:
+        """The receipt can be written."""
+        if self._on_finished is not None:
+            self._on_finished(exchange, self, now)
 
-def _noted(sight: Sight, now: float) -> Placed:
-    speeds, costs = sight.speeds, sight.costs
-    chosen = _recorded(sight)
-    candidates = [_candidate(sight.candidates[i], costs[i] if costs else None, speeds, now) for i in chosen]
+
+def _noted(decision: Sight, now: float) -> Placed:
+    speeds, costs = decision.speeds, decision.costs
+    chosen = _recorded(decision)
+    candidates = [_candidate(decision.candidates[i], costs[i] if costs else None, speeds, now) for i in chosen]
     return Placed(
         at=now,
-        endpoint=sight.chosen.id,
-        policy=sight.policy,
-        reason=sight.reason,
-        preference=sight.preference,
+        endpoint=decision.chosen.id,
+        policy=decision.policy,
+        reason=decision.reason,
+        preference=decision.preference,
         seconds=None if speeds is None else speeds.seconds,
         candidates=candidates,
-        left_out=len(sight.candidates) - len(chosen),
+        left_out=len(decision.candidates) - len(chosen),
     )
 
 
-def _recorded(sight: Sight) -> Sequence[int]:
+def _recorded(decision: Sight) -> Sequence[int]:
     """Which candidates are noted, by index."""
-    count = len(sight.candidates)
+    count = len(decision.candidates)
     if count <= MAX_CANDIDATES:
         return range(count)
-    costs, index = sight.costs, sight.candidates.index(sight.chosen)
+    costs, index = decision.costs, decision.candidates.index(decision.chosen)
     others = (i for i in range(count) if i != index)
     best = nsmallest(MAX_CANDIDATES - 1, others, key=costs.__getitem__ if costs else None)
     return sorted([*best, index])

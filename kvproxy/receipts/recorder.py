@@ -7,7 +7,6 @@ import os
 import random
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, Self
 
 from kvproxy.config.schema import ReceiptSettings
@@ -15,10 +14,11 @@ from kvproxy.filters.chain import WallClock
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.receipts.compose import Finished, compose, keyed_hash
 from kvproxy.receipts.files import RotatingFile
-from kvproxy.receipts.observed import Observed
+from kvproxy.receipts.observed import AttemptLog
 from kvproxy.receipts.receipt import encode
 from kvproxy.receipts.writer import Writer
 from kvproxy.request.exchange import Exchange
+from kvproxy.request.observer import RequestObserver
 from kvproxy.types import Clock
 
 QUEUE = "receipts"
@@ -27,8 +27,8 @@ QUEUE = "receipts"
 _CLOSE_S = 5.0
 
 
-class Recorder:
-    """Entered before the first request and left after the last. `arrived` and `finished` are called by the router."""
+class Recorder(RequestObserver):
+    """Entered before the first request and left after the last."""
 
     def __init__(
         self, settings: ReceiptSettings, *, metrics: Metrics, clock: Clock, wall_clock: WallClock, rng: random.Random
@@ -39,32 +39,28 @@ class Recorder:
         self._rng = rng
         self._hash = keyed_hash(os.urandom(16))
         file = RotatingFile(Path(settings.path), max_bytes=settings.max_file, max_files=settings.max_files)
-        written, dropped, failed = (metrics.receipts.labels(result) for result in ("written", "dropped", "failed"))
+        written, dropped, failed = (
+            metrics.bounds.receipts.labels(result) for result in ("written", "dropped", "failed")
+        )
         self._writer: Writer[Finished] = Writer(
             file, self._line, limit=settings.max_queue, written=written, dropped=dropped, failed=failed
         )
-        metrics.queue_depth.labels(QUEUE).set_function(lambda: self._writer.waiting)
-        metrics.queue_limit.labels(QUEUE).set(settings.max_queue)
+        metrics.bounds.queue_depth.labels(QUEUE).set_function(lambda: self._writer.waiting)
+        metrics.bounds.queue_limit.labels(QUEUE).set(settings.max_queue)
 
     async def __aenter__(self) -> Self:
         self._writer.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self._writer.close, _CLOSE_S)
 
-    def arrived(self, exchange: Exchange) -> None:
-        """A request is about to be routed; follow it if chance says so."""
+    def received(self, exchange: Exchange, now: float) -> None:
+        """Follow the request if chance says so."""
         if self._sample >= 1.0 or self._rng.random() < self._sample:
-            exchange.witness = Observed()
+            exchange.observers.append(AttemptLog(self._write))
 
-    def finished(self, exchange: Exchange, now: float) -> None:
-        """It is over."""
-        observed = exchange.witness
-        if not isinstance(observed, Observed):
-            return
+    def _write(self, exchange: Exchange, log: AttemptLog, now: float) -> None:
         inference = exchange.inference
         self._writer.put(
             Finished(
@@ -77,7 +73,7 @@ class Recorder:
                 received_at=exchange.received_at,
                 ended_at=now,
                 outcome=exchange.outcome,
-                observed=observed,
+                observed=log,
             )
         )
 

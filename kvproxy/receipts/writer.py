@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from kvproxy.metrics.counting import Tally
+from kvproxy.metrics.collectors import CounterCell
 from kvproxy.receipts.files import RotatingFile
 
 log = logging.getLogger(__name__)
@@ -32,9 +32,9 @@ class Writer(Generic[T]):
         encode: Callable[[T], bytes],
         *,
         limit: int,
-        written: Tally,
-        dropped: Tally,
-        failed: Tally,
+        written: CounterCell,
+        dropped: CounterCell,
+        failed: CounterCell,
         interval_s: float = 0.05,
     ) -> None:
         self._file = file

@@ -22,10 +22,10 @@ from kvproxy.replay.virtual_time import VirtualTime
 from kvproxy.routing.least import least
 from kvproxy.routing.load import Features, features_of, seconds_of
 from kvproxy.routing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest
+from kvproxy.simulator.block_cache import PooledCache
 from kvproxy.simulator.engine import Engine
 from kvproxy.simulator.engine_io import FirstToken, Rejected, SimRequest
 from kvproxy.simulator.kv_event import KvEvent
-from kvproxy.simulator.pooled_cache import PooledCache
 
 #: Sessions in flight must outnumber what the wanted rate needs by this much, or turns would wait for turns.
 _SESSION_RESERVE = 1.25
@@ -53,7 +53,7 @@ class PooledFleet:
     def cached_tokens(self, turn: Turn) -> int:
         """Leading tokens the pool holds."""
         limit = (turn.prompt_tokens - 1) // self._block_size
-        return self._block_size * self._cache.match(turn.blocks, limit)
+        return self._block_size * self._cache.match_prefix(turn.blocks, limit)
 
     def facts(self, turn: Turn) -> OverlapFacts:
         """The same for every engine."""

@@ -66,8 +66,8 @@ class HeldBodies:
         self.held_bytes = 0
         self.limit_bytes = limit_bytes
         if metrics is not None:
-            metrics.bodies_held.set_function(lambda: self.held_bytes)
-            metrics.bodies_limit.set(limit_bytes)
+            metrics.bounds.bodies_held.set_function(lambda: self.held_bytes)
+            metrics.bounds.bodies_limit.set(limit_bytes)
 
     def take(self, size_bytes: int) -> None:
         """Hold that much more; raises BodiesFull, and holds no more, when it would be too much."""
@@ -83,9 +83,9 @@ class HeldBodies:
 async def refuse_body(error: BodyRefused, scope: Scope, receive: Receive, send: Send, *, metrics: Metrics) -> None:
     """The answer to a client whose body is not taken; the rest of it is not read."""
     if isinstance(error, BodyTooLarge):
-        metrics.body_refused.inc()
+        metrics.bounds.body_refused.inc()
     elif isinstance(error, BodiesFull):
-        metrics.bodies_full.inc()
+        metrics.bounds.bodies_full.inc()
     await local_reply(
         scope,
         send,

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.json_scan import Members
 from kvproxy.routing.policy import OverlapFacts
 from kvproxy.types import EndpointId, InferenceRequest
-
-if TYPE_CHECKING:
-    from kvproxy.cluster.decision import Witness
-    from kvproxy.cluster.endpoint import Endpoint
-    from kvproxy.cluster.pick import Pick
 
 SCOPE_KEY = "kvproxy"
 
@@ -39,17 +36,13 @@ def result_of(end: str, status: int) -> str:
     return "client_error" if status >= 400 else "ok"
 
 
-class Trace(Protocol):
-    """Told when one request enters and leaves its stages; must not raise or block."""
+class HasHooks(Protocol):
+    """An observer (`kvproxy.request.observer.RequestObserver`), as far as the exchange knows it."""
 
-    def facts_began(self) -> None: ...
-    def facts_known(self) -> None: ...
-    def routing_began(self) -> None: ...
-    def attempt_began(self, pick: Pick) -> bytes:
-        """The W3C `traceparent` this attempt carries upstream."""
+    @property
+    def hooks(self) -> frozenset[str]:
+        """Names of the hooks it wants to be called."""
         ...
-
-    def attempt_failed(self, reason: str) -> None: ...
 
 
 @dataclass(slots=True)
@@ -78,23 +71,21 @@ class Exchange:
         "body",
         "debug",
         "facts",
+        "facts_source",
         "inference",
         "isolated",
         "may_debug",
         "members",
-        "on_complete",
-        "on_pick",
+        "observers",
         "outcome",
         "policy",
         "preferred",
         "received_at",
-        "refresh",
         "request_id",
         "tenant",
-        "trace",
         "trace_id",
+        "trace_parent",
         "trusted",
-        "witness",
     )
 
     def __init__(self, *, received_at: float) -> None:
@@ -107,22 +98,36 @@ class Exchange:
         self.body: bytes | None = None  # the whole body once inference_request read it
         self.inference: InferenceRequest | None = None
         self.members: Members | None = None  # of a scanned body: those that are read, guarded or salted
-        self.policy = (
-            ""  # that the client asked for and gets; "": the cluster's own. It decides alone, preference or not
-        )
+        #: That the client asked for and gets; "": the cluster's own. It decides alone, preference or not.
+        self.policy = ""
         self.preferred: EndpointId | None = None
         self.facts: OverlapFacts | None = None
         #: Brings facts and preference up to date from what is known here; must not raise, block or wait.
-        self.refresh: Callable[[Exchange], None] | None = None
+        self.facts_source: Callable[[Exchange], None] | None = None
         self.debug = False  # the client asked for x-kvproxy-decision
-        self.trace: Trace | None = None  # only for requests that `tracing` follows
         self.trace_id = ""  # W3C, 32 hex digits; "" without `tracing`
-        self.witness: Witness | None = None  # hears of this request's placements
+        self.trace_parent = b""  # W3C `traceparent` of the present attempt; b"": the one in the headers
         self.outcome = Outcome()
-        #: Called by the router after every pick (a retry picks again), with the outcome's endpoint set; as below.
-        self.on_pick: list[Callable[[Exchange], None]] = []
-        #: Called once each by the router when the request is over, whatever the end; must not raise or block.
-        self.on_complete: list[Callable[[Exchange], None]] = []
+        #: What hears of this request's stages, in this order; the router adds its own when the request reaches it.
+        self.observers: list[HasHooks] = []
+
+    @property
+    def on_pick(self) -> list[Callable[[Exchange], None]]:
+        """Deprecated: append a RequestObserver to `observers`. Called after every pick, with the outcome's endpoint."""
+        return self._callbacks().after_pick
+
+    @property
+    def on_complete(self) -> list[Callable[[Exchange], None]]:
+        """Deprecated: append a RequestObserver to `observers`. Called once when the request is over."""
+        return self._callbacks().at_end
+
+    def _callbacks(self) -> _Callbacks:
+        warnings.warn("append a RequestObserver to `exchange.observers`", DeprecationWarning, stacklevel=3)
+        for observer in self.observers:
+            if isinstance(observer, _Callbacks):
+                return observer
+        self.observers.append(callbacks := _Callbacks())
+        return callbacks
 
     @classmethod
     def of(cls, scope: MutableMapping[str, Any], *, now: float) -> Exchange:
@@ -132,3 +137,21 @@ class Exchange:
             exchange = scope[SCOPE_KEY] = cls(received_at=now)
         assert isinstance(exchange, cls)
         return exchange
+
+
+class _Callbacks:
+    """The observer behind `on_pick` and `on_complete`, for plug-ins that were written for these."""
+
+    hooks = frozenset({"attempt_began", "finished"})
+
+    def __init__(self) -> None:
+        self.after_pick: list[Callable[[Exchange], None]] = []
+        self.at_end: list[Callable[[Exchange], None]] = []
+
+    def attempt_began(self, exchange: Exchange, pick: object) -> None:
+        for callback in self.after_pick:
+            callback(exchange)
+
+    def finished(self, exchange: Exchange, now: float) -> None:
+        for callback in self.at_end:
+            callback(exchange)

@@ -9,6 +9,7 @@ from itertools import count, takewhile
 from typing import TypeAlias
 
 from kvproxy.request.exchange import MAX_REMEMBERED, Exchange, Outcome, result_of
+from kvproxy.request.observer import RequestObserver
 from kvproxy.routing.policy import NO_FACTS, OverlapFacts
 from kvproxy.types import EndpointId
 
@@ -52,8 +53,8 @@ _Kept: TypeAlias = tuple[float, float, str, str, str, bool, OverlapFacts, Outcom
 Tally = dict[tuple[str, EndpointId | None, str], int]
 
 
-class RecentDecisions:
-    """Bounded in requests. `record` is called once a request and costs about a microsecond."""
+class RecentDecisions(RequestObserver):
+    """Bounded in requests. `finished` is called once a request and costs about a microsecond."""
 
     def __init__(self, limit: int = 1000) -> None:
         self._kept: deque[_Kept] = deque(maxlen=limit)
@@ -63,7 +64,7 @@ class RecentDecisions:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def record(self, exchange: Exchange, now: float) -> None:
+    def finished(self, exchange: Exchange, now: float) -> None:
         """The request is over."""
         outcome, inference, facts = exchange.outcome, exchange.inference, exchange.facts
         facts, endpoint = facts or NO_FACTS, outcome.endpoint
@@ -95,7 +96,7 @@ class RecentDecisions:
         return [ttft_s for kept in recent if kept[5] and (ttft_s := kept[7].ttft_s) is not None]
 
     def take_tally(self) -> Tally:
-        """Requests since the last call, all of them: more than are kept here, maybe. Whoever records must also take."""
+        """Requests since the last call, all of them: more than are kept here, maybe. What records must also take."""
         tally, self._tally = self._tally, {}
         return tally
 

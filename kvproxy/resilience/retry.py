@@ -12,10 +12,9 @@ from typing import TypeVar
 
 import tenacity
 
-from kvproxy.types import Clock
+from kvproxy.types import Clock, Sleep
 
 T = TypeVar("T")
-Sleep = Callable[[float], Awaitable[None]]
 
 #: Doublings after which a pause is at its cap whatever the base; keeps 2**n small.
 _MAX_DOUBLINGS = 32

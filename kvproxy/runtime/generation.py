@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
@@ -12,15 +12,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.http_probe import HttpProbe
 from kvproxy.cluster.routes import Routes
-from kvproxy.config import schema
-from kvproxy.config.schema import DEFAULT_FILTERS, Config, FilterSpec
-from kvproxy.filters.chain import FilterContext, FilterType, Observer, Services, WallClock, build_chain
+from kvproxy.config.cluster_schema import ClusterSettings
+from kvproxy.config.filter_schema import DEFAULT_FILTERS
+from kvproxy.config.schema import Config, FilterSpec
+from kvproxy.filters.chain import FilterContext, FilterType, Services, WallClock, build_chain
 from kvproxy.filters.registry import FILTERS, discover
 from kvproxy.kvcache.service import KvCache
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.request.body_bounds import HeldBodies
 from kvproxy.request.error_reply import local_reply
-from kvproxy.request.exchange import Exchange
+from kvproxy.request.observer import RequestObserver
 from kvproxy.routing.registry import configured
 from kvproxy.routing.tuning import departures
 from kvproxy.types import Clock
@@ -38,8 +39,7 @@ class Shared:
     pool: UpstreamPool
     probes: UpstreamPool
     extra_filters: Mapping[str, FilterType] | None
-    arrivals: tuple[Callable[[Exchange], None], ...]
-    observers: tuple[Observer, ...]
+    observers: tuple[RequestObserver, ...]
     bodies: HeldBodies
 
 
@@ -64,7 +64,6 @@ class Generation:
             Services(self.clusters, routes, shared.pool, shared.bodies),
             former=() if before is None else tuple(before.kvcaches),
             inherited={} if before is None else before.left,
-            arrivals=list(shared.arrivals),
             observers=list(shared.observers),
         )
         specs = config.filters or tuple(FilterSpec(name=name) for name in DEFAULT_FILTERS)
@@ -95,7 +94,7 @@ class Generation:
         finally:
             self.running -= 1
 
-    def _cluster(self, name: str, settings: schema.ClusterSettings) -> Cluster:
+    def _cluster(self, name: str, settings: ClusterSettings) -> Cluster:
         shared = self._shared
         return Cluster(
             name,
@@ -106,7 +105,7 @@ class Generation:
             probe=self._probe(settings),
         )
 
-    def _probe(self, settings: schema.ClusterSettings) -> HttpProbe:
+    def _probe(self, settings: ClusterSettings) -> HttpProbe:
         return HttpProbe(self._shared.probes, settings.health)
 
     async def _not_found(self, scope: Scope, receive: Receive, send: Send) -> None:

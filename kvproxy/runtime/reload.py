@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from types import TracebackType
 
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.runtime.generation import Generation
@@ -31,9 +30,7 @@ class Reloader:
     async def __aenter__(self) -> Reloader:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for task in self._retiring:
             task.cancel()
         await asyncio.gather(*self._retiring, return_exceptions=True)

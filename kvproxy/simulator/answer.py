@@ -10,7 +10,7 @@ from kvproxy.simulator.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class AnswerUsage:
     """Tokens of one client request; `created_cache_tokens` is what its prompt added to the cache."""
 
     prompt_tokens: int
@@ -43,7 +43,7 @@ class Answer:
         self._block_size = block_size
         self._seen = [0] * len(plan.requests)
 
-    def deltas(self) -> list[Delta]:
+    def take_deltas(self) -> list[Delta]:
         """What came since the last call, at most one a choice; tokens that came together are together."""
         found = []
         for index, member in enumerate(self._group.members):
@@ -52,17 +52,17 @@ class Answer:
                 self._seen[index] = member.generated
         return found
 
-    def whole(self, index: int) -> Delta:
+    def read_choice(self, index: int) -> Delta:
         """Everything a choice has so far."""
         return self._delta(index, 0, self._group.members[index].generated)
 
-    def usage(self) -> Usage:
+    def count_usage(self) -> AnswerUsage:
         """Totals as of now. Choices of one prompt share it, so its cached tokens are the first choice's."""
         choices = len(self.plan.requests) // len(self.plan.prompts)
         firsts = [member.first for member in self._group.members[::choices]]
         cached = [first.cached_tokens if first is not None else 0 for first in firsts]
         full = [len(prompt) // self._block_size * self._block_size for prompt in self.plan.prompts]
-        return Usage(
+        return AnswerUsage(
             prompt_tokens=self.plan.prompt_tokens,
             completion_tokens=sum(member.generated for member in self._group.members),
             cached_tokens=sum(cached),
@@ -70,6 +70,6 @@ class Answer:
         )
 
     def _delta(self, index: int, first: int, last: int) -> Delta:
-        ids = tuple(self.plan.output_ids(index, first, last))
+        ids = tuple(self.plan.slice_output_ids(index, first, last))
         finished = self._group.members[index].finished
         return Delta(index, self._tokenizer.decode(ids), ids, last, None if finished is None else finished.reason)

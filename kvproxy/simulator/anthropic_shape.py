@@ -16,9 +16,9 @@ class AnthropicShape:
     def __init__(self) -> None:
         self._opened = False
 
-    def complete(self, answer: Answer) -> dict[str, Any]:
+    def build_body(self, answer: Answer) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
-        whole = answer.whole(0)
+        whole = answer.read_choice(0)
         return {
             "id": f"chatcmpl-{answer.plan.id}",
             "type": "message",
@@ -29,7 +29,7 @@ class AnthropicShape:
             "usage": self._usage(answer),
         }
 
-    def stream(self, answer: Answer, deltas: list[Delta], *, last: bool) -> Iterator[bytes]:
+    def build_events(self, answer: Answer, deltas: list[Delta], *, last: bool) -> Iterator[bytes]:
         """Anthropic's event sequence, and vLLM's [DONE] behind it."""
         for delta in deltas:
             if not self._opened:
@@ -39,25 +39,25 @@ class AnthropicShape:
             yield _event("content_block_delta", {"index": 0, "delta": text})
         if last:
             yield _event("content_block_stop", {"index": 0})
-            stop = {"stop_reason": _stop_reason(answer.whole(0))}
+            stop = {"stop_reason": _stop_reason(answer.read_choice(0))}
             yield _event("message_delta", {"delta": stop, "usage": self._usage(answer)})
             yield _event("message_stop", {})
             yield DONE
 
-    def error(self, body: Any) -> Iterator[bytes]:
+    def build_error_events(self, body: Any) -> Iterator[bytes]:
         """A failure in mid-stream."""
         yield _event("error", {"error": {"type": "internal_error", "message": body["error"]["message"]}})
         yield DONE
 
     def _opening(self, answer: Answer) -> Iterator[bytes]:
-        usage = {"input_tokens": answer.usage().prompt_tokens, "output_tokens": 0}
-        message = {**self.complete(answer), "content": [], "stop_reason": None, "usage": usage}
+        usage = {"input_tokens": answer.count_usage().prompt_tokens, "output_tokens": 0}
+        message = {**self.build_body(answer), "content": [], "stop_reason": None, "usage": usage}
         yield _event("message_start", {"message": message})
         yield _event("content_block_start", {"index": 0, "content_block": {"type": "text", "text": ""}})
 
     def _usage(self, answer: Answer) -> dict[str, int]:
         """`input_tokens` is what was neither read from the cache nor written to it."""
-        usage = answer.usage()
+        usage = answer.count_usage()
         return {
             "input_tokens": usage.prompt_tokens - usage.cached_tokens - usage.created_cache_tokens,
             "output_tokens": usage.completion_tokens,

@@ -1,4 +1,4 @@
-"""A paged prefix cache as vLLM keeps one: physical blocks, reference counts, eviction of what nobody uses."""
+"""A paged prefix cache as vLLM keeps one: physical blocks, reference counts, eviction of unused blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvproxy.simulator.kv_event import AllBlocksCleared, BlockRemoved, BlockStor
 
 
 class BlockCache:
-    """Blocks are numbered; a stored block keeps its hash after its last user left, until its memory is wanted.
+    """Blocks are numbered; a stored block keeps its hash after its last user left, until its memory is reused.
 
     The free list is in eviction order: callers release a sequence's blocks through `release`, which queues its tail
     first, so that the end of the oldest sequence goes first. One hash may have several physical copies (a fully
@@ -37,7 +37,7 @@ class BlockCache:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks nobody uses, reusable ones among them."""
+        """Blocks without a user, reusable ones among them."""
         return len(self._free)
 
     @property
@@ -45,7 +45,7 @@ class BlockCache:
         """Share of blocks held by running sequences: 0 when idle, however full the prefix cache is."""
         return 1.0 - len(self._free) / self.capacity_blocks
 
-    def match(self, block_hashes: Sequence[int], limit: int) -> int:
+    def match_prefix(self, block_hashes: Sequence[int], limit: int) -> int:
         """Length in blocks of the longest held prefix, at most `limit`."""
         held = self._block_of
         for index, block_hash in enumerate(block_hashes):
@@ -53,7 +53,7 @@ class BlockCache:
                 return index
         return min(limit, len(block_hashes))
 
-    def idle_among(self, block_hashes: Sequence[int], count: int) -> int:
+    def count_idle(self, block_hashes: Sequence[int], count: int) -> int:
         """How many of the first `count` held blocks have no user, that is, leave the free list when acquired."""
         users, held = self._users, self._block_of
         return sum(1 for index in range(count) if users[held[block_hashes[index]]] == 0)
@@ -133,3 +133,26 @@ class BlockCache:
             if not copies:
                 del self._copies[block_hash]
         self.announce(BlockRemoved(block_hash))
+
+
+class PooledCache(BlockCache):
+    """Engines plan their steps one by one, each against all the free blocks, so that two plans may want the same one.
+    The pool then lends blocks beyond its capacity and takes them back as soon as any is free."""
+
+    def __init__(self, capacity_blocks: int) -> None:
+        super().__init__(capacity_blocks, record_events=False)
+        self._lent = 0
+
+    def allocate(self, count: int) -> list[int]:
+        for _ in range(count - len(self._free)):
+            self._free[len(self._users)] = None
+            self._users.append(0)
+            self._hash_of.append(None)
+            self._lent += 1
+        return super().allocate(count)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        super().release(blocks)
+        while self._lent and self._free:
+            super().allocate(1)  # never released again
+            self._lent -= 1

@@ -41,7 +41,7 @@ class ChunkStore:
                 self._chunks.move_to_end(chunk)
                 continue
             if len(self._chunks) >= self.capacity_chunks:
-                victim = next((held for held in self._chunks if not self.pinned(held)), None)
+                victim = next((held for held in self._chunks if not self.is_pinned(held)), None)
                 if victim is None:
                     break
                 self._drop(victim)
@@ -49,7 +49,7 @@ class ChunkStore:
             self._chunks[chunk] = None
         return evicted
 
-    def prefix(self, chunks: Sequence[int]) -> list[int]:
+    def held_prefix(self, chunks: Sequence[int]) -> list[int]:
         """The leading chunks that are held."""
         held = []
         for chunk in chunks:
@@ -60,24 +60,24 @@ class ChunkStore:
 
     def pin(self, chunks: Sequence[int]) -> int:
         """Leases the held prefix; the number of chunks."""
-        held = self.prefix(chunks)
+        held = self.held_prefix(chunks)
         until = self._clock() + self._pin_s
         for chunk in held:
             self._pinned_until[chunk] = until
         return len(held)
 
-    def pinned(self, chunk: int) -> bool:
+    def is_pinned(self, chunk: int) -> bool:
         """Whether a lease is running."""
         return self._pinned_until.get(chunk, float("-inf")) > self._clock()
 
     @property
     def pins(self) -> int:
         """Chunks under a running lease."""
-        return sum(1 for chunk in self._chunks if self.pinned(chunk))
+        return sum(1 for chunk in self._chunks if self.is_pinned(chunk))
 
     def remove(self, chunks: Sequence[int]) -> int:
         """Drops the unpinned of these; the number dropped."""
-        gone = [chunk for chunk in chunks if chunk in self._chunks and not self.pinned(chunk)]
+        gone = [chunk for chunk in chunks if chunk in self._chunks and not self.is_pinned(chunk)]
         for chunk in gone:
             self._drop(chunk)
         return len(gone)

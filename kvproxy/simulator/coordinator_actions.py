@@ -7,8 +7,8 @@ from collections import Counter
 from typing import Any
 
 from kvproxy.simulator.chunk_store import CHUNK_TOKENS
-from kvproxy.simulator.json_app import Request, detail
-from kvproxy.simulator.lmcache_directory import ChunkKey, Directory, MpServer, keys_of
+from kvproxy.simulator.http_call import Request, detail_error
+from kvproxy.simulator.lmcache_directory import ChunkKey, Directory, MpServer, make_keys
 
 _TOKENS = {"model_name": str, "world_size": int, "token_ids?": list, "cache_salt?": str}
 _MOST_TOKENS = 1_000_000
@@ -34,15 +34,15 @@ class CacheActions:
 
     async def pin(self, request: Request) -> Any:
         """Pins are fleet-wide and counted."""
-        body = request.body(_TOKENS)
-        keys = resolved(body, chunk_tokens=self._chunk_tokens)
+        body = request.parse_body(_TOKENS)
+        keys = parse_keys(body, chunk_tokens=self._chunk_tokens)
         self._pins.update(keys)
         return {"requested": len(keys) // body["world_size"], "affected": len(keys), "status": "pinned"}
 
     async def unpin(self, request: Request) -> Any:
         """Takes one pin off each key that has one."""
-        body = request.body(_TOKENS)
-        keys = resolved(body, chunk_tokens=self._chunk_tokens)
+        body = request.parse_body(_TOKENS)
+        keys = parse_keys(body, chunk_tokens=self._chunk_tokens)
         held = [key for key in keys if self._pins[key] > 0]
         self._pins.subtract(held)
         self._pins = +self._pins
@@ -52,20 +52,20 @@ class CacheActions:
         """What is pinned, page by page."""
         model, salt = request.query.get("model_name", ""), request.query.get("cache_salt", "")
         rows = [
-            {"key": key.encoded(), "pin_count": count}
+            {"key": key.encode(), "pin_count": count}
             for key, count in self._pins.items()
             if model in ("", key.model_name) and salt in ("", key.cache_salt)
         ]
-        return {"total": len(rows), "pins": page(request, rows)}
+        return {"total": len(rows), "pins": paginate(request, rows)}
 
     async def delete(self, request: Request) -> Any:
         """Removes a prompt's chunks from one server."""
-        body = request.body({**_TOKENS, "instance_id": str, "tier?": str, "force?": bool})
-        server, keys = self._reachable(body["instance_id"]), resolved(body, chunk_tokens=self._chunk_tokens)
+        body = request.parse_body({**_TOKENS, "instance_id": str, "tier?": str, "force?": bool})
+        server, keys = self._reachable(body["instance_id"]), parse_keys(body, chunk_tokens=self._chunk_tokens)
         tier = body.get("tier") or "all"
         removed = 0 if tier == "l2" else server.remove(keys)
         if tier == "all":  # these servers have no L2: the real coordinator deletes in L1 and then answers so
-            raise detail(502, f"instance {server.instance_id} rejected the delete")
+            raise detail_error(502, f"instance {server.instance_id} rejected the delete")
         status = "deleted" if removed else "noop"
         requested = len(keys) // body["world_size"]
         return {
@@ -78,12 +78,12 @@ class CacheActions:
 
     async def prefetch(self, request: Request) -> Any:
         """Copies what any server holds of a prompt into one server."""
-        body = request.body({**_TOKENS, "instance_id": str})
-        server, keys = self._reachable(body["instance_id"]), resolved(body, chunk_tokens=self._chunk_tokens)
+        body = request.parse_body({**_TOKENS, "instance_id": str})
+        server, keys = self._reachable(body["instance_id"]), parse_keys(body, chunk_tokens=self._chunk_tokens)
         chunks = len(keys) // body["world_size"]
         if not chunks:
             return {"instance_id": server.instance_id, "request_id": "", "chunks": 0, "status": "noop"}
-        found = [key for key in keys if self._directory.holders(key)]
+        found = [key for key in keys if self._directory.find_holders(key)]
         server.admit(found)
         request_id = f"{self._rng.getrandbits(128):032x}"
         if len(self._prefetches) >= self._kept_prefetches:
@@ -97,33 +97,33 @@ class CacheActions:
         self._reachable(instance_id)
         found = self._prefetches.pop((instance_id, request_id), None)
         if found is None:
-            raise detail(404, f"unknown prefetch {request_id}")
+            raise detail_error(404, f"unknown prefetch {request_id}")
         return {"request_id": request_id, "status": "completed", "found_keys": found}
 
-    def known(self, instance_id: str) -> MpServer:
+    def require_server(self, instance_id: str) -> MpServer:
         """A registered server, or a 404."""
         server = self._directory.get(instance_id)
         if server is None:
-            raise detail(404, f"instance {instance_id} is not registered")
+            raise detail_error(404, f"instance {instance_id} is not registered")
         return server
 
     def _reachable(self, instance_id: str) -> MpServer:
-        server = self.known(instance_id)
+        server = self.require_server(instance_id)
         if server.down:
-            raise detail(502, f"instance {instance_id} is unreachable")
+            raise detail_error(502, f"instance {instance_id} is unreachable")
         return server
 
 
-def resolved(body: dict[str, Any], *, chunk_tokens: int = CHUNK_TOKENS) -> list[ChunkKey]:
-    """The keys of a body's tokens, or the coordinator's complaint about them."""
+def parse_keys(body: dict[str, Any], *, chunk_tokens: int = CHUNK_TOKENS) -> list[ChunkKey]:
+    """The keys of a body's tokens, or the coordinator's error about them."""
     tokens = body.get("token_ids") or []
     if len(tokens) > _MOST_TOKENS:
-        raise detail(400, f"token_ids exceeds the cap of {_MOST_TOKENS}")
+        raise detail_error(400, f"token_ids exceeds the cap of {_MOST_TOKENS}")
     if "@" in body["model_name"]:
-        raise detail(400, "model_name must not contain '@'")
+        raise detail_error(400, "model_name must not contain '@'")
     if tokens and min(tokens) < 0:
-        raise detail(500, "Internal Server Error")
-    return keys_of(
+        raise detail_error(500, "Internal Server Error")
+    return make_keys(
         tokens,
         model_name=body["model_name"],
         world_size=body.get("world_size") or 1,
@@ -132,12 +132,12 @@ def resolved(body: dict[str, Any], *, chunk_tokens: int = CHUNK_TOKENS) -> list[
     )
 
 
-def decoded(key: dict[str, Any]) -> ChunkKey:
+def decode_key(key: dict[str, Any]) -> ChunkKey:
     """A key as it came in JSON."""
     return ChunkKey(int(key["chunk_hash_hex"], 16), key["model_name"], key["kv_rank"], key.get("cache_salt", ""))
 
 
-def page(request: Request, rows: list[Any]) -> list[Any]:
+def paginate(request: Request, rows: list[Any]) -> list[Any]:
     """The rows that `offset` and `limit` ask for."""
     offset, limit = int(request.query.get("offset", "0")), int(request.query.get("limit", "1000"))
     return rows[offset : offset + limit]

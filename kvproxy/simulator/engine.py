@@ -1,4 +1,4 @@
-"""A continuous-batching inference engine whose time is an argument: no clock, no I/O, no randomness inside.
+"""A continuous-batching inference engine. Time is an argument: no clock, no I/O, no randomness inside.
 
 Prefill chunks and decodes share each step, as in vLLM. A stretch in which nothing but decoding happens is one
 calculation up to the next arrival, finish or change of speed, so that virtual time costs microseconds a request.
@@ -21,8 +21,7 @@ from kvproxy.simulator.engine_io import (
     SimRequest,
     Tokens,
 )
-from kvproxy.simulator.scheduler import Batch, Scheduler
-from kvproxy.simulator.sequence import Sequence
+from kvproxy.simulator.scheduler import Batch, Scheduler, Sequence
 from kvproxy.simulator.timing import Stretch
 
 
@@ -96,7 +95,7 @@ class Engine:
     def cached_prefix_blocks(self, request: SimRequest) -> int:
         """Leading blocks of the prompt held right now (the truth a router can only estimate)."""
         limit = (request.prompt_tokens - 1) // self._settings.block_size
-        return self._scheduler.cache.match(request.block_hashes, limit)
+        return self._scheduler.cache.match_prefix(request.block_hashes, limit)
 
     def next_event_at(self) -> float | None:
         """When `advance` has something to do; None when idle."""
@@ -134,7 +133,7 @@ class Engine:
         factor = timing.factor_at(now)
         step_s = 0.0
         if batch.decodes:
-            step_s = timing.decode_s(batch.decodes, self._scheduler.resident_tokens())
+            step_s = timing.decode_s(batch.decodes, self._scheduler.count_resident_tokens())
         if batch.chunks:
             step_s += timing.prefill_step_s
             step_s += sum(timing.prefill_s(tokens, sequence.computed) for sequence, tokens in batch.chunks)
@@ -142,7 +141,7 @@ class Engine:
         if self._settings.token_outputs or batch.preempted:  # admission pauses for one step after a preemption
             return Stretch(now, step_s * factor)
         wanted = min(sequence.remaining for sequence in self._scheduler.decoding.values())
-        steps = self._scheduler.decode_steps_that_fit(wanted)
+        steps = self._scheduler.limit_decode_steps(wanted)
         stretch = Stretch(now, step_s * factor, timing.decode_growth_s(batch.decodes) * factor, steps)
         stretch.cut(timing.next_change_after(now))
         return stretch

@@ -14,7 +14,7 @@ from kvproxy.simulator.timing import EngineTiming
 class EngineSettings:
     """One engine: its cache, its scheduler's bounds, its speed.
 
-    `token_outputs` reports every token (a streaming server wants that); without it stretches of pure decoding are
+    `token_outputs` reports every token (a streaming server needs that); without it stretches of pure decoding are
     one calculation. `kv_events` turns the reports of stored and removed blocks on. Without `prefix_caching` nothing is
     kept, looked for, counted or reported.
     """

@@ -1,11 +1,10 @@
-"""Runs a simulated engine in real time: wakes when it has something to do and hands tokens to whoever waits."""
+"""Runs a simulated engine in real time: wakes when there is work and hands tokens to the requests that wait."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from types import TracebackType
 
 from kvproxy.simulator.engine import Engine
 from kvproxy.simulator.engine_io import CacheChanged, EngineOutput, Finished, FirstToken, Rejected, SimRequest, Tokens
@@ -13,10 +12,10 @@ from kvproxy.simulator.kv_event import KvEvent
 from kvproxy.types import Clock
 
 OnEvents = Callable[[Sequence[KvEvent]], Awaitable[None]]
-OnOutput = Callable[["Generation", EngineOutput], None]
+OnOutput = Callable[["SequenceProgress", EngineOutput], None]
 
 
-class Generation:
+class SequenceProgress:
     """One sequence as its client sees it: always the latest state, so that a slow reader costs nothing."""
 
     def __init__(self, request: SimRequest, changed: asyncio.Event) -> None:
@@ -56,7 +55,7 @@ class GenerationGroup:
 
     def __init__(self, requests: Sequence[SimRequest]) -> None:
         self._changed = asyncio.Event()
-        self.members = [Generation(request, self._changed) for request in requests]
+        self.members = [SequenceProgress(request, self._changed) for request in requests]
 
     @property
     def ended(self) -> bool:
@@ -68,7 +67,7 @@ class GenerationGroup:
         """The engine gave up on one of them."""
         return any(member.failed for member in self.members)
 
-    async def changed(self, timeout_s: float | None = None) -> bool:
+    async def wait_for_change(self, timeout_s: float | None = None) -> bool:
         """Waits for news; False when there was none for `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
@@ -87,7 +86,7 @@ class EngineRunner:
         self._clock = clock
         self._on_events = on_events
         self._on_output = on_output
-        self._live: dict[str, Generation] = {}
+        self._live: dict[str, SequenceProgress] = {}
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -95,9 +94,7 @@ class EngineRunner:
         self._task = asyncio.create_task(self._run(), name="simulated engine")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -105,7 +102,7 @@ class EngineRunner:
                 self._task.result()
 
     @contextlib.contextmanager
-    def running(self, requests: Sequence[SimRequest]) -> Iterator[GenerationGroup]:
+    def run_requests(self, requests: Sequence[SimRequest]) -> Iterator[GenerationGroup]:
         """Submits the requests; leaving the block cancels what is not done, which frees its memory at once."""
         group = GenerationGroup(requests)
         try:
@@ -131,7 +128,7 @@ class EngineRunner:
             while True:
                 await self._run_once()
         finally:
-            self.kill()  # nobody would ever answer those who still wait
+            self.kill()  # or the requests that still wait would wait for ever
 
     async def _run_once(self) -> None:
         self._wake.clear()

@@ -7,7 +7,6 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 
 from kvproxy.simulator.lmcache_controller import ControllerApp, ControllerSettings, create_controller_app
 from kvproxy.simulator.lmcache_coordinator import CoordinatorApp, CoordinatorSettings, create_coordinator_app
@@ -28,7 +27,7 @@ class FleetSettings:
     host_chunks: int = 4096
 
 
-def engines_like(template: VllmSettings, count: int) -> dict[str, VllmSettings]:
+def clone_engines(template: VllmSettings, count: int) -> dict[str, VllmSettings]:
     """`count` equal engines: sim-0, sim-1 ..."""
     return {f"sim-{number}": template for number in range(count)}
 
@@ -60,9 +59,7 @@ class Fleet:
             await self._stack.enter_async_context(engine)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
     def _build_controller(self, settings: FleetSettings, clock: Clock, rng: random.Random) -> ControllerApp | None:
@@ -82,7 +79,7 @@ class Fleet:
         return create_coordinator_app(replace(settings.coordinator, instances=tuple(names)), clock=clock, rng=rng)
 
     def _offload(self, name: str) -> OnPrefilled:
-        """What the engine's connector does with a computed prompt: keep it in host memory and tell both services."""
+        """Keeps a computed prompt in host memory and reports it to both services, as a connector does."""
 
         def offload(prompt: Prefilled) -> None:
             if self.controller is not None:

@@ -42,7 +42,7 @@ class GenerationPlan:
         """Over all prompts, each counted once however many choices it has."""
         return sum(len(prompt) for prompt in self.prompts)
 
-    def output_ids(self, index: int, first: int, last: int) -> Sequence[int]:
+    def slice_output_ids(self, index: int, first: int, last: int) -> Sequence[int]:
         """Tokens `first` up to, not including, `last` of choice `index`'s answer."""
         request = self.requests[index]
         start = request.prompt_tokens
@@ -65,7 +65,7 @@ class Planner:
         return str(model)
 
     def plan(self, body: Mapping[str, Any], prompts: Sequence[Sequence[int]], plan_id: str) -> GenerationPlan:
-        """The engine's requests for `body`, one a prompt and choice."""
+        """The engine's requests for `parse_body`, one a prompt and choice."""
         model = self.check_model(body)
         self._check_sampling(body)
         choices = body.get("n") or 1
@@ -107,7 +107,7 @@ class Planner:
 
     def _answer(self, prompt: Sequence[int], choice: int, count: int) -> list[int]:
         seed = xxhash.xxh3_64_intdigest(repr(prompt).encode(), seed=choice)
-        words = self._tokenizer.output_ids
+        words = self._tokenizer.slice_output_ids
         return random.Random(seed).choices(words, k=count)
 
     def _output_length(self, body: Mapping[str, Any], prompt_tokens: int) -> tuple[int, str]:

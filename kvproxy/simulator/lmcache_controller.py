@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvproxy.simulator.chunk_store import CHUNK_TOKENS, ChunkStore, hash_chunks
-from kvproxy.simulator.json_app import JsonApp, Request, detail
+from kvproxy.simulator.http_call import JsonApp, Request, detail_error
 from kvproxy.simulator.lmcache_worker import CPU, DISK, LmcacheWorker, WorkerSettings
 from kvproxy.types import Clock
 
@@ -28,7 +28,7 @@ class ControllerSettings:
 
 
 class LmcacheController:
-    """The index of who holds which chunk, by order of registration, and the actions on the workers."""
+    """The index of chunk holders, in order of registration, and the actions on the workers."""
 
     def __init__(self, settings: ControllerSettings, *, clock: Clock, rng: random.Random) -> None:
         self.settings = settings
@@ -42,11 +42,11 @@ class LmcacheController:
         self.workers[settings.instance_id] = LmcacheWorker(settings, clock=self._clock)
         return self.workers[settings.instance_id]
 
-    def event_id(self, kind: str) -> str:
+    def make_event_id(self, kind: str) -> str:
         """As the controller makes them: the kind and a UUID-like tail."""
         return f"{kind}{self._rng.getrandbits(128):032x}"
 
-    def layout(self, tokens: Sequence[int]) -> dict[str, tuple[str, int]]:
+    def find_layout(self, tokens: Sequence[int]) -> dict[str, tuple[str, int]]:
         """Per instance its last matched end, counting for each chunk only the first holder: replicas are invisible,
         and the number is no contiguous prefix of that instance."""
         found: dict[str, tuple[str, int]] = {}
@@ -89,95 +89,95 @@ class ControllerApp(JsonApp):
         self.route("GET", "/sim/state", self._sim_state)
 
     async def _lookup(self, request: Request) -> Any:
-        body = request.body({"tokens": list})
+        body = request.parse_body({"tokens": list})
         await asyncio.sleep(self.controller.lookup_s)
-        layout = self.controller.layout(body["tokens"])
+        layout = self.controller.find_layout(body["tokens"])
         if self.controller.settings.pixiu_shape:
             shaped: dict[str, Any] = {name: {"0": place, "1": end} for name, (place, end) in layout.items()}
         else:
             shaped = {name: [place, end] for name, (place, end) in layout.items()}
-        return {"event_id": self.controller.event_id("Lookup"), "layout_info": shaped}
+        return {"event_id": self.controller.make_event_id("Lookup"), "layout_info": shaped}
 
     async def _pin(self, request: Request) -> Any:
-        body = request.body({**_TARGET, "tokens": list})
-        async with self._worker(body["instance_id"], "pinned").control():
+        body = request.parse_body({**_TARGET, "tokens": list})
+        async with self._worker(body["instance_id"], "pinned").run_control_call():
             store = self.controller.store(body["instance_id"], body["location"])
             chunks = 0 if store is None else store.pin(hash_chunks(body["tokens"]))
         return self._done("Pin", chunks)
 
     async def _clear(self, request: Request) -> Any:
-        body = request.body(_TARGET)
-        async with self._worker(body["instance_id"], "cleared").control():
+        body = request.parse_body(_TARGET)
+        async with self._worker(body["instance_id"], "cleared").run_control_call():
             store = self.controller.store(body["instance_id"], body["location"])
             chunks = 0 if store is None else store.clear()
         return self._done("Clear", chunks)
 
     async def _compress(self, request: Request) -> Any:
-        body = request.body({**_TARGET, "method": str, "tokens?": list})
+        body = request.parse_body({**_TARGET, "method": str, "tokens?": list})
         worker = self._worker(body["instance_id"], "compressed")
-        async with worker.control():
+        async with worker.run_control_call():
             store, chunks = self._codec_chunks(worker, body, "Operation 'compress' is not supported.")
             store.compressed.update(chunks)
         return self._done("Compress", len(chunks))
 
     async def _decompress(self, request: Request) -> Any:
-        body = request.body({**_TARGET, "method": str, "tokens?": list})
+        body = request.parse_body({**_TARGET, "method": str, "tokens?": list})
         worker = self._worker(body["instance_id"], "")
-        async with worker.control():
+        async with worker.run_control_call():
             store, chunks = self._codec_chunks(worker, body, "")
             compressed = store.compressed.intersection(chunks)
             store.compressed -= compressed
         return self._done("Decompress", len(compressed))
 
     async def _move(self, request: Request) -> Any:
-        body = request.body({"old_position": list, "new_position": list, "tokens?": list, "should_copy?": bool})
+        body = request.parse_body({"old_position": list, "new_position": list, "tokens?": list, "should_copy?": bool})
         (source_id, source_place), (target_id, target_place) = self._position(body, "old"), self._position(body, "new")
         source, target = self._worker(source_id, "moved"), self._worker(target_id, "moved")
         if not (source.settings.p2p and target.settings.p2p):
             text = f"Src worker 0 not registered for instance {source_id} or dst worker 0 not registered"
-            raise detail(500, f"{text} for instance {target_id} or P2P is not enabled.")
-        async with source.control():
-            chunks = source.stores[source_place].prefix(hash_chunks(body.get("tokens") or []))
+            raise detail_error(500, f"{text} for instance {target_id} or P2P is not enabled.")
+        async with source.run_control_call():
+            chunks = source.stores[source_place].held_prefix(hash_chunks(body.get("tokens") or []))
             target.stores[target_place].admit(chunks)
             if not body.get("should_copy"):
                 source.stores[source_place].remove(chunks)
         return self._done("Move", len(chunks))
 
     async def _health(self, request: Request) -> Any:
-        body = request.body({"instance_id": str})
+        body = request.parse_body({"instance_id": str})
         worker = self.controller.workers.get(body["instance_id"])
         codes: dict[str, int] = {}
         if worker is not None:
-            async with worker.control():
+            async with worker.run_control_call():
                 codes = {"0": 0}
-        return {"event_id": self.controller.event_id("health"), "error_codes": codes}
+        return {"event_id": self.controller.make_event_id("health"), "error_codes": codes}
 
     async def _evict(self, request: Request) -> Any:
-        body = request.body({"tokens": list, "instance_id": str})
+        body = request.parse_body({"tokens": list, "instance_id": str})
         worker = self._worker(body["instance_id"], "evicted")
-        async with worker.control():
+        async with worker.run_control_call():
             chunks = hash_chunks(body["tokens"])
-            removed = sum(store.remove(store.prefix(chunks)) for store in worker.stores.values())
+            removed = sum(store.remove(store.held_prefix(chunks)) for store in worker.stores.values())
         return self._done("Evict", removed)
 
     async def _query_instance(self, request: Request) -> Any:
-        body = request.body({"event_id": str, "ip": str})
+        body = request.parse_body({"event_id": str, "ip": str})
         workers = self.controller.workers.values()
         found = next((one.settings.instance_id for one in workers if one.settings.ip == body["ip"]), None)
         if found is None:
             text = "1 validation error for QueryInstRetMsg\ninstance_id\n  Input should be a valid string"
-            raise detail(500, text)
-        return {"event_id": self.controller.event_id("QueryInst"), "res": found}
+            raise detail_error(500, text)
+        return {"event_id": self.controller.make_event_id("QueryInst"), "res": found}
 
     async def _query_worker_info(self, request: Request) -> Any:
-        body = request.body({"instance_id": str, "worker_ids?": list})
+        body = request.parse_body({"instance_id": str, "worker_ids?": list})
         wanted = body["instance_id"]
         infos = [info for name, info in self._infos().items() if wanted in (name, "all")]
-        return {"event_id": self.controller.event_id("QueryWorkerInfo"), "worker_infos": infos}
+        return {"event_id": self.controller.make_event_id("QueryWorkerInfo"), "worker_infos": infos}
 
     async def _check_finish(self, request: Request) -> Any:
-        request.body({"event_id": str})
-        raise detail(500, "")
+        request.parse_body({"event_id": str})
+        raise detail_error(500, "")
 
     async def _key_stats(self, _request: Request) -> Any:
         rows = [
@@ -197,20 +197,20 @@ class ControllerApp(JsonApp):
         if wanted is None:
             return {"workers": list(rows.values()), "total_count": len(rows)}
         if wanted not in rows:
-            raise detail(404, f"Worker not found for instance {wanted}")
+            raise detail_error(404, f"Worker not found for instance {wanted}")
         if "worker_id" in request.query:
             return rows[wanted]
         return {"workers": [rows[wanted]], "total_count": 1}
 
     async def _sim_admit(self, request: Request) -> Any:
-        body = request.body({"instance_id": str, "tokens": list, "location?": str})
+        body = request.parse_body({"instance_id": str, "tokens": list, "location?": str})
         worker = self._worker(body["instance_id"], "admitted")
         worker.admit(body["tokens"], body.get("location") or CPU)
         return {"keys": worker.keys}
 
     async def _sim_workers(self, request: Request) -> Any:
         """Registers a worker, or kills, revives or slows one that is there."""
-        body = request.body({"instance_id": str, "dead?": bool, "control_s?": float})
+        body = request.parse_body({"instance_id": str, "dead?": bool, "control_s?": float})
         worker = self.controller.workers.get(body["instance_id"])
         if worker is None:
             worker = self.controller.register(WorkerSettings(body["instance_id"]))
@@ -222,7 +222,7 @@ class ControllerApp(JsonApp):
 
     async def _sim_lookup(self, request: Request) -> Any:
         """Makes lookups take that long from now on."""
-        self.controller.lookup_s = float(request.body({"lookup_s": float})["lookup_s"])
+        self.controller.lookup_s = float(request.parse_body({"lookup_s": float})["lookup_s"])
         return {"lookup_s": self.controller.lookup_s}
 
     async def _sim_state(self, _request: Request) -> Any:
@@ -240,14 +240,14 @@ class ControllerApp(JsonApp):
     def _position(self, body: dict[str, Any], which: str) -> tuple[str, str]:
         position = body[f"{which}_position"]
         if len(position) != 2 or position[1] not in (CPU, DISK):
-            raise detail(500, f"{which}_position must be [instance, location]")
+            raise detail_error(500, f"{which}_position must be [instance, location]")
         return position[0], position[1]
 
     def _worker(self, instance_id: str, verb: str) -> LmcacheWorker:
         worker = self.controller.workers.get(instance_id)
         if worker is None:
             text = f"The number of tokens {verb} should be the same across all workers."
-            raise detail(500, text if verb else "")
+            raise detail_error(500, text if verb else "")
         return worker
 
     def _codec_chunks(self, worker: LmcacheWorker, body: dict[str, Any], refusal: str) -> tuple[ChunkStore, list[int]]:
@@ -256,11 +256,11 @@ class ControllerApp(JsonApp):
         if body["method"] != "cachegen" or not body.get("tokens") or body["location"] not in worker.stores:
             return store, []
         if not worker.settings.cachegen:
-            raise detail(500, refusal)
-        return store, store.prefix(hash_chunks(body["tokens"]))
+            raise detail_error(500, refusal)
+        return store, store.held_prefix(hash_chunks(body["tokens"]))
 
     def _done(self, kind: str, chunks: int) -> dict[str, Any]:
-        return {"event_id": self.controller.event_id(kind), "num_tokens": chunks * CHUNK_TOKENS}
+        return {"event_id": self.controller.make_event_id(kind), "num_tokens": chunks * CHUNK_TOKENS}
 
     def _infos(self) -> dict[str, dict[str, Any]]:
         return {

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvproxy.simulator.chunk_store import CHUNK_TOKENS
-from kvproxy.simulator.coordinator_actions import CacheActions, decoded, page, resolved
-from kvproxy.simulator.json_app import HttpError, JsonApp, Request
-from kvproxy.simulator.lmcache_directory import Directory, MpServer, keys_of
+from kvproxy.simulator.coordinator_actions import CacheActions, decode_key, paginate, parse_keys
+from kvproxy.simulator.http_call import HttpError, JsonApp, Request
+from kvproxy.simulator.lmcache_directory import Directory, MpServer, make_keys
 from kvproxy.types import Clock
 
 
@@ -51,7 +51,7 @@ class CoordinatorApp(JsonApp):
         server = self.directory.get(instance_id)
         if server is not None:
             size = self._settings.chunk_tokens
-            keys = keys_of(
+            keys = make_keys(
                 tokens, model_name=model_name, world_size=world_size, cache_salt=cache_salt, chunk_tokens=size
             )
             server.admit(keys)
@@ -82,19 +82,19 @@ class CoordinatorApp(JsonApp):
         return {"status": "healthy"}
 
     async def _lookup(self, request: Request) -> Any:
-        body = request.body({"keys?": list, "token_ids?": list, "model_name?": str, "world_size?": int})
+        body = request.parse_body({"keys?": list, "token_ids?": list, "model_name?": str, "world_size?": int})
         by_key, by_tokens = bool(body.get("keys")), "token_ids" in body
         if by_key == by_tokens or (by_tokens and not body.get("model_name")):
             text = "Value error, supply exactly one of 'keys' or 'token_ids' with 'model_name'"
             problem = {"type": "value_error", "loc": ["body"], "msg": text, "input": body}
             raise HttpError(422, {"detail": [problem]})
         size = self._settings.chunk_tokens
-        keys = [decoded(key) for key in body["keys"]] if by_key else resolved(body, chunk_tokens=size)
+        keys = [decode_key(key) for key in body["keys"]] if by_key else parse_keys(body, chunk_tokens=size)
         chunks = len(keys) if by_key else len(keys) // (body.get("world_size") or 1)
         results = [
             {
-                "key": key.encoded(),
-                "placements": [server.placement() for server in self.directory.holders(key)],
+                "key": key.encode(),
+                "placements": [server.describe_placement() for server in self.directory.find_holders(key)],
                 "token_ids": [],
                 "access_count": 0,
             }
@@ -106,11 +106,11 @@ class CoordinatorApp(JsonApp):
         wanted = request.query.get("instance_id", "")
         rows = []
         for key in self.directory.all_keys():
-            holders = [one for one in self.directory.holders(key) if wanted in ("", one.instance_id)]
+            holders = [one for one in self.directory.find_holders(key) if wanted in ("", one.instance_id)]
             if holders:
-                placements = [server.placement() for server in holders]
-                rows.append({"key": key.encoded(), "placements": placements, "num_tokens": 0, "access_count": 0})
-        return {"total": len(rows), "keys": page(request, rows)}
+                placements = [server.describe_placement() for server in holders]
+                rows.append({"key": key.encode(), "placements": placements, "num_tokens": 0, "access_count": 0})
+        return {"total": len(rows), "keys": paginate(request, rows)}
 
     async def _stats(self, _request: Request) -> Any:
         held = {server.instance_id: len(server.store) for server in self.directory.servers()}
@@ -128,7 +128,7 @@ class CoordinatorApp(JsonApp):
 
     async def _events(self, request: Request) -> Any:
         counts = {"applied": 0, "duplicates": 0, "stale": 0}
-        for batch in request.body({"batches": list})["batches"]:
+        for batch in request.parse_body({"batches": list})["batches"]:
             counts[self._apply(batch)] += 1
         return counts
 
@@ -141,7 +141,7 @@ class CoordinatorApp(JsonApp):
             return "duplicates"
         server.incarnation = batch["incarnation"]
         self._applied[source] = batch["seq"]
-        keys = [decoded(entry["key"]) for entry in batch.get("entries", ())]
+        keys = [decode_key(entry["key"]) for entry in batch.get("entries", ())]
         if batch["event_type"] == "store":
             server.admit(keys)
         elif batch["event_type"] == "delete":
@@ -152,14 +152,14 @@ class CoordinatorApp(JsonApp):
         return {"instances": [_described(server) for server in self.directory.servers()]}
 
     async def _register(self, request: Request) -> Any:
-        body = request.body({"instance_id?": str, "ip": str, "http_port": int})
+        body = request.parse_body({"instance_id?": str, "ip": str, "http_port": int})
         instance_id = (body.get("instance_id") or "").strip() or f"mp-{self._rng.getrandbits(64):016x}"
         server = self._server(instance_id, ip=body["ip"].strip(), http_port=body["http_port"])
         return {"instance_id": instance_id, "re_registered": self.directory.add(server)}
 
     async def _heartbeat(self, request: Request) -> Any:
         instance_id = request.path_values["instance_id"]
-        if not self.directory.beat(instance_id):
+        if not self.directory.record_heartbeat(instance_id):
             raise HttpError(404, {"error": f"instance {instance_id} is not registered"})
         return {"instance_id": instance_id, "status": "ok"}
 
@@ -171,17 +171,17 @@ class CoordinatorApp(JsonApp):
         return {"instances": [_usage(server) for server in self.directory.servers()], "shared_modules": []}
 
     async def _usage(self, request: Request) -> Any:
-        return _usage(self._actions.known(request.path_values["instance_id"]))
+        return _usage(self._actions.require_server(request.path_values["instance_id"]))
 
     async def _sim_admit(self, request: Request) -> Any:
-        body = request.body({"instance_id": str, "tokens": list, "model_name": str, "cache_salt?": str})
+        body = request.parse_body({"instance_id": str, "tokens": list, "model_name": str, "cache_salt?": str})
         salt = body.get("cache_salt") or ""
         self.admit(body["instance_id"], body["tokens"], model_name=body["model_name"], cache_salt=salt)
-        return {"keys": len(self._actions.known(body["instance_id"]).store)}
+        return {"keys": len(self._actions.require_server(body["instance_id"]).store)}
 
     async def _sim_servers(self, request: Request) -> Any:
-        body = request.body({"instance_id": str, "down": bool})
-        self._actions.known(body["instance_id"]).down = body["down"]
+        body = request.parse_body({"instance_id": str, "down": bool})
+        self._actions.require_server(body["instance_id"]).down = body["down"]
         return body
 
     async def _sim_state(self, _request: Request) -> Any:

@@ -24,7 +24,7 @@ class ChunkKey:
         """A number that stands for the whole key."""
         return hash((self.chunk, self.model_name, self.rank, self.cache_salt))
 
-    def encoded(self) -> dict[str, object]:
+    def encode(self) -> dict[str, object]:
         """As it travels in JSON."""
         return {
             "chunk_hash_hex": f"{self.chunk:064x}",
@@ -35,7 +35,7 @@ class ChunkKey:
         }
 
 
-def keys_of(
+def make_keys(
     tokens: Sequence[int],
     *,
     model_name: str,
@@ -96,7 +96,7 @@ class MpServer:
         """Bytes it may hold."""
         return self.store.capacity_chunks * self.chunk_bytes
 
-    def placement(self) -> dict[str, object]:
+    def describe_placement(self) -> dict[str, object]:
         """This server as a holder."""
         return {
             "instance_id": self.instance_id,
@@ -117,7 +117,7 @@ class Directory:
         self._servers: dict[str, MpServer] = {}
 
     def add(self, server: MpServer) -> bool:
-        """Registers a server; True when it replaced one of the same id, whose placements are gone."""
+        """Registers a server; True when it replaced one of the same id (the placements of that one are gone)."""
         known = server.instance_id in self._servers
         if known:
             server.incarnation = self._servers[server.instance_id].incarnation + 1
@@ -128,7 +128,7 @@ class Directory:
         """Deregisters; unknown ids are ignored."""
         self._servers.pop(instance_id, None)
 
-    def beat(self, instance_id: str) -> bool:
+    def record_heartbeat(self, instance_id: str) -> bool:
         """A heartbeat; False from a server that has to register again."""
         server = self.get(instance_id)
         if server is not None:
@@ -146,8 +146,8 @@ class Directory:
             self._servers = {name: one for name, one in self._servers.items() if one.last_seen >= oldest}
         return list(self._servers.values())
 
-    def holders(self, key: ChunkKey) -> list[MpServer]:
-        """Everybody who has the key."""
+    def find_holders(self, key: ChunkKey) -> list[MpServer]:
+        """The live servers that hold the key."""
         return [server for server in self.servers() if server.holds(key)]
 
     def all_keys(self) -> Iterator[ChunkKey]:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from kvproxy.simulator.chunk_store import ChunkStore, hash_chunks
-from kvproxy.simulator.json_app import detail
+from kvproxy.simulator.http_call import detail_error
 from kvproxy.types import Clock
 
 CPU = "LocalCPUBackend"
@@ -72,11 +72,11 @@ class LmcacheWorker:
         self._alive = asyncio.Event()
 
     @contextlib.asynccontextmanager
-    async def control(self) -> AsyncIterator[None]:
+    async def run_control_call(self) -> AsyncIterator[None]:
         """One control call. The socket has no lock: a second call at the same time fails, and the first call to a
         dead worker hangs until it is back, while every later one fails (also when the first caller gave up)."""
         if self._busy:
-            raise detail(500, WRONG_STATE)
+            raise detail_error(500, WRONG_STATE)
         self._busy = True
         if self.dead:
             await self._alive.wait()

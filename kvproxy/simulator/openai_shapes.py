@@ -6,19 +6,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
-from kvproxy.simulator.answer import Answer, Delta, Usage
+from kvproxy.simulator.answer import Answer, AnswerUsage, Delta
 from kvproxy.simulator.http_call import encode_json
 
 DONE = b"data: [DONE]\n\n"
 
 
-def sse(body: Any) -> bytes:
+def format_event(body: Any) -> bytes:
     """One `data:` event."""
     return b"data: " + encode_json(body) + b"\n\n"
 
 
 class OpenAiShape(ABC):
-    """What chat and text completions share; `details` says whether usage tells the cached tokens."""
+    """What chat and text completions share; `details` says whether usage names the cached tokens."""
 
     object_name: str
     id_prefix: str
@@ -27,30 +27,30 @@ class OpenAiShape(ABC):
         self._details = details
         self._fingerprint = fingerprint
 
-    def usage(self, usage: Usage) -> dict[str, Any]:
+    def usage(self, usage: AnswerUsage) -> dict[str, Any]:
         """The usage object of a complete answer."""
         return {**_totals(usage), "prompt_tokens_details": self._full_details(usage), "completion_tokens_details": None}
 
-    def stream(self, answer: Answer, deltas: list[Delta], *, last: bool) -> Iterator[bytes]:
+    def build_events(self, answer: Answer, deltas: list[Delta], *, last: bool) -> Iterator[bytes]:
         """Events for new tokens; `last` adds what ends the stream."""
         options = answer.plan.body.get("stream_options") or {}
         for delta in deltas:
-            yield from self.delta_events(answer, delta, continuous=bool(options.get("continuous_usage_stats")))
+            yield from self.build_delta_events(answer, delta, continuous=bool(options.get("continuous_usage_stats")))
         if last:
             if options.get("include_usage"):
-                usage = {**_totals(answer.usage()), **self._stream_details(answer.usage())}
-                yield sse(
+                usage = {**_totals(answer.count_usage()), **self._stream_details(answer.count_usage())}
+                yield format_event(
                     {**self._head(answer), "choices": [], "usage": usage, "system_fingerprint": self._fingerprint}
                 )
             yield DONE
 
     @abstractmethod
-    def delta_events(self, answer: Answer, delta: Delta, *, continuous: bool) -> Iterator[bytes]:
+    def build_delta_events(self, answer: Answer, delta: Delta, *, continuous: bool) -> Iterator[bytes]:
         """The events of one choice's new tokens."""
 
-    def error(self, body: Any) -> Iterator[bytes]:
+    def build_error_events(self, body: Any) -> Iterator[bytes]:
         """How a stream ends when the engine dies under it: cleanly, with an error in it."""
-        yield sse(body)
+        yield format_event(body)
         yield DONE
 
     def _head(self, answer: Answer) -> dict[str, Any]:
@@ -70,16 +70,16 @@ class OpenAiShape(ABC):
             tail["system_fingerprint"] = self._fingerprint
         return tail
 
-    def _created(self, usage: Usage) -> int | None:
+    def _created(self, usage: AnswerUsage) -> int | None:
         return usage.created_cache_tokens
 
-    def _full_details(self, usage: Usage) -> dict[str, Any] | None:
+    def _full_details(self, usage: AnswerUsage) -> dict[str, Any] | None:
         if not self._details:
             return None
         created = self._created(usage)
         return {"cached_tokens": usage.cached_tokens, "created_cache_tokens": created, "multimodal_tokens": None}
 
-    def _stream_details(self, usage: Usage) -> dict[str, Any]:
+    def _stream_details(self, usage: AnswerUsage) -> dict[str, Any]:
         if not self._details:
             return {}
         created = self._created(usage)
@@ -93,16 +93,16 @@ class ChatShape(OpenAiShape):
     object_name = "chat.completion.chunk"
     id_prefix = "chatcmpl-"
 
-    def complete(self, answer: Answer) -> dict[str, Any]:
+    def build_body(self, answer: Answer) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
         ids = answer.plan.body.get("return_token_ids")
         return {
             **self._head(answer),
             "object": "chat.completion",
-            "choices": [self._choice(answer.whole(n), bool(ids)) for n in range(len(answer.plan.requests))],
+            "choices": [self._choice(answer.read_choice(n), bool(ids)) for n in range(len(answer.plan.requests))],
             "service_tier": None,
             "system_fingerprint": self._fingerprint,
-            "usage": self.usage(answer.usage()),
+            "usage": self.usage(answer.count_usage()),
             "prompt_logprobs": None,
             "prompt_token_ids": answer.plan.prompts[0] if ids else None,
             "prompt_text": None,
@@ -111,7 +111,7 @@ class ChatShape(OpenAiShape):
             "metrics": None,
         }
 
-    def delta_events(self, answer: Answer, delta: Delta, *, continuous: bool) -> Iterator[bytes]:
+    def build_delta_events(self, answer: Answer, delta: Delta, *, continuous: bool) -> Iterator[bytes]:
         """The role first, with the first token; then the text."""
         ids = answer.plan.body.get("return_token_ids")
         if delta.generated == len(delta.token_ids):
@@ -121,7 +121,9 @@ class ChatShape(OpenAiShape):
         if delta.finish_reason is not None:
             choice["stop_reason"] = None
         choice["token_ids"] = delta.token_ids if ids else None
-        yield sse({**self._head(answer), "choices": [choice], **self._tail(answer, delta, continuous=continuous)})
+        yield format_event(
+            {**self._head(answer), "choices": [choice], **self._tail(answer, delta, continuous=continuous)}
+        )
 
     def _role_event(self, answer: Answer, delta: Delta, *, continuous: bool) -> bytes:
         role = {"role": "assistant", "content": ""}
@@ -130,7 +132,7 @@ class ChatShape(OpenAiShape):
         if continuous:
             body["usage"] = _running_usage(answer.plan.prompt_tokens, 0)
         ids = answer.plan.body.get("return_token_ids")
-        return sse({**body, "prompt_token_ids": answer.plan.prompts[0] if ids else None, "prompt_text": None})
+        return format_event({**body, "prompt_token_ids": answer.plan.prompts[0] if ids else None, "prompt_text": None})
 
     def _choice(self, whole: Delta, ids: bool) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": whole.text}
@@ -152,21 +154,21 @@ class CompletionShape(OpenAiShape):
     object_name = "text_completion"
     id_prefix = "cmpl-"
 
-    def complete(self, answer: Answer) -> dict[str, Any]:
+    def build_body(self, answer: Answer) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
         choices = range(len(answer.plan.requests))
         return {
             **self._head(answer),
-            "choices": [self._choice(answer, answer.whole(number)) for number in choices],
+            "choices": [self._choice(answer, answer.read_choice(number)) for number in choices],
             "service_tier": None,
             "system_fingerprint": self._fingerprint,
-            "usage": self.usage(answer.usage()),
+            "usage": self.usage(answer.count_usage()),
             "kv_transfer_params": None,
             "ec_transfer_params": None,
             "metrics": None,
         }
 
-    def delta_events(self, answer: Answer, delta: Delta, *, continuous: bool) -> Iterator[bytes]:
+    def build_delta_events(self, answer: Answer, delta: Delta, *, continuous: bool) -> Iterator[bytes]:
         """One event, without a role."""
         ids = answer.plan.body.get("return_token_ids")
         choice = {
@@ -178,7 +180,9 @@ class CompletionShape(OpenAiShape):
             "prompt_token_ids": self._prompt_ids(answer, delta) if delta.generated == len(delta.token_ids) else None,
             "token_ids": delta.token_ids if ids else None,
         }
-        yield sse({**self._head(answer), "choices": [choice], **self._tail(answer, delta, continuous=continuous)})
+        yield format_event(
+            {**self._head(answer), "choices": [choice], **self._tail(answer, delta, continuous=continuous)}
+        )
 
     def _choice(self, answer: Answer, whole: Delta) -> dict[str, Any]:
         ids = answer.plan.body.get("return_token_ids")
@@ -200,11 +204,11 @@ class CompletionShape(OpenAiShape):
         choices = len(answer.plan.requests) // len(answer.plan.prompts)
         return answer.plan.prompts[delta.index // choices]
 
-    def _created(self, usage: Usage) -> int | None:
+    def _created(self, usage: AnswerUsage) -> int | None:
         return None  # vLLM fills it for chats only
 
 
-def _totals(usage: Usage) -> dict[str, Any]:
+def _totals(usage: AnswerUsage) -> dict[str, Any]:
     return {
         "prompt_tokens": usage.prompt_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,

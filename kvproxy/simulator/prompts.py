@@ -1,28 +1,93 @@
-"""From request bodies to token ids, for every API a simulated vLLM speaks."""
+"""From request bodies to token ids, for every API a simulated vLLM speaks; chats are rendered as ChatML."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from kvproxy.simulator.chat_template import Rendering, TemplateError, render_chat
 from kvproxy.simulator.tokenizer import Tokenizer
 from kvproxy.simulator.vllm_errors import VllmError, missing_fields, validation_errors
 
+_DEFAULT_SYSTEM = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
 Body = Mapping[str, Any]
-
 #: Ids beyond the built-in vocabulary are accepted, so that prompts of other tokenizers can be used as they are.
 _MOST_TOKEN_ID = 2**31
 
 
+class TemplateError(ValueError):
+    """The conversation cannot be rendered; the text is the engine's answer to the client."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """How to render: what of a request besides its messages shapes the text."""
+
+    tools: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+def render_chat(messages: Sequence[Mapping[str, Any]], rendering: Rendering) -> str:
+    """The prompt text. Known template arguments: `enable_thinking`, `reasoning_effort`, `documents`."""
+    if rendering.continue_final_message and rendering.add_generation_prompt:
+        raise TemplateError("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
+    if not messages:
+        raise TemplateError("Cannot apply chat template to an empty conversation. Provide at least one message.")
+    parts = ["" if messages[0].get("role") == "system" else _DEFAULT_SYSTEM, _preamble(rendering)]
+    parts += [_message(message) for message in messages]
+    if rendering.continue_final_message:
+        parts[-1] = parts[-1].removesuffix("<|im_end|>\n")
+    if rendering.add_generation_prompt:
+        parts.append("<|im_start|>assistant\n")
+        if rendering.kwargs.get("enable_thinking") is False:
+            parts.append("<think>\n\n</think>\n\n")
+    return "".join(parts)
+
+
+def _preamble(rendering: Rendering) -> str:
+    parts = []
+    if rendering.tools:
+        parts.append(f"# Tools\n{_json(rendering.tools)}")
+    if rendering.kwargs.get("documents"):
+        parts.append(f"# Documents\n{_json(rendering.kwargs['documents'])}")
+    if rendering.kwargs.get("reasoning_effort"):
+        parts.append(f"Reasoning: {rendering.kwargs['reasoning_effort']}")
+    return "".join(f"<|im_start|>system\n{part}<|im_end|>\n" for part in parts)
+
+
+def _message(message: Mapping[str, Any]) -> str:
+    calls = message.get("tool_calls")
+    return f"<|im_start|>{message.get('role', '')}\n{_content(message)}{_json(calls) if calls else ''}<|im_end|>\n"
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, Sequence):
+        raise TemplateError("Input should be a valid string or a list of content parts")
+    texts = []
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") not in ("text", "input_text", "output_text"):
+            raise TemplateError("The model is not a multimodal model: only text parts can be used")
+        texts.append(str(part.get("text", "")))
+    return "".join(texts)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
 class Prompts:
-    """Renders and tokenizes; every complaint is a VllmError."""
+    """Renders and tokenizes; every error is a VllmError."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def chat(self, body: Body) -> list[int]:
+    def encode_chat(self, body: Body) -> list[int]:
         """`/v1/chat/completions`: reasoning effort and documents go to the template, as in vLLM."""
         kwargs = dict(_mapping(body.get("chat_template_kwargs")))
         for name in ("reasoning_effort", "documents"):
@@ -32,7 +97,7 @@ class Prompts:
             kwargs.setdefault("enable_thinking", False)
         return self._render(body, kwargs)
 
-    def tokenize(self, body: Body) -> list[int]:
+    def encode_tokenize(self, body: Body) -> list[int]:
         """`/tokenize` in either form; unlike a chat it takes template arguments from chat_template_kwargs only."""
         if isinstance(body.get("messages"), list):
             return self._render(body, _mapping(body.get("chat_template_kwargs")))
@@ -51,20 +116,20 @@ class Prompts:
         }
         raise validation_errors([wrong, absent])
 
-    def completion(self, body: Body) -> list[list[int]]:
+    def encode_completion(self, body: Body) -> list[list[int]]:
         """`/v1/completions`: a text, ids, or a list of either."""
         prompt = body.get("prompt")
         if prompt is None:
             raise missing_fields(body, "prompt")
         return [self._text_or_ids(one) for one in _as_batch(prompt)]
 
-    def embeddings(self, body: Body) -> list[list[int]]:
+    def encode_embeddings(self, body: Body) -> list[list[int]]:
         """`/v1/embeddings`: the same forms under another name."""
         if body.get("input") is None:
             raise missing_fields(body, "input")
         return [self._text_or_ids(one) for one in _as_batch(body["input"])]
 
-    def responses(self, body: Body) -> list[int]:
+    def encode_responses(self, body: Body) -> list[int]:
         """`/v1/responses`: a text or a list of items, with instructions as the system message."""
         given = body.get("input")
         if given is None:
@@ -74,7 +139,7 @@ class Prompts:
         messages += [item if "role" in item else {"role": "user", "content": json.dumps(item)} for item in items]
         return self._render({**body, "messages": messages}, {})
 
-    def anthropic(self, body: Body) -> list[int]:
+    def encode_anthropic(self, body: Body) -> list[int]:
         """`/v1/messages`: content blocks of any kind count as the text they carry."""
         if not isinstance(body.get("messages"), list):
             raise missing_fields(body, "messages")
@@ -108,7 +173,7 @@ class Prompts:
 
 
 def _check_messages(messages: Sequence[Any]) -> None:
-    """A message that is not an object is the client's mistake, as pydantic tells it."""
+    """A message that is not an object is the client's mistake, in the words of pydantic."""
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
             problem = {

@@ -15,9 +15,9 @@ class ResponsesShape:
     def __init__(self) -> None:
         self._number = 0
 
-    def complete(self, answer: Answer) -> dict[str, Any]:
+    def build_body(self, answer: Answer) -> dict[str, Any]:
         """The body of an answer that is not streamed, and of the last event of one that is."""
-        body, whole = answer.plan.body, answer.whole(0)
+        body, whole = answer.plan.body, answer.read_choice(0)
         done = whole.finish_reason is not None
         cut = whole.finish_reason == "length"
         running = "in_progress" if not done else "incomplete" if cut else "completed"
@@ -56,7 +56,7 @@ class ResponsesShape:
             "output_messages": None,
         }
 
-    def stream(self, answer: Answer, deltas: list[Delta], *, last: bool) -> Iterator[bytes]:
+    def build_events(self, answer: Answer, deltas: list[Delta], *, last: bool) -> Iterator[bytes]:
         """Events for new tokens, with what opens the response before the first and what closes it after the last."""
         place = {"item_id": f"msg_{answer.plan.id}", "output_index": 0, "content_index": 0}
         for delta in deltas:
@@ -66,12 +66,12 @@ class ResponsesShape:
         if last:
             yield from self._closing(answer, place)
 
-    def error(self, body: Any) -> Iterator[bytes]:
+    def build_error_events(self, body: Any) -> Iterator[bytes]:
         """A failure in mid-stream."""
         yield self._event("error", body)
 
     def _opening(self, answer: Answer, place: dict[str, Any]) -> Iterator[bytes]:
-        started = {**self.complete(answer), "status": "in_progress", "output": [], "usage": None}
+        started = {**self.build_body(answer), "status": "in_progress", "output": [], "usage": None}
         started["incomplete_details"] = None
         for kind in ("response.created", "response.in_progress"):
             yield self._event(kind, {"response": started})
@@ -80,12 +80,12 @@ class ResponsesShape:
         yield self._event("response.content_part.added", {**place, "part": {**_text(""), "logprobs": []}})
 
     def _closing(self, answer: Answer, place: dict[str, Any]) -> Iterator[bytes]:
-        text = answer.whole(0).text
+        text = answer.read_choice(0).text
         yield self._event("response.output_text.done", {**place, "logprobs": [], "text": text})
         yield self._event("response.content_part.done", {**place, "part": _text(text)})
         item = self._item(answer, text, "completed")
         yield self._event("response.output_item.done", {"item": item, "output_index": 0})
-        yield self._event("response.completed", {"response": self.complete(answer)})
+        yield self._event("response.completed", {"response": self.build_body(answer)})
 
     def _event(self, kind: str, body: dict[str, Any]) -> bytes:
         numbered = {**body, "sequence_number": self._number, "type": kind}
@@ -103,7 +103,7 @@ class ResponsesShape:
         }
 
     def _usage(self, answer: Answer) -> dict[str, Any]:
-        usage = answer.usage()
+        usage = answer.count_usage()
         return {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {

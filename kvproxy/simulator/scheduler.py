@@ -1,4 +1,4 @@
-"""Continuous batching as vLLM schedules it: who computes how many tokens in the next engine step."""
+"""Continuous batching as vLLM schedules it: which sequence computes how many tokens in the next engine step."""
 
 from __future__ import annotations
 
@@ -6,8 +6,65 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from kvproxy.simulator.block_cache import BlockCache
-from kvproxy.simulator.engine_io import EngineCounters, EngineSettings
-from kvproxy.simulator.sequence import Sequence
+from kvproxy.simulator.engine_io import EngineCounters, EngineSettings, SimRequest
+from kvproxy.simulator.kv_event import BlockStored, ExtraKeys
+
+
+class Sequence:
+    """Progress of one request. `computed` tokens have their KV in `blocks`; `target` must be reached before the next
+    token comes out of a prefill. While decoding, the newest token's KV is not computed yet."""
+
+    __slots__ = (
+        "admitted_at",
+        "blocks",
+        "cached_tokens",
+        "computed",
+        "generated",
+        "gone",
+        "hashed",
+        "request",
+        "submitted_at",
+        "target",
+    )
+
+    def __init__(self, request: SimRequest, submitted_at: float) -> None:
+        self.request = request
+        self.submitted_at = submitted_at
+        self.admitted_at: float | None = None
+        self.cached_tokens = 0
+        self.generated = 0
+        self.gone = False
+        self.restart()
+
+    def restart(self) -> None:
+        """Back to the waiting line with nothing computed; what was generated is computed again with the prompt."""
+        self.blocks: list[int] = []
+        self.hashed = 0
+        self.computed = 0
+        self.target = self.request.prompt_tokens + self.generated
+
+    @property
+    def remaining(self) -> int:
+        """Tokens still to generate."""
+        return self.request.output_tokens - self.generated
+
+    def stored_event(self, first: int, last: int, block_size: int, *, parent: int | None) -> BlockStored:
+        """The event for blocks `first` up to, not including, `last`."""
+        request = self.request
+        return BlockStored(
+            block_hashes=tuple(request.block_hashes[first:last]),
+            parent=parent,
+            token_ids=tuple(request.token_ids[first * block_size : last * block_size]),
+            lora_id=request.lora_id,
+            lora_name=request.lora_name,
+            extra_keys=tuple(self._extra_keys(block) for block in range(first, last)) if request.token_ids else (),
+        )
+
+    def _extra_keys(self, block: int) -> ExtraKeys | None:
+        request = self.request
+        lora = (request.lora_name,) if request.lora_name is not None else ()
+        salt = (request.cache_salt,) if request.cache_salt is not None and block == 0 else ()
+        return (*lora, *salt) or None
 
 
 @dataclass(slots=True)
@@ -51,7 +108,7 @@ class Scheduler:
         batch.decodes = len(self.decoding)
         return batch
 
-    def decode_steps_that_fit(self, wanted: int) -> int:
+    def limit_decode_steps(self, wanted: int) -> int:
         """The most steps, up to `wanted`, that every decoding sequence can take in the free blocks."""
         steps, block_size = wanted, self._settings.block_size
         while steps > 1 and len(self.decoding) * (steps // block_size + 1) > self.cache.free_blocks:
@@ -60,8 +117,8 @@ class Scheduler:
             steps //= 2
         return steps
 
-    def resident_tokens(self) -> int:
-        """Tokens whose KV the decoding sequences hold."""
+    def count_resident_tokens(self) -> int:
+        """Tokens of which the decoding sequences hold the KV."""
         return sum(sequence.computed for sequence in self.decoding.values())
 
     def decode(self, sequence: Sequence, steps: int) -> None:
@@ -131,8 +188,8 @@ class Scheduler:
             sequence = next(iter(self.waiting.values()))
             hashes = sequence.request.block_hashes
             limit = (sequence.target - 1) // self._settings.block_size if self._settings.prefix_caching else 0
-            hits = self.cache.match(hashes, limit)
-            wanted = self._blocks_for(sequence.target) - hits + self.cache.idle_among(hashes, hits)
+            hits = self.cache.match_prefix(hashes, limit)
+            wanted = self._blocks_for(sequence.target) - hits + self.cache.count_idle(hashes, hits)
             if wanted > self.cache.free_blocks - self._blocks_to_decode(1):
                 return
             self._start(sequence, hits, now)

@@ -55,7 +55,7 @@ class EngineTiming:
         return uncached_tokens / self.prefill_tokens_per_s * (1.0 + depth)
 
     def decode_s(self, sequences: int, resident_tokens: int) -> float:
-        """Seconds, at factor 1, of one decode step over sequences that hold `resident_tokens` between them."""
+        """Seconds, at factor 1, of one decode step over sequences that hold `count_resident_tokens` between them."""
         resident = resident_tokens / RESIDENT_BLOCK_TOKENS * self.decode_resident_block_s
         return self.decode_step_s + sequences * self.decode_sequence_s + resident
 

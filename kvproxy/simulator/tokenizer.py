@@ -2,7 +2,8 @@
 
 Text is cut as GPT-like tokenizers cut it (words with their leading space, digits, punctuation, white space), so that
 tokens of a prefix stay the same when text follows; each piece becomes the longest vocabulary entries that fit, and
-single bytes where none does.
+single bytes where none does. The vocabulary: bytes, word pieces, common words with and without a leading space,
+special tokens.
 """
 
 from __future__ import annotations
@@ -11,11 +12,65 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 
-from kvproxy.simulator.vocabulary import SPECIAL_TOKENS, build_vocabulary, output_words
-
+_PIECES = """
+th he in er an re on at en nd ti es or te of ed is it al ar st to nt ng se ha as ou io le ve co me de hi ri ro ic ne ea
+ra ce li ch ll be ma si om ur ing ion ent ter est ers ate ver all ith ess con pro com per ive ure ous ist ect ity tion
+ment able ance ence ight ough under over inter trans
+"""
+_WORDS = """
+the of and to a in is it you that he was for on are with as his they be at one have this from or had by hot but some
+what there we can out other were all your when up use word how said an each she which do their time if will way about
+many then them would write like so these her long make thing see him two has look more day could go come did my sound
+no most number who over know water than call first people may down side been now find any new work part take get place
+made live where after back little only round man year came show every good me give our under name very through just form
+sentence great think say help low line differ turn cause much mean before move right boy old too same tell does set
+three want air well also play small end put home read hand port large spell add even land here must big high such follow
+act why ask men change went light kind off need house picture try us again animal point mother world near build self
+earth father head stand own page should country found answer school grow study still learn plant cover food sun four
+between state keep eye never last let thought city tree cross farm hard start might story saw far sea draw left late run
+while press close night real life few north open seem together next white children begin got walk example ease paper
+group always music those both mark often letter until mile river car feet care second book carry took science eat room
+friend began idea fish mountain stop once base hear horse cut sure watch color face wood main enough plain girl usual
+young ready above ever red list though feel talk bird soon body dog family direct pose leave song measure door product
+black short numeral class wind question happen complete ship area half rock order fire south problem piece told knew
+pass since top whole king space heard best hour better true during hundred five remember step early hold west ground
+interest reach fast verb sing listen six table travel less morning ten simple several vowel toward war lay against
+pattern slow center love person money serve appear road map rain rule govern pull cold notice voice unit power town fine
+certain fly fall lead cry dark machine note wait plan figure star box noun field rest correct able pound done beauty
+drive stood contain front teach week final gave green oh quick develop ocean warm free minute strong special mind behind
+clear tail produce fact street inch multiply nothing course stay wheel full force blue object decide surface deep moon
+island foot system busy test record boat common gold possible plane stead dry wonder laugh thousand ago ran check game
+shape equate miss brought heat snow tire bring yes distant fill east paint language among model token cache prefix
+block request router engine prompt answer user assistant tool function parameters string type name description hello
+You Be The I A It In We This What How Hello brief helpful please
+"""
+#: Specials end no word and never come out of plain text pieces; they are matched before anything else.
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _PIECE = re.compile(r" ?[^\W\d_]+| ?\d{1,3}| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+")
 _SPECIAL = re.compile("(" + "|".join(re.escape(special) for special in SPECIAL_TOKENS) + ")")
 _CACHED_PIECES = 50_000
+
+
+def build_vocabulary(*, word_pieces: bool = True) -> list[bytes]:
+    """Token id -> bytes. The first 256 are the single bytes; the specials are the last three.
+
+    Without `word_pieces` it is another, smaller vocabulary: other ids, and more of them for most texts.
+    """
+    words = dict.fromkeys(_WORDS.split())
+    pieces = [piece.encode() for piece in dict.fromkeys(_PIECES.split())] if word_pieces else []
+    entries = dict.fromkeys(
+        [bytes([value]) for value in range(256)]
+        + pieces
+        + [word.encode() for word in words]
+        + [b" " + word.encode() for word in words]
+        + [b" " + piece for piece in pieces]
+    )
+    return [*entries, *(special.encode() for special in SPECIAL_TOKENS)]
+
+
+def list_output_words() -> list[str]:
+    """Words a simulated model says: each is one token, with its leading space."""
+    return [" " + word for word in dict.fromkeys(_WORDS.split()) if len(word) > 1]
 
 
 class Tokenizer:
@@ -26,7 +81,7 @@ class Tokenizer:
         self._id_of = {entry: token for token, entry in enumerate(self._bytes_of)}
         self._longest = max(len(entry) for entry in self._bytes_of)
         self._piece = lru_cache(_CACHED_PIECES)(self._encode_piece)
-        self.output_ids = tuple(self._id_of[word.encode()] for word in output_words())
+        self.slice_output_ids = tuple(self._id_of[word.encode()] for word in list_output_words())
 
     def __len__(self) -> int:
         return len(self._bytes_of)

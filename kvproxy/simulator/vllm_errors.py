@@ -23,7 +23,7 @@ class VllmError(Exception):
 
 
 def model_not_found(model: str, known: Sequence[str]) -> VllmError:
-    """404 for a model (or LoRA) nobody serves here."""
+    """404 for a model (or LoRA) that is not served here."""
     message = f"The model `{model}` does not exist. Valid aliases: {', '.join(known)}."
     return VllmError(message, kind="NotFoundError", param="model", code=404)
 
@@ -50,9 +50,9 @@ def request_too_long(prompt_tokens: int, output_tokens: int, limit: int) -> Vllm
     return VllmError(message, param="input_tokens")
 
 
-def bad_parameter(name: str, value: Any, complaint: str) -> VllmError:
+def bad_parameter(name: str, value: Any, text: str) -> VllmError:
     """400 for one parameter out of its range."""
-    return VllmError(f"{complaint} (parameter={name}, value={value})", param=name)
+    return VllmError(f"{text} (parameter={name}, value={value})", param=name)
 
 
 def busy() -> VllmError:

@@ -27,14 +27,14 @@ KEEP_ALIVE = b": keep-alive\n\n"
 class Shape(Protocol):
     """One API's words for an answer."""
 
-    def complete(self, answer: Answer) -> dict[str, Any]:
+    def build_body(self, answer: Answer) -> dict[str, Any]:
         """The whole body."""
 
-    def stream(self, answer: Answer, deltas: list[Delta], *, last: bool) -> Iterator[bytes]:
+    def build_events(self, answer: Answer, deltas: list[Delta], *, last: bool) -> Iterator[bytes]:
         """Events for what is new; `last` adds the end."""
 
-    def error(self, body: Any) -> Iterator[bytes]:
-        """Events that end a stream whose engine died."""
+    def build_error_events(self, body: Any) -> Iterator[bytes]:
+        """Events that end a stream after the engine died."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class GenerateRoute:
 
 
 async def read_json(call: HttpCall) -> dict[str, Any]:
-    """The body as an object, or vLLM's complaint about it."""
+    """The body as an object, or vLLM's error about it."""
     raw = await call.read()
     if "application/json" not in call.headers.get("content-type", ""):
         raise unsupported_media_type()
@@ -62,18 +62,18 @@ async def read_json(call: HttpCall) -> dict[str, Any]:
     return body
 
 
-async def generate(state: VllmState, call: HttpCall, route: GenerateRoute) -> None:
+async def answer_generation(state: VllmState, call: HttpCall, route: GenerateRoute) -> None:
     """One generation from body to last byte; a client that leaves frees the engine at once."""
     body = await read_json(call)
     state.planner.check_model(body)
-    plan_id = call.headers.get("x-request-id") or body.get("request_id") or state.new_id()
+    plan_id = call.headers.get("x-request-id") or body.get("request_id") or state.make_id()
     plan = state.planner.plan(body, route.prompts(state, body), str(plan_id))
     _admit(state)
-    record = state.remember(call.path, plan)
-    call.reply_headers |= orca_header(state, call)
+    record = state.open_record(call.path, plan)
+    call.reply_headers |= build_orca_header(state, call)
     state.in_flight += 1
     try:
-        finished = await call.while_connected(_answer(state, call, plan, route.shape(state), record))
+        finished = await call.run_while_connected(_answer(state, call, plan, route.shape(state), record))
         if not finished:
             record["outcome"] = "disconnected"
     except VllmError:
@@ -82,10 +82,10 @@ async def generate(state: VllmState, call: HttpCall, route: GenerateRoute) -> No
     finally:
         state.in_flight -= 1
         for request in plan.requests:
-            state.metrics.forget(request.id)
+            state.metrics.forget_request(request.id)
 
 
-def orca_header(state: VllmState, call: HttpCall) -> dict[str, str]:
+def build_orca_header(state: VllmState, call: HttpCall) -> dict[str, str]:
     """The engine's load in the format the client asked for, if it asked."""
     wanted = call.headers.get("endpoint-load-metrics-format", "").upper()
     load = state.runner.engine.load
@@ -103,20 +103,20 @@ def _admit(state: VllmState) -> None:
     faults = state.faults
     if faults.values.engine_dead:
         raise engine_dead()
-    if faults.take("fail_next"):
+    if faults.use_up("fail_next"):
         status = faults.values.fail_status
         raise VllmError("Internal Server Error", kind="InternalServerError", code=status)
-    if faults.take("busy_next"):
+    if faults.use_up("busy_next"):
         raise busy()
     limit = state.settings.max_num_queued_reqs
     if limit is not None and state.runner.engine.load.waiting >= limit:
-        state.metrics.rejected("max_num_queued_reqs")
+        state.metrics.count_rejection("max_num_queued_reqs")
         raise busy()
 
 
 async def _answer(state: VllmState, call: HttpCall, plan: GenerationPlan, shape: Shape, record: dict[str, Any]) -> None:
     await state.faults.stall(state.faults.values.stall_head_s)
-    with state.runner.running(plan.requests) as group:
+    with state.runner.run_requests(plan.requests) as group:
         answer = Answer(
             plan,
             group,
@@ -128,16 +128,16 @@ async def _answer(state: VllmState, call: HttpCall, plan: GenerationPlan, shape:
             record["outcome"] = await _Stream(state, call, answer, group, shape).run()
         else:
             record["outcome"] = await _whole(state, call, answer, group, shape)
-        record["cached_tokens"] = answer.usage().cached_tokens
+        record["cached_tokens"] = answer.count_usage().cached_tokens
 
 
 async def _whole(state: VllmState, call: HttpCall, answer: Answer, group: GenerationGroup, shape: Shape) -> str:
     while not group.ended:
-        await group.changed()
+        await group.wait_for_change()
     if group.failed:
         raise engine_dead()
     await state.faults.stall(state.faults.values.stall_first_byte_s)
-    await call.reply_json(shape.complete(answer))
+    await call.reply_json(shape.build_body(answer))
     return "finished"
 
 
@@ -151,7 +151,7 @@ class _Stream:
         self._group = group
         self._shape = shape
         self._chunks = 0
-        values, take = state.faults.values, state.faults.take
+        values, take = state.faults.values, state.faults.use_up
         self._cut_after = values.cut_after_chunks if take("cut_next") else None
         self._error_after = values.error_after_chunks if take("error_next") else None
 
@@ -161,13 +161,13 @@ class _Stream:
         await self._state.faults.stall(self._state.faults.values.stall_first_byte_s)
         ended = False
         while not ended:
-            if not await self._group.changed(self._state.settings.sse_keep_alive_interval_s):
+            if not await self._group.wait_for_change(self._state.settings.sse_keep_alive_interval_s):
                 await self._call.write(KEEP_ALIVE)
                 continue
             ended = self._group.ended
             if self._group.failed:
                 return await self._die()
-            for event in self._shape.stream(self._answer, self._answer.deltas(), last=ended):
+            for event in self._shape.build_events(self._answer, self._answer.take_deltas(), last=ended):
                 outcome = await self._faulted()
                 if outcome is not None:
                     return outcome
@@ -187,7 +187,7 @@ class _Stream:
         return None
 
     async def _die(self) -> str:
-        for event in self._shape.error(engine_dead().body):
+        for event in self._shape.build_error_events(engine_dead().body):
             await self._call.write(event)
         await self._call.finish()
         return "error"

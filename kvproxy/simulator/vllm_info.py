@@ -1,4 +1,4 @@
-"""The routes of a simulated vLLM that tell or change something without generating."""
+"""The routes of a simulated vLLM that report or change something without generating."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from typing import Any
 
 import xxhash
 
-from kvproxy.simulator.faults import FaultError
 from kvproxy.simulator.generation_request import GenerationPlan
 from kvproxy.simulator.http_call import HttpCall
 from kvproxy.simulator.vllm_errors import SCALE_OUT_DISABLED, VllmError, engine_dead, missing_fields
 from kvproxy.simulator.vllm_generate import read_json
-from kvproxy.simulator.vllm_state import VllmState
+from kvproxy.simulator.vllm_state import FaultError, VllmState
 
 _EMBEDDING_SIZE = 16
 
 
-async def tokenize(state: VllmState, call: HttpCall) -> None:
+async def answer_tokenize(state: VllmState, call: HttpCall) -> None:
     """Ids of a prompt or of a rendered conversation; there is no length limit."""
     body = await read_json(call)
     if state.faults.values.no_tokenize:
@@ -26,13 +25,13 @@ async def tokenize(state: VllmState, call: HttpCall) -> None:
         return
     await state.faults.stall(state.faults.values.slow_tokenize_s)
     state.planner.check_model(body)
-    tokens = state.prompts.tokenize(body)
+    tokens = state.prompts.encode_tokenize(body)
     strings = state.tokenizer.token_strings(tokens) if body.get("return_token_strs") else None
     limit = state.settings.max_model_len
     await call.reply_json({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings})
 
 
-async def detokenize(state: VllmState, call: HttpCall) -> None:
+async def answer_detokenize(state: VllmState, call: HttpCall) -> None:
     """The text of ids."""
     body = await read_json(call)
     if not isinstance(body.get("tokens"), list):
@@ -44,7 +43,7 @@ async def detokenize(state: VllmState, call: HttpCall) -> None:
     await call.reply_json({"prompt": prompt})
 
 
-async def models(state: VllmState, call: HttpCall) -> None:
+async def answer_models(state: VllmState, call: HttpCall) -> None:
     """The base model and its adapters; answers even when the engine is dead."""
     settings = state.settings
     rows = [
@@ -63,29 +62,29 @@ async def models(state: VllmState, call: HttpCall) -> None:
     await call.reply_json({"object": "list", "data": rows})
 
 
-async def version(state: VllmState, call: HttpCall) -> None:
+async def answer_version(state: VllmState, call: HttpCall) -> None:
     """The vLLM version stood in for."""
     await call.reply_json({"version": state.settings.version})
 
 
-async def health(state: VllmState, call: HttpCall) -> None:
+async def answer_health(state: VllmState, call: HttpCall) -> None:
     """Empty 200, or empty 503 when the engine is dead."""
     await call.reply(503 if state.faults.values.engine_dead else 200)
 
 
-async def load(state: VllmState, call: HttpCall) -> None:
+async def answer_load(state: VllmState, call: HttpCall) -> None:
     """Requests in flight, where tracking is on; otherwise always 0."""
     tracked = state.in_flight if state.settings.enable_server_load_tracking else 0
     await call.reply_json({"server_load": tracked})
 
 
-async def metrics(state: VllmState, call: HttpCall) -> None:
+async def answer_metrics(state: VllmState, call: HttpCall) -> None:
     """Prometheus text."""
-    text = state.metrics.exposition()
+    text = state.metrics.render_exposition()
     await call.reply(200, text, {"content-type": "text/plain; version=1.0.0; charset=utf-8"})
 
 
-async def kv_event_sources(state: VllmState, call: HttpCall) -> None:
+async def answer_kv_event_sources(state: VllmState, call: HttpCall) -> None:
     """Where cache events are published, by data-parallel rank."""
     publisher = state.publisher
     if publisher is None:
@@ -105,44 +104,44 @@ async def kv_event_sources(state: VllmState, call: HttpCall) -> None:
     await call.reply_json({str(settings.rank): source})
 
 
-async def reset_prefix_cache(state: VllmState, call: HttpCall) -> None:
+async def answer_reset_prefix_cache(state: VllmState, call: HttpCall) -> None:
     """Forgets the prefixes unless something runs."""
     await call.reply_json({"success": state.runner.engine.reset_prefix_cache()})
 
 
-async def count_tokens(state: VllmState, call: HttpCall) -> None:
+async def answer_count_tokens(state: VllmState, call: HttpCall) -> None:
     """Anthropic's count."""
     body = await read_json(call)
     state.planner.check_model(body)
-    count = len(state.prompts.anthropic(body))
+    count = len(state.prompts.encode_anthropic(body))
     await call.reply_json({"input_tokens": count, "context_management": {"original_input_tokens": count}})
 
 
-async def chat_render(state: VllmState, call: HttpCall) -> None:
+async def answer_chat_render(state: VllmState, call: HttpCall) -> None:
     """The exact ids a chat would be run with, where scale-out is enabled."""
     body = await _scale_out_body(state, call)
-    plan = state.planner.plan(body, [state.prompts.chat(body)], state.new_id())
+    plan = state.planner.plan(body, [state.prompts.encode_chat(body)], state.make_id())
     await call.reply_json(_rendered(f"chatcmpl-{plan.id}", plan, 0))
 
 
-async def completion_render(state: VllmState, call: HttpCall) -> None:
-    """As `chat_render`, one entry a prompt."""
+async def answer_completion_render(state: VllmState, call: HttpCall) -> None:
+    """As `answer_chat_render`, one entry a prompt."""
     body = await _scale_out_body(state, call)
-    plan = state.planner.plan(body, state.prompts.completion(body), state.new_id())
+    plan = state.planner.plan(body, state.prompts.encode_completion(body), state.make_id())
     await call.reply_json([_rendered(f"cmpl-{plan.id}", plan, number) for number in range(len(plan.prompts))])
 
 
-async def embeddings(state: VllmState, call: HttpCall) -> None:
+async def answer_embeddings(state: VllmState, call: HttpCall) -> None:
     """Deterministic unit vectors, after the prefill their prompts cost."""
     if not state.settings.enable_embeddings:
         await call.reply_json({"detail": "Not Found"}, 404)
         return
     body = await read_json(call)
-    prompts = state.prompts.embeddings(body)
-    plan = state.planner.plan({**body, "max_tokens": 1}, prompts, state.new_id())
-    with state.runner.running(plan.requests) as group:
+    prompts = state.prompts.encode_embeddings(body)
+    plan = state.planner.plan({**body, "max_tokens": 1}, prompts, state.make_id())
+    with state.runner.run_requests(plan.requests) as group:
         while not group.ended:
-            await group.changed()
+            await group.wait_for_change()
     if group.failed:
         raise engine_dead()
     await call.reply_json(
@@ -161,7 +160,7 @@ async def embeddings(state: VllmState, call: HttpCall) -> None:
 
 
 async def set_faults(state: VllmState, call: HttpCall) -> None:
-    """The simulator's own: throws the switches named in the body, answers with all of them."""
+    """The simulator's own: sets the faults named in the body, answers with all of them."""
     body = await read_json(call)
     try:
         state.faults.update(body)
@@ -238,7 +237,7 @@ def _rendered(request_id: str, plan: GenerationPlan, number: int) -> dict[str, A
 
 def _permission(state: VllmState) -> dict[str, Any]:
     return {
-        "id": f"modelperm-{state.new_id()}",
+        "id": f"modelperm-{state.make_id()}",
         "object": "model_permission",
         "created": int(state.started_at),
         "allow_create_engine": False,

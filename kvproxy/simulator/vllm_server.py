@@ -7,14 +7,12 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
-from types import TracebackType
 
 from kvproxy.simulator import vllm_info as info
 from kvproxy.simulator.anthropic_shape import AnthropicShape
 from kvproxy.simulator.engine import Engine
 from kvproxy.simulator.engine_io import EngineOutput, FirstToken
-from kvproxy.simulator.engine_runner import EngineRunner, Generation
-from kvproxy.simulator.faults import Faults
+from kvproxy.simulator.engine_runner import EngineRunner, SequenceProgress
 from kvproxy.simulator.generation_request import Planner
 from kvproxy.simulator.http_call import ClientGone, HttpCall, Receive, Scope, Send
 from kvproxy.simulator.kv_event import KvEvent
@@ -24,44 +22,48 @@ from kvproxy.simulator.prompts import Prompts
 from kvproxy.simulator.responses_shape import ResponsesShape
 from kvproxy.simulator.tokenizer import Tokenizer
 from kvproxy.simulator.vllm_errors import VllmError
-from kvproxy.simulator.vllm_generate import GenerateRoute, generate
+from kvproxy.simulator.vllm_generate import GenerateRoute, answer_generation
 from kvproxy.simulator.vllm_metrics import VllmMetrics
 from kvproxy.simulator.vllm_settings import VllmSettings
-from kvproxy.simulator.vllm_state import OnPrefilled, Prefilled, VllmState
+from kvproxy.simulator.vllm_state import Faults, OnPrefilled, Prefilled, VllmState
 from kvproxy.types import Clock
 
 Handler = Callable[[VllmState, HttpCall], Awaitable[None]]
 
 _GENERATE: dict[str, GenerateRoute] = {
     "/v1/chat/completions": GenerateRoute(
-        lambda state, body: [state.prompts.chat(body)],
+        lambda state, body: [state.prompts.encode_chat(body)],
         lambda state: ChatShape(details=state.settings.enable_prompt_tokens_details, fingerprint=state.fingerprint),
     ),
     "/v1/completions": GenerateRoute(
-        lambda state, body: state.prompts.completion(body),
+        lambda state, body: state.prompts.encode_completion(body),
         lambda state: CompletionShape(
             details=state.settings.enable_prompt_tokens_details, fingerprint=state.fingerprint
         ),
     ),
-    "/v1/responses": GenerateRoute(lambda state, body: [state.prompts.responses(body)], lambda state: ResponsesShape()),
-    "/v1/messages": GenerateRoute(lambda state, body: [state.prompts.anthropic(body)], lambda state: AnthropicShape()),
+    "/v1/responses": GenerateRoute(
+        lambda state, body: [state.prompts.encode_responses(body)], lambda state: ResponsesShape()
+    ),
+    "/v1/messages": GenerateRoute(
+        lambda state, body: [state.prompts.encode_anthropic(body)], lambda state: AnthropicShape()
+    ),
 }
 
 _HANDLERS: dict[str, dict[str, Handler]] = {
-    "/tokenize": {"POST": info.tokenize},
-    "/detokenize": {"POST": info.detokenize},
-    "/v1/models": {"GET": info.models},
-    "/version": {"GET": info.version},
-    "/health": {"GET": info.health},
-    "/ping": {"GET": info.health, "POST": info.health},
-    "/load": {"GET": info.load},
-    "/metrics": {"GET": info.metrics},
-    "/kv_event_sources": {"GET": info.kv_event_sources},
-    "/reset_prefix_cache": {"POST": info.reset_prefix_cache},
-    "/v1/messages/count_tokens": {"POST": info.count_tokens},
-    "/v1/chat/completions/render": {"POST": info.chat_render},
-    "/v1/completions/render": {"POST": info.completion_render},
-    "/v1/embeddings": {"POST": info.embeddings},
+    "/tokenize": {"POST": info.answer_tokenize},
+    "/detokenize": {"POST": info.answer_detokenize},
+    "/v1/models": {"GET": info.answer_models},
+    "/version": {"GET": info.answer_version},
+    "/health": {"GET": info.answer_health},
+    "/ping": {"GET": info.answer_health, "POST": info.answer_health},
+    "/load": {"GET": info.answer_load},
+    "/metrics": {"GET": info.answer_metrics},
+    "/kv_event_sources": {"GET": info.answer_kv_event_sources},
+    "/reset_prefix_cache": {"POST": info.answer_reset_prefix_cache},
+    "/v1/messages/count_tokens": {"POST": info.answer_count_tokens},
+    "/v1/chat/completions/render": {"POST": info.answer_chat_render},
+    "/v1/completions/render": {"POST": info.answer_completion_render},
+    "/v1/embeddings": {"POST": info.answer_embeddings},
     "/sim/faults": {"POST": info.set_faults},
     "/sim/state": {"GET": info.simulator_state},
 }
@@ -111,9 +113,7 @@ class VllmApp:
         await self._stack.enter_async_context(self._runner)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -138,7 +138,7 @@ class VllmApp:
         else:
             self.state.calls[f"{call.method} {call.path}"] += 1
             if generating is not None:
-                await generate(self.state, call, generating)
+                await answer_generation(self.state, call, generating)
             else:
                 await _HANDLERS[call.path][call.method](self.state, call)
 
@@ -156,7 +156,7 @@ class VllmApp:
         if self._publisher is not None:
             await self._publisher.publish(events)
 
-    def _observe(self, generation: Generation, output: EngineOutput) -> None:
+    def _observe(self, generation: SequenceProgress, output: EngineOutput) -> None:
         self.state.metrics.observe(generation, output)
         if isinstance(output, FirstToken) and self._on_prefilled is not None:
             request = generation.request
@@ -173,5 +173,5 @@ def create_engine_app(
     rng: random.Random | None = None,
     on_prefilled: OnPrefilled | None = None,
 ) -> VllmApp:
-    """A server that is ready to be entered and served; `on_prefilled` hears of every prompt whose KV exists now."""
+    """A server that is ready to be entered and served; `on_prefilled` is called with each prompt once its KV exists."""
     return VllmApp(settings, clock=clock, wall_clock=wall_clock, rng=rng or random.Random(), on_prefilled=on_prefilled)

@@ -12,7 +12,7 @@ from kvproxy.simulator.kv_event_publisher import PublisherSettings
 class VllmSettings:
     """Names after vLLM's own flags. `kv_events` None publishes nothing; `max_num_queued_reqs` None never says busy.
 
-    `default_output_tokens` is how long an answer is whose length the client leaves open (it then ends with "stop").
+    `default_output_tokens` is the length of an answer that the client does not bound (it then ends with "stop").
     Without `word_pieces` the model has another tokenizer.
     """
 

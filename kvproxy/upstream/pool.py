@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from types import TracebackType
 
 from kvproxy.errors import ConnectError, ConnectTimeout, NoDescriptors, UpstreamDisconnected
 from kvproxy.metrics.catalog import Metrics
@@ -68,8 +67,8 @@ class UpstreamPool:
         self._uploads: set[asyncio.Task[None]] = set()
         self._closed = True
         self._silent_until = -math.inf
-        self._replays = None if metrics is None else metrics.upstream_replays
-        self._connects = None if metrics is None else metrics.upstream_connects
+        self._replays = None if metrics is None else metrics.upstream.replays
+        self._connects = None if metrics is None else metrics.upstream.connects
         if metrics is not None:
             self._show(metrics)
 
@@ -77,9 +76,7 @@ class UpstreamPool:
         self._closed = False
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._closed = True
         lanes = list(self._lanes.values())
         uploads = list(self._uploads)
@@ -216,10 +213,10 @@ class UpstreamPool:
 
     def _show(self, metrics: Metrics) -> None:
         """Gauges are read when they are scraped, so they cost a request nothing."""
-        metrics.upstream_connections.labels("open").set_function(lambda: self.open)
-        metrics.upstream_connections.labels("idle").set_function(lambda: self.idle)
-        metrics.queue_depth.labels("upstream").set_function(lambda: self.waiting)
-        metrics.queue_limit.labels("upstream").set(self._limits.max_waiting)
+        metrics.upstream.connections.labels("open").set_function(lambda: self.open)
+        metrics.upstream.connections.labels("idle").set_function(lambda: self.idle)
+        metrics.bounds.queue_depth.labels("upstream").set_function(lambda: self.waiting)
+        metrics.bounds.queue_limit.labels("upstream").set(self._limits.max_waiting)
 
 
 def _encode(origin: Origin, method: bytes, *, target: bytes, headers: Headers, body: Body) -> _Message:

@@ -32,7 +32,7 @@ def ended(
         endpoint=EndpointId("a"), cluster="default", policy="least_request", status=status, end=end, ttft_s=ttft_s,
         attempts=2,
     )  # fmt: skip
-    proxy.recent.record(exchange, clock())
+    proxy.recent.finished(exchange, clock())
 
 
 async def live_of(proxy: Proxy, history: History) -> dict[str, Any]:
@@ -83,8 +83,8 @@ async def test_samples_are_differences_and_bounded(clock: FakeClock) -> None:
     proxy = proxy_of(clock=clock)
     history = History(proxy)
     for total in range(1, KEPT + 3):
-        proxy.metrics.prompt_tokens.labels("default").inc(total)
-        proxy.metrics.cached_tokens.labels("default").inc(1)
+        proxy.metrics.latency.prompt_tokens.labels("default").inc(total)
+        proxy.metrics.latency.cached_tokens.labels("default").inc(1)
         clock.advance(1.0)
         history.take()
     assert len(history.samples) == KEPT
@@ -191,7 +191,7 @@ async def test_the_hour_is_kept_by_ten_seconds(clock: FakeClock) -> None:
     proxy.admin = admin_app(proxy, history)
     for second in range(COARSE * 3):
         ended(proxy, clock, status=500 if second < COARSE else 200, ttft_s=second / 10)
-        proxy.metrics.prompt_tokens.labels("default").inc(7)
+        proxy.metrics.latency.prompt_tokens.labels("default").inc(7)
         clock.advance(1.0)
         history.take()
     async with admin_of(proxy) as client:
@@ -208,7 +208,7 @@ async def test_prefill_saved_is_not_invented(clock: FakeClock) -> None:
     """None until a speed was learned; then the seconds of the last minute."""
     proxy = proxy_of(clock=clock, policy="kv_aware")
     history = History(proxy)
-    proxy.metrics.saved_seconds.labels("m", "").inc(4.5)
+    proxy.metrics.cache.saved_seconds.labels("m", "").inc(4.5)
     history.take()
     assert (await live_of(proxy, history))["last_minute"]["saved_prefill_s"] is None
     speeds = proxy.clusters["default"].speeds

@@ -43,7 +43,7 @@ class Place:
         for _ in range(count):
             exchange = Exchange(received_at=self.clock())
             exchange.outcome = Outcome(EndpointId(endpoint), "default", status=status, end=end)
-            self.proxy.recent.record(exchange, self.clock())
+            self.proxy.recent.finished(exchange, self.clock())
         self.history.take()
 
     async def live(self) -> dict[str, Any]:

@@ -8,11 +8,10 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvproxy.config.load import check_mapping
+from kvproxy.config.load import check_config
 from kvproxy.config.schema import Config
-from kvproxy.doctor.finding import Finding
-from kvproxy.doctor.report import Report
-from kvproxy.doctor.tools import Patience, Tools
+from kvproxy.doctor.report import DoctorReport, Finding
+from kvproxy.doctor.tools import Timeouts, Tools
 from kvproxy.doctor.visit import diagnose
 from kvproxy.simulator.engine_io import EngineSettings
 from kvproxy.simulator.fleet import Fleet, FleetSettings
@@ -27,8 +26,8 @@ FAST = EngineSettings(512, 16, token_outputs=True, timing=EngineTiming(time_scal
 ENGINE = VllmSettings(model="sim", root="sim", max_model_len=8192, engine=FAST, kv_events=PublisherSettings())
 
 #: Nothing here waits for nothing for long; exchanges have time, since they end by themselves.
-PATIENCE = Patience(exchange_s=20.0, event_s=20.0, lookup_tries=2, lookup_pause_s=0.001)
-IMPATIENT = Patience(exchange_s=20.0, event_s=0.05, lookup_tries=2, lookup_pause_s=0.001)
+TIMEOUTS = Timeouts(exchange_s=20.0, event_s=20.0, lookup_tries=2, lookup_pause_s=0.001)
+SHORT = Timeouts(exchange_s=20.0, event_s=0.05, lookup_tries=2, lookup_pause_s=0.001)
 
 #: A budget that no machine misses: how long lookups take is tested apart.
 BUDGET = {"lookup_routing_timeout": "60s", "request_timeout": "60s"}
@@ -78,19 +77,19 @@ async def cluster(
 
 def parsed(raw: Mapping[str, Any]) -> Config:
     """The configuration of a mapping that must be a good one."""
-    config, problems = check_mapping(dict(raw), env={})
+    config, problems = check_config(dict(raw), env={})
     assert config is not None, problems
     return config
 
 
-async def visit(raw: Mapping[str, Any], *, patience: Patience = PATIENCE, **tools: Any) -> Report:
+async def visit(raw: Mapping[str, Any], *, timeouts: Timeouts = TIMEOUTS, **tools: Any) -> DoctorReport:
     """What `kvproxy doctor` finds."""
-    config, problems = check_mapping(dict(raw), env={})
-    given = Tools(patience=patience, rng=random.Random(7), **tools)
+    config, problems = check_config(dict(raw), env={})
+    given = Tools(timeouts=timeouts, rng=random.Random(7), **tools)
     return await diagnose(config, problems, tools=given, open_files=10**9)
 
 
-def only(report: Report) -> Finding:
+def only(report: DoctorReport) -> Finding:
     """The one finding there must be."""
     assert len(report.findings) == 1, report.findings
     return report.findings[0]

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from kvproxy.config.schema import ListenerTls
-from kvproxy.doctor.checks.connection import ConnectionCheck
-from kvproxy.doctor.finding import Finding, Severity
-from kvproxy.doctor.link import connect, failure
+from kvproxy.doctor.checks.reachability import ConnectionCheck
+from kvproxy.doctor.connect import connect, explain_failure
+from kvproxy.doctor.report import Finding, Severity
 from kvproxy.doctor.tools import utc_seconds
-from kvproxy.simulator.json_app import JsonApp
+from kvproxy.simulator.http_call import JsonApp
 from kvproxy.upstream.origin import Origin
 from tests.support.certificates import Certificate, make_certificate
 from tests.support.loopback import serve
@@ -130,7 +130,7 @@ def tls_error(reason: str) -> ssl.SSLError:
 )
 def test_other_failures(error: Exception, said: str, fix: str) -> None:
     """What the system says, in an operator's words."""
-    found = failure("endpoint a", Origin.parse("https://engine.example:8000"), error)
+    found = explain_failure("endpoint a", Origin.parse("https://engine.example:8000"), error)
     assert found.severity is Severity.PROBLEM
     assert said in found.what
     assert fix in found.fix

@@ -11,14 +11,12 @@ import msgspec
 import pytest
 
 from kvproxy.clients.kv_events.source import KvEventSource
-from kvproxy.doctor.finding import Severity
-from kvproxy.doctor.listening import Heard
-from kvproxy.doctor.report import Report
-from kvproxy.doctor.tools import Patience
+from kvproxy.doctor.listening import StreamObservation
+from kvproxy.doctor.report import DoctorReport, Severity
+from kvproxy.doctor.tools import Timeouts
 from kvproxy.simulator.fleet import Fleet, FleetSettings
-from kvproxy.simulator.kv_event_publisher import PublisherSettings
-from kvproxy.simulator.kv_event_wire import EventEncoding
-from tests.doctor.setup import ENGINE, IMPATIENT, cluster, only, visit
+from kvproxy.simulator.kv_event_publisher import EventEncoding, PublisherSettings
+from tests.doctor.setup import ENGINE, SHORT, cluster, only, visit
 from tests.support.loopback import serve
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
@@ -52,7 +50,7 @@ class Front:
         await send({"type": "http.response.body", "body": raw})
 
 
-async def visit_front(answers: Mapping[str, Answer], *, date: str = "", **endpoint: Any) -> Report:
+async def visit_front(answers: Mapping[str, Answer], *, date: str = "", **endpoint: Any) -> DoctorReport:
     """What the doctor says of one engine, `a`, that answers some routes in another way."""
     async with (
         Fleet(FleetSettings({"a": PLAIN}, None)) as fleet,
@@ -198,7 +196,7 @@ async def test_an_engine_too_old_to_tell_its_event_sources() -> None:
                 "endpoints": {"a": url},
                 "filters": ["inference_request", {"kvcache": {"kv_events": True}}, "router"],
             }
-            found = only(await visit(raw, patience=IMPATIENT))
+            found = only(await visit(raw, timeouts=SHORT))
     assert (found.severity, found.check) == (Severity.WARNING, "kv event sources")
 
 
@@ -272,7 +270,7 @@ async def test_an_engine_that_takes_the_prompt_and_never_answers() -> None:
     """It lists its models and is well, but its core is stuck."""
     async with cluster({"a": PLAIN}, controller=None) as site:
         site.fleet.engines["a"].state.faults.update({"stall_head_s": 60.0})
-        report = await visit({"endpoints": site.urls, **QUIET}, patience=Patience(exchange_s=1.0))
+        report = await visit({"endpoints": site.urls, **QUIET}, timeouts=Timeouts(exchange_s=1.0))
         site.fleet.engines["a"].state.faults.update({"reset": True})
     found = next(one for one in report.findings if one.check == "generate")
     assert found.severity is Severity.PROBLEM
@@ -282,9 +280,9 @@ async def test_an_engine_that_takes_the_prompt_and_never_answers() -> None:
 
 async def test_events_that_cannot_be_read() -> None:
     """Another program publishes on the engine's port."""
-    heard = Heard(KvEventSource(0, "tcp://127.0.0.1:5557"), connected=True)
-    heard.take([b"topic", b"not eight bytes", b"?"], (1, 2), now=0.0)
-    heard.take(
+    heard = StreamObservation(KvEventSource(0, "tcp://127.0.0.1:5557"), connected=True)
+    heard.record([b"topic", b"not eight bytes", b"?"], (1, 2), now=0.0)
+    heard.record(
         [b"topic", (1).to_bytes(8, "big"), msgspec.msgpack.encode([1.0, [{"type": "BlockStored"}], 0])], (1,), now=3.0
     )
     assert (heard.malformed, heard.batches, heard.encoding, heard.lag_s) == (2, 1, "map", 2.0)

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvproxy.doctor.finding import Severity
-from kvproxy.doctor.report import Report
-from kvproxy.doctor.tools import Patience
-from kvproxy.simulator.json_app import JsonApp, Request, detail
+from kvproxy.doctor.report import DoctorReport, Severity
+from kvproxy.doctor.tools import Timeouts
+from kvproxy.simulator.http_call import JsonApp, Request, detail_error
 from kvproxy.simulator.lmcache_controller import ControllerSettings
 from kvproxy.simulator.lmcache_coordinator import CoordinatorSettings
 from tests.doctor.setup import ENGINE, Cluster, cluster, only, visit
@@ -21,7 +20,7 @@ PLAIN = replace(ENGINE, kv_events=None)
 NO_EVENTS = {"kv_events": False}
 
 
-async def visit_plain(site: Cluster, **kvcache: Any) -> Report:
+async def visit_plain(site: Cluster, **kvcache: Any) -> DoctorReport:
     """Without KV events, which these tests are not about."""
     return await visit(site.config(kvcache={**NO_EVENTS, **kvcache}))
 
@@ -163,13 +162,13 @@ class OldController(JsonApp):
         self.route("GET", "/controller/key-stats", self._stats)
 
     async def _lookup(self, request: Request) -> Any:
-        tokens = request.body({"tokens": list})["tokens"]
+        tokens = request.parse_body({"tokens": list})["tokens"]
         if isinstance(self._found, int) and tokens:
-            raise detail(self._answer, "broken")
+            raise detail_error(self._answer, "broken")
         return self._found if tokens else {"layout_info": {}}
 
     async def _stats(self, _request: Request) -> Any:
-        raise detail(self._listing, "Not Found" if self._listing == 404 else "broken")
+        raise detail_error(self._listing, "Not Found" if self._listing == 404 else "broken")
 
 
 @pytest.mark.parametrize(
@@ -197,13 +196,13 @@ async def test_a_service_that_connects_and_says_nothing() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    patience = Patience(exchange_s=0.09, event_s=0.05, lookup_tries=1)
+    timeouts = Timeouts(exchange_s=0.09, event_s=0.05, lookup_tries=1)
     async with serve(silent) as url:
         raw = {
             "endpoints": {"a": url},
             "filters": ["inference_request", {"kvcache": {"lmcache_endpoint": url}}, "router"],
         }
-        report = await visit(raw, patience=patience)
+        report = await visit(raw, timeouts=timeouts)
     assert {(one.where, one.check) for one in report.findings} == {
         ("lmcache_endpoint", "lmcache"),
         ("endpoint a", "health"),

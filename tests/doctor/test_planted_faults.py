@@ -11,12 +11,11 @@ from pathlib import Path
 import httpx
 
 from kvproxy.config.schema import ListenerTls
-from kvproxy.doctor.finding import Severity
-from kvproxy.doctor.render import print_table
+from kvproxy.doctor.report import Severity, print_table
 from kvproxy.simulator.lmcache_controller import ControllerSettings
 from kvproxy.simulator.lmcache_coordinator import CoordinatorSettings
 from kvproxy.simulator.lmcache_worker import WorkerSettings
-from tests.doctor.setup import ENGINE, FAST, IMPATIENT, cluster, only, visit
+from tests.doctor.setup import ENGINE, FAST, SHORT, cluster, only, visit
 from tests.doctor.test_engines import Front
 from tests.support.certificates import make_certificate
 from tests.support.loopback import serve
@@ -80,7 +79,7 @@ async def test_caching_off() -> None:
     """The engine was started without prefix caching. Then it cannot publish events either."""
     off = replace(ENGINE, engine=replace(FAST, prefix_caching=False))
     async with cluster({"a": ENGINE, "b": off}) as site:
-        report = await visit(site.config(), patience=IMPATIENT)
+        report = await visit(site.config(), timeouts=SHORT)
     caching = next(one for one in report.findings if one.check == "prefix caching")
     assert (caching.severity, caching.where) == (Severity.PROBLEM, "endpoint b")
     assert "prefix caching is off" in caching.what

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvproxy.doctor.answers import Answers
-from kvproxy.doctor.check import run_checks
-from kvproxy.doctor.finding import Finding, Severity, ok
+from kvproxy.doctor.report import Finding, Severity, ok
+from kvproxy.doctor.tools import SharedAnswers
+from kvproxy.doctor.visit import run_checks
 from kvproxy.errors import ClientUnavailable
 
 
@@ -89,9 +89,9 @@ async def test_an_answer_is_asked_for_once() -> None:
         await release.wait()
         return 42
 
-    async with Answers() as answers:
-        hasty = asyncio.create_task(answers.once("x", ask), name="hasty")
-        patient = asyncio.create_task(answers.once("x", ask), name="patient")
+    async with SharedAnswers() as answers:
+        hasty = asyncio.create_task(answers.ask_once("x", ask), name="hasty")
+        patient = asyncio.create_task(answers.ask_once("x", ask), name="patient")
         await asyncio.sleep(0)
         hasty.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -111,8 +111,8 @@ async def test_leaving_ends_what_is_being_asked() -> None:
         finally:
             ended.set()
 
-    async with Answers() as answers:
-        asking = asyncio.create_task(answers.once("x", ask), name="asking")
+    async with SharedAnswers() as answers:
+        asking = asyncio.create_task(answers.ask_once("x", ask), name="asking")
         await asyncio.sleep(0.001)
     assert ended.is_set()
     with pytest.raises(asyncio.CancelledError):

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from kvproxy.config.kvcache_schema import KvCacheSettings
-from kvproxy.doctor.checks.public import PublicCheck
-from kvproxy.doctor.finding import Severity
-from kvproxy.doctor.site import kvcache_settings, survey
+from kvproxy.doctor.checks.configuration import PublicCheck
+from kvproxy.doctor.deployment import kvcache_settings, survey_deployment
+from kvproxy.doctor.report import Severity
 from kvproxy.doctor.tools import Tools
 from kvproxy.doctor.visit import diagnose
 from tests.doctor.setup import ENGINE, cluster, only, parsed, visit
@@ -68,7 +68,7 @@ def test_settings_of_the_kvcache_filter() -> None:
 async def test_this_process_tells_its_own_limit() -> None:
     """Asked for when nobody says it."""
     async with Tools() as tools:
-        site = await survey(parsed({"endpoints": {"a": "http://127.0.0.1:8000"}}), tools=tools)
+        site = await survey_deployment(parsed({"endpoints": {"a": "http://127.0.0.1:8000"}}), tools=tools)
     assert site.open_files == -1 or site.open_files > 0
 
 

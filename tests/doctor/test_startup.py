@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvproxy.doctor.report import Report
-from kvproxy.doctor.startup import StartupVisit
+from kvproxy.doctor.report import DoctorReport
 from kvproxy.doctor.tools import Tools
-from tests.doctor.setup import ENGINE, PATIENCE, cluster, parsed
+from kvproxy.doctor.visit import StartupDiagnosis
+from tests.doctor.setup import ENGINE, TIMEOUTS, cluster, parsed
 from tests.support.loopback import serve
 from tests.support.process import kvproxy_serve
 from tests.support.until import until
@@ -19,8 +19,8 @@ from tests.support.until import until
 
 async def test_nothing_is_generated() -> None:
     """Reachability, models, event sources and instance ids are asked for; no engine computes anything."""
-    async with cluster() as site, StartupVisit(parsed(site.config()), tools=Tools(patience=PATIENCE)) as visit:
-        report = await visit.finished()
+    async with cluster() as site, StartupDiagnosis(parsed(site.config()), tools=Tools(timeouts=TIMEOUTS)) as visit:
+        report = await visit.wait_for_report()
         for engine in site.fleet.engines.values():
             assert not engine.state.requests
             assert not [path for path in engine.state.calls if "tokenize" in path]
@@ -34,8 +34,8 @@ async def test_findings_are_logged_once(caplog: pytest.LogCaptureFixture) -> Non
     async with cluster({"a": ENGINE}) as site:
         endpoints = [{"id": "a", "url": site.urls["a"], "instance_id": "vllm-a"}]
         config = parsed(site.config(endpoints=endpoints))
-        async with StartupVisit(config, tools=Tools(patience=PATIENCE)) as visit:
-            await visit.finished()
+        async with StartupDiagnosis(config, tools=Tools(timeouts=TIMEOUTS)) as visit:
+            await visit.wait_for_report()
     lines = [record for record in caplog.records if "instance ids" in record.getMessage()]
     assert [record.levelname for record in lines] == ["WARNING"]
     assert "fix: set `instance_id` to its own of a, or start its LMCache" in lines[0].getMessage()
@@ -43,10 +43,10 @@ async def test_findings_are_logged_once(caplog: pytest.LogCaptureFixture) -> Non
 
 async def test_who_asked_is_told_of_the_report() -> None:
     """The live page shows it."""
-    told: list[Report] = []
+    told: list[DoctorReport] = []
     config = parsed({"endpoints": {"a": "http://127.0.0.1:1"}})
-    async with StartupVisit(config, on_report=told.append) as visit:
-        report = await visit.finished()
+    async with StartupDiagnosis(config, on_report=told.append) as visit:
+        report = await visit.wait_for_report()
     assert told == [report]
 
 
@@ -61,7 +61,7 @@ async def test_leaving_ends_the_visit() -> None:
         gone.set()
 
     async with serve(silent) as url:
-        async with StartupVisit(parsed({"endpoints": {"a": url}}), tools=Tools(patience=PATIENCE)) as visit:
+        async with StartupDiagnosis(parsed({"endpoints": {"a": url}}), tools=Tools(timeouts=TIMEOUTS)) as visit:
             await asked.wait()
         assert visit.report is None
         async with asyncio.timeout(60):
@@ -75,9 +75,9 @@ async def test_a_broken_visit_is_logged(caplog: pytest.LogCaptureFixture) -> Non
         async def __aenter__(self) -> Broken:
             raise ZeroDivisionError
 
-    async with StartupVisit(parsed({"endpoints": {"a": "http://127.0.0.1:1"}}), tools=Broken()) as visit:
+    async with StartupDiagnosis(parsed({"endpoints": {"a": "http://127.0.0.1:1"}}), tools=Broken()) as visit:
         with pytest.raises(AssertionError, match="did not end well"):
-            await visit.finished()
+            await visit.wait_for_report()
     assert "the visit to the engines is broken" in caplog.text
 
 

@@ -9,18 +9,16 @@ from kvproxy.clients.kv_events.events import BlockStored
 from kvproxy.clients.kv_events.source import KvEventSource
 from kvproxy.clients.tokens import token_array
 from kvproxy.config.kvcache_schema import CacheStrategySettings
-from kvproxy.doctor.checks.actions import controller_findings
-from kvproxy.doctor.checks.caching import caching_finding
-from kvproxy.doctor.checks.chat import tokenize_finding
-from kvproxy.doctor.checks.chunks import chunk_finding
-from kvproxy.doctor.checks.configuration import configuration_findings
-from kvproxy.doctor.checks.duplicates import overlap
-from kvproxy.doctor.checks.kv_events import event_findings
-from kvproxy.doctor.checks.lookup import budget_finding
-from kvproxy.doctor.exposition import Counters, PromptLengths, counters, prompt_lengths
-from kvproxy.doctor.finding import Severity
-from kvproxy.doctor.listening import Heard
-from kvproxy.doctor.trial import Reply, Trial, TrialPlan, words_for
+from kvproxy.doctor.checks.configuration import convert_problems
+from kvproxy.doctor.checks.kv_events import judge_events
+from kvproxy.doctor.checks.lmcache import judge_strategies
+from kvproxy.doctor.checks.lookup import judge_chunk_size, judge_lookup_times
+from kvproxy.doctor.checks.models import may_be_one
+from kvproxy.doctor.checks.trial import judge_caching, judge_tokenize
+from kvproxy.doctor.exposition import Counters, PromptLengths, parse_counters, parse_prompt_lengths
+from kvproxy.doctor.listening import StreamObservation
+from kvproxy.doctor.report import Severity
+from kvproxy.doctor.trial import Trial, TrialPlan, TrialReply, count_words
 from kvproxy.errors import ClientError, ClientTimeout, NotSupported, Problem
 
 SOURCE = KvEventSource(0, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558")
@@ -38,10 +36,10 @@ def trial(
     after: EngineMetrics | None = None,
     tokenized: tuple[int, ...] | ClientError = tuple(range(40)),
     ids: tuple[int, ...] = tuple(range(40)),
-    heard: tuple[Heard, ...] = (),
+    observed: tuple[StreamObservation, ...] = (),
 ) -> Trial:
     """A prompt of 40 tokens, sent twice."""
-    return Trial("m", True, tokenized, Reply(40, 0, ids), Reply(40, cached), 0.001, before, after, heard)
+    return Trial("m", True, tokenized, TrialReply(40, 0, ids), TrialReply(40, cached), 0.001, before, after, observed)
 
 
 ON, OFF, UNKNOWN = metrics(caching=True, hits=0), metrics(caching=False, hits=0), metrics(hits=0)
@@ -65,7 +63,7 @@ ON, OFF, UNKNOWN = metrics(caching=True, hits=0), metrics(caching=False, hits=0)
 )
 def test_caching(seen: Trial, severity: Severity, said: str) -> None:
     """Caching that is off, a flag that is missing and a cache that is too small are told apart."""
-    found = caching_finding("endpoint a", seen)
+    found = judge_caching("endpoint a", seen)
     assert found.severity is severity
     assert said in found.what
 
@@ -85,7 +83,7 @@ def test_caching(seen: Trial, severity: Severity, said: str) -> None:
 )
 def test_tokenize(seen: Trial, needed: bool, severity: Severity, said: str) -> None:
     """It matters as much as something depends on it."""
-    found = tokenize_finding("endpoint a", seen, needed=needed)
+    found = judge_tokenize("endpoint a", seen, needed=needed)
     assert found.severity is severity
     assert said in found.what
 
@@ -95,37 +93,37 @@ def stored(*, block: int = 16, kind: str | None = "full_attention") -> BlockStor
     return BlockStored((1, 2), None, token_array(list(range(2 * block))), block, spec_kind=kind)
 
 
-def heard(**values: object) -> Heard:
+def observed(**values: object) -> StreamObservation:
     """A stream that works, but for `values`."""
     fields: dict[str, object] = {"connected": True, "batches": 1, "encoding": "map", "mine": stored(), "replays": True}
-    return Heard(SOURCE, **{**fields, **values})  # type: ignore[arg-type]
+    return StreamObservation(SOURCE, **{**fields, **values})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("stream", "severity", "said"),
     [
-        (heard(), Severity.OK, "blocks of 16 tokens, encoded as maps"),
-        (heard(encoding="array"), Severity.OK, "encoded as arrays"),
-        (heard(connected=False, mine=None), Severity.PROBLEM, "cannot subscribe to its KV events at tcp://"),
-        (heard(mine=None, batches=3), Severity.PROBLEM, "published no KV event of a prompt it computed (3 batches"),
-        (heard(malformed=2), Severity.PROBLEM, "2 KV events could not be read"),
-        (heard(replays=False), Severity.WARNING, "replay socket tcp://127.0.0.1:5558 does not answer"),
-        (heard(replays=None), Severity.WARNING, "offers no replay"),
-        (heard(mine=stored(block=8)), Severity.WARNING, "blocks of 8 tokens, its /metrics say 16"),
-        (heard(mine=stored(kind="mamba")), Severity.WARNING, "of the kind 'mamba'"),
+        (observed(), Severity.OK, "blocks of 16 tokens, encoded as maps"),
+        (observed(encoding="array"), Severity.OK, "encoded as arrays"),
+        (observed(connected=False, mine=None), Severity.PROBLEM, "cannot subscribe to its KV events at tcp://"),
+        (observed(mine=None, batches=3), Severity.PROBLEM, "published no KV event of a prompt it computed (3 batches"),
+        (observed(malformed=2), Severity.PROBLEM, "2 KV events could not be read"),
+        (observed(replays=False), Severity.WARNING, "replay socket tcp://127.0.0.1:5558 does not answer"),
+        (observed(replays=None), Severity.WARNING, "offers no replay"),
+        (observed(mine=stored(block=8)), Severity.WARNING, "blocks of 8 tokens, its /metrics say 16"),
+        (observed(mine=stored(kind="mamba")), Severity.WARNING, "of the kind 'mamba'"),
     ],
 )
-def test_kv_events(stream: Heard, severity: Severity, said: str) -> None:
+def test_kv_events(stream: StreamObservation, severity: Severity, said: str) -> None:
     """One stream's fault is named, the worst first."""
-    found = list(event_findings("endpoint a", trial(after=ON, heard=(stream,))))
+    found = list(judge_events("endpoint a", trial(after=ON, observed=(stream,))))
     assert any(one.severity is severity and said in one.what for one in found), found
     assert len([one for one in found if one.severity is not Severity.OK]) == (severity is not Severity.OK)
 
 
 def test_kv_events_that_nothing_can_be_matched_with() -> None:
     """Neither the answer nor `/tokenize` told the prompt's ids."""
-    seen = trial(ids=(), tokenized=ClientTimeout("late"), heard=(heard(mine=None),))
-    assert [one.what for one in event_findings("e", seen)] == [
+    seen = trial(ids=(), tokenized=ClientTimeout("late"), observed=(observed(mine=None),))
+    assert [one.what for one in judge_events("e", seen)] == [
         "KV events cannot be matched: nothing tells the prompt's tokens"
     ]
 
@@ -142,7 +140,7 @@ def test_kv_events_that_nothing_can_be_matched_with() -> None:
 )
 def test_time_budget(lookups: list[float], tokenize: float, severity: Severity, said: str) -> None:
     """LookupClient, and tokenize before them, against the routing deadline."""
-    found = budget_finding("lmcache_endpoint", lookups, tokenize, 0.05)
+    found = judge_lookup_times("lmcache_endpoint", lookups, tokenize, 0.05)
     assert found.severity is severity
     assert said in found.what
     assert severity is Severity.OK or "lookup_routing_timeout" in found.fix
@@ -162,7 +160,7 @@ def test_time_budget(lookups: list[float], tokenize: float, severity: Severity, 
 def test_chunk_size(count: int, shorter: int, minimum: int, severity: Severity, said: str) -> None:
     """Few prompts say nothing; buckets above a chunk do not count."""
     lengths = PromptLengths(count, ((200.0, shorter), (500.0, count)))
-    found = chunk_finding("endpoint a", lengths, 256, minimum)
+    found = judge_chunk_size("endpoint a", lengths, 256, minimum)
     assert found.severity is severity
     assert said in found.what
 
@@ -176,15 +174,15 @@ def test_actions_that_a_controller_cannot_do() -> None:
         enable_pinning=True,
         pin_location="lmcache",
     )
-    found = list(controller_findings("lmcache", strategy, evicts=False))
+    found = list(judge_strategies("lmcache", strategy, evicts=False))
     assert [one.fix.split("`")[1] for one in found] == [
         "allow_clear: true",
         "compress_method: cachegen",
         "pin_location",
     ]
     cleared = CacheStrategySettings(enable_eviction=True, allow_clear=True, evict_location="nowhere")
-    assert ["evict_location" in one.what for one in controller_findings("lmcache", cleared, evicts=False)] == [True]
-    assert not list(controller_findings("lmcache", CacheStrategySettings(enable_eviction=True), evicts=True))
+    assert ["evict_location" in one.what for one in judge_strategies("lmcache", cleared, evicts=False)] == [True]
+    assert not list(judge_strategies("lmcache", CacheStrategySettings(enable_eviction=True), evicts=True))
 
 
 def test_configuration_problems_keep_their_severity() -> None:
@@ -194,13 +192,13 @@ def test_configuration_problems_keep_their_severity() -> None:
         Problem("", "doubtful", severity="warning"),
         Problem("c", "so", "", "note"),
     ]
-    found = list(configuration_findings(problems))
+    found = list(convert_problems(problems))
     assert [one.severity for one in found] == [Severity.PROBLEM, Severity.WARNING, Severity.OK]
     assert [one.where for one in found] == ["a", "configuration", "c"]
     assert found[0].fix == "do this"
     assert found[1].fix == ""
     placed = Problem("a", "bad", file="config.yaml", line=3, column=1)
-    assert [one.where for one in configuration_findings([placed])] == ["config.yaml:3:1: a"]
+    assert [one.where for one in convert_problems([placed])] == ["config.yaml:3:1: a"]
 
 
 EXPOSITION = b"""\
@@ -221,9 +219,9 @@ vllm:request_prompt_tokens_bucket{engine="1",le="500.0"} broken
 
 def test_figures_of_an_exposition() -> None:
     """Summed over ranks; labels and time stamps or not; unreadable lines are passed over."""
-    assert counters(EXPOSITION) == Counters((120.0, 8.0, 0.25))
-    assert counters(b"vllm:prompt_tokens_total 5\n") is None
-    lengths = prompt_lengths(EXPOSITION)
+    assert parse_counters(EXPOSITION) == Counters((120.0, 8.0, 0.25))
+    assert parse_counters(b"vllm:prompt_tokens_total 5\n") is None
+    lengths = parse_prompt_lengths(EXPOSITION)
     assert lengths.count == 5
     assert lengths.share_below(256) == 4 / 5
     assert lengths.share_below(100) == 0.0
@@ -234,9 +232,9 @@ def test_the_same_growing_figures() -> None:
     """Two readings that overlap in every figure are one engine's, idle or busy."""
     idle = Counters((1.0, 2.0)), Counters((1.0, 2.0))
     busy = Counters((1.0, 1.5)), Counters((3.0, 2.5))
-    assert overlap(idle, idle)
-    assert overlap(idle, busy)
-    assert not overlap(idle, (Counters((1.0, 2.1)), Counters((1.0, 2.5))))
+    assert may_be_one(idle, idle)
+    assert may_be_one(idle, busy)
+    assert not may_be_one(idle, (Counters((1.0, 2.1)), Counters((1.0, 2.5))))
     assert not Counters((0.0, 1.0)).used
 
 
@@ -253,4 +251,4 @@ def test_the_same_growing_figures() -> None:
 )
 def test_length_of_the_trial(plan: TrialPlan, seen: EngineMetrics | None, longest: int | None, words: int) -> None:
     """Two blocks, two chunks where lookups are made, no more than half of the context, and never much."""
-    assert words_for(plan, seen, longest) == words
+    assert count_words(plan, seen, longest) == words

@@ -296,7 +296,7 @@ async def test_a_pick_that_cannot_be_counted_harms_nothing(caplog: pytest.LogCap
     async with serve(engine) as url, running_proxy({"a": url}) as proxy:
         service(proxy).__class__ = Stumbling
         assert await ask(proxy, TURN) == "a"
-    assert "this pick is not counted" in caplog.text
+    assert "KvCacheLearning at `placed`" in caplog.text
 
 
 async def test_it_starts_and_ends_with_the_proxy() -> None:
@@ -344,10 +344,10 @@ async def test_facts_and_preference_are_refreshed_when_the_router_asks(
     exchange = Exchange.of(scope, now=0.0)
     exchange.inference, exchange.body = request(), b"{}"
     await call(app, scope)
-    assert exchange.refresh is not None
-    exchange.refresh(exchange)
+    assert exchange.facts_source is not None
+    exchange.facts_source(exchange)
     assert exchange.facts is not None
     for _ in range(2):
         assert (exchange.facts.prompt_tokens, exchange.preferred) == (7, "b" if prefers_match else None)
-        exchange.refresh(exchange)
+        exchange.facts_source(exchange)
     assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]

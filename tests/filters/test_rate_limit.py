@@ -12,6 +12,7 @@ from kvproxy.errors import ConfigError
 from kvproxy.filters.chain import FilterContext
 from kvproxy.filters.rate_limit import bucket_key, build, tokens_used
 from kvproxy.request.exchange import Exchange
+from kvproxy.request.observer import RequestObserver, notify
 from kvproxy.types import InferenceRequest, Prompt, RequestKind
 from tests.support.asgi import Inner, Reply, call, http_scope
 from tests.support.clock import FakeClock
@@ -29,7 +30,7 @@ async def from_tenant(app: ASGIApp, tenant: str) -> Reply:
 
 
 class Engine:
-    """Ends each request as the router does: sets the outcome, then calls on_complete."""
+    """Ends each request as the router does: sets the outcome, then tells the observers."""
 
     def __init__(self, **outcome: Any) -> None:
         self.outcome = {"end": "completed", "status": 200, **outcome}
@@ -43,8 +44,7 @@ class Engine:
         for name, value in self.outcome.items():
             setattr(exchange.outcome, name, value)
         await Inner(chunks=self.chunks, headers=self.headers)(scope, receive, send)
-        for done in exchange.on_complete:
-            done(exchange)
+        notify(RequestObserver.finished, exchange, FakeClock()())
 
 
 async def test_requests_over_the_limit_wait_for_their_turn(clock: FakeClock) -> None:

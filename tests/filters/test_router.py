@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from kvproxy.app import Proxy
-from kvproxy.config.load import load_mapping
+from kvproxy.config.load import load_config
 from kvproxy.filters.chain import FilterContext, FilterType
 from kvproxy.listener.server import Server, serve
 from kvproxy.request.exchange import Exchange
+from kvproxy.request.observer import RequestObserver
 from tests.support.fake_engine import FakeEngine
 from tests.support.proxy import chat, running_proxy
 
@@ -49,35 +50,36 @@ async def test_without_any_engine_there_is_no_model_list() -> None:
 
 
 def build_troublesome(inner: Any, settings: object, context: FilterContext) -> Any:
-    """A filter that asks to be told of the end, and fails when it is."""
+    """A filter whose observer fails when it is told of the end."""
 
-    def fails(exchange: Exchange) -> None:
-        raise ZeroDivisionError
+    class Fails(RequestObserver):
+        def finished(self, exchange: Exchange, now: float) -> None:
+            raise ZeroDivisionError
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         exchange = Exchange.of(scope, now=context.clock())
-        exchange.on_complete.append(fails)
+        exchange.observers.append(Fails())
         await inner(scope, receive, send)
 
     return app
 
 
-async def test_a_completion_callback_that_fails_is_logged_and_nothing_more(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_observer_that_fails_is_logged_and_nothing_more(caplog: pytest.LogCaptureFixture) -> None:
     """Somebody else's mistake must not cost an answer."""
     extra = {"troublesome": FilterType(None, build_troublesome)}
     async with serve(FakeEngine("a")) as url:
         raw = {"endpoints": {"a": url}, "health": {"active": False}, "filters": ["troublesome", "router"]}
-        config = load_mapping(raw, extra_filters={"troublesome": None})
+        config = load_config(raw, extra_filters={"troublesome": None})
         async with Proxy(config, extra_filters=extra) as proxy, Server(proxy) as server:
             status = await raw_get(server.port, "/v1/responses/1")
     assert status == b"HTTP/1.1 200 OK"
-    assert "a completion callback failed" in caplog.text
+    assert "an observer of requests failed: Fails at `finished`" in caplog.text
 
 
 async def test_the_proxy_runs_under_somebody_elses_lifespan() -> None:
     """`uvicorn module:app` enters it and leaves it; other scopes than http are left alone."""
     async with serve(FakeEngine("a")) as url:
-        proxy = Proxy(load_mapping({"endpoints": {"a": url}, "health": {"interval": "50ms"}}))
+        proxy = Proxy(load_config({"endpoints": {"a": url}, "health": {"interval": "50ms"}}))
         inbox: asyncio.Queue[dict[str, str]] = asyncio.Queue()
         sent: list[str] = []
 

@@ -121,7 +121,7 @@ def test_the_score_is_by_endpoint_and_source() -> None:
     count(scores, endpoint="b", cached=5000)
     found = {
         (name, labels["endpoint"], labels.get("result")): value
-        for metric in (metrics.kv_predictions, metrics.kv_predicted_tokens, metrics.kv_reused_tokens)
+        for metric in (metrics.kvcache.predictions, metrics.kvcache.predicted_tokens, metrics.kvcache.reused_tokens)
         for family in metric.collect()
         for name, labels, value, *_ in family.samples
         if value
@@ -152,6 +152,6 @@ def test_an_endpoint_that_left_takes_its_series_along() -> None:
     for endpoint in "ab":
         count(scores, endpoint=endpoint)
     scores.keep({("default", B)})
-    shown = {labels["endpoint"] for family in metrics.kv_predictions.collect() for _, labels, *_ in family.samples}
+    shown = {labels["endpoint"] for family in metrics.kvcache.predictions.collect() for _, labels, *_ in family.samples}
     assert shown == {"b"}
     assert [labels[1] for labels, _ in scores.alarm_series()] == ["b"]

@@ -213,7 +213,7 @@ async def test_a_lookup_that_keeps_being_wrong_is_believed_less_about_that_endpo
         assert facts.matched_tokens(A) == pytest.approx(facts.matched_tokens(B) / 2, abs=1)
         at = {"cluster": "default", "source": "lmcache_controller"}
         assert service.metric("kvproxy_kvcache_trust_ratio", **at, endpoint="a") == pytest.approx(0.5, abs=0.01)
-        shown = {labels["endpoint"] for one in service.metrics.kv_trust.collect() for _, labels, *_ in one.samples}
+        shown = {labels["endpoint"] for one in service.metrics.kvcache.trust.collect() for _, labels, *_ in one.samples}
         assert shown == {"a"}
 
 

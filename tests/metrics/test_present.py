@@ -7,9 +7,9 @@ import asyncio
 from prometheus_client import CollectorRegistry, generate_latest
 
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.metrics.collectors import CallbackGauge
 from kvproxy.metrics.hit_window import HitWindow
 from kvproxy.metrics.loop_lag import LoopLag
-from kvproxy.metrics.reading import Reading
 from tests.support.clock import FakeClock
 
 
@@ -24,7 +24,7 @@ def test_a_window_forgets_what_slid_out() -> None:
 def test_a_reading_shows_what_there_is_at_the_scrape() -> None:
     """Series come and go with what is read; only the last source is asked."""
     registry = CollectorRegistry()
-    reading = Reading("x_level", "Level", ["tank"], registry=registry)
+    reading = CallbackGauge("x_level", "Level", ["tank"], registry=registry)
     assert b"x_level{" not in generate_latest(registry)
     tanks = {"a": 1.0, "b": 2.0}
     reading.read(lambda: [(("gone",), 9.0)])

@@ -45,7 +45,7 @@ class Engine:
 
     def serve(self, prompt: array[int]) -> int:
         """Leading blocks that were reused."""
-        reused = self.cache.match(prompt, len(prompt) - 1)
+        reused = self.cache.match_prefix(prompt, len(prompt) - 1)
         held = self.cache.acquire(prompt, reused)
         fresh = self.cache.allocate(len(prompt) - reused)
         self.cache.store(fresh, BlockStored(tuple(prompt[reused:]), None))

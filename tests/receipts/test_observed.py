@@ -7,29 +7,49 @@ import random
 import pytest
 
 from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.decision import Sight
 from kvproxy.cluster.pick import AttemptOutcome
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings, PolicyName
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.receipts.observed import MAX_ATTEMPTS, MAX_CANDIDATES, Observed
+from kvproxy.receipts.observed import MAX_ATTEMPTS, MAX_CANDIDATES, AttemptLog
+from kvproxy.request.exchange import Exchange
+from kvproxy.request.observer import RequestObserver, notify
 from kvproxy.routing.policy import OverlapFacts, PickRequest
 from tests.support.clock import FakeClock
 
 
 def cluster(clock: FakeClock, count: int, policy: str) -> Cluster:
     """So many endpoints."""
-    endpoints = tuple(schema.EndpointSettings(id=f"e{n}", url=f"http://127.0.0.1:{1000 + n}") for n in range(count))
-    settings = schema.ClusterSettings(policy=schema.PolicyName(policy), endpoints=endpoints)
+    endpoints = tuple(EndpointSettings(id=f"e{n}", url=f"http://127.0.0.1:{1000 + n}") for n in range(count))
+    settings = ClusterSettings(policy=PolicyName(policy), endpoints=endpoints)
     return Cluster("c", settings, metrics=Metrics(), clock=clock, rng=random.Random(1))
+
+
+class Told:
+    """What a cluster decides reaches the observers of an exchange."""
+
+    def __init__(self, *observers: RequestObserver) -> None:
+        self.exchange = Exchange(received_at=0.0)
+        self.exchange.observers += observers
+
+    def placed(self, decision: Sight, now: float) -> None:
+        notify(RequestObserver.placed, self.exchange, decision, now)
+
+    def refused(self, reason: str, now: float) -> None:
+        notify(RequestObserver.refused, self.exchange, reason, now)
+
+    def failed(self, reason: str) -> None:
+        notify(RequestObserver.attempt_failed, self.exchange, reason, 0.0)
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "kv_aware"])
 def test_of_many_candidates_the_chosen_and_the_cheapest_are_noted(clock: FakeClock, policy: str) -> None:
     """And how many were left out."""
-    pool, observed = cluster(clock, MAX_CANDIDATES + 10, policy), Observed()
+    pool, observed = cluster(clock, MAX_CANDIDATES + 10, policy), AttemptLog()
     facts = OverlapFacts(1000)
     for _ in range(MAX_CANDIDATES + 5):
-        observed = Observed()
-        assert pool.pick(PickRequest(facts=facts, witness=observed), now=clock()) is not None
+        observed = AttemptLog()
+        assert pool.pick(PickRequest(facts=facts, witness=Told(observed)), now=clock()) is not None
     (placed,) = observed.decisions
     assert len(placed.candidates) == MAX_CANDIDATES
     assert placed.left_out == 10
@@ -38,23 +58,23 @@ def test_of_many_candidates_the_chosen_and_the_cheapest_are_noted(clock: FakeClo
 
 def test_attempts_are_bounded(clock: FakeClock) -> None:
     """A retry loop must not grow a receipt without end."""
-    pool, observed = cluster(clock, 1, "round_robin"), Observed()
+    pool, observed = cluster(clock, 1, "round_robin"), AttemptLog()
     for _ in range(MAX_ATTEMPTS + 3):
-        pick = pool.pick(PickRequest(witness=observed), now=clock())
+        pick = pool.pick(PickRequest(witness=Told(observed)), now=clock())
         assert pick is not None
-        observed.failed("connect_error")
+        Told(observed).failed("connect_error")
         pick.settle(AttemptOutcome.BUSY, clock())
-        pool.pick(PickRequest(witness=observed, excluded=frozenset({pick.endpoint.id})), now=clock())
+        pool.pick(PickRequest(witness=Told(observed), excluded=frozenset({pick.endpoint.id})), now=clock())
     assert len(observed.decisions) == len(observed.refusals) == MAX_ATTEMPTS
     assert all(one.failure == "connect_error" for one in observed.decisions)
 
 
 def test_loads_are_those_before_the_reservation(clock: FakeClock) -> None:
     """The decision was made without the request's own load."""
-    pool, observed = cluster(clock, 1, "kv_aware"), Observed()
+    pool, observed = cluster(clock, 1, "kv_aware"), AttemptLog()
     pool.pick(PickRequest(facts=OverlapFacts(300)), now=clock())
     clock.advance(0.01)
-    pool.pick(PickRequest(facts=OverlapFacts(700), witness=observed), now=clock())
+    pool.pick(PickRequest(facts=OverlapFacts(700), witness=Told(observed)), now=clock())
     (candidate,) = observed.decisions[0].candidates
     assert (candidate.in_flight, candidate.pending_requests, candidate.pending_tokens) == (1, 1, 300)
     assert candidate.work[1] == candidate.head[1] == 300
@@ -63,15 +83,15 @@ def test_loads_are_those_before_the_reservation(clock: FakeClock) -> None:
 
 def test_a_failure_before_any_placement_is_nobodys(clock: FakeClock) -> None:
     """Nothing to note, nothing raised."""
-    observed = Observed()
-    observed.failed("connect_error")
+    observed = AttemptLog()
+    Told(observed).failed("connect_error")
     assert observed.decisions == []
 
 
 def test_a_decision_that_cannot_be_noted_harms_no_request(clock: FakeClock, caplog: pytest.LogCaptureFixture) -> None:
     """It is missing on the receipt, and that is said."""
-    pool, observed = cluster(clock, 2, "kv_aware"), Observed()
+    pool, observed = cluster(clock, 2, "kv_aware"), AttemptLog()
     pool.speeds = object()  # type: ignore[assignment]
-    assert pool.pick(PickRequest(witness=observed), now=clock()) is not None
+    assert pool.pick(PickRequest(witness=Told(observed)), now=clock()) is not None
     assert observed.decisions == []
-    assert "a decision is missing on its receipt" in caplog.text
+    assert "an observer of requests failed: AttemptLog at `placed`" in caplog.text

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.metrics.counting import Tally
+from kvproxy.metrics.collectors import CounterCell
 from kvproxy.receipts.files import RotatingFile
 from kvproxy.receipts.writer import SLICE, Writer
 
@@ -17,7 +17,7 @@ class Bench:
     """A writer of numbers over a file, which can be held."""
 
     def __init__(self, path: Path, *, limit: int = 1000, interval_s: float = 0.001) -> None:
-        self.written, self.dropped, self.failed = Tally(), Tally(), Tally()
+        self.written, self.dropped, self.failed = CounterCell(), CounterCell(), CounterCell()
         self.gate = threading.Event()
         self.gate.set()
         self.path = path

@@ -15,7 +15,7 @@ from kvproxy.replay.live_report import report_of
 from kvproxy.replay.settings import Pace
 from kvproxy.replay.trace import Trace, parse_trace
 from kvproxy.simulator.engine_io import EngineSettings
-from kvproxy.simulator.fleet import Fleet, FleetSettings, engines_like
+from kvproxy.simulator.fleet import Fleet, FleetSettings, clone_engines
 from kvproxy.simulator.vllm_settings import VllmSettings
 from tests.replay.traces import lines
 from tests.support.loopback import Server
@@ -59,7 +59,7 @@ async def engines() -> AsyncIterator[Engines]:
     """Two of them."""
     settings = VllmSettings(model="tiny", engine=EngineSettings(8192, 16, token_outputs=True))
     async with contextlib.AsyncExitStack() as stack:
-        fleet = await stack.enter_async_context(Fleet(FleetSettings(engines_like(settings, 2), controller=None)))
+        fleet = await stack.enter_async_context(Fleet(FleetSettings(clone_engines(settings, 2), controller=None)))
         servers = {n: await stack.enter_async_context(Server(app)) for n, app in fleet.engines.items()}
         yield Engines({name: server.url for name, server in servers.items()})
 

@@ -24,7 +24,7 @@ def exchange(*, received_at: float = 10.0, **outcome: object) -> Exchange:
 def test_what_is_kept() -> None:
     """Who, where, how long, and the match where the request went, never longer than the prompt."""
     recent = RecentDecisions()
-    recent.record(exchange(ttft_s=0.5), 12.0)
+    recent.finished(exchange(ttft_s=0.5), 12.0)
     [decision] = recent.latest()
     assert (decision.ended_at, decision.duration_s, decision.request_id, decision.tenant) == (12.0, 2.0, "r1", "alice")
     assert (decision.model, decision.prompt_tokens, decision.matched_tokens) == ("m", 100, 100)
@@ -36,9 +36,9 @@ def test_requests_of_which_little_is_known() -> None:
     recent = RecentDecisions()
     bare = exchange(endpoint=None, end="local_reply")
     bare.inference = None
-    recent.record(bare, 11.0)
+    recent.finished(bare, 11.0)
     bare.facts = None
-    recent.record(bare, 12.0)
+    recent.finished(bare, 12.0)
     newest, older = recent.latest()
     assert (newest.model, newest.prompt_tokens, newest.matched_tokens) == ("", 0, 0)
     assert (older.prompt_tokens, older.matched_tokens) == (100, 0)
@@ -51,7 +51,7 @@ def test_it_is_bounded_and_lets_prompts_go() -> None:
     for number in range(5):
         one = exchange()
         one.request_id = str(number)
-        recent.record(one, 11.0)
+        recent.finished(one, 11.0)
     del one
     assert [decision.request_id for decision in recent.latest()] == ["4", "3"]
     assert len(recent) == 2
@@ -64,7 +64,7 @@ def test_decisions_have_numbers() -> None:
     for number in range(1, 4):
         one = exchange()
         one.request_id = f"r{number}"
-        recent.record(one, 11.0)
+        recent.finished(one, 11.0)
     assert [decision.number for decision in recent.latest()] == [3, 2]
     found = {number: recent.numbered(number) for number in (-1, 0, 1, 2, 3, 4)}
     assert {number: one.request_id for number, one in found.items() if one is not None} == {2: "r2", 3: "r3"}
@@ -75,7 +75,7 @@ def test_of_large_fleets_only_the_match_where_it_went_is_kept() -> None:
     recent = RecentDecisions()
     one = exchange()
     one.facts = OverlapFacts(100, {EndpointId(str(n)): Overlap(1) for n in range(MAX_REMEMBERED)} | {A: Overlap(64)})
-    recent.record(one, 11.0)
+    recent.finished(one, 11.0)
     [decision] = recent.latest()
     assert (decision.matched_tokens, set(decision.facts.by_endpoint)) == (64, {A})
 
@@ -84,7 +84,7 @@ def test_the_tally_counts_all_and_starts_over() -> None:
     """Also those no longer kept."""
     recent = RecentDecisions(limit=1)
     for end in ("completed", "completed", "upstream_died"):
-        recent.record(exchange(end=end), 11.0)
+        recent.finished(exchange(end=end), 11.0)
     assert recent.take_tally() == {("c", A, "ok"): 2, ("c", A, "failed"): 1}
     assert recent.take_tally() == {}
 
@@ -101,5 +101,5 @@ def test_first_bytes_since_a_moment() -> None:
     ):
         one = exchange(ttft_s=ttft_s)
         one.inference = InferenceRequest(RequestKind.CHAT, "m", Prompt(b"", ()), stream=stream)
-        recent.record(one, at)
+        recent.finished(one, at)
     assert recent.ttfts_since(10.0) == [0.3, 0.2]

@@ -21,17 +21,17 @@ def test_match_is_the_longest_contiguous_prefix() -> None:
     """A hole ends the match, whatever is held behind it."""
     cache = BlockCache(8)
     hold(cache, [1, 2, 4])
-    assert cache.match([1, 2, 3, 4], 4) == 2
-    assert cache.match([2, 1], 2) == 2
-    assert cache.match([9], 1) == 0
+    assert cache.match_prefix([1, 2, 3, 4], 4) == 2
+    assert cache.match_prefix([2, 1], 2) == 2
+    assert cache.match_prefix([9], 1) == 0
 
 
 def test_match_respects_its_limit_and_the_end_of_the_prompt() -> None:
     """No more than `limit` blocks are reported, and no more than were asked for."""
     cache = BlockCache(8)
     hold(cache, [1, 2, 3])
-    assert cache.match([1, 2, 3], 2) == 2
-    assert cache.match([1], 5) == 1
+    assert cache.match_prefix([1, 2, 3], 2) == 2
+    assert cache.match_prefix([1], 5) == 1
 
 
 def test_usage_counts_running_blocks_only() -> None:
@@ -75,7 +75,7 @@ def test_a_hit_protects_blocks_until_their_last_user_left() -> None:
     assert cache.free_blocks == 2
     cache.release(second)
     assert cache.free_blocks == 4
-    assert cache.idle_among([1, 2], 2) == 2
+    assert cache.count_idle([1, 2], 2) == 2
 
 
 def test_evicting_one_of_two_copies_is_announced_while_the_other_serves() -> None:
@@ -107,7 +107,7 @@ def test_clear_forgets_everything_and_says_so_once() -> None:
     cache.take_events()
     assert cache.clear()
     assert cache.take_events() == [AllBlocksCleared()]
-    assert cache.match([1], 1) == 0
+    assert cache.match_prefix([1], 1) == 0
     cache.allocate(4)
     assert cache.take_events() == []
 
@@ -142,8 +142,8 @@ def test_events_replay_to_what_is_held() -> None:
     running: list[list[int]] = []
     for _ in range(2000):
         prompt = [rng.randrange(4) * 100 + depth for depth in range(rng.randrange(1, 9))]
-        hits = cache.match(prompt, len(prompt) - 1)
-        if len(prompt) - hits + cache.idle_among(prompt, hits) <= cache.free_blocks:
+        hits = cache.match_prefix(prompt, len(prompt) - 1)
+        if len(prompt) - hits + cache.count_idle(prompt, hits) <= cache.free_blocks:
             blocks = cache.acquire(prompt, hits)
             fresh = cache.allocate(len(prompt) - hits)
             cache.store(fresh, BlockStored(tuple(prompt[hits:]), prompt[hits - 1] if hits else None))

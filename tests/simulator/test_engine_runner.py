@@ -11,7 +11,7 @@ import pytest
 
 from kvproxy.simulator.engine import Engine
 from kvproxy.simulator.engine_io import EngineOutput, SimRequest
-from kvproxy.simulator.engine_runner import EngineRunner, Generation
+from kvproxy.simulator.engine_runner import EngineRunner, SequenceProgress
 from kvproxy.simulator.kv_event import BlockStored, KvEvent
 from tests.simulator.support import FAST
 
@@ -26,7 +26,7 @@ class Heard:
     async def on_events(self, events: Sequence[KvEvent]) -> None:
         self.events += events
 
-    def on_output(self, generation: Generation, output: EngineOutput) -> None:
+    def on_output(self, generation: SequenceProgress, output: EngineOutput) -> None:
         self.outputs.append(output)
 
 
@@ -40,9 +40,9 @@ async def test_tokens_arrive_and_events_before_them() -> None:
     """The state of a generation is always the latest."""
     heard = Heard()
     async with runner(heard) as running:
-        with running.running([SimRequest("a", [1, 2], 70, 3)]) as group:
+        with running.run_requests([SimRequest("a", [1, 2], 70, 3)]) as group:
             while not group.ended:
-                await group.changed()
+                await group.wait_for_change()
             assert group.members[0].generated == 3
             assert not group.failed
     assert heard.events == [BlockStored((1, 2), None)]
@@ -51,20 +51,20 @@ async def test_tokens_arrive_and_events_before_them() -> None:
 async def test_what_can_never_fit_fails() -> None:
     """A rejected request ends its generation instead of leaving it waiting."""
     async with runner(Heard(), capacity_blocks=1) as running:
-        with running.running([SimRequest("a", [], 700, 3)]) as group:
-            await group.changed()
+        with running.run_requests([SimRequest("a", [], 700, 3)]) as group:
+            await group.wait_for_change()
             assert group.failed
 
 
 async def test_leaving_cancels() -> None:
     """The block's end frees the memory, also of outputs that come too late."""
     async with runner(Heard()) as running:
-        with running.running([SimRequest("a", [1], 40, 10**6)]):
+        with running.run_requests([SimRequest("a", [1], 40, 10**6)]):
             await asyncio.sleep(0)
         assert running.engine.load.running == running.engine.load.waiting == 0
-        with running.running([SimRequest("a", [1], 40, 2)]) as group:
+        with running.run_requests([SimRequest("a", [1], 40, 2)]) as group:
             while not group.ended:
-                await group.changed()
+                await group.wait_for_change()
 
 
 async def test_leaving_before_entering_is_harmless() -> None:
@@ -76,13 +76,13 @@ async def test_a_defect_in_the_loop_is_not_silent() -> None:
     """Whoever waits is told at once, and leaving raises what went wrong."""
 
     class Broken(Heard):
-        def on_output(self, generation: Generation, output: EngineOutput) -> None:
+        def on_output(self, generation: SequenceProgress, output: EngineOutput) -> None:
             raise RuntimeError("broken")
 
     running = runner(Broken())
     await running.__aenter__()
-    with running.running([SimRequest("a", [1], 40, 2)]) as group:
-        await group.changed()
+    with running.run_requests([SimRequest("a", [1], 40, 2)]) as group:
+        await group.wait_for_change()
         assert group.failed
     with pytest.raises(RuntimeError, match="broken"):
         await running.__aexit__(None, None, None)

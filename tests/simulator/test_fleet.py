@@ -6,7 +6,7 @@ import contextlib
 
 import httpx
 
-from kvproxy.simulator.fleet import Fleet, FleetSettings, engines_like
+from kvproxy.simulator.fleet import Fleet, FleetSettings, clone_engines
 from kvproxy.simulator.lmcache_controller import ControllerSettings
 from kvproxy.simulator.lmcache_coordinator import CoordinatorSettings
 from kvproxy.simulator.lmcache_worker import CPU, WorkerSettings
@@ -18,7 +18,7 @@ PROMPT = list(range(600))
 
 async def test_what_an_engine_computed_is_found_through_lmcache() -> None:
     """A prompt sent to one engine: the controller names it, the coordinator places it."""
-    settings = FleetSettings(engines_like(TINY, 2), coordinator=CoordinatorSettings())
+    settings = FleetSettings(clone_engines(TINY, 2), coordinator=CoordinatorSettings())
     async with contextlib.AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(Fleet(settings))
         urls = [await stack.enter_async_context(serve(app)) for app in fleet.engines.values()]
@@ -38,11 +38,11 @@ async def test_what_an_engine_computed_is_found_through_lmcache() -> None:
 async def test_services_are_optional_and_workers_may_be_given() -> None:
     """Settings of one worker are kept, the others get the default host memory."""
     given = ControllerSettings(workers=(WorkerSettings("sim-0", capacity_chunks=3),))
-    fleet = Fleet(FleetSettings(engines_like(TINY, 2), controller=given, host_chunks=7))
+    fleet = Fleet(FleetSettings(clone_engines(TINY, 2), controller=given, host_chunks=7))
     assert fleet.controller is not None
     workers = fleet.controller.controller.workers
     assert {name: worker.settings.capacity_chunks for name, worker in workers.items()} == {"sim-0": 3, "sim-1": 7}
-    async with Fleet(FleetSettings(engines_like(TINY, 1), controller=None)) as bare:
+    async with Fleet(FleetSettings(clone_engines(TINY, 1), controller=None)) as bare:
         assert (bare.controller, bare.coordinator) == (None, None)
         async with serve(bare.engines["sim-0"]) as url, httpx.AsyncClient(trust_env=False) as client:
             reply = await client.post(f"{url}/v1/completions", json={"prompt": "Hello", "max_tokens": 1})

@@ -13,8 +13,7 @@ import zmq
 import zmq.asyncio
 
 from kvproxy.simulator.kv_event import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
-from kvproxy.simulator.kv_event_publisher import KvEventPublisher, PublisherSettings
-from kvproxy.simulator.kv_event_wire import EventEncoder, EventEncoding
+from kvproxy.simulator.kv_event_publisher import EventEncoder, EventEncoding, KvEventPublisher, PublisherSettings
 from tests.simulator.support import FIXTURES, Running, engine, shape
 
 EVENTS = FIXTURES / "vllm_events"
@@ -65,7 +64,7 @@ def test_the_same_bytes_as_vllm(name: str) -> None:
         pairs = [read_event(event) for event in events]
         size = max(size for _, size in pairs)
         encoder = EventEncoder(block_size=size, encoding=ENCODINGS[name])
-        assert encoder.payload([event for event, _ in pairs], ts=ts, rank=rank) == raw
+        assert encoder.encode_payload([event for event, _ in pairs], ts=ts, rank=rank) == raw
         compared += 1
     assert compared >= 4
 
@@ -77,7 +76,7 @@ def test_hashes_as_bytes() -> None:
     stored = next(event for event in events if event["type"] == "BlockStored")
     ours = BlockStored((5,), 4, tuple(stored["token_ids"]), extra_keys=(None,))
     encoder = EventEncoder(block_size=stored["block_size"], bytes_hashes=True)
-    _ts, [mine], _rank = msgspec.msgpack.decode(encoder.payload([ours], ts=1.0))
+    _ts, [mine], _rank = msgspec.msgpack.decode(encoder.encode_payload([ours], ts=1.0))
     assert {**shape(mine), "parent_block_hash": "x"} == {**shape(stored), "parent_block_hash": "x"}
     assert mine["parent_block_hash"] == (4).to_bytes(16, "big")
     assert len(stored["block_hashes"][0]) == len(mine["block_hashes"][0]) == 16

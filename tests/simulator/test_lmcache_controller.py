@@ -40,7 +40,7 @@ class Controller:
         count: int = answer["num_tokens"]
         return count
 
-    async def layout(self, tokens: list[int]) -> Any:
+    async def find_layout(self, tokens: list[int]) -> Any:
         """layout_info of a lookup."""
         return (await self.post("/lookup", {"tokens": tokens}))[1]["layout_info"]
 
@@ -76,9 +76,9 @@ async def test_pixiu_shape_has_objects_and_an_evict() -> None:
     """The switch for what Dubbo-go-Pixiu believes in."""
     async with controller(pixiu_shape=True) as running:
         await admit(running, "a", TOKENS)
-        assert await running.layout(TOKENS) == {"a": {"0": CPU, "1": 1024}}
+        assert await running.find_layout(TOKENS) == {"a": {"0": CPU, "1": 1024}}
         assert await running.tokens("/evict", tokens=TOKENS, instance_id="a") == 1024
-        assert await running.layout(TOKENS) == {}
+        assert await running.find_layout(TOKENS) == {}
 
 
 async def test_there_is_no_evict() -> None:
@@ -92,7 +92,7 @@ async def test_nothing_matches_below_a_chunk(tokens: list[int]) -> None:
     """Only full chunks of 256 tokens are known."""
     async with controller() as running:
         await admit(running, "a", TOKENS)
-        assert await running.layout(tokens) == {}
+        assert await running.find_layout(tokens) == {}
 
 
 async def test_replicas_are_invisible() -> None:
@@ -100,7 +100,7 @@ async def test_replicas_are_invisible() -> None:
     async with controller() as running:
         for name in ("b", "a"):
             await admit(running, name, TOKENS)
-        assert await running.layout(TOKENS) == {"a": [CPU, 1024]}
+        assert await running.find_layout(TOKENS) == {"a": [CPU, 1024]}
 
 
 async def test_the_number_is_no_contiguous_prefix() -> None:
@@ -109,8 +109,8 @@ async def test_the_number_is_no_contiguous_prefix() -> None:
         await admit(running, "b", TOKENS[:256])
         await admit(running, "a", TOKENS)
         store = running.app.controller.workers["a"].stores[CPU]
-        store.remove(running.app.controller.workers["b"].stores[CPU].prefix(hash_chunks(TOKENS)))
-        layout = await running.layout(TOKENS)
+        store.remove(running.app.controller.workers["b"].stores[CPU].held_prefix(hash_chunks(TOKENS)))
+        layout = await running.find_layout(TOKENS)
     assert layout == {"b": [CPU, 256], "a": [CPU, 1024]}
     assert list(layout) == ["b", "a"]
 
@@ -125,7 +125,7 @@ async def test_pin_protects_until_its_lease_lapses() -> None:
         assert (await running.client.get("/sim/state")).json()["workers"]["a"]["pinned"][CPU] == 2
         clock.advance(301.0)
         assert await running.tokens("/clear", instance_id="a", location=CPU) == 512
-        assert await running.layout(TOKENS) == {}
+        assert await running.find_layout(TOKENS) == {}
 
 
 async def test_a_wrong_location_is_no_error() -> None:
@@ -143,7 +143,7 @@ async def test_a_full_store_evicts_the_oldest_unpinned() -> None:
         await admit(running, "a", TOKENS)
         await running.tokens("/pin", tokens=TOKENS[:512], instance_id="a", location=CPU)
         await admit(running, "a", OTHER)
-        assert await running.layout(TOKENS) == {"a": [CPU, 512]}
+        assert await running.find_layout(TOKENS) == {"a": [CPU, 512]}
         stats = (await running.client.get("/controller/key-stats")).json()
     assert stats["instances"] == [{"instance_id": "a", "key_count": 4, "worker_count": 1}]
     assert stats["total_key_count"] == 4
@@ -155,7 +155,7 @@ async def test_a_store_full_of_leases_refuses() -> None:
         await admit(running, "a", TOKENS)
         await running.tokens("/pin", tokens=TOKENS, instance_id="a", location=CPU)
         await admit(running, "a", OTHER)
-        assert await running.layout(OTHER) == {}
+        assert await running.find_layout(OTHER) == {}
 
 
 async def test_only_cachegen_compresses_and_in_place() -> None:
@@ -167,7 +167,7 @@ async def test_only_cachegen_compresses_and_in_place() -> None:
         assert await running.tokens("/compress", method="cachegen", **{**where, "tokens": None}) == 0
         assert await running.tokens("/compress", method="cachegen", **{**where, "location": "x"}) == 0
         assert await running.tokens("/compress", method="cachegen", **where) == 1024
-        assert await running.layout(TOKENS) == {"a": [CPU, 1024]}
+        assert await running.find_layout(TOKENS) == {"a": [CPU, 1024]}
         assert await running.tokens("/decompress", method="cachegen", **where) == 1024
         assert await running.tokens("/decompress", method="cachegen", **where) == 0
 
@@ -208,9 +208,9 @@ async def test_move_needs_p2p() -> None:
     async with controller(WorkerSettings("a", p2p=True), WorkerSettings("b", p2p=True)) as running:
         await admit(running, "a", TOKENS)
         assert await running.tokens("/move", **body, should_copy=True) == 1024
-        assert await running.layout(TOKENS) == {"a": [CPU, 1024]}
+        assert await running.find_layout(TOKENS) == {"a": [CPU, 1024]}
         assert await running.tokens("/move", **body) == 1024
-        assert await running.layout(TOKENS) == {"b": [CPU, 1024]}
+        assert await running.find_layout(TOKENS) == {"b": [CPU, 1024]}
 
 
 async def test_parallel_control_calls_break_each_other() -> None:
@@ -234,7 +234,7 @@ async def test_a_dead_worker_hangs_the_first_call_and_breaks_the_rest() -> None:
             continue
         clear = {"instance_id": "a", "location": CPU}
         assert await running.post("/clear", clear) == (500, {"detail": WRONG_STATE})
-        assert await running.layout(TOKENS) == {"a": [CPU, 1024]}
+        assert await running.find_layout(TOKENS) == {"a": [CPU, 1024]}
         assert not hung.done()
         await running.post("/sim/workers", {"instance_id": "a", "dead": False})
         assert (await hung)[1]["error_codes"] == {"0": 0}
@@ -323,7 +323,7 @@ async def test_registering_again_forgets_the_keys() -> None:
     async with controller() as running:
         await admit(running, "a", TOKENS)
         running.app.controller.register(WorkerSettings("a"))
-        assert await running.layout(TOKENS) == {}
+        assert await running.find_layout(TOKENS) == {}
         await running.post("/sim/workers", {"instance_id": "c", "control_s": 0.01})
         assert list(running.app.controller.workers) == ["a", "b", "c"]
 
@@ -333,4 +333,4 @@ async def test_slow_lookups_on_demand() -> None:
     async with controller() as running:
         assert (await running.post("/sim/lookup", {"lookup_s": 0.01}))[0] == 200
         assert running.app.controller.lookup_s == 0.01
-        assert await running.layout(TOKENS) == {}
+        assert await running.find_layout(TOKENS) == {}

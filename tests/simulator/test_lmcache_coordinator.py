@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.simulator.coordinator_actions import resolved
-from kvproxy.simulator.json_app import HttpError
+from kvproxy.simulator.coordinator_actions import parse_keys
+from kvproxy.simulator.http_call import HttpError
 from kvproxy.simulator.lmcache_coordinator import CoordinatorApp, CoordinatorSettings, create_coordinator_app
 from tests.support.clock import FakeClock
 from tests.support.loopback import serve
@@ -31,7 +31,7 @@ class Coordinator:
         reply = await self.client.request(method, path, json=body)
         return reply.status_code, reply.json() if reply.content else None
 
-    async def holders(self, tokens: list[int] = TOKENS, **what: Any) -> list[list[str]]:
+    async def find_holders(self, tokens: list[int] = TOKENS, **what: Any) -> list[list[str]]:
         """Who holds each chunk."""
         body = {"token_ids": tokens, "model_name": "m", **what}
         status, answer = await self.call("POST", "/directory/lookup", body)
@@ -53,17 +53,17 @@ async def test_all_holders_of_every_chunk() -> None:
     async with coordinator() as running:
         running.app.admit("mp-1", TOKENS, model_name="m")
         running.app.admit("mp-2", TOKENS[:600], model_name="m")
-        assert await running.holders() == [["mp-1", "mp-2"], ["mp-1", "mp-2"], ["mp-1"], ["mp-1"]]
-        assert await running.holders(list(range(9000, 9600))) == [[], []]
+        assert await running.find_holders() == [["mp-1", "mp-2"], ["mp-1", "mp-2"], ["mp-1"], ["mp-1"]]
+        assert await running.find_holders(list(range(9000, 9600))) == [[], []]
 
 
 async def test_model_and_salt_are_part_of_the_key() -> None:
     """Another model or tenant shares nothing; ranks multiply the results."""
     async with coordinator() as running:
         running.app.admit("mp-1", TOKENS[:256], model_name="m")
-        assert await running.holders(TOKENS[:256], model_name="other") == [[]]
-        assert await running.holders(TOKENS[:256], cache_salt="t") == [[]]
-        assert await running.holders(TOKENS[:256], world_size=2) == [["mp-1"], []]
+        assert await running.find_holders(TOKENS[:256], model_name="other") == [[]]
+        assert await running.find_holders(TOKENS[:256], cache_salt="t") == [[]]
+        assert await running.find_holders(TOKENS[:256], world_size=2) == [["mp-1"], []]
 
 
 async def test_the_shape_of_a_lookup() -> None:
@@ -100,7 +100,7 @@ async def test_refused_lookups(body: dict[str, Any], status: int) -> None:
 def test_too_many_tokens_are_refused() -> None:
     """A million tokens is the cap."""
     with pytest.raises(HttpError, match="400"):
-        resolved({"token_ids": [0] * 1_000_001, "model_name": "m"})
+        parse_keys({"token_ids": [0] * 1_000_001, "model_name": "m"})
 
 
 async def test_events_apply_once_and_in_their_incarnation() -> None:
@@ -115,12 +115,12 @@ async def test_events_apply_once_and_in_their_incarnation() -> None:
             return (await running.call("POST", "/events", {"batches": batches}))[1]
 
         assert await send(store, store) == {"applied": 1, "duplicates": 1, "stale": 0}
-        assert await running.holders(TOKENS[:256]) == [["mp-2"]]
+        assert await running.find_holders(TOKENS[:256]) == [["mp-2"]]
         assert (await send({**store, "incarnation": 1, "seq": 9}))["stale"] == 1
         assert (await send({**store, "instance_id": "nobody"}))["stale"] == 1
         assert (await send({**batch, "seq": 2, "event_type": "access"}))["applied"] == 1
         assert (await send({**store, "seq": 3, "event_type": "delete"}))["applied"] == 1
-        assert await running.holders(TOKENS[:256]) == [[]]
+        assert await running.find_holders(TOKENS[:256]) == [[]]
 
 
 async def test_instances_come_beat_and_go() -> None:
@@ -136,7 +136,7 @@ async def test_instances_come_beat_and_go() -> None:
         clock.advance(20.0)
         _, listed = await running.call("GET", "/instances")
         assert [one["instance_id"] for one in listed["instances"]] == [made["instance_id"]]
-        assert await running.holders() == [[]] * 4
+        assert await running.find_holders() == [[]] * 4
         assert (await running.call("PUT", "/instances/n/heartbeat"))[0] == 404
         assert (await running.call("DELETE", f"/instances/{made['instance_id']}"))[0] == 204
         assert (await running.call("GET", "/instances"))[1] == {"instances": []}
@@ -150,7 +150,7 @@ async def test_registering_again_forgets_and_counts_up() -> None:
         running.app.admit("mp-1", TOKENS, model_name="m")
         body = {"instance_id": "mp-1", "ip": "127.0.0.1", "http_port": 8080}
         assert (await running.call("POST", "/instances", body))[1]["re_registered"] is True
-        assert await running.holders() == [[]] * 4
+        assert await running.find_holders() == [[]] * 4
         server = running.app.directory.get("mp-1")
         assert server is not None
         assert server.incarnation == 2
@@ -172,7 +172,7 @@ async def test_a_full_server_forgets_the_oldest() -> None:
     async with coordinator(capacity_chunks=4) as running:
         running.app.admit("mp-1", TOKENS, model_name="m")
         running.app.admit("mp-1", list(range(2000, 2512)), model_name="m")
-        assert await running.holders() == [[], [], ["mp-1"], ["mp-1"]]
+        assert await running.find_holders() == [[], [], ["mp-1"], ["mp-1"]]
         _, listed = await running.call("GET", "/directory/keys?limit=3&offset=2")
         assert (listed["total"], len(listed["keys"])) == (4, 2)
         assert (await running.call("GET", "/directory/keys?instance_id=mp-2"))[1]["total"] == 0
@@ -205,13 +205,13 @@ async def test_delete_on_one_server() -> None:
         assert (await running.call("POST", "/cache/delete", {**delete, "instance_id": "nobody"}))[0] == 404
         await running.call("POST", "/sim/servers", {"instance_id": "mp-1", "down": True})
         assert (await running.call("POST", "/cache/delete", delete))[0] == 502
-        assert await running.holders() == [["mp-1", "mp-2"]] * 4
+        assert await running.find_holders() == [["mp-1", "mp-2"]] * 4
         await running.call("POST", "/sim/servers", {"instance_id": "mp-1", "down": False})
         assert (await running.call("POST", "/cache/delete", {**delete, "tier": "l2"}))[1]["status"] == "noop"
         _, answer = await running.call("POST", "/cache/delete", delete)
         assert (answer["requested"], answer["affected"], answer["status"]) == (4, 4, "deleted")
         assert (await running.call("POST", "/cache/delete", {**delete, "instance_id": "mp-2", "tier": "all"}))[0] == 502
-        assert await running.holders() == [[]] * 4
+        assert await running.find_holders() == [[]] * 4
 
 
 async def test_prefetch_warms_a_server_from_the_others() -> None:
@@ -224,7 +224,7 @@ async def test_prefetch_warms_a_server_from_the_others() -> None:
         path = f"/cache/prefetches/mp-2/{job['request_id']}"
         assert (await running.call("GET", path))[1]["status"] == "completed"
         assert (await running.call("GET", path))[0] == 404
-        assert await running.holders() == [["mp-1", "mp-2"], ["mp-1", "mp-2"], [], []]
+        assert await running.find_holders() == [["mp-1", "mp-2"], ["mp-1", "mp-2"], [], []]
         short = {**body, "token_ids": TOKENS[:10]}
         assert (await running.call("POST", "/cache/prefetches", short))[1]["status"] == "noop"
         jobs = [(await running.call("POST", "/cache/prefetches", body))[1]["request_id"] for _ in range(3)]
@@ -237,7 +237,7 @@ async def test_engines_elsewhere_report_over_http() -> None:
     async with coordinator() as running:
         body = {"instance_id": "mp-1", "tokens": TOKENS, "model_name": "m"}
         assert (await running.call("POST", "/sim/admit", body))[1] == {"keys": 4}
-        assert await running.holders() == [["mp-1"]] * 4
+        assert await running.find_holders() == [["mp-1"]] * 4
         assert (await running.call("POST", "/lookup", {"tokens": TOKENS}))[0] == 404
         assert (await running.call("GET", "/healthz"))[1] == {"status": "healthy"}
 
@@ -246,7 +246,7 @@ async def test_the_chunk_size_is_the_fleets() -> None:
     """Stored and looked up alike; a prompt shorter than a chunk has none."""
     async with coordinator(chunk_tokens=512) as running:
         running.app.admit("mp-1", TOKENS, model_name="m")
-        assert await running.holders() == [["mp-1"], ["mp-1"]]
-        assert await running.holders(TOKENS[:511]) == []
+        assert await running.find_holders() == [["mp-1"], ["mp-1"]]
+        assert await running.find_holders(TOKENS[:511]) == []
         _, pinned = await running.call("POST", "/cache/pins", WHAT)
         assert pinned["affected"] == 2

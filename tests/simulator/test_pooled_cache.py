@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kvproxy.simulator.block_cache import PooledCache
 from kvproxy.simulator.engine import Engine
 from kvproxy.simulator.engine_io import EngineSettings, FirstToken, SimRequest
-from kvproxy.simulator.pooled_cache import PooledCache
 
 
 def test_two_plans_for_the_last_block_both_get_one() -> None:

@@ -18,14 +18,14 @@ class StreamMeter:
         self._endpoint = endpoint
         self._rank = str(dp_rank)
         self._wall_clock = wall_clock
-        self._stored = metrics.kv_event_blocks.labels(endpoint, "stored")
-        self._removed = metrics.kv_event_blocks.labels(endpoint, "removed")
-        self._behind = metrics.kv_event_behind.labels(endpoint)
-        self._lag = metrics.kv_event_lag.labels(endpoint, self._rank)
+        self._stored = metrics.kv_events.blocks.labels(endpoint, "stored")
+        self._removed = metrics.kv_events.blocks.labels(endpoint, "removed")
+        self._behind = metrics.kv_events.behind.labels(endpoint)
+        self._lag = metrics.kv_events.lag.labels(endpoint, self._rank)
 
     def batch(self, outcome: str) -> None:
         """One batch: applied, replayed, duplicate or malformed."""
-        self._metrics.kv_event_batches.labels(self._endpoint, outcome).inc()
+        self._metrics.kv_events.batches.labels(self._endpoint, outcome).inc()
 
     def events(self, events: Sequence[KvEvent]) -> None:
         """Events that were applied."""
@@ -36,11 +36,11 @@ class StreamMeter:
         """Events that could not be used."""
         for reason, count in skipped.counts.items():
             if count:
-                self._metrics.kv_events_skipped.labels(self._endpoint, reason).inc(count)
+                self._metrics.kv_events.skipped.labels(self._endpoint, reason).inc(count)
 
     def gap(self, outcome: str) -> None:
         """A break in the numbering: filled, lost, or a restart of the engine."""
-        self._metrics.kv_event_gaps.labels(self._endpoint, outcome).inc()
+        self._metrics.kv_events.gaps.labels(self._endpoint, outcome).inc()
 
     def behind(self) -> None:
         """Batches come faster than they are applied."""
@@ -53,10 +53,10 @@ class StreamMeter:
     def state(self, status: StreamStatus) -> None:
         """The stream's state now."""
         for state in StreamState:
-            self._metrics.kv_event_state.labels(self._endpoint, self._rank, state.value).set(state is status.state)
+            self._metrics.kv_events.state.labels(self._endpoint, self._rank, state.value).set(state is status.state)
 
     def close(self) -> None:
         """The stream is no more: its gauges go, its counters stay."""
-        self._metrics.kv_event_lag.remove(self._endpoint, self._rank)
+        self._metrics.kv_events.lag.remove(self._endpoint, self._rank)
         for state in StreamState:
-            self._metrics.kv_event_state.remove(self._endpoint, self._rank, state.value)
+            self._metrics.kv_events.state.remove(self._endpoint, self._rank, state.value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
-from types import TracebackType
 from typing import Protocol, Self
 
 import zmq
@@ -117,10 +116,8 @@ class KvEventSubscriber(BackgroundTask):
         self._meter.state(self.status)
         return await super().__aenter__()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        await super().__aexit__(kind, error, tb)
+    async def __aexit__(self, *exc_info: object) -> None:
+        await super().__aexit__(*exc_info)
         self._meter.close()
 
     async def _run(self) -> None:

@@ -1,1 +1,1 @@
-"""One question each, by subject."""
+"""The checks of a visit, grouped by subject."""

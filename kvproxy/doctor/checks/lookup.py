@@ -1,4 +1,4 @@
-"""Does LMCache find what an engine has just computed?"""
+"""Do lookups find what an engine has just computed, in time, and are prompts long enough for LMCache's chunks?"""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvproxy.config.kvcache_schema import Provider
-from kvproxy.doctor.checks.chat import TRIAL_CALLS
-from kvproxy.doctor.engine import Engine
-from kvproxy.doctor.finding import Finding, ok, problem, warning
-from kvproxy.doctor.lmcache import Found, LmCache
-from kvproxy.doctor.site import known
+from kvproxy.config.kvcache_schema import Provider as ProviderName
+from kvproxy.doctor.checks.trial import TRIAL_CALLS
+from kvproxy.doctor.deployment import gather_facts
+from kvproxy.doctor.engine import EngineCheck, EngineFacts
+from kvproxy.doctor.exposition import PromptLengths, parse_prompt_lengths
+from kvproxy.doctor.lmcache import LmcacheFacts, LookupAnswer
+from kvproxy.doctor.report import Finding, ok, problem, warning
 from kvproxy.errors import BadResponse, ClientError
 
 LOOKUP_CALLS = TRIAL_CALLS + 8
-
 _HASHES = (
     "PYTHONHASHSEED is not the same for the controller and every engine: set PYTHONHASHSEED=0 for all, restart them",
     "the controller's environment cannot import vLLM, or not the same one: its first hash differs then",
@@ -28,29 +29,32 @@ _EMPTY = (
     "LMCache has just been (re)started and the engine is frozen until the first full sync: wait, then look again",
     "the engine runs without LMCache's memory: local_cpu and max_local_cpu_size, or --l1-size-gb",
 )
+#: Fewer samples have no 99th percentile.
+_FOR_P99 = 200
+#: Fewer prompts say nothing: visits like this one are among them.
+_ENOUGH_PROMPTS = 300
+_SMALLER = "start LMCache with a smaller chunk size"
+_WITHOUT = (
+    "if this is its usual traffic, take `lmcache_endpoint` out of the kvcache filter: it gains nothing from lookups"
+)
 
 
 @dataclass(frozen=True, slots=True)
-class LookupCheck:
+class LookupCheck(EngineCheck):
     """One engine's trial prompt."""
 
-    engine: Engine
-    lmcache: LmCache
+    lmcache: LmcacheFacts
 
     name = "lookup"
     calls = LOOKUP_CALLS
-
-    @property
-    def where(self) -> str:
-        return self.engine.where
 
     async def find(self) -> Sequence[Finding]:
         await self.lmcache.kind()
         trial = await self.engine.trial()
         if not trial.tokens or not await self._registered():
-            return []  # told with tokenize, or with the instance ids
+            return []  # reported with tokenize, or with the instance ids
         try:
-            found = await self.lmcache.found(self.engine)
+            found = await self.lmcache.find_holders(self.engine)
         except BadResponse as error:
             fix = "is it LMCache, and of a version up to 0.5? A proxy in between may have changed its answers"
             return [problem(self.lmcache.where, f"answers lookups in an unknown shape: {error}", fix)]
@@ -59,17 +63,17 @@ class LookupCheck:
         if found.holders:
             return [self._held(found, self.lmcache.expected_model(trial))]
         if not found.chunks:
-            return []  # told with the chunk size
+            return []  # reported with the chunk size
         return [await self._empty(found)]
 
     async def _registered(self) -> bool:
-        """Also when the service cannot tell."""
+        """Also when the service cannot list its instances."""
         try:
             return self.engine.instance_id in await self.lmcache.instances()
         except ClientError:
             return True
 
-    def _held(self, found: Found, expected_model: str) -> Finding:
+    def _held(self, found: LookupAnswer, expected_model: str) -> Finding:
         own = self.engine.instance_id
         if own not in found.holders:
             what = f"LMCache holds its prompts under {', '.join(found.holders)}, not under {own!r}: hits lead elsewhere"
@@ -80,7 +84,7 @@ class LookupCheck:
         shapes = {"arrays": ", in LMCache's own shape", "objects": ", in Pixiu's shape: no real LMCache"}
         return ok(self.where, f"LMCache finds what it computed{shapes.get(found.shape, '')}")
 
-    async def _empty(self, found: Found) -> Finding:
+    async def _empty(self, found: LookupAnswer) -> Finding:
         provider = await self.lmcache.provider()
         try:
             indexed: int | None = await provider.indexed_chunks()
@@ -100,30 +104,26 @@ class LookupCheck:
 
 @dataclass(frozen=True, slots=True)
 class BudgetCheck:
-    """LookupClient in a row, against the time that the routing path gives them."""
+    """Lookups in a row, against the time that the routing path gives them."""
 
-    engines: Sequence[Engine]
-    lmcache: LmCache
+    engines: Sequence[EngineFacts]
+    lmcache: LmcacheFacts
 
     name = "lookup time"
     calls = LOOKUP_CALLS + 20
 
-    where = LmCache.where
+    where = LmcacheFacts.where
 
     async def find(self) -> Sequence[Finding]:
-        trials = await known(self.engines, lambda engine: engine.trial())
+        trials = await gather_facts(self.engines, lambda engine: engine.trial())
         trial = next((one for one in trials.values() if one.tokens), None)
         if trial is None:
             return []
         samples = await self.lmcache.time_lookups(trial)
-        return [budget_finding(self.where, samples, trial.tokenize_s, self.lmcache.settings.lookup_routing_timeout)]
+        return [judge_lookup_times(self.where, samples, trial.tokenize_s, self.lmcache.settings.lookup_routing_timeout)]
 
 
-#: Fewer samples have no 99th percentile.
-_FOR_P99 = 200
-
-
-def budget_finding(where: str, lookups_s: Sequence[float], tokenize_s: float, budget_s: float) -> Finding:
+def judge_lookup_times(where: str, lookups_s: Sequence[float], tokenize_s: float, budget_s: float) -> Finding:
     """The verdict on how long lookups took; a prompt that is not remembered is tokenized within the same budget."""
     ordered = sorted(lookups_s)
     p50, p99 = ordered[len(ordered) // 2], ordered[int(0.99 * (len(ordered) - 1) + 0.5)]  # of a few: the slowest
@@ -142,3 +142,59 @@ def budget_finding(where: str, lookups_s: Sequence[float], tokenize_s: float, bu
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+@dataclass(frozen=True, slots=True)
+class ChunksCheck(EngineCheck):
+    """One engine's prompts, by its own histogram, and its longest possible one, against one chunk."""
+
+    lmcache: LmcacheFacts
+
+    name = "chunk size"
+    calls = LOOKUP_CALLS
+
+    async def find(self) -> Sequence[Finding]:
+        longest = (await self.engine.model()).max_model_len
+        found = await self.lmcache.find_holders(self.engine)
+        asked = len((await self.engine.trial()).tokens)
+        try:
+            lengths = parse_prompt_lengths(await self.engine.exposition())
+        except ClientError:
+            lengths = PromptLengths(0, ())
+        fixed = await self.lmcache.kind() is ProviderName.CONTROLLER
+        if not found.chunks and asked:
+            return [_too_large(self.where, asked, longest, fixed=fixed)]
+        min_tokens = self.lmcache.settings.lookup_min_tokens
+        return [judge_chunk_size(self.where, lengths, found.chunk_tokens, min_tokens, fixed=fixed)]
+
+
+def _too_large(where: str, asked: int, longest: int | None, *, fixed: bool) -> Finding:
+    if longest is not None and longest <= 2 * asked + 16:
+        what = f"a chunk of LMCache is larger than the prompts this model takes ({longest} tokens with their answers)"
+    else:
+        what = f"a chunk of LMCache is larger than a prompt of {asked} tokens"
+    return problem(where, f"{what}: lookups can never match", _cure(fixed=fixed))
+
+
+def _cure(*, fixed: bool) -> str:
+    return (
+        f"{_WITHOUT} (LMCache's controller knows chunks of 256 tokens only)" if fixed else f"{_SMALLER}, or {_WITHOUT}"
+    )
+
+
+def judge_chunk_size(
+    where: str, lengths: PromptLengths, chunk_tokens: int, min_tokens: int, *, fixed: bool = False
+) -> Finding:
+    """The verdict on the prompts that came so far. `fixed`: the service knows no other chunk size."""
+    below = lengths.share_below(chunk_tokens)
+    if lengths.count >= _ENOUGH_PROMPTS and below >= 0.5:
+        what = (
+            f"{below:.0%} of its {lengths.count} prompts were shorter than one chunk of {chunk_tokens} tokens: "
+            "lookups cannot match them"
+        )
+        return (problem if below >= 0.95 else warning)(where, what, _cure(fixed=fixed))
+    if min_tokens < chunk_tokens:
+        what = f"prompts of {min_tokens} tokens are looked up, but a chunk has {chunk_tokens}: shorter ones never match"
+        return warning(where, what, f"set `lookup_min_tokens: {chunk_tokens}` of the kvcache filter")
+    seen = f"at least {below:.0%} of its {lengths.count} prompts were shorter" if lengths.count else "no prompts so far"
+    return ok(where, f"chunks have {chunk_tokens} tokens; {seen}")

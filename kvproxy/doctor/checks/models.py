@@ -1,20 +1,29 @@
-"""Do the engines serve what the configuration sends them?"""
+"""Do the engines of a cluster fit together: models, versions, tokenizers, and no engine twice?"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
-from kvproxy.doctor.engine import Engine
-from kvproxy.doctor.finding import Finding, ok, problem
-from kvproxy.doctor.site import Site, known, routed_models
+from kvproxy.doctor.checks.trial import TRIAL_CALLS
+from kvproxy.doctor.deployment import Deployment, gather_facts, routed_models
+from kvproxy.doctor.engine import EngineCheck, EngineFacts
+from kvproxy.doctor.exposition import Counters, parse_counters
+from kvproxy.doctor.report import Finding, ok, problem, warning
+from kvproxy.errors import ClientError
+
+#: Where it is no mistake.
+_TWO = "or, if these are two models on purpose, make two clusters with `routes` by model"
+Window = tuple[Counters, Counters]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelsCheck:
     """One cluster: declared names, routed names, and what engines without a declaration must have in common."""
 
-    site: Site
+    deployment: Deployment
     cluster: str
 
     name = "models"
@@ -25,24 +34,24 @@ class ModelsCheck:
         return f"cluster {self.cluster}"
 
     async def find(self) -> Sequence[Finding]:
-        engines = dict(self.site.clusters())[self.cluster]
-        listed = await known(engines, lambda engine: engine.models())
+        engines = dict(self.deployment.clusters())[self.cluster]
+        listed = await gather_facts(engines, lambda engine: engine.models())
         if not listed:
             return []
         served = {engine: frozenset(model.id for model in models) for engine, models in listed.items()}
-        routed = routed_models(self.site.config, self.cluster)
+        routed = routed_models(self.deployment.config, self.cluster)
         found = [*_declared(served), *_undeclared(served, routed), *_unserved(self.where, served, engines, routed)]
         return found or [ok(self.where, f"every engine serves what it is sent: {_list(set().union(*served.values()))}")]
 
 
-def _declared(served: Mapping[Engine, frozenset[str]]) -> Iterator[Finding]:
+def _declared(served: Mapping[EngineFacts, frozenset[str]]) -> Iterator[Finding]:
     for engine, names in served.items():
         for model in engine.endpoint.models:
             if model not in names:
                 yield _missing(engine, model, names, "as `models` of the endpoint says")
 
 
-def _undeclared(served: Mapping[Engine, frozenset[str]], routed: Sequence[str]) -> Iterator[Finding]:
+def _undeclared(served: Mapping[EngineFacts, frozenset[str]], routed: Sequence[str]) -> Iterator[Finding]:
     """An endpoint without `models` is sent every model of the cluster."""
     anywhere = {engine: names for engine, names in served.items() if not engine.endpoint.models}
     expected = set().union(*anywhere.values())
@@ -57,10 +66,10 @@ def _undeclared(served: Mapping[Engine, frozenset[str]], routed: Sequence[str]) 
 
 
 def _unserved(
-    where: str, served: Mapping[Engine, frozenset[str]], engines: Sequence[Engine], routed: Sequence[str]
+    where: str, served: Mapping[EngineFacts, frozenset[str]], engines: Sequence[EngineFacts], routed: Sequence[str]
 ) -> Iterator[Finding]:
     if len(served) < len(engines):
-        return  # whoever could not be asked may serve it
+        return  # an engine that could not be asked may serve it
     for model in routed:
         if not any(model in names for names in served.values()):
             names = _list(set().union(*served.values()))
@@ -68,11 +77,7 @@ def _unserved(
             yield problem(where, f"no engine serves {model!r}, which is routed here", fix)
 
 
-#: Where it is no mistake.
-_TWO = "or, if these are two models on purpose, make two clusters with `routes` by model"
-
-
-def _missing(engine: Engine, model: str, names: frozenset[str], why: str) -> Finding:
+def _missing(engine: EngineFacts, model: str, names: frozenset[str], why: str) -> Finding:
     fix = (
         f"start the engine with `--served-model-name {model}` (or load that adapter), "
         f"or set `models` of the endpoint to what it serves: {_list(names)}; {_TWO}"
@@ -80,7 +85,7 @@ def _missing(engine: Engine, model: str, names: frozenset[str], why: str) -> Fin
     return problem(engine.where, f"does not serve the model {model!r}, {why}", fix)
 
 
-def _alone(engine: Engine, model: str, names: frozenset[str]) -> Finding:
+def _alone(engine: EngineFacts, model: str, names: frozenset[str]) -> Finding:
     what = f"serves the model {model!r}, which most engines of its cluster do not: requests for it go to them as well"
     own = f"set `models` of every endpoint to what it serves (here: {_list(names)})"
     fix = f"start it with the model of the others, or {own}; {_TWO}"
@@ -89,3 +94,123 @@ def _alone(engine: Engine, model: str, names: frozenset[str]) -> Finding:
 
 def _list(names: set[str] | frozenset[str]) -> str:
     return ", ".join(sorted(names)) or "nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class VersionCheck:
+    """One cluster's engines; those that do not report one are left out."""
+
+    deployment: Deployment
+    cluster: str
+
+    name = "version"
+    calls = 3
+
+    @property
+    def where(self) -> str:
+        return f"cluster {self.cluster}"
+
+    async def find(self) -> Sequence[Finding]:
+        engines = dict(self.deployment.clusters())[self.cluster]
+        versions = await gather_facts(engines, lambda engine: engine.version())
+        reported = {engine.endpoint.id: version for engine, version in versions.items()}
+        if not reported:
+            return []
+        if len(set(reported.values())) == 1:
+            return [ok(self.where, f"version {next(iter(reported.values()))}")]
+        listed = ", ".join(f"{name} {version}" for name, version in reported.items())
+        fix = "bring them to one version: block hashes, templates and KV events change between versions"
+        return [warning(self.where, f"the engines' versions differ: {listed}", fix)]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizersCheck:
+    """One cluster: engines whose model has the same name, and the engine that tokenizes for all where there is one."""
+
+    deployment: Deployment
+    cluster: str
+
+    name = "tokenizers"
+    calls = 4
+
+    @property
+    def where(self) -> str:
+        return f"cluster {self.cluster}"
+
+    async def find(self) -> Sequence[Finding]:
+        engines = [*dict(self.deployment.clusters())[self.cluster], *filter(None, [self.deployment.tokenizer])]
+        samples = await gather_facts(engines, _sampled)
+        by_model: dict[str, dict[EngineFacts, tuple[int, ...]]] = {}
+        for engine, (model, tokens) in samples.items():
+            by_model.setdefault(model, {})[engine] = tokens
+        compared = {model: alike for model, alike in by_model.items() if len(alike) > 1}
+        found = [one for model, alike in compared.items() for one in compare_tokenizers(model, alike)]
+        return found or [ok(self.where, f"{len(alike)} engines tokenize alike") for alike in compared.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerCheck(EngineCheck):
+    """The engine that is configured to tokenize for all of them."""
+
+    name = "tokenizer"
+    calls = 4
+
+    async def find(self) -> Sequence[Finding]:
+        await self.engine.model()
+        try:
+            await self.engine.sample()
+        except ClientError as error:
+            fix = "set `vllm_endpoint` to an engine that has /tokenize, or leave it out"
+            return [problem(self.where, f"cannot tokenize: {error}", fix)]
+        return [ok(self.where, "tokenizes")]
+
+
+async def _sampled(engine: EngineFacts) -> tuple[str, tuple[int, ...]]:
+    return (await engine.model()).id, await engine.sample()
+
+
+def compare_tokenizers(model: str, samples: Mapping[EngineFacts, tuple[int, ...]]) -> Sequence[Finding]:
+    """One finding for each engine that differs from most others (from the first, when there is no majority)."""
+    usual, _ = Counter(samples.values()).most_common(1)[0]
+    like = next(engine for engine, tokens in samples.items() if tokens == usual)
+    fix = f"give both the same model and `--tokenizer`; another model needs another name than {model!r}"
+    what = f"its tokenizer differs from that of {like.where}: tokens of one cannot be used for the other"
+    return [problem(engine.where, what, fix) for engine, tokens in samples.items() if tokens != usual]
+
+
+@dataclass(frozen=True, slots=True)
+class DuplicatesCheck:
+    """Every engine counts what it does: two endpoints that count the same are one."""
+
+    deployment: Deployment
+
+    name = "duplicates"
+    calls = TRIAL_CALLS + 2
+    where = "endpoints"
+
+    async def find(self) -> Sequence[Finding]:
+        tried = await gather_facts(self.deployment.engines, lambda engine: engine.trial())
+        first = await gather_facts(tuple(tried), lambda engine: engine.exposition_now())
+        second = await gather_facts(tuple(first), lambda engine: engine.exposition_now())
+        windows: dict[EngineFacts, Window] = {}
+        for engine in second:
+            earlier, later = parse_counters(first[engine]), parse_counters(second[engine])
+            if earlier is not None and later is not None and earlier.used:
+                windows[engine] = earlier, later
+        if len(windows) < 2:
+            return []
+        return list(_same(windows)) or [ok(self.where, f"{len(windows)} different engines")]
+
+
+def _same(windows: Mapping[EngineFacts, Window]) -> Iterator[Finding]:
+    for one, other in combinations(windows, 2):
+        if may_be_one(windows[one], windows[other]):
+            what = f"is the same engine as {one.where}: its load is counted apart, and its cache twice"
+            yield problem(other.where, what, f"correct its url, or remove it: {one.origin} and {other.origin} are one")
+
+
+def may_be_one(one: Window, other: Window) -> bool:
+    """Whether both may have been the same growing figures, each read twice at about the same time."""
+    (a1, a2), (b1, b2) = one, other
+    figures = zip(a1.values, a2.values, b1.values, b2.values, strict=True)
+    return all(a_from <= b_to and b_from <= a_to for a_from, a_to, b_from, b_to in figures)

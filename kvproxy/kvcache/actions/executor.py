@@ -54,7 +54,7 @@ class ActionExecutor:
         self._background = background
         self._lookups = lookups
         self._guard = guard
-        self._results = metrics.kv_actions
+        self._results = metrics.holdings.actions
         self._clock = clock
         self._rng = rng
         self._without_effect: Counter[tuple[str, str]] = Counter()  # in a row, by kind and instance

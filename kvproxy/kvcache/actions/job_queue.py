@@ -7,7 +7,6 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from kvproxy.config import kvcache_schema as schema
@@ -43,7 +42,7 @@ class JobQueue:
 
     def __init__(self, settings: schema.BackgroundSettings, *, metrics: Metrics) -> None:
         self._settings = settings
-        self._results = metrics.kv_background
+        self._results = metrics.holdings.background
         self._lanes: dict[Hashable, deque[Job]] = {}  # waiting, by lane
         self._ready: deque[Hashable] = deque()  # lanes with waiting jobs and none running
         self._running: dict[Hashable, asyncio.Task[None]] = {}  # by lane
@@ -54,8 +53,8 @@ class JobQueue:
         self._open = False
         self._idle = asyncio.Event()
         self._idle.set()
-        metrics.queue_depth.labels(QUEUE).set_function(lambda: self._waiting)
-        metrics.queue_limit.labels(QUEUE).set(settings.max_queue)
+        metrics.bounds.queue_depth.labels(QUEUE).set_function(lambda: self._waiting)
+        metrics.bounds.queue_limit.labels(QUEUE).set(settings.max_queue)
 
     @property
     def waiting(self) -> int:
@@ -80,9 +79,7 @@ class JobQueue:
         self._open = True
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._open = False
         try:
             async with asyncio.timeout(self._settings.drain):

@@ -60,10 +60,10 @@ class PredictionStats:
         for key in [key for key in self._scores if key[:2] not in present]:
             del self._scores[key]
             labels = (*key[:2], key[2].value)
-            self._metrics.kv_predicted_tokens.remove(*labels)
-            self._metrics.kv_reused_tokens.remove(*labels)
+            self._metrics.kvcache.predicted_tokens.remove(*labels)
+            self._metrics.kvcache.reused_tokens.remove(*labels)
             for result in _RESULTS:
-                self._metrics.kv_predictions.remove(*labels, result)
+                self._metrics.kvcache.predictions.remove(*labels, result)
 
 
 class _Score:
@@ -71,7 +71,7 @@ class _Score:
 
     def __init__(self, metrics: Metrics, cluster: str, endpoint: EndpointId, source: FactSource) -> None:
         labels = (cluster, endpoint, source.value)
-        self.miss, self.partial, self.hit = (metrics.kv_predictions.labels(*labels, result) for result in _RESULTS)
-        self.predicted = metrics.kv_predicted_tokens.labels(*labels)
-        self.reused = metrics.kv_reused_tokens.labels(*labels)
+        self.miss, self.partial, self.hit = (metrics.kvcache.predictions.labels(*labels, result) for result in _RESULTS)
+        self.predicted = metrics.kvcache.predicted_tokens.labels(*labels)
+        self.reused = metrics.kvcache.reused_tokens.labels(*labels)
         self.watchdog = PredictionAlarm(cluster, endpoint, source)

@@ -39,9 +39,9 @@ class PredictionFeedback:
         self._empty = EmptyLookups(clock=clock)
         self.scores: PredictionStats = PredictionStats(metrics, clock=clock) if former is None else former.scores
         self.accounts: HitRatioStats = HitRatioStats() if former is None else former.accounts
-        metrics.kv_prediction_alarm.read(self.scores.alarm_series)
-        metrics.endpoint_hit_ratio.read(self.accounts.hit_series)
-        metrics.engine_foreign_ratio.read(self.accounts.foreign_series)
+        metrics.kvcache.prediction_alarm.read(self.scores.alarm_series)
+        metrics.holdings.endpoint_hit_ratio.read(self.accounts.hit_series)
+        metrics.holdings.engine_foreign_ratio.read(self.accounts.foreign_series)
 
     def finished(self, gathered: RequestFacts, result: Result) -> None:
         """The request is over, however it went. Once a request."""

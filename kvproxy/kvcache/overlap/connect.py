@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Callable, Collection
 
 import httpx
 
@@ -16,13 +16,12 @@ from kvproxy.errors import ClientError
 from kvproxy.kvcache.feedback.selfcheck import check_provider
 from kvproxy.kvcache.overlap.lookup import LookupClient
 from kvproxy.kvcache.providers import ControllerProvider, CoordinatorProvider, Provider, is_coordinator
+from kvproxy.types import Sleep
 
 log = logging.getLogger("kvproxy.kvcache")
 
 #: A service that does not answer at the start is asked again after this long.
 AGAIN_S = 5.0
-
-Sleep = Callable[[float], Awaitable[None]]
 
 
 class Connection:

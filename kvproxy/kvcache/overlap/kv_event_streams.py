@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import import_module
-from types import TracebackType
 from typing import Self
 
 import zmq.asyncio
@@ -22,19 +21,18 @@ from kvproxy.clients.kv_events.status import StreamState, StreamStatus
 from kvproxy.clients.kv_events.subscriber import KvEventSubscriber
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.config.kvcache_schema import EventSources
+from kvproxy.config.cluster_schema import EventSources
 from kvproxy.errors import ClientError, NotSupported
 from kvproxy.kvcache.engines import Engines
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.types import Clock, EndpointId
+from kvproxy.types import Clock, EndpointId, Sleep
 
 log = logging.getLogger("kvproxy.kvcache")
 
 #: How often the clusters are looked at for endpoints that came or left, and engines that could not say are asked again.
 LOOK_AGAIN_S = 2.0
 
-Sleep = Callable[[float], Awaitable[None]]
 
 _UNSTATED = EventSources()
 
@@ -133,10 +131,8 @@ class EventStreams(BackgroundTask):
         self._context = zmq.asyncio.Context()
         return await super().__aenter__()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        await super().__aexit__(kind, error, tb)
+    async def __aexit__(self, *exc_info: object) -> None:
+        await super().__aexit__(*exc_info)
         for endpoint in list(self._streams):
             await self._end(endpoint)
         if self._context is not None:

@@ -34,8 +34,8 @@ class LookupClient:
         self.hits = 0  # answers that named a holder, since the start
         self._guard = guard
         self._clock = clock
-        self._seconds = metrics.kv_lookup_seconds
-        self._unknown = metrics.kv_unknown_instances
+        self._seconds = metrics.kvcache.lookup_seconds
+        self._unknown = metrics.kvcache.unknown_instances
         self._warned: set[str] = set()
         self._distrusted: TTLCache[tuple[EndpointId, int], int] = TTLCache(_DISTRUSTED, _DISTRUST_S, timer=clock)
 

@@ -64,11 +64,11 @@ class LookupTask:
         self._lookups = lookups
         self._known_instances = known_instances
         self._clock = clock
-        self._outcomes = metrics.kv_lookups
+        self._outcomes = metrics.kvcache.lookups
         self._tasks: dict[_Question, asyncio.Task[_Answer]] = {}
         self._held_bytes = 0
-        metrics.queue_depth.labels(QUEUE).set_function(lambda: len(self._tasks))
-        metrics.queue_limit.labels(QUEUE).set(MAX_LOOKUPS)
+        metrics.bounds.queue_depth.labels(QUEUE).set_function(lambda: len(self._tasks))
+        metrics.bounds.queue_limit.labels(QUEUE).set(MAX_LOOKUPS)
 
     def wanted(self, gathered: RequestFacts) -> bool:
         """Whether asking is worth a wait: a service that answers, and tokens enough for a chunk, known or to be had."""

@@ -47,10 +47,10 @@ class TokenSource:
         self._guard = guard
         self._clock = clock
         self._tasks: dict[int, asyncio.Task[TokenIds | None]] = {}
-        self._outcomes = metrics.kv_tokenizes
-        self._seconds = metrics.kv_tokenize_seconds
-        metrics.queue_depth.labels("kvcache_tokenize").set_function(lambda: len(self._tasks))
-        metrics.queue_limit.labels("kvcache_tokenize").set(settings.tokenize.max_concurrent)
+        self._outcomes = metrics.kvcache.tokenizes
+        self._seconds = metrics.kvcache.tokenize_seconds
+        metrics.bounds.queue_depth.labels("kvcache_tokenize").set_function(lambda: len(self._tasks))
+        metrics.bounds.queue_limit.labels("kvcache_tokenize").set(settings.tokenize.max_concurrent)
 
     def recall(self, gathered: RequestFacts) -> None:
         """Put into `gathered` what is known of its tokens without asking anybody."""

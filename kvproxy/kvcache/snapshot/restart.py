@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from kvproxy.background_task import BackgroundTask
@@ -17,7 +16,7 @@ from kvproxy.kvcache.snapshot.file_format import Outcome, Unusable
 from kvproxy.kvcache.snapshot.snapshot_file import SnapshotFile, Store
 from kvproxy.kvcache.snapshot.timed_thread import TimedThread
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.types import Clock
+from kvproxy.types import Clock, Sleep
 
 if TYPE_CHECKING:
     from kvproxy.kvcache.parts import Parts
@@ -29,7 +28,6 @@ SLICE_S, PAUSE_S = 0.0005, 0.005
 #: For the file alone, at the start and at the end. A disk that takes longer is left to itself.
 FILE_TIMEOUT_S = 10.0
 
-Sleep = Callable[[float], Awaitable[None]]
 T = TypeVar("T")
 
 
@@ -75,20 +73,18 @@ class WarmRestart(BackgroundTask):
         self._failing = False
         self.restored: Outcome | None = None
         self._returned: Returned | None = None
-        self._writes = metrics.kv_snapshot_writes
-        self._restores = metrics.kv_snapshot_restores
-        metrics.kv_snapshot_bytes.read(self._sizes)
-        metrics.kv_snapshot_age.read(self._ages)
+        self._writes = metrics.snapshot.writes
+        self._restores = metrics.snapshot.restores
+        metrics.snapshot.bytes.read(self._sizes)
+        metrics.snapshot.age.read(self._ages)
 
     async def __aenter__(self) -> Self:
         if self._fresh:
             await self._restore()
         return await super().__aenter__()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        await super().__aexit__(kind, error, tb)
+    async def __aexit__(self, *exc_info: object) -> None:
+        await super().__aexit__(*exc_info)
         await self.write(pause_s=0.0)
 
     def status(self) -> dict[str, object]:

@@ -1,37 +1,64 @@
-"""Is it well, and is it an engine at all?"""
+"""Can each engine be reached, is it well, and is it an engine at all?"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
-from kvproxy.doctor.engine import Engine
-from kvproxy.doctor.finding import Finding, ok, problem, warning
+from kvproxy.clients.engine_metrics import EngineMetrics, parse_engine_metrics
+from kvproxy.doctor.connect import ConnectResult, explain_failure
+from kvproxy.doctor.engine import EngineCheck, EngineFacts
+from kvproxy.doctor.report import Finding, ok, problem, warning
 from kvproxy.errors import BadResponse, ClientError, ClientTimeout, ClientUnavailable, NotSupported, Refused
+from kvproxy.types import Clock
+from kvproxy.upstream.origin import Origin
 
+#: A certificate that lasts less than this is worth a word.
+_SOON_S = 14 * 86400.0
 _WRONG_PORT = "is it the engine's port? Correct the url"
 _KEY_STATUSES = (401, 403)
 
 
 @dataclass(frozen=True, slots=True)
-class HealthCheck:
-    """Its health path, as the proxy probes it."""
+class ConnectionCheck:
+    """One address: name, port, TLS."""
 
-    engine: Engine
+    where: str
+    origin: Origin
+    link: Callable[[], Awaitable[ConnectResult]]
+    wall_clock: Clock
+
+    name = "connection"
+    calls = 2
+
+    async def find(self) -> Sequence[Finding]:
+        link = await self.link()
+        if link.error is not None:
+            return [explain_failure(self.where, self.origin, link.error, connected=link.connected)]
+        ends = link.certificate_ends
+        left_s = None if ends is None else (ends - datetime.fromtimestamp(self.wall_clock(), UTC)).total_seconds()
+        if left_s is not None and left_s < _SOON_S:
+            what = (
+                f"the certificate of {self.origin.host}:{self.origin.port} expires in {max(left_s, 0) / 86400:.1f} days"
+            )
+            return [warning(self.where, what, "renew the engine's certificate")]
+        return [ok(self.where, f"reachable at {self.origin}")]
+
+
+@dataclass(frozen=True, slots=True)
+class HealthCheck(EngineCheck):
+    """Its health path, as the proxy probes it."""
 
     name = "health"
     calls = 4
-
-    @property
-    def where(self) -> str:
-        return self.engine.where
 
     async def find(self) -> Sequence[Finding]:
         link = await self.engine.link()
         if link.error is not None:
             return []
         try:
-            status = (await self.engine.hello()).status
+            status = (await self.engine.health_reply()).status
         except ClientUnavailable as error:
             if await self.engine.speaks_tls():
                 return [problem(self.where, "speaks TLS, and its url says http", "write https:// in the url")]
@@ -53,17 +80,11 @@ class HealthCheck:
 
 
 @dataclass(frozen=True, slots=True)
-class ApiCheck:
+class ApiCheck(EngineCheck):
     """Its OpenAI API, by the list of its models."""
-
-    engine: Engine
 
     name = "api"
     calls = 4
-
-    @property
-    def where(self) -> str:
-        return self.engine.where
 
     async def find(self) -> Sequence[Finding]:
         link = await self.engine.link()
@@ -82,7 +103,7 @@ class ApiCheck:
         return [ok(self.where, f"serves {', '.join(model.id for model in models)}")]
 
 
-def _no_api(engine: Engine, error: ClientError) -> Finding:
+def _no_api(engine: EngineFacts, error: ClientError) -> Finding:
     where, had_key = engine.where, engine.endpoint.api_key is not None
     if isinstance(error, Refused) and error.status in _KEY_STATUSES:
         if had_key:
@@ -96,3 +117,25 @@ def _no_api(engine: Engine, error: ClientError) -> Finding:
     if isinstance(error, ClientTimeout):
         return problem(where, "does not answer /v1/models in time", "it is overloaded or stuck: read its log")
     return problem(where, f"/v1/models fails: {error}", "read the engine's log")
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsCheck(EngineCheck):
+    """One scrape of `/metrics`."""
+
+    name = "metrics"
+    calls = 3
+
+    async def find(self) -> Sequence[Finding]:
+        await self.engine.models()  # what is no engine is reported elsewhere
+        lost = "its load and cache size are guessed"
+        try:
+            metrics = parse_engine_metrics(await self.engine.exposition())
+        except ClientError as error:
+            fix = "serve /metrics to the proxy (vLLM: do not start it with `--disable-log-stats`)"
+            return [warning(self.where, f"shows no metrics ({error}): {lost}", fix)]
+        if metrics == EngineMetrics(started_at=metrics.started_at):  # which any Python service shows
+            what = f"its /metrics hold none of vLLM's or SGLang's figures: {lost}"
+            return [warning(self.where, what, "is it one of them?")]
+        capacity = metrics.cache.capacity_tokens if metrics.cache is not None else None
+        return [ok(self.where, f"KV cache of {capacity} tokens" if capacity else "shows its load")]

@@ -1,4 +1,4 @@
-"""Counters and histograms of the request path, written by one thread and read at scrape time.
+"""Kinds of metric: counters and histograms written on the event loop, gauges read at the scrape.
 
 prometheus_client's own take a lock and four Python calls for every increment; a request makes a dozen. Everything here
 is counted on the event loop, so an increment is an addition. What is exposed is the same, without `_created`; a page of
@@ -8,12 +8,12 @@ it is written from texts that are kept with the series.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -21,7 +21,7 @@ from prometheus_client.utils import floatToGoString
 from kvproxy.metrics.exposition import head, label_text
 
 
-class Tally:
+class CounterCell:
     """One series of a counter."""
 
     __slots__ = ("value",)
@@ -34,7 +34,7 @@ class Tally:
         self.value += amount
 
 
-class Distribution:
+class HistogramCell:
     """One series of a histogram; `counts` has one place a bucket, and the last for what is beyond all bounds."""
 
     __slots__ = ("bounds", "counts", "total")
@@ -49,6 +49,9 @@ class Distribution:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
+
+#: The series there are now: label values and value. Runs in the thread of the scrape.
+Source = Callable[[], Iterable[tuple[tuple[str, ...], float]]]
 
 S = TypeVar("S")
 
@@ -125,7 +128,7 @@ class _Family(Collector, Generic[S]):
         raise NotImplementedError
 
 
-class Counter(_Family[Tally]):
+class Counter(_Family[CounterCell]):
     """Like prometheus_client's Counter."""
 
     kind = "counter"
@@ -139,10 +142,10 @@ class Counter(_Family[Tally]):
         """Count up the only series of a counter without labels."""
         self.labels().inc(amount)
 
-    def _make(self) -> Tally:
-        return Tally()
+    def _make(self) -> CounterCell:
+        return CounterCell()
 
-    def _expose(self, series: Iterable[tuple[tuple[str, ...], Tally]]) -> Iterable[Metric]:
+    def _expose(self, series: Iterable[tuple[tuple[str, ...], CounterCell]]) -> Iterable[Metric]:
         family = CounterMetricFamily(self.name, self._documentation, labels=self._labelnames)
         for values, tally in series:
             family.add_metric(values, tally.value)
@@ -155,11 +158,11 @@ class Counter(_Family[Tally]):
         braced = f"{{{labels}}}" if labels else ""
         return f"{self._shown_name()}{braced} %r\n"
 
-    def _values(self, series: Tally) -> tuple[float, ...]:
+    def _values(self, series: CounterCell) -> tuple[float, ...]:
         return (series.value,)
 
 
-class Histogram(_Family[Distribution]):
+class Histogram(_Family[HistogramCell]):
     """Like prometheus_client's Histogram. `buckets` are upper bounds in rising order, without infinity."""
 
     kind = "histogram"
@@ -181,10 +184,10 @@ class Histogram(_Family[Distribution]):
         """Add to the only series of a histogram without labels."""
         self.labels().observe(value)
 
-    def _make(self) -> Distribution:
-        return Distribution(self._bounds)
+    def _make(self) -> HistogramCell:
+        return HistogramCell(self._bounds)
 
-    def _expose(self, series: Iterable[tuple[tuple[str, ...], Distribution]]) -> Iterable[Metric]:
+    def _expose(self, series: Iterable[tuple[tuple[str, ...], HistogramCell]]) -> Iterable[Metric]:
         family = HistogramMetricFamily(self.name, self._documentation, labels=self._labelnames)
         for values, distribution in series:
             buckets = list(zip(self._bound_names, accumulate(distribution.counts), strict=True))
@@ -196,6 +199,55 @@ class Histogram(_Family[Distribution]):
         buckets = "".join(f'{self.name}_bucket{{{before}le="{bound}"}} %d\n' for bound in self._bound_names)
         return f"{buckets}{self.name}_count{braced} %d\n{self.name}_sum{braced} %r\n"
 
-    def _values(self, series: Distribution) -> tuple[float, ...]:
+    def _values(self, series: HistogramCell) -> tuple[float, ...]:
         rising = (*accumulate(series.counts),)
         return (*rising, rising[-1], series.total)
+
+
+class CallbackGauge(Collector):
+    """A gauge with one source (with `counts` a counter), for things that come and go: nothing is kept, so nothing is
+    removed. Without a source it shows no series."""
+
+    def __init__(
+        self,
+        name: str,
+        documentation: str,
+        labelnames: Sequence[str] = (),
+        *,
+        counts: bool = False,
+        registry: CollectorRegistry,
+    ) -> None:
+        self.name = name
+        self._documentation = documentation
+        self._labelnames = tuple(labelnames)
+        self._counts = counts
+        self._source: Source = tuple
+        registry.register(self)
+
+    def read(self, source: Source) -> None:
+        """Ask `source` from now on, and no earlier one."""
+        self._source = source
+
+    def describe(self) -> Iterable[Metric]:
+        """Its name, for the registry's check of duplicates."""
+        return [self._family()]
+
+    def collect(self) -> Iterable[Metric]:
+        """What a scrape shows."""
+        family = self._family()
+        for labels, value in self._source():
+            family.add_metric(labels, value)
+        return [family]
+
+    def texts(self) -> Iterator[str]:
+        """The same as text, in one piece: what is read may change at any pause."""
+        name, kind = (f"{self.name}_total", "counter") if self._counts else (self.name, "gauge")
+        lines = (f"{name}{self._labels(labels)} {value!r}\n" for labels, value in self._source())
+        yield head(name, kind, self._documentation) + "".join(lines)
+
+    def _labels(self, values: tuple[str, ...]) -> str:
+        return f"{{{label_text(self._labelnames, values)}}}" if values else ""
+
+    def _family(self) -> GaugeMetricFamily | CounterMetricFamily:
+        kind = CounterMetricFamily if self._counts else GaugeMetricFamily
+        return kind(self.name, self._documentation, labels=self._labelnames)

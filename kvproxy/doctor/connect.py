@@ -9,7 +9,7 @@ import ssl
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from kvproxy.doctor.finding import Finding, problem
+from kvproxy.doctor.report import Finding, problem
 from kvproxy.upstream.origin import Origin
 
 #: OpenSSL's X509_V_ERR_ numbers.
@@ -20,7 +20,7 @@ _NOT_YET_VALID, _EXPIRED, _SELF_SIGNED, _SELF_SIGNED_CHAIN, _NO_ISSUER, _WRONG_H
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class ConnectResult:
     """How connecting went; `certificate_ends` where the peer's certificate was verified. `connected`: TCP at least."""
 
     error: Exception | None = None
@@ -28,7 +28,7 @@ class Link:
     connected: bool = True
 
 
-async def connect(origin: Origin, *, timeout_s: float) -> Link:
+async def connect(origin: Origin, *, timeout_s: float) -> ConnectResult:
     """Connects, shakes hands, and closes again."""
     writer: asyncio.StreamWriter | None = None
     try:
@@ -40,16 +40,16 @@ async def connect(origin: Origin, *, timeout_s: float) -> Link:
     except (OSError, ValueError) as error:  # ValueError: a host name or certificate file that cannot be used
         if writer is not None:
             writer.close()
-        return Link(error, connected=writer is not None)
+        return ConnectResult(error, connected=writer is not None)
     ends = (writer.get_extra_info("peercert") or {}).get("notAfter")
     writer.close()
     with contextlib.suppress(OSError, TimeoutError):
         async with asyncio.timeout(timeout_s):
             await writer.wait_closed()
-    return Link(None, datetime.fromtimestamp(ssl.cert_time_to_seconds(ends), UTC) if ends else None)
+    return ConnectResult(None, datetime.fromtimestamp(ssl.cert_time_to_seconds(ends), UTC) if ends else None)
 
 
-async def speaks_tls(origin: Origin, *, timeout_s: float) -> bool:
+async def try_tls(origin: Origin, *, timeout_s: float) -> bool:
     """Whether the port of an http origin shakes hands for TLS, whatever its certificate."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -62,7 +62,7 @@ async def speaks_tls(origin: Origin, *, timeout_s: float) -> bool:
     return True
 
 
-def failure(where: str, origin: Origin, error: Exception, *, connected: bool = False) -> Finding:
+def explain_failure(where: str, origin: Origin, error: Exception, *, connected: bool = False) -> Finding:
     """Why it cannot be connected to, and what to do about it. `connected`: TCP was, TLS was not."""
     address = f"{origin.host}:{origin.port}"
     if isinstance(error, ssl.SSLCertVerificationError):

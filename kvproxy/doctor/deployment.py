@@ -9,49 +9,49 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvproxy.cluster.discovery import sources_of
-from kvproxy.config.cluster_schema import EventSources
+from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings, EventSources
+from kvproxy.config.filter_schema import DEFAULT_FILTERS
 from kvproxy.config.kvcache_schema import KvCacheSettings
-from kvproxy.config.schema import DEFAULT_FILTERS, ClusterSettings, Config, EndpointSettings
-from kvproxy.doctor.engine import Engine
-from kvproxy.doctor.finding import Finding, problem
-from kvproxy.doctor.lmcache import LmCache
+from kvproxy.config.schema import Config
+from kvproxy.doctor.engine import EngineFacts
+from kvproxy.doctor.lmcache import LmcacheFacts
+from kvproxy.doctor.report import Finding, problem
 from kvproxy.doctor.tools import Tools
 from kvproxy.doctor.trial import TrialPlan
 from kvproxy.errors import ClientError, DiscoveryError
 
 T = TypeVar("T")
-
-#: A lookup needs two whole chunks of LMCache's default size to be told from chance.
+#: A lookup needs two whole chunks of LMCache's default size to be distinguished from chance.
 _LOOKUP_TOKENS = 2 * 256
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
-    """Engines in the order of the configuration; `undiscovered` tells of discoveries that failed.
+class Deployment:
+    """Engines in the order of the configuration; `undiscovered` has a finding for each discovery that failed.
 
     `kvcache` is None without that filter, `lmcache` without its service. `open_files` is the process's limit.
     """
 
     config: Config
-    engines: tuple[Engine, ...]
+    engines: tuple[EngineFacts, ...]
     tools: Tools
     kvcache: KvCacheSettings | None = None
-    lmcache: LmCache | None = None
-    tokenizer: Engine | None = None
+    lmcache: LmcacheFacts | None = None
+    tokenizer: EngineFacts | None = None
     undiscovered: tuple[Finding, ...] = ()
     open_files: int = field(default_factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
-    def clusters(self) -> Iterable[tuple[str, tuple[Engine, ...]]]:
+    def clusters(self) -> Iterable[tuple[str, tuple[EngineFacts, ...]]]:
         """Engines by cluster."""
         for name in self.config.clusters:
             yield name, tuple(engine for engine in self.engines if engine.cluster == name)
 
 
-async def survey(config: Config, *, tools: Tools, open_files: int | None = None) -> Site:
-    """The site of a configuration, its discoveries asked once."""
+async def survey_deployment(config: Config, *, tools: Tools, open_files: int | None = None) -> Deployment:
+    """The deployment of a configuration, its discoveries asked once."""
     kvcache = kvcache_settings(config)
     lookups = kvcache is not None and bool(kvcache.lmcache_endpoint)
-    engines: list[Engine] = []
+    engines: list[EngineFacts] = []
     undiscovered: list[Finding] = []
     for name, cluster in config.clusters.items():
         endpoints, failed = await _endpoints(name, cluster)
@@ -60,7 +60,7 @@ async def survey(config: Config, *, tools: Tools, open_files: int | None = None)
         for endpoint in endpoints:
             plan = TrialPlan(len(engines), _LOOKUP_TOKENS if lookups else 0, kvcache is not None and kvcache.kv_events)
             engines.append(
-                Engine(
+                EngineFacts(
                     endpoint,
                     cluster=name,
                     health_path=cluster.health.path,
@@ -71,12 +71,12 @@ async def survey(config: Config, *, tools: Tools, open_files: int | None = None)
                     stated=_stated(endpoint, kvcache),
                 )
             )
-    return Site(
+    return Deployment(
         config,
         tuple(engines),
         tools,
         kvcache,
-        LmCache(kvcache, tools=tools) if kvcache is not None and lookups else None,
+        LmcacheFacts(kvcache, tools=tools) if kvcache is not None and lookups else None,
         _tokenizer(kvcache, tools),
         tuple(undiscovered),
         resource.getrlimit(resource.RLIMIT_NOFILE)[0] if open_files is None else open_files,
@@ -103,9 +103,11 @@ def routed_models(config: Config, cluster: str) -> list[str]:
     return [name for name in names if name and not name.endswith("*")]
 
 
-async def known(engines: Sequence[Engine], fact: Callable[[Engine], Awaitable[T]]) -> dict[Engine, T]:
+async def gather_facts(
+    engines: Sequence[EngineFacts], fact: Callable[[EngineFacts], Awaitable[T]]
+) -> dict[EngineFacts, T]:
     """The fact of every engine that can be asked for it; why another cannot is that fact's own check's business."""
-    found: dict[Engine, T] = {}
+    found: dict[EngineFacts, T] = {}
     results = await asyncio.gather(*(fact(engine) for engine in engines), return_exceptions=True)
     for engine, result in zip(engines, results, strict=True):
         if isinstance(result, BaseException):
@@ -135,11 +137,11 @@ def _stated(endpoint: EndpointSettings, kvcache: KvCacheSettings | None) -> Even
     return kvcache.kv_event_sources
 
 
-def _tokenizer(kvcache: KvCacheSettings | None, tools: Tools) -> Engine | None:
+def _tokenizer(kvcache: KvCacheSettings | None, tools: Tools) -> EngineFacts | None:
     """The engine that tokenizes for all of them, where one is configured."""
     if kvcache is None or not kvcache.vllm_endpoint:
         return None
     endpoint = EndpointSettings(id="vllm_endpoint", url=kvcache.vllm_endpoint)
-    return Engine(
+    return EngineFacts(
         endpoint, cluster="", health_path="/health", tools=tools, plan=TrialPlan(), label="vllm_endpoint of kvcache"
     )

@@ -1,0 +1,158 @@
+"""What a small prompt, sent twice, shows of an engine: that it answers, what it caches, how its clock goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvproxy.doctor.engine import EngineCheck
+from kvproxy.doctor.report import Finding, ok, problem, warning
+from kvproxy.doctor.trial import Trial
+from kvproxy.errors import ClientError, ClientTimeout, NotSupported, Refused
+
+#: A trial: link, models, metrics, event sources, subscriptions, two or three requests, tokenize, events, replays.
+TRIAL_CALLS = 12
+_TURN_ON = "start the engine without `--no-enable-prefix-caching` (older versions: with `--enable-prefix-caching`)"
+_SHOW = "start the engine with `--enable-prompt-tokens-details`"
+#: Dates in headers have whole seconds, and an answer takes its time.
+_TOLERATED_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateCheck(EngineCheck):
+    """A request of one token."""
+
+    name = "generate"
+    calls = TRIAL_CALLS
+
+    async def find(self) -> Sequence[Finding]:
+        await self.engine.model()  # whatever is wrong before a prompt can be sent is reported elsewhere
+        try:
+            trial = await self.engine.trial()
+        except ClientError as error:
+            return [_failed(self.where, error)]
+        form = "chat" if trial.chat else "text completion (it refuses chats)"
+        return [ok(self.where, f"answers a {form} of {trial.first.prompt_tokens} tokens")]
+
+
+def _failed(where: str, error: ClientError) -> Finding:
+    status = error.status if isinstance(error, Refused) else 0
+    if status in (400, 404, 405):
+        fix = "right for an embedding model; otherwise check how the engine was started"
+        return warning(where, f"generates nothing: {error}", fix)
+    if status == 503:
+        return warning(where, f"is too busy for a small prompt: {error}", "try again when it is less busy")
+    if isinstance(error, ClientTimeout):
+        fix = "it is overloaded or stuck, or its prefill is slow: look at its queue, or raise --timeout"
+        return problem(where, f"does not answer a small prompt: {error}", fix)
+    return problem(where, f"does not answer a small prompt well: {error}", "read the engine's log")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeCheck(EngineCheck):
+    """`/tokenize` against the prompt as the engine counted it. `needed`: something asks for token ids."""
+
+    needed: bool
+
+    name = "tokenize"
+    calls = TRIAL_CALLS
+
+    async def find(self) -> Sequence[Finding]:
+        return [judge_tokenize(self.where, await self.engine.trial(), needed=self.needed)]
+
+
+def judge_tokenize(where: str, trial: Trial, *, needed: bool) -> Finding:
+    """The verdict on one trial."""
+    tokens, make = trial.tokenized, problem if needed else warning
+    if isinstance(tokens, NotSupported):
+        fix = "set `vllm_endpoint` of the kvcache filter to an engine that has it; without, nothing can be looked up"
+        return make(where, "has no /tokenize", fix) if needed else ok(where, "has no /tokenize, which nothing needs")
+    if isinstance(tokens, ClientError):
+        return make(where, f"/tokenize fails: {tokens}", "read the engine's log; without it nothing can be looked up")
+    counted, exact = trial.first.prompt_tokens, trial.first.token_ids
+    if len(tokens) == counted and (not exact or exact == tokens):
+        return ok(where, f"/tokenize agrees with the engine ({counted} tokens)")
+    what = f"/tokenize makes {len(tokens)} tokens of a prompt that the engine counts as {counted}"
+    if len(tokens) == counted:
+        what = f"/tokenize makes other tokens of a prompt than the engine itself ({counted} tokens)"
+    fix = "start the engine with one tokenizer and one chat template for both (`--tokenizer`, `--chat-template`)"
+    return make(where, f"{what}: lookups and KV events cannot match", fix)
+
+
+@dataclass(frozen=True, slots=True)
+class CachingCheck(EngineCheck):
+    """One prompt, sent twice."""
+
+    name = "prefix caching"
+    calls = TRIAL_CALLS
+
+    async def find(self) -> Sequence[Finding]:
+        return [judge_caching(self.where, await self.engine.trial())]
+
+
+def judge_caching(where: str, trial: Trial) -> Finding:
+    """The verdict on one trial. What the answer says goes before what metrics say, since those count others too."""
+    cached, counted = trial.second.cached_tokens, trial.second.prompt_tokens
+    if cached:
+        return ok(where, f"{cached} of {counted} prompt tokens came from its cache the second time")
+    configured, hits = caching_enabled(trial), _hits(trial)
+    if configured is False:
+        return problem(where, "prefix caching is off (by its /metrics)", _TURN_ON)
+    if cached == 0:
+        if configured is None and not hits:
+            return problem(where, "nothing of a prompt sent twice was reused: prefix caching is off", _TURN_ON)
+        fix = "is its KV cache too small, or was it very busy? See `vllm:kv_cache_usage_perc`, give it more memory"
+        return warning(where, "prefix caching is on, but a prompt sent twice was computed twice", fix)
+    what = "does not say how much of a prompt it reused: predictions cannot be checked"
+    if hits:
+        return warning(where, f"prefix caching works (by its counters), but the engine {what}", _SHOW)
+    if configured:
+        fix = f"{_SHOW}; older versions leave the figure out when it is 0, then its KV cache may be too small"
+        return warning(where, f"prefix caching is on, but no reuse was seen; the engine {what}", fix)
+    if hits == 0:
+        return problem(where, "no cached tokens in the answer and none counted: prefix caching is off", _TURN_ON)
+    return warning(where, f"the engine shows no counters and {what}", f"{_SHOW}, and serve /metrics")
+
+
+def caching_enabled(trial: Trial) -> bool | None:
+    """What the engine's metrics say; None when they do not."""
+    for metrics in (trial.after, trial.before):
+        if metrics is not None and metrics.cache is not None:
+            return metrics.cache.prefix_caching
+    return None
+
+
+def _hits(trial: Trial) -> int | None:
+    """Tokens that the engine counted as reused meanwhile; None when it does not count."""
+    if trial.before is None or trial.after is None:
+        return None
+    before, after = trial.before.prefix_hits_tokens, trial.after.prefix_hits_tokens
+    return None if before is None or after is None else after - before
+
+
+@dataclass(frozen=True, slots=True)
+class ClockCheck(EngineCheck):
+    """By the time stamps of its KV events where there are some, else by the Date header. `trial`: a prompt is sent."""
+
+    trial: bool = True
+
+    name = "clock"
+    calls = TRIAL_CALLS
+
+    async def find(self) -> Sequence[Finding]:
+        skew_s = await self._event_skew_s() if self.trial else None
+        if skew_s is None:
+            skew_s = (await self.engine.health_reply()).skew_s
+        if skew_s is None:
+            return []
+        if abs(skew_s) <= _TOLERATED_S:
+            return [ok(self.where, "its clock agrees with ours")]
+        what = f"its clock is {abs(skew_s):.1f} s {'ahead of' if skew_s > 0 else 'behind'} ours"
+        return [warning(self.where, what, "run NTP on both hosts: event lag, leases and logs are compared by clock")]
+
+    async def _event_skew_s(self) -> float | None:
+        try:
+            observed = (await self.engine.trial()).observed
+        except ClientError:
+            return None
+        return next((-one.lag_s for one in observed if one.mine is not None and one.lag_s is not None), None)

@@ -1,0 +1,89 @@
+"""Observers of requests: each hears of the hooks it has, and one that fails costs nobody anything."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvproxy.request.exchange import Exchange
+from kvproxy.request.observer import HOOKS, RequestObserver, notify
+
+
+class Notes(RequestObserver):
+    """Writes down what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def received(self, exchange: Exchange, now: float) -> None:
+        self.heard.append(f"received at {now:g}")
+
+    def attempt_failed(self, exchange: Exchange, reason: str, now: float) -> None:
+        self.heard.append(f"failed by {reason}")
+
+
+class Broken(RequestObserver):
+    """Fails at everything."""
+
+    def received(self, exchange: Exchange, now: float) -> None:
+        raise ZeroDivisionError
+
+
+def test_an_observer_that_fails_is_logged_and_the_others_hear_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    """The request goes on, and so do the observers after it."""
+    exchange, notes = Exchange(received_at=0.0), Notes()
+    exchange.observers += [Broken(), notes]
+    notify(RequestObserver.received, exchange, 3.0)
+    assert notes.heard == ["received at 3"]
+    assert "an observer of requests failed: Broken at `received`" in caplog.text
+
+
+def test_only_the_hooks_of_a_class_are_called() -> None:
+    """Those that it inherits from a subclass too; the no-ops of the base class never are."""
+
+    class Further(Notes):
+        def finished(self, exchange: Exchange, now: float) -> None:
+            self.heard.append("finished")
+
+    assert RequestObserver.hooks == frozenset()
+    assert Further.hooks == {"received", "attempt_failed", "finished"}
+    exchange, further = Exchange(received_at=0.0), Further()
+    exchange.observers.append(further)
+    notify(RequestObserver.attempt_failed, exchange, "busy", 1.0)
+    notify(RequestObserver.first_byte, exchange, 2.0)
+    notify(RequestObserver.finished, exchange, 2.0)
+    assert further.heard == ["failed by busy", "finished"]
+
+
+def test_an_observer_may_be_added_by_another_one() -> None:
+    """One that follows a share of the requests adds its own for each."""
+
+    class Samples(RequestObserver):
+        def received(self, exchange: Exchange, now: float) -> None:
+            exchange.observers.append(notes)
+
+    notes = Notes()
+    exchange = Exchange(received_at=0.0)
+    exchange.observers.append(Samples())
+    notify(RequestObserver.received, exchange, 1.0)
+    notify(RequestObserver.attempt_failed, exchange, "busy", 2.0)
+    assert notes.heard[-1] == "failed by busy"
+
+
+def test_every_hook_is_a_method() -> None:
+    """The list and the class say the same."""
+    public = {name for name in vars(RequestObserver) if not name.startswith("_")} - {"hooks"}
+    assert public == set(HOOKS)
+
+
+def test_the_callbacks_of_older_plug_ins_still_work() -> None:
+    """`on_pick` and `on_complete` are observers by now; using them warns."""
+    exchange = Exchange(received_at=0.0)
+    called: list[str] = []
+    with pytest.warns(DeprecationWarning, match="RequestObserver"):
+        exchange.on_pick.append(lambda _: called.append("pick"))
+    with pytest.warns(DeprecationWarning, match="RequestObserver"):
+        exchange.on_complete.append(lambda _: called.append("complete"))
+    notify(RequestObserver.attempt_began, exchange, None)  # type: ignore[arg-type]
+    notify(RequestObserver.finished, exchange, 1.0)
+    assert called == ["pick", "complete"]
+    assert len(exchange.observers) == 1
