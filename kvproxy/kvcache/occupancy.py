@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvproxy.kvcache.parts import Parts
 
 #: Rows of the precise index with their share of its tables, as benchmarks/prefix_index.py measures them.
-PRECISE_ROW_BYTES = 80
+PRECISE_ROW_BYTES = 100
 
 #: Label values, and a value.
 Series = Iterable[tuple[tuple[str, ...], float]]

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import import_module
 from typing import Self
 
 import zmq.asyncio
@@ -126,8 +125,6 @@ class EventStreams(BackgroundTask):
         self._replay_memory = ReplayMemory()
 
     async def __aenter__(self) -> Self:
-        # Takes a while: not when the first event comes, and not while a reload serves requests.
-        await asyncio.to_thread(import_module, "kvproxy.prefix.precise.block_table")
         self._context = zmq.asyncio.Context()
         return await super().__aenter__()
 
