@@ -55,7 +55,7 @@ class PredictionFeedback:
         if entry is not None:
             indexes.settle(entry, prefilled=prefilled, lost=lost)
         elif endpoint is not None and prefilled:  # it was routed by another than this proxy
-            indexes.approximate.insert(endpoint, facts.hashes)
+            indexes.approximate.insert(endpoint, facts.cursor)
         if result.prompt_tokens is not None and prefilled:
             self._bytes_per_token.observe(facts.model, facts.prompt_bytes, result.prompt_tokens)
 
@@ -89,7 +89,7 @@ class PredictionFeedback:
         overlap = facts.overlaps.by_endpoint.get(endpoint)
         contradicted = facts.indexes.correct(
             endpoint,
-            facts.hashes,
+            facts.cursor,
             overlap,
             predicted_tokens=predicted,
             cached_tokens=cached,

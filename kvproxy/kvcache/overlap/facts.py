@@ -11,7 +11,8 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.kvcache.overlap.merge import HolderOverlap
-from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
+from kvproxy.prefix.approximate.endpoint_lru import Run, SpeculativeEntry
+from kvproxy.prefix.approximate.radix import PrefixCursor
 from kvproxy.prefix.tokens.hashed_tokens import HashedTokens
 from kvproxy.routing.policy import NO_FACTS, OverlapFacts
 from kvproxy.types import EndpointId, InferenceRequest
@@ -26,7 +27,7 @@ class RequestFacts:
     request: InferenceRequest
     body: bytes  # as the client sent it
     model: str  # as the engines call it
-    hashes: array[int]  # of the prompt's text blocks
+    cursor: PrefixCursor[Run]  # of the prompt's text blocks in the approximate index
     keys: Sequence[int]  # one a message prefix, shortest first
     prompt_bytes: int
     started_at: float
@@ -41,6 +42,11 @@ class RequestFacts:
     lookup_overlaps: Sequence[HolderOverlap] = ()  # by a lookup that answered in time
     holders_found: int | None = None  # by a lookup that answered in time
     entry: SpeculativeEntry | None = None  # what routing told the approximate index
+
+    @property
+    def hashes(self) -> array[int]:
+        """Of the prompt's text blocks. Not to be changed."""
+        return self.cursor.hashes
 
     def may_serve(self, endpoint_id: EndpointId) -> bool:
         """Whether this member of the cluster serves the model."""

@@ -11,10 +11,11 @@ from cachetools import LRUCache
 from kvproxy.clients.tokens import TokenIds
 from kvproxy.kvcache.overlap.merge import NOTHING, HolderOverlap, is_contradicted, merge_overlaps
 from kvproxy.prefix.approximate.capacities import Capacities
-from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
+from kvproxy.prefix.approximate.endpoint_lru import Run, SpeculativeEntry
+from kvproxy.prefix.approximate.heat import Heat
 from kvproxy.prefix.approximate.index import ApproximateIndex
+from kvproxy.prefix.approximate.radix import PrefixCursor
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, message_chain, root_seed, token_blocks
-from kvproxy.prefix.hot_blocks import HotBlocks
 from kvproxy.prefix.precise.index import PreciseIndex, PreciseMatch, precise_root
 from kvproxy.prefix.tokens.hashed_tokens import HashedTokens
 from kvproxy.prefix.tokens.session_hashes import SessionHashes
@@ -46,9 +47,9 @@ class IndexState:
     """What routing and responses taught about one cluster: it outlives a reload, and KV events do not."""
 
     def __init__(self, *, endpoints: int = 1, capacity_blocks: int = DEFAULT_CAPACITY_BLOCKS) -> None:
-        self.approximate = ApproximateIndex(capacity_blocks=capacity_blocks)
+        self.hot = Heat(endpoints=endpoints)
+        self.approximate = ApproximateIndex(capacity_blocks=capacity_blocks, heat=self.hot)
         self.capacities = Capacities(self.approximate)
-        self.hot = HotBlocks(endpoints=endpoints)
         self.trust = Trust()  # in what KV events say
         self.lookup_trust = Trust()  # in what LMCache says
         self.started_at: dict[EndpointId, float] = {}  # when each engine's process began, by its own clock
@@ -89,7 +90,7 @@ class LocalIndexes:
 
     def overlaps(
         self,
-        hashes: array[int],
+        cursor: PrefixCursor[Run],
         *,
         bytes_per_token: float,
         tokens: TokenIds | None,
@@ -108,10 +109,10 @@ class LocalIndexes:
         if tokens is not None and self._follows_events:
             announced = self._announced(tokens, hashed, model, cache_salt)
             if self.exact:
-                promised = self.approximate.promised(hashes)
+                promised = self.approximate.lookup_in_flight(cursor)
                 in_flight = {endpoint: int(blocks * scale) for endpoint, blocks in promised.items()}
         return merge_overlaps(
-            routed={endpoint: int(blocks * scale) for endpoint, blocks in self.approximate.lookup(hashes).items()},
+            routed={endpoint: int(blocks * scale) for endpoint, blocks in self.approximate.lookup(cursor).items()},
             in_flight=in_flight,
             announced=announced,
             exact=self.exact,
@@ -139,16 +140,16 @@ class LocalIndexes:
 
         return self.precise.lookup(blocks)
 
-    def route(self, endpoint: EndpointId, hashes: array[int]) -> SpeculativeEntry:
+    def route(self, endpoint: EndpointId, cursor: PrefixCursor[Run]) -> SpeculativeEntry:
         """A request goes there: it counts as holding the prompt until the entry is settled."""
-        return self.approximate.route(endpoint, hashes, flies=self._follows_events)
+        return self.approximate.route(endpoint, cursor, in_flight=self._follows_events)
 
     def settle(self, entry: SpeculativeEntry, *, prefilled: bool, lost: bool = False) -> None:
         """The request is over; `prefilled` says whether the engine got as far as a first byte. Once an entry. An engine
         that `lost` what it held still has what it just prefilled."""
         (self.approximate.confirm if prefilled else self.approximate.rollback)(entry)
         if lost:
-            self.approximate.insert(entry.endpoint, entry.hashes)
+            self.approximate.insert(entry.endpoint, entry.cursor)
 
     def observe_capacity(self, entry: SpeculativeEntry, cached_blocks: int) -> bool:
         """What a response says about the room at its endpoint, before the entry is settled; True when the engine lost
@@ -158,14 +159,14 @@ class LocalIndexes:
     def correct(
         self,
         endpoint: EndpointId,
-        hashes: array[int],
+        cursor: PrefixCursor[Run],
         overlap: Overlap | None,
         *,
         predicted_tokens: int,
         cached_tokens: int,
         cached_blocks: int,
     ) -> bool:
-        """The engine reused so many tokens, which are so many of these hashes, where `overlap` had been believed.
+        """The engine reused so many tokens, which are so many of these blocks, where `overlap` had been believed.
         Whether that contradicts the prediction; a contradicted prefix leaves the index at once, since believing it
         longer would send more requests astray.
         """
@@ -175,7 +176,7 @@ class LocalIndexes:
             trust.observe(endpoint, claimed, backed, cached_tokens)
         contradicted = overlap is not None and is_contradicted(predicted_tokens, cached_tokens)
         if contradicted:
-            self.approximate.contradict(endpoint, hashes, cached_blocks)
+            self.approximate.contradict(endpoint, cursor, cached_blocks)
         return contradicted
 
     def process_started(self, endpoint: EndpointId, started_at: float) -> bool:

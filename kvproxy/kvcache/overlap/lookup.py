@@ -60,7 +60,7 @@ class LookupClient:
         self.hits += any(holder.tokens > 0 for holder in holders)
         return holders
 
-    def claims(
+    def overlaps(
         self,
         holders: Sequence[Holder],
         *,

@@ -109,10 +109,11 @@ class OverlapSources:
         indexes = self.indexes[cluster.name]
         model = model or request.model or self._settings.default_model
         hashes, keys = indexes.hashes(request, model)
-        facts = RequestFacts(cluster, indexes, request, body, model, hashes, keys, request.prompt.size_bytes, began)
+        cursor = indexes.approximate.locate(hashes)
+        facts = RequestFacts(cluster, indexes, request, body, model, cursor, keys, request.prompt.size_bytes, began)
         if self._uses_tokens:
             self.tokens.recall(facts)
-        facts.hot_blocks = indexes.hot.touch(hashes)
+        facts.hot_blocks = indexes.approximate.hot_blocks(cursor)
         self._assess(facts)
         facts.wants_lookup = self._entered and self._lookup_task.is_wanted(facts)
         self._facts_seconds.observe(self._clock() - began)
@@ -133,7 +134,7 @@ class OverlapSources:
         """The facts of a request that waited, read again from our own sources; what a lookup said stands."""
         if self._uses_tokens and not facts.tokens_exact:
             self.tokens.recall(facts)
-        facts.hot_blocks = facts.indexes.hot.hot_prefix_blocks(facts.hashes)
+        facts.hot_blocks = facts.indexes.approximate.hot_blocks(facts.cursor)
         self._assess(facts)
 
     def placed(self, facts: RequestFacts, endpoint: EndpointId) -> None:
@@ -141,7 +142,7 @@ class OverlapSources:
         earlier = facts.entry
         if earlier is not None:
             facts.indexes.settle(earlier, prefilled=False)
-        facts.entry = facts.indexes.route(endpoint, facts.hashes)
+        facts.entry = facts.indexes.route(endpoint, facts.cursor)
 
     def instance_ids(self) -> frozenset[str]:
         """LMCache instance ids of all endpoints."""
@@ -166,7 +167,7 @@ class OverlapSources:
             bytes_per_token = self._bytes_per_token.of(facts.model)
             prompt_tokens = int(facts.prompt_bytes / bytes_per_token)
         found = facts.indexes.overlaps(
-            facts.hashes,
+            facts.cursor,
             bytes_per_token=bytes_per_token,
             tokens=tokens,
             hashed=facts.hashed_tokens,
@@ -200,9 +201,9 @@ class OverlapSources:
         indexes = self.indexes.values()
         blocks = metrics.holdings.index_blocks
         blocks.labels("approximate").set_function(lambda: sum(one.approximate.entries for one in indexes))
-        blocks.labels("in_flight").set_function(lambda: sum(one.approximate.promises for one in indexes))
+        blocks.labels("in_flight").set_function(lambda: sum(one.approximate.in_flight_entries for one in indexes))
         blocks.labels("precise").set_function(self._precise_blocks)
-        blocks.labels("hot").set_function(lambda: sum(one.hot.blocks for one in indexes))
+        blocks.labels("hot").set_function(lambda: sum(one.approximate.unique_blocks for one in indexes))
         size = metrics.holdings.index_bytes
         size.labels("approximate").set_function(lambda: sum(one.approximate.estimated_bytes for one in indexes))
         size.labels("precise").set_function(lambda: self._precise_blocks() * PRECISE_ROW_BYTES)
@@ -223,13 +224,13 @@ class OverlapSources:
             approximate = self.indexes[name].approximate
             capacity = approximate.capacity(endpoint.id)
             if capacity:
-                yield (name, str(endpoint.id)), approximate.blocks(endpoint.id) / capacity
+                yield (name, str(endpoint.id)), approximate.held_blocks(endpoint.id) / capacity
 
     def capacity_series(self) -> Series:
         """Blocks each endpoint has room for, as its engine says and as it proved."""
         for name, endpoint in self._endpoints():
             indexes = self.indexes[name]
-            yield (name, str(endpoint.id), "told"), indexes.capacities.told(endpoint.id)
+            yield (name, str(endpoint.id), "told"), indexes.capacities.reported(endpoint.id)
             yield (name, str(endpoint.id), "learned"), indexes.approximate.capacity(endpoint.id)
 
     def trust_series(self) -> Series:
