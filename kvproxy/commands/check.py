@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 from typing import TextIO
 
 from kvproxy.config.json_schema import file_schema
-from kvproxy.config.load import check_file
+from kvproxy.config.load import check_config
 from kvproxy.errors import Problem
 from kvproxy.filters.registry import discover
 
@@ -17,7 +18,7 @@ _COLOURS = {"error": "\x1b[31m", "warning": "\x1b[33m", "note": "\x1b[36m"}
 def run(path: str, *, lenient: bool, out: TextIO) -> int:
     """Print what is wrong; 0 when the file can be served, 1 when not."""
     extra = {name: kind.settings for name, kind in discover().items()}
-    config, problems = check_file(path, extra_filters=extra, lenient=lenient)
+    config, problems = check_config(Path(path), extra_filters=extra, lenient=lenient)
     colour = out.isatty() and "NO_COLOR" not in os.environ
     for problem in problems:
         print(line_of(problem, colour=colour), file=out)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from kvproxy.config.load import check_file, from_endpoints
+from kvproxy.config.load import check_config, from_endpoints
 from kvproxy.config.schema import Config
 from kvproxy.errors import ConfigError, Problem
 from kvproxy.filters.registry import discover
@@ -59,7 +59,7 @@ class Source:
             raise ConfigError([Problem("", "either -c FILE or --endpoint, not both")])
         if self.path is not None:
             extra = {name: kind.settings for name, kind in discover().items()}
-            config, problems = check_file(self.path, extra_filters=extra, lenient=self.lenient)
+            config, problems = check_config(Path(self.path), extra_filters=extra, lenient=self.lenient)
             errors = [problem for problem in problems if problem.severity == "error"]
             if config is None or errors:
                 raise ConfigError(errors)

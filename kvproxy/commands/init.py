@@ -13,7 +13,7 @@ from kvproxy.commands.init_file import config_text
 from kvproxy.commands.init_probe import Seen, SeenLmCache, look
 from kvproxy.commands.serve import run_loop
 from kvproxy.config.endpoint_url import base_of_copied, url_fault
-from kvproxy.config.load import check_text
+from kvproxy.config.load import check_config
 from kvproxy.config.shorthand import endpoint_of
 from kvproxy.errors import ConfigError, Problem
 
@@ -87,7 +87,7 @@ def _finish(options: InitOptions, engines: dict[str, str], lmcache: str, listen:
     for one in (*seen, *([controller] if controller is not None else ())):
         print(f"  {one.words()}", file=out)
     text = config_text(seen, controller, listen=listen)
-    _, problems = check_text(text, env={})
+    _, problems = check_config(text, env={})
     errors = [problem for problem in problems if problem.severity == "error"]
     if errors:
         raise ConfigError(errors)

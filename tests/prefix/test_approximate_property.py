@@ -105,7 +105,11 @@ class ApproximateAgainstNaive(RuleBasedStateMachine):
         settled = made.lru is None
         self.index.confirm(made)
         known.flights.pop(made.number, None)
+        present = self.present()
         if not settled and self.naive.get(made.endpoint) is known:
+            for block in blocks_of(path):
+                if block not in present:
+                    self.asked_for[block] = [self.requests]
             self.insert_naive(known, path)
 
     @rule(claim=claims)
@@ -183,10 +187,14 @@ class ApproximateAgainstNaive(RuleBasedStateMachine):
 
     def forget_cold(self) -> None:
         """What no endpoint holds or has in flight is not counted any more."""
-        present: set[Path] = set()
-        for known in self.naive.values():
-            present.update(known.touched, *map(blocks_of, known.flights.values()))
+        present = self.present()
         self.asked_for = {block: asked for block, asked in self.asked_for.items() if block in present}
+
+    def present(self) -> set[Path]:
+        found: set[Path] = set()
+        for known in self.naive.values():
+            found.update(known.touched, *map(blocks_of, known.flights.values()))
+        return found
 
     def check_heat(self, path: Path, cursor: PrefixCursor[Run]) -> None:
         threshold = 2.0

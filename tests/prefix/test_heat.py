@@ -97,6 +97,18 @@ def test_what_no_endpoint_holds_is_cold() -> None:
     assert hot(index, SYSTEM) == 0
 
 
+def test_a_contradicted_prompt_begins_again() -> None:
+    """What the only holder had lost counts from the request that computed it once more."""
+    index = index_of(1)
+    for _ in range(4):
+        ask(index, SYSTEM)
+    entry = index.route(A, index.locate(chained(SYSTEM)))
+    index.contradict(A, entry.cursor, 4)
+    index.confirm(entry)
+    assert hot(index, SYSTEM) == 4
+    assert min(index.requests(run) for run in index.all_runs()) == 1.0
+
+
 def test_turns_of_a_chat_that_is_one_run_are_told_apart() -> None:
     """Its first turn was asked for with every later one; also once another chat branches off in the middle of it."""
     index = index_of(1)

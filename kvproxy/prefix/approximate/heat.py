@@ -54,6 +54,10 @@ class Heat:
             run.heat = run.heat * exp((run.counted_at - now) / window) + 1.0
             run.counted_at = now
 
+    def begin(self, run: HeatedRun) -> None:
+        """The run is new, by the latest request for it."""
+        run.heat, run.counted_at = 1.0, self._requests
+
     def requests(self, run: HeatedRun) -> float:
         """Decayed requests for the last block of the run."""
         return run.heat * exp((run.counted_at - self._requests) / self._window)

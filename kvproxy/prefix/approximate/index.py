@@ -194,7 +194,7 @@ class ApproximateIndex:
         """The engine answered: it does hold the prompt now. Idempotent."""
         lru, entry.lru = entry.lru, None
         if lru is not None and self._known(entry.endpoint) is lru:
-            self._insert(lru, entry.cursor, flight=entry.number if entry.in_flight else 0)
+            self._insert(lru, entry.cursor, asked_for=True, flight=entry.number if entry.in_flight else 0)
 
     def rollback(self, entry: SpeculativeEntry) -> None:
         """The request failed: forget what it inserted and no other request vouches for. Idempotent."""
@@ -286,12 +286,16 @@ class ApproximateIndex:
             lru = self._lrus[slot] = EndpointLru(slot, self.default_capacity)
         return lru
 
-    def _insert(self, lru: EndpointLru, cursor: PrefixCursor[Run], *, flight: int = 0) -> None:
+    def _insert(self, lru: EndpointLru, cursor: PrefixCursor[Run], *, asked_for: bool = False, flight: int = 0) -> None:
         path = self._cover(cursor)
         if flight:
             lru.end_flight(path, flight)
         for run in path:
             if not run.held_by & lru.bit:
+                if (
+                    asked_for and not run.held_by and not run.in_flight_at
+                ):  # evicted or contradicted since it was routed
+                    self.heat.begin(run)
                 lru.add(run)
             elif lru.unconfirmed:
                 lru.unconfirmed.pop(run, None)
