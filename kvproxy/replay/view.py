@@ -56,7 +56,7 @@ class IndexView:
         self._events = fleet.index is IndexMode.EVENTS
         capacity_blocks = int(fleet.capacity_tokens * fleet.index_capacity) // block_size
         state = IndexState(endpoints=fleet.instances, capacity_blocks=capacity_blocks)
-        self._local = LocalIndexes(state, learn_capacity=fleet.learn_capacity)
+        self._local = LocalIndexes(state, learn_capacity=fleet.learn_capacity, follows_events=self._events)
         if self._events:
             self._local.exact = frozenset(self._ids)
         self._rng = rng

@@ -102,7 +102,7 @@ def test_an_endpoint_that_is_gone_keeps_no_promise(local: LocalIndexes, gone: ob
 
 def test_without_events_nothing_is_kept_twice() -> None:
     """The index of requests under way costs nothing where no events are followed."""
-    local = LocalIndexes(IndexState())
+    local = LocalIndexes(IndexState(), follows_events=False)
     local.route(A, local.approximate.locate(HASHES))
     assert local.approximate.in_flight_entries == 0
     assert overlaps(local) == {"a": Overlap(4096)}

@@ -69,8 +69,10 @@ class PredictionFeedback:
     ) -> bool:
         """What was predicted against what the engine says: the sources are corrected and the score is kept. True when
         the engine lost all that it held."""
-        predicted, cached = facts.overlaps.matched_tokens(endpoint), result.cached_tokens
-        tokens = result.prompt_tokens
+        overlap, cached, tokens = facts.overlaps.by_endpoint.get(endpoint), result.cached_tokens, result.prompt_tokens
+        predicted = 0
+        if overlap is not None:
+            predicted = min(overlap.device_tokens + overlap.lower_tokens, facts.overlaps.prompt_tokens)
         self.hit_ratios.served(
             (facts.cluster.name, endpoint),
             prompt_tokens=facts.overlaps.prompt_tokens if tokens is None else tokens,
@@ -86,7 +88,6 @@ class PredictionFeedback:
             lost = facts.indexes.observe_capacity(entry, cached_blocks)
             if lost:
                 log.info(_LOST, facts.cluster.name, endpoint)
-        overlap = facts.overlaps.by_endpoint.get(endpoint)
         contradicted = facts.indexes.correct(
             endpoint,
             facts.cursor,

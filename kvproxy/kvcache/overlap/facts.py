@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from kvproxy.clients.tokens import TokenIds
 from kvproxy.cluster.cluster import Cluster
@@ -18,9 +19,9 @@ from kvproxy.routing.policy import NO_FACTS, OverlapFacts
 from kvproxy.types import EndpointId, InferenceRequest
 
 
-@dataclass(slots=True)
-class RequestFacts:
-    """Handed from `gather` to `placed` to `finished`; its caller reads `overlaps` and `preferred` alone."""
+class RequestFacts(msgspec.Struct):
+    """Handed from `gather` to `placed` to `finished`; its caller reads `overlaps` and `preferred` alone. A struct, since
+    those are made in C."""
 
     cluster: Cluster
     indexes: LocalIndexes
@@ -32,7 +33,6 @@ class RequestFacts:
     prompt_bytes: int
     started_at: float
     overlaps: OverlapFacts = NO_FACTS
-    hot_blocks: int = 0  # of the hashes, the leading ones that many ask for
     preferred: EndpointId | None = None  # the endpoint that holds most
     tokens: TokenIds | None = None  # of the prompt, or of its longest known beginning
     hashed_tokens: HashedTokens | None = None  # begins with these tokens
@@ -48,19 +48,13 @@ class RequestFacts:
         """Of the prompt's text blocks. Not to be changed."""
         return self.cursor.hashes
 
-    def may_serve(self, endpoint_id: EndpointId) -> bool:
-        """Whether this member of the cluster serves the model."""
-        endpoint = self.cluster.endpoint(endpoint_id)
-        return endpoint is not None and endpoint.serves(self.model)
-
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:
         """Endpoints that serve the model, in the cluster's order."""
         return tuple([endpoint for endpoint in self.cluster.endpoints if endpoint.serves(self.model)])
 
 
-@dataclass(slots=True)  # not frozen, which would triple the cost of making one
-class Result:
+class Result(msgspec.Struct):
     """How a request went, by its engine's own count where it gave one."""
 
     endpoint: EndpointId | None

@@ -18,7 +18,7 @@ from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.kvcache.overlap.kv_event_streams import EventStreams
 from kvproxy.kvcache.overlap.lookup import LookupClient
 from kvproxy.kvcache.overlap.lookup_task import LookupTask
-from kvproxy.kvcache.overlap.merge import HolderOverlap, preferred
+from kvproxy.kvcache.overlap.merge import HolderOverlap, preferred_endpoint
 from kvproxy.kvcache.overlap.tokens import TokenSource
 from kvproxy.kvcache.state import CacheState
 from kvproxy.metrics.catalog import Metrics
@@ -54,7 +54,10 @@ class OverlapSources:
         self._bytes_per_token = state.bytes_per_token
         self.indexes: Mapping[str, LocalIndexes] = {
             name: LocalIndexes(
-                state.index(name, endpoints=len(cluster.endpoints)), learn_capacity=settings.learn_capacity
+                state.index(name, endpoints=len(cluster.endpoints)),
+                learn_capacity=settings.learn_capacity,
+                follows_events=settings.kv_events,
+                lookups=bool(settings.lmcache_endpoint),
             )
             for name, cluster in clusters.items()
         }
@@ -113,9 +116,9 @@ class OverlapSources:
         facts = RequestFacts(cluster, indexes, request, body, model, cursor, keys, request.prompt.size_bytes, began)
         if self._uses_tokens:
             self.tokens.recall(facts)
-        facts.hot_blocks = indexes.approximate.hot_blocks(cursor)
         self._assess(facts)
-        facts.wants_lookup = self._entered and self._lookup_task.is_wanted(facts)
+        if self._entered and self._settings.lmcache_endpoint:
+            facts.wants_lookup = self._lookup_task.is_wanted(facts)
         self._facts_seconds.observe(self._clock() - began)
         return facts
 
@@ -134,7 +137,6 @@ class OverlapSources:
         """The facts of a request that waited, read again from our own sources; what a lookup said stands."""
         if self._uses_tokens and not facts.tokens_exact:
             self.tokens.recall(facts)
-        facts.hot_blocks = facts.indexes.approximate.hot_blocks(facts.cursor)
         self._assess(facts)
 
     def placed(self, facts: RequestFacts, endpoint: EndpointId) -> None:
@@ -166,8 +168,9 @@ class OverlapSources:
         else:
             bytes_per_token = self._bytes_per_token.of(facts.model)
             prompt_tokens = int(facts.prompt_bytes / bytes_per_token)
-        found = facts.indexes.overlaps(
-            facts.cursor,
+        indexes, cursor = facts.indexes, facts.cursor
+        found = indexes.overlaps(
+            cursor,
             bytes_per_token=bytes_per_token,
             tokens=tokens,
             hashed=facts.hashed_tokens,
@@ -176,13 +179,13 @@ class OverlapSources:
             looked_up=facts.lookup_overlaps,
             prompt_tokens=prompt_tokens,
         )
-        hot_tokens = int(facts.hot_blocks * TEXT_BLOCK_BYTES / bytes_per_token)
+        hot_tokens = int(indexes.approximate.hot_blocks(cursor) * TEXT_BLOCK_BYTES / bytes_per_token)
         facts.overlaps = OverlapFacts(prompt_tokens, found, hot_tokens)
         facts.preferred = None
         if found:
-            order = [endpoint.id for endpoint in facts.cluster.endpoints]
-            least = self._settings.min_matched_tokens
-            facts.preferred = preferred(facts.overlaps, order, min_tokens=least, serves=facts.may_serve)
+            facts.preferred = preferred_endpoint(
+                facts.overlaps, facts.cluster.endpoints, model=facts.model, min_tokens=self._settings.min_matched_tokens
+            )
 
     def _connect(self, starting: AsyncExitStack) -> None:
         connection = Connection(
