@@ -247,6 +247,6 @@ async def test_an_index_of_streams_that_ended_is_given_back_by_and_by(monkeypatc
     consumer = _Consumer(local)
     consumer.forget(A)
     assert len(table) > 0
-    await consumer.give_back()
+    await consumer.sweep()
     assert len(table) == 0
     assert len(steps) >= 4

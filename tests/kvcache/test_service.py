@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvproxy.kvcache.feedback.selfcheck import PATIENCE_S
 from kvproxy.kvcache.overlap.facts import Result
+from kvproxy.kvcache.overlap.lookup import PATIENCE_S
 from tests.kvcache.support import (
     NOWHERE,
     A,

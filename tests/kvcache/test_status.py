@@ -13,7 +13,7 @@ from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.config.kvcache_schema import CacheStrategySettings, KvCacheSettings
 from kvproxy.errors import ClientUnavailable
 from kvproxy.kvcache.actions.hotness import Hotness, KnownPrefix
-from kvproxy.kvcache.actions.pin import Lease
+from kvproxy.kvcache.actions.strategies import Lease
 from kvproxy.kvcache.service import KvCache
 from kvproxy.kvcache.status import SLICE_RUNS, cache_status, hot_prefixes, index_worth, leases, troubles
 from kvproxy.metrics.catalog import Metrics

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
-from kvproxy.kvcache.feedback.selfcheck import EmptyLookups
 from kvproxy.kvcache.overlap.facts import RequestFacts, Result
-from kvproxy.kvcache.overlap.lookup import LookupClient
+from kvproxy.kvcache.overlap.lookup import EmptyLookups, LookupClient
 from kvproxy.kvcache.state import CacheState
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry

@@ -20,8 +20,8 @@ from kvproxy.types import EndpointId, InferenceRequest
 
 
 class RequestFacts(msgspec.Struct):
-    """Handed from `gather` to `placed` to `finished`; its caller reads `overlaps` and `preferred` alone. A struct, since
-    those are made in C."""
+    """Handed from `gather` to `placed` to `finished`; its caller reads `overlaps` and `preferred` alone. (A struct: one
+    is made in C.)"""
 
     cluster: Cluster
     indexes: LocalIndexes

@@ -44,7 +44,7 @@ class _Answer:
 
 
 class LookupTask:
-    """Owns the tasks that ask, one for all who ask the same at once.
+    """Owns the tasks that ask, one for all requests that ask the same at once.
 
     They go on when the deadline has passed or the client has left, each within
     `request_timeout`, so that neither says anything about the service; `close` ends them."""
@@ -81,7 +81,7 @@ class LookupTask:
         if self._full(len(facts.body)) and _question(facts) not in self._tasks:
             self._outcomes.labels("busy").inc()
             return False
-        if facts.tokens is not None:  # if only of the prompt's beginning: what was never seen, nobody holds
+        if facts.tokens is not None:  # if only of the prompt's beginning: what was never seen, no instance holds
             return len(facts.tokens) >= settings.lookup_min_tokens
         tokenize = settings.tokenize
         return tokenize.inline and facts.prompt_bytes >= tokenize.inline_min and self._tokens.may_ask(facts)

@@ -12,11 +12,10 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.engines import Engines
-from kvproxy.kvcache.overlap.connect import Connection
 from kvproxy.kvcache.overlap.facts import RequestFacts
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.kvcache.overlap.kv_event_streams import EventStreams
-from kvproxy.kvcache.overlap.lookup import LookupClient
+from kvproxy.kvcache.overlap.lookup import Connection, LookupClient
 from kvproxy.kvcache.overlap.lookup_task import LookupTask
 from kvproxy.kvcache.overlap.merge import HolderOverlap, preferred_endpoint
 from kvproxy.kvcache.overlap.tokens import TokenSource
