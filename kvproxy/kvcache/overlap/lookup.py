@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import httpx
 from cachetools import TTLCache
 
-from kvproxy.clients.lmcache_controller import CHUNK_TOKENS, LMCacheControllerClient
-from kvproxy.clients.lmcache_coordinator import LMCacheCoordinatorClient
+from kvproxy.clients.lmcache.controller import CHUNK_TOKENS, LMCacheControllerClient
+from kvproxy.clients.lmcache.coordinator import LMCacheCoordinatorClient
 from kvproxy.clients.tokens import TokenIds
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config import kvcache_schema as schema
