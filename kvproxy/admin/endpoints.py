@@ -13,9 +13,9 @@ from kvproxy.admin.operated import AdminTarget
 from kvproxy.admin.replies import Refused, json_object, reply
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.config.addresses import url_fault
 from kvproxy.config.cluster_schema import EndpointSettings
 from kvproxy.config.decode import decode
-from kvproxy.config.endpoint_url import url_fault
 from kvproxy.config.fields import nearest
 from kvproxy.config.paths import dotted
 from kvproxy.errors import Problem
@@ -27,9 +27,8 @@ def endpoint_status(operated: AdminTarget, cluster: str, endpoint: Endpoint) -> 
     """Everything known about one endpoint: load, health, and what its engine says."""
     status = endpoint.status(operated.clock())
     if operated.kvcache is not None:
-        parts = operated.kvcache.parts
-        status["engine"] = engine_status(parts, endpoint)
-        status["cache"] = endpoint_index(parts, cluster, endpoint)
+        status["engine"] = engine_status(operated.kvcache, endpoint)
+        status["cache"] = endpoint_index(operated.kvcache, cluster, endpoint)
     return status
 
 
@@ -58,7 +57,7 @@ class EndpointRoutes:
         clusters: dict[str, list[dict[str, object]]] = {}
         for name, cluster in self._operated.clusters.items():
             present = [endpoint_status(self._operated, name, each) for each in cluster.endpoints]
-            leaving = [{**each.status(self._operated.clock()), "leaving": True} for each in cluster.leaving]
+            leaving = [{**each.status(self._operated.clock()), "leaving": True} for each in cluster.draining]
             clusters[name] = present + leaving
         return reply({"clusters": clusters})
 
@@ -102,7 +101,7 @@ class EndpointRoutes:
         await json_object(request, optional=True)
         cluster, endpoint = self._endpoint(request)
         in_flight = endpoint.load.in_flight
-        cluster.dismiss(endpoint.id)
+        cluster.remove(endpoint.id)
         self._audit.write(request, "endpoint.remove", cluster=cluster.name, endpoint=endpoint.id, in_flight=in_flight)
         return reply({"removed": endpoint.id, "cluster": cluster.name, "in_flight": in_flight})
 

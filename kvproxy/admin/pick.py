@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -13,15 +11,14 @@ from kvproxy.admin.pick_request import Question, question_of, report_of
 from kvproxy.admin.replies import Refused, json_object, reply
 from kvproxy.admin.reservations import Reservation, Reservations
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.decision import Sight
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.cluster.pick import Refusal
-from kvproxy.cluster.preview import Preview, preview
 from kvproxy.cluster.routes import RouteTarget
+from kvproxy.cluster.screening import Refusal
 from kvproxy.errors import Problem
 from kvproxy.filters.kvcache import prefers
 from kvproxy.kvcache.overlap.facts import RequestFacts
 from kvproxy.routing.policy import NO_FACTS, OverlapFacts, PickRequest
+from kvproxy.routing.selector import Decision
 from kvproxy.types import InferenceRequest
 
 _PROMPT_HEAD_BYTES = 1024
@@ -51,52 +48,44 @@ class PickRoutes:
         if target is None:
             raise Refused(404, Problem("request.model", "no route leads there", "GET /endpoints shows the clusters"))
         _check_policy(question, target.cluster)
-        gathered = await self._gathered(inference, body, target)
-        asked = self._pick_request(question, inference, target, gathered)
-        if question.reserve:
-            return self._reserved(question, asked, target, gathered)
-        answer = preview(target.cluster, asked, operated.clock())
-        if isinstance(answer, Refusal):
-            raise _nobody(answer)
-        return reply(_shown(answer, asked, target.cluster))
+        facts = await self._facts_for(inference, body, target)
+        asked = self._pick_request(question, inference, target, facts)
+        if question.reserve and self._held.full:
+            raise Refused(429, Problem("reserve", "too many reservations are open", "settle them with /pick/ID/done"))
+        cluster, now = target.cluster, operated.clock()
+        decision = cluster.decide(asked, now)
+        if isinstance(decision, Refusal):
+            if question.reserve:
+                cluster.refuse(asked, decision)
+            raise _refused(decision)
+        shown = _shown(decision, cluster)
+        if not question.reserve:
+            return reply(shown)
+        pick, service = cluster.reserve(decision, now), operated.kvcache
+        held = self._held.hold(cluster, pick, service=service, facts=facts, lease_s=question.lease_s)
+        shown["reservation"] = {"id": held.id, "lease_s": question.lease_s}
+        return reply(shown, 201)
 
-    async def _gathered(self, inference: InferenceRequest, body: bytes, target: RouteTarget) -> RequestFacts | None:
+    async def _facts_for(self, inference: InferenceRequest, body: bytes, target: RouteTarget) -> RequestFacts | None:
         service = self._operated.kvcache
         if service is None:
             return None
         return await service.facts_for(inference, body, cluster=target.cluster, model=target.upstream_model)
 
     def _pick_request(
-        self, question: Question, inference: InferenceRequest, target: RouteTarget, gathered: RequestFacts | None
+        self, question: Question, inference: InferenceRequest, target: RouteTarget, facts: RequestFacts | None
     ) -> PickRequest:
         service, parts = self._operated.kvcache, inference.prompt.parts
         prefer = service is not None and prefers(service.settings, target.cluster.settings.policy)
         return PickRequest(
             model=target.upstream_model or inference.model,
             session_key=inference.session_key,
-            facts=NO_FACTS if gathered is None else gathered.facts,
-            preferred=gathered.preferred if prefer and gathered is not None and not question.policy else None,
+            facts=NO_FACTS if facts is None else facts.overlaps,
+            preferred=facts.preferred if prefer and facts is not None and not question.policy else None,
             streams=question.first_token,
             prompt_head=parts[0][:_PROMPT_HEAD_BYTES] if parts else b"",
             policy=question.policy,
         )
-
-    def _reserved(
-        self, question: Question, asked: PickRequest, target: RouteTarget, gathered: RequestFacts | None
-    ) -> Response:
-        """Pick and hold in one step: nothing may come between the choice and its load."""
-        if self._held.full:
-            raise Refused(429, Problem("reserve", "too many reservations are open", "settle them with /pick/ID/done"))
-        cluster, now, note = target.cluster, self._operated.clock(), _Note()
-        pick = cluster.pick(_witnessed(asked, note), now=now)
-        if pick is None:
-            raise _nobody(cluster.refusal(asked, now=now))
-        service = self._operated.kvcache
-        held = self._held.hold(cluster, pick, service=service, gathered=gathered, lease_s=question.lease_s)
-        answer = Preview(pick.endpoint, pick.policy, pick.reason, note.candidates, pick.costs)
-        shown = _shown(answer, asked, cluster)
-        shown["reservation"] = {"id": held.id, "lease_s": question.lease_s}
-        return reply(shown, 201)
 
     async def _first_token(self, request: Request) -> Response:
         await json_object(request, optional=True)
@@ -112,32 +101,8 @@ class PickRoutes:
         return reply({"endpoint": held.pick.endpoint.id, "outcome": ended.outcome.value})
 
 
-class _Note:
-    """Keeps whom a pick chose among."""
-
-    def __init__(self) -> None:
-        self.candidates: Sequence[Endpoint] = ()
-
-    def placed(self, sight: Sight, now: float) -> None:
-        self.candidates = sight.candidates
-
-    def refused(self, reason: str, now: float) -> None:
-        """The answer says so."""
-
-    def failed(self, reason: str) -> None:
-        """Whoever carries the request knows."""
-
-
-def _witnessed(asked: PickRequest, note: _Note) -> PickRequest:
-    return PickRequest(
-        asked.model, asked.session_key, asked.facts, asked.preferred, asked.excluded, asked.streams, asked.prompt_head,
-        asked.policy, note,
-    )  # fmt: skip
-
-
 def _check_policy(question: Question, cluster: Cluster) -> None:
-    named = cluster.deciders.named
-    offered = () if named is None else tuple(named.deciders)
+    offered = tuple(cluster.policies.named)
     if question.policy and question.policy not in offered:
         fix = (
             f"on offer: {', '.join(offered)}"
@@ -147,7 +112,7 @@ def _check_policy(question: Question, cluster: Cluster) -> None:
         raise Refused(422, Problem("policy", "this cluster does not offer that policy", fix))
 
 
-def _nobody(refusal: Refusal) -> Refused:
+def _refused(refusal: Refusal) -> Refused:
     status = 404 if refusal is Refusal.MODEL_NOT_SERVED else 503
     return Refused(
         status, Problem("endpoint", f"nobody can take this request: {refusal.value}", "GET /endpoints says why")
@@ -158,19 +123,20 @@ def _unknown() -> Refused:
     return Refused(404, Problem("id", "there is no such reservation", "it was settled, or its lease ran out"))
 
 
-def _shown(answer: Preview, asked: PickRequest, cluster: Cluster) -> dict[str, object]:
-    facts, costs = asked.facts, answer.costs
+def _shown(decision: Decision[Endpoint], cluster: Cluster) -> dict[str, object]:
+    request, costs = decision.request, decision.costs
+    facts, endpoint = request.facts, decision.endpoint
     return {
         "cluster": cluster.name,
-        "endpoint": answer.endpoint.id,
-        "url": str(answer.endpoint.origin),
-        "model": asked.model,
-        "policy": answer.policy,
-        "reason": answer.reason,
+        "endpoint": endpoint.id,
+        "url": str(endpoint.origin),
+        "model": request.model,
+        "policy": decision.policy,
+        "reason": decision.reason,
         "prompt_tokens": facts.prompt_tokens or None,
-        "matched_tokens": facts.matched_tokens(answer.endpoint.id),
+        "matched_tokens": facts.matched_tokens(endpoint.id),
         "candidates": [
-            _candidate(each, facts, costs[index] if costs else None) for index, each in enumerate(answer.candidates)
+            _candidate(each, facts, costs[index] if costs else None) for index, each in enumerate(decision.candidates)
         ],
         "reservation": None,
     }

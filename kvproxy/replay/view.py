@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from kvproxy.clients.kv_events import events as wire
-from kvproxy.kvcache.overlap.indexes import LocalIndexes
+from kvproxy.kvcache.overlap.indexes import IndexState, LocalIndexes
 from kvproxy.prefix.approximate.endpoint_lru import Run, SpeculativeEntry
 from kvproxy.prefix.approximate.radix import PrefixCursor
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
@@ -54,11 +54,9 @@ class IndexView:
         self._block_size = block_size
         self._ids = [endpoint_id(index) for index in range(fleet.instances)]
         self._events = fleet.index is IndexMode.EVENTS
-        self._local = LocalIndexes(
-            endpoints=fleet.instances,
-            learn_capacity=fleet.learn_capacity,
-            capacity_blocks=int(fleet.capacity_tokens * fleet.index_capacity) // block_size,
-        )
+        capacity_blocks = int(fleet.capacity_tokens * fleet.index_capacity) // block_size
+        state = IndexState(endpoints=fleet.instances, capacity_blocks=capacity_blocks)
+        self._local = LocalIndexes(state, learn_capacity=fleet.learn_capacity, follows_events=self._events)
         if self._events:
             self._local.exact = frozenset(self._ids)
         self._rng = rng
@@ -93,22 +91,20 @@ class IndexView:
         return partial(self._settle, turn, facts.by_endpoint.get(name), self._local.route(name, cursor))
 
     def _settle(
-        self, turn: Turn, overlap: Overlap | None, claim: SpeculativeEntry, predicted: int, cached: int
+        self, turn: Turn, overlap: Overlap | None, entry: SpeculativeEntry, predicted: int, cached: int
     ) -> None:
         """As the proxy learns from a response."""
-        local, endpoint, cached_blocks = self._local, claim.endpoint, cached // self._block_size
-        lost = endpoint not in local.exact and local.capacities.observe(claim, cached_blocks)
+        local, endpoint, cached_blocks = self._local, entry.endpoint, cached // self._block_size
+        lost = local.observe_capacity(entry, cached_blocks)
         local.correct(
             endpoint,
-            claim.cursor,
+            entry.cursor,
             overlap,
             predicted_tokens=predicted,
             cached_tokens=cached,
             cached_blocks=cached_blocks,
         )
-        local.settle(claim, prefilled=True)
-        if lost:
-            local.approximate.insert(endpoint, claim.cursor)
+        local.settle(entry, prefilled=True, lost=lost)
 
     def observe(self, endpoint: int, events: Sequence[KvEvent]) -> None:
         self._local.precise.apply(self._ids[endpoint], 0, [_on_the_wire(event) for event in events])

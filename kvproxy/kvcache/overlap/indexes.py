@@ -9,7 +9,7 @@ from functools import lru_cache
 from cachetools import LRUCache
 
 from kvproxy.clients.tokens import TokenIds
-from kvproxy.kvcache.overlap.merge import is_contradicted, local_overlaps
+from kvproxy.kvcache.overlap.merge import NOTHING, HolderOverlap, is_contradicted, merge_overlaps
 from kvproxy.prefix.approximate.capacities import Capacities
 from kvproxy.prefix.approximate.endpoint_lru import Run, SpeculativeEntry
 from kvproxy.prefix.approximate.heat import Heat
@@ -32,6 +32,7 @@ MAX_LORAS = 1024
 #: An engine's start time is the same in every reading, but for the rounding of clocks.
 _SAME_START_S = 2.0
 
+_EVENTS = frozenset({FactSource.PRECISE})
 #: What speaks for LMCache.
 LOOKUPS = frozenset({FactSource.LMCACHE_CONTROLLER, FactSource.LMCACHE_COORDINATOR})
 
@@ -43,36 +44,38 @@ def _seed(model: str, cache_salt: str | None) -> int:
     return root_seed(block_size=TEXT_BLOCK_BYTES, model=model, cache_salt=cache_salt)
 
 
+class IndexState:
+    """What routing and responses taught about one cluster: it outlives a reload, and KV events do not."""
+
+    def __init__(self, *, endpoints: int = 1, capacity_blocks: int = DEFAULT_CAPACITY_BLOCKS) -> None:
+        self.hot = Heat(endpoints=endpoints)
+        self.approximate = ApproximateIndex(capacity_blocks=capacity_blocks, heat=self.hot)
+        self.capacities = Capacities(self.approximate)
+        self.trust = Trust()  # in what KV events say
+        self.lookup_trust = Trust()  # in what LMCache says
+        self.started_at: dict[EndpointId, float] = {}  # when each engine's process began, by its own clock
+        self.sessions = SessionHashes()
+
+
 class LocalIndexes:
     """The approximate index, fed by what was routed; the precise index, fed by KV events; and the heat of blocks.
 
-    `exact` names the endpoints whose event streams miss nothing. While events are followed, the approximate index also
-    keeps whose requests are under way. Made after `former`, it shares with it what was routed where, heat and trust;
-    events it follows anew.
+    `exact` names the endpoints whose event streams miss nothing. With `follows_events` the approximate index also
+    keeps which requests are under way; with `lookups` there is a service whose word is put to the test. Two of them may
+    share one `state`: each follows events for itself.
     """
 
     def __init__(
-        self,
-        *,
-        endpoints: int,
-        learn_capacity: bool = True,
-        capacity_blocks: int = DEFAULT_CAPACITY_BLOCKS,
-        former: LocalIndexes | None = None,
+        self, state: IndexState, *, learn_capacity: bool = True, follows_events: bool = True, lookups: bool = True
     ) -> None:
+        self.approximate, self.capacities, self.hot = state.approximate, state.capacities, state.hot
+        self.trust, self.lookup_trust = state.trust, state.lookup_trust
+        self.started_at, self.sessions = state.started_at, state.sessions
+        self._follows_events = follows_events
+        self._lookups = lookups
         self.precise = PreciseIndex()
         self.exact: Collection[EndpointId] = frozenset()
         self.loras: LRUCache[str, None] = LRUCache(MAX_LORAS)  # adapters that events spoke of
-        if former is None:
-            self.hot = Heat(endpoints=endpoints)
-            self.approximate = ApproximateIndex(capacity_blocks=capacity_blocks, heat=self.hot)
-            self.capacities = Capacities(self.approximate)
-            self.trust, self.lookup_trust = Trust(), Trust()  # in what KV events say, and in what LMCache says
-            self.started_at: dict[EndpointId, float] = {}  # when each engine's process began, by its own clock
-            self.sessions = SessionHashes()
-        else:
-            self.approximate, self.capacities, self.hot = former.approximate, former.capacities, former.hot
-            self.trust, self.lookup_trust = former.trust, former.lookup_trust
-            self.started_at, self.sessions = former.started_at, former.sessions
         self.capacities.learning = learn_capacity
         self._seed = lru_cache(_REMEMBERED_SEEDS)(_seed)
         self._precise_root = lru_cache(_REMEMBERED_SEEDS)(precise_root)
@@ -86,7 +89,7 @@ class LocalIndexes:
         return self.sessions.text_blocks(prompt, seed, keys), keys
 
     def prepare(self, hashed: HashedTokens, *, model: str, cache_salt: str | None) -> None:
-        """Hash these tokens for the precise index now, when nobody waits for it."""
+        """Hash these tokens for the precise index now, while no request waits for it."""
         lora = model if self.loras and model in self.loras else ""
         for size in self.precise.block_sizes:
             hashed.blocks(size, self._precise_root(size, lora=lora, cache_salt=cache_salt))
@@ -100,26 +103,29 @@ class LocalIndexes:
         hashed: HashedTokens | None = None,
         model: str = "",
         cache_salt: str | None,
+        looked_up: Sequence[HolderOverlap] = (),
+        prompt_tokens: int = 0,
     ) -> dict[EndpointId, Overlap]:
         """Leading tokens by endpoint. `tokens` (or as much of them as is known) also asks the precise index; `hashed`
-        begins with them.
+        begins with them. `looked_up` is what a lookup service said of this prompt of `prompt_tokens`.
         """
-        scale = TEXT_BLOCK_BYTES / bytes_per_token
-        routed = {endpoint: int(blocks * scale) for endpoint, blocks in self.approximate.lookup(cursor).items()}
-        if tokens is None or not self._follows_events:
-            return {endpoint: Overlap(held) for endpoint, held in routed.items()}
-        promised = self.approximate.lookup_in_flight(cursor) if self.exact else {}
-        return local_overlaps(
-            routed=routed,
-            in_flight={endpoint: int(blocks * scale) for endpoint, blocks in promised.items()},
-            announced=self._announced(tokens, hashed, model, cache_salt),
+        in_flight: Mapping[EndpointId, int] = NOTHING
+        announced = None
+        if tokens is not None and self._follows_events:
+            announced = self._announced(tokens, hashed, model, cache_salt)
+            if self.exact:
+                in_flight = self.approximate.lookup_in_flight(cursor)
+        return merge_overlaps(
+            routed=self.approximate.lookup(cursor),
+            in_flight=in_flight,
+            tokens_per_block=TEXT_BLOCK_BYTES / bytes_per_token,
+            announced=announced,
             exact=self.exact,
             trust=self.trust,
+            looked_up=looked_up,
+            lookup_trust=self.lookup_trust,
+            prompt_tokens=prompt_tokens,
         )
-
-    @property
-    def _follows_events(self) -> bool:
-        return bool(self.exact or self.precise.block_sizes)
 
     def _announced(
         self, tokens: TokenIds, hashed: HashedTokens | None, model: str, cache_salt: str | None
@@ -136,12 +142,20 @@ class LocalIndexes:
         return self.precise.lookup(blocks)
 
     def route(self, endpoint: EndpointId, cursor: PrefixCursor[Run]) -> SpeculativeEntry:
-        """A request goes there: it counts as holding the prompt until the claim is settled."""
+        """A request goes there: it counts as holding the prompt until the entry is settled."""
         return self.approximate.route(endpoint, cursor, in_flight=self._follows_events)
 
-    def settle(self, claim: SpeculativeEntry, *, prefilled: bool) -> None:
-        """The request is over; `prefilled` says whether the engine got as far as a first byte. Once a claim."""
-        (self.approximate.confirm if prefilled else self.approximate.rollback)(claim)
+    def settle(self, entry: SpeculativeEntry, *, prefilled: bool, lost: bool = False) -> None:
+        """The request is over; `prefilled` says whether the engine got as far as a first byte. Once an entry. An engine
+        that `lost` what it held still has what it just prefilled."""
+        (self.approximate.confirm if prefilled else self.approximate.rollback)(entry)
+        if lost:
+            self.approximate.insert(entry.endpoint, entry.cursor)
+
+    def observe_capacity(self, entry: SpeculativeEntry, cached_blocks: int) -> bool:
+        """What a response says about the room at its endpoint, before the entry is settled; True when the engine lost
+        all that it held. Where KV events miss nothing they say it better."""
+        return entry.endpoint not in self.exact and self.capacities.observe(entry, cached_blocks)
 
     def correct(
         self,
@@ -153,20 +167,20 @@ class LocalIndexes:
         cached_tokens: int,
         cached_blocks: int,
     ) -> bool:
-        """The engine reused so many tokens, which are so many of these hashes, where `overlap` had been believed.
+        """The engine reused so many tokens, which are so many of these blocks, where `overlap` had been believed.
         Whether that contradicts the prediction; a contradicted prefix leaves the index at once, since believing it
         longer would send more requests astray.
         """
-        source = None if overlap is None else overlap.source
-        for trust, speaks in ((self.trust, source is FactSource.PRECISE), (self.lookup_trust, source in LOOKUPS)):
-            claimed, backed = (overlap.claimed_tokens, overlap.backed_tokens) if overlap and speaks else (0, 0)
-            trust.observe(endpoint, claimed, backed, cached_tokens)
+        if self._follows_events:
+            _test(self.trust, endpoint, _EVENTS, overlap, cached_tokens)
+        if self._lookups:
+            _test(self.lookup_trust, endpoint, LOOKUPS, overlap, cached_tokens)
         contradicted = overlap is not None and is_contradicted(predicted_tokens, cached_tokens)
         if contradicted:
             self.approximate.contradict(endpoint, cursor, cached_blocks)
         return contradicted
 
-    def began(self, endpoint: EndpointId, started_at: float) -> bool:
+    def process_started(self, endpoint: EndpointId, started_at: float) -> bool:
         """The engine says when its process began. Whether that is another process than before, which holds nothing.
 
         Only a later start counts: behind one address there may be several engines that answer in turn.
@@ -175,7 +189,7 @@ class LocalIndexes:
         if before is not None and started_at <= before + _SAME_START_S:
             return False
         if before is not None:
-            self.lose(endpoint)
+            self.reset(endpoint)
         self.started_at[endpoint] = started_at
         return before is not None
 
@@ -188,8 +202,18 @@ class LocalIndexes:
         for trust in (self.trust, self.lookup_trust):
             trust.forget(endpoint)
 
-    def lose(self, endpoint: EndpointId) -> None:
-        """The engine began anew: it holds nothing; its capacity is what it was."""
+    def reset(self, endpoint: EndpointId) -> None:
+        """The engine restarted: it holds nothing; its capacity is what it was."""
         self.approximate.clear(endpoint)
         for trust in (self.trust, self.lookup_trust):
             trust.forget(endpoint)
+
+
+def _test(
+    trust: Trust, endpoint: EndpointId, sources: Collection[FactSource], overlap: Overlap | None, cached_tokens: int
+) -> None:
+    """Put what one of the sources claimed to the test; where none did, a response makes earlier tests older."""
+    if overlap is not None and overlap.source in sources:
+        trust.observe(endpoint, overlap.claimed_tokens, overlap.backed_tokens, cached_tokens)
+    else:
+        trust.observe(endpoint, 0, 0, cached_tokens)

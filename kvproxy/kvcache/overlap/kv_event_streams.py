@@ -70,20 +70,20 @@ class _Consumer:
 
     def state_changed(self, endpoint: EndpointId, dp_rank: int, status: StreamStatus) -> None:
         self._states.setdefault(endpoint, {})[dp_rank] = status.state
-        self._settle()
+        self._update_exact()
 
     def forget(self, endpoint: EndpointId) -> None:
         """Its streams ended."""
         self._states.pop(endpoint, None)
         self._local.precise.remove(endpoint)
-        self._settle()
+        self._update_exact()
 
-    async def give_back(self) -> None:
+    async def sweep(self) -> None:
         """Give up all that is kept of streams that ended, some at a time: the loop has other work."""
         while not self._local.precise.sweep():  # noqa: ASYNC110 - nothing to wait for, only others to let through
             await asyncio.sleep(0)
 
-    def _settle(self) -> None:
+    def _update_exact(self) -> None:
         self._local.exact = frozenset(
             endpoint
             for endpoint, ranks in self._states.items()
@@ -94,7 +94,8 @@ class _Consumer:
 class EventStreams(BackgroundTask):
     """Owns one task that keeps a subscriber for each stream of each endpoint there is.
 
-    `stated`: where engines without `/kv_event_sources` publish. Who publishes nothing is left alone and said so once.
+    `stated`: where engines without `/kv_event_sources` publish. An engine that publishes nothing is left alone, and
+    that is logged once.
     """
 
     task_name = "kvcache event streams"
@@ -135,7 +136,7 @@ class EventStreams(BackgroundTask):
         if self._context is not None:
             self._context.destroy(linger=0)
         for consumer in self._consumers.values():
-            await consumer.give_back()
+            await consumer.sweep()
 
     def note_traffic(self, endpoint: Endpoint, uncached_tokens: int) -> None:
         """The engine prefilled so much: streams that stay silent all the same are not believed."""
