@@ -13,9 +13,9 @@ from kvproxy.admin.operated import AdminTarget
 from kvproxy.admin.replies import Refused, json_object, reply
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.config.addresses import url_fault
 from kvproxy.config.cluster_schema import EndpointSettings
 from kvproxy.config.decode import decode
-from kvproxy.config.endpoint_url import url_fault
 from kvproxy.config.fields import nearest
 from kvproxy.config.paths import dotted
 from kvproxy.errors import Problem

@@ -1,4 +1,10 @@
-"""Plain data into a model, with every problem at once in words a person can act on."""
+"""Plain data into a model, with every problem at once in words a person can act on.
+
+pydantic stops at a wrong part: what lies around it is not checked further, and there is no value for the checks across
+sections. So a wrong part is cut out of the data, where its default (or nothing) then stands, and the rest is validated
+again until nothing is wrong. Only the first round is reported: later ones would speak of what the cuts left behind.
+List positions that moved by a cut are kept, so that messages name those of the file.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +28,7 @@ M = TypeVar("M", bound=Any)
 
 UNKNOWN_KEY = "unknown key"
 
+#: A cut may bring up what it hid: an unknown key inside a part that was no mapping, say. Deeper data is given up.
 _ROUNDS = 8
 _MAX_SHOWN = 40
 _NOT_A_MAPPING = {"model_type", "model_attributes_type", "dict_type", "mapping_type"}
@@ -81,7 +88,7 @@ def decode(model: type[M], raw: Any, where: Where) -> Decoded[M]:
         except ValidationError as error:
             details = error.errors(include_url=False)
             if number == 0:
-                problems += [problem_of(model, detail, where) for detail in details]
+                problems += [problem_of(model, _as_written(detail, raw), where) for detail in details]
             if not _cut_all(tree, details, kept):
                 break
         else:
@@ -133,6 +140,17 @@ def problem_of(model: type[Any], detail: ErrorDetails, where: Where) -> Problem:
         if kind in _TEXTS_WITH_VALUE or kind in _SHOWING_VALUE:
             text += f", not {_shown(given)}"
     return Problem(where(path), text, _nearest_choice(detail))
+
+
+def _as_written(detail: ErrorDetails, raw: Any) -> ErrorDetails:
+    """With the value as the file has it: a bound is checked on the number that `2d` was read as."""
+    here = raw
+    for part in detail["loc"]:
+        try:
+            here = here[part]
+        except (KeyError, IndexError, TypeError):
+            return detail
+    return {**detail, "input": here} if isinstance(here, int | float | str) else detail
 
 
 def _unknown_key(model: type[Any], path: Path, where: Where) -> Problem:

@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import enum
 import random
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-
-from starlette.types import Send
 
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import AttemptOutcome, Pick
+from kvproxy.cluster.router_queue import RouterQueue
 from kvproxy.cluster.screening import Refusal
 from kvproxy.config.schema import RetrySettings
 from kvproxy.errors import (
@@ -24,16 +24,16 @@ from kvproxy.errors import (
     PoolFull,
     UpstreamError,
 )
-from kvproxy.forward.attempts import Attempts
-from kvproxy.forward.decision import describe
 from kvproxy.forward.headers import response_headers, with_credential, with_trace_parent
-from kvproxy.forward.priority import priority_of
 from kvproxy.forward.relay import Relay
 from kvproxy.forward.request_body import RequestBody
+from kvproxy.forward.request_options import describe, priority_of
+from kvproxy.forward.retry import Attempts
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.request.exchange import MAX_REMEMBERED, Exchange
+from kvproxy.request.downstream import Downstream
+from kvproxy.request.exchange import CLIENT_CLOSED_REQUEST, MAX_REMEMBERED, Exchange
 from kvproxy.request.observer import RequestObserver, notify
-from kvproxy.request.sse import ERROR_MARK, error_status
+from kvproxy.request.usage import ERROR_MARK, error_status
 from kvproxy.resilience.budget import RetryBudget
 from kvproxy.routing.policy import NO_FACTS, PickRequest
 from kvproxy.types import Clock, EndpointId, Headers
@@ -43,8 +43,6 @@ from kvproxy.upstream.pool import Timeouts, UpstreamPool, UpstreamResponse
 _MAX_HELD_BYTES = 64 * 1024
 #: Nor is its body waited for longer than this.
 _ERROR_BODY_S = 1.0
-#: nginx's word for it; never on the wire, only in logs and metrics.
-CLIENT_CLOSED_REQUEST = 499
 _IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
 _PROMPT_HEAD_BYTES = 1024
 _NOBODY: frozenset[EndpointId] = frozenset()
@@ -97,22 +95,23 @@ class Forwarding:
         *,
         cluster: Cluster,
         model: str,
-        method: str,
-        target: bytes,
         headers: Headers,
         body: RequestBody,
-        send: Send,
+        downstream: Downstream,
         debug: bool = False,
     ) -> None:
         self._shared = shared
         self._exchange = exchange
         self._cluster = cluster
         self._model = model
-        self._method = method
-        self._target = target
+        scope = downstream.scope
+        self._method: str = scope["method"]
+        raw_path: bytes = scope.get("raw_path") or scope["path"].encode()
+        query: bytes = scope["query_string"]
+        self._target = raw_path + b"?" + query if query else raw_path
         self._headers = headers
         self._body = body
-        self._send = send
+        self._downstream = downstream
         self._debug = debug
         self._earlier: Attempts | None = None  # once one failed
         self._last: UpstreamError | HeldReply | Refusal = Refusal.NO_ENDPOINTS
@@ -127,7 +126,11 @@ class Forwarding:
         shared.budget.request(shared.clock())
         try:
             while True:
-                pick = await self._pick()
+                queue, now, request = self._cluster.queue, shared.clock(), self._pick_request()
+                if queue is None or self._exchange.outcome.attempts or queue.admits(request, now):
+                    pick = self._place(request, now)
+                else:
+                    pick = await self._wait_in(queue, request)
                 if pick is None:
                     pause_s = self._earlier.next_round() if self._earlier is not None else None
                     if pause_s is None:
@@ -146,11 +149,8 @@ class Forwarding:
             if self._suspects:
                 self._blame_suspects()
 
-    async def _pick(self) -> Pick | None:
+    async def _wait_in(self, queue: RouterQueue, request: PickRequest) -> Pick | None:
         """The first attempt may have to wait for its turn; a request that was let in once does not queue again."""
-        queue, now, request = self._cluster.queue, self._shared.clock(), self._pick_request()
-        if queue is None or self._exchange.outcome.attempts or queue.admits(request, now):
-            return self._place(request, now)
         header = self._cluster.settings.queue.priority_header
         priority = priority_of(self._headers, header.lower().encode()) if header else 0
         return await queue.wait(request, self._place_refreshed, tenant=self._exchange.tenant, priority=priority)
@@ -206,16 +206,21 @@ class Forwarding:
         response: UpstreamResponse | None = None
         pick.on_unhealthy(self._give_back)
         try:
-            notify(RequestObserver.attempt_began, self._exchange, pick)
+            if "attempt_began" in self._exchange.hooks:
+                notify(RequestObserver.attempt_began, self._exchange, pick)
             headers = with_credential(self._headers, pick.endpoint.authorization)
             if self._exchange.trace_parent:
                 headers = with_trace_parent(headers, self._exchange.trace_parent)
+            body: bytes | AsyncIterator[bytes] | None = self._body.whole
+            if body is None:
+                headers += self._body.framing
+                body = self._body.take()
             response = await self._shared.pool.request(
                 pick.endpoint.origin,
                 self._method.encode(),
                 self._target,
-                headers + self._body.framing,
-                self._body.take(),
+                headers,
+                body,
                 timeouts=self._shared.timeouts,
             )
             status = response.status
@@ -344,8 +349,9 @@ class Forwarding:
         if self._suspects and response.status < 500:
             self._blame_suspects(proven=True)
         self._exchange.outcome.ttft_s = now - self._exchange.received_at
-        notify(RequestObserver.first_byte, self._exchange, now)
-        relay = Relay(self._exchange, response, send=self._send, post=self._method == "POST")
+        if "first_byte" in self._exchange.hooks:
+            notify(RequestObserver.first_byte, self._exchange, now)
+        relay = Relay(self._exchange, response, downstream=self._downstream, post=self._method == "POST")
         headers = response_headers(response.headers, endpoint=pick.endpoint.id.encode(), origin=pick.endpoint.origin)
         if self._debug:
             headers.append((b"x-kvproxy-decision", describe(pick, pick.policy, self._exchange.facts).encode()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvproxy.filters.access_line import printable
+from kvproxy.filters.access_log import printable
 from kvproxy.receipts.forecast import matched_tokens, prefill_s
 from kvproxy.receipts.receipt import Attempt, Candidate, Receipt
 from kvproxy.routing import selector

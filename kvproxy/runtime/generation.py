@@ -19,7 +19,7 @@ from kvproxy.filters.chain import FilterContext, FilterType, Services, WallClock
 from kvproxy.filters.registry import FILTERS, discover
 from kvproxy.kvcache.service import KvCache
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.request.body_bounds import HeldBodies
+from kvproxy.request.body import HeldBodies
 from kvproxy.request.error_reply import local_reply
 from kvproxy.request.observer import RequestObserver
 from kvproxy.routing.registry import configured
