@@ -27,6 +27,7 @@ class Connection(Protocol):
     loop: asyncio.AbstractEventLoop
     tasks: set[asyncio.Task[None]]
     reading_paused: bool
+    waiters: list[asyncio.Future[None]]
 
     def pause_reading(self) -> None:
         """A slow app has enough of the request body."""
@@ -122,12 +123,14 @@ class RequestCycle:
         self._buffered_bytes += size_bytes
         if self._buffered_bytes > HIGH_WATER_BYTES:
             self._connection.pause_reading()
-        self._connection.wake()
+        if self._connection.waiters:
+            self._connection.wake()
 
     def body_ended(self) -> None:
         """The request is complete."""
         self.body_complete = True
-        self._connection.wake()
+        if self._connection.waiters:
+            self._connection.wake()
 
     def client_left(self) -> None:
         """The response has no reader any more."""
@@ -255,7 +258,8 @@ class RequestCycle:
             self._connection.transport.write(head + piece)
         if not more:
             self.response_complete = True
-            self._connection.wake()
+            if self._connection.waiters:
+                self._connection.wake()
             self._connection.response_ended(self)
 
     def _write_chunk(self, head: bytes, piece: bytes, *, more: bool) -> None:

@@ -49,6 +49,7 @@ class ClientProtocol(asyncio.Protocol):
         self.loop = _loop or asyncio.get_running_loop()
         self.tasks = server_state.tasks
         self.reading_paused = False
+        self.waiters: list[asyncio.Future[None]] = []  # apps that wait for more of a body, or until more is taken
         self.transport: asyncio.Transport
         self._config = config
         self._app: Any = config.loaded_app
@@ -62,7 +63,6 @@ class ClientProtocol(asyncio.Protocol):
         self._unparsed = memoryview(b"")  # arrived, and not its turn yet
         self._unwanted_bytes = 0  # of the body that is being read, since its answer went out
         self._writable = True
-        self._waiters: list[asyncio.Future[None]] = []
         self._head_since = 0.0  # the head that is being read began, or the connection did
         self._idle_since = 0.0  # the last response went out; 0: no request came yet
         self._linger: Linger | None = None  # the last answer is out, the client still sends
@@ -187,15 +187,14 @@ class ClientProtocol(asyncio.Protocol):
 
     async def wait(self) -> None:
         waiter = self.loop.create_future()
-        self._waiters.append(waiter)
+        self.waiters.append(waiter)
         await waiter
 
     def wake(self) -> None:
-        if self._waiters:
-            waiters, self._waiters = self._waiters, []
-            for waiter in waiters:
-                if not waiter.done():
-                    waiter.set_result(None)
+        waiters, self.waiters = self.waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
     def response_ended(self, cycle: RequestCycle) -> None:
         self._server_state.total_requests += 1
