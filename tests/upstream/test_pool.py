@@ -12,7 +12,7 @@ from kvproxy.errors import ConnectError, ConnectTimeout, PoolFull, UnsafeRequest
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.upstream.origin import Origin
 from kvproxy.upstream.pool import Timeouts, UpstreamPool
-from kvproxy.upstream.upload import SLICE_BYTES, in_slices
+from kvproxy.upstream.request import SLICE_BYTES, encode_request
 from tests.support.clock import FakeClock
 from tests.support.scripted import Peer, answer, scripted
 from tests.upstream.calls import HEAD_ONLY, OK, PATIENT, fetch, pieces, post, read, until
@@ -201,7 +201,9 @@ async def test_other_tasks_have_their_turn_between_slices() -> None:
             await asyncio.sleep(0)
 
     counting = asyncio.create_task(count())
-    slices = [(len(piece), turns) async for piece in in_slices(body)]
+    upload = encode_request(Origin("http", "x", 1), b"POST", target=b"/", headers=[], body=body).upload()
+    assert upload is not None
+    slices = [(len(piece), turns) async for piece in upload]
     counting.cancel()
     assert [size for size, _ in slices] == [SLICE_BYTES] * 4 + [1]
     assert [turn for _, turn in slices] == sorted({turn for _, turn in slices})
@@ -433,8 +435,8 @@ async def test_nagle_is_off() -> None:
     """TCP_NODELAY: without it a head followed by a body waits 40 ms for the peer's delayed acknowledgement."""
     async with scripted(answer(OK)) as upstream, UpstreamPool() as pool:
         await fetch(pool, upstream.origin)
-        (lane,) = pool._lanes.values()
-        connection = lane.take_idle()
+        (origin_pool,) = pool._pools.values()
+        connection = origin_pool.acquire_idle()
         assert connection is not None
         sock = connection._transport.get_extra_info("socket")
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
