@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvproxy.admin.page import FILES
 from kvproxy.admin.replies import error
-from kvproxy.config.address import is_loopback
+from kvproxy.config.addresses import is_loopback
 from kvproxy.errors import Problem
 
 #: Health is asked for by load balancers, which carry no token; the page itself holds nothing but its own text.

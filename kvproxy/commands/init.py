@@ -12,7 +12,7 @@ from typing import TextIO
 from kvproxy.commands.init_file import config_text
 from kvproxy.commands.init_probe import Seen, SeenLmCache, look
 from kvproxy.commands.serve import run_loop
-from kvproxy.config.endpoint_url import base_of_copied, url_fault
+from kvproxy.config.addresses import base_of_copied, url_fault
 from kvproxy.config.load import check_config
 from kvproxy.config.shorthand import endpoint_of
 from kvproxy.errors import ConfigError, Problem

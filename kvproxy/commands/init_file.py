@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from kvproxy.commands.init_probe import Seen, SeenLmCache
-from kvproxy.config.address import split_address
+from kvproxy.config.addresses import split_address
 
 _HEAD = """\
 # Written by `kvproxy init`. Every setting: docs/configuration.md. After a change: kvproxy check

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import httpx
 
-from kvproxy.clients.lmcache_controller import LMCacheControllerClient
-from kvproxy.clients.lmcache_coordinator import LMCacheCoordinatorClient
+from kvproxy.clients.lmcache.controller import LMCacheControllerClient
+from kvproxy.clients.lmcache.coordinator import LMCacheCoordinatorClient
 from kvproxy.clients.tokens import token_array
 from kvproxy.clients.vllm import VllmClient
 from kvproxy.errors import ClientError

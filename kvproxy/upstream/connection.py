@@ -198,9 +198,10 @@ class Connection(asyncio.Protocol):
             response.headers = parser.headers
         if parser.complete:
             self._finish(response)
+        elif parser.body:
+            self._body_arrived(len(data))
+            response.arrived()
         elif parser.head_complete:
-            if parser.body:
-                self._body_arrived(len(data))
             response.wake()
 
     def eof_received(self) -> bool:
