@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from kvproxy.listener.response_head import encode_head
-from kvproxy.types import BODY_FOLLOWS
 
 logger = logging.getLogger(__name__)
 
@@ -154,8 +153,6 @@ class RequestCycle:
         if self.disconnected and callback is not None:
             callback()
 
-    watch = on_disconnect
-
     def start(
         self, status: int, headers: Iterable[tuple[bytes, bytes]], first_piece: bytes = b"", *, more: bool
     ) -> None:
@@ -205,8 +202,7 @@ class RequestCycle:
             if self.response_started:
                 raise RuntimeError("the response has started already")
             self._start(message["status"], message.get("headers", ()))
-            if BODY_FOLLOWS not in message:
-                self._connection.loop.call_soon(self._flush_head)
+            self._connection.loop.call_soon(self._flush_head)
 
     # the parts
 

@@ -16,7 +16,7 @@ from kvproxy.listener.limits import ListenerLimits
 from kvproxy.listener.linger import LONGEST_S, Linger
 from kvproxy.listener.parser import BadRequest, RequestParser, Scope
 from kvproxy.listener.response_head import error_body, error_headers, raw_error
-from kvproxy.types import CONNECTION, DISCONNECT_SIGNAL
+from kvproxy.types import CONNECTION
 
 #: Of a body that goes on after its answer; one that does not end there costs its connection.
 MAX_UNWANTED_BYTES = 1024 * 1024
@@ -157,7 +157,7 @@ class ClientProtocol(asyncio.Protocol):
         )
         self._unwanted_bytes = 0
         scope["state"] = self._app_state.copy()
-        scope[CONNECTION] = scope[DISCONNECT_SIGNAL] = cycle
+        scope[CONNECTION] = cycle
         if self._running is not None:
             self._queue.append((cycle, scope))
             self.pause_reading()
