@@ -78,8 +78,6 @@ THIN = frozenset[str](
         "kvproxy.forward.policy_choice",
         "kvproxy.forward.priority",
         "kvproxy.forward.savings",
-        "kvproxy.listener.replies",
-        "kvproxy.listener.uvicorns",
         "kvproxy.metrics.loop_lag",
         "kvproxy.prefix.precise.reported",
         "kvproxy.replay.prompts",
@@ -99,7 +97,6 @@ WITHOUT_README = frozenset[str](
         "filters",
         "forward",
         "kvcache",
-        "listener",
         "metrics",
         "prefix",
         "receipts",
@@ -108,7 +105,6 @@ WITHOUT_README = frozenset[str](
         "resilience",
         "routing",
         "runtime",
-        "upstream",
     }
 )
 

@@ -15,7 +15,7 @@ from kvproxy.listener.cycle import RequestCycle
 from kvproxy.listener.limits import ListenerLimits
 from kvproxy.listener.linger import LONGEST_S, Linger
 from kvproxy.listener.parser import BadRequest, RequestParser, Scope
-from kvproxy.listener.response_head import error_body, error_headers, raw_error
+from kvproxy.listener.response_head import error_response, raw_error
 from kvproxy.types import CONNECTION
 
 #: Of a body that goes on after its answer; one that does not end there costs its connection.
@@ -315,6 +315,8 @@ def _address(info: Any) -> tuple[str, int | None] | None:
 async def _no_place(scope: Any, receive: Any, send: Any) -> None:
     """The app of a connection beyond the bound."""
     status = HTTPStatus.SERVICE_UNAVAILABLE
-    body = error_body(status, "every client connection is taken", kind="overloaded_error")
-    await send({"type": "http.response.start", "status": status.value, "headers": error_headers(status, body)})
+    headers, body = error_response(
+        status, "every client connection is taken", reason="connections_full", path=scope["path"]
+    )
+    await send({"type": "http.response.start", "status": status.value, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from http import HTTPStatus
+
+from kvproxy.request.error_reply import error_body
+from kvproxy.types import Headers
 
 _TOKEN = b"!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyz"
 _HEAD = b"\r\n\t " + bytes(range(0x21, 0x7F)) + bytes(range(0x80, 0x100))
@@ -56,8 +58,9 @@ def _stated_length(fields: list[tuple[bytes, bytes]], names: list[bytes]) -> int
     return int(value)
 
 
-def error_headers(status: HTTPStatus, body: bytes) -> list[tuple[bytes, bytes]]:
-    """The header fields of an answer of the listener's own; it ends the connection."""
+def error_response(status: HTTPStatus, message: str, *, reason: str, path: str = "") -> tuple[Headers, bytes]:
+    """Header fields and body of an answer of the listener's own; it ends the connection."""
+    body = error_body(path, status.value, reason=reason, message=message)
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", b"%d" % len(body)),
@@ -65,18 +68,11 @@ def error_headers(status: HTTPStatus, body: bytes) -> list[tuple[bytes, bytes]]:
     ]
     if status is HTTPStatus.SERVICE_UNAVAILABLE:
         headers.append((b"retry-after", b"1"))
-    return headers
-
-
-def error_body(status: HTTPStatus, message: str, *, kind: str = "invalid_request_error") -> bytes:
-    """JSON in OpenAI's error shape: no filter saw the request, so none can say which API it speaks."""
-    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": status.value}}).encode()
+    return headers, body
 
 
 def raw_error(status: HTTPStatus, message: str) -> bytes:
-    """A whole response as bytes for the wire."""
-    body = error_body(status, message)
-    head, _, _ = encode_head(
-        status.value, error_headers(status, body), bodiless=False, http_1_0=False, keep_alive=False
-    )
+    """The answer to what is no request: no path says which API the client speaks."""
+    headers, body = error_response(status, message, reason=status.name.lower())
+    head, _, _ = encode_head(status.value, headers, bodiless=False, http_1_0=False, keep_alive=False)
     return head + body

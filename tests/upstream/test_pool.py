@@ -1,4 +1,4 @@
-"""Which connection serves a request, how many there may be, and who waits."""
+"""Which connection serves a request, how many there may be, and which requests wait."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_a_response_is_returned_to_the_pool_before_it_is_read() -> None:
         response = await post(pool, upstream.origin)
         assert response.complete
         assert pool.idle == 1
-        response.abort()  # must not hurt the connection, which is somebody else's now
+        response.abort()  # must not hurt the connection, which is another request's now
         assert await fetch(pool, upstream.origin) == b"ok"
         assert await read(response) == b"ok"
         assert len(upstream.peers) == 1
@@ -303,7 +303,7 @@ async def test_a_full_line_refuses() -> None:
 
 
 async def test_waiting_is_bounded_by_the_connect_timeout() -> None:
-    """Who waits for a connection waits as long as for connecting, then PoolFull."""
+    """A request waits for a connection as long as for connecting, then gets PoolFull."""
     async with scripted(answer(HEAD_ONLY)) as upstream, UpstreamPool(max_connections=1) as pool:
         busy = await post(pool, upstream.origin)
         with pytest.raises(PoolFull, match=r"within 0\.02 s"):
@@ -459,7 +459,7 @@ async def test_a_small_request_goes_out_in_one_piece() -> None:
 
 
 def unused_port() -> int:
-    """A port nobody listens on."""
+    """A port without a listener."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]
