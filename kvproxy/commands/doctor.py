@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
+from kvproxy.commands.configuration import named_file
 from kvproxy.commands.serve import run_loop
 from kvproxy.config.load import check_file, from_endpoints
 from kvproxy.config.schema import Config
@@ -30,6 +33,14 @@ class DoctorOptions:
     strict: bool = False
     lenient: bool = False
     verbose: bool = False
+
+
+def main(args: argparse.Namespace) -> int:
+    """`kvproxy doctor`."""
+    options = DoctorOptions(
+        named_file(args), args.endpoint, args.timeout, args.json, args.strict, args.lenient, args.verbose
+    )
+    return run(options, out=sys.stdout, err=sys.stderr)
 
 
 def run(options: DoctorOptions, *, out: TextIO, err: TextIO) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
 from typing import TextIO
 
 import httpx
@@ -25,6 +26,11 @@ from kvproxy.simulator.timing import EngineTiming
 
 #: As shells have it for a program that Ctrl-C ended.
 INTERRUPTED = 130
+
+
+def main(args: argparse.Namespace) -> int:
+    """`kvproxy replay`."""
+    return run(args, out=sys.stdout, err=sys.stderr)
 
 
 def run(

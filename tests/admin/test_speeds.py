@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvproxy.admin.speeds import NOTABLE_REQUESTS, unlearned
-from kvproxy.commands.status_table import render
+from kvproxy.commands.status import render
 from kvproxy.routing.load import features_of
 from kvproxy.routing.policy import PickRequest
 from kvproxy.types import EndpointId

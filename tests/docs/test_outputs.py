@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvproxy.commands.check import line_of
-from kvproxy.commands.logging_setup import logging_to
+from kvproxy.commands.configuration import format_problem
+from kvproxy.commands.logging_setup import log_to
 from kvproxy.config.changes import summary
 from kvproxy.config.load import check_text, load_mapping
 from kvproxy.config.schema import LogSettings
@@ -49,7 +49,7 @@ async def _check() -> str:
     text = "listen: 127.0.0.1:8888\nadmin: 127.0.0.1:8889\npolcy: kv_aware\nendpoints:\n"
     text += "  a: http://10.0.0.1:8000\n  b: http://10.0.0.2:8000/v1\n"
     _, problems = check_text(text, env={})
-    return "".join(f"{line_of(replace(one, file='config.yaml'))}\n" for one in problems)
+    return "".join(f"{format_problem(replace(one, file='config.yaml'))}\n" for one in problems)
 
 
 async def _doctor() -> str:
@@ -88,7 +88,7 @@ async def _log() -> str:
     out = io.StringIO()
     logger = logging.getLogger("kvproxy.audit")
     logger.setLevel(logging.INFO)
-    with logging_to(LogSettings(), stream=out):
+    with log_to(LogSettings(), stream=out):
         logger.warning("%s/%s is unhealthy: probe %s", "default", "a", "unreachable")
         log_fields(logger, "admin", {**drained, "was_draining": False})
         logger.info("configuration reloaded: %s", summary(before, after))
