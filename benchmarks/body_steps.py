@@ -23,7 +23,7 @@ import uvloop
 
 from benchmarks.processes import free_port
 from kvproxy.app import Proxy
-from kvproxy.config.load import load_mapping
+from kvproxy.config.load import load_config
 from kvproxy.listener.server import Server
 
 MIB = 1024 * 1024
@@ -118,7 +118,7 @@ def engine() -> Iterator[str]:
 async def proxy(engine_url: str, *, lmcache: bool) -> AsyncIterator[int]:
     """Its port."""
     kvcache = {"kv_events": False, **({"lmcache_endpoint": engine_url} if lmcache else {})}
-    config = load_mapping(
+    config = load_config(
         {
             "endpoints": {"e1": engine_url, "e2": engine_url},
             "filters": ["request_id", "inference_request", {"kvcache": kvcache}, "router"],

@@ -18,7 +18,8 @@ import msgspec
 from kvproxy.clients.kv_events.events import BlockStored
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.pick import AttemptOutcome, Pick
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings, HealthCheckSettings, PolicyName
+from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.kvcache.overlap.facts import RequestFacts, Result
 from kvproxy.kvcache.service import KvCache
 from kvproxy.metrics.catalog import Metrics
@@ -91,17 +92,17 @@ class World:
         self.now = 0.0
         self.events = events
         names = [EndpointId(f"e{number}") for number in range(endpoints)]
-        settings = schema.ClusterSettings(
-            policy=schema.PolicyName.KV_AWARE,
+        settings = ClusterSettings(
+            policy=PolicyName.KV_AWARE,
             endpoints=tuple(
-                schema.EndpointSettings(id=name, url=f"http://127.0.0.1:{8000 + n}") for n, name in enumerate(names)
+                EndpointSettings(id=name, url=f"http://127.0.0.1:{8000 + n}") for n, name in enumerate(names)
             ),
-            health=schema.HealthCheckSettings(active=False),
+            health=HealthCheckSettings(active=False),
         )
         metrics = Metrics()
         self.cluster = Cluster("bench", settings, metrics=metrics, clock=self.clock, rng=self.rng)
         self.kv = KvCache(
-            schema.KvCacheSettings(kv_events=events),
+            KvCacheSettings(kv_events=events),
             clusters={"bench": self.cluster},
             metrics=metrics,
             clock=self.clock,

@@ -25,7 +25,7 @@ import uvloop
 
 from benchmarks.stub import Engine
 from kvproxy.app import Proxy
-from kvproxy.config.load import load_mapping
+from kvproxy.config.load import load_config
 from kvproxy.filters.kvcache import STATE_KEY
 from kvproxy.kvcache.service import KvCache
 from kvproxy.listener.server import Server
@@ -83,7 +83,7 @@ def text(rng: random.Random, size: int) -> str:
 async def started(stack: AsyncExitStack, filters: list[Any], endpoints: dict[str, str]) -> Proxy:
     """A proxy with this chain, its kv_aware policy deciding."""
     raw = {"endpoints": endpoints, "policy": "kv_aware", "health": {"active": False}, "filters": filters}
-    return await stack.enter_async_context(Proxy(load_mapping(raw)))
+    return await stack.enter_async_context(Proxy(load_config(raw)))
 
 
 def kvcache_of(proxy: Proxy) -> KvCache:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from prometheus_client import generate_latest
 
 from kvproxy.app import Proxy
-from kvproxy.config.load import load_mapping
+from kvproxy.config.load import load_config
 from kvproxy.metrics.exposition import exposition
 
 MODELS = tuple(f"model-{number}" for number in range(4))
@@ -42,7 +42,7 @@ def configuration(ports: Sequence[int], *, listen: int = 0, admin: int = 0) -> d
 
 async def page(endpoints: int) -> Page:
     """The page of a proxy whose endpoints have answered with every model and status."""
-    async with Proxy(load_mapping(configuration(range(1, endpoints + 1)))) as proxy:
+    async with Proxy(load_config(configuration(range(1, endpoints + 1)))) as proxy:
         for endpoint in proxy.clusters["default"].endpoints:
             for model in MODELS:
                 latency = endpoint.metrics.latency(model)

@@ -12,7 +12,7 @@ import pytest
 from starlette.types import Send
 
 from kvproxy.app import Proxy
-from kvproxy.config.load import load_mapping
+from kvproxy.config.load import load_config
 from kvproxy.forward.body_guard import tenant_salt
 from kvproxy.forward.request_body import START_BYTES
 from kvproxy.listener.server import Server, serve
@@ -172,9 +172,9 @@ class TwoInARing:
                 await holder[0](scope, receive, send)
 
         front_url = await enter(serve(front))
-        a = await enter(Proxy(load_mapping({**self._a, "endpoints": {"b": front_url}})))
+        a = await enter(Proxy(load_config({**self._a, "endpoints": {"b": front_url}})))
         a_server = await enter(Server(a, drain_s=1.0))
-        holder.append(await enter(Proxy(load_mapping({**self._b, "endpoints": {"a": a_server.url}}))))
+        holder.append(await enter(Proxy(load_config({**self._b, "endpoints": {"a": a_server.url}}))))
         client = await enter(httpx.AsyncClient(base_url=a_server.url, timeout=10))
         return client, seen
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from kvproxy.config.load import load_mapping
+from kvproxy.config.load import load_config
 from kvproxy.kvcache.service import KvCache
 from kvproxy.routing.policy import FactSource
 from kvproxy.simulator.kv_event_publisher import PublisherSettings
@@ -154,7 +154,7 @@ async def test_a_reload_neither_restores_again_nor_loses_the_running_index(tmp_p
     def configured(place: Place, *more: str, **kvcache: Any) -> Any:
         clusters = {name: {"endpoints": place.engines, "policy": "kv_aware"} for name in ("default", *more)}
         settings = {"engine_metrics_interval": 0, "snapshot": {"path": str(tmp_path / "kept")}, **kvcache}
-        return load_mapping(
+        return load_config(
             {
                 "clusters": clusters,
                 "routes": [{"cluster": "default"}],

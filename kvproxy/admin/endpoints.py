@@ -13,7 +13,7 @@ from kvproxy.admin.operated import AdminTarget
 from kvproxy.admin.replies import Refused, json_object, reply
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import EndpointSettings
 from kvproxy.config.decode import decode
 from kvproxy.config.endpoint_url import url_fault
 from kvproxy.config.fields import nearest
@@ -132,7 +132,7 @@ class EndpointRoutes:
         return reply(endpoint_status(self._operated, cluster.name, endpoint), status)
 
 
-def _decoded(body: dict[str, Any]) -> schema.EndpointSettings:
+def _decoded(body: dict[str, Any]) -> EndpointSettings:
     """The endpoint; Refused with every problem. Files are named in the configuration only: whoever may talk to this
     listener must not learn by it what other files hold."""
     problems = [
@@ -142,8 +142,8 @@ def _decoded(body: dict[str, Any]) -> schema.EndpointSettings:
     ]
     if problems:
         raise Refused(422, *problems)
-    decoded = decode(schema.EndpointSettings, body, dotted)
-    endpoint: schema.EndpointSettings | None = decoded.value
+    decoded = decode(EndpointSettings, body, dotted)
+    endpoint: EndpointSettings | None = decoded.value
     problems = decoded.problems
     if not problems and endpoint is not None and (fault := url_fault(endpoint.url)):
         problems = [Problem("url", fault, "http://host:port")]

@@ -22,7 +22,7 @@ from kvproxy.cluster.prober import Probe, ProbeOutcome, Prober
 from kvproxy.cluster.reception import Reception
 from kvproxy.cluster.router_queue import RouterQueue
 from kvproxy.cluster.screening import Screening, may_eject, refusal_of, why_not
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.engine_samples import Reading
 from kvproxy.routing.policy import PickRequest, Policy
@@ -48,7 +48,7 @@ class Cluster:
     def __init__(
         self,
         name: str,
-        settings: schema.ClusterSettings,
+        settings: ClusterSettings,
         *,
         metrics: Metrics,
         clock: Clock,
@@ -119,7 +119,7 @@ class Cluster:
         """The member of this id."""
         return self._members.get(endpoint_id)
 
-    def reconfigure(self, settings: schema.ClusterSettings, *, probe: Probe | None) -> None:
+    def reconfigure(self, settings: ClusterSettings, *, probe: Probe | None) -> None:
         """These are the settings from now on. Endpoints that stay keep their load, health and breaker, policies what
         they learned, and requests that wait their turn. ValueError as in `apply`, and then the endpoints are as before.
         """
@@ -142,7 +142,7 @@ class Cluster:
             room, self.room = self.room, None
             room.close()
 
-    def apply(self, endpoints: Sequence[schema.EndpointSettings]) -> None:
+    def apply(self, endpoints: Sequence[EndpointSettings]) -> None:
         """These are the static endpoints from now on. ValueError for a URL that is none, and then nothing changed."""
         self._update(STATIC, endpoints)
 
@@ -153,7 +153,7 @@ class Cluster:
             endpoint.draining = draining
         return endpoint is not None
 
-    def add(self, endpoint: schema.EndpointSettings) -> bool:
+    def add(self, endpoint: EndpointSettings) -> bool:
         """An operator's endpoint, beside the sources'; False when there are too many. ValueError as in `apply`."""
         added = self._members.add(endpoint)
         self._follow()
@@ -329,7 +329,7 @@ class Cluster:
             if not endpoint.health.probed_well:
                 _give_back(endpoint)
 
-    def _update(self, source: str, endpoints: Sequence[schema.EndpointSettings]) -> None:
+    def _update(self, source: str, endpoints: Sequence[EndpointSettings]) -> None:
         self._members.apply(source, endpoints)
         self._follow()
 
@@ -338,7 +338,7 @@ class Cluster:
         self._prober.follow(self.endpoints)
         self._give_back_all()
 
-    def _make(self, config: schema.EndpointSettings) -> Endpoint:
+    def _make(self, config: EndpointSettings) -> Endpoint:
         endpoint = Endpoint(
             config,
             self.settings,

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import DiscoverySettings, DnsDiscoverySettings, EndpointSettings
 from kvproxy.config.endpoint_url import url_fault
 from kvproxy.config.environment import substitute
 from kvproxy.config.paths import dotted
@@ -23,7 +23,7 @@ from kvproxy.errors import DiscoveryError
 #: Larger endpoint files are refused unread.
 MAX_FILE_BYTES = 4 * 1024 * 1024
 
-_ENDPOINTS = TypeAdapter(tuple[schema.EndpointSettings, ...])
+_ENDPOINTS = TypeAdapter(tuple[EndpointSettings, ...])
 
 #: loop.getaddrinfo's shape.
 Resolve = Callable[..., Awaitable[Sequence[tuple[Any, ...]]]]
@@ -32,7 +32,7 @@ Resolve = Callable[..., Awaitable[Sequence[tuple[Any, ...]]]]
 class Discovery(Protocol):
     """Answers with every endpoint it knows at present, or raises DiscoveryError or OSError."""
 
-    async def endpoints(self) -> Sequence[schema.EndpointSettings]: ...
+    async def endpoints(self) -> Sequence[EndpointSettings]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,9 @@ class FileDiscovery:
         self._path = Path(path)
         self._env = env
         self._text = b""
-        self._parsed: tuple[schema.EndpointSettings, ...] = ()
+        self._parsed: tuple[EndpointSettings, ...] = ()
 
-    async def endpoints(self) -> Sequence[schema.EndpointSettings]:
+    async def endpoints(self) -> Sequence[EndpointSettings]:
         """The file's endpoints; it is parsed only when its text changed."""
         text = await asyncio.to_thread(self._read)
         if text != self._text or not self._parsed:
@@ -72,9 +72,7 @@ class FileDiscovery:
         return text
 
 
-def parse_endpoints(
-    text: bytes, *, env: Mapping[str, str] = MappingProxyType({})
-) -> tuple[schema.EndpointSettings, ...]:
+def parse_endpoints(text: bytes, *, env: Mapping[str, str] = MappingProxyType({})) -> tuple[EndpointSettings, ...]:
     """Endpoints from YAML or JSON, read as the configuration is; DiscoveryError for anything that is not a list of good
     ones with distinct ids, and for a variable that `env` has not."""
     try:
@@ -107,11 +105,11 @@ def parse_endpoints(
 class DnsDiscovery:
     """One endpoint for each address of a name, id `name@address`, LMCache instance `address:port`."""
 
-    def __init__(self, settings: schema.DnsDiscovery, *, resolve: Resolve | None = None) -> None:
+    def __init__(self, settings: DnsDiscoverySettings, *, resolve: Resolve | None = None) -> None:
         self._settings = settings
         self._resolve = resolve
 
-    async def endpoints(self) -> Sequence[schema.EndpointSettings]:
+    async def endpoints(self) -> Sequence[EndpointSettings]:
         """Every address, in a stable order; resolved off the event loop."""
         settings = self._settings
         resolve = self._resolve or asyncio.get_running_loop().getaddrinfo
@@ -123,10 +121,10 @@ class DnsDiscovery:
         addresses = sorted({str(entry[4][0]) for entry in found})
         return tuple(self._endpoint(address) for address in addresses)
 
-    def _endpoint(self, address: str) -> schema.EndpointSettings:
+    def _endpoint(self, address: str) -> EndpointSettings:
         settings = self._settings
         host = f"[{address}]" if ":" in address else address
-        return schema.EndpointSettings(
+        return EndpointSettings(
             id=f"{settings.host}@{address}",
             url=f"{settings.scheme}://{host}:{settings.port}",
             instance_id=f"{host}:{settings.port}",
@@ -136,7 +134,7 @@ class DnsDiscovery:
         )
 
 
-def sources_of(settings: schema.DiscoverySettings) -> list[Source]:
+def sources_of(settings: DiscoverySettings) -> list[Source]:
     """The sources a cluster's configuration names."""
     sources: list[Source] = []
     if settings.file is not None:

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from kvproxy.cluster.endpoint_metrics import EndpointMetrics
 from kvproxy.cluster.health import Health
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.resilience.breaker import Breaker, BreakerState
 from kvproxy.routing.engine_samples import EndedWork
@@ -59,8 +59,8 @@ class Endpoint:
 
     def __init__(
         self,
-        config: schema.EndpointSettings,
-        settings: schema.ClusterSettings,
+        config: EndpointSettings,
+        settings: ClusterSettings,
         *,
         cluster: str,
         metrics: Metrics,
@@ -86,7 +86,7 @@ class Endpoint:
     def __repr__(self) -> str:
         return f"<Endpoint {self.id} {self.origin} in_flight={self.load.in_flight}>"
 
-    def configure(self, config: schema.EndpointSettings) -> None:
+    def configure(self, config: EndpointSettings) -> None:
         """Take over everything about it that may change while it runs."""
         self.configured_weight = self.weight = config.weight
         self.models = frozenset(config.models)
@@ -98,7 +98,7 @@ class Endpoint:
         self.retry = config.retry
         self._on_change()
 
-    def reconfigure(self, settings: schema.ClusterSettings) -> None:
+    def reconfigure(self, settings: ClusterSettings) -> None:
         """Take over what the cluster's settings say of every endpoint; load, health and breaker stay as they are."""
         self.health.reconfigure(settings.health)
         self.breaker.reconfigure(settings.breaker)
@@ -171,6 +171,6 @@ class Endpoint:
         self.metrics.gauge(metrics.bounds.breaker_state, lambda: breaker.state is not BreakerState.CLOSED, breaker.name)
 
 
-def origin_of(config: schema.EndpointSettings) -> Origin:
+def origin_of(config: EndpointSettings) -> Origin:
     """Where the endpoint listens; ValueError when its URL is none."""
     return Origin.parse(config.url, ca_file=config.ca_file, insecure=config.insecure, server_name=config.server_name)

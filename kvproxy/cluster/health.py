@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import HealthCheckSettings
 
 #: Weight of an endpoint that has just come back, as a share of its own.
 _SLOW_START_FROM = 0.1
@@ -28,7 +28,7 @@ _FAILING_S = 60.0
 class Health:
     """Verdicts on one endpoint. `now` is monotonic seconds and never steps back."""
 
-    def __init__(self, settings: schema.HealthCheckSettings) -> None:
+    def __init__(self, settings: HealthCheckSettings) -> None:
         self._settings = settings
         self._probed_well = True  # until a probe says otherwise
         self._ever_well = False
@@ -40,7 +40,7 @@ class Health:
         self._ejections = 0  # doublings the next ejection starts from
         self._back_at = -math.inf
 
-    def reconfigure(self, settings: schema.HealthCheckSettings) -> None:
+    def reconfigure(self, settings: HealthCheckSettings) -> None:
         """Other bounds from now on. Verdicts stay, save that of probes which nobody sends any more."""
         self._settings = settings
         if not settings.active:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import HealthCheckSettings
 from kvproxy.types import Headers
 from kvproxy.upstream.pool import Timeouts, UpstreamPool
 
@@ -15,7 +15,7 @@ class HttpProbe:
     one, and a busy endpoint would look dead; and a kept connection does not show that new ones are still accepted.
     """
 
-    def __init__(self, pool: UpstreamPool, settings: schema.HealthCheckSettings) -> None:
+    def __init__(self, pool: UpstreamPool, settings: HealthCheckSettings) -> None:
         self._pool = pool
         self._target = settings.path.encode("utf-8")
         self._timeouts = Timeouts(settings.timeout, settings.timeout, settings.timeout)

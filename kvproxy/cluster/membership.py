@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvproxy.cluster.endpoint import Endpoint, origin_of
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import EndpointSettings
 from kvproxy.types import EndpointId
 
 log = logging.getLogger(__name__)
@@ -27,12 +27,10 @@ class Membership:
     `make` builds an endpoint; `on_left` is told when one is gone for good (or another took its id).
     """
 
-    def __init__(
-        self, make: Callable[[schema.EndpointSettings], Endpoint], *, on_left: Callable[[Endpoint], None]
-    ) -> None:
+    def __init__(self, make: Callable[[EndpointSettings], Endpoint], *, on_left: Callable[[Endpoint], None]) -> None:
         self._make = make
         self._on_left = on_left
-        self._sources: dict[str, tuple[schema.EndpointSettings, ...]] = {STATIC: ()}
+        self._sources: dict[str, tuple[EndpointSettings, ...]] = {STATIC: ()}
         self._weights: dict[EndpointId, float] = {}  # an operator's, over the sources'
         self._dismissed: frozenset[EndpointId] = frozenset()  # by an operator, whatever the sources say
         self._present: dict[EndpointId, Endpoint] = {}
@@ -52,11 +50,11 @@ class Membership:
         """The member of this id."""
         return self._present.get(endpoint_id)
 
-    def apply(self, source: str, configs: Iterable[schema.EndpointSettings]) -> None:
+    def apply(self, source: str, configs: Iterable[EndpointSettings]) -> None:
         """All that `source` knows now. ValueError for a URL that is none, and then nothing changed."""
         self._settle({**self._sources, source: tuple(configs)}, self._dismissed)
 
-    def add(self, config: schema.EndpointSettings) -> bool:
+    def add(self, config: EndpointSettings) -> bool:
         """An operator's endpoint, until it is dismissed; False if there are too many. ValueError as in `apply`."""
         added = [one for one in self._sources.get(OPERATOR, ()) if one.id != config.id]
         if len(added) >= MAX_ADDED:
@@ -72,9 +70,7 @@ class Membership:
         self._settle({**self._sources, OPERATOR: added}, self._dismissed | {endpoint_id})
         return True
 
-    def _settle(
-        self, sources: dict[str, tuple[schema.EndpointSettings, ...]], dismissed: frozenset[EndpointId]
-    ) -> None:
+    def _settle(self, sources: dict[str, tuple[EndpointSettings, ...]], dismissed: frozenset[EndpointId]) -> None:
         named, earlier = _merge(sources), _merge(self._sources)
         wanted = {endpoint_id: config for endpoint_id, config in named.items() if endpoint_id not in dismissed}
         origins = {endpoint_id: origin_of(config) for endpoint_id, config in wanted.items()}
@@ -117,11 +113,11 @@ class Membership:
             self._leaving.remove(endpoint)
             self._bury(endpoint)
 
-    def _weighted(self, config: schema.EndpointSettings) -> schema.EndpointSettings:
+    def _weighted(self, config: EndpointSettings) -> EndpointSettings:
         weight = self._weights.get(EndpointId(config.id))
         return config if weight is None else config.model_copy(update={"weight": weight})
 
-    def _returning(self, endpoint_id: EndpointId, config: schema.EndpointSettings) -> Endpoint | None:
+    def _returning(self, endpoint_id: EndpointId, config: EndpointSettings) -> Endpoint | None:
         for endpoint in self._leaving:
             if endpoint.id == endpoint_id and endpoint.origin == origin_of(config) and not endpoint.metrics.closed:
                 self._leaving.remove(endpoint)
@@ -143,8 +139,8 @@ class Membership:
             self._on_left(endpoint)
 
 
-def _merge(sources: Mapping[str, Sequence[schema.EndpointSettings]]) -> dict[EndpointId, schema.EndpointSettings]:
-    merged: dict[EndpointId, schema.EndpointSettings] = {}
+def _merge(sources: Mapping[str, Sequence[EndpointSettings]]) -> dict[EndpointId, EndpointSettings]:
+    merged: dict[EndpointId, EndpointSettings] = {}
     for source in sorted(sources, key=lambda name: (name != STATIC, name)):
         for config in sources[source] if source != OPERATOR else ():
             first = merged.setdefault(EndpointId(config.id), config)

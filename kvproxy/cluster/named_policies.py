@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvproxy.cluster.decision_metrics import DecisionMetrics
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import ClusterSettings
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.forecast import Forecaster
 from kvproxy.routing.policy import Learner, Onlooker, PickRequest, Policy
@@ -49,7 +49,7 @@ class NamedPolicies:
 
 
 def named_policies(
-    cluster: str, settings: schema.ClusterSettings, own: NamedPolicy, *, metrics: Metrics, rng: random.Random
+    cluster: str, settings: ClusterSettings, own: NamedPolicy, *, metrics: Metrics, rng: random.Random
 ) -> NamedPolicies | None:
     """What these settings let clients ask for; None: nothing."""
     deciders, learners = {own.name: own}, []

@@ -11,7 +11,7 @@ from kvproxy.cluster.decision_metrics import DecisionMetrics
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.named_policies import NamedPolicies, NamedPolicy, named_policies
 from kvproxy.cluster.shadow import Shadow, feed, shadow_of
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.forecast import Forecaster, speeds_of
 from kvproxy.routing.policy import Learner, Policy
@@ -75,14 +75,14 @@ class PolicyFactory:
         self._metrics = metrics
         self._rng = rng
 
-    def first(self, settings: schema.ClusterSettings, policy: Policy | None = None) -> PolicySet:
+    def first(self, settings: ClusterSettings, policy: Policy | None = None) -> PolicySet:
         """As the settings say; `policy` in place of theirs."""
         if policy is None:
             policy = POLICIES[settings.policy](self._rng, settings)
         counts = self._counts(settings)
         return PolicySet(policy, self._shadow(settings), counts, None, self._named(settings, policy, counts))
 
-    def next(self, before: PolicySet, old: schema.ClusterSettings, new: schema.ClusterSettings) -> PolicySet:
+    def next(self, before: PolicySet, old: ClusterSettings, new: ClusterSettings) -> PolicySet:
         """Those of the `new` settings, after `before`, which the `old` ones made."""
         known = before.speeds or before.known
         _follow(before, old, new)
@@ -101,22 +101,22 @@ class PolicyFactory:
                 _teach(learner, known)
         return PolicySet(policy, shadow, counts, known, named)
 
-    def _named(self, settings: schema.ClusterSettings, policy: Policy, counts: DecisionMetrics) -> NamedPolicies | None:
+    def _named(self, settings: ClusterSettings, policy: Policy, counts: DecisionMetrics) -> NamedPolicies | None:
         own = NamedPolicy(settings.policy.value, policy, counts)
         return named_policies(self._cluster, settings, own, metrics=self._metrics, rng=self._rng)
 
-    def _shadow(self, settings: schema.ClusterSettings) -> Shadow | None:
+    def _shadow(self, settings: ClusterSettings) -> Shadow | None:
         return shadow_of(self._cluster, settings, metrics=self._metrics, rng=self._rng)
 
-    def _counts(self, settings: schema.ClusterSettings) -> DecisionMetrics:
+    def _counts(self, settings: ClusterSettings) -> DecisionMetrics:
         return DecisionMetrics(self._metrics, self._cluster, settings.policy.value)
 
 
-def _follow(deciders: PolicySet, old: schema.ClusterSettings, new: schema.ClusterSettings) -> None:
+def _follow(deciders: PolicySet, old: ClusterSettings, new: ClusterSettings) -> None:
     """Every policy takes the parameters that changed in the configuration, whatever its part."""
     present = {old.policy: deciders.policy}
     if deciders.named is not None:
-        present |= {schema.PolicyName(decider.name): decider.policy for decider in deciders.named.deciders.values()}
+        present |= {PolicyName(decider.name): decider.policy for decider in deciders.named.deciders.values()}
     parts = list(present.items())
     if deciders.shadow is not None and old.shadow_policy is not None:
         parts.append((old.shadow_policy, deciders.shadow.policy))

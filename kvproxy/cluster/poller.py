@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Self
 
 from kvproxy.cluster.discovery import Source
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import EndpointSettings
 from kvproxy.errors import DiscoveryError
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.types import Sleep
@@ -21,7 +21,7 @@ POLL_TIMEOUT_S = 10.0
 #: No source is asked more often, whatever its interval says.
 MIN_INTERVAL_S = 0.05
 
-OnUpdate = Callable[[str, Sequence[schema.EndpointSettings]], None]
+OnUpdate = Callable[[str, Sequence[EndpointSettings]], None]
 
 
 class Poller:
@@ -45,7 +45,7 @@ class Poller:
         self._on_update = on_update
         self._sleep = sleep
         self._outcomes = {o: metrics.endpoint.discovery.labels(cluster, o) for o in ("changed", "unchanged", "failed")}
-        self._answers: dict[str, tuple[schema.EndpointSettings, ...]] = {}
+        self._answers: dict[str, tuple[EndpointSettings, ...]] = {}
         self._complaints: dict[str, str] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._ending: set[asyncio.Task[None]] = set()

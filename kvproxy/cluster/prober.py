@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Self
 
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import HealthCheckSettings
 from kvproxy.errors import ConnectTimeout, FirstByteTimeout, IdleTimeout, KvproxyError, NoDescriptors
 from kvproxy.types import Sleep
 
@@ -46,7 +46,7 @@ class Prober:
     def __init__(
         self,
         cluster: str,
-        settings: schema.HealthCheckSettings,
+        settings: HealthCheckSettings,
         *,
         probe: Probe | None,
         on_result: Callable[[Endpoint, ProbeOutcome], None],
@@ -75,7 +75,7 @@ class Prober:
         self.follow([])
         await asyncio.gather(*self._ending, return_exceptions=True)
 
-    def reconfigure(self, settings: schema.HealthCheckSettings, probe: Probe | None) -> None:
+    def reconfigure(self, settings: HealthCheckSettings, probe: Probe | None) -> None:
         """Probe the same endpoints like this from now on."""
         endpoints = self._endpoints
         self.follow([])

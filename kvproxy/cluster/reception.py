@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from kvproxy.cluster.pick import Pick
 from kvproxy.cluster.router_queue import RouterQueue
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import RouterQueueSettings
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.forecast import Forecaster
 from kvproxy.routing.policy import Candidate, PickRequest, Policy
@@ -31,9 +31,7 @@ class Reception:
         self._metrics = metrics
         self._clock = clock
 
-    def arrange(
-        self, room: RouterQueue | None, settings: schema.RouterQueueSettings, policy: Policy
-    ) -> RouterQueue | None:
+    def arrange(self, room: RouterQueue | None, settings: RouterQueueSettings, policy: Policy) -> RouterQueue | None:
         """The room from now on, None where nobody is to wait. `room` is the one before: it goes on with whoever waits,
         or places everybody at once."""
         if not (settings.enabled and isinstance(policy, Forecaster)):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvproxy.cluster.pick import AttemptOutcome, Pick
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import RouterQueueSettings
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.fair_queue import FairQueue, QueueSettings, Ticket
 from kvproxy.routing.forecast import Forecaster, least_own_s, least_wait_s
@@ -57,7 +57,7 @@ class RouterQueue:
 
     def __init__(
         self,
-        settings: schema.RouterQueueSettings,
+        settings: RouterQueueSettings,
         forecaster: Forecaster,
         *,
         cluster: str,
@@ -133,7 +133,7 @@ class RouterQueue:
         if len(self._queue) and not self._looking:
             self._look(now)
 
-    def reconfigure(self, settings: schema.RouterQueueSettings, forecaster: Forecaster) -> None:
+    def reconfigure(self, settings: RouterQueueSettings, forecaster: Forecaster) -> None:
         """Other bounds, and maybe another forecaster. Whoever waits goes on waiting, by the new ones."""
         self._queue.reconfigure(_bounds(settings))
         self._forecaster = forecaster
@@ -202,5 +202,5 @@ class RouterQueue:
                 pick.settle(AttemptOutcome.CANCELLED, self._clock())
 
 
-def _bounds(settings: schema.RouterQueueSettings) -> QueueSettings:
+def _bounds(settings: RouterQueueSettings) -> QueueSettings:
     return QueueSettings(settings.limit, settings.admit_below, settings.ageing, settings.max_wait)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.config import schema
+from kvproxy.config.schema import Config, RouteSettings
 
 #: Answers remembered. Paths and models come from clients, so the memory starts over when it is full.
 _MAX_REMEMBERED = 4096
@@ -52,9 +52,9 @@ class Routes:
         self._remembered: dict[tuple[str, str], tuple[RouteTarget, ...]] = {}
 
     @classmethod
-    def from_config(cls, config: schema.Config, clusters: Mapping[str, Cluster]) -> Routes:
+    def from_config(cls, config: Config, clusters: Mapping[str, Cluster]) -> Routes:
         """KeyError for a route to a cluster that is not in `clusters`."""
-        routes = config.routes or tuple(schema.RouteSettings(cluster=name) for name in clusters)
+        routes = config.routes or tuple(RouteSettings(cluster=name) for name in clusters)
         return cls(
             [
                 _Rule(route.prefix, route.model, RouteTarget(clusters[route.cluster], route.upstream_model))

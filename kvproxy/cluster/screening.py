@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.pick import Refusal
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import HealthCheckSettings
 from kvproxy.routing.policy import PickRequest
 
 
@@ -105,7 +105,7 @@ def refusal_of(request: PickRequest, endpoints: Sequence[Endpoint], now: float) 
     return Refusal.SATURATED if any(endpoint.saturated for endpoint in untried) else Refusal.ALL_TRIED
 
 
-def may_eject(endpoints: Collection[Endpoint], settings: schema.HealthCheckSettings, now: float) -> bool:
+def may_eject(endpoints: Collection[Endpoint], settings: HealthCheckSettings, now: float) -> bool:
     """Whether one more endpoint may be ejected: within the share, and one always may."""
     ejected = sum(endpoint.health.ejected(now) for endpoint in endpoints)
     return ejected < max(1, math.floor(settings.max_ejected * len(endpoints)))

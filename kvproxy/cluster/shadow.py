@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import ClusterSettings
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.backlog import ReadOnlyLoad
 from kvproxy.routing.load import EndpointLoad, Features
@@ -25,7 +25,7 @@ MAX_DECISIONS_PER_S = 1000
 MAX_ERRORS = 20
 
 
-def shadow_of(name: str, settings: schema.ClusterSettings, *, metrics: Metrics, rng: random.Random) -> Shadow | None:
+def shadow_of(name: str, settings: ClusterSettings, *, metrics: Metrics, rng: random.Random) -> Shadow | None:
     """The shadow these settings ask for; its draws of chance take nothing from `rng`'s sequence but one number."""
     if settings.shadow_policy is None:
         return None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from kvproxy.config.json_schema import file_schema
-from kvproxy.config.load import check_file, from_endpoints
+from kvproxy.config.load import check_config, from_endpoints
 from kvproxy.config.schema import Config
 from kvproxy.errors import ConfigError, Problem
 from kvproxy.filters.registry import discover
@@ -69,7 +69,7 @@ class ConfigSource:
             raise ConfigError([Problem("", "either -c FILE or --endpoint, not both")])
         if self.path is not None:
             extra = {name: kind.settings for name, kind in discover().items()}
-            config, problems = check_file(self.path, extra_filters=extra, lenient=self.lenient)
+            config, problems = check_config(Path(self.path), extra_filters=extra, lenient=self.lenient)
             errors = [problem for problem in problems if problem.severity == "error"]
             if config is None or errors:
                 raise ConfigError(errors)
@@ -95,7 +95,7 @@ def main_check(args: argparse.Namespace) -> int:
 def check(path: str, *, lenient: bool, out: TextIO) -> int:
     """Print what is wrong; 0 when the file can be served, 1 when not."""
     extra = {name: kind.settings for name, kind in discover().items()}
-    config, problems = check_file(path, extra_filters=extra, lenient=lenient)
+    config, problems = check_config(Path(path), extra_filters=extra, lenient=lenient)
     colour = out.isatty() and "NO_COLOR" not in os.environ
     for problem in problems:
         print(format_problem(problem, colour=colour), file=out)

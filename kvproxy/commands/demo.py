@@ -21,7 +21,7 @@ import httpx
 from kvproxy.app import Proxy
 from kvproxy.commands.demo_traffic import DemoReply, Mix, keep_trickling, run_mix
 from kvproxy.commands.serve import run_loop
-from kvproxy.config.load import load_mapping
+from kvproxy.config.load import load_config
 from kvproxy.listener.server import Server
 from kvproxy.simulator.engine_io import EngineSettings
 from kvproxy.simulator.fleet import Fleet, FleetSettings, clone_engines
@@ -112,7 +112,7 @@ async def _start_proxy(stack: AsyncExitStack, fleet: RunningFleet, policy: str, 
     """round_robin is a plain proxy; kv_aware knows what the engines hold. One that stays has the usual ports."""
     aware = [{"kvcache": {"lmcache_endpoint": fleet.controller}}] if policy == _AWARE else []
     filters = ["request_id", "inference_request", *aware, "router"]
-    config = load_mapping({"endpoints": fleet.endpoints, "policy": policy, "filters": filters})
+    config = load_config({"endpoints": fleet.endpoints, "policy": policy, "filters": filters})
     proxy = await stack.enter_async_context(Proxy(config, rng=Random(_SEED)))
     ports = [port if stays and _free(port) else 0 for port in (config.listen.port, config.admin.port)]
     public = await stack.enter_async_context(Server(proxy, port=ports[0], drain_s=1.0))

@@ -8,11 +8,12 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TextIO
 
 from kvproxy.commands.configuration import named_file
 from kvproxy.commands.serve import run_loop
-from kvproxy.config.load import check_file, from_endpoints
+from kvproxy.config.load import check_config, from_endpoints
 from kvproxy.config.schema import Config
 from kvproxy.config.values import parse_duration_s
 from kvproxy.doctor.report import print_json, print_table
@@ -74,7 +75,7 @@ def load(options: DoctorOptions) -> tuple[Config | None, list[Problem]]:
         except ConfigError as error:
             return None, error.problems
     extra = {name: kind.settings for name, kind in discover().items()}
-    return check_file(options.path, extra_filters=extra, lenient=options.lenient)
+    return check_config(Path(options.path), extra_filters=extra, lenient=options.lenient)
 
 
 def _timeout_s(text: str) -> float:

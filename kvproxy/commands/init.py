@@ -23,7 +23,7 @@ from kvproxy.clients.vllm import VllmClient
 from kvproxy.commands.serve import run_loop
 from kvproxy.config.address import split_address
 from kvproxy.config.endpoint_url import base_of_copied, url_fault
-from kvproxy.config.load import check_text
+from kvproxy.config.load import check_config
 from kvproxy.config.shorthand import endpoint_of
 from kvproxy.errors import ClientError, ConfigError, Problem
 from kvproxy.kvcache.providers import is_coordinator
@@ -114,7 +114,7 @@ def _finish(options: InitOptions, engines: dict[str, str], lmcache: str, listen:
     for one in (*seen, *([controller] if controller is not None else ())):
         print(f"  {one.describe()}", file=out)
     text = write_config(seen, controller, listen=listen)
-    _, problems = check_text(text, env={})
+    _, problems = check_config(text, env={})
     errors = [problem for problem in problems if problem.severity == "error"]
     if errors:
         raise ConfigError(errors)

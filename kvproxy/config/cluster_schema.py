@@ -161,7 +161,7 @@ class EndpointSettings(Model):
     """Free text for people; shown in status."""
 
 
-class FileDiscovery(Model):
+class FileDiscoverySettings(Model):
     """Endpoints from a YAML or JSON file (a list of endpoints), watched for changes."""
 
     path: str
@@ -170,7 +170,7 @@ class FileDiscovery(Model):
     """How often it is looked at."""
 
 
-class DnsDiscovery(Model):
+class DnsDiscoverySettings(Model):
     """One endpoint for each address a name resolves to. Its id at the LMCache controller is `ADDRESS:PORT`."""
 
     host: str
@@ -190,9 +190,9 @@ class DnsDiscovery(Model):
 class DiscoverySettings(Model):
     """Where endpoints come from besides the static list."""
 
-    file: FileDiscovery | None = None
+    file: FileDiscoverySettings | None = None
     """From a file."""
-    dns: DnsDiscovery | None = None
+    dns: DnsDiscoverySettings | None = None
     """From DNS."""
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvproxy.config.cluster_schema import ClusterSettings
 from kvproxy.config.fields import keys_of
-from kvproxy.config.schema import FILTER_SETTINGS, ClusterSettings, Config
+from kvproxy.config.filter_schema import FILTER_SETTINGS
+from kvproxy.config.schema import Config
 
 _ADDRESS = {"type": "string", "pattern": r"^(.*:)?\d{1,5}$|\$\{", "description": "host:port, :port or [ipv6]:port"}
 _PORT = {"type": "integer", "minimum": 0, "maximum": 65535}

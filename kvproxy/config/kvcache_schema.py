@@ -6,8 +6,7 @@ from enum import StrEnum
 
 from pydantic import Field
 
-from kvproxy.config.cluster_schema import BreakerSettings
-from kvproxy.config.cluster_schema import EventSources as EventSources
+from kvproxy.config.cluster_schema import BreakerSettings, EventSources
 from kvproxy.config.model import Fraction, Model
 from kvproxy.config.values import Duration, Size
 

@@ -6,11 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from kvproxy.config.cluster_schema import ClusterSettings
 from kvproxy.config.decode import UNKNOWN_KEY, decode
 from kvproxy.config.environment import retyped
 from kvproxy.config.fields import closest, keys_of, nearest
+from kvproxy.config.filter_schema import DEFAULT_FILTERS, FILTER_SETTINGS
+from kvproxy.config.model import Model
 from kvproxy.config.paths import Origins, Path, inside
-from kvproxy.config.schema import DEFAULT_FILTERS, FILTER_SETTINGS, ClusterSettings, Config, FilterSpec, Model
+from kvproxy.config.schema import Config, FilterSpec
 from kvproxy.config.shorthand import Canonical, canonical
 from kvproxy.config.verify import findings
 from kvproxy.config.verify_findings import Finding

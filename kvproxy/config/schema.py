@@ -11,86 +11,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from kvproxy.config.cluster_schema import (
-    BreakerSettings,
-    ClusterSettings,
-    DiscoverySettings,
-    DnsDiscovery,
-    EndpointRetrySettings,
-    EndpointSettings,
-    FileDiscovery,
-    HealthCheckSettings,
-    PolicyName,
-    RouterQueueSettings,
-)
-from kvproxy.config.filter_schema import (
-    DEFAULT_FILTERS,
-    FILTER_SETTINGS,
-    AccessLogSettings,
-    ApiKey,
-    AuthSettings,
-    CorsSettings,
-    InferenceRequestSettings,
-    RateLimitSettings,
-    RequestIdSettings,
-    RouterSettings,
-    TracingSettings,
-)
-from kvproxy.config.kvcache_schema import (
-    CacheStrategySettings,
-    KvCacheSettings,
-    LookupRetrySettings,
-    TokenCacheSettings,
-)
+from kvproxy.config.cluster_schema import ClusterSettings
 from kvproxy.config.model import Fraction, Model, Name, Port
 from kvproxy.config.values import Duration, Secret, Size
-
-__all__ = [
-    "DEFAULT_FILTERS",
-    "FILTER_SETTINGS",
-    "AccessLogSettings",
-    "AdminSettings",
-    "ApiKey",
-    "AuthSettings",
-    "BreakerSettings",
-    "CacheStrategySettings",
-    "ClusterSettings",
-    "Config",
-    "CorsSettings",
-    "DiscoverySettings",
-    "DnsDiscovery",
-    "EndpointRetrySettings",
-    "EndpointSettings",
-    "FileDiscovery",
-    "FilterSpec",
-    "Fraction",
-    "HealthCheckSettings",
-    "InferenceRequestSettings",
-    "KvCacheSettings",
-    "LimitSettings",
-    "ListenerSettings",
-    "ListenerTls",
-    "LogLevel",
-    "LogSettings",
-    "LookupRetrySettings",
-    "Model",
-    "Name",
-    "PolicyName",
-    "PoolSettings",
-    "Port",
-    "RateLimitSettings",
-    "ReceiptSettings",
-    "RequestIdSettings",
-    "RetrySettings",
-    "RouteMatch",
-    "RouteSettings",
-    "RouterQueueSettings",
-    "RouterSettings",
-    "ShutdownSettings",
-    "TimeoutSettings",
-    "TokenCacheSettings",
-    "TracingSettings",
-]
 
 
 class ListenerTls(Model):

@@ -169,9 +169,3 @@ def id_of(url: str) -> str:
         netloc = ""
     name = _NOT_IN_IDS.sub("", netloc)[:_MAX_ID] or "endpoint"
     return name if name[0].isalnum() else f"0{name}"
-
-
-def mapping_of(endpoints: Sequence[str], *, host: str, port: int, policy: str | None) -> dict[str, Any]:
-    """The file that `--endpoint` options stand for."""
-    raw: dict[str, Any] = {"listen": {"host": host, "port": port}, "endpoints": list(endpoints)}
-    return raw if policy is None else {**raw, "policy": policy}

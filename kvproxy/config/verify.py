@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path as FilePath
 
 from kvproxy.config.address import is_loopback
+from kvproxy.config.cluster_schema import ClusterSettings, DiscoverySettings, PolicyName
 from kvproxy.config.endpoint_url import same_origin, url_fault
 from kvproxy.config.fields import closest
 from kvproxy.config.own_address import listener_at
 from kvproxy.config.paths import Path, Where, dotted
-from kvproxy.config.schema import ClusterSettings, Config, DiscoverySettings, PolicyName, RouteSettings
+from kvproxy.config.schema import Config, RouteSettings
 from kvproxy.config.verify_filters import chain_findings
 from kvproxy.config.verify_findings import Finding, error, missing_file, warning
 from kvproxy.errors import Problem

@@ -8,17 +8,10 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from kvproxy.config.endpoint_url import url_fault
-from kvproxy.config.kvcache_schema import SnapshotSettings
+from kvproxy.config.filter_schema import FILTER_SETTINGS, AuthSettings, CorsSettings, RateLimitSettings, RouterSettings
+from kvproxy.config.kvcache_schema import KvCacheSettings, SnapshotSettings
 from kvproxy.config.paths import Path
-from kvproxy.config.schema import (
-    FILTER_SETTINGS,
-    AuthSettings,
-    Config,
-    CorsSettings,
-    KvCacheSettings,
-    RateLimitSettings,
-    RouterSettings,
-)
+from kvproxy.config.schema import Config
 from kvproxy.config.verify_findings import Finding, error, missing_file, warning
 
 #: (earlier, later, severity of the other order, why).

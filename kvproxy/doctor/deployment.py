@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvproxy.cluster.discovery import sources_of
-from kvproxy.config.cluster_schema import EventSources
+from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings, EventSources
+from kvproxy.config.filter_schema import DEFAULT_FILTERS
 from kvproxy.config.kvcache_schema import KvCacheSettings
-from kvproxy.config.schema import DEFAULT_FILTERS, ClusterSettings, Config, EndpointSettings
+from kvproxy.config.schema import Config
 from kvproxy.doctor.engine import EngineFacts
 from kvproxy.doctor.lmcache import LmcacheFacts
 from kvproxy.doctor.report import Finding, problem

@@ -15,8 +15,7 @@ from kvproxy.clients.engine_metrics import EngineMetrics, parse_engine_metrics
 from kvproxy.clients.kv_events.source import KvEventSource, stated_sources
 from kvproxy.clients.vllm import MAX_METRICS_BYTES, ModelInfo, VllmClient
 from kvproxy.cluster.endpoint import origin_of
-from kvproxy.config import schema
-from kvproxy.config.kvcache_schema import EventSources
+from kvproxy.config.cluster_schema import EndpointSettings, EventSources
 from kvproxy.doctor.connect import ConnectResult, connect, try_tls
 from kvproxy.doctor.tools import Tools
 from kvproxy.doctor.trial import Trial, TrialPlan, TrialTarget, run_trial
@@ -41,7 +40,7 @@ class EngineFacts:
 
     def __init__(
         self,
-        endpoint: schema.EndpointSettings,
+        endpoint: EndpointSettings,
         *,
         cluster: str,
         health_path: str,

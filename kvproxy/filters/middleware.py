@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.filters.inference_request import KIND_OF_PATH
 from kvproxy.filters.kvcache import STATE_KEY, announce
@@ -68,9 +68,10 @@ class KVCacheMiddleware:
     """Names the endpoint that holds most of a prompt (`preferred`; also in `scope["state"]`, and in a request header
     with `settings.preference_header`); after the response it learns, pins, compresses and evicts.
 
-    `endpoints` are the engines the app chooses from: `{id: url}` or `kvproxy.config.schema.Endpoint`s. `settings` are
-    those of the `kvcache` filter, as `KvCacheSettings` or plain data. The app tells which endpoint it used with
-    `served`, or by the response header `x-kvproxy-endpoint`; without either nothing is learned.
+    `endpoints` are the engines the app chooses from: `{id: url}`, or `EndpointSettings` of
+    `kvproxy.config.cluster_schema`. `settings` are those of the `kvcache` filter, as `KvCacheSettings` or plain data.
+    The app tells which endpoint it used with `served`, or by the response header `x-kvproxy-endpoint`; without either
+    nothing is learned.
 
     It never answers, and never fails a request. Its background tasks run between ASGI's lifespan events, or inside
     `async with middleware`; under a server that sends neither they start with the first request.
@@ -80,7 +81,7 @@ class KVCacheMiddleware:
         self,
         app: ASGIApp,
         *,
-        endpoints: Mapping[str, str] | Sequence[schema.EndpointSettings],
+        endpoints: Mapping[str, str] | Sequence[EndpointSettings],
         settings: KvCacheSettings | Mapping[str, Any] | None = None,
         metrics: Metrics | None = None,
         limit_bytes: int = 32 * 1024 * 1024,
@@ -95,8 +96,8 @@ class KVCacheMiddleware:
         if not isinstance(settings, KvCacheSettings):
             settings = KvCacheSettings.model_validate(settings or {})
         if isinstance(endpoints, Mapping):
-            endpoints = [schema.EndpointSettings(id=name, url=url) for name, url in endpoints.items()]
-        cluster = schema.ClusterSettings(endpoints=tuple(endpoints))
+            endpoints = [EndpointSettings(id=name, url=url) for name, url in endpoints.items()]
+        cluster = ClusterSettings(endpoints=tuple(endpoints))
         self._cluster = Cluster(_CLUSTER, cluster, metrics=self.metrics, clock=clock, rng=rng)
         self.service = KvCache(settings, clusters={_CLUSTER: self._cluster}, metrics=self.metrics, clock=clock, rng=rng)
         self._header = settings.preference_header.lower().encode()

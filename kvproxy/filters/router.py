@@ -13,7 +13,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvproxy.cluster.pick import Refusal
 from kvproxy.cluster.router_queue import QueueFull
 from kvproxy.cluster.routes import Routes, RouteTarget
-from kvproxy.config.schema import Config, KvCacheSettings, RequestIdSettings, RouterSettings
+from kvproxy.config.filter_schema import RequestIdSettings, RouterSettings
+from kvproxy.config.kvcache_schema import KvCacheSettings
+from kvproxy.config.schema import Config
 from kvproxy.errors import UnsafeRequest
 from kvproxy.filters.chain import FilterContext
 from kvproxy.forward import models as model_list

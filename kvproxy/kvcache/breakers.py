@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import BreakerSettings
 from kvproxy.errors import ClientError, NotSupported, Refused
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.resilience.breaker import Breaker, BreakerState
@@ -38,7 +38,7 @@ class Outage:
 class OperationBreakers:
     """Breakers by operation name; names come from a closed set. An outage is logged as it begins and as it ends."""
 
-    def __init__(self, settings: schema.BreakerSettings, *, clock: Clock, metrics: Metrics) -> None:
+    def __init__(self, settings: BreakerSettings, *, clock: Clock, metrics: Metrics) -> None:
         self._settings = settings
         self._clock = clock
         self._metrics = metrics

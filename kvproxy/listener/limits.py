@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvproxy.config import schema
+from kvproxy.config.schema import LimitSettings
 from kvproxy.listener.linger import SILENCE_S
 
 
@@ -28,7 +28,7 @@ class ListenerLimits:
     """A client that has its last answer and sends no byte of an unread body for this long is gone; never 0."""
 
     @classmethod
-    def from_config(cls, limits: schema.LimitSettings) -> ListenerLimits:
+    def from_config(cls, limits: LimitSettings) -> ListenerLimits:
         """What the configuration says of the public listener."""
         return cls(
             max_connections=limits.connections,

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from kvproxy.config.cluster_schema import POLICY_ALIASES
+from kvproxy.config.cluster_schema import POLICY_ALIASES, ClusterSettings, PolicyName
 from kvproxy.config.fields import nearest
-from kvproxy.config.schema import ClusterSettings, PolicyName
 from kvproxy.errors import KvproxyError
 from kvproxy.replay.outcome import Outcome
 from kvproxy.replay.router import SimEndpoint, VirtualRouter

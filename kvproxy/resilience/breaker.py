@@ -14,7 +14,7 @@ from enum import StrEnum
 
 import pybreaker
 
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import BreakerSettings
 from kvproxy.errors import BreakerOpen
 from kvproxy.types import Clock
 
@@ -71,7 +71,7 @@ class Breaker:
     def __init__(
         self,
         name: str,
-        settings: schema.BreakerSettings,
+        settings: BreakerSettings,
         *,
         clock: Clock,
         on_change: Callable[[], None] | None = None,
@@ -96,7 +96,7 @@ class Breaker:
     def __repr__(self) -> str:
         return f"<Breaker {self.name} {self._state}>"
 
-    def reconfigure(self, settings: schema.BreakerSettings) -> None:
+    def reconfigure(self, settings: BreakerSettings) -> None:
         """Other bounds from now on; its state and what it counted stay."""
         self._settings = settings
         self._record.fail_max = settings.failure_threshold

@@ -12,8 +12,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.http_probe import HttpProbe
 from kvproxy.cluster.routes import Routes
-from kvproxy.config import schema
-from kvproxy.config.schema import DEFAULT_FILTERS, Config, FilterSpec
+from kvproxy.config.cluster_schema import ClusterSettings
+from kvproxy.config.filter_schema import DEFAULT_FILTERS
+from kvproxy.config.schema import Config, FilterSpec
 from kvproxy.filters.chain import FilterContext, FilterType, Services, WallClock, build_chain
 from kvproxy.filters.registry import FILTERS, discover
 from kvproxy.kvcache.service import KvCache
@@ -93,7 +94,7 @@ class Generation:
         finally:
             self.running -= 1
 
-    def _cluster(self, name: str, settings: schema.ClusterSettings) -> Cluster:
+    def _cluster(self, name: str, settings: ClusterSettings) -> Cluster:
         shared = self._shared
         return Cluster(
             name,
@@ -104,7 +105,7 @@ class Generation:
             probe=self._probe(settings),
         )
 
-    def _probe(self, settings: schema.ClusterSettings) -> HttpProbe:
+    def _probe(self, settings: ClusterSettings) -> HttpProbe:
         return HttpProbe(self._shared.probes, settings.health)
 
     async def _not_found(self, scope: Scope, receive: Receive, send: Send) -> None:

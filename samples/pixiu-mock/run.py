@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 from kvproxy.app import Proxy
-from kvproxy.config.load import load_text
+from kvproxy.config.load import load_config
 from kvproxy.listener.server import Server
 
 CONFIG = Path(__file__).parent / "config.yaml"
@@ -89,7 +89,7 @@ async def run() -> dict[str, bool]:
         ports = {}
         for variable, mock in (("ENGINE_A_PORT", a), ("ENGINE_B_PORT", b), ("CONTROLLER_PORT", lmcache)):
             ports[variable] = str((await stack.enter_async_context(Server(mock))).port)
-        config = load_text(CONFIG.read_text(), env={**ports, "PROXY_PORT": "0", "METRICS_PORT": "0"})
+        config = load_config(CONFIG.read_text(), env={**ports, "PROXY_PORT": "0", "METRICS_PORT": "0"})
         proxy = await stack.enter_async_context(Proxy(config))
         server = await stack.enter_async_context(Server(proxy))
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=server.url, timeout=10))

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from kvproxy.app import Proxy
-from kvproxy.config.load import load_mapping
+from kvproxy.config.load import load_config
 from tests.support.clock import FakeClock
 
 NOON = datetime(2026, 1, 2, 12, 0, 0, tzinfo=UTC)
@@ -23,7 +23,7 @@ def proxy_of(*, clock: FakeClock | None = None, **config: Any) -> Proxy:
     """A proxy over one endpoint `a` that nobody probes, on a clock that stands still; None takes a key out."""
     raw = {"endpoints": {"a": "http://127.0.0.1:9"}, "health": {"active": False}, **config}
     raw = {key: value for key, value in raw.items() if value is not None}
-    return Proxy(load_mapping(raw), clock=clock or FakeClock(), wall_clock=lambda: NOON)
+    return Proxy(load_config(raw), clock=clock or FakeClock(), wall_clock=lambda: NOON)
 
 
 @contextlib.asynccontextmanager

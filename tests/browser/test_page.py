@@ -15,7 +15,7 @@ import pytest
 from starlette.types import Send
 
 from kvproxy.app import Proxy
-from kvproxy.config.load import load_mapping
+from kvproxy.config.load import load_config
 from kvproxy.listener.server import Server
 from tests.browser.conftest import Browser
 from tests.support.fake_engine import Call, FakeEngine, answer_ok, reply
@@ -71,7 +71,7 @@ async def stage(**config: Any) -> AsyncIterator[Stage]:
         engines = {name: await stack.enter_async_context(Server(fake, drain_s=0.1)) for name, fake in fakes.items()}
         raw = {"endpoints": {name: server.url for name, server in engines.items()}, "policy": "kv_aware", **config}
         raw = {key: value for key, value in raw.items() if value is not None}
-        proxy = await stack.enter_async_context(Proxy(load_mapping(raw)))
+        proxy = await stack.enter_async_context(Proxy(load_config(raw)))
         public = await stack.enter_async_context(Server(proxy, drain_s=0.1))
         admin = await stack.enter_async_context(Server(proxy.admin, drain_s=0.1))
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=public.url, timeout=10))

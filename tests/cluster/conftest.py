@@ -11,7 +11,7 @@ import pytest
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import AttemptOutcome, Pick
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings, PolicyName
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.policy import PickRequest
 from kvproxy.types import EndpointId
@@ -20,9 +20,9 @@ from tests.support.clock import FakeClock
 MakeCluster = Callable[..., "Bench"]
 
 
-def configs(*ids: str, **fields: Any) -> tuple[schema.EndpointSettings, ...]:
+def configs(*ids: str, **fields: Any) -> tuple[EndpointSettings, ...]:
     """Endpoints on ports of their own, the same for the same id."""
-    return tuple(schema.EndpointSettings(id=i, url=f"http://127.0.0.1:{1000 + sum(i.encode())}", **fields) for i in ids)
+    return tuple(EndpointSettings(id=i, url=f"http://127.0.0.1:{1000 + sum(i.encode())}", **fields) for i in ids)
 
 
 class Bench:
@@ -82,11 +82,11 @@ def make_cluster(clock: FakeClock) -> MakeCluster:
     """Builds a cluster named c; keywords are its settings, `with_` those of the constructor."""
 
     def make(*ids: str, with_: Mapping[str, Any] | None = None, **settings: Any) -> Bench:
-        settings.setdefault("policy", schema.PolicyName.ROUND_ROBIN)
+        settings.setdefault("policy", PolicyName.ROUND_ROBIN)
         settings.setdefault("endpoints", configs(*ids))
         metrics = Metrics()
         cluster = Cluster(
-            "c", schema.ClusterSettings(**settings), metrics=metrics, clock=clock, rng=random.Random(1), **(with_ or {})
+            "c", ClusterSettings(**settings), metrics=metrics, clock=clock, rng=random.Random(1), **(with_ or {})
         )
         return Bench(cluster, clock, metrics)
 

@@ -23,7 +23,13 @@ from kvproxy.cluster.discovery import (
     sources_of,
 )
 from kvproxy.cluster.poller import Poller
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import (
+    ClusterSettings,
+    DiscoverySettings,
+    DnsDiscoverySettings,
+    EndpointSettings,
+    FileDiscoverySettings,
+)
 from kvproxy.errors import DiscoveryError
 from kvproxy.metrics.catalog import Metrics
 from tests.cluster.conftest import MakeCluster, configs
@@ -159,7 +165,7 @@ async def test_dns_makes_one_endpoint_an_address() -> None:
         addresses = ["10.0.0.2", "10.0.0.1", "::1", "10.0.0.2"]
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 8000)) for address in addresses]
 
-    settings = schema.DnsDiscovery(host="engines.local", port=8000, models=("m",))
+    settings = DnsDiscoverySettings(host="engines.local", port=8000, models=("m",))
     endpoints = await DnsDiscovery(settings, resolve=resolve).endpoints()
     assert [(e.id, e.url) for e in endpoints] == [
         ("engines.local@10.0.0.1", "http://10.0.0.1:8000"),
@@ -178,33 +184,33 @@ async def test_a_name_that_cannot_be_resolved_is_named() -> None:
     async def resolve(*args: Any, **kwargs: Any) -> Sequence[tuple[Any, ...]]:
         raise socket.gaierror(-2, "Name or service not known")
 
-    settings = schema.DnsDiscovery(host="engines.local", port=8000)
+    settings = DnsDiscoverySettings(host="engines.local", port=8000)
     with pytest.raises(DiscoveryError, match=r"'engines.local' cannot be resolved: Name or service not known"):
         await DnsDiscovery(settings, resolve=resolve).endpoints()
 
 
 async def test_dns_asks_the_system_by_default() -> None:
     """Through the loop's executor."""
-    endpoints = await DnsDiscovery(schema.DnsDiscovery(host="127.0.0.1", port=81, scheme="https")).endpoints()
+    endpoints = await DnsDiscovery(DnsDiscoverySettings(host="127.0.0.1", port=81, scheme="https")).endpoints()
     assert [e.url for e in endpoints] == ["https://127.0.0.1:81"]
 
 
 def test_sources_follow_the_configuration() -> None:
     """Each with its interval."""
-    settings = schema.DiscoverySettings(
-        file=schema.FileDiscovery(path="x", interval=3), dns=schema.DnsDiscovery(host="h", port=1, interval=7)
+    settings = DiscoverySettings(
+        file=FileDiscoverySettings(path="x", interval=3), dns=DnsDiscoverySettings(host="h", port=1, interval=7)
     )
     assert [(source.name, source.interval_s) for source in sources_of(settings)] == [("file", 3), ("dns", 7)]
-    assert sources_of(schema.DiscoverySettings()) == []
+    assert sources_of(DiscoverySettings()) == []
 
 
 class Scripted:
     """A discovery that answers or raises what it is told."""
 
-    def __init__(self, answer: Sequence[schema.EndpointSettings] | Exception) -> None:
+    def __init__(self, answer: Sequence[EndpointSettings] | Exception) -> None:
         self.answer = answer
 
-    async def endpoints(self) -> Sequence[schema.EndpointSettings]:
+    async def endpoints(self) -> Sequence[EndpointSettings]:
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
@@ -235,7 +241,7 @@ async def test_a_poller_passes_on_what_changed(caplog: pytest.LogCaptureFixture)
     metrics, bell, updates = Metrics(), Bell(), []
     discovery = Scripted(configs("a"))
 
-    def take(source: str, endpoints: Sequence[schema.EndpointSettings]) -> None:
+    def take(source: str, endpoints: Sequence[EndpointSettings]) -> None:
         if any(endpoint.id == "bad" for endpoint in endpoints):
             raise ValueError("bad is bad")
         updates.append((source, [endpoint.id for endpoint in endpoints]))
@@ -282,7 +288,7 @@ async def test_a_refused_answer_is_tried_again() -> None:
     """It never counts as the last good one."""
     bell, tried = Bell(), 0
 
-    def refuse(_source: str, _endpoints: Sequence[schema.EndpointSettings]) -> None:
+    def refuse(_source: str, _endpoints: Sequence[EndpointSettings]) -> None:
         nonlocal tried
         tried += 1
         raise ValueError("no")
@@ -301,7 +307,7 @@ async def test_a_cluster_follows_its_file(tmp_path: Path, make_cluster: MakeClus
     bell = Bell()
     cluster = Cluster(
         "c",
-        schema.ClusterSettings(discovery=schema.DiscoverySettings(file=schema.FileDiscovery(path=str(path)))),
+        ClusterSettings(discovery=DiscoverySettings(file=FileDiscoverySettings(path=str(path)))),
         metrics=Metrics(),
         clock=FakeClock(),
         rng=random.Random(1),

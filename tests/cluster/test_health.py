@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from kvproxy.cluster.health import Health
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import HealthCheckSettings
 
 
 def health(**settings: Any) -> Health:
-    return Health(schema.HealthCheckSettings(**settings))
+    return Health(HealthCheckSettings(**settings))
 
 
 @pytest.mark.parametrize(

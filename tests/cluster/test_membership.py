@@ -8,13 +8,13 @@ import pytest
 
 from kvproxy.cluster.endpoint import Condition
 from kvproxy.cluster.pick import AttemptOutcome
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import EndpointSettings
 from kvproxy.routing.policy import OverlapFacts
 from kvproxy.types import EndpointId
 from tests.cluster.conftest import MakeCluster, configs
 
 A, B = EndpointId("a"), EndpointId("b")
-MOVED = schema.EndpointSettings(id="a", url="http://127.0.0.1:9")
+MOVED = EndpointSettings(id="a", url="http://127.0.0.1:9")
 
 
 def test_unchanged_endpoints_keep_their_state(make_cluster: MakeCluster) -> None:
@@ -113,7 +113,7 @@ def test_a_bad_url_changes_nothing(make_cluster: MakeCluster) -> None:
     bench = make_cluster("a", "b")
     before = bench.cluster.endpoints
     with pytest.raises(ValueError, match="http"):
-        bench.cluster.apply((*configs("c"), schema.EndpointSettings(id="d", url="ftp://127.0.0.1")))
+        bench.cluster.apply((*configs("c"), EndpointSettings(id="d", url="ftp://127.0.0.1")))
     assert bench.cluster.endpoints == before
     assert bench.ids() == {"a", "b"}
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from kvproxy.cluster.pick import AttemptOutcome
-from kvproxy.config import schema
-from kvproxy.config.cluster_schema import PolicyName
+from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
 from kvproxy.routing.kv_aware import KvAware
 from kvproxy.routing.least_ttft import LeastTtft
 from kvproxy.routing.load import features_of
@@ -90,7 +89,7 @@ def test_utilisation_counts_what_others_place(make_cluster: MakeCluster) -> None
 
 def changed(bench: Bench, **changes: Any) -> None:
     """Other settings while it runs."""
-    settings = schema.ClusterSettings.model_validate({**bench.cluster.settings.model_dump(), **changes})
+    settings = ClusterSettings.model_validate({**bench.cluster.settings.model_dump(), **changes})
     bench.cluster.reconfigure(settings, probe=None)
 
 

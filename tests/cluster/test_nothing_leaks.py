@@ -11,7 +11,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.pick import AttemptOutcome, Pick
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import (
+    BreakerSettings,
+    ClusterSettings,
+    EndpointSettings,
+    HealthCheckSettings,
+    PolicyName,
+)
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.resilience.breaker import BreakerState
 from kvproxy.routing.policy import Overlap, OverlapFacts, PickRequest
@@ -43,11 +49,11 @@ class ClusterMachine(RuleBasedStateMachine):
         self.metrics = Metrics()
         self.cluster = Cluster(
             "c",
-            schema.ClusterSettings(
-                policy=schema.PolicyName(policy),
+            ClusterSettings(
+                policy=PolicyName(policy),
                 max_in_flight=max_in_flight,
-                health=schema.HealthCheckSettings(eject_after=2, eject_for=5, slow_start=5),
-                breaker=schema.BreakerSettings(failure_threshold=3, recovery_timeout=5, half_open_max_calls=1),
+                health=HealthCheckSettings(eject_after=2, eject_for=5, slow_start=5),
+                breaker=BreakerSettings(failure_threshold=3, recovery_timeout=5, half_open_max_calls=1),
             ),
             metrics=self.metrics,
             clock=self.clock,
@@ -56,7 +62,7 @@ class ClusterMachine(RuleBasedStateMachine):
 
     @rule(ids=st.lists(st.sampled_from(IDS), unique=True), port=st.sampled_from([1, 2]), weight=st.sampled_from([1, 3]))
     def apply(self, ids: list[str], port: int, weight: int) -> None:
-        self.cluster.apply([schema.EndpointSettings(id=i, url=f"http://127.0.0.1:{port}", weight=weight) for i in ids])
+        self.cluster.apply([EndpointSettings(id=i, url=f"http://127.0.0.1:{port}", weight=weight) for i in ids])
 
     @rule(endpoint=IDS_OR_NOBODY, draining=st.booleans())
     def drain(self, endpoint: EndpointId, draining: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvproxy.cluster.membership import MAX_ADDED, Membership
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import EndpointSettings
 from kvproxy.types import EndpointId
 from tests.cluster.conftest import MakeCluster, configs
 
@@ -33,7 +33,7 @@ def test_a_dismissed_endpoint_stays_out_whatever_its_source_says(make_cluster: M
     bench.cluster.apply(configs("a", "b"))
     assert bench.ids() == {"b"}
     assert bench.cluster.leaving == (running.endpoint,)
-    assert bench.cluster.add(schema.EndpointSettings(id="a", url="http://127.0.0.1:9"))
+    assert bench.cluster.add(EndpointSettings(id="a", url="http://127.0.0.1:9"))
     assert names(bench.cluster) == ["a", "b"]
     assert str(bench.endpoint("a").origin) == "http://127.0.0.1:9"
 
@@ -67,7 +67,7 @@ def test_a_bad_address_changes_nothing(make_cluster: MakeCluster) -> None:
     """As with every other source."""
     bench = make_cluster("a")
     with pytest.raises(ValueError, match="http"):
-        bench.cluster.add(schema.EndpointSettings(id="z", url="nonsense"))
+        bench.cluster.add(EndpointSettings(id="z", url="nonsense"))
     assert names(bench.cluster) == ["a"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvproxy.cluster.endpoint import Condition
 from kvproxy.cluster.pick import AttemptOutcome
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import HealthCheckSettings
 from kvproxy.types import EndpointId
 from tests.cluster.conftest import Bench, MakeCluster, configs
 
@@ -44,7 +44,7 @@ def test_an_outage_of_one_model_is_none_of_another(make_cluster: MakeCluster) ->
 
 def test_verdicts_on_every_endpoint_are_an_outage(make_cluster: MakeCluster) -> None:
     """But a cluster that is full is none."""
-    bench = make_cluster("a", health=schema.HealthCheckSettings(eject_after=1), max_in_flight=1)
+    bench = make_cluster("a", health=HealthCheckSettings(eject_after=1), max_in_flight=1)
     assert bench.cluster.may_serve("", bench.clock())
     busy = bench.picked()
     assert not bench.cluster.may_serve("", bench.clock())
@@ -77,7 +77,7 @@ def test_the_only_endpoint_is_not_spared(make_cluster: MakeCluster) -> None:
 
 def test_a_suspended_attempt_is_no_load_and_no_failure_until_it_is_blamed(make_cluster: MakeCluster) -> None:
     """The breaker's probe slot and the verdict wait for the end of the request."""
-    bench = make_cluster("a", "b", health=schema.HealthCheckSettings(eject_after=1))
+    bench = make_cluster("a", "b", health=HealthCheckSettings(eject_after=1))
     pick = bench.picked(preferred=EndpointId("a"))
     pick.suspend(bench.clock())
     a = bench.endpoint("a")

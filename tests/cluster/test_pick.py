@@ -9,7 +9,7 @@ import pytest
 
 from kvproxy.cluster.endpoint import Condition
 from kvproxy.cluster.pick import AttemptOutcome, Refusal
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import ClusterSettings
 from kvproxy.routing.load import Features
 from kvproxy.routing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest
 from kvproxy.types import EndpointId
@@ -375,4 +375,4 @@ def test_status_shows_no_secret(make_cluster: MakeCluster) -> None:
     assert key not in shown
     assert endpoint.status(bench.clock())["labels"] == {"rack": "7"}
     assert endpoint.instance_id == "a"
-    assert isinstance(bench.cluster.settings, schema.ClusterSettings)
+    assert isinstance(bench.cluster.settings, ClusterSettings)

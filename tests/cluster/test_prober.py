@@ -12,13 +12,13 @@ from starlette.types import Receive, Scope, Send
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.http_probe import HttpProbe
 from kvproxy.cluster.prober import FIRST_PROBES_S, MAX_CONCURRENT, ProbeOutcome, Prober
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import EndpointSettings, HealthCheckSettings
 from kvproxy.errors import ConnectError, FirstByteTimeout, NoDescriptors
 from kvproxy.upstream.pool import UpstreamPool
 from tests.cluster.conftest import MakeCluster, configs
 from tests.support.loopback import serve
 
-SETTINGS = schema.HealthCheckSettings(interval=5, timeout=0.02)
+SETTINGS = HealthCheckSettings(interval=5, timeout=0.02)
 
 
 class Pauses:
@@ -63,7 +63,7 @@ def prober_of(
     probe: Callable[[Endpoint], Awaitable[bool]] | None,
     results: Results,
     pauses: Pauses,
-    settings: schema.HealthCheckSettings = SETTINGS,
+    settings: HealthCheckSettings = SETTINGS,
 ) -> Prober:
     return Prober("c", settings, probe=probe, on_result=results, rng=random.Random(1), sleep=pauses)
 
@@ -108,7 +108,7 @@ async def test_a_few_are_probed_at_once(make_cluster: MakeCluster) -> None:
 
     results, pauses = Results(), Pauses()
     names = [f"e{number}" for number in range(40)]
-    async with prober_of(slow, results, pauses, schema.HealthCheckSettings(timeout=60)) as prober:
+    async with prober_of(slow, results, pauses, HealthCheckSettings(timeout=60)) as prober:
         prober.follow(make_cluster(*names).cluster.endpoints)
         await turns()
         pauses.go_on()
@@ -187,7 +187,7 @@ async def test_without_a_probe_or_with_probing_off_nothing_runs(
 ) -> None:
     """`active: false`."""
     pauses = Pauses()
-    async with prober_of(probe, Results(), pauses, schema.HealthCheckSettings(active=probe is None)) as prober:
+    async with prober_of(probe, Results(), pauses, HealthCheckSettings(active=probe is None)) as prober:
         prober.follow(make_cluster("a").cluster.endpoints)
         await turns()
     assert pauses.asked == []
@@ -244,10 +244,8 @@ async def test_any_2xx_is_well(make_cluster: MakeCluster, status: int, verdict: 
     """On the configured path below the endpoint's base path, with the endpoint's own credential."""
     engine = Engine(status)
     async with serve(engine) as url, UpstreamPool(max_idle=0) as pool:
-        endpoint = make_cluster(endpoints=(schema.EndpointSettings(id="a", url=f"{url}/base", api_key="k"),)).endpoint(
-            "a"
-        )
-        assert await HttpProbe(pool, schema.HealthCheckSettings(path="/healthz"))(endpoint) is verdict
+        endpoint = make_cluster(endpoints=(EndpointSettings(id="a", url=f"{url}/base", api_key="k"),)).endpoint("a")
+        assert await HttpProbe(pool, HealthCheckSettings(path="/healthz"))(endpoint) is verdict
     assert engine.asked == [("/base/healthz", "Bearer k")]
 
 
@@ -257,9 +255,9 @@ async def test_an_http_probe_of_nobody_is_unreachable(make_cluster: MakeCluster)
         pass
     results, pauses = Results(), Pauses()
     async with UpstreamPool() as pool:
-        probe = HttpProbe(pool, schema.HealthCheckSettings())
-        async with prober_of(probe, results, pauses, schema.HealthCheckSettings(timeout=5)) as prober:
-            prober.follow(make_cluster(endpoints=(schema.EndpointSettings(id="a", url=url),)).cluster.endpoints)
+        probe = HttpProbe(pool, HealthCheckSettings())
+        async with prober_of(probe, results, pauses, HealthCheckSettings(timeout=5)) as prober:
+            prober.follow(make_cluster(endpoints=(EndpointSettings(id="a", url=url),)).cluster.endpoints)
             await turns()
             pauses.go_on()
             await asyncio.wait_for(results.new.wait(), 60)

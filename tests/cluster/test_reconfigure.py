@@ -12,8 +12,13 @@ from kvproxy.cluster.discovery import Source
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.cluster.poller import Poller
-from kvproxy.config import schema
-from kvproxy.config.cluster_schema import PolicyName
+from kvproxy.config.cluster_schema import (
+    BreakerSettings,
+    ClusterSettings,
+    EndpointSettings,
+    HealthCheckSettings,
+    PolicyName,
+)
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.dynamo import Dynamo
 from kvproxy.routing.kv_aware import KvAware
@@ -27,7 +32,7 @@ A, B = EndpointId("a"), EndpointId("b")
 
 def reconfigure(bench: Bench, **changes: Any) -> None:
     """The same settings but for these."""
-    settings = schema.ClusterSettings.model_validate({**bench.cluster.settings.model_dump(), **changes})
+    settings = ClusterSettings.model_validate({**bench.cluster.settings.model_dump(), **changes})
     bench.cluster.reconfigure(settings, probe=None)
 
 
@@ -50,7 +55,7 @@ def taught(bench: Bench, endpoint: str = "a", tokens: int = 8000) -> None:
 )
 def test_what_is_known_of_endpoints_stays(make_cluster: MakeCluster, changes: dict[str, Any]) -> None:
     """Whatever else changes: who is ejected, whose breaker is open, and what is in flight where."""
-    bench = make_cluster("a", "b", "c", "d", breaker=schema.BreakerSettings(failure_threshold=2))
+    bench = make_cluster("a", "b", "c", "d", breaker=BreakerSettings(failure_threshold=2))
     before = bench.cluster.endpoints
     bench.outcomes("a", AttemptOutcome.FAILURE, times=3)  # opens a's breaker, and ejects it
     pick = bench.picked(preferred=B)
@@ -173,7 +178,7 @@ def test_a_replaced_endpoints_last_samples_go_nowhere(make_cluster: MakeCluster)
     """It has its requests still, and its id belongs to another one, when the policy changes."""
     bench = make_cluster("a", policy=PolicyName.KV_AWARE)
     pick = bench.picked()
-    bench.cluster.apply((schema.EndpointSettings(id="a", url="http://127.0.0.1:7"),))
+    bench.cluster.apply((EndpointSettings(id="a", url="http://127.0.0.1:7"),))
     reconfigure(bench, policy="least_ttft")
     assert pick.endpoint.load.on_sample is None
     assert bench.endpoint("a").load.on_sample is not None
@@ -196,7 +201,7 @@ class Said:
         self.ids = ids
         self.asked = 0
 
-    async def endpoints(self) -> Sequence[schema.EndpointSettings]:
+    async def endpoints(self) -> Sequence[EndpointSettings]:
         self.asked += 1
         return configs(*self.ids)
 
@@ -207,7 +212,7 @@ class Heard:
     def __init__(self) -> None:
         self.present: dict[str, tuple[str, ...]] = {}
 
-    def __call__(self, source: str, endpoints: Sequence[schema.EndpointSettings]) -> None:
+    def __call__(self, source: str, endpoints: Sequence[EndpointSettings]) -> None:
         self.present[source] = tuple(endpoint.id for endpoint in endpoints)
 
 
@@ -259,17 +264,15 @@ async def test_probes_go_on_with_other_settings(make_cluster: MakeCluster) -> No
     async def sleep(seconds: float) -> None:
         await turns.acquire()
 
-    bench = make_cluster("a", with_={"probe": probe_of("old"), "sleep": sleep}, health=schema.HealthCheckSettings())
+    bench = make_cluster("a", with_={"probe": probe_of("old"), "sleep": sleep}, health=HealthCheckSettings())
     async with bench.cluster:
         await until(lambda: asked == ["old"])
         settings = bench.cluster.settings
-        other = settings.model_copy(update={"health": schema.HealthCheckSettings(path="/ready")})
+        other = settings.model_copy(update={"health": HealthCheckSettings(path="/ready")})
         bench.cluster.reconfigure(other, probe=probe_of("new"))
         turns.release()
         await until(lambda: asked == ["old", "new"])
-        bench.cluster.reconfigure(
-            settings.model_copy(update={"health": schema.HealthCheckSettings(active=False)}), probe=None
-        )
+        bench.cluster.reconfigure(settings.model_copy(update={"health": HealthCheckSettings(active=False)}), probe=None)
         turns.release()
         await asyncio.sleep(0.01)
     assert asked == ["old", "new"]

@@ -11,7 +11,13 @@ import pytest
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.cluster.router_queue import QueueFull, RouterQueue
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import (
+    ClusterSettings,
+    EndpointSettings,
+    HealthCheckSettings,
+    PolicyName,
+    RouterQueueSettings,
+)
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.policy import Overlap, OverlapFacts, PickRequest
 from kvproxy.types import EndpointId
@@ -19,14 +25,14 @@ from tests.support.clock import FakeClock
 from tests.support.until import until
 
 
-def settings_of(policy: schema.PolicyName = schema.PolicyName.KV_AWARE, **queue: Any) -> schema.ClusterSettings:
-    return schema.ClusterSettings(
+def settings_of(policy: PolicyName = PolicyName.KV_AWARE, **queue: Any) -> ClusterSettings:
+    return ClusterSettings(
         policy=policy,
         endpoints=tuple(
-            schema.EndpointSettings(id=name, url=f"http://127.0.0.1:{port}") for name, port in (("a", 1), ("b", 2))
+            EndpointSettings(id=name, url=f"http://127.0.0.1:{port}") for name, port in (("a", 1), ("b", 2))
         ),
-        health=schema.HealthCheckSettings(active=False),
-        queue=schema.RouterQueueSettings(**queue),
+        health=HealthCheckSettings(active=False),
+        queue=RouterQueueSettings(**queue),
     )
 
 
@@ -240,8 +246,8 @@ async def test_other_settings_find_the_same_requests_waiting(clock: FakeClock) -
     await placed(waiting)
 
 
-@pytest.mark.parametrize("after", [settings_of(enabled=False), settings_of(schema.PolicyName.ROUND_ROBIN)])
-async def test_a_queue_that_is_taken_away_places_whoever_waits(clock: FakeClock, after: schema.ClusterSettings) -> None:
+@pytest.mark.parametrize("after", [settings_of(enabled=False), settings_of(PolicyName.ROUND_ROBIN)])
+async def test_a_queue_that_is_taken_away_places_whoever_waits(clock: FakeClock, after: ClusterSettings) -> None:
     """Also where it goes because the new policy knows nothing of prefills; its gauges go too, and may come back."""
     metrics = Metrics()
     cluster = cluster_of(clock, metrics=metrics)

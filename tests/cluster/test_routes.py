@@ -9,7 +9,8 @@ import pytest
 
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routes import Routes
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import ClusterSettings
+from kvproxy.config.schema import Config, RouteSettings
 from kvproxy.metrics.catalog import Metrics
 from tests.cluster.conftest import configs
 from tests.support.clock import FakeClock
@@ -20,7 +21,7 @@ def clusters(**models: tuple[str, ...]) -> dict[str, Cluster]:
     return {
         name: Cluster(
             name,
-            schema.ClusterSettings(endpoints=configs(name, models=declared)),
+            ClusterSettings(endpoints=configs(name, models=declared)),
             metrics=Metrics(),
             clock=FakeClock(),
             rng=random.Random(1),
@@ -30,7 +31,7 @@ def clusters(**models: tuple[str, ...]) -> dict[str, Cluster]:
 
 
 def routes_of(routes: list[dict[str, Any]], **models: tuple[str, ...]) -> Routes:
-    config = schema.Config(routes=tuple(schema.RouteSettings(**route) for route in routes))
+    config = Config(routes=tuple(RouteSettings(**route) for route in routes))
     return Routes.from_config(config, clusters(**models))
 
 
@@ -99,7 +100,7 @@ def test_a_route_that_names_the_model_is_not_second_guessed() -> None:
 def test_declared_models_are_those_of_the_moment() -> None:
     """A remembered answer follows endpoints that come and go."""
     both = clusters(a=(), b=())
-    routes = Routes.from_config(schema.Config(), both)
+    routes = Routes.from_config(Config(), both)
     assert where(routes, model="x") == ("a", "")
     both["b"].apply(configs("b", models=("x",)))
     assert where(routes, model="x") == ("b", "")

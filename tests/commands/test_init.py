@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from kvproxy.commands.init import InitOptions, SeenEngine, SeenLmCache, look_at_all, run, write_config
-from kvproxy.config.load import load_file, load_text
+from kvproxy.config.load import load_config
 from kvproxy.errors import ConfigError
 from kvproxy.simulator.kv_event_publisher import PublisherSettings
 from tests.kvcache.fleet import simulated
@@ -50,7 +50,7 @@ def test_without_a_terminal_nothing_is_asked(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     status, out, _ = init(InitOptions([GONE, f"x={GONE}0/v1/"], output=file))
     assert status == 0
-    endpoints = load_file(file).clusters["default"].endpoints
+    endpoints = load_config(Path(file)).clusters["default"].endpoints
     assert [(one.id, one.url) for one in endpoints] == [("engine-1", GONE), ("x", f"{GONE}0")]
     for command in ("kvproxy check", "kvproxy doctor -c", "kvproxy serve -c"):
         assert command in out
@@ -76,7 +76,7 @@ def test_at_a_terminal_it_asks(tmp_path: Path) -> None:
     status, out, _ = init(InitOptions(output=file), f"127.0.0.1:1 b=127.0.0.1:2\n{GONE}3\n0.0.0.0:9000\n")
     assert status == 0
     assert "Engines, as URLs with spaces between [http://127.0.0.1:8000]: " in out
-    config = load_file(file)
+    config = load_config(Path(file))
     assert [(one.id, one.url) for one in config.clusters["default"].endpoints] == [
         ("engine-1", GONE),
         ("b", "http://127.0.0.1:2"),
@@ -114,7 +114,7 @@ def test_two_models_are_two_clusters() -> None:
         SeenEngine("b", "http://h:2", ("qwen",), health_path="/v1/models"),
         SeenEngine("c", "http://h:3", trouble="no answer"),
     ]
-    config = load_text(write_config(seen, SeenLmCache("http://h:9"), listen="127.0.0.1:8888"), env={})
+    config = load_config(write_config(seen, SeenLmCache("http://h:9"), listen="127.0.0.1:8888"), env={})
     assert {name: [one.id for one in cluster.endpoints] for name, cluster in config.clusters.items()} == {
         "llama-3": ["a", "c"],
         "qwen": ["b"],

@@ -31,7 +31,7 @@ async def live_of(proxy: Proxy) -> dict[str, Any]:
     exchange.outcome = Outcome(
         EndpointId("a"), "default", "kv_aware", "overlap", 502, 3, "upstream_died", 0.25, 100, 60
     )
-    proxy.recent.record(exchange, proxy.clock())
+    proxy.recent.finished(exchange, proxy.clock())
     proxy.metrics.latency.prompt_tokens.labels("default").inc(100)
     proxy.metrics.latency.cached_tokens.labels("default").inc(60)
     history.take()

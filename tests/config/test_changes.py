@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from kvproxy.config.changes import summary
-from kvproxy.config.load import load_mapping
+from kvproxy.config.load import load_config
 from kvproxy.config.schema import Config
 
 BASE: dict[str, Any] = {"endpoints": {"a": "http://127.0.0.1:1", "b": "http://127.0.0.1:2"}}
 
 
 def config(**fields: Any) -> Config:
-    return load_mapping({**BASE, **fields})
+    return load_config({**BASE, **fields})
 
 
 @pytest.mark.parametrize(

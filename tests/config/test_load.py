@@ -8,16 +8,12 @@ from typing import Any
 
 import pytest
 
-from kvproxy.config.load import check_file, check_text, from_endpoints, load_file, load_mapping, load_text
+from kvproxy.config.cluster_schema import PolicyName
+from kvproxy.config.filter_schema import AccessLogSettings, RateLimitSettings, RouterSettings
+from kvproxy.config.kvcache_schema import KvCacheSettings
+from kvproxy.config.load import check_config, from_endpoints, load_config
 from kvproxy.config.model import Model
-from kvproxy.config.schema import (
-    AccessLogSettings,
-    Config,
-    KvCacheSettings,
-    PolicyName,
-    RateLimitSettings,
-    RouterSettings,
-)
+from kvproxy.config.schema import Config
 from kvproxy.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +21,7 @@ URL = "http://127.0.0.1:8000"
 
 
 def load(text: str, **env: str) -> Config:
-    return load_text(text, env=env)
+    return load_config(text, env=env)
 
 
 def endpoints(config: Config, cluster: str = "default") -> list[tuple[str, str]]:
@@ -34,7 +30,7 @@ def endpoints(config: Config, cluster: str = "default") -> list[tuple[str, str]]
 
 def test_the_config_at_the_top_starts_two_engines() -> None:
     """It is short, valid without any warning, and says what the README says."""
-    config, problems = check_file(ROOT / "config.yaml", env={})
+    config, problems = check_config(ROOT / "config.yaml", env={})
     assert config is not None
     assert problems == []
     assert endpoints(config) == [("vllm-a", "http://127.0.0.1:8000"), ("vllm-b", "http://127.0.0.1:8001")]
@@ -137,7 +133,7 @@ def test_other_peoples_filters() -> None:
         "filters": [{"typed": {"limit": "${N}"}}, {"raw": {"n": "${N}", "s": "5"}}, "bare", "router"],
     }
     extra: Mapping[str, type[Model] | None] = {"typed": _OtherSettings, "raw": None, "bare": None}
-    config = load_mapping(raw, env={"N": "7"}, extra_filters=extra)
+    config = load_config(raw, env={"N": "7"}, extra_filters=extra)
     assert [spec.settings for spec in config.filters[:3]] == [_OtherSettings(limit=7), {"n": 7, "s": "5"}, {}]
 
 
@@ -157,7 +153,7 @@ def test_values_from_the_environment_have_the_fields_type() -> None:
 
 def test_an_environment_value_cannot_change_the_structure() -> None:
     """It is a value, whatever it looks like."""
-    config, problems = check_text("endpoints: ['${URL}']", env={"URL": "http://h:1\nadmin: false"})
+    config, problems = check_config("endpoints: ['${URL}']", env={"URL": "http://h:1\nadmin: false"})
     assert config is None
     assert [problem.path for problem in problems] == ["endpoints[0].url"]
 
@@ -186,7 +182,7 @@ def test_bad_endpoint_options(wrong: list[str]) -> None:
 def test_a_configuration_is_a_mapping(raw: Any) -> None:
     """Anything else is refused with the shortest good one."""
     with pytest.raises(ConfigError, match="endpoints:"):
-        load_mapping(raw, env={})
+        load_config(raw, env={})
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -201,20 +197,20 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         (tmp_path, "directory"),
     ):
         with pytest.raises(ConfigError, match=message):
-            load_file(path, env={})
+            load_config(Path(path), env={})
 
 
 def test_a_byte_order_mark_is_no_problem(tmp_path: Path) -> None:
     """Some editors write one."""
     path = tmp_path / "bom.yaml"
     path.write_text(f"endpoints: [{URL}]", encoding="utf-8-sig")
-    assert endpoints(load_file(path, env={}))
+    assert endpoints(load_config(Path(path), env={}))
 
 
 def test_a_loaded_configuration_never_changes() -> None:
     """Models are frozen, and loading does not touch the caller's data."""
     raw = {"endpoints": {"a": URL}, "policy": "random", "filters": ["router"]}
-    config = load_mapping(raw, env={})
+    config = load_config(raw, env={})
     assert raw == {"endpoints": {"a": URL}, "policy": "random", "filters": ["router"]}
     with pytest.raises(ValueError, match="frozen"):
         config.listen = config.listen  # type: ignore[misc]

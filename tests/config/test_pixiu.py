@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from kvproxy.config.load import check_mapping, check_text, load_mapping, load_text
-from kvproxy.config.schema import Config, EndpointSettings, KvCacheSettings, PolicyName
+from kvproxy.config.cluster_schema import EndpointSettings, PolicyName
+from kvproxy.config.kvcache_schema import KvCacheSettings
+from kvproxy.config.load import check_config, load_config
+from kvproxy.config.schema import Config
 from kvproxy.errors import Problem
 from tests.config.pixiu_files import DOCUMENTATION, ENVIRONMENT, PLACEHOLDERS, ROOT, manager_of, sample, small
 
@@ -32,7 +34,7 @@ def first(raw: dict[str, Any]) -> Any:
 
 
 def check(raw: dict[str, Any], *, lenient: bool = False) -> tuple[Config | None, list[Problem]]:
-    return check_mapping(raw, env={}, lenient=lenient)
+    return check_config(raw, env={}, lenient=lenient)
 
 
 def kvcache(config: Config) -> KvCacheSettings:
@@ -47,12 +49,12 @@ def only(problems: list[Problem], severity: str) -> list[str]:
 
 def endpoint_of(**settings: Any) -> EndpointSettings:
     endpoint = {"id": "a", "socket_address": {"address": "127.0.0.1", "port": 8000}, **settings}
-    return load_mapping(small(cluster={"endpoints": [endpoint]}), env={}).clusters["c"].endpoints[0]
+    return load_config(small(cluster={"endpoints": [endpoint]}), env={}).clusters["c"].endpoints[0]
 
 
 def test_the_mock_sample() -> None:
     """The five-check demonstration: every setting arrives, nothing but notes is said."""
-    config, problems = check_text((ROOT / "samples" / "pixiu-mock" / "config.yaml").read_text(), env={})
+    config, problems = check_config((ROOT / "samples" / "pixiu-mock" / "config.yaml").read_text(), env={})
     assert config is not None
     assert {problem.severity for problem in problems} == {"note"}
     assert (config.listen.host, config.listen.port, config.admin.port) == ("127.0.0.1", 18888, 2222)
@@ -90,7 +92,7 @@ def test_the_mock_sample() -> None:
 
 def test_the_documentations_excerpt_works_without_clusters() -> None:
     """Its one engine becomes the cluster, under the instance id the strategies name; and that is said."""
-    config, problems = check_text(DOCUMENTATION, env={})
+    config, problems = check_config(DOCUMENTATION, env={})
     assert config is not None
     assert only(problems, "error") == []
     assert [(e.id, e.url) for e in config.clusters["vllm_cluster"].endpoints] == [
@@ -103,7 +105,7 @@ def test_the_documentations_excerpt_works_without_clusters() -> None:
 
 def test_without_clusters_and_engine_the_route_is_named() -> None:
     """Nothing to serve from: an error with the route's place."""
-    config, problems = check_text(DOCUMENTATION.replace("vllm_endpoint", "#"), env={})
+    config, problems = check_config(DOCUMENTATION.replace("vllm_endpoint", "#"), env={})
     assert config is None
     assert "there is no cluster 'vllm_cluster'" in "\n".join(only(problems, "error"))
 
@@ -111,7 +113,7 @@ def test_without_clusters_and_engine_the_route_is_named() -> None:
 def test_without_clusters_the_engine_has_a_name_anyway() -> None:
     """Strategies that name different instances leave it to us."""
     text = DOCUMENTATION.replace("evict_instance_id: vllm-instance-1", "evict_instance_id: other")
-    config, problems = check_text(text, env={})
+    config, problems = check_config(text, env={})
     assert config is not None
     assert [endpoint.id for endpoint in config.clusters["vllm_cluster"].endpoints] == ["vllm"]
     assert sum("no endpoint has the instance id" in line for line in only(problems, "warning")) == 3
@@ -119,7 +121,7 @@ def test_without_clusters_the_engine_has_a_name_anyway() -> None:
 
 def test_placeholders_of_the_real_engine_sample() -> None:
     """Numbers, ids and urls from the environment."""
-    config = load_text(PLACEHOLDERS, env=ENVIRONMENT)
+    config = load_config(PLACEHOLDERS, env=ENVIRONMENT)
     assert (config.listen.port, config.admin.port) == (18889, 2223)
     assert kvcache(config).cache_strategy.memory_threshold == 0.85
     assert kvcache(config).cache_strategy.hot_content_threshold == 2
@@ -132,7 +134,7 @@ def test_placeholders_of_the_real_engine_sample() -> None:
 def test_every_missing_placeholder_is_named() -> None:
     """With Pixiu's own path, once each, and nothing that only follows from it."""
     missing = {name: value for name, value in ENVIRONMENT.items() if name not in ("LISTEN_PORT", "A_ID")}
-    _, problems = check_text(PLACEHOLDERS, env=missing)
+    _, problems = check_config(PLACEHOLDERS, env=missing)
     shown = only(problems, "error")
     assert shown == [
         "static_resources.listeners[0].address.socket_address.port: environment variable LISTEN_PORT is not set",
@@ -144,7 +146,7 @@ def test_every_missing_placeholder_is_named() -> None:
 def test_bad_values_from_the_environment() -> None:
     """Named with Pixiu's path, and not shown."""
     wrong = {"A_PORT": "topsecret", "HOT": "0", "LOAD": "topsecret"}
-    _, problems = check_text(PLACEHOLDERS, env={**ENVIRONMENT, **wrong})
+    _, problems = check_config(PLACEHOLDERS, env={**ENVIRONMENT, **wrong})
     given = "(a value from the environment)"
     assert sorted(only(problems, "error")) == [
         f"static_resources.clusters[0].endpoints[0].socket_address.port: must be a whole number, not {given}",
@@ -198,7 +200,7 @@ def test_attempts_in_all_reach_every_endpoint() -> None:
     """The request's bound leaves room for the endpoints' own attempts."""
     meta = {"fallback": True, "retry_policy": {"name": "CountBased", "times": 3}}
     endpoints = [{"id": n, "socket_address": {"address": "h", "port": n}, "llm_meta": meta} for n in (1, 2)]
-    assert load_mapping(small(cluster={"endpoints": endpoints}), env={}).retry.attempts == 8
+    assert load_config(small(cluster={"endpoints": endpoints}), env={}).retry.attempts == 8
 
 
 def test_without_llm_meta_our_retries_apply() -> None:
@@ -249,7 +251,7 @@ def test_llm_meta_credentials_and_cooldown() -> None:
 )
 def test_ids_and_addresses(endpoint: dict[str, Any], identity: str, url: str) -> None:
     """`id`, `ID`, the name, or the address; a domain goes before the address."""
-    found = load_mapping(small(cluster={"endpoints": [endpoint]}), env={}).clusters["c"].endpoints[0]
+    found = load_config(small(cluster={"endpoints": [endpoint]}), env={}).clusters["c"].endpoints[0]
     assert (found.id, found.url) == (identity, url)
 
 
@@ -300,8 +302,8 @@ def test_the_longest_route_wins() -> None:
 def test_metrics_off() -> None:
     """No metrics wanted: no admin listener."""
     raw = small() | {"metric": {"enable": False}}
-    assert not load_mapping(raw, env={}).admin.enabled
-    assert load_mapping(small(), env={}).admin.port == 8889
+    assert not load_config(raw, env={}).admin.enabled
+    assert load_config(small(), env={}).admin.port == 8889
 
 
 def test_kvcache_is_off_unless_enabled_and_then_needs_its_endpoint() -> None:
@@ -529,7 +531,7 @@ def settings_of(config: Config, name: str) -> Any:
 
 def test_a_plain_http_proxy() -> None:
     """Its routes say which paths there are, and what it proxies is no engine; CORS and the access log have ours."""
-    config, problems = check_text(PLAIN, env={})
+    config, problems = check_config(PLAIN, env={})
     assert config is not None
     assert only(problems, "error") == []
     assert [spec.name for spec in config.filters][-2:] == ["cors", "router"]
@@ -547,7 +549,7 @@ def test_a_plain_http_proxy() -> None:
 
 def test_a_cors_filter_without_origins_is_left_out() -> None:
     """As in Pixiu, where it does nothing then."""
-    config, problems = check_text(PLAIN.replace('[api.dubbo.com, "https://b.example"]', "[]"), env={})
+    config, problems = check_config(PLAIN.replace('[api.dubbo.com, "https://b.example"]', "[]"), env={})
     assert config is not None
     assert "cors" not in [spec.name for spec in config.filters]
     assert any("allows no origin" in line for line in only(problems, "note"))
@@ -555,7 +557,7 @@ def test_a_cors_filter_without_origins_is_left_out() -> None:
 
 def test_the_llm_proxy_opens_inference_paths_and_what_its_routes_name() -> None:
     """As in a native file."""
-    config = load_mapping(sample(), env={})
+    config = load_config(sample(), env={})
     assert settings_of(config, "router").paths == ()
 
 

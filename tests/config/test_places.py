@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.config.load import check_file, check_text
+from kvproxy.config.load import check_config
 from tests.config.pixiu_files import PLACEHOLDERS
 from tests.config.test_problems import PLANTED
 
@@ -36,7 +36,7 @@ limits: {body: 8MiB,
 
 
 def places(text: str, **env: str) -> list[tuple[int, int, str]]:
-    _, problems = check_text(text, env=env)
+    _, problems = check_config(text, env=env)
     return [(one.line, one.column, str(one)) for one in problems]
 
 
@@ -103,7 +103,7 @@ def test_one_slip_is_one_problem(text: str, only: str) -> None:
 
 def test_unset_variables_of_a_pixiu_file_are_all_that_is_said() -> None:
     """One error for each variable, at its place, and none that follows from the empty text."""
-    _, problems = check_text(PLACEHOLDERS, env={})
+    _, problems = check_config(PLACEHOLDERS, env={})
     errors = [one for one in problems if one.severity == "error"]
     assert {one.message.split(" ")[0] for one in errors} == {"environment"}
     lines = PLACEHOLDERS.splitlines()
@@ -114,7 +114,7 @@ def test_unset_variables_of_a_pixiu_file_are_all_that_is_said() -> None:
 def test_the_place_of_a_pixiu_files_problem() -> None:
     """With Pixiu's long paths the line is what helps."""
     broken = PLACEHOLDERS.replace("cache_strategy:", "cache_stratgy:", 1)
-    _, problems = check_text(broken, env={})
+    _, problems = check_config(broken, env={})
     typo = next(one for one in problems if "cache_stratgy" in one.path)
     assert "cache_stratgy:" in broken.splitlines()[typo.line - 1]
 
@@ -137,7 +137,7 @@ def test_a_problem_names_its_file(tmp_path: Path) -> None:
     """`FILE:LINE:COLUMN`, which terminals and editors make a link of."""
     file = tmp_path / "config.yaml"
     file.write_text(PLANTED)
-    _, problems = check_file(file, env={"SECRET": "topsecret"})
+    _, problems = check_config(Path(file), env={"SECRET": "topsecret"})
     assert all(one.place == f"{file}:{one.line}:{one.column}" for one in problems)
     typo = next(one for one in problems if one.path == "polcy")
     assert typo.located() == f"{file}:4:1: polcy: unknown key (did you mean 'policy'?)"

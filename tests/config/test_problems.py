@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.config.load import check_file, check_text, load_file
+from kvproxy.config.load import check_config, load_config
 from kvproxy.errors import ConfigError
 
 PLANTED = """
@@ -83,18 +83,18 @@ def test_every_planted_error_is_named_at_once(tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(PLANTED)
     env = {"SECRET": "topsecret"}
-    config, problems = check_file(path, env=env)
+    config, problems = check_config(Path(path), env=env)
     assert config is None
     assert sorted(str(problem) for problem in problems) == sorted(EXPECTED)
     with pytest.raises(ConfigError) as caught:
-        load_file(path, env=env)
+        load_config(Path(path), env=env)
     assert [problem.severity for problem in caught.value.problems] == ["error"] * len(caught.value.problems)
     assert len(caught.value.problems) == sum(problem.severity == "error" for problem in problems)
 
 
 def test_no_message_contains_a_secret() -> None:
     """Neither credentials in a url, nor values from the environment, nor misplaced keys."""
-    _, problems = check_text(PLANTED, env={"SECRET": "topsecret"})
+    _, problems = check_config(PLANTED, env={"SECRET": "topsecret"})
     assert "topsecret" not in "".join(str(problem) for problem in problems)
 
 
@@ -128,7 +128,7 @@ def test_no_message_contains_a_secret() -> None:
 )  # fmt: skip
 def test_problems_and_nothing_that_only_follows_from_them(text: str, expected: list[str]) -> None:
     """Wrong parts do not hide others, and do not cause messages about parts that are right."""
-    _, problems = check_text(text, env={})
+    _, problems = check_config(text, env={})
     shown = [str(problem) for problem in problems]
     assert len(shown) == len(expected)
     assert all(line.startswith(start) for line, start in zip(shown, expected, strict=True)), shown

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvproxy.config.load import check_mapping, check_text
+from kvproxy.config.load import check_config
 from tests.config.pixiu_files import DOCUMENTATION, sample
 from tests.config.test_problems import PLANTED
 
@@ -73,7 +73,7 @@ def test_junk_anywhere_is_a_problem_or_nothing(base: dict[str, Any], changes: li
         container, key = found[number % len(found)]
         container[key] = value
     for lenient in (False, True):
-        config, problems = check_mapping(raw, env={}, lenient=lenient)
+        config, problems = check_config(raw, env={}, lenient=lenient)
         assert (config is None) == any(problem.severity == "error" for problem in problems)
 
 
@@ -81,6 +81,6 @@ def test_junk_anywhere_is_a_problem_or_nothing(base: dict[str, Any], changes: li
 @given(st.integers(0, len(PLANTED)), st.integers(0, 40), st.text(max_size=4))
 def test_cut_or_torn_text(at: int, length: int, inserted: str) -> None:
     """An edit in the middle of a file never crashes the check."""
-    config, problems = check_text(PLANTED[:at] + inserted + PLANTED[at + length :], env={})
+    config, problems = check_config(PLANTED[:at] + inserted + PLANTED[at + length :], env={})
     assert config is None
     assert problems

@@ -10,10 +10,12 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from kvproxy.config.fields import bare
+from kvproxy.config.filter_schema import FILTER_SETTINGS
 from kvproxy.config.json_schema import file_schema
-from kvproxy.config.load import check_mapping
+from kvproxy.config.load import check_config
+from kvproxy.config.model import Model
 from kvproxy.config.reference import reference
-from kvproxy.config.schema import FILTER_SETTINGS, Config, Model
+from kvproxy.config.schema import Config
 
 ROOT = Path(__file__).parents[2]
 E = ["http://127.0.0.1:8000"]
@@ -42,7 +44,7 @@ def test_the_schema_is_a_schema() -> None:
 )  # fmt: skip
 def test_what_loads_is_valid(raw: dict[str, Any]) -> None:
     """Short forms and placeholders included."""
-    config, problems = check_mapping(raw, env={})
+    config, problems = check_config(raw, env={})
     assert config is not None, problems
     VALIDATOR.validate(raw)
 
@@ -62,7 +64,7 @@ def test_what_loads_is_valid(raw: dict[str, Any]) -> None:
 )
 def test_what_does_not_load_is_invalid(raw: dict[str, Any]) -> None:
     """An editor marks the same mistakes."""
-    config, _ = check_mapping(raw, env={})
+    config, _ = check_config(raw, env={})
     assert config is None
     assert not VALIDATOR.is_valid(raw)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.config.load import check_text
+from kvproxy.config.load import check_config
 from kvproxy.config.schema import Config
 from kvproxy.config.verify import verify
 
@@ -17,7 +17,7 @@ CHAIN = "filters: [{}, inference_request, router]\n"
 
 
 def problems_of(text: str) -> list[str]:
-    _, problems = check_text(text, env={})
+    _, problems = check_config(text, env={})
     return [f"{problem.severity}: {problem}" for problem in problems]
 
 

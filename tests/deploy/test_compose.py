@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvproxy.config.load import load_text
+from kvproxy.config.load import load_config
 from kvproxy.config.schema import Config
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -23,7 +23,7 @@ ENGINES = ("vllm-a", "vllm-b")
 def config() -> Config:
     """The proxy's configuration with the variables that Compose gives it."""
     given = SERVICES["kvproxy"]["environment"]
-    return load_text((DEPLOY / "compose" / "kvproxy.yaml").read_text(), env=dict.fromkeys(given, "t0ken"))
+    return load_config((DEPLOY / "compose" / "kvproxy.yaml").read_text(), env=dict.fromkeys(given, "t0ken"))
 
 
 def test_the_proxy_knows_exactly_the_engines(config: Config) -> None:

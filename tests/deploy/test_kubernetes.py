@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvproxy.config.load import load_text
+from kvproxy.config.load import load_config
 from kvproxy.config.schema import Config
 from tests.deploy.test_dockerfile import all_of, command
 
@@ -48,7 +48,7 @@ PORTS: dict[str, int] = {port["name"]: port["containerPort"] for port in CONTAIN
 @pytest.fixture
 def config() -> Config:
     """The configuration in the ConfigMap, with the secret's variable set."""
-    return load_text(one("ConfigMap")["data"]["config.yaml"], env={"KVPROXY_ADMIN_TOKEN": "t"})
+    return load_config(one("ConfigMap")["data"]["config.yaml"], env={"KVPROXY_ADMIN_TOKEN": "t"})
 
 
 @pytest.mark.parametrize("manifest", manifests(), ids=lambda m: f"{m['kind']}/{m['metadata']['name']}")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvproxy.config.load import load_file, load_text
+from kvproxy.config.load import load_config
 from tests.docs.blocks import ROOT, Block, blocks
 
 #: Of another program: what tests/deploy looks at.
@@ -35,7 +35,7 @@ def test_configurations_load(block: Block, tmp_path: Path) -> None:
     """A reader who pastes one gets a proxy that starts."""
     (tmp_path / "keys").write_text("bob: sk-b\n")
     env = {"ALICE_KEY": "sk-a", "OPERATOR_KEY": "sk-o", "KEYS_FILE": str(tmp_path / "keys"), "KVPROXY_ADMIN_TOKEN": "t"}
-    assert load_text(whole(block.text), env=env, extra_filters={"model_policy": None}).clusters
+    assert load_config(whole(block.text), env=env, extra_filters={"model_policy": None}).clusters
 
 
 def test_blocks_of_other_programs_are_known() -> None:
@@ -46,4 +46,4 @@ def test_blocks_of_other_programs_are_known() -> None:
 
 def test_the_shipped_configuration_loads() -> None:
     """`kvproxy serve -c config.yaml` out of the box."""
-    assert len(load_file(ROOT / "config.yaml").clusters["default"].endpoints) == 2
+    assert len(load_config(ROOT / "config.yaml").clusters["default"].endpoints) == 2

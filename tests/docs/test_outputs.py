@@ -14,7 +14,7 @@ import pytest
 from kvproxy.commands.configuration import format_problem
 from kvproxy.commands.logging_setup import log_to
 from kvproxy.config.changes import summary
-from kvproxy.config.load import check_text, load_mapping
+from kvproxy.config.load import check_config, load_config
 from kvproxy.config.schema import LogSettings
 from kvproxy.doctor.report import DoctorReport, Finding, Severity, SkippedCheck, print_table
 from kvproxy.filters.access_line import as_text, fields
@@ -48,7 +48,7 @@ async def _access_log() -> str:
 async def _check() -> str:
     text = "listen: 127.0.0.1:8888\nadmin: 127.0.0.1:8889\npolcy: kv_aware\nendpoints:\n"
     text += "  a: http://10.0.0.1:8000\n  b: http://10.0.0.2:8000/v1\n"
-    _, problems = check_text(text, env={})
+    _, problems = check_config(text, env={})
     return "".join(f"{format_problem(replace(one, file='config.yaml'))}\n" for one in problems)
 
 
@@ -81,8 +81,8 @@ async def _explained() -> str:
 
 
 async def _log() -> str:
-    before = load_mapping({"endpoints": {"a": "http://a:1", "b": "http://b:1"}})
-    after = load_mapping({"endpoints": {"a": "http://a:1", "c": "http://c:1"}, "policy": "round_robin"})
+    before = load_config({"endpoints": {"a": "http://a:1", "b": "http://b:1"}})
+    after = load_config({"endpoints": {"a": "http://a:1", "c": "http://c:1"}, "policy": "round_robin"})
     drained = {"action": "endpoint.drain", "from": "127.0.0.1", "cluster": "default", "endpoint": "a"}
     times = [f"2026-11-22T00:42:{second}+00:00" for second in ("53.123", "53.341", "54.006")]
     out = io.StringIO()
@@ -164,6 +164,6 @@ def test_the_doctors_json_has_these_keys() -> None:
 def test_the_picture_shows_the_default_chain() -> None:
     """Name by name, in order."""
     (listed,) = [line for line in block("docs/concepts.md", "client ──").splitlines() if "filters:" in line]
-    config = load_mapping({"endpoints": ["http://127.0.0.1:8000"]})
+    config = load_config({"endpoints": ["http://127.0.0.1:8000"]})
     names = [name.strip() for name in listed.partition("filters:")[2].partition("──")[0].split(",")]
     assert names == [spec.name for spec in config.filters]

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvproxy.config.load import check_mapping
+from kvproxy.config.load import check_config
 from kvproxy.config.schema import Config
 from kvproxy.doctor.report import DoctorReport, Finding
 from kvproxy.doctor.tools import Timeouts, Tools
@@ -77,14 +77,14 @@ async def cluster(
 
 def parsed(raw: Mapping[str, Any]) -> Config:
     """The configuration of a mapping that must be a good one."""
-    config, problems = check_mapping(dict(raw), env={})
+    config, problems = check_config(dict(raw), env={})
     assert config is not None, problems
     return config
 
 
 async def visit(raw: Mapping[str, Any], *, timeouts: Timeouts = TIMEOUTS, **tools: Any) -> DoctorReport:
     """What `kvproxy doctor` finds."""
-    config, problems = check_mapping(dict(raw), env={})
+    config, problems = check_config(dict(raw), env={})
     given = Tools(timeouts=timeouts, rng=random.Random(7), **tools)
     return await diagnose(config, problems, tools=given, open_files=10**9)
 

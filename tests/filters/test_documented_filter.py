@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.config.load import load_text
+from kvproxy.config.load import load_config
 from kvproxy.config.schema import FilterSpec
 from kvproxy.filters.chain import build_chain
 from kvproxy.filters.registry import FILTERS, discover
@@ -44,7 +44,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 async def answer(key: str, model: str) -> tuple[int, object, float]:
     """Status, error code and count of refusals of one request through the documented chain (all but its router)."""
     types = {**FILTERS, **discover({"model_policy"})}
-    config = load_text(
+    config = load_config(
         block("yaml", containing="model_policy"),
         extra_filters={"model_policy": types["model_policy"].settings},
     )
@@ -81,7 +81,7 @@ def test_every_documented_configuration_loads(page: Path, tmp_path: Path) -> Non
     for text in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL):
         whole = text if "endpoints:" in text else f"endpoints: [http://127.0.0.1:8000]\n{text}"
         whole = whole if "router" in whole else re.sub(r"(filters:\n(?:  .*\n)+)", r"\1  - router\n", whole)
-        load_text(whole, env=env, extra_filters={"model_policy": None})
+        load_config(whole, env=env, extra_filters={"model_policy": None})
 
 
 def test_every_shipped_filter_has_a_page() -> None:

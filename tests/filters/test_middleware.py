@@ -20,7 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 import kvproxy
 from kvproxy import KVCacheMiddleware
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import EndpointSettings
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from tests.kvcache.fleet import simulated
 from tests.kvcache.support import NOWHERE, long_text
@@ -310,7 +310,7 @@ async def test_without_lifespan_events_it_starts_with_the_first_request() -> Non
 async def test_strategies_run_after_the_response(caplog: pytest.LogCaptureFixture) -> None:
     """The whole of it in another app: lookup, preference, pin - against simulated engines and controller."""
     async with simulated() as place:
-        endpoints = [schema.EndpointSettings(id=name, url=url) for name, url in place.engines.items()]
+        endpoints = [EndpointSettings(id=name, url=url) for name, url in place.engines.items()]
         settings = {
             "lmcache_endpoint": place.lmcache,
             "lookup_routing_timeout": 60,

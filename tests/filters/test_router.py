@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvproxy.app import Proxy
-from kvproxy.config.load import load_mapping
+from kvproxy.config.load import load_config
 from kvproxy.filters.chain import FilterContext, FilterType
 from kvproxy.listener.server import Server, serve
 from kvproxy.request.exchange import Exchange
@@ -69,7 +69,7 @@ async def test_an_observer_that_fails_is_logged_and_nothing_more(caplog: pytest.
     extra = {"troublesome": FilterType(None, build_troublesome)}
     async with serve(FakeEngine("a")) as url:
         raw = {"endpoints": {"a": url}, "health": {"active": False}, "filters": ["troublesome", "router"]}
-        config = load_mapping(raw, extra_filters={"troublesome": None})
+        config = load_config(raw, extra_filters={"troublesome": None})
         async with Proxy(config, extra_filters=extra) as proxy, Server(proxy) as server:
             status = await raw_get(server.port, "/v1/responses/1")
     assert status == b"HTTP/1.1 200 OK"
@@ -79,7 +79,7 @@ async def test_an_observer_that_fails_is_logged_and_nothing_more(caplog: pytest.
 async def test_the_proxy_runs_under_somebody_elses_lifespan() -> None:
     """`uvicorn module:app` enters it and leaves it; other scopes than http are left alone."""
     async with serve(FakeEngine("a")) as url:
-        proxy = Proxy(load_mapping({"endpoints": {"a": url}, "health": {"interval": "50ms"}}))
+        proxy = Proxy(load_config({"endpoints": {"a": url}, "health": {"interval": "50ms"}}))
         inbox: asyncio.Queue[dict[str, str]] = asyncio.Queue()
         sent: list[str] = []
 

@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvproxy.app import Proxy
 from kvproxy.config.filter_schema import TracingSettings
-from kvproxy.config.load import load_mapping
+from kvproxy.config.load import load_config
 from kvproxy.errors import ConfigError
 from kvproxy.filters import tracing
 from kvproxy.filters.trace_attributes import server_attributes
@@ -70,7 +70,7 @@ async def traced(*engines: FakeEngine, sampler: Sampler | None = None, **config:
     async with contextlib.AsyncExitStack() as stack:
         urls = {engine.name: await stack.enter_async_context(serve(engine)) for engine in engines}
         raw = {"endpoints": urls, "policy": "round_robin", "health": {"active": False}, "filters": DEFAULT, **config}
-        proxy = await stack.enter_async_context(Proxy(load_mapping(raw)))
+        proxy = await stack.enter_async_context(Proxy(load_config(raw)))
         app = TracingFilter(
             proxy,
             tracer=provider.get_tracer("test"),
@@ -441,8 +441,8 @@ def test_nothing_is_imported_unless_a_chain_names_it() -> None:
     program = (
         "import sys\n"
         "from kvproxy.app import build\n"
-        "from kvproxy.config.load import load_mapping\n"
-        "build(load_mapping({'endpoints': {'a': 'http://127.0.0.1:9'}}))\n"
+        "from kvproxy.config.load import load_config\n"
+        "build(load_config({'endpoints': {'a': 'http://127.0.0.1:9'}}))\n"
         "sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))\n"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

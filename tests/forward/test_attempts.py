@@ -6,7 +6,8 @@ import random
 from typing import cast
 
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.config.schema import EndpointRetrySettings, RetrySettings
+from kvproxy.config.cluster_schema import EndpointRetrySettings
+from kvproxy.config.schema import RetrySettings
 from kvproxy.forward.attempts import Attempts
 from kvproxy.types import EndpointId
 

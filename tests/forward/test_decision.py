@@ -6,7 +6,7 @@ import random
 
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.pick import Pick
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings, HealthCheckSettings, PolicyName
 from kvproxy.forward.decision import describe
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.policy import FactSource, Overlap, OverlapFacts, PickRequest
@@ -14,11 +14,11 @@ from kvproxy.types import EndpointId
 from tests.support.clock import FakeClock
 
 
-def pick_of(clock: FakeClock, request: PickRequest, *, policy: schema.PolicyName, endpoints: int) -> Pick:
-    settings = schema.ClusterSettings(
+def pick_of(clock: FakeClock, request: PickRequest, *, policy: PolicyName, endpoints: int) -> Pick:
+    settings = ClusterSettings(
         policy=policy,
-        endpoints=tuple(schema.EndpointSettings(id=f"e{n}", url=f"http://127.0.0.1:{n + 1}") for n in range(endpoints)),
-        health=schema.HealthCheckSettings(active=False),
+        endpoints=tuple(EndpointSettings(id=f"e{n}", url=f"http://127.0.0.1:{n + 1}") for n in range(endpoints)),
+        health=HealthCheckSettings(active=False),
     )
     pick = Cluster("c", settings, metrics=Metrics(), clock=clock, rng=random.Random(1)).pick(request, now=clock())
     assert pick is not None
@@ -35,7 +35,7 @@ def test_a_followed_preference_and_what_was_known(clock: FakeClock) -> None:
         },
     )
     request = PickRequest(facts=facts, preferred=EndpointId("e1"))
-    pick = pick_of(clock, request, policy=schema.PolicyName.ROUND_ROBIN, endpoints=2)
+    pick = pick_of(clock, request, policy=PolicyName.ROUND_ROBIN, endpoints=2)
     assert describe(pick, "round_robin", facts) == (
         "policy=round_robin; reason=preferred; preference=followed; prompt_tokens=100; "
         "matched=e0:48/precise,e1:16/approximate"
@@ -44,7 +44,7 @@ def test_a_followed_preference_and_what_was_known(clock: FakeClock) -> None:
 
 def test_nothing_known(clock: FakeClock) -> None:
     """No facts, or facts about nobody."""
-    pick = pick_of(clock, PickRequest(), policy=schema.PolicyName.RANDOM, endpoints=1)
+    pick = pick_of(clock, PickRequest(), policy=PolicyName.RANDOM, endpoints=1)
     assert describe(pick, "random", None) == f"policy=random; reason={pick.reason}"
     assert describe(pick, "random", OverlapFacts(prompt_tokens=7)).endswith("prompt_tokens=7; matched=none")
 
@@ -52,7 +52,7 @@ def test_nothing_known(clock: FakeClock) -> None:
 def test_a_large_cluster_does_not_make_a_large_header(clock: FakeClock) -> None:
     """Eight costs and eight matches at most."""
     facts = OverlapFacts(prompt_tokens=500, by_endpoint={EndpointId(f"e{n}"): Overlap(n) for n in range(200)})
-    pick = pick_of(clock, PickRequest(facts=facts), policy=schema.PolicyName.KV_AWARE, endpoints=200)
+    pick = pick_of(clock, PickRequest(facts=facts), policy=PolicyName.KV_AWARE, endpoints=200)
     text = describe(pick, "kv_aware", facts)
     assert text.count("/approximate") == 8
     assert text.partition("costs=")[2].count(",") == 7

@@ -9,7 +9,8 @@ import pytest
 
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint_metrics import MAX_MODELS
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings, PolicyName
+from kvproxy.config.schema import RouteSettings
 from kvproxy.forward import savings
 from kvproxy.forward.metrics import RouteMetrics
 from kvproxy.forward.savings import spared_s
@@ -29,12 +30,12 @@ class Bench:
         self, clock: FakeClock, *, policy: str = "round_robin", models: tuple[str, ...] = ("m",), **served: Any
     ) -> None:
         endpoints = tuple(
-            schema.EndpointSettings(id=i, url=f"http://127.0.0.1:{n}", models=models) for n, i in [(1, "a"), (2, "b")]
+            EndpointSettings(id=i, url=f"http://127.0.0.1:{n}", models=models) for n, i in [(1, "a"), (2, "b")]
         )
-        settings = schema.ClusterSettings(policy=schema.PolicyName(policy), endpoints=endpoints)
+        settings = ClusterSettings(policy=PolicyName(policy), endpoints=endpoints)
         self.catalog = Metrics()
         self.cluster = Cluster("c", settings, metrics=self.catalog, clock=clock, rng=random.Random(1))
-        routes = (schema.RouteSettings(model="alias", cluster="c"), schema.RouteSettings(model="wild*", cluster="c"))
+        routes = (RouteSettings(model="alias", cluster="c"), RouteSettings(model="wild*", cluster="c"))
         self.metrics = RouteMetrics(self.catalog, clusters={"c": self.cluster}, routes=routes, **served)
 
     def finish(self, *, model: str = "m", tenant: str = "", stream: bool = True, **outcome: Any) -> None:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from kvproxy.app import Proxy
-from kvproxy.config.load import load_mapping
+from kvproxy.config.load import load_config
 from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import Server, serve
 from tests.support.proxy import RunningProxy, chat, running_proxy
@@ -62,7 +62,7 @@ async def test_a_cluster_without_an_offer_says_so_beside_one_with() -> None:
             "open": {"endpoints": {"a": other.url}, "client_policies": ["random"], "health": {"active": False}},
         }
         routes = [{"prefix": "/v1/chat", "cluster": "closed"}, {"prefix": "/v1/completions", "cluster": "open"}]
-        config = load_mapping({"clusters": clusters, "routes": routes})
+        config = load_config({"clusters": clusters, "routes": routes})
         async with Proxy(config) as proxy, Server(proxy) as server, httpx.AsyncClient(base_url=server.url) as both:
             refused = await both.post(PATH, json=chat(), headers={HEADER: "random"})
             assert "cannot choose one here" in refused.json()["error"]["message"]

@@ -15,7 +15,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.kvcache.actions.signals import HostUse
 from kvproxy.kvcache.overlap.facts import RequestFacts, Result
@@ -113,10 +113,9 @@ def cluster_of(
 ) -> Cluster:
     """A cluster of these endpoints that nobody probes."""
     endpoints = tuple(
-        schema.EndpointSettings(id=name, url=url, instance_id=(instances or {}).get(name, ""))
-        for name, url in urls.items()
+        EndpointSettings(id=name, url=url, instance_id=(instances or {}).get(name, "")) for name, url in urls.items()
     )
-    config = schema.ClusterSettings(endpoints=endpoints, **fields)
+    config = ClusterSettings(endpoints=endpoints, **fields)
     return Cluster("default", config, metrics=Metrics(), clock=clock, rng=random.Random(1))
 
 

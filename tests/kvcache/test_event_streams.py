@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.clients.kv_events.events import BlockStored
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.kvcache.engines import Engines
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.kvcache.overlap.kv_event_streams import EventStreams, _Consumer
@@ -141,9 +141,9 @@ async def test_what_an_endpoint_says_of_itself_goes_first() -> None:
         said = (await http.get(f"{place.engines['a']}/kv_event_sources")).json()["0"]
         stated = {name: f"tcp://*:{said[name].rpartition(':')[2]}" for name in ("endpoint", "replay_endpoint")}
         async with serve(Older(place.fleet.engines["a"])) as url:
-            endpoint = schema.EndpointSettings.model_validate({"id": "a", "url": url, "kv_event_sources": stated})
+            endpoint = EndpointSettings.model_validate({"id": "a", "url": url, "kv_event_sources": stated})
             settings_of_all = settings(kv_events=True, kv_event_sources={"endpoint": "tcp://*:1"})
-            config = schema.ClusterSettings(endpoints=(endpoint,))
+            config = ClusterSettings(endpoints=(endpoint,))
             cluster = Cluster("default", config, metrics=Metrics(), clock=time.monotonic, rng=Random(1))
             async with running(settings_of_all, cluster) as service:
                 await until(lambda: exact(service) == {A})
@@ -177,7 +177,7 @@ async def test_streams_end_with_their_endpoint() -> None:
     async with followed() as (place, service):
         await generate(place, "b", TURN)
         await until(lambda: service.kv.parts.local["default"].precise.rows(B) > 0)
-        service.cluster.apply([schema.EndpointSettings(id="a", url=place.engines["a"])])
+        service.cluster.apply([EndpointSettings(id="a", url=place.engines["a"])])
         streams = service.kv.parts.streams
         assert streams is not None
         await streams.follow()

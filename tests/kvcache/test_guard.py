@@ -7,13 +7,13 @@ import logging
 
 import pytest
 
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import BreakerSettings
 from kvproxy.errors import BreakerOpen, ClientTimeout, ClientUnavailable, NotSupported, Refused, UnknownInstance
 from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.metrics.catalog import Metrics
 from tests.support.clock import FakeClock
 
-LIMITS = schema.BreakerSettings(failure_threshold=2, recovery_timeout=10, half_open_max_calls=1)
+LIMITS = BreakerSettings(failure_threshold=2, recovery_timeout=10, half_open_max_calls=1)
 
 
 def guard(clock: FakeClock) -> OperationBreakers:

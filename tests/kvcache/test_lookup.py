@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import BreakerSettings
 from kvproxy.errors import BreakerOpen
 from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.overlap.lookup import LookupClient
@@ -50,7 +50,7 @@ class Answering:
 def lookups(clock: FakeClock, metrics: Metrics | None = None) -> LookupClient:
     metrics = metrics or Metrics()
     under_test = LookupClient(
-        guard=OperationBreakers(schema.BreakerSettings(), clock=clock, metrics=metrics), metrics=metrics, clock=clock
+        guard=OperationBreakers(BreakerSettings(), clock=clock, metrics=metrics), metrics=metrics, clock=clock
     )
     under_test.provider = Answering()
     return under_test

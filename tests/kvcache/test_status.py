@@ -9,9 +9,8 @@ import pytest
 
 from kvproxy.clients.kv_events.status import StreamReason, StreamState, StreamStatus
 from kvproxy.cluster.cluster import Cluster
+from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.config.kvcache_schema import CacheStrategySettings, KvCacheSettings
-from kvproxy.config.schema import ClusterSettings as ClusterSettings
-from kvproxy.config.schema import EndpointSettings
 from kvproxy.errors import ClientUnavailable
 from kvproxy.kvcache.actions.hotness import Hotness, KnownPrefix
 from kvproxy.kvcache.actions.pin import Lease

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import EndpointSettings
 from kvproxy.kvcache.actions.signals import HostUse
 from kvproxy.simulator.lmcache_coordinator import CoordinatorSettings
 from tests.kvcache.fleet import simulated
@@ -76,7 +76,7 @@ async def test_an_endpoint_that_left_or_moved_is_forgotten() -> None:
         await round_of(service)
         await service.serve(chat(TURN), A)
         assert (await service.ask(chat(TURN))).preferred == A
-        moved = schema.EndpointSettings(id="a", url="http://127.0.0.1:9")
+        moved = EndpointSettings(id="a", url="http://127.0.0.1:9")
         service.cluster.apply([moved])
         await round_of(service)
         assert (await service.ask(chat(TURN))).preferred is None
@@ -102,7 +102,7 @@ async def test_without_reading_leases_and_endpoints_are_still_followed() -> None
     async with world({"a": quiet}) as service:
         await service.serve(chat(TURN), A)
         await service.kv.parts.watch.round(reading=False)
-        service.cluster.apply([schema.EndpointSettings(id="a", url="http://127.0.0.1:9")])
+        service.cluster.apply([EndpointSettings(id="a", url="http://127.0.0.1:9")])
         await service.kv.parts.watch.round(reading=False)
         assert (await service.ask(chat(TURN))).preferred is None
     assert quiet.calls["/metrics"] == 0

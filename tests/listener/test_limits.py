@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvproxy.config.load import check_mapping, load_mapping
+from kvproxy.config.load import check_config, load_config
 from kvproxy.listener.limits import ListenerLimits
 
 ENDPOINTS = ["http://127.0.0.1:9"]
@@ -17,13 +17,13 @@ def test_every_bound_is_taken_over() -> None:
     limits = {
         "connections": 5, "head": "8KiB", "headers": 20, "head_timeout": "3s", "keep_alive": "4s", "stall_timeout": 0,
     }  # fmt: skip
-    config = load_mapping({"endpoints": ENDPOINTS, "limits": limits})
+    config = load_config({"endpoints": ENDPOINTS, "limits": limits})
     assert ListenerLimits.from_config(config.limits) == ListenerLimits(5, 8192, 20, 3.0, 4.0, 0.0)
 
 
 def test_the_defaults_are_the_same() -> None:
     """A listener made without a configuration is bounded as one with an empty one."""
-    assert ListenerLimits.from_config(load_mapping({"endpoints": ENDPOINTS}).limits) == ListenerLimits()
+    assert ListenerLimits.from_config(load_config({"endpoints": ENDPOINTS}).limits) == ListenerLimits()
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,6 @@ def test_the_defaults_are_the_same() -> None:
 )  # fmt: skip
 def test_what_no_listener_should_have_is_refused(name: str, value: Any) -> None:
     """With its place in the file."""
-    config, problems = check_mapping({"endpoints": ENDPOINTS, "limits": {name: value}})
+    config, problems = check_config({"endpoints": ENDPOINTS, "limits": {name: value}})
     assert config is None
     assert [problem.path for problem in problems] == [f"limits.{name}"]

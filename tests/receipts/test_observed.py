@@ -9,7 +9,7 @@ import pytest
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.decision import Sight
 from kvproxy.cluster.pick import AttemptOutcome
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings, PolicyName
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.receipts.observed import MAX_ATTEMPTS, MAX_CANDIDATES, AttemptLog
 from kvproxy.request.exchange import Exchange
@@ -20,8 +20,8 @@ from tests.support.clock import FakeClock
 
 def cluster(clock: FakeClock, count: int, policy: str) -> Cluster:
     """So many endpoints."""
-    endpoints = tuple(schema.EndpointSettings(id=f"e{n}", url=f"http://127.0.0.1:{1000 + n}") for n in range(count))
-    settings = schema.ClusterSettings(policy=schema.PolicyName(policy), endpoints=endpoints)
+    endpoints = tuple(EndpointSettings(id=f"e{n}", url=f"http://127.0.0.1:{1000 + n}") for n in range(count))
+    settings = ClusterSettings(policy=PolicyName(policy), endpoints=endpoints)
     return Cluster("c", settings, metrics=Metrics(), clock=clock, rng=random.Random(1))
 
 

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from kvproxy.config.schema import PolicyName
+from kvproxy.config.cluster_schema import PolicyName
 from kvproxy.replay.outcome import summarise
 from kvproxy.replay.pooled import offered_rate, paced_bound, play_on_pool, saturated_throughput
 from kvproxy.replay.scenario import PolicySpec, play

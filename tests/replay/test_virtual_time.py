@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from kvproxy.config.schema import PolicyName
+from kvproxy.config.cluster_schema import PolicyName
 from kvproxy.replay.outcome import Outcome, Summary, percentile, rate_of, summarise
 from kvproxy.replay.scenario import PolicySpec, UnknownPolicy, play
 from kvproxy.replay.settings import FleetSettings, IndexMode, Pace

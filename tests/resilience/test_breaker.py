@@ -7,12 +7,12 @@ import math
 
 import pytest
 
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import BreakerSettings
 from kvproxy.errors import BreakerOpen
 from kvproxy.resilience.breaker import Breaker, BreakerState
 from tests.support.clock import FakeClock
 
-SETTINGS = schema.BreakerSettings(failure_threshold=3, recovery_timeout=10, half_open_max_calls=2)
+SETTINGS = BreakerSettings(failure_threshold=3, recovery_timeout=10, half_open_max_calls=2)
 
 
 def opened(clock: FakeClock) -> Breaker:
@@ -64,7 +64,7 @@ def test_cancellation_is_neither_failure_nor_success(clock: FakeClock) -> None:
 
 async def test_an_awaited_call_that_is_cancelled_counts_nothing(clock: FakeClock) -> None:
     """The whole pattern: admit, await outside, settle; CancelledError passes through."""
-    breaker = Breaker("a", schema.BreakerSettings(failure_threshold=1), clock=clock)
+    breaker = Breaker("a", BreakerSettings(failure_threshold=1), clock=clock)
     started = asyncio.Event()
 
     async def call() -> None:

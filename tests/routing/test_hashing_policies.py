@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvproxy.config import schema
+from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
 from kvproxy.routing.consistent_hash import LOAD_FACTOR, ConsistentHash
 from kvproxy.routing.hash_ring import HashRing
 from kvproxy.routing.policy import PickRequest
@@ -187,9 +187,9 @@ def test_keys_may_be_any_text() -> None:
 
 
 @pytest.mark.parametrize("name", list(POLICIES))
-def test_every_registered_policy_chooses_among_its_candidates(name: schema.PolicyName) -> None:
+def test_every_registered_policy_chooses_among_its_candidates(name: PolicyName) -> None:
     """Whatever the request says, and with one candidate as with many."""
-    policy = POLICIES[name](random.Random(1), schema.ClusterSettings(policy=name))
+    policy = POLICIES[name](random.Random(1), ClusterSettings(policy=name))
     for count in (1, 2, 5):
         for request in (PickRequest(), PickRequest(session_key="s"), PickRequest(prompt_head=b"head")):
             choice = policy.choose(request, fleet(count), 0.0)
@@ -199,4 +199,4 @@ def test_every_registered_policy_chooses_among_its_candidates(name: schema.Polic
 
 def test_every_policy_of_the_configuration_is_registered() -> None:
     """A name that the checker accepts must not fail at start."""
-    assert set(POLICIES) == set(schema.PolicyName)
+    assert set(POLICIES) == set(PolicyName)

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
+from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
 from kvproxy.config.policy_schema import DynamoSettings, LlmDSettings
-from kvproxy.config.schema import ClusterSettings, PolicyName
 from kvproxy.routing.dynamo import Dynamo
 from kvproxy.routing.least_ttft import LeastTtft
 from kvproxy.routing.llm_d import LlmD

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
 from kvproxy.config.policy_schema import DynamoSettings, KvAwareSettings, PolicyParameters
-from kvproxy.config.schema import ClusterSettings, PolicyName
 from kvproxy.errors import ConfigError
 from kvproxy.routing.registry import POLICIES, configured
 from kvproxy.routing.tuning import Tunable, departures, follow, ranges, tuned

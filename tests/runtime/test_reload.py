@@ -17,7 +17,7 @@ from starlette.types import Send
 from kvproxy.app import Proxy
 from kvproxy.commands.configuration import ConfigSource
 from kvproxy.commands.reload import FileReloader
-from kvproxy.config.load import load_mapping
+from kvproxy.config.load import load_config
 from kvproxy.config.schema import Config
 from kvproxy.errors import ConfigError
 from kvproxy.filters.chain import FilterContext, FilterType
@@ -30,7 +30,7 @@ from tests.support.until import until
 
 def config_of(endpoints: dict[str, str], **more: Any) -> Config:
     raw = {"endpoints": endpoints, "policy": "round_robin", "health": {"active": False}, **more}
-    return load_mapping(raw)
+    return load_config(raw)
 
 
 @contextlib.asynccontextmanager
@@ -115,7 +115,7 @@ async def test_a_part_that_cannot_start_leaves_the_old_ones_running() -> None:
     async with two_engines() as (a, b), Proxy(config_of({"a": a}), extra_filters=extra) as proxy:
         raw = {"endpoints": {"b": b}, "policy": "random", "filters": ["inference_request", "unlucky", "router"]}
         with pytest.raises(RuntimeError, match="no luck"):
-            await proxy.reload(load_mapping(raw, extra_filters={"unlucky": None}))
+            await proxy.reload(load_config(raw, extra_filters={"unlucky": None}))
         async with Server(proxy) as server, httpx.AsyncClient(base_url=server.url) as client:
             assert await served_by(client) == "a"
 
@@ -145,10 +145,10 @@ async def test_a_cluster_that_is_gone_takes_its_metrics_along() -> None:
     """Otherwise dashboards would show it for ever."""
     async with two_engines() as (a, b):
         two = {"clusters": {"one": {"endpoints": {"a": a}}, "two": {"endpoints": {"b": b}}}}
-        async with Proxy(load_mapping({**two, "routes": [{"cluster": "one"}]})) as proxy:
+        async with Proxy(load_config({**two, "routes": [{"cluster": "one"}]})) as proxy:
             up = proxy.metrics.registry.get_sample_value
             assert up("kvproxy_endpoint_up", {"cluster": "two", "endpoint": "b"}) == 1
-            await proxy.reload(load_mapping({"clusters": {"one": two["clusters"]["one"]}}))
+            await proxy.reload(load_config({"clusters": {"one": two["clusters"]["one"]}}))
             await until(lambda: up("kvproxy_endpoint_up", {"cluster": "two", "endpoint": "b"}) is None)
             assert up("kvproxy_endpoint_up", {"cluster": "one", "endpoint": "a"}) == 1
 

@@ -16,7 +16,7 @@ from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.commands.configuration import ConfigSource
 from kvproxy.commands.reload import FileReloader
-from kvproxy.config.load import load_mapping
+from kvproxy.config.load import load_config
 from kvproxy.kvcache.parts import Parts
 from kvproxy.kvcache.status import leases
 from kvproxy.listener.server import serve
@@ -48,7 +48,7 @@ def raw(endpoints: dict[str, str], **changes: Any) -> dict[str, Any]:
 
 
 async def reload(running: RunningProxy, endpoints: dict[str, str], changes: dict[str, Any], **same: Any) -> None:
-    await running.proxy.reload(load_mapping(raw(endpoints, **{**same, **changes})))
+    await running.proxy.reload(load_config(raw(endpoints, **{**same, **changes})))
 
 
 def endpoint(running: RunningProxy, name: str) -> Endpoint:
@@ -186,7 +186,7 @@ async def test_runtime_changes_of_endpoints() -> None:
                 await admin.post(f"/endpoints/default/{name}/weight", json={"weight": 3})
         heavier = {"a": {"url": urls["a"]}, "b": {"url": urls["b"], "weight": 5}}
         entries = [{"id": name, **fields} for name, fields in heavier.items()]
-        await running.proxy.reload(load_mapping({**raw({}), "endpoints": entries, "policy": "round_robin"}))
+        await running.proxy.reload(load_config({**raw({}), "endpoints": entries, "policy": "round_robin"}))
         assert [(one.id, one.configured_weight) for one in running.proxy.clusters["default"].endpoints] == [
             ("a", 3), ("b", 5), ("c", 1),
         ]  # fmt: skip
@@ -232,7 +232,7 @@ async def test_rate_limits() -> None:
             await running.client.post("/v1/chat/completions", json=chat())
         for per_minute, policy in ((2, "random"), (4, "round_robin")):
             filters = limited(per_minute)
-            await running.proxy.reload(load_mapping(raw({"a": a}, policy=policy, filters=filters)))
+            await running.proxy.reload(load_config(raw({"a": a}, policy=policy, filters=filters)))
             assert (await running.client.post("/v1/chat/completions", json=chat())).status_code == 429
 
 

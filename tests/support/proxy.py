@@ -13,7 +13,7 @@ import msgspec
 from starlette.types import Message
 
 from kvproxy.app import Proxy
-from kvproxy.config.load import load_mapping
+from kvproxy.config.load import load_config
 from kvproxy.listener.server import Server
 
 
@@ -38,7 +38,7 @@ async def running_proxy(
     raw: dict[str, Any] = {"endpoints": endpoints, "policy": "round_robin", "health": {"active": False}, **config}
     drain_s = 2.0
     async with (
-        Proxy(load_mapping(raw)) as proxy,
+        Proxy(load_config(raw)) as proxy,
         Server(proxy, drain_s=drain_s) as server,
         httpx.AsyncClient(base_url=server.url, timeout=60) as client,
     ):

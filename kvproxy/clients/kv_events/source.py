@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvproxy.config.kvcache_schema import EventSources
+from kvproxy.config.cluster_schema import EventSources
 
 #: Streams of one engine, one a data-parallel rank; each is a socket of ours.
 MAX_SOURCES = 256

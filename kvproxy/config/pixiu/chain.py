@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from kvproxy.config.fields import closest
+from kvproxy.config.filter_schema import FILTER_SETTINGS
 from kvproxy.config.paths import Path
 from kvproxy.config.pixiu.kvcache import translate_kvcache
 from kvproxy.config.pixiu.schema import ConnectionManager, Cors, LlmProxy, PixiuRoute, Tokenizer
 from kvproxy.config.pixiu.translation import Translation
-from kvproxy.config.schema import FILTER_SETTINGS
 
 _KVCACHE = "dgp.filter.ai.kvcache"
 _PROXY = "dgp.filter.llm.proxy"

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from kvproxy.config.model import Model
 from kvproxy.config.native import decode_form
 from kvproxy.config.paths import Path, dotted
 from kvproxy.config.pixiu.chain import translate_chain
 from kvproxy.config.pixiu.clusters import translate_clusters
 from kvproxy.config.pixiu.schema import ConnectionManager, PixiuFile, PixiuListener, Resources
 from kvproxy.config.pixiu.translation import Translation
-from kvproxy.config.schema import Config, Model
+from kvproxy.config.schema import Config
 from kvproxy.errors import Problem
 
 _MANAGER = "dgp.filter.httpconnectionmanager"

@@ -6,7 +6,8 @@ import resource
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from kvproxy.config.schema import Config, RouterSettings
+from kvproxy.config.filter_schema import RouterSettings
+from kvproxy.config.schema import Config
 from kvproxy.doctor.deployment import Deployment
 from kvproxy.doctor.report import Finding, ok, problem, warning
 from kvproxy.errors import Problem

@@ -21,7 +21,7 @@ from kvproxy.clients.kv_events.status import StreamState, StreamStatus
 from kvproxy.clients.kv_events.subscriber import KvEventSubscriber
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.config.kvcache_schema import EventSources
+from kvproxy.config.cluster_schema import EventSources
 from kvproxy.errors import ClientError, NotSupported
 from kvproxy.kvcache.engines import Engines
 from kvproxy.kvcache.overlap.indexes import LocalIndexes

@@ -15,7 +15,7 @@ from kvproxy.clients.kv_events.source import (
     sources_from_wire,
     stated_sources,
 )
-from kvproxy.config.kvcache_schema import EventSources
+from kvproxy.config.cluster_schema import EventSources
 
 
 def sources(answer: object, *, host: str = "10.0.0.9") -> tuple[KvEventSource, ...]:
