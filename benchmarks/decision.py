@@ -117,10 +117,10 @@ def watched(world: World) -> Stopwatch:
     found.lookup = watch.timed("precise index, lookup", lookup)
     local.precise = found  # type: ignore[assignment]
     parts.tokens.recall = watch.timed("token memory", parts.tokens.recall)  # type: ignore[method-assign]
-    parts.learning.wait_for_report = watch.timed("compare with the engine", parts.learning.wait_for_report)  # type: ignore[method-assign]
+    parts.learning.finished = watch.timed("compare with the engine", parts.learning.finished)  # type: ignore[method-assign]
     kv.gather = watch.timed("facts", kv.gather)  # type: ignore[method-assign]
     kv.picked = watch.timed("claim", kv.picked)  # type: ignore[method-assign]
-    kv.wait_for_report = watch.timed("follow up", kv.wait_for_report)  # type: ignore[method-assign]
+    kv.finished = watch.timed("follow up", kv.finished)  # type: ignore[method-assign]
     cluster.policy.choose = watch.timed("cost", cluster.policy.choose)  # type: ignore[method-assign]
     cluster.pick = watch.timed("screen, reserve", cluster.pick)  # type: ignore[method-assign]
     return watch

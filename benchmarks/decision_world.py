@@ -163,7 +163,7 @@ class World:
         began = perf_counter()
         pick.settle(AttemptOutcome.SUCCESS, now)
         self.cluster.reused(pick, cached, now)
-        self.kv.wait_for_report(gathered, result)
+        self.kv.finished(gathered, result)
         self._settled(decided, 1e6 * (perf_counter() - began))
         if self.events:
             self._tell(gathered, pick.endpoint.id, tokens)

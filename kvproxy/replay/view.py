@@ -14,7 +14,7 @@ from kvproxy.clients.kv_events import events as wire
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
-from kvproxy.replay.settings import FleetSettings, IndexMode
+from kvproxy.replay.settings import IndexMode, ReplayFleet
 from kvproxy.replay.trace import Turn
 from kvproxy.routing.policy import Overlap, OverlapFacts
 from kvproxy.simulator.kv_event import BlockRemoved, BlockStored, KvEvent
@@ -53,7 +53,7 @@ class IndexView:
     `approximate` mode what was routed, with the engines' capacity, is all.
     """
 
-    def __init__(self, fleet: FleetSettings, block_size: int, *, rng: Random) -> None:
+    def __init__(self, fleet: ReplayFleet, block_size: int, *, rng: Random) -> None:
         self._block_size = block_size
         self._ids = [endpoint_id(index) for index in range(fleet.instances)]
         self._events = fleet.index is IndexMode.EVENTS

@@ -22,7 +22,7 @@ from kvproxy.log_lines import log_fields
 from kvproxy.receipts.explain import explain
 from kvproxy.receipts.receipt import Attempt, Candidate, Receipt
 from kvproxy.replay.live_report import LiveReport
-from kvproxy.replay.outcome import Summary
+from kvproxy.replay.results import Summary
 from kvproxy.request.exchange import Exchange
 from kvproxy.routing.policy import FactSource, Overlap
 from kvproxy.types import EndpointId
@@ -108,7 +108,7 @@ async def _live_replay() -> str:
         name: {"requests": requests, "prompt_tokens": prompt, "cached_tokens": cached}
         for name, requests, prompt, cached in [("vllm-a", 611, 7912344, 3391200), ("vllm-b", 577, 7466120, 3242880)]
     }
-    return LiveReport("conv", 1200, 0.47, summary, endpoints, {"status 429": 12}, 0, False, {}).as_table()
+    return LiveReport("conv", 1200, 0.47, summary, endpoints, {"status 429": 12}, 0, False, {}).render_table()
 
 
 async def _pixius_checks() -> str:

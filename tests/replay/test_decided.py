@@ -98,7 +98,7 @@ def test_hidden_first_tokens_are_no_times(tmp_path: Path) -> None:
     ]
     found = review(tmp_path, receipts, "kv_aware", "least_ttft")
     assert found.recorded.real_ttft_mean_s is None
-    assert "really it was" not in found.as_table()
+    assert "really it was" not in found.render_table()
 
 
 def test_the_first_so_many_requests(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_the_first_so_many_requests(tmp_path: Path) -> None:
     path.write_bytes(b"broken\n\n" + good + good)
     found = decide_again(Reading(path), [PolicySpec.parse("random")], limit=1)
     assert found.recorded.decisions == 1
-    assert "1 lines are no receipts" in found.as_table()
+    assert "1 lines are no receipts" in found.render_table()
     path.write_bytes(b"")
     with pytest.raises(ValueError, match="no decisions"):
         decide_again(Reading(path), [])
