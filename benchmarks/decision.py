@@ -103,7 +103,7 @@ def _figures(rounds: Sequence[Sequence[Decided]]) -> dict[str, float]:
 def watched(world: World) -> Stopwatch:
     """Stands in front of everything that takes part, from now on."""
     watch, kv, cluster, local = Stopwatch(), world.kv, world.cluster, world.local
-    parts, precise = kv.parts, local.precise.lookup
+    overlap, precise = kv.overlap, local.precise.lookup
     local.hashes = watch.timed("text hashes", local.hashes)  # type: ignore[method-assign]
     local.overlaps = watch.timed("facts", local.overlaps)  # type: ignore[method-assign]
     local.hot = InFrontOf(local.hot, watch, {"touch": "heat"})  # type: ignore[assignment]
@@ -116,10 +116,10 @@ def watched(world: World) -> Stopwatch:
 
     found.lookup = watch.timed("precise index, lookup", lookup)
     local.precise = found  # type: ignore[assignment]
-    parts.tokens.recall = watch.timed("token memory", parts.tokens.recall)  # type: ignore[method-assign]
-    parts.learning.finished = watch.timed("compare with the engine", parts.learning.finished)  # type: ignore[method-assign]
+    overlap.tokens.recall = watch.timed("token memory", overlap.tokens.recall)  # type: ignore[method-assign]
+    kv.feedback.finished = watch.timed("compare with the engine", kv.feedback.finished)  # type: ignore[method-assign]
     kv.gather = watch.timed("facts", kv.gather)  # type: ignore[method-assign]
-    kv.picked = watch.timed("claim", kv.picked)  # type: ignore[method-assign]
+    kv.placed = watch.timed("claim", kv.placed)  # type: ignore[method-assign]
     kv.finished = watch.timed("follow up", kv.finished)  # type: ignore[method-assign]
     cluster.policy.choose = watch.timed("cost", cluster.policy.choose)  # type: ignore[method-assign]
     cluster.pick = watch.timed("screen, reserve", cluster.pick)  # type: ignore[method-assign]

@@ -78,7 +78,7 @@ class Chat:
 class Decided:
     """A request on its way, and what it cost: microseconds until its place was reserved, and afterwards."""
 
-    gathered: RequestFacts
+    facts: RequestFacts
     pick: Pick
     reserved_us: float
     settled_us: float = 0.0
@@ -108,7 +108,7 @@ class World:
             clock=self.clock,
             rng=self.rng,
         )
-        self.local = self.kv.parts.local["bench"]
+        self.local = self.kv.overlap.indexes["bench"]
         if events:
             self.local.exact = frozenset(names)
         self.system = self.rng.randbytes(2 * SYSTEM_TOKENS).hex()
@@ -136,11 +136,11 @@ class World:
         request = parse_body(RequestKind.CHAT, body)
         assert request is not None
         began = perf_counter()
-        gathered = self.kv.gather(request, body, cluster=self.cluster)
-        pick = self.cluster.pick(_pick_request(request, gathered), now=self.now)
+        facts = self.kv.gather(request, body, cluster=self.cluster)
+        pick = self.cluster.pick(_pick_request(request, facts), now=self.now)
         assert pick is not None
-        self.kv.picked(gathered, pick.endpoint.id)
-        decided = Decided(gathered, pick, 1e6 * (perf_counter() - began))
+        self.kv.placed(facts, pick.endpoint.id)
+        decided = Decided(facts, pick, 1e6 * (perf_counter() - began))
         self.spent_us += decided.reserved_us
         self._under_way.append(decided)
         if len(self._under_way) > self._most // 2:
@@ -156,36 +156,36 @@ class World:
 
     def _finish(self, decided: Decided) -> None:
         """The engine did as predicted, and says so."""
-        pick, gathered, now = decided.pick, decided.gathered, self.now
-        cached = gathered.facts.matched_tokens(pick.endpoint.id) // BLOCK_TOKENS * BLOCK_TOKENS
-        tokens = tokens_of(gathered.request.prompt)
+        pick, facts, now = decided.pick, decided.facts, self.now
+        cached = facts.overlaps.matched_tokens(pick.endpoint.id) // BLOCK_TOKENS * BLOCK_TOKENS
+        tokens = tokens_of(facts.request.prompt)
         result = Result(pick.endpoint.id, True, len(tokens), min(cached, len(tokens) - 1))
         began = perf_counter()
         pick.settle(AttemptOutcome.SUCCESS, now)
         self.cluster.reused(pick, cached, now)
-        self.kv.finished(gathered, result)
+        self.kv.finished(facts, result)
         self._settled(decided, 1e6 * (perf_counter() - began))
         if self.events:
-            self._tell(gathered, pick.endpoint.id, tokens)
+            self._tell(facts, pick.endpoint.id, tokens)
 
     def _settled(self, decided: Decided, us: float) -> None:
         decided.settled_us += us
         self.spent_us += us
 
-    def _tell(self, gathered: RequestFacts, endpoint: EndpointId, tokens: array[int]) -> None:
+    def _tell(self, facts: RequestFacts, endpoint: EndpointId, tokens: array[int]) -> None:
         """What the engine's events and `/tokenize` bring after the response."""
         whole = tokens[: len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS]
         hashes = tuple(token_blocks(whole, BLOCK_TOKENS, 1))
         self.local.precise.apply(endpoint, 0, [BlockStored(hashes, None, whole, BLOCK_TOKENS)])
-        self.kv.parts.tokens.learned(gathered, tokens)
+        self.kv.overlap.tokens.learned(facts, tokens)
 
 
-def _pick_request(request: InferenceRequest, gathered: RequestFacts) -> PickRequest:
+def _pick_request(request: InferenceRequest, facts: RequestFacts) -> PickRequest:
     """As the router makes it."""
     return PickRequest(
         model=MODEL,
         session_key=request.session_key,
-        facts=gathered.facts,
+        facts=facts.overlaps,
         streams=request.stream,
         prompt_head=request.prompt.parts[0][:1024],
     )

@@ -153,9 +153,9 @@ def _remember(proxies: list[Proxy], bodies: dict[str, list[bytes]], controller: 
         request = _parsed(body)
         tokens = array("I", [(number * 7919 + index) % 100_000 for index in range(len(body) // BYTES_PER_TOKEN)])
         for proxy in proxies:
-            parts = kvcache_of(proxy).parts
-            (local,) = parts.local.values()
-            parts.tokens.memory.remember(local.hashes(request, "bench")[1], tokens)
+            overlap = kvcache_of(proxy).overlap
+            (local,) = overlap.indexes.values()
+            overlap.tokens.memory.remember(local.hashes(request, "bench")[1], tokens)
         controller.controller.workers["a"].admit(tokens)
 
 

@@ -97,7 +97,7 @@ async def test_events_that_prove_wrong_are_believed_less_about_that_endpoint() -
     engine = {"kv_events": PublisherSettings()}
     prompts = [list(range(start, start + 256)) for start in (1, 301, 601)]
     async with simulated(engine=engine) as place, proxied(place, kv_events=True) as proxy:
-        local = service(proxy).parts.local["default"]
+        local = service(proxy).overlap.indexes["default"]
         await until(lambda: len(local.exact) == 2)
         async with httpx.AsyncClient(base_url=place.engines["a"]) as stranger:
             for prompt in prompts:
@@ -124,7 +124,7 @@ async def test_events_that_prove_wrong_are_believed_less_about_that_endpoint() -
 async def test_the_engines_own_count_stands_beside_the_prediction() -> None:
     """Per endpoint, and what others sent there is told apart."""
     async with simulated(names=("a",)) as place, proxied(place) as proxy:
-        watch = service(proxy).parts.watch
+        watch = service(proxy).scraper
         at = {"cluster": "default", "endpoint": "a"}
         await watch.round()
         for turn in range(1, 6):
@@ -148,7 +148,7 @@ async def test_a_cache_that_strangers_fill_is_believed_smaller() -> None:
     at = {"cluster": "default", "endpoint": "a"}
     async with simulated(names=("a",)) as place, proxied(place) as proxy:
         await chat(proxy.client, SAID)  # tells how long tokens are
-        await service(proxy).parts.watch.round()
+        await service(proxy).scraper.round()
         async with httpx.AsyncClient(base_url=place.engines["a"]) as stranger:
             for number in range(40):
                 await chat(proxy.client, f"{number} {SAID}")

@@ -52,11 +52,11 @@ async def test_a_slow_half_gets_less_of_unary_traffic() -> None:
         assert kvcache is not None
         assert isinstance(policy, Forecaster)
         took: Counter[str] = Counter()
-        await kvcache.parts.watch.round()
+        await kvcache.scraper.round()
         for number in range(ROUNDS):
             answers = [ask(proxy, number * AT_ONCE + each) for each in range(AT_ONCE)]
             served = await asyncio.gather(*answers)
-            await kvcache.parts.watch.round()
+            await kvcache.scraper.round()
             if number >= ROUNDS // 2:
                 took.update(served)
         learned = policy.speeds.estimates(proxy.proxy.clock())

@@ -82,7 +82,7 @@ async def test_without_a_snapshot_nothing_is_known(tmp_path: Path) -> None:
         async with life(place, None) as after:
             _, _, decision = await ask(after.client, SAID, "yes", MORE)
             assert "reason=no_overlap" in decision
-            assert service(after).parts.warm is None
+            assert service(after).snapshot is None
 
 
 async def test_what_an_engine_dropped_meanwhile_is_noticed(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ async def test_what_an_engine_dropped_meanwhile_is_noticed(tmp_path: Path) -> No
         async with httpx.AsyncClient(base_url=place.engines[home]) as engine:
             (await engine.post("/reset_prefix_cache")).raise_for_status()
         async with life(place, tmp_path / "kept") as after:
-            held = service(after).parts.local["default"].approximate
+            held = service(after).overlap.indexes["default"].approximate
             endpoint, usage, _ = await ask(after.client, SAID, "yes", MORE)
             assert endpoint == home
             assert usage["prompt_tokens_details"]["cached_tokens"] == 0
@@ -109,13 +109,13 @@ async def test_an_engine_that_began_anew_is_known_to_be_empty(tmp_path: Path) ->
     """By its own start time, before any request had to find out."""
     async with simulated(names=("a",)) as place:
         async with life(place, tmp_path / "kept", engine_metrics_interval="1h") as before:
-            await service(before).parts.watch.round()
+            await service(before).scraper.round()
             await ask(before.client, SAID)
         place.fleet.engines["a"].state.metrics.started_at += 60.0  # as a new process would show it
         async with life(place, tmp_path / "kept", engine_metrics_interval="1h") as after:
-            held = service(after).parts.local["default"].approximate
+            held = service(after).overlap.indexes["default"].approximate
             assert held.entries > 0
-            await service(after).parts.watch.round()
+            await service(after).scraper.round()
             assert held.blocks(held.endpoints[0]) == 0
             _, _, decision = await ask(after.client, SAID, "yes", MORE)
             assert "reason=no_overlap" in decision
@@ -132,7 +132,7 @@ async def test_the_precise_index_needs_no_file() -> None:
         return str(answer.headers["x-kvproxy-endpoint"])
 
     def followed(proxy: RunningProxy) -> bool:
-        return len(service(proxy).parts.local["default"].exact) == 2
+        return len(service(proxy).overlap.indexes["default"].exact) == 2
 
     async with simulated(engine={"kv_events": PublisherSettings()}) as place:
         async with life(place, None, kv_events=True) as before:
@@ -215,6 +215,6 @@ async def test_engines_that_are_down_do_not_hold_up_the_start(tmp_path: Path) ->
     async with simulated() as place, life(place, tmp_path / "kept") as before:
         await ask(before.client, SAID)
     async with life(place, tmp_path / "kept", engine_metrics_interval="1h") as after:
-        await service(after).parts.watch.round()
+        await service(after).scraper.round()
         assert after.metric("kvproxy_kvcache_snapshot_restores_total", outcome="restored") == 1
         assert after.metric("kvproxy_kvcache_index_blocks", index="approximate") > 0

@@ -12,9 +12,8 @@ from kvproxy.admin.counts import by_label
 from kvproxy.admin.operated import AdminTarget, FindingLike
 from kvproxy.admin.replies import Refused, limit_of, reply
 from kvproxy.errors import Problem
-from kvproxy.kvcache.hot_prefixes import hot_prefixes
-from kvproxy.kvcache.parts import Parts
-from kvproxy.kvcache.status import cache_status, leases
+from kvproxy.kvcache.service import KvCache
+from kvproxy.kvcache.status import cache_status, hot_prefixes, leases
 
 MAX_LIMIT = 1000
 
@@ -43,7 +42,7 @@ class CacheRoutes:
         }
         return reply(
             {
-                **cache_status(self._parts()),
+                **cache_status(self._service()),
                 "lookups": by_label(metrics.kvcache.lookups, "outcome"),
                 "tokenizes": by_label(metrics.kvcache.tokenizes, "outcome"),
                 "actions": by_label(metrics.holdings.actions, "result"),
@@ -53,17 +52,17 @@ class CacheRoutes:
 
     async def _hot(self, request: Request) -> Response:
         limit = limit_of(request, default=20, most=MAX_LIMIT)
-        return reply({"prefixes": await hot_prefixes(self._parts(), limit)})
+        return reply({"prefixes": await hot_prefixes(self._service(), limit)})
 
     async def _leases(self, request: Request) -> Response:
-        return reply({"leases": leases(self._parts(), self._operated.clock())})
+        return reply({"leases": leases(self._service(), self._operated.clock())})
 
     def _alarms(self) -> Sequence[FindingLike]:
-        return self._parts().learning.scores.alarms()
+        return self._service().state.predictions.alarms()
 
-    def _parts(self) -> Parts:
+    def _service(self) -> KvCache:
         kvcache = self._operated.kvcache
         if kvcache is None:
             fix = "put `kvcache` into `filters`, or leave `filters` out"
             raise Refused(404, Problem("filters", "there is no kvcache filter, or it is off", fix))
-        return kvcache.parts
+        return kvcache

@@ -27,9 +27,8 @@ def endpoint_status(operated: AdminTarget, cluster: str, endpoint: Endpoint) -> 
     """Everything known about one endpoint: load, health, and what its engine says."""
     status = endpoint.status(operated.clock())
     if operated.kvcache is not None:
-        parts = operated.kvcache.parts
-        status["engine"] = engine_status(parts, endpoint)
-        status["cache"] = endpoint_index(parts, cluster, endpoint)
+        status["engine"] = engine_status(operated.kvcache, endpoint)
+        status["cache"] = endpoint_index(operated.kvcache, cluster, endpoint)
     return status
 
 

@@ -21,8 +21,7 @@ from kvproxy.admin.troubles import DOWN, FAILED_LEAST, FAILED_MOST, FAILED_SHARE
 from kvproxy.cluster.endpoint import Condition
 from kvproxy.config.schema import ListenerSettings
 from kvproxy.errors import Problem
-from kvproxy.kvcache.hot_prefixes import hot_prefixes
-from kvproxy.kvcache.status import leases, running_jobs
+from kvproxy.kvcache.status import hot_prefixes, leases, running_jobs
 from kvproxy.request.exchange import FAILED
 from kvproxy.request.recent import Tally
 
@@ -130,12 +129,11 @@ class LiveView:
         kvcache = self._operated.kvcache
         if kvcache is None:
             return None
-        parts = kvcache.parts
         return {
-            "running": running_jobs(parts),
-            "waiting": parts.background.waiting,
-            "leases": len(leases(parts, now)),
-            "breakers": parts.guard.states(),
+            "running": running_jobs(kvcache),
+            "waiting": kvcache.actions.jobs.waiting,
+            "leases": len(leases(kvcache, now)),
+            "breakers": kvcache.breakers.states(),
             "hot": self._hot,
         }
 
@@ -143,7 +141,7 @@ class LiveView:
         kvcache = self._operated.kvcache
         if kvcache is not None and now - self._hot_at >= HOT_AGAIN_S:
             self._hot_at = now
-            self._hot = await hot_prefixes(kvcache.parts, HOT)
+            self._hot = await hot_prefixes(kvcache, HOT)
 
 
 def _series(samples: Iterable[Sample], now: float) -> dict[str, Sequence[float | None]]:

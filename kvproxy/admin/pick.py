@@ -51,38 +51,38 @@ class PickRoutes:
         if target is None:
             raise Refused(404, Problem("request.model", "no route leads there", "GET /endpoints shows the clusters"))
         _check_policy(question, target.cluster)
-        gathered = await self._gathered(inference, body, target)
-        asked = self._pick_request(question, inference, target, gathered)
+        facts = await self._facts_for(inference, body, target)
+        asked = self._pick_request(question, inference, target, facts)
         if question.reserve:
-            return self._reserved(question, asked, target, gathered)
+            return self._reserved(question, asked, target, facts)
         answer = preview(target.cluster, asked, operated.clock())
         if isinstance(answer, Refusal):
             raise _nobody(answer)
         return reply(_shown(answer, asked, target.cluster))
 
-    async def _gathered(self, inference: InferenceRequest, body: bytes, target: RouteTarget) -> RequestFacts | None:
+    async def _facts_for(self, inference: InferenceRequest, body: bytes, target: RouteTarget) -> RequestFacts | None:
         service = self._operated.kvcache
         if service is None:
             return None
         return await service.facts_for(inference, body, cluster=target.cluster, model=target.upstream_model)
 
     def _pick_request(
-        self, question: Question, inference: InferenceRequest, target: RouteTarget, gathered: RequestFacts | None
+        self, question: Question, inference: InferenceRequest, target: RouteTarget, facts: RequestFacts | None
     ) -> PickRequest:
         service, parts = self._operated.kvcache, inference.prompt.parts
         prefer = service is not None and prefers(service.settings, target.cluster.settings.policy)
         return PickRequest(
             model=target.upstream_model or inference.model,
             session_key=inference.session_key,
-            facts=NO_FACTS if gathered is None else gathered.facts,
-            preferred=gathered.preferred if prefer and gathered is not None and not question.policy else None,
+            facts=NO_FACTS if facts is None else facts.overlaps,
+            preferred=facts.preferred if prefer and facts is not None and not question.policy else None,
             streams=question.first_token,
             prompt_head=parts[0][:_PROMPT_HEAD_BYTES] if parts else b"",
             policy=question.policy,
         )
 
     def _reserved(
-        self, question: Question, asked: PickRequest, target: RouteTarget, gathered: RequestFacts | None
+        self, question: Question, asked: PickRequest, target: RouteTarget, facts: RequestFacts | None
     ) -> Response:
         """Pick and hold in one step: nothing may come between the choice and its load."""
         if self._held.full:
@@ -92,7 +92,7 @@ class PickRoutes:
         if pick is None:
             raise _nobody(cluster.refusal(asked, now=now))
         service = self._operated.kvcache
-        held = self._held.hold(cluster, pick, service=service, gathered=gathered, lease_s=question.lease_s)
+        held = self._held.hold(cluster, pick, service=service, facts=facts, lease_s=question.lease_s)
         answer = Preview(pick.endpoint, pick.policy, pick.reason, note.candidates, pick.costs)
         shown = _shown(answer, asked, cluster)
         shown["reservation"] = {"id": held.id, "lease_s": question.lease_s}

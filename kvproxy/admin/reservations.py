@@ -42,7 +42,7 @@ class Reservation:
     cluster: Cluster
     pick: Pick
     service: KvCache | None
-    gathered: RequestFacts | None
+    facts: RequestFacts | None
     timer: Timer
 
 
@@ -76,14 +76,14 @@ class Reservations:
         return len(self._held) >= self._limit
 
     def hold(
-        self, cluster: Cluster, pick: Pick, *, service: KvCache | None, gathered: RequestFacts | None, lease_s: float
+        self, cluster: Cluster, pick: Pick, *, service: KvCache | None, facts: RequestFacts | None, lease_s: float
     ) -> Reservation:
         """Keep this pick until it is settled, at most `lease_s`."""
         name = secrets.token_hex(12)
         timer = self._later(lease_s, lambda: self._expire(name))
-        held = self._held[name] = Reservation(name, cluster, pick, service, gathered, timer)
-        if service is not None and gathered is not None:
-            service.picked(gathered, pick.endpoint.id)
+        held = self._held[name] = Reservation(name, cluster, pick, service, facts, timer)
+        if service is not None and facts is not None:
+            service.placed(facts, pick.endpoint.id)
         self._results.labels("made").inc()
         return held
 
@@ -115,6 +115,6 @@ class Reservations:
         pick.settle(ended.outcome, now)
         if well and ended.cached_tokens is not None:
             held.cluster.reused(pick, ended.cached_tokens, now)
-        if held.service is not None and held.gathered is not None:
+        if held.service is not None and held.facts is not None:
             result = Result(pick.endpoint.id, well, ended.prompt_tokens, ended.cached_tokens)
-            held.service.finished(held.gathered, result)
+            held.service.finished(held.facts, result)

@@ -12,7 +12,7 @@ from kvproxy.admin.speeds import unlearned
 from kvproxy.clients.kv_events.status import StreamState
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition, Endpoint
-from kvproxy.kvcache.parts import Parts
+from kvproxy.kvcache.overlap.kv_event_streams import EventStreams
 from kvproxy.request.exchange import FAILED
 from kvproxy.request.recent import Tally
 
@@ -84,16 +84,15 @@ class Troubles:
         kvcache = self._operated.kvcache
         if kvcache is None:
             return
-        parts = kvcache.parts
-        for outage in parts.guard.outages:
+        for outage in kvcache.breakers.outages:
             what = f"{outage.operation} fails: {outage.meaning} (last error: {outage.last_error})"
             yield _source(("outage", outage.operation), "kvcache", what, "is it up? `kvproxy doctor` asks it")
         for name, cluster in self._operated.clusters.items():
-            yield from _streams(parts, name, cluster, now)
+            yield from _streams(kvcache.overlap.streams, name, cluster, now)
 
     def _rest(self) -> Iterator[Trouble]:
         kvcache = self._operated.kvcache
-        alarms: Sequence[FindingLike] = () if kvcache is None else kvcache.parts.learning.scores.alarms()
+        alarms: Sequence[FindingLike] = () if kvcache is None else kvcache.state.predictions.alarms()
         unknown = unlearned(self._operated.clusters)
         for kind, found in (("alarm", alarms), ("speeds", unknown), ("finding", self._operated.findings)):
             for one in found:
@@ -135,13 +134,13 @@ def _names(endpoints: Sequence[Endpoint]) -> str:
     return f"{named} and {len(endpoints) - _NAMED} more" if len(endpoints) > _NAMED else named
 
 
-def _streams(parts: Parts, name: str, cluster: Cluster, now: float) -> Iterator[Trouble]:
-    if parts.streams is None:
+def _streams(streams: EventStreams | None, name: str, cluster: Cluster, now: float) -> Iterator[Trouble]:
+    if streams is None:
         return
     broken: list[tuple[Endpoint, str]] = []
     for one in cluster.endpoints:
         if one.condition(now) not in DOWN:
-            states = parts.streams.streams(one).values()
+            states = streams.streams(one).values()
             reasons = [each.reason.value for each in states if each.state is not StreamState.EXACT]
             broken += [(one, reasons[0].replace("_", " "))] if reasons else []
     effect = "what it holds is known only by what was routed there"

@@ -73,20 +73,20 @@ class KvCacheFilter:
 
     async def _before(self, exchange: Exchange, scope: Scope) -> None:
         try:
-            gathered = self._gather(exchange, scope["path"])
-            if gathered is None:
+            facts = self._gather(exchange, scope["path"])
+            if facts is None:
                 return
-            if gathered.wants_lookup:
-                await self._service.look_up(gathered)
+            if facts.wants_lookup:
+                await self._service.look_up(facts)
         except Exception:
             log.exception("[kvcache] no facts for this request")
             return
-        exchange.facts = gathered.facts
-        announce(scope, gathered.preferred, header=self._header)
-        prefers = self._prefer[gathered.cluster.name]
+        exchange.facts = facts.overlaps
+        announce(scope, facts.preferred, header=self._header)
+        prefers = self._prefer[facts.cluster.name]
         if prefers:
-            exchange.preferred = gathered.preferred
-        learning = KvCacheLearning(self._service, gathered, prefers=prefers)
+            exchange.preferred = facts.preferred
+        learning = KvCacheLearning(self._service, facts, prefers=prefers)
         exchange.facts_source = learning.refresh
         exchange.observers.append(learning)
 
@@ -109,31 +109,31 @@ class KvCacheLearning(RequestObserver):
     It is told of the exchange, not holding it: a cycle would keep the body until the collector comes by.
     """
 
-    __slots__ = ("_gathered", "_prefers", "_service")
+    __slots__ = ("_facts", "_prefers", "_service")
 
-    def __init__(self, service: KvCache, gathered: RequestFacts, *, prefers: bool) -> None:
+    def __init__(self, service: KvCache, facts: RequestFacts, *, prefers: bool) -> None:
         self._service = service
-        self._gathered = gathered
+        self._facts = facts
         self._prefers = prefers
 
     def refresh(self, exchange: Exchange) -> None:
         """The router asks before it places a request that had to wait; an endpoint announced earlier stays."""
         try:
-            self._service.refresh(self._gathered)
+            self._service.refresh(self._facts)
         except Exception:
             log.exception("[kvcache] this request is placed by the facts from before its wait")
             return
-        exchange.facts = self._gathered.facts
+        exchange.facts = self._facts.overlaps
         if self._prefers:
-            exchange.preferred = self._gathered.preferred
+            exchange.preferred = self._facts.preferred
 
     def placed(self, exchange: Exchange, decision: Sight, now: float) -> None:
         """The endpoint will hold the prompt."""
-        self._service.picked(self._gathered, decision.chosen.id)
+        self._service.placed(self._facts, decision.chosen.id)
 
     def finished(self, exchange: Exchange, now: float) -> None:
         """Learn from it, and do what is to be done about it."""
-        self._service.finished(self._gathered, result_of(exchange))
+        self._service.finished(self._facts, result_of(exchange))
 
 
 def announce(scope: Scope, preferred: EndpointId | None, *, header: bytes) -> None:
@@ -165,7 +165,7 @@ def build(app: ASGIApp, settings: KvCacheSettings, context: FilterContext) -> AS
         return app
     clusters: Mapping[str, Cluster] = context.services.clusters
     former = next((one for one in context.former if one not in context.kvcaches), None)
-    if former is not None and former.settings == settings and former.parts.clusters == clusters:
+    if former is not None and former.settings == settings and former.clusters == clusters:
         service = former
     else:
         service = KvCache(
@@ -175,7 +175,7 @@ def build(app: ASGIApp, settings: KvCacheSettings, context: FilterContext) -> AS
             clock=context.clock,
             wall_clock=lambda: context.wall_clock().timestamp(),
             rng=context.rng,
-            former=former,
+            state=None if former is None else former.state,
         )
     context.lifetimes.append(service)
     context.kvcaches.append(service)

@@ -140,8 +140,8 @@ class KVCacheMiddleware:
 
     async def _with_facts(self, kind: RequestKind, held: _Held, scope: Scope, receive: Receive, send: Send) -> None:
         body, receive = await self._read(scope, receive, held)
-        gathered = None if body is None else await self._facts(kind, body, scope)
-        if gathered is None:
+        facts = None if body is None else await self._facts(kind, body, scope)
+        if facts is None:
             await self._app(scope, receive, send)
             return
         answer = _Answer(send, kind)
@@ -149,7 +149,7 @@ class KVCacheMiddleware:
         try:
             await self._app(scope, receive, answer.send)
         finally:
-            self._finish(gathered, answer, scope)
+            self._finish(facts, answer, scope)
 
     async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Start when the app has started, end when it has ended."""
@@ -194,17 +194,17 @@ class KVCacheMiddleware:
             request = await read_body(kind, body, session=session, pace=self._pace)
             if request is None:
                 return None
-            gathered = await self.service.facts_for(request, body, cluster=self._cluster)
+            facts = await self.service.facts_for(request, body, cluster=self._cluster)
         except Exception:
             log.exception("[kvcache] no facts for this request")
             return None
-        announce(scope, gathered.preferred, header=self._header)
-        return gathered
+        announce(scope, facts.preferred, header=self._header)
+        return facts
 
-    def _finish(self, gathered: RequestFacts, answer: _Answer, scope: Scope) -> None:
+    def _finish(self, facts: RequestFacts, answer: _Answer, scope: Scope) -> None:
         served = scope.get("state", {}).get(SERVED_KEY) or answer.endpoint
         try:
-            self.service.finished(gathered, answer.result(EndpointId(served) if served else None))
+            self.service.finished(facts, answer.result(EndpointId(served) if served else None))
         except Exception:
             log.exception("[kvcache] nothing learned from this request")
 

@@ -4,68 +4,72 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from kvproxy.background_task import BackgroundTask
 from kvproxy.clients.engine_metrics import EngineMetrics
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.errors import ClientError
-from kvproxy.kvcache.actions.signals import HostUse, Signals
+from kvproxy.kvcache.actions.signals import HostUse, Pressure, Signals
 from kvproxy.kvcache.engines import Engines
-from kvproxy.kvcache.feedback.bytes_per_token import BytesPerToken
-from kvproxy.kvcache.feedback.hit_ratios import HitRatioStats
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.kvcache.overlap.lookup import LookupClient
+from kvproxy.kvcache.state import CacheState
+from kvproxy.metrics.catalog import Metrics
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.routing.engine_samples import Reading
-from kvproxy.types import EndpointId, Sleep
+from kvproxy.types import Clock, EndpointId, Sleep
 
 log = logging.getLogger("kvproxy.kvcache")
 
 #: The first round comes this long after the start: engines that just came up are busy enough.
 FIRST_ROUND_S = 1.0
 MAX_CONCURRENT = 16
-#: Rounds that read nothing still forget who left and renew leases.
+#: A reading older than this many intervals (and a while) says nothing any more.
+_STALE_INTERVALS, _STALE_S = 3, 5.0
+#: Rounds that read nothing still forget endpoints that left and renew leases.
 WITHOUT_READING_S = 5.0
 
 
 class MetricsScraper(BackgroundTask):
-    """Owns one task. Each round reads every engine (a few at a time), sizes its index, forgets who left, and ticks;
-    with `interval_s` 0 no engine is read."""
+    """Owns one task. Each round reads every engine (a few at a time), sizes its index, forgets endpoints that left, and
+    calls `on_round`; with an interval of 0 no engine is read."""
 
     task_name = "kvcache watch"
 
     def __init__(
         self,
-        interval_s: float,
+        settings: KvCacheSettings,
         *,
         clusters: Mapping[str, Cluster],
-        local: Mapping[str, LocalIndexes],
+        state: CacheState,
+        indexes: Mapping[str, LocalIndexes],
         engines: Engines,
-        signals: Signals,
         lookups: LookupClient,
-        ratios: BytesPerToken,
-        accounts: HitRatioStats,
         sample_host: Callable[[], HostUse],
         on_round: Callable[[], None],
-        former: MetricsScraper | None = None,
+        metrics: Metrics,
+        clock: Clock,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
-        self._interval_s = interval_s
+        self._interval_s = settings.engine_metrics_interval
+        max_age_s = _STALE_INTERVALS * self._interval_s + _STALE_S
+        self.signals = Signals(settings.cache_strategy, clock=clock, max_age_s=max_age_s)
         self._clusters = clusters
-        self._local = local
+        self._indexes = indexes
         self._engines = engines
-        self._signals = signals
         self._lookups = lookups
-        self._ratios = ratios
-        self._accounts = accounts
+        self._bytes_per_token = state.bytes_per_token
+        self._hit_ratios = state.hit_ratios
         self._sample_host = sample_host
         self._on_round = on_round
         self._sleep = sleep
-        known = {} if former is None else former._present
-        self._present: dict[str, Mapping[str, Endpoint]] = {name: known.get(name, {}) for name in clusters}
+        self._present = state.present
         self._slots = asyncio.Semaphore(MAX_CONCURRENT)
+        metrics.holdings.engine_kv_usage.read(self._kv_usage)
+        metrics.holdings.engine_requests.read(self._engine_requests)
 
     async def _run(self) -> None:
         interval_s = self._interval_s or WITHOUT_READING_S
@@ -84,8 +88,17 @@ class MetricsScraper(BackgroundTask):
             await self._read_all()
         self._on_round()
 
+    def pressure(self, instance: str) -> Pressure:
+        """What bears on an LMCache instance: the fullest and busiest of the endpoints under its id."""
+        endpoints = [one for cluster in self._clusters.values() for one in cluster.endpoints]
+        readings = [self.signals.pressure(one) for one in endpoints if one.instance_id == instance]
+        return Pressure(
+            max((one.load for one in readings if one.load is not None), default=None),
+            max((one.memory for one in readings if one.memory is not None), default=None),
+        )
+
     async def _read_all(self) -> None:
-        self._signals.host(self._sample_host())
+        self.signals.host(self._sample_host())
         present = [(name, endpoint) for name, cluster in self._clusters.items() for endpoint in cluster.endpoints]
         reads = [self._read(name, endpoint) for name, endpoint in present]
         await asyncio.gather(self._read_provider(), *reads)
@@ -93,16 +106,16 @@ class MetricsScraper(BackgroundTask):
     def _follow(self) -> None:
         """An endpoint that left, or is another engine now, holds nothing we know of."""
         for name, cluster in self._clusters.items():
-            local, before = self._local[name], self._present[name]
+            indexes, before = self._indexes[name], self._present.get(name, {})
             now = {str(endpoint.id): endpoint for endpoint in cluster.endpoints}
             for endpoint_id, endpoint in before.items():
                 if endpoint_id not in now or now[endpoint_id].origin != endpoint.origin:
-                    local.forget(endpoint.id)
+                    indexes.forget(endpoint.id)
             self._present[name] = now
-            local.hot.endpoints = max(1, len(now))
-        everybody = frozenset(endpoint for cluster in self._clusters.values() for endpoint in cluster.endpoints)
-        self._engines.keep(everybody)
-        self._signals.keep(everybody)
+            indexes.hot.endpoints = max(1, len(now))
+        every = frozenset(endpoint for cluster in self._clusters.values() for endpoint in cluster.endpoints)
+        self._engines.keep(every)
+        self.signals.keep(every)
 
     async def _read(self, cluster: str, endpoint: Endpoint) -> None:
         try:
@@ -111,36 +124,56 @@ class MetricsScraper(BackgroundTask):
         except ClientError as error:
             log.debug("[kvcache] metrics of %s: %s", endpoint.id, error)
             return
-        self._signals.engine(endpoint, metrics)
+        self.signals.engine(endpoint, metrics)
         if metrics.prefills is not None and metrics.prefill_s is not None:
             reading = Reading(metrics.prefills, metrics.prefill_s, metrics.prefill_tokens)
             self._clusters[cluster].scraped(endpoint, reading)
-        if self._began_anew(cluster, endpoint.id, metrics):
+        if self._restarted(cluster, endpoint.id, metrics):
             log.info("[kvcache] %s/%s is a new process: what it held is forgotten", cluster, endpoint.id)
         self._size(cluster, endpoint, metrics)
 
-    def _began_anew(self, cluster: str, endpoint: EndpointId, metrics: EngineMetrics) -> bool:
+    def _restarted(self, cluster: str, endpoint: EndpointId, metrics: EngineMetrics) -> bool:
         """Whether this is another process than before; one that does not say when it began tells by its counters."""
-        local, anew = self._local[cluster], self._accounts.scraped((cluster, endpoint), metrics)
+        indexes, restarted = self._indexes[cluster], self._hit_ratios.scraped((cluster, endpoint), metrics)
         if metrics.started_at is not None:
-            return local.began(endpoint, metrics.started_at)
-        if anew:
-            local.lose(endpoint)
-        return anew
+            return indexes.process_started(endpoint, metrics.started_at)
+        if restarted:
+            indexes.reset(endpoint)
+        return restarted
 
     def _size(self, cluster: str, endpoint: Endpoint, metrics: EngineMetrics) -> None:
         """The index believes an endpoint to hold as much as its engine has room for, as far as nothing contradicts."""
         cache = metrics.cache
         if cache is None or not cache.capacity_tokens:
             return
-        blocks = int(cache.capacity_tokens * self._ratios.typical) // TEXT_BLOCK_BYTES
-        self._local[cluster].capacities.tell(endpoint.id, 0 if cache.prefix_caching is False else blocks)
+        blocks = int(cache.capacity_tokens * self._bytes_per_token.typical) // TEXT_BLOCK_BYTES
+        self._indexes[cluster].capacities.tell(endpoint.id, 0 if cache.prefix_caching is False else blocks)
 
     async def _read_provider(self) -> None:
         provider = self._lookups.provider
         if provider is None:
             return
         try:
-            self._signals.provider(await provider.memory())
+            self.signals.provider(await provider.memory())
         except ClientError as error:
             log.debug("[kvcache] memory of LMCache: %s", error)
+
+    def _kv_usage(self) -> Iterator[tuple[tuple[str, ...], float]]:
+        """KV memory in use, where the engine's metrics say it and are not too old."""
+        for labels, metrics in self._readings():
+            if metrics.kv_usage is not None:
+                yield labels, metrics.kv_usage
+
+    def _engine_requests(self) -> Iterator[tuple[tuple[str, ...], float]]:
+        """Requests running and waiting at each engine."""
+        for labels, metrics in self._readings():
+            for state, count in (("running", metrics.running), ("waiting", metrics.waiting)):
+                if count is not None:
+                    yield (*labels, state), count
+
+    def _readings(self) -> Iterator[tuple[tuple[str, str], EngineMetrics]]:
+        for name, cluster in self._clusters.items():
+            for endpoint in cluster.endpoints:
+                reading = self.signals.reading(endpoint)
+                if reading is not None and reading[0] <= self.signals.max_age_s:
+                    yield (name, str(endpoint.id)), reading[1]

@@ -1,59 +1,62 @@
-"""What the kvcache service knows and does, as plain data for people. Reads only; hashes, never prompts."""
+"""What the cache service knows and does, as plain data for people. Reads only; hashes, never prompts."""
 
 from __future__ import annotations
 
+import asyncio
+import heapq
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 from kvproxy.clients.kv_events.status import StreamState, StreamStatus
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.kvcache.occupancy import PRECISE_ROW_BYTES, shares
+from kvproxy.kvcache.overlap.sources import PRECISE_ROW_BYTES
+from kvproxy.kvcache.service import KvCache
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
-
-if TYPE_CHECKING:
-    from kvproxy.kvcache.parts import Parts
+from kvproxy.prefix.hot_blocks import Heat
 
 #: The worst stream decides what an endpoint's index is worth.
 _WORST_FIRST = (StreamState.APPROXIMATE, StreamState.DEGRADED, StreamState.CONNECTING)
+#: Runs looked at before other tasks get their turn: well under a millisecond.
+SLICE_RUNS = 512
 
 
-def cache_status(parts: Parts) -> dict[str, object]:
+def cache_status(service: KvCache) -> dict[str, object]:
     """Sources, indexes, token memory, queues and breakers."""
-    memory, lookups = parts.tokens.memory, parts.lookups
-    settings = parts.settings
+    overlap, settings = service.overlap, service.settings
+    memory, provider = overlap.tokens.memory, overlap.lookups.provider
     return {
         "sources": {
             "approximate": True,
-            "precise": parts.streams is not None,
-            "lookup": None if lookups.provider is None else lookups.provider.source.value,
+            "precise": overlap.streams is not None,
+            "lookup": None if provider is None else provider.source.value,
         },
-        "indexes": {name: index_status(parts, cluster) for name, cluster in parts.clusters.items()},
+        "indexes": {name: _index_status(service, cluster) for name, cluster in service.clusters.items()},
         "token_memory": {
             "entries": len(memory),
             "bytes": memory.held_bytes,
             "limit_bytes": settings.token_cache.max_bytes,
             "recalls": {name: getattr(memory.stats, name) for name in ("exact", "prefix", "missed")},
         },
-        "snapshot": None if parts.warm is None else parts.warm.status(),
+        "snapshot": None if service.snapshot is None else service.snapshot.status(),
         "background": {
-            "waiting": parts.background.waiting,
+            "waiting": service.actions.jobs.waiting,
             "limit": settings.background.max_queue,
-            "running": running_jobs(parts),
+            "running": running_jobs(service),
         },
-        "breakers": parts.guard.states(),
-        "troubles": troubles(parts),
-        "switched_off": [f"{kind} at {instance}" for kind, instance in parts.upkeep.actions.switched_off],
-        "bytes_per_token": parts.ratios.typical,
+        "breakers": service.breakers.states(),
+        "troubles": troubles(service),
+        "switched_off": [f"{kind} at {instance}" for kind, instance in service.actions.executor.switched_off],
+        "bytes_per_token": service.state.bytes_per_token.typical,
     }
 
 
-def troubles(parts: Parts) -> list[dict[str, object]]:
+def troubles(service: KvCache) -> list[dict[str, object]]:
     """What of the sources and services does not work, the longest first.
 
     `kind` is `service` (of `what`: lookup, tokenize, pin, ...) or `event_stream` (of `what`: an endpoint's rank).
     """
-    now = parts.guard.now()
+    now, streams = service.breakers.now(), service.overlap.streams
     found: list[dict[str, object]] = [
         {
             "kind": "service",
@@ -64,7 +67,7 @@ def troubles(parts: Parts) -> list[dict[str, object]]:
             "last_error": outage.last_error,
             "meaning": outage.meaning,
         }
-        for outage in parts.guard.outages
+        for outage in service.breakers.outages
     ]
     found += [
         {
@@ -76,49 +79,34 @@ def troubles(parts: Parts) -> list[dict[str, object]]:
             "last_error": one.status.reason.value,
             "meaning": "what was routed there counts until its KV events are complete again",
         }
-        for one in (() if parts.streams is None else parts.streams.troubles())
+        for one in (() if streams is None else streams.troubles())
     ]
     return sorted(found, key=lambda one: -float(str(one["for_s"])))
 
 
-def index_status(parts: Parts, cluster: Cluster) -> dict[str, object]:
-    """One cluster's indexes: size, estimated memory, and each endpoint's part."""
-    local = parts.local[cluster.name]
-    rows = sum(local.precise.rows(endpoint.id) for endpoint in cluster.endpoints)
-    return {
-        "approximate": {
-            "entries": local.approximate.entries,
-            "runs": local.approximate.runs,
-            "estimated_bytes": local.approximate.estimated_bytes,
-        },
-        "precise": {"blocks": rows, "estimated_bytes": rows * PRECISE_ROW_BYTES},
-        "hot": {"blocks": local.hot.blocks, "runs": local.hot.runs},
-        "endpoints": {str(one.id): endpoint_index(parts, cluster.name, one) for one in cluster.endpoints},
-    }
-
-
-def endpoint_index(parts: Parts, cluster: str, endpoint: Endpoint) -> dict[str, object]:
+def endpoint_index(service: KvCache, cluster: str, endpoint: Endpoint) -> dict[str, object]:
     """What is believed of one endpoint, and how far. Blocks of the approximate index are text, not tokens."""
-    local = parts.local[cluster]
-    streams = {} if parts.streams is None else parts.streams.streams(endpoint)
+    overlap = service.overlap
+    indexes = overlap.indexes[cluster]
+    streams = {} if overlap.streams is None else overlap.streams.streams(endpoint)
     return {
-        "state": worth(streams).value,
+        "state": index_worth(streams).value,
         "streams": [
             {"rank": rank, "state": one.state.value, "reason": one.reason.value} for rank, one in streams.items()
         ],
-        "approximate_blocks": local.approximate.blocks(endpoint.id),
-        "approximate_capacity_blocks": local.approximate.capacity(endpoint.id),
-        "told_capacity_blocks": local.capacities.told(endpoint.id),
-        "trust": shares(parts, cluster, endpoint.id),
-        "hit_ratio": asdict(parts.learning.accounts.use((cluster, endpoint.id))),
+        "approximate_blocks": indexes.approximate.blocks(endpoint.id),
+        "approximate_capacity_blocks": indexes.approximate.capacity(endpoint.id),
+        "told_capacity_blocks": indexes.capacities.told(endpoint.id),
+        "trust": overlap.trust(cluster, endpoint.id),
+        "hit_ratio": asdict(service.state.hit_ratios.use((cluster, endpoint.id))),
         "block_bytes": TEXT_BLOCK_BYTES,
-        "precise_blocks": local.precise.rows(endpoint.id),
+        "precise_blocks": indexes.precise.rows(endpoint.id),
     }
 
 
-def engine_status(parts: Parts, endpoint: Endpoint) -> dict[str, object] | None:
+def engine_status(service: KvCache, endpoint: Endpoint) -> dict[str, object] | None:
     """What the engine's own metrics said last; None before that."""
-    reading = parts.signals.reading(endpoint)
+    reading = service.scraper.signals.reading(endpoint)
     if reading is None:
         return None
     age_s, metrics = reading
@@ -133,7 +121,7 @@ def engine_status(parts: Parts, endpoint: Endpoint) -> dict[str, object] | None:
     }
 
 
-def worth(streams: dict[int, StreamStatus]) -> StreamState:
+def index_worth(streams: dict[int, StreamStatus]) -> StreamState:
     """What an index fed by these streams is worth; without any, only what was routed is known."""
     if not streams:
         return StreamState.APPROXIMATE
@@ -141,12 +129,12 @@ def worth(streams: dict[int, StreamStatus]) -> StreamState:
     return next((state for state in _WORST_FIRST if state in states), StreamState.EXACT)
 
 
-def leases(parts: Parts, now: float) -> list[dict[str, object]]:
+def leases(service: KvCache, now: float) -> list[dict[str, object]]:
     """Running pins."""
-    pin = parts.upkeep.pin
+    pin = service.actions.pin
     if pin is None:
         return []
-    lasts_s = None if pin.counted else parts.settings.cache_strategy.pin_lease
+    lasts_s = None if pin.counted else service.settings.cache_strategy.pin_lease
     return [
         {
             "instance": instance,
@@ -160,6 +148,58 @@ def leases(parts: Parts, now: float) -> list[dict[str, object]]:
     ]
 
 
-def running_jobs(parts: Parts) -> list[dict[str, object]]:
+def running_jobs(service: KvCache) -> list[dict[str, object]]:
     """Background work under way: what, and at which LMCache instance."""
-    return [{"about": job.about, "instance": job.lane} for job in parts.background.running]
+    return [{"about": job.about, "instance": job.lane} for job in service.actions.jobs.running]
+
+
+def _let_others_run() -> Awaitable[None]:
+    return asyncio.sleep(0)
+
+
+async def hot_prefixes(
+    service: KvCache, limit: int, *, pause: Callable[[], Awaitable[None]] = _let_others_run
+) -> list[dict[str, object]]:
+    """At most `limit` prefixes, the most touched first: hash of the last block, length, touches (decayed), and by
+    endpoint how many of their blocks it is believed to hold. Looks at every run there is, so it does so in slices."""
+    indexes = service.overlap.indexes
+    found: list[tuple[float, str, Heat]] = []
+    for cluster, one in indexes.items():
+        kept = one.hot.kept()
+        for start in range(0, len(kept), SLICE_RUNS):
+            touched = [(one.hot.touches(run), cluster, run) for run in kept[start : start + SLICE_RUNS]]
+            found = heapq.nlargest(limit, [*found, *touched], key=lambda each: each[0])
+            await pause()
+    # What was found in an early slice may be gone by now.
+    present = [(cluster, run, indexes[cluster].hot.touches(run)) for _, cluster, run in found]
+    return [_hot_prefix(service, cluster, run, touches) for cluster, run, touches in present if touches > 0.0]
+
+
+def _hot_prefix(service: KvCache, cluster: str, run: Heat, touches: float) -> dict[str, object]:
+    indexes = service.overlap.indexes[cluster]
+    hashes = indexes.hot.prefix(run)
+    return {
+        "cluster": cluster,
+        "prefix": f"{hashes[-1]:016x}",
+        "blocks": len(hashes),
+        "estimated_tokens": int(len(hashes) * TEXT_BLOCK_BYTES / service.state.bytes_per_token.typical),
+        "touches": touches,
+        "hot": touches >= indexes.hot.threshold,
+        "replicas": {str(endpoint): blocks for endpoint, blocks in indexes.approximate.lookup(hashes).items()},
+    }
+
+
+def _index_status(service: KvCache, cluster: Cluster) -> dict[str, object]:
+    """One cluster's indexes: size, estimated memory, and each endpoint's part."""
+    indexes = service.overlap.indexes[cluster.name]
+    rows = sum(indexes.precise.rows(endpoint.id) for endpoint in cluster.endpoints)
+    return {
+        "approximate": {
+            "entries": indexes.approximate.entries,
+            "runs": indexes.approximate.runs,
+            "estimated_bytes": indexes.approximate.estimated_bytes,
+        },
+        "precise": {"blocks": rows, "estimated_bytes": rows * PRECISE_ROW_BYTES},
+        "hot": {"blocks": indexes.hot.blocks, "runs": indexes.hot.runs},
+        "endpoints": {str(one.id): endpoint_index(service, cluster.name, one) for one in cluster.endpoints},
+    }

@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from kvproxy.clients.kv_events import events as wire
-from kvproxy.kvcache.overlap.indexes import LocalIndexes
+from kvproxy.kvcache.overlap.indexes import IndexState, LocalIndexes
 from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.replay.settings import IndexMode, ReplayFleet
@@ -57,11 +57,9 @@ class IndexView:
         self._block_size = block_size
         self._ids = [endpoint_id(index) for index in range(fleet.instances)]
         self._events = fleet.index is IndexMode.EVENTS
-        self._local = LocalIndexes(
-            endpoints=fleet.instances,
-            learn_capacity=fleet.learn_capacity,
-            capacity_blocks=int(fleet.capacity_tokens * fleet.index_capacity) // block_size,
-        )
+        capacity_blocks = int(fleet.capacity_tokens * fleet.index_capacity) // block_size
+        state = IndexState(endpoints=fleet.instances, capacity_blocks=capacity_blocks)
+        self._local = LocalIndexes(state, learn_capacity=fleet.learn_capacity)
         if self._events:
             self._local.exact = frozenset(self._ids)
         self._rng = rng
@@ -95,11 +93,11 @@ class IndexView:
         return partial(self._settle, turn, facts.by_endpoint.get(name), self._local.route(name, turn.blocks))
 
     def _settle(
-        self, turn: Turn, overlap: Overlap | None, claim: SpeculativeEntry, predicted: int, cached: int
+        self, turn: Turn, overlap: Overlap | None, entry: SpeculativeEntry, predicted: int, cached: int
     ) -> None:
         """As the proxy learns from a response."""
-        local, endpoint, cached_blocks = self._local, claim.endpoint, cached // self._block_size
-        lost = endpoint not in local.exact and local.capacities.observe(claim, cached_blocks)
+        local, endpoint, cached_blocks = self._local, entry.endpoint, cached // self._block_size
+        lost = local.observe_capacity(entry, cached_blocks)
         local.correct(
             endpoint,
             turn.blocks,
@@ -108,9 +106,7 @@ class IndexView:
             cached_tokens=cached,
             cached_blocks=cached_blocks,
         )
-        local.settle(claim, prefilled=True)
-        if lost:
-            local.approximate.insert(endpoint, turn.blocks)
+        local.settle(entry, prefilled=True, lost=lost)
 
     def observe(self, endpoint: int, events: Sequence[KvEvent]) -> None:
         self._local.precise.apply(self._ids[endpoint], 0, [_on_the_wire(event) for event in events])

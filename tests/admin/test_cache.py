@@ -68,11 +68,11 @@ async def test_leases_and_running_work() -> None:
         ]
     )
     assert proxy.kvcache is not None
-    pin, now = proxy.kvcache.parts.upkeep.pin, proxy.clock()
+    pin, now = proxy.kvcache.actions.pin, proxy.clock()
     assert pin is not None
     prefix = KnownPrefix(0xABC, "m", "", deque(), whole=0xABC)
     pin.done(Action(ActionKind.PIN, "i1", prefix, "hot"), now - 100.0)
-    background = proxy.kvcache.parts.background
+    background = proxy.kvcache.actions.jobs
 
     async def work() -> bool:
         async with admin_of(proxy) as client:
@@ -103,7 +103,7 @@ async def test_what_engines_say_is_shown_with_its_age() -> None:
     endpoint = proxy.clusters["default"].endpoints[0]
     async with admin_of(proxy) as client:
         assert (await client.get("/endpoints")).json()["clusters"]["default"][0]["engine"] is None
-        proxy.kvcache.parts.signals.engine(endpoint, EngineMetrics(kv_usage=0.5, waiting=2, running=3))
+        proxy.kvcache.scraper.signals.engine(endpoint, EngineMetrics(kv_usage=0.5, waiting=2, running=3))
         shown = (await client.get("/endpoints")).json()["clusters"]["default"][0]["engine"]
     assert (shown["kv_usage"], shown["waiting"], shown["running"], shown["age_s"]) == (0.5, 2, 3, 0.0)
 

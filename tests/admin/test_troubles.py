@@ -126,7 +126,7 @@ async def test_a_controller_that_is_down_is_a_finding(clock: FakeClock) -> None:
     """What it costs and its last error are said."""
     place = Place(clock)
     assert place.proxy.kvcache is not None
-    guard = place.proxy.kvcache.parts.guard
+    guard = place.proxy.kvcache.breakers
 
     async def refused() -> None:
         raise ClientUnavailable("lookup: connection refused")
@@ -171,8 +171,8 @@ async def test_event_streams_that_are_down(clock: FakeClock) -> None:
     """Once they have been for a while, before failing requests; not of an engine that is down itself."""
     place = Place(clock)
     assert place.proxy.kvcache is not None
-    parts: Any = place.proxy.kvcache.parts
-    parts.streams = Streams(StreamStatus(StreamState.DEGRADED, StreamReason.DISCONNECTED))
+    overlap: Any = place.proxy.kvcache.overlap
+    overlap.streams = Streams(StreamStatus(StreamState.DEGRADED, StreamReason.DISCONNECTED))
     try:
         place.probe_fails("a")
         place.answer(9, status=500)
@@ -185,9 +185,9 @@ async def test_event_streams_that_are_down(clock: FakeClock) -> None:
         assert [one["where"] for one in findings] == ["default/a", "default/b", "default/c", "default"]
         assert findings[1]["severity"] == "warning"
         assert findings[1]["what"].startswith("KV events: disconnected")
-        parts.streams.status = StreamStatus(StreamState.EXACT, StreamReason.FOLLOWING)
+        overlap.streams.status = StreamStatus(StreamState.EXACT, StreamReason.FOLLOWING)
         place.answer(0)
         clock.advance(1.0)
         assert len((await place.live())["findings"]) == 2
     finally:
-        parts.streams = None
+        overlap.streams = None

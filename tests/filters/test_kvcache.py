@@ -107,7 +107,7 @@ async def test_a_hot_prompt_is_pinned_where_it_was_served(caplog: pytest.LogCapt
     async with simulated() as place, proxied(place, cache_strategy=PIN) as proxy:
         with caplog.at_level(logging.INFO, "kvproxy.audit"):
             served = [await ask(proxy, TURN) for _ in range(2)]
-            await until(lambda: service(proxy).parts.background.idle)
+            await until(lambda: service(proxy).actions.jobs.idle)
         assert place.fleet.controller is not None
         pinned = {n: w.stores["LocalCPUBackend"].pins for n, w in place.fleet.controller.controller.workers.items()}
         assert pinned[served[1]] > 0
@@ -154,10 +154,10 @@ async def test_memory_pressure_without_evict_is_said_once(caplog: pytest.LogCapt
     """The real controller answers 404; nothing is cleared unless asked for."""
     strategy = {"enable_eviction": True, "memory_source": "host", "memory_threshold": 0.0}
     async with simulated() as place, proxied(place, cache_strategy=strategy) as proxy:
-        await service(proxy).parts.watch.round()
+        await service(proxy).scraper.round()
         for tag in "pqrstu":
             await ask(proxy, long_text(tag, 400))
-            await until(lambda: service(proxy).parts.background.idle)
+            await until(lambda: service(proxy).actions.jobs.idle)
         assert place.calls["POST /evict"] == 1
         assert place.calls["POST /clear"] == 0
         assert caplog.text.count("cannot evict a single prefix") == 1
@@ -169,11 +169,11 @@ async def test_a_compressed_prefix_is_decompressed_before_it_is_used() -> None:
     strategy = {"enable_compression": True, "load_source": "host", "load_threshold": 0.0}
     async with simulated(names=("a",)) as place, proxied(place, cache_strategy=strategy) as proxy:
         under_test = service(proxy)
-        await under_test.parts.watch.round()
+        await under_test.scraper.round()
         await ask(proxy, TURN)
         await ask(proxy, long_text("z", 400))
         await until(lambda: place.calls["POST /compress"] == 1)
-        await until(lambda: under_test.parts.background.idle)
+        await until(lambda: under_test.actions.jobs.idle)
         await ask(proxy, TURN, "an answer", "again")
         await until(lambda: place.calls["POST /decompress"] == 1)
 
@@ -212,7 +212,7 @@ async def test_a_retry_is_told_of_as_a_pick_of_its_own() -> None:
     bad, good = FakeEngine("bad", broken), FakeEngine("good", answer_ok)
     async with serve(bad) as a, serve(good) as b, running_proxy({"a": a, "b": b}) as proxy:
         assert await ask(proxy, TURN) == "b"
-        local = service(proxy).parts.local["default"].approximate
+        local = service(proxy).overlap.indexes["default"].approximate
         assert local.blocks(EndpointId("a")) == 0
         assert local.blocks(EndpointId("b")) > 0
 
@@ -289,7 +289,7 @@ async def test_the_state_key_is_pixius() -> None:
 
 async def test_a_pick_that_cannot_be_counted_harms_nothing(caplog: pytest.LogCaptureFixture) -> None:
     class Stumbling(KvCache):
-        def picked(self, gathered: Any, endpoint: EndpointId) -> None:
+        def placed(self, facts: Any, endpoint: EndpointId) -> None:
             raise RuntimeError("a mistake")
 
     engine = FakeEngine("only")
@@ -321,12 +321,12 @@ async def test_facts_come_before_the_client_is_answered_by_plain_httpx() -> None
 class Forgetful(KvCache):
     """A service that knows one thing once, and then breaks."""
 
-    def refresh(self, gathered: RequestFacts) -> None:
-        gathered.preferred = EndpointId("b")
-        gathered.facts = OverlapFacts(7)
+    def refresh(self, facts: RequestFacts) -> None:
+        facts.preferred = EndpointId("b")
+        facts.overlaps = OverlapFacts(7)
         self.refresh = self._broken  # type: ignore[method-assign]
 
-    def _broken(self, gathered: RequestFacts) -> None:
+    def _broken(self, facts: RequestFacts) -> None:
         raise ZeroDivisionError("no facts today")
 
 

@@ -159,14 +159,14 @@ class Service:
         self, request: tuple[InferenceRequest, bytes], endpoint: EndpointId, *, cached: int | None = None
     ) -> RequestFacts:
         """A whole request: facts, the pick of `endpoint`, and a good answer."""
-        gathered = await self.ask(request)
-        self.kv.picked(gathered, endpoint)
-        self.kv.finished(gathered, Result(endpoint, True, cached_tokens=cached))
-        return gathered
+        facts = await self.ask(request)
+        self.kv.placed(facts, endpoint)
+        self.kv.finished(facts, Result(endpoint, True, cached_tokens=cached))
+        return facts
 
     async def settled(self) -> None:
         """All background work is done."""
-        await self.kv.parts.background.settled()
+        await self.kv.actions.jobs.settled()
 
     def metric(self, name: str, **labels: str) -> float:
         """A sample; 0 when it was never counted."""
@@ -191,7 +191,7 @@ async def running(
         metrics=metrics,
         clock=clock,
         wall_clock=wall_clock,
-        former=None if former is None else former.kv,
+        state=None if former is None else former.kv.state,
         rng=random.Random(1),
         sample_host=lambda: host,
     )

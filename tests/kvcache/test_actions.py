@@ -59,15 +59,15 @@ class Bench:
     def __init__(self, provider: Acting | None, clock: FakeClock, config: KvCacheSettings | None = None) -> None:
         config = config or settings(retry={"base_backoff": 0, "max_backoff": 0})
         self.metrics = Metrics()
-        guard = OperationBreakers(config.circuit_breaker, clock=clock, metrics=self.metrics)
-        lookups = LookupClient(guard=guard, metrics=self.metrics, clock=clock)
+        breakers = OperationBreakers(config.circuit_breaker, clock=clock, metrics=self.metrics)
+        lookups = LookupClient(breakers=breakers, metrics=self.metrics, clock=clock)
         lookups.provider = provider
         self.background = JobQueue(config.background, metrics=self.metrics)
         self.actions = ActionExecutor(
             config,
-            background=self.background,
+            jobs=self.background,
             lookups=lookups,
-            guard=guard,
+            breakers=breakers,
             metrics=self.metrics,
             clock=clock,
             rng=random.Random(1),

@@ -45,10 +45,10 @@ async def test_both_layout_shapes_lead_to_the_holder_of_most(layout: Any) -> Non
     """The real controller sends arrays; Pixiu believed in objects. The first request already has its preference."""
     lmcache = controller(layout)
     async with world({"a": engine(), "b": engine()}, lmcache) as service:
-        gathered = await service.ask(PROMPT)
-        assert gathered.preferred == B
-        assert gathered.facts.prompt_tokens == 601  # exact: the engine counted
-        assert gathered.facts.by_endpoint[B].source is FactSource.LMCACHE_CONTROLLER
+        facts = await service.ask(PROMPT)
+        assert facts.preferred == B
+        assert facts.overlaps.prompt_tokens == 601  # exact: the engine counted
+        assert facts.overlaps.by_endpoint[B].source is FactSource.LMCACHE_CONTROLLER
         assert service.metric("kvproxy_kvcache_lookups_total", outcome="hit") == 1
 
 
@@ -57,8 +57,8 @@ async def test_both_layout_shapes_lead_to_the_holder_of_most(layout: Any) -> Non
 )
 async def test_a_lookup_that_names_nobody_is_a_miss(layout: Any) -> None:
     async with world({"a": engine()}, controller(layout)) as service:
-        gathered = await service.ask(PROMPT)
-        assert gathered.preferred is None
+        facts = await service.ask(PROMPT)
+        assert facts.preferred is None
         assert service.metric("kvproxy_kvcache_lookups_total", outcome="miss") == 1
 
 
@@ -97,9 +97,9 @@ async def test_a_deadline_hit_opens_no_breaker_and_what_comes_late_still_teaches
         assert service.metric("kvproxy_kvcache_lookups_total", outcome="lookup_timeout") == 10
         await until(lambda: lmcache.calls["/lookup"] == 10)
         answer.set()
-        local = service.kv.parts.local["default"].approximate
+        local = service.kv.overlap.indexes["default"].approximate
         await until(lambda: local.blocks(B) > 0)
-        assert service.kv.parts.lookups.possible
+        assert service.kv.overlap.lookups.possible
         assert service.metric("kvproxy_kvcache_token_memory_bytes") > 0
         assert service.kv.gather(*chat(long_text("w3-")), cluster=service.cluster).preferred == B
 
@@ -120,7 +120,7 @@ async def test_a_late_hint_that_may_be_no_prefix_teaches_nothing() -> None:
         answer.set()
         await until(lambda: service.metric("kvproxy_queue_depth", queue="kvcache_lookup") == 0)
         await asyncio.sleep(0)
-        local = service.kv.parts.local["default"].approximate
+        local = service.kv.overlap.indexes["default"].approximate
         assert (local.blocks(A), local.blocks(B)) == (0, 0)
 
 
@@ -133,11 +133,11 @@ async def test_a_dead_service_costs_no_more_than_the_deadline_and_then_nothing()
             config = settings(lmcache_endpoint=url, circuit_breaker={"failure_threshold": 3, "recovery_timeout": 60})
             async with running(config, cluster_of({"a": a})) as service:
                 for number in range(3):
-                    gathered = await service.ask(chat(long_text(f"w{number}-")))
-                    assert gathered.preferred is None
+                    facts = await service.ask(chat(long_text(f"w{number}-")))
+                    assert facts.preferred is None
                 assert service.metric("kvproxy_kvcache_lookups_total", outcome="error") == 3
-                gathered = service.kv.gather(*PROMPT, cluster=service.cluster)
-                assert not gathered.wants_lookup
+                facts = service.kv.gather(*PROMPT, cluster=service.cluster)
+                assert not facts.wants_lookup
                 assert service.metric("kvproxy_kvcache_lookups_total", outcome="breaker_open") == 1
                 assert service.metric("kvproxy_breaker_open", breaker="kvcache/lookup") == 1
                 assert service.metric("kvproxy_breaker_open", breaker="kvcache/tokenize") == 0
@@ -153,7 +153,7 @@ async def test_a_service_that_never_answers_costs_the_deadline() -> None:
     limits = {"lookup_routing_timeout": 0.01, "request_timeout": 0.05, "circuit_breaker": breaker}
     async with world({"a": engine()}, controller(both, lookup=never), **limits) as service:
         await service.ask(PROMPT)
-        await until(lambda: not service.kv.parts.lookups.possible)
+        await until(lambda: not service.kv.overlap.lookups.possible)
         assert service.metric("kvproxy_kvcache_lookups_total", outcome="lookup_timeout") == 1
 
 
@@ -175,7 +175,7 @@ async def test_a_thousand_identical_prompts_are_one_tokenize() -> None:
         assert service.metric("kvproxy_kvcache_tokenizes_total", outcome="ok") == 1
         assert lmcache.calls["/lookup"] == 1
         assert service.metric("kvproxy_kvcache_lookups_total", outcome="hit") == 1000
-        assert all(gathered.preferred == B for gathered in found)
+        assert all(facts.preferred == B for facts in found)
 
 
 async def test_lookups_under_way_are_bounded() -> None:
@@ -238,10 +238,10 @@ async def test_a_client_that_leaves_counts_nothing() -> None:
         await until(lambda: lmcache.calls["/lookup"])
         leaving.cancel()
         await asyncio.gather(leaving, return_exceptions=True)
-        assert service.kv.parts.lookups.possible
+        assert service.kv.overlap.lookups.possible
         go.set()
         await until(lambda: service.metric("kvproxy_queue_depth", queue="kvcache_lookup") == 0)
-        assert service.kv.parts.lookups.possible
+        assert service.kv.overlap.lookups.possible
 
 
 async def test_shutdown_ends_lookups_under_way() -> None:

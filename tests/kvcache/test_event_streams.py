@@ -19,7 +19,7 @@ from kvproxy.clients.kv_events.events import BlockStored
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.kvcache.engines import Engines
-from kvproxy.kvcache.overlap.indexes import LocalIndexes
+from kvproxy.kvcache.overlap.indexes import IndexState, LocalIndexes
 from kvproxy.kvcache.overlap.kv_event_streams import EventStreams, _Consumer
 from kvproxy.kvcache.status import troubles
 from kvproxy.listener.server import serve
@@ -58,14 +58,14 @@ async def followed() -> AsyncIterator[tuple[Place, Service]]:
 
 
 def exact(service: Service) -> set[EndpointId]:
-    return set(service.kv.parts.local["default"].exact)
+    return set(service.kv.overlap.indexes["default"].exact)
 
 
 async def knows_tokens(service: Service, content: str) -> None:
     """The prompt's tokens are remembered (as after an earlier turn)."""
     request = chat(content, model="tiny")
-    gathered = service.kv.gather(*request, cluster=service.cluster)
-    task = service.kv.parts.tokens.ask(gathered)
+    facts = service.kv.gather(*request, cluster=service.cluster)
+    task = service.kv.overlap.tokens.ask(facts)
     assert task is not None
     assert await task is not None
 
@@ -74,11 +74,11 @@ async def test_what_an_engine_announces_is_known_whoever_asked_it() -> None:
     """A prompt that came another way is found by its tokens, with the engine's own blocks."""
     async with followed() as (place, service):
         usage = await generate(place, "b", TURN)
-        await until(lambda: service.kv.parts.local["default"].precise.rows(B) > 0)
+        await until(lambda: service.kv.overlap.indexes["default"].precise.rows(B) > 0)
         await knows_tokens(service, TURN)
-        gathered = await service.ask(chat(TURN, model="tiny"))
-        assert gathered.preferred == B
-        overlap = gathered.facts.by_endpoint[B]
+        facts = await service.ask(chat(TURN, model="tiny"))
+        assert facts.preferred == B
+        overlap = facts.overlaps.by_endpoint[B]
         assert overlap.source is FactSource.PRECISE
         assert overlap.device_tokens == usage["prompt_tokens"] // 32 * 32
         assert service.metric("kvproxy_kvcache_index_blocks", index="precise") > 0
@@ -92,24 +92,24 @@ async def test_an_exact_stream_is_believed_over_what_was_routed() -> None:
         assert (await service.serve(request, A)).preferred is None
         assert (await service.ask(request)).preferred is None  # routed, answered, and never announced
         under_way = await service.ask(request)
-        service.kv.picked(under_way, A)
+        service.kv.placed(under_way, A)
         assert (await service.ask(request)).preferred == A  # promised: it is being computed
 
 
 async def test_streams_that_are_not_complete_are_troubles() -> None:
     """With the endpoint, what happened, and what it means; gone when the stream is exact again."""
     async with followed() as (_place, service):
-        streams = service.kv.parts.streams
+        streams = service.kv.overlap.streams
         assert streams is not None
-        assert troubles(service.kv.parts) == []
+        assert troubles(service.kv) == []
         (subscriber, *_) = streams._streams[service.cluster.endpoints[0]][2]
         subscriber._health.disconnected()
-        (trouble,) = troubles(service.kv.parts)
+        (trouble,) = troubles(service.kv)
         assert (trouble["kind"], trouble["cluster"], trouble["endpoint"]) == ("event_stream", "default", "a")
         assert (trouble["what"], trouble["last_error"]) == ("a/0", "disconnected")
         subscriber._health.connected()
         subscriber._health.synchronised(None)
-        assert troubles(service.kv.parts) == []
+        assert troubles(service.kv) == []
 
 
 async def test_an_engine_without_events_is_left_alone_and_said_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -117,7 +117,7 @@ async def test_an_engine_without_events_is_left_alone_and_said_so(caplog: pytest
     async with world({"a": plain}, kv_events=True) as service:
         await until(lambda: "cannot say where" in caplog.text)  # it was asked, and the answer was looked at
         assert plain.calls["/kv_event_sources"] == 1
-        streams = service.kv.parts.streams
+        streams = service.kv.overlap.streams
         assert streams is not None
         await streams.follow()
         assert plain.calls["/kv_event_sources"] == 1
@@ -159,13 +159,13 @@ async def test_an_older_engine_is_followed_where_the_configuration_says() -> Non
             async with running(configured, cluster_of({"a": url})) as service:
                 await until(lambda: exact(service) == {A})
                 await generate(place, "a", TURN)
-                await until(lambda: service.kv.parts.local["default"].precise.rows(A) > 0)
+                await until(lambda: service.kv.overlap.indexes["default"].precise.rows(A) > 0)
 
 
 async def test_an_engine_that_is_down_is_asked_again() -> None:
     down = Fake({"/kv_event_sources": lambda _: (503, {"detail": "starting"})})
     async with world({"a": down}, kv_events=True) as service:
-        streams = service.kv.parts.streams
+        streams = service.kv.overlap.streams
         assert streams is not None
         await streams.follow()
         await streams.follow()
@@ -176,18 +176,18 @@ async def test_streams_end_with_their_endpoint() -> None:
     """And what they told is forgotten."""
     async with followed() as (place, service):
         await generate(place, "b", TURN)
-        await until(lambda: service.kv.parts.local["default"].precise.rows(B) > 0)
+        await until(lambda: service.kv.overlap.indexes["default"].precise.rows(B) > 0)
         service.cluster.apply([EndpointSettings(id="a", url=place.engines["a"])])
-        streams = service.kv.parts.streams
+        streams = service.kv.overlap.streams
         assert streams is not None
         await streams.follow()
         assert exact(service) == {A}
-        assert service.kv.parts.local["default"].precise.rows(B) == 0
+        assert service.kv.overlap.indexes["default"].precise.rows(B) == 0
 
 
 async def test_the_same_tokens_under_a_lora_are_other_blocks() -> None:
     """An adapter's KV is of no use to the base model, and the other way round."""
-    local = LocalIndexes(endpoints=1)
+    local = LocalIndexes(IndexState())
     consumer = _Consumer(local)
     ids = tokens(64)
 
@@ -232,7 +232,7 @@ async def test_a_mistake_while_following_is_logged_and_tried_again(
 async def test_an_index_of_streams_that_ended_is_given_back_by_and_by(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rather than at once, when the last who has it lets go: a million runs take a tenth of a second."""
     steps: list[int] = []
-    local = LocalIndexes(endpoints=1)
+    local = LocalIndexes(IndexState())
     sweep = local.precise.sweep
 
     def counted() -> bool:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from kvproxy.kvcache.overlap.merge import HolderOverlap, merged, preferred
+from kvproxy.kvcache.overlap.merge import HolderOverlap, merge_overlaps, preferred
 from kvproxy.routing.policy import FactSource, Overlap, OverlapFacts
 from kvproxy.routing.trust import Trust
 from kvproxy.types import EndpointId
 
 A, B, C = EndpointId("a"), EndpointId("b"), EndpointId("c")
 LMCACHE = FactSource.LMCACHE_CONTROLLER
+
+
+def merged(
+    local: dict[EndpointId, Overlap], claims: list[HolderOverlap], *, prompt_tokens: int, trust: Trust
+) -> dict[EndpointId, Overlap]:
+    """What was routed, and a lookup's holders over it."""
+    routed = {endpoint: overlap.tokens for endpoint, overlap in local.items()}
+    return merge_overlaps(
+        routed=routed, trust=Trust(), looked_up=claims, lookup_trust=trust, prompt_tokens=prompt_tokens
+    )
 
 
 def claim(endpoint: EndpointId, tokens: int) -> HolderOverlap:

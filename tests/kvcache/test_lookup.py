@@ -50,7 +50,7 @@ class Answering:
 def lookups(clock: FakeClock, metrics: Metrics | None = None) -> LookupClient:
     metrics = metrics or Metrics()
     under_test = LookupClient(
-        guard=OperationBreakers(BreakerSettings(), clock=clock, metrics=metrics), metrics=metrics, clock=clock
+        breakers=OperationBreakers(BreakerSettings(), clock=clock, metrics=metrics), metrics=metrics, clock=clock
     )
     under_test.provider = Answering()
     return under_test

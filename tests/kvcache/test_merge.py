@@ -8,8 +8,8 @@ from random import Random
 import pytest
 
 from kvproxy.clients.kv_events.events import BlockRemoved, BlockStored
-from kvproxy.kvcache.overlap.indexes import LocalIndexes
-from kvproxy.kvcache.overlap.merge import is_contradicted, local_overlaps
+from kvproxy.kvcache.overlap.indexes import IndexState, LocalIndexes
+from kvproxy.kvcache.overlap.merge import is_contradicted, merge_overlaps
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.prefix.precise.index import PreciseMatch
 from kvproxy.replay.settings import ReplayFleet
@@ -31,7 +31,7 @@ OTHER = array("Q", range(9000, 9050))
 @pytest.fixture
 def local() -> LocalIndexes:
     """One endpoint whose events are followed exactly; it was sent the prompt, announced it and evicted it."""
-    sources = LocalIndexes(endpoints=1)
+    sources = LocalIndexes(IndexState())
     sources.exact = frozenset({A})
     sources.settle(sources.route(A, HASHES), prefilled=True)
     sources.precise.apply(A, 0, [BlockStored(NAMES, None, TOKENS, 16), BlockRemoved(NAMES)])
@@ -75,16 +75,20 @@ def test_two_requests_in_flight_promise_together(local: LocalIndexes) -> None:
 
 
 def test_a_promise_survives_a_reload(local: LocalIndexes) -> None:
-    """Sources made after former ones share what is in flight; its end counts in both."""
-    claim = local.route(A, HASHES)
-    after = LocalIndexes(endpoints=1, former=local)
+    """Indexes over the same state share what is in flight; its end counts in both."""
+    state = IndexState()
+    before = LocalIndexes(state)
+    before.exact = frozenset({A})
+    before.precise.apply(A, 0, [BlockStored(NAMES, None, TOKENS, 16), BlockRemoved(NAMES)])
+    claim = before.route(A, HASHES)
+    after = LocalIndexes(state)
     after.exact = frozenset({A})
     assert overlaps(after) == {"a": Overlap(4096)}
     after.settle(claim, prefilled=True)
     assert overlaps(after) == {}
 
 
-@pytest.mark.parametrize("gone", [LocalIndexes.forget, LocalIndexes.lose], ids=["left", "restarted"])
+@pytest.mark.parametrize("gone", [LocalIndexes.forget, LocalIndexes.reset], ids=["left", "restarted"])
 def test_an_endpoint_that_is_gone_keeps_no_promise(local: LocalIndexes, gone: object) -> None:
     """What was under way there died with it."""
     claim = local.route(A, HASHES)
@@ -96,7 +100,7 @@ def test_an_endpoint_that_is_gone_keeps_no_promise(local: LocalIndexes, gone: ob
 
 def test_without_events_nothing_is_kept_twice() -> None:
     """The index of requests under way costs nothing where no events are followed."""
-    local = LocalIndexes(endpoints=1)
+    local = LocalIndexes(IndexState())
     local.route(A, HASHES)
     assert local.approximate.promises == 0
     assert overlaps(local) == {"a": Overlap(4096)}
@@ -119,12 +123,13 @@ def test_without_events_nothing_is_kept_twice() -> None:
 )
 def test_the_merge(routed: int, in_flight: int, announced: int | None, exact: bool, expected: Overlap | None) -> None:
     """Exact events are believed over what was routed, but not over what is promised; others add to it."""
-    found = local_overlaps(
+    found = merge_overlaps(
         routed={A: routed} if routed else {},
         in_flight={A: in_flight} if in_flight else {},
         announced={} if announced is None else {A: PreciseMatch(announced, 0, 0)},
         exact={A} if exact else {B},
         trust=Trust(),
+        lookup_trust=Trust(),
     )
     assert found == ({} if expected is None else {A: expected})
 
@@ -134,15 +139,21 @@ def test_a_promise_counts_over_announcements_that_are_not_trusted() -> None:
     trust = Trust()
     for _ in range(30):
         trust.observe(A, 320, 0, 0)
-    sources = {"routed": {}, "announced": {A: PreciseMatch(320, 0, 0)}, "exact": {A}, "trust": trust}
-    assert local_overlaps(in_flight={}, **sources)[A].tokens < 32  # type: ignore[arg-type]
-    assert local_overlaps(in_flight={A: 160}, **sources)[A] == Overlap(160)  # type: ignore[arg-type]
+    sources = {
+        "routed": {},
+        "announced": {A: PreciseMatch(320, 0, 0)},
+        "exact": {A},
+        "trust": trust,
+        "lookup_trust": trust,
+    }
+    assert merge_overlaps(in_flight={}, **sources)[A].tokens < 32  # type: ignore[arg-type]
+    assert merge_overlaps(in_flight={A: 160}, **sources)[A] == Overlap(160)  # type: ignore[arg-type]
 
 
 def test_lower_tiers_follow_what_is_on_the_device() -> None:
     """What trust takes off is taken off the end."""
     announced = {A: PreciseMatch(96, 64, 0)}
-    found = local_overlaps(routed={}, in_flight={}, announced=announced, exact={A}, trust=Trust())
+    found = merge_overlaps(routed={}, in_flight={}, announced=announced, exact={A}, trust=Trust(), lookup_trust=Trust())
     assert (found[A].device_tokens, found[A].lower_tokens) == (96, 64)
 
 

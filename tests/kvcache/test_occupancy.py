@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 from kvproxy.clients.engine_metrics import EngineMetrics
-from kvproxy.kvcache.occupancy import engine_requests, kv_usage, utilisation
+from kvproxy.metrics.catalog import Metrics
 from kvproxy.types import EndpointId
 from tests.kvcache.test_status import service_of
 from tests.support.clock import FakeClock
@@ -13,25 +13,39 @@ from tests.support.clock import FakeClock
 A = EndpointId("a")
 
 
+def samples(metrics: Metrics, name: str) -> dict[tuple[str, ...], float]:
+    """Values by labels but the cluster's, as scraped."""
+    return {
+        tuple(value for label, value in sorted(sample.labels.items()) if label != "cluster"): sample.value
+        for family in metrics.registry.collect()
+        for sample in family.samples
+        if sample.name == name
+    }
+
+
 def test_engines_that_were_read_lately_show_their_figures(clock: FakeClock) -> None:
     """What a version does not say has no series, and a reading goes when it is old."""
-    parts = service_of(clock).parts
-    a, b = parts.clusters["c"].endpoints
-    parts.signals.engine(a, EngineMetrics(kv_usage=0.25, running=3, waiting=1))
-    parts.signals.engine(b, EngineMetrics(running=0))
-    assert list(kv_usage(parts)) == [(("c", "a"), 0.25)]
-    assert list(engine_requests(parts)) == [
-        (("c", "a", "running"), 3), (("c", "a", "waiting"), 1), (("c", "b", "running"), 0)
-    ]  # fmt: skip
-    clock.advance(parts.signals.max_age_s + 1)
-    assert list(kv_usage(parts)) == list(engine_requests(parts)) == []
+    metrics = Metrics()
+    service = service_of(clock, metrics=metrics)
+    a, b = service.clusters["c"].endpoints
+    service.scraper.signals.engine(a, EngineMetrics(kv_usage=0.25, running=3, waiting=1))
+    service.scraper.signals.engine(b, EngineMetrics(running=0))
+    assert samples(metrics, "kvproxy_engine_kv_usage_ratio") == {("a",): 0.25}
+    assert samples(metrics, "kvproxy_engine_requests") == {
+        ("a", "running"): 3,
+        ("a", "waiting"): 1,
+        ("b", "running"): 0,
+    }
+    clock.advance(service.scraper.signals.max_age_s + 1)
+    assert samples(metrics, "kvproxy_engine_kv_usage_ratio") == samples(metrics, "kvproxy_engine_requests") == {}
 
 
 def test_the_index_is_measured_against_each_endpoints_capacity(clock: FakeClock) -> None:
     """An endpoint whose engine keeps nothing has no share."""
-    parts = service_of(clock).parts
-    index = parts.local["c"].approximate
+    metrics = Metrics()
+    service = service_of(clock, metrics=metrics)
+    index = service.overlap.indexes["c"].approximate
     index.set_capacity(A, 40)
     index.set_capacity(EndpointId("b"), 0)
     index.insert(A, array("Q", range(1, 11)))
-    assert list(utilisation(parts)) == [(("c", "a"), 0.25)]
+    assert samples(metrics, "kvproxy_kvcache_index_utilisation_ratio") == {("a",): 0.25}

@@ -149,7 +149,7 @@ def connection(
     metrics = Metrics()
     config = settings(lmcache_endpoint=url, **changes)
     lookups = LookupClient(
-        guard=OperationBreakers(config.circuit_breaker, clock=clock, metrics=metrics), metrics=metrics, clock=clock
+        breakers=OperationBreakers(config.circuit_breaker, clock=clock, metrics=metrics), metrics=metrics, clock=clock
     )
     known: dict[str, Any] = {} if sleep is None else {"sleep": sleep}
     return Connection(config, http, lookups=lookups, known_instances=lambda: {"a", "b"}, **known), lookups

@@ -40,15 +40,15 @@ async def test_a_chats_next_turn_is_known_without_any_tokenizer() -> None:
         assert first.preferred is None
         second = await service.ask(chat(TURN, "an answer", "and now?"))
         assert second.preferred == B
-        assert second.facts.matched_tokens(B) > 0.9 * first.facts.prompt_tokens
-        assert second.facts.matched_tokens(A) == 0
+        assert second.overlaps.matched_tokens(B) > 0.9 * first.overlaps.prompt_tokens
+        assert second.overlaps.matched_tokens(A) == 0
 
 
 async def test_a_request_under_way_counts_as_cached_soon() -> None:
     """A burst of one prompt follows the first of them, before any answer came."""
     async with running(settings(), cluster_of({"a": NOWHERE, "b": NOWHERE})) as service:
         first = await service.ask(chat(TURN))
-        service.kv.picked(first, A)
+        service.kv.placed(first, A)
         assert (await service.ask(chat(TURN))).preferred == A
 
 
@@ -56,7 +56,7 @@ async def test_a_failed_request_leaves_nothing_behind() -> None:
     """The engine never prefilled it."""
     async with running(settings(), cluster_of({"a": NOWHERE, "b": NOWHERE})) as service:
         failed = await service.ask(chat(TURN))
-        service.kv.picked(failed, A)
+        service.kv.placed(failed, A)
         service.kv.finished(failed, Result(A, False))
         assert (await service.ask(chat(TURN))).preferred is None
 
@@ -64,12 +64,12 @@ async def test_a_failed_request_leaves_nothing_behind() -> None:
 async def test_a_retry_moves_the_promise_to_the_endpoint_that_served() -> None:
     async with running(settings(), cluster_of({"a": NOWHERE, "b": NOWHERE})) as service:
         retried = await service.ask(chat(TURN))
-        service.kv.picked(retried, A)
-        service.kv.picked(retried, B)
+        service.kv.placed(retried, A)
+        service.kv.placed(retried, B)
         service.kv.finished(retried, Result(B, True))
         after = await service.ask(chat(TURN))
         assert after.preferred == B
-        assert after.facts.matched_tokens(A) == 0
+        assert after.overlaps.matched_tokens(A) == 0
 
 
 async def test_a_contradiction_removes_the_prefix_at_once() -> None:
@@ -79,21 +79,21 @@ async def test_a_contradiction_removes_the_prefix_at_once() -> None:
         longer = chat(TURN, "an answer", long_text("x"))
         astray = await service.ask(longer)
         assert astray.preferred == A
-        service.kv.picked(astray, B)  # somebody else was chosen in the end
+        service.kv.placed(astray, B)  # somebody else was chosen in the end
         service.kv.finished(astray, Result(B, True, cached_tokens=0))
         wrong = await service.ask(chat(TURN, "another answer", "y"))
-        service.kv.picked(wrong, A)
+        service.kv.placed(wrong, A)
         service.kv.finished(wrong, Result(A, True, cached_tokens=0))
         assert service.metric("kvproxy_kvcache_predictions_total", **ROUTED_TO_A, result="miss") == 1
         # It holds what it has just prefilled, and nothing else of what was believed: not the rest of the first prompt.
-        local = service.kv.parts.local["default"].approximate
+        local = service.kv.overlap.indexes["default"].approximate
         assert local.blocks(A) == len(wrong.hashes)
 
 
 async def test_a_good_prediction_is_scored() -> None:
     async with running(settings(), cluster_of({"a": NOWHERE})) as service:
         await service.serve(chat(TURN), A)
-        predicted = (await service.ask(chat(TURN))).facts.matched_tokens(A)
+        predicted = (await service.ask(chat(TURN))).overlaps.matched_tokens(A)
         await service.serve(chat(TURN), A, cached=predicted - 10)
         assert service.metric("kvproxy_kvcache_predictions_total", **ROUTED_TO_A, result="hit") == 1
         assert service.metric("kvproxy_kvcache_predicted_tokens_total", **ROUTED_TO_A) == predicted
@@ -104,17 +104,17 @@ async def test_the_length_of_prompts_is_learned() -> None:
     """Bytes become tokens by the engine's own count of the model."""
     async with running(settings(), cluster_of({"a": NOWHERE})) as service:
         first = await service.serve(chat(TURN), A)
-        guessed = first.facts.prompt_tokens
+        guessed = first.overlaps.prompt_tokens
         service.kv.finished(await service.ask(chat(TURN)), Result(A, True, prompt_tokens=guessed * 2))
-        assert (await service.ask(chat(TURN))).facts.prompt_tokens == pytest.approx(guessed * 2, rel=0.01)
+        assert (await service.ask(chat(TURN))).overlaps.prompt_tokens == pytest.approx(guessed * 2, rel=0.01)
 
 
 async def test_a_prefix_many_ask_for_is_hot() -> None:
     """Worth replicating: the policy discounts it."""
     async with running(settings(), cluster_of({"a": NOWHERE, "b": NOWHERE})) as service:
         for number in range(20):
-            gathered = await service.serve(chat(TURN, "x", f"question {number}"), A)
-        assert gathered.facts.hot_tokens > 0.9 * gathered.facts.matched_tokens(A) > 0
+            facts = await service.serve(chat(TURN, "x", f"question {number}"), A)
+        assert facts.overlaps.hot_tokens > 0.9 * facts.overlaps.matched_tokens(A) > 0
 
 
 @pytest.mark.parametrize(
@@ -135,9 +135,9 @@ async def test_the_same_text_in_another_shape_is_another_prompt(other: dict[str,
     async with world({"a": tokenizer}, controller(nobody)) as service:
         await service.serve(chat(TURN), A)
         changed = chat(**{"model": "m", **other})
-        gathered = service.kv.gather(*changed, cluster=service.cluster)
-        assert gathered.tokens is None
-        assert gathered.facts.matched_tokens(A) == 0
+        facts = service.kv.gather(*changed, cluster=service.cluster)
+        assert facts.tokens is None
+        assert facts.overlaps.matched_tokens(A) == 0
         await service.serve(changed, A)
         await service.settled()
         assert tokenizer.calls["/tokenize"] == 2
@@ -159,7 +159,7 @@ async def test_a_chats_second_turn_needs_no_tokenize_before_routing() -> None:
         looked_up = lmcache.bodies["/lookup"][-1]["tokens"]
         assert looked_up == words(f"<user> {TURN}")[: len(looked_up)]
         assert len(looked_up) > 500
-        assert abs(second.facts.prompt_tokens - 607) < 10  # what is new is estimated by what is known
+        assert abs(second.overlaps.prompt_tokens - 607) < 10  # what is new is estimated by what is known
 
 
 async def test_token_ids_given_by_the_client_need_no_tokenizer() -> None:
@@ -168,9 +168,9 @@ async def test_token_ids_given_by_the_client_need_no_tokenizer() -> None:
     async with world({"a": tokenizer}, lmcache) as service:
         ids = list(range(1000))
         for prompt in (ids, [ids]):
-            gathered = await service.ask(completion(prompt))
-            assert gathered.facts.prompt_tokens == 1000
-            assert gathered.preferred == A
+            facts = await service.ask(completion(prompt))
+            assert facts.overlaps.prompt_tokens == 1000
+            assert facts.preferred == A
         assert lmcache.bodies["/lookup"][0]["tokens"] == ids
         assert tokenizer.calls["/tokenize"] == 0
 
@@ -188,9 +188,9 @@ async def test_prompts_that_are_not_one_prompt_are_left_alone(prompt: Any) -> No
 async def test_a_completions_text_is_tokenized() -> None:
     lmcache = controller(lambda tokens: {"a": ["LocalCPUBackend", len(tokens)]})
     async with world({"a": engine()}, lmcache) as service:
-        gathered = await service.ask(completion(TURN))
-        assert gathered.facts.prompt_tokens == 600
-        assert gathered.preferred == A
+        facts = await service.ask(completion(TURN))
+        assert facts.overlaps.prompt_tokens == 600
+        assert facts.preferred == A
 
 
 async def test_reuse_that_no_lookup_ever_named_is_said(clock: FakeClock, caplog: pytest.LogCaptureFixture) -> None:
@@ -198,8 +198,8 @@ async def test_reuse_that_no_lookup_ever_named_is_said(clock: FakeClock, caplog:
     async with world({"a": engine()}, controller(nobody), clock=clock) as service:
         for number in range(4):
             clock.advance(PATIENCE_S / 2)
-            gathered = await service.ask(chat(long_text(f"w{number}-")))
-            service.kv.finished(gathered, Result(A, True, cached_tokens=512))
+            facts = await service.ask(chat(long_text(f"w{number}-")))
+            service.kv.finished(facts, Result(A, True, cached_tokens=512))
     assert caplog.text.count("that LMCache's lookup has never named") == 1
 
 
@@ -207,8 +207,10 @@ async def test_a_lookup_that_keeps_being_wrong_is_believed_less_about_that_endpo
     """Half after two wrong claims; about others it is believed as before, and it is shown."""
     lmcache = controller(lambda tokens: {name: ["LocalCPUBackend", len(tokens)] for name in "ab"})
     async with world({"a": engine(), "b": engine()}, lmcache) as service:
-        counted = [(await service.serve(chat(long_text(f"{n}w")), A, cached=0)).facts.matched_tokens(A) for n in "12"]
-        facts = (await service.ask(chat(long_text("3w")))).facts
+        counted = [
+            (await service.serve(chat(long_text(f"{n}w")), A, cached=0)).overlaps.matched_tokens(A) for n in "12"
+        ]
+        facts = (await service.ask(chat(long_text("3w")))).overlaps
         assert counted == [601, 400]
         assert facts.matched_tokens(A) == pytest.approx(facts.matched_tokens(B) / 2, abs=1)
         at = {"cluster": "default", "source": "lmcache_controller"}
@@ -226,9 +228,9 @@ async def test_a_prompt_routed_by_somebody_else_is_learned_all_the_same() -> Non
 
 async def test_index_sizes_are_exposed() -> None:
     async with running(settings(), cluster_of({"a": NOWHERE})) as service:
-        gathered = await service.serve(chat(TURN), A)
+        facts = await service.serve(chat(TURN), A)
         for index in ("approximate", "hot"):
-            assert service.metric("kvproxy_kvcache_index_blocks", index=index) == len(gathered.hashes)
+            assert service.metric("kvproxy_kvcache_index_blocks", index=index) == len(facts.hashes)
         assert service.metric("kvproxy_kvcache_index_blocks", index="precise") == 0
 
 
@@ -236,26 +238,26 @@ async def test_facts_are_refreshed_for_a_request_that_had_to_wait() -> None:
     """Who was routed, who failed and who left meanwhile; its own wait leaves nothing behind."""
     async with running(settings(), cluster_of({"a": NOWHERE, "b": NOWHERE})) as service:
         waits = await service.ask(chat(TURN, "an answer", "and now?"))
-        assert (waits.preferred, waits.facts.by_endpoint) == (None, {})
+        assert (waits.preferred, waits.overlaps.by_endpoint) == (None, {})
         other = await service.ask(chat(TURN))
-        service.kv.picked(other, B)
+        service.kv.placed(other, B)
         service.kv.refresh(waits)
         assert waits.preferred == B
-        assert waits.facts.matched_tokens(B) > 0.9 * other.facts.prompt_tokens
+        assert waits.overlaps.matched_tokens(B) > 0.9 * other.overlaps.prompt_tokens
         service.kv.finished(other, Result(B, False))
         service.kv.refresh(waits)
-        assert (waits.preferred, waits.facts.matched_tokens(B)) == (None, 0)
+        assert (waits.preferred, waits.overlaps.matched_tokens(B)) == (None, 0)
 
 
 async def test_a_refresh_makes_a_prompt_no_hotter() -> None:
     """Only arrivals count as touches."""
     async with running(settings(), cluster_of({"a": NOWHERE})) as service:
         hot = [await service.ask(chat(TURN)) for _ in range(5)][-1]
-        assert hot.facts.hot_tokens > 0
+        assert hot.overlaps.hot_tokens > 0
         cold = await service.ask(chat(long_text("z")))
         for _ in range(5):
             service.kv.refresh(cold)
-        assert cold.facts.hot_tokens == 0
+        assert cold.overlaps.hot_tokens == 0
 
 
 async def test_a_refresh_keeps_what_a_lookup_said() -> None:
@@ -263,9 +265,9 @@ async def test_a_refresh_keeps_what_a_lookup_said() -> None:
     lmcache = controller(lambda tokens: {"b": ["LocalCPUBackend", len(tokens)]})
     async with world({"a": engine(), "b": engine()}, lmcache) as service:
         waits = await service.ask(chat(TURN))
-        claimed = waits.facts.matched_tokens(B)
+        claimed = waits.overlaps.matched_tokens(B)
         asked = lmcache.calls["/lookup"]
         assert claimed > 0
         service.kv.refresh(waits)
-        assert waits.facts.matched_tokens(B) == claimed
+        assert waits.overlaps.matched_tokens(B) == claimed
         assert lmcache.calls["/lookup"] == asked == 1

@@ -14,9 +14,8 @@ from kvproxy.config.kvcache_schema import CacheStrategySettings, KvCacheSettings
 from kvproxy.errors import ClientUnavailable
 from kvproxy.kvcache.actions.hotness import Hotness, KnownPrefix
 from kvproxy.kvcache.actions.pin import Lease
-from kvproxy.kvcache.hot_prefixes import SLICE_RUNS, hot_prefixes
 from kvproxy.kvcache.service import KvCache
-from kvproxy.kvcache.status import cache_status, leases, troubles, worth
+from kvproxy.kvcache.status import SLICE_RUNS, cache_status, hot_prefixes, index_worth, leases, troubles
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.types import EndpointId
 from tests.support.clock import FakeClock
@@ -27,10 +26,10 @@ STARTING = StreamStatus(StreamState.CONNECTING, StreamReason.STARTING)
 SILENT = StreamStatus(StreamState.APPROXIMATE, StreamReason.SILENT)
 
 
-def service_of(clock: FakeClock, **settings: object) -> KvCache:
+def service_of(clock: FakeClock, *, metrics: Metrics | None = None, **settings: object) -> KvCache:
     """A service over one cluster with the endpoints a and b."""
     endpoints = tuple(EndpointSettings(id=name, url=f"http://127.0.0.1:{port}") for name, port in (("a", 1), ("b", 2)))
-    metrics = Metrics()
+    metrics = metrics or Metrics()
     cluster = Cluster(
         "c", ClusterSettings(endpoints=endpoints), metrics=metrics, clock=clock, rng=random.Random(1), sources=()
     )
@@ -49,13 +48,13 @@ def service_of(clock: FakeClock, **settings: object) -> KvCache:
 )
 def test_the_worst_rank_decides(streams: dict[int, StreamStatus], state: StreamState) -> None:
     """An index that misses one rank's events is not exact."""
-    assert worth(streams) is state
+    assert index_worth(streams) is state
 
 
 async def test_hot_prefixes_are_looked_for_in_slices(clock: FakeClock) -> None:
     """Other tasks get their turn in between, and what vanished meanwhile is not shown."""
-    parts = service_of(clock).parts
-    local = parts.local["c"]
+    service = service_of(clock)
+    local = service.overlap.indexes["c"]
     for number in range(1, SLICE_RUNS + 2):
         local.hot.touch(array("Q", [number]))
     for _ in range(3):
@@ -68,7 +67,7 @@ async def test_hot_prefixes_are_looked_for_in_slices(clock: FakeClock) -> None:
         nonlocal pauses
         pauses += 1
 
-    found = await hot_prefixes(parts, 2, pause=pause)
+    found = await hot_prefixes(service, 2, pause=pause)
     assert pauses == 2
     assert [(one["prefix"], one["blocks"], one["replicas"]) for one in found] == [
         (f"{7:016x}", 1, {"a": 1, "b": 1}),
@@ -81,7 +80,7 @@ async def test_hot_prefixes_are_looked_for_in_slices(clock: FakeClock) -> None:
             if local.hot.touches(run):
                 local.hot._tree.remove(run)
 
-    assert await hot_prefixes(parts, 2, pause=empty) == []
+    assert await hot_prefixes(service, 2, pause=empty) == []
     assert local.hot.touches(emptied[0]) == 0.0
 
 
@@ -90,31 +89,31 @@ def test_counted_pins_do_not_lapse(clock: FakeClock) -> None:
     service = service_of(
         clock, lmcache_endpoint="http://127.0.0.1:9", cache_strategy=CacheStrategySettings(enable_pinning=True)
     )
-    pin = service.parts.upkeep.pin
+    pin = service.actions.pin
     assert pin is not None
     hotness = Hotness(window_s=1.0, max_records=1, max_keys=1)
     [prefix] = hotness.use([5], model="m", cache_salt="", instance="i", now=clock())
     assert isinstance(prefix, KnownPrefix)
     pin._leases["i", 5] = Lease(prefix, 32, clock())
     pin.counted = True
-    [lease] = leases(service.parts, clock() + 1000.0)
+    [lease] = leases(service, clock() + 1000.0)
     assert (lease["tokens"], lease["age_s"], lease["lapses_in_s"]) == (32, 1000.0, None)
 
 
 async def test_a_service_that_fails_is_a_trouble(clock: FakeClock) -> None:
     """Since when, why, and what it means, for the page and `/cache/status`."""
-    parts = service_of(clock).parts
+    service = service_of(clock)
 
     async def fail() -> None:
         raise ClientUnavailable("lmcache controller /lookup: ConnectError")
 
-    assert troubles(parts) == []
-    for _ in range(parts.settings.circuit_breaker.failure_threshold):
+    assert troubles(service) == []
+    for _ in range(service.settings.circuit_breaker.failure_threshold):
         with pytest.raises(ClientUnavailable):
-            await parts.guard.call("lookup", fail)
+            await service.breakers.call("lookup", fail)
     clock.advance(12.0)
-    (trouble,) = troubles(parts)
+    (trouble,) = troubles(service)
     assert (trouble["kind"], trouble["what"], trouble["for_s"]) == ("service", "lookup", 12.0)
     assert trouble["last_error"] == "lmcache controller /lookup: ConnectError"
     assert "routed by what was routed" in str(trouble["meaning"])
-    assert cache_status(parts)["troubles"] == [trouble]
+    assert cache_status(service)["troubles"] == [trouble]

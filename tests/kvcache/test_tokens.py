@@ -68,7 +68,7 @@ async def test_a_broken_engine_opens_the_breaker_of_tokenize_alone() -> None:
             await service.serve(chat(long_text(f"w{number}-")), A)
             await service.settled()
         assert broken.calls["/tokenize"] == 2
-        assert service.kv.parts.lookups.possible
+        assert service.kv.overlap.lookups.possible
 
 
 async def test_tokenizes_at_once_are_bounded() -> None:
@@ -96,7 +96,7 @@ async def test_the_engines_render_is_exact_where_it_exists() -> None:
     rendering = Fake({"/v1/chat/completions/render": lambda _: {"token_ids": list(range(700))}})
     without = engine()
     async with world({"a": rendering}, controller(nobody)) as service:
-        assert (await service.ask(chat(TURN))).facts.prompt_tokens == 700
+        assert (await service.ask(chat(TURN))).overlaps.prompt_tokens == 700
     async with world({"a": without}, controller(nobody)) as service:
         for number in range(3):
             await service.ask(chat(long_text(f"w{number}-")))
@@ -108,7 +108,7 @@ async def test_without_token_memory_every_prompt_is_asked_for() -> None:
     tokenizer = engine()
     async with world({"a": tokenizer}, controller(nobody), token_cache={"enabled": False}) as service:
         for _ in range(3):
-            assert (await service.ask(chat(TURN))).facts.prompt_tokens == 601
+            assert (await service.ask(chat(TURN))).overlaps.prompt_tokens == 601
     assert tokenizer.calls["/tokenize"] == 3
 
 
@@ -116,7 +116,7 @@ async def test_token_memory_is_bounded_as_configured() -> None:
     async with world({"a": engine()}, controller(nobody), token_cache={"max_size": 2}) as service:
         for number in range(5):
             await service.ask(chat(long_text(f"w{number}-")))
-        assert len(service.kv.parts.tokens.memory) == 2
+        assert len(service.kv.overlap.tokens.memory) == 2
         assert service.metric("kvproxy_kvcache_token_recalls_total", result="missed") == 5
 
 
@@ -142,11 +142,11 @@ async def test_a_long_body_is_not_tokenized() -> None:
     tokenizer = engine()
     padding = "x" * MAX_ASKED_BYTES
     async with world({"a": tokenizer}, controller(nobody)) as service:
-        gathered = await service.serve(chat(TURN, padding), A)
+        facts = await service.serve(chat(TURN, padding), A)
         await service.settled()
-        assert gathered.tokens is None
+        assert facts.tokens is None
         assert not tokenizer.calls
-        assert (await service.ask(chat(TURN, padding))).facts.by_endpoint[A].tokens > 0
+        assert (await service.ask(chat(TURN, padding))).overlaps.by_endpoint[A].tokens > 0
 
 
 async def test_so_many_tokens_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +155,7 @@ async def test_so_many_tokens_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> N
     async with world({"a": engine()}, controller(nobody)) as service:
         assert (await service.ask(chat(TURN))).tokens is None
         assert outcome(service, "unusable") == 1
-        assert len(service.kv.parts.tokens.memory) == 0
+        assert len(service.kv.overlap.tokens.memory) == 0
 
 
 async def test_of_very_many_given_ids_the_first_are_read() -> None:
@@ -163,13 +163,13 @@ async def test_of_very_many_given_ids_the_first_are_read() -> None:
     ids = [index % 1000 for index in range(200_000)]
     lmcache = controller(nobody)
     async with world({"a": engine()}, lmcache) as service:
-        gathered = await service.ask(completion(ids))
-        assert gathered.tokens is not None
-        count = len(gathered.tokens)
-        assert list(gathered.tokens) == ids[:count]
+        facts = await service.ask(completion(ids))
+        assert facts.tokens is not None
+        count = len(facts.tokens)
+        assert list(facts.tokens) == ids[:count]
         assert 50_000 < count < 200_000
-        assert not gathered.tokens_exact
-        assert gathered.facts.prompt_tokens == pytest.approx(200_000, rel=0.01)
+        assert not facts.tokens_exact
+        assert facts.overlaps.prompt_tokens == pytest.approx(200_000, rel=0.01)
     assert len(lmcache.bodies["/lookup"][0]["tokens"]) == count
 
 
@@ -178,9 +178,9 @@ async def test_a_prompt_beyond_what_is_kept_counts_whole() -> None:
     tail = "y" * (2 * MAX_PROMPT_BYTES)
     async with world({"a": engine()}, controller(nobody)) as service:
         known = await service.ask(chat(TURN))
-        gathered = await service.ask(chat(TURN, tail))
-        assert gathered.prompt_bytes == pytest.approx(len(tail), rel=0.01)
-        assert gathered.tokens is not None
-        assert not gathered.tokens_exact
-        assert gathered.tokens_bytes == known.tokens_bytes
-        assert gathered.facts.prompt_tokens > 1_000_000
+        facts = await service.ask(chat(TURN, tail))
+        assert facts.prompt_bytes == pytest.approx(len(tail), rel=0.01)
+        assert facts.tokens is not None
+        assert not facts.tokens_exact
+        assert facts.tokens_bytes == known.tokens_bytes
+        assert facts.overlaps.prompt_tokens > 1_000_000

@@ -7,7 +7,7 @@ from array import array
 import pytest
 
 from kvproxy.clients.kv_events.events import BlockStored
-from kvproxy.kvcache.overlap.indexes import LocalIndexes
+from kvproxy.kvcache.overlap.indexes import IndexState, LocalIndexes
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.routing.policy import FactSource, Overlap
 from tests.kvcache.support import A
@@ -21,7 +21,7 @@ BYTES_PER_TOKEN = TEXT_BLOCK_BYTES / 16
 @pytest.fixture
 def local() -> LocalIndexes:
     """One endpoint that announced the whole prompt."""
-    sources = LocalIndexes(endpoints=1)
+    sources = LocalIndexes(IndexState())
     sources.exact = frozenset({A})
     sources.precise.apply(A, 0, [BlockStored(tuple(range(20)), None, TOKENS, 16)])
     return sources

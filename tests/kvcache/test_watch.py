@@ -37,14 +37,14 @@ def engine(**figures: Any) -> Fake:
 
 
 async def round_of(service: Service) -> None:
-    await service.kv.parts.watch.round()
+    await service.kv.scraper.round()
 
 
 async def test_an_index_is_as_large_as_its_engines_cache() -> None:
     """Half or unbounded capacity costs a policy more than it gains: 25 600 tokens are 400 blocks of 256 bytes."""
     async with world({"a": engine(tokens=25_600)}) as service:
         await round_of(service)
-        assert service.kv.parts.local["default"].approximate.capacity(A) == 400
+        assert service.kv.overlap.indexes["default"].approximate.capacity(A) == 400
 
 
 async def test_an_engine_without_prefix_caching_holds_nothing() -> None:
@@ -58,16 +58,16 @@ async def test_an_engine_without_prefix_caching_holds_nothing() -> None:
 async def test_readings_become_pressure() -> None:
     async with world({"a": engine(usage=0.75)}, host=HostUse(0.1, 0.2)) as service:
         await round_of(service)
-        pressure = service.kv.parts.signals.pressure(service.cluster.endpoints[0])
+        pressure = service.kv.scraper.signals.pressure(service.cluster.endpoints[0])
         assert (pressure.load, pressure.memory) == (0.25, 0.75)
 
 
 async def test_engines_that_do_not_say_change_nothing() -> None:
     quiet = Fake({"/metrics": lambda _: b"# nothing of interest\n"})
     async with world({"a": Fake({}), "b": quiet}) as service:
-        before = service.kv.parts.local["default"].approximate.capacity(A)
+        before = service.kv.overlap.indexes["default"].approximate.capacity(A)
         await round_of(service)
-        assert service.kv.parts.local["default"].approximate.capacity(A) == before
+        assert service.kv.overlap.indexes["default"].approximate.capacity(A) == before
 
 
 async def test_an_endpoint_that_left_or_moved_is_forgotten() -> None:
@@ -80,7 +80,7 @@ async def test_an_endpoint_that_left_or_moved_is_forgotten() -> None:
         service.cluster.apply([moved])
         await round_of(service)
         assert (await service.ask(chat(TURN))).preferred is None
-        assert service.kv.parts.local["default"].hot.endpoints == 1
+        assert service.kv.overlap.indexes["default"].hot.endpoints == 1
 
 
 async def test_rounds_follow_each_other_by_themselves(caplog: pytest.LogCaptureFixture) -> None:
@@ -89,7 +89,7 @@ async def test_rounds_follow_each_other_by_themselves(caplog: pytest.LogCaptureF
     async with world({"a": scraped}, engine_metrics_interval=0.005) as service:
         await until(lambda: scraped.calls["/metrics"] >= 3)
         assert {task.get_name() for task in asyncio.all_tasks()} >= {"kvcache watch"}
-        service.kv.parts.watch._on_round = None  # type: ignore[assignment]
+        service.kv.scraper._on_round = None  # type: ignore[assignment]
         with caplog.at_level(logging.ERROR):
             await until(lambda: "a round of readings is broken" in caplog.text)
         seen = scraped.calls["/metrics"]
@@ -101,9 +101,9 @@ async def test_without_reading_leases_and_endpoints_are_still_followed() -> None
     quiet = engine()
     async with world({"a": quiet}) as service:
         await service.serve(chat(TURN), A)
-        await service.kv.parts.watch.round(reading=False)
+        await service.kv.scraper.round(reading=False)
         service.cluster.apply([EndpointSettings(id="a", url="http://127.0.0.1:9")])
-        await service.kv.parts.watch.round(reading=False)
+        await service.kv.scraper.round(reading=False)
         assert (await service.ask(chat(TURN))).preferred is None
     assert quiet.calls["/metrics"] == 0
 
@@ -116,13 +116,13 @@ async def test_lmcaches_own_memory_is_read_too() -> None:
         config = settings(lmcache_endpoint=place.lmcache, provider="coordinator")
         async with running(config, cluster_of(place.engines)) as service:
             await round_of(service)
-            assert service.kv.parts.signals.pressure(service.cluster.endpoints[0]).memory == 1.0
+            assert service.kv.scraper.signals.pressure(service.cluster.endpoints[0]).memory == 1.0
 
 
 async def test_a_lmcache_that_is_down_says_nothing() -> None:
     async with world({"a": engine()}, Fake({}), provider="coordinator") as service:
         await round_of(service)
-        assert service.kv.parts.signals.pressure(service.cluster.endpoints[0]).memory == 0.5
+        assert service.kv.scraper.signals.pressure(service.cluster.endpoints[0]).memory == 0.5
 
 
 async def test_leases_are_renewed_between_requests(clock: FakeClock) -> None:
@@ -157,6 +157,6 @@ async def test_an_engine_whose_counters_begin_anew_holds_nothing(counters: tuple
         await service.serve(chat(TURN), A)
         for _ in range(2):
             await round_of(service)
-        index = service.kv.parts.local["default"].approximate
+        index = service.kv.overlap.indexes["default"].approximate
         assert (index.blocks(A) > 0) is held
         assert index.capacity(A) == 400

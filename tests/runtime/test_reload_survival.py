@@ -17,7 +17,7 @@ from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.commands.configuration import ConfigSource
 from kvproxy.commands.reload import FileReloader
 from kvproxy.config.load import load_config
-from kvproxy.kvcache.parts import Parts
+from kvproxy.kvcache.service import KvCache
 from kvproxy.kvcache.status import leases
 from kvproxy.listener.server import serve
 from kvproxy.routing.kv_aware import KvAware
@@ -57,9 +57,9 @@ def endpoint(running: RunningProxy, name: str) -> Endpoint:
     return found
 
 
-def parts(running: RunningProxy) -> Parts:
+def service(running: RunningProxy) -> KvCache:
     assert running.proxy.kvcache is not None
-    return running.proxy.kvcache.parts
+    return running.proxy.kvcache
 
 
 @contextlib.asynccontextmanager
@@ -78,11 +78,11 @@ async def test_indexes(changes: dict[str, Any]) -> None:
     async with two_engines() as (running, urls):
         first = await running.client.post("/v1/chat/completions", json=chat(TURN))
         went = first.headers["x-kvproxy-endpoint"]
-        local = parts(running).local["default"]
+        local = service(running).overlap.indexes["default"]
         held = local.approximate.blocks(EndpointId(went))
         assert held > 0
         await reload(running, urls, changes)
-        assert parts(running).local["default"] is local
+        assert service(running).overlap.indexes["default"] is local
         assert local.approximate.blocks(EndpointId(went)) == held
         headers = {"x-kvproxy-debug": "1"}
         again = await running.client.post("/v1/chat/completions", json=chat(TURN), headers=headers)
@@ -157,8 +157,8 @@ async def test_event_streams_and_pins(changes: dict[str, Any]) -> None:
         settings = {**kvcache, "lmcache_endpoint": place.lmcache, "cache_strategy": strategy}
         filters = ["inference_request", {"kvcache": settings}, "router"]
         async with running_proxy(place.engines, policy="kv_aware", filters=filters) as running:
-            before = parts(running)
-            local, streams = before.local["default"], before.streams
+            before = service(running)
+            local, streams = before.overlap.indexes["default"], before.overlap.streams
             assert streams is not None
             await until(lambda: set(local.exact) == {"a", "b"})
             body = {"model": "tiny", "messages": [{"role": "user", "content": TURN}], "max_tokens": 1}
@@ -168,7 +168,7 @@ async def test_event_streams_and_pins(changes: dict[str, Any]) -> None:
             await until(lambda: len(leases(before, running.proxy.clock())) == 1)
             rows, followed = local.precise.rows(went.id), streams.streams(went)
             await reload(running, place.engines, changes, filters=filters)
-            assert parts(running) is before
+            assert service(running) is before
             assert (local.precise.rows(went.id), set(local.exact)) == (rows, {"a", "b"})
             assert streams.streams(went) == followed
             await streams.follow()

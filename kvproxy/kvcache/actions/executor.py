@@ -43,17 +43,17 @@ class ActionExecutor:
         self,
         settings: KvCacheSettings,
         *,
-        background: JobQueue,
+        jobs: JobQueue,
         lookups: LookupClient,
-        guard: OperationBreakers,
+        breakers: OperationBreakers,
         metrics: Metrics,
         clock: Clock,
         rng: random.Random,
     ) -> None:
         self._settings = settings
-        self._background = background
+        self._jobs = jobs
         self._lookups = lookups
-        self._guard = guard
+        self._breakers = breakers
         self._results = metrics.holdings.actions
         self._clock = clock
         self._rng = rng
@@ -71,12 +71,12 @@ class ActionExecutor:
 
     def submit(self, action: Action, strategy: Strategy) -> bool:
         """Queue it, unless it is switched off, its breaker is open, or it waits or runs already."""
-        if self._lookups.provider is None or self.disabled(action) or not self._guard.admits(action.kind):
+        if self._lookups.provider is None or self.disabled(action) or not self._breakers.admits(action.kind):
             return False
         key = (action.kind, action.instance_id, 0 if action.prefix is None else action.prefix.key)
         about = f"{action.kind} {'*' if action.prefix is None else action.prefix.name}"
         job = Job(key, lambda: self._run(action, strategy), lane=action.instance_id, about=about)
-        return self._background.submit(job)
+        return self._jobs.submit(job)
 
     async def _run(self, action: Action, strategy: Strategy) -> bool:
         if self.disabled(action):
@@ -121,7 +121,7 @@ class ActionExecutor:
         assert provider is not None
         known = action.prefix
         prefix = Prefix(array("I"), "") if known is None else Prefix(known.tokens, known.model, known.cache_salt)
-        return lambda: self._guard.call(action.kind, lambda: provider.act(action.kind, action.instance_id, prefix))
+        return lambda: self._breakers.call(action.kind, lambda: provider.act(action.kind, action.instance_id, prefix))
 
     def _judge(self, action: Action, *, had_effect: bool) -> None:
         where = (action.kind, action.instance_id)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import asyncio
+import random
+from collections.abc import Sequence
+from functools import partial
+from typing import Self
 
 from kvproxy.clients.tokens import TokenIds
 from kvproxy.cluster.endpoint import Endpoint
@@ -11,57 +15,105 @@ from kvproxy.kvcache.actions.compress import Compress
 from kvproxy.kvcache.actions.evict import Evict
 from kvproxy.kvcache.actions.executor import ActionExecutor
 from kvproxy.kvcache.actions.hotness import Hotness, KnownPrefix
+from kvproxy.kvcache.actions.job_queue import Job, JobQueue
 from kvproxy.kvcache.actions.pin import Pin
-from kvproxy.kvcache.actions.signals import Pressure, Signals
-from kvproxy.kvcache.actions.strategy import Served, Strategy
+from kvproxy.kvcache.actions.strategy import PressureOf, Served, Strategy
+from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.overlap.facts import RequestFacts
 from kvproxy.kvcache.overlap.lookup import LookupClient
 from kvproxy.kvcache.overlap.merge import HolderOverlap
+from kvproxy.kvcache.overlap.tokens import TokenSource
 from kvproxy.kvcache.providers import ActionKind
+from kvproxy.metrics.catalog import Metrics
 from kvproxy.types import Clock, EndpointId
 
 
 class StrategyRunner:
-    """The strategies that are switched on, and what they know of prefixes."""
+    """The strategies that are switched on, what they know of prefixes (`hotness`), and the queue their actions go
+    through. An async context manager around that queue."""
 
     def __init__(
         self,
         settings: KvCacheSettings,
         *,
-        actions: ActionExecutor,
-        signals: Signals,
+        hotness: Hotness,
+        tokens: TokenSource,
         lookups: LookupClient,
-        endpoints: Callable[[], Iterable[Endpoint]],
+        breakers: OperationBreakers,
+        pressure: PressureOf,
+        metrics: Metrics,
         clock: Clock,
+        rng: random.Random,
     ) -> None:
         strategy = settings.cache_strategy
-        self.hotness = Hotness(
-            window_s=settings.hot_window, max_records=settings.hot_max_records, max_keys=settings.hot_max_keys
-        )
-        self.pin = Pin(strategy, self.hotness) if strategy.enable_pinning else None
-        self.compress = Compress(strategy, self.hotness) if strategy.enable_compression else None
-        self.evict = Evict(strategy, self.hotness, supports=self._supports) if strategy.enable_eviction else None
+        self.hotness = hotness
+        self.pin = Pin(strategy, hotness) if strategy.enable_pinning else None
+        self.compress = Compress(strategy, hotness) if strategy.enable_compression else None
+        self.evict = Evict(strategy, hotness, supports=self._supports) if strategy.enable_eviction else None
         self._order: Sequence[Strategy] = [one for one in (self.compress, self.pin, self.evict) if one is not None]
-        self.actions = actions
-        self._signals = signals
+        self.jobs = JobQueue(settings.background, metrics=metrics)
+        self.executor = ActionExecutor(
+            settings, jobs=self.jobs, lookups=lookups, breakers=breakers, metrics=metrics, clock=clock, rng=rng
+        )
+        self._tokens = tokens
         self._lookups = lookups
-        self._endpoints = endpoints
+        self._pressure = pressure
         self._clock = clock
+
+    async def __aenter__(self) -> Self:
+        await self.jobs.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.jobs.__aexit__()
 
     @property
     def enabled(self) -> bool:
         """Whether there is anything to do after a response."""
         return bool(self._order) and self._lookups.provider is not None
 
-    def use(self, gathered: RequestFacts, endpoint: Endpoint) -> list[KnownPrefix]:
+    def served(self, facts: RequestFacts, endpoint: Endpoint | None) -> None:
+        """The strategies' turn after a response of the endpoint (None: it left), with the prompt's tokens. Where these
+        are not known yet they are asked for, which also lets the next turn of this chat know its beginning."""
+        used = self._use(facts, endpoint) if endpoint is not None and self.enabled else []
+        if facts.tokens is not None and facts.tokens_exact:
+            if endpoint is not None and used:
+                self._consider(used, facts.tokens, endpoint)
+        elif self._tokens.may_ask(facts):
+            key = ("tokenize", facts.model, facts.hashes[-1] if facts.hashes else 0, facts.prompt_bytes)
+            run = partial(self._tokenize, facts, used, endpoint)
+            self.jobs.submit(Job(key, run, about="tokenize", held_bytes=len(facts.body)))
+
+    def tick(self) -> None:
+        """Between requests: renew leases that are due."""
+        if self.pin is None or self._lookups.provider is None:
+            return
+        self.pin.counted = ActionKind.UNPIN in self._lookups.provider.supports
+        for action in self.pin.tick(self._clock()):
+            self.executor.submit(action, self.pin)
+
+    def without_compressed(self, facts: RequestFacts, holders: Sequence[HolderOverlap]) -> list[HolderOverlap]:
+        """The holders without those of prefixes that are compressed there; these are being decompressed from now on."""
+        if self.compress is None or not self.compress.compressed:
+            return list(holders)
+        instances = {endpoint.id: endpoint.instance_id for endpoint in facts.endpoints}
+        return [holder for holder in holders if not self._decompress(holder.endpoint, facts.keys, instances)]
+
+    def _use(self, facts: RequestFacts, endpoint: Endpoint) -> list[KnownPrefix]:
         """Count the use of this prompt's prefixes."""
-        salt = gathered.request.cache_salt or ""
-        keys = gathered.keys
+        salt = facts.request.cache_salt or ""
         return self.hotness.use(
-            keys, model=gathered.model, cache_salt=salt, instance=endpoint.instance_id, now=self._clock()
+            facts.keys, model=facts.model, cache_salt=salt, instance=endpoint.instance_id, now=self._clock()
         )
 
-    def consider(self, used: Sequence[KnownPrefix], tokens: TokenIds, endpoint: Endpoint) -> None:
+    async def _tokenize(self, facts: RequestFacts, used: Sequence[KnownPrefix], endpoint: Endpoint | None) -> bool:
+        task = self._tokens.ask(facts)
+        tokens = None if task is None else await asyncio.shield(task)
+        if tokens is not None and endpoint is not None and used:
+            self._consider(used, tokens, endpoint)
+        return tokens is not None
+
+    def _consider(self, used: Sequence[KnownPrefix], tokens: TokenIds, endpoint: Endpoint) -> None:
         """The prompt with these prefixes was served there, and its KV exists: decide and queue."""
         self.hotness.learn(used, tokens)
         now = self._clock()
@@ -71,38 +123,14 @@ class StrategyRunner:
             taken |= self.pin.heads(now)
         for strategy in self._order:
             for action in strategy.plan(served, self._pressure, taken, now):
-                self.actions.submit(action, strategy)
-
-    def tick(self) -> None:
-        """Between requests: renew leases that are due."""
-        if self.pin is None or self._lookups.provider is None:
-            return
-        self.pin.counted = ActionKind.UNPIN in self._lookups.provider.supports
-        for action in self.pin.tick(self._clock()):
-            self.actions.submit(action, self.pin)
-
-    def usable(self, gathered: RequestFacts, claims: Sequence[HolderOverlap]) -> list[HolderOverlap]:
-        """The claims without those on prefixes that are compressed there; these are being decompressed from now on."""
-        if self.compress is None or not self.compress.compressed:
-            return list(claims)
-        keys = gathered.keys
-        instances = {endpoint.id: endpoint.instance_id for endpoint in gathered.endpoints}
-        return [claim for claim in claims if not self._decompress(claim.endpoint, keys, instances)]
+                self.executor.submit(action, strategy)
 
     def _decompress(self, endpoint: EndpointId, keys: Sequence[int], instances: dict[EndpointId, str]) -> bool:
         assert self.compress is not None
         actions = self.compress.decompressions(keys, instances[endpoint])
         for action in actions:
-            self.actions.submit(action, self.compress)
+            self.executor.submit(action, self.compress)
         return bool(actions)
-
-    def _pressure(self, instance: str) -> Pressure:
-        """The fullest and busiest of the endpoints under this instance id; nothing is known of a strange one."""
-        readings = [self._signals.pressure(one) for one in self._endpoints() if one.instance_id == instance]
-        return Pressure(
-            max((one.load for one in readings if one.load is not None), default=None),
-            max((one.memory for one in readings if one.memory is not None), default=None),
-        )
 
     def _supports(self) -> frozenset[ActionKind]:
         provider = self._lookups.provider

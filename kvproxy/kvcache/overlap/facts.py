@@ -10,7 +10,7 @@ from kvproxy.clients.tokens import TokenIds
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
-from kvproxy.kvcache.overlap.merge import HolderOverlap as Named
+from kvproxy.kvcache.overlap.merge import HolderOverlap
 from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
 from kvproxy.prefix.tokens.hashed_tokens import HashedTokens
 from kvproxy.routing.policy import NO_FACTS, OverlapFacts
@@ -19,37 +19,37 @@ from kvproxy.types import EndpointId, InferenceRequest
 
 @dataclass(slots=True)
 class RequestFacts:
-    """Handed from `gather` to `picked` to `finished`; whoever makes requests keeps it and looks only at its facts."""
+    """Handed from `gather` to `placed` to `finished`; its caller reads `overlaps` and `preferred` alone."""
 
     cluster: Cluster
-    local: LocalIndexes
+    indexes: LocalIndexes
     request: InferenceRequest
     body: bytes  # as the client sent it
     model: str  # as the engines call it
-    hashes: array[int]
+    hashes: array[int]  # of the prompt's text blocks
     keys: Sequence[int]  # one a message prefix, shortest first
     prompt_bytes: int
     started_at: float
-    facts: OverlapFacts = NO_FACTS
+    overlaps: OverlapFacts = NO_FACTS
     hot_blocks: int = 0  # of the hashes, the leading ones that many ask for
-    preferred: EndpointId | None = None  # who holds most
+    preferred: EndpointId | None = None  # the endpoint that holds most
     tokens: TokenIds | None = None  # of the prompt, or of its longest known beginning
-    hashed: HashedTokens | None = None  # begins with these tokens
+    hashed_tokens: HashedTokens | None = None  # begins with these tokens
     tokens_exact: bool = False  # of the whole prompt
     tokens_bytes: int = 0  # of the prompt that these tokens stand for
     wants_lookup: bool = False  # a lookup service can still be asked
-    named: tuple[Named, ...] = ()  # what a lookup that answered in time said
-    holders_named: int | None = None  # by a lookup that answered in time
-    claim: SpeculativeEntry | None = None  # what routing promised the approximate index
+    lookup_overlaps: Sequence[HolderOverlap] = ()  # by a lookup that answered in time
+    holders_found: int | None = None  # by a lookup that answered in time
+    entry: SpeculativeEntry | None = None  # what routing told the approximate index
 
-    def served_by(self, endpoint_id: EndpointId) -> bool:
-        """Whether this member of the cluster may serve it."""
+    def may_serve(self, endpoint_id: EndpointId) -> bool:
+        """Whether this member of the cluster serves the model."""
         endpoint = self.cluster.endpoint(endpoint_id)
         return endpoint is not None and endpoint.serves(self.model)
 
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:
-        """Who may serve it, in the cluster's order."""
+        """Endpoints that serve the model, in the cluster's order."""
         return tuple([endpoint for endpoint in self.cluster.endpoints if endpoint.serves(self.model)])
 
 

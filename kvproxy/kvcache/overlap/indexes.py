@@ -9,7 +9,7 @@ from functools import lru_cache
 from cachetools import LRUCache
 
 from kvproxy.clients.tokens import TokenIds
-from kvproxy.kvcache.overlap.merge import is_contradicted, local_overlaps
+from kvproxy.kvcache.overlap.merge import NOTHING, HolderOverlap, is_contradicted, merge_overlaps
 from kvproxy.prefix.approximate.capacities import Capacities
 from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
 from kvproxy.prefix.approximate.index import ApproximateIndex
@@ -42,36 +42,33 @@ def _seed(model: str, cache_salt: str | None) -> int:
     return root_seed(block_size=TEXT_BLOCK_BYTES, model=model, cache_salt=cache_salt)
 
 
+class IndexState:
+    """What routing and responses taught about one cluster: it outlives a reload, and KV events do not."""
+
+    def __init__(self, *, endpoints: int = 1, capacity_blocks: int = DEFAULT_CAPACITY_BLOCKS) -> None:
+        self.approximate = ApproximateIndex(capacity_blocks=capacity_blocks)
+        self.capacities = Capacities(self.approximate)
+        self.hot = HotBlocks(endpoints=endpoints)
+        self.trust = Trust()  # in what KV events say
+        self.lookup_trust = Trust()  # in what LMCache says
+        self.started_at: dict[EndpointId, float] = {}  # when each engine's process began, by its own clock
+        self.sessions = SessionHashes()
+
+
 class LocalIndexes:
     """The approximate index, fed by what was routed; the precise index, fed by KV events; and the heat of blocks.
 
     `exact` names the endpoints whose event streams miss nothing. While events are followed, the approximate index also
-    keeps whose requests are under way. Made after `former`, it shares with it what was routed where, heat and trust;
-    events it follows anew.
+    keeps which requests are under way. Two of them may share one `state`: each follows events for itself.
     """
 
-    def __init__(
-        self,
-        *,
-        endpoints: int,
-        learn_capacity: bool = True,
-        capacity_blocks: int = DEFAULT_CAPACITY_BLOCKS,
-        former: LocalIndexes | None = None,
-    ) -> None:
+    def __init__(self, state: IndexState, *, learn_capacity: bool = True) -> None:
+        self.approximate, self.capacities, self.hot = state.approximate, state.capacities, state.hot
+        self.trust, self.lookup_trust = state.trust, state.lookup_trust
+        self.started_at, self.sessions = state.started_at, state.sessions
         self.precise = PreciseIndex()
         self.exact: Collection[EndpointId] = frozenset()
         self.loras: LRUCache[str, None] = LRUCache(MAX_LORAS)  # adapters that events spoke of
-        if former is None:
-            self.approximate = ApproximateIndex(capacity_blocks=capacity_blocks)
-            self.capacities = Capacities(self.approximate)
-            self.hot = HotBlocks(endpoints=endpoints)
-            self.trust, self.lookup_trust = Trust(), Trust()  # in what KV events say, and in what LMCache says
-            self.started_at: dict[EndpointId, float] = {}  # when each engine's process began, by its own clock
-            self.sessions = SessionHashes()
-        else:
-            self.approximate, self.capacities, self.hot = former.approximate, former.capacities, former.hot
-            self.trust, self.lookup_trust = former.trust, former.lookup_trust
-            self.started_at, self.sessions = former.started_at, former.sessions
         self.capacities.learning = learn_capacity
         self._seed = lru_cache(_REMEMBERED_SEEDS)(_seed)
         self._precise_root = lru_cache(_REMEMBERED_SEEDS)(precise_root)
@@ -85,7 +82,7 @@ class LocalIndexes:
         return self.sessions.text_blocks(prompt, seed, keys), keys
 
     def prepare(self, hashed: HashedTokens, *, model: str, cache_salt: str | None) -> None:
-        """Hash these tokens for the precise index now, when nobody waits for it."""
+        """Hash these tokens for the precise index now, while no request waits for it."""
         lora = model if self.loras and model in self.loras else ""
         for size in self.precise.block_sizes:
             hashed.blocks(size, self._precise_root(size, lora=lora, cache_salt=cache_salt))
@@ -99,21 +96,29 @@ class LocalIndexes:
         hashed: HashedTokens | None = None,
         model: str = "",
         cache_salt: str | None,
+        looked_up: Sequence[HolderOverlap] = (),
+        prompt_tokens: int = 0,
     ) -> dict[EndpointId, Overlap]:
         """Leading tokens by endpoint. `tokens` (or as much of them as is known) also asks the precise index; `hashed`
-        begins with them.
+        begins with them. `looked_up` is what a lookup service said of this prompt of `prompt_tokens`.
         """
         scale = TEXT_BLOCK_BYTES / bytes_per_token
-        routed = {endpoint: int(blocks * scale) for endpoint, blocks in self.approximate.lookup(hashes).items()}
-        if tokens is None or not self._follows_events:
-            return {endpoint: Overlap(held) for endpoint, held in routed.items()}
-        promised = self.approximate.promised(hashes) if self.exact else {}
-        return local_overlaps(
-            routed=routed,
-            in_flight={endpoint: int(blocks * scale) for endpoint, blocks in promised.items()},
-            announced=self._announced(tokens, hashed, model, cache_salt),
+        in_flight: Mapping[EndpointId, int] = NOTHING
+        announced = None
+        if tokens is not None and self._follows_events:
+            announced = self._announced(tokens, hashed, model, cache_salt)
+            if self.exact:
+                promised = self.approximate.promised(hashes)
+                in_flight = {endpoint: int(blocks * scale) for endpoint, blocks in promised.items()}
+        return merge_overlaps(
+            routed={endpoint: int(blocks * scale) for endpoint, blocks in self.approximate.lookup(hashes).items()},
+            in_flight=in_flight,
+            announced=announced,
             exact=self.exact,
             trust=self.trust,
+            looked_up=looked_up,
+            lookup_trust=self.lookup_trust,
+            prompt_tokens=prompt_tokens,
         )
 
     @property
@@ -135,12 +140,20 @@ class LocalIndexes:
         return self.precise.lookup(blocks)
 
     def route(self, endpoint: EndpointId, hashes: array[int]) -> SpeculativeEntry:
-        """A request goes there: it counts as holding the prompt until the claim is settled."""
+        """A request goes there: it counts as holding the prompt until the entry is settled."""
         return self.approximate.route(endpoint, hashes, flies=self._follows_events)
 
-    def settle(self, claim: SpeculativeEntry, *, prefilled: bool) -> None:
-        """The request is over; `prefilled` says whether the engine got as far as a first byte. Once a claim."""
-        (self.approximate.confirm if prefilled else self.approximate.rollback)(claim)
+    def settle(self, entry: SpeculativeEntry, *, prefilled: bool, lost: bool = False) -> None:
+        """The request is over; `prefilled` says whether the engine got as far as a first byte. Once an entry. An engine
+        that `lost` what it held still has what it just prefilled."""
+        (self.approximate.confirm if prefilled else self.approximate.rollback)(entry)
+        if lost:
+            self.approximate.insert(entry.endpoint, entry.hashes)
+
+    def observe_capacity(self, entry: SpeculativeEntry, cached_blocks: int) -> bool:
+        """What a response says about the room at its endpoint, before the entry is settled; True when the engine lost
+        all that it held. Where KV events miss nothing they say it better."""
+        return entry.endpoint not in self.exact and self.capacities.observe(entry, cached_blocks)
 
     def correct(
         self,
@@ -165,7 +178,7 @@ class LocalIndexes:
             self.approximate.contradict(endpoint, hashes, cached_blocks)
         return contradicted
 
-    def began(self, endpoint: EndpointId, started_at: float) -> bool:
+    def process_started(self, endpoint: EndpointId, started_at: float) -> bool:
         """The engine says when its process began. Whether that is another process than before, which holds nothing.
 
         Only a later start counts: behind one address there may be several engines that answer in turn.
@@ -174,7 +187,7 @@ class LocalIndexes:
         if before is not None and started_at <= before + _SAME_START_S:
             return False
         if before is not None:
-            self.lose(endpoint)
+            self.reset(endpoint)
         self.started_at[endpoint] = started_at
         return before is not None
 
@@ -187,8 +200,8 @@ class LocalIndexes:
         for trust in (self.trust, self.lookup_trust):
             trust.forget(endpoint)
 
-    def lose(self, endpoint: EndpointId) -> None:
-        """The engine began anew: it holds nothing; its capacity is what it was."""
+    def reset(self, endpoint: EndpointId) -> None:
+        """The engine restarted: it holds nothing; its capacity is what it was."""
         self.approximate.clear(endpoint)
         for trust in (self.trust, self.lookup_trust):
             trust.forget(endpoint)

@@ -29,10 +29,10 @@ _DISTRUST_S, _DISTRUSTED = 60.0, 10_000
 class LookupClient:
     """One breaker, no retries: a lookup is worth something now or not at all."""
 
-    def __init__(self, *, guard: OperationBreakers, metrics: Metrics, clock: Clock) -> None:
+    def __init__(self, *, breakers: OperationBreakers, metrics: Metrics, clock: Clock) -> None:
         self.provider: Provider | None = None
         self.hits = 0  # answers that named a holder, since the start
-        self._guard = guard
+        self._breakers = breakers
         self._clock = clock
         self._seconds = metrics.kvcache.lookup_seconds
         self._unknown = metrics.kvcache.unknown_instances
@@ -42,7 +42,7 @@ class LookupClient:
     @property
     def possible(self) -> bool:
         """Whether there is a service and its breaker lets calls through."""
-        return self.provider is not None and self._guard.admits(OPERATION)
+        return self.provider is not None and self._breakers.admits(OPERATION)
 
     async def ask(self, tokens: TokenIds, *, model: str, cache_salt: str | None, timeout_s: float) -> Sequence[Holder]:
         """Holders by the service's own word; raises ClientError or BreakerOpen."""
@@ -52,7 +52,7 @@ class LookupClient:
         prefix = Prefix(tokens, model, cache_salt or "")
         started = self._clock()
         try:
-            holders = await self._guard.call(OPERATION, lambda: provider.lookup(prefix, timeout_s=timeout_s))
+            holders = await self._breakers.call(OPERATION, lambda: provider.lookup(prefix, timeout_s=timeout_s))
         except ClientError as error:
             log.debug("[kvcache] lookup: %s", error)
             raise

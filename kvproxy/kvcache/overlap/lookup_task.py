@@ -70,46 +70,46 @@ class LookupTask:
         metrics.bounds.queue_depth.labels(QUEUE).set_function(lambda: len(self._tasks))
         metrics.bounds.queue_limit.labels(QUEUE).set(MAX_LOOKUPS)
 
-    def wanted(self, gathered: RequestFacts) -> bool:
+    def is_wanted(self, facts: RequestFacts) -> bool:
         """Whether asking is worth a wait: a service that answers, and tokens enough for a chunk, known or to be had."""
         lookups, settings = self._lookups, self._settings
-        if lookups.provider is None or not gathered.request.prompt.parts:
+        if lookups.provider is None or not facts.request.prompt.parts:
             return False
         if not lookups.possible:
             self._outcomes.labels("breaker_open").inc()
             return False
-        if self._full(len(gathered.body)) and _question(gathered) not in self._tasks:
+        if self._full(len(facts.body)) and _question(facts) not in self._tasks:
             self._outcomes.labels("busy").inc()
             return False
-        if gathered.tokens is not None:  # if only of the prompt's beginning: what was never seen, nobody holds
-            return len(gathered.tokens) >= settings.lookup_min_tokens
+        if facts.tokens is not None:  # if only of the prompt's beginning: what was never seen, nobody holds
+            return len(facts.tokens) >= settings.lookup_min_tokens
         tokenize = settings.tokenize
-        return tokenize.inline and gathered.prompt_bytes >= tokenize.inline_min and self._tokens.may_ask(gathered)
+        return tokenize.inline and facts.prompt_bytes >= tokenize.inline_min and self._tokens.may_ask(facts)
 
-    async def ask(self, gathered: RequestFacts) -> list[HolderOverlap]:
-        """The claims that came in time. Tokens learned on the way are put into `gathered`."""
-        left_s = self._settings.lookup_routing_timeout - (self._clock() - gathered.started_at)
-        question = _question(gathered)
+    async def ask(self, facts: RequestFacts) -> list[HolderOverlap]:
+        """The claims that came in time. Tokens learned on the way are put into `facts`."""
+        left_s = self._settings.lookup_routing_timeout - (self._clock() - facts.started_at)
+        question = _question(facts)
         task = self._tasks.get(question)
         first = task is None
         if task is None:
-            task = self._begin(question, gathered)
+            task = self._begin(question, facts)
         try:
             done, _ = await asyncio.wait({task}, timeout=max(0.0, left_s))
         finally:
             if first and not task.done():
-                task.add_done_callback(lambda late: self._late(gathered, late))
+                task.add_done_callback(lambda late: self._late(facts, late))
         if not done:
             self._outcomes.labels("lookup_timeout").inc()
             return []
         answer = task.result()
         self._outcomes.labels(answer.outcome).inc()
         if answer.tokens is not None:
-            gathered.tokens, gathered.tokens_exact, gathered.hashed = answer.tokens, True, None
-            gathered.tokens_bytes = gathered.prompt_bytes
+            facts.tokens, facts.tokens_exact, facts.hashed_tokens = answer.tokens, True, None
+            facts.tokens_bytes = facts.prompt_bytes
         if answer.outcome in ("hit", "miss"):
-            gathered.holders_named = len(answer.holders)
-        return self._claims(gathered, answer.holders)
+            facts.holders_found = len(answer.holders)
+        return self._claims(facts, answer.holders)
 
     async def close(self) -> None:
         """Cancel what still runs."""
@@ -122,9 +122,9 @@ class LookupTask:
         held = self._held_bytes
         return len(self._tasks) >= MAX_LOOKUPS or (held > 0 and held + body_bytes > MAX_HELD_BYTES)
 
-    def _begin(self, question: _Question, gathered: RequestFacts) -> asyncio.Task[_Answer]:
-        task = self._tasks[question] = asyncio.create_task(self._answer(gathered), name="kvcache lookup")
-        held = len(gathered.body)
+    def _begin(self, question: _Question, facts: RequestFacts) -> asyncio.Task[_Answer]:
+        task = self._tasks[question] = asyncio.create_task(self._answer(facts), name="kvcache lookup")
+        held = len(facts.body)
         self._held_bytes += held
 
         def over(_: object) -> None:
@@ -134,19 +134,19 @@ class LookupTask:
         task.add_done_callback(over)
         return task
 
-    async def _answer(self, gathered: RequestFacts) -> _Answer:
+    async def _answer(self, facts: RequestFacts) -> _Answer:
         fresh = None
-        known = gathered.tokens
+        known = facts.tokens
         try:
             if known is None:
-                asking = self._tokens.ask(gathered)
+                asking = self._tokens.ask(facts)
                 fresh = known = None if asking is None else await asyncio.shield(asking)
             if known is None or len(known) < self._settings.lookup_min_tokens:
                 return _Answer("no_tokens", fresh)
             holders = await self._lookups.ask(
                 known,
-                model=gathered.model,
-                cache_salt=gathered.request.cache_salt,
+                model=facts.model,
+                cache_salt=facts.request.cache_salt,
                 timeout_s=self._settings.request_timeout,
             )
         except BreakerOpen:
@@ -158,33 +158,33 @@ class LookupTask:
             return _Answer("error", fresh)
         return _Answer("hit" if any(holder.tokens > 0 for holder in holders) else "miss", fresh, holders)
 
-    def _late(self, gathered: RequestFacts, task: asyncio.Task[_Answer]) -> None:
+    def _late(self, facts: RequestFacts, task: asyncio.Task[_Answer]) -> None:
         """Token memory has learned already; what surely is a prefix also goes into the index, for the next request."""
         if task.cancelled():
             return
         answer = task.result()
-        tokens, stands_for = gathered.tokens, gathered.tokens_bytes
+        tokens, stands_for = facts.tokens, facts.tokens_bytes
         if answer.tokens is not None:
-            tokens, stands_for = answer.tokens, gathered.prompt_bytes
+            tokens, stands_for = answer.tokens, facts.prompt_bytes
         if not tokens:
             return
-        for claim in self._claims(gathered, answer.holders):
+        for claim in self._claims(facts, answer.holders):
             if claim.contiguous:
                 blocks = int(min(claim.tokens, len(tokens)) * stands_for / len(tokens)) // TEXT_BLOCK_BYTES
-                gathered.local.approximate.insert(claim.endpoint, gathered.hashes[:blocks])
+                facts.indexes.approximate.insert(claim.endpoint, facts.hashes[:blocks])
 
-    def _claims(self, gathered: RequestFacts, holders: Sequence[Holder]) -> list[HolderOverlap]:
+    def _claims(self, facts: RequestFacts, holders: Sequence[Holder]) -> list[HolderOverlap]:
         if not holders:
             return []
         return self._lookups.claims(
             holders,
-            endpoints=gathered.endpoints,
+            endpoints=facts.endpoints,
             known=self._known_instances(),
-            local=gathered.facts.by_endpoint,
-            hashes=gathered.hashes,
+            local=facts.overlaps.by_endpoint,
+            hashes=facts.hashes,
         )
 
 
-def _question(gathered: RequestFacts) -> _Question:
-    digest = gathered.hashes[-1] if gathered.hashes else xxh3_64_intdigest(canonical_bytes(gathered.request.prompt))
-    return (gathered.cluster.name, gathered.model, digest, gathered.prompt_bytes)
+def _question(facts: RequestFacts) -> _Question:
+    digest = facts.hashes[-1] if facts.hashes else xxh3_64_intdigest(canonical_bytes(facts.request.prompt))
+    return (facts.cluster.name, facts.model, digest, facts.prompt_bytes)

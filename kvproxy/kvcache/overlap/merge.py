@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvproxy.prefix.precise.index import PreciseMatch
 from kvproxy.routing.policy import FactSource, Overlap, OverlapFacts
 from kvproxy.routing.trust import Trust
 from kvproxy.types import EndpointId
+
+NOTHING: Mapping[EndpointId, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +23,41 @@ class HolderOverlap:
     source: FactSource
 
 
-def local_overlaps(
+def merge_overlaps(
     *,
+    routed: Mapping[EndpointId, int],
+    in_flight: Mapping[EndpointId, int] = NOTHING,
+    announced: Mapping[EndpointId, PreciseMatch] | None = None,
+    exact: Collection[EndpointId] = (),
+    trust: Trust,
+    looked_up: Sequence[HolderOverlap] = (),
+    lookup_trust: Trust,
+    prompt_tokens: int = 0,
+) -> dict[EndpointId, Overlap]:
+    """Overlap by endpoint of one prompt, of which every source says leading tokens.
+
+    `routed` is what routing told the approximate index; of that, requests `in_flight` are under way. `announced` is
+    what KV events say (None where none are followed), without a gap for the endpoints in `exact`, and `trust` how far
+    they are believed; `looked_up` what a lookup service says, believed as far as `lookup_trust` and never beyond
+    `prompt_tokens`.
+    """
+    if announced is None:
+        found = {endpoint: Overlap(tokens) for endpoint, tokens in routed.items()}
+    else:
+        found = _with_events(routed, in_flight, announced, exact, trust)
+    if looked_up:
+        _add_holders(found, looked_up, prompt_tokens, lookup_trust)
+    return found
+
+
+def _with_events(
     routed: Mapping[EndpointId, int],
     in_flight: Mapping[EndpointId, int],
     announced: Mapping[EndpointId, PreciseMatch],
     exact: Collection[EndpointId],
     trust: Trust,
 ) -> dict[EndpointId, Overlap]:
-    """What was routed and what KV events say, both in leading tokens of one prompt.
+    """What was routed and what KV events say.
 
     A complete event stream (`exact`) is believed over everything that was ever routed there. Only this prompt's blocks
     in requests still `in_flight` count besides: they are promised and not yet announced. Without a complete stream the
@@ -58,6 +86,24 @@ def local_overlaps(
     return found
 
 
+def _add_holders(
+    found: dict[EndpointId, Overlap], looked_up: Iterable[HolderOverlap], prompt_tokens: int, trust: Trust
+) -> None:
+    """Lay the holders of a lookup over local knowledge.
+
+    LMCache speaks of host and disk tiers, so what a holder adds to an endpoint's match is lower-tier. What nothing else
+    backs counts for what earlier such claims about that endpoint proved worth.
+    """
+    for holder in looked_up:
+        known = found.get(holder.endpoint)
+        tokens = min(holder.tokens, prompt_tokens)
+        backed = 0 if known is None else known.tokens
+        if tokens > backed:
+            device = 0 if known is None else known.device_tokens
+            believed = trust.believed(holder.endpoint, tokens, backed)
+            found[holder.endpoint] = Overlap(device, believed - device, holder.source, 0.0, tokens, backed)
+
+
 def is_contradicted(predicted_tokens: int, cached_tokens: int) -> bool:
     """Whether an engine reused too little for the prediction to have been right.
 
@@ -67,27 +113,6 @@ def is_contradicted(predicted_tokens: int, cached_tokens: int) -> bool:
     return cached_tokens + tolerance < predicted_tokens
 
 
-def merged(
-    local: Mapping[EndpointId, Overlap], claims: Iterable[HolderOverlap], *, prompt_tokens: int, trust: Trust
-) -> dict[EndpointId, Overlap]:
-    """Local knowledge with the claims of a lookup laid over it.
-
-    LMCache speaks of host and disk tiers, so what a claim adds to an endpoint's match is lower-tier. Claims of nothing
-    are passed over, and none counts for more than the prompt has. What nothing else backs counts for what earlier such
-    claims about that endpoint proved worth.
-    """
-    found = dict(local)
-    for claim in claims:
-        known = found.get(claim.endpoint)
-        tokens = min(claim.tokens, prompt_tokens)
-        backed = 0 if known is None else known.tokens
-        if tokens > backed:
-            device = 0 if known is None else known.device_tokens
-            believed = trust.believed(claim.endpoint, tokens, backed)
-            found[claim.endpoint] = Overlap(device, believed - device, claim.source, 0.0, tokens, backed)
-    return found
-
-
 def preferred(
     facts: OverlapFacts,
     order: Iterable[EndpointId],
@@ -95,9 +120,9 @@ def preferred(
     min_tokens: int,
     serves: Callable[[EndpointId], bool] = lambda endpoint: True,
 ) -> EndpointId | None:
-    """Who holds most, at least `min_tokens` (never less than one); among equals the first in `order`.
+    """The endpoint that holds most, at least `min_tokens` (never less than one); among equals the first in `order`.
 
-    `serves` is asked of those only that hold more than everybody before them.
+    `serves` is asked only of endpoints that hold more than all before them.
     """
     best, most = None, max(min_tokens, 1) - 1
     held, prompt_tokens = facts.by_endpoint, facts.prompt_tokens

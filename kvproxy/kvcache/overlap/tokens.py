@@ -36,61 +36,70 @@ class TokenSource:
     """Singleflight around `/tokenize`, and the token memory it fills. Its tasks end with `close`."""
 
     def __init__(
-        self, settings: KvCacheSettings, *, engines: Engines, guard: OperationBreakers, metrics: Metrics, clock: Clock
+        self,
+        settings: KvCacheSettings,
+        *,
+        memory: TokenMemory,
+        engines: Engines,
+        breakers: OperationBreakers,
+        metrics: Metrics,
+        clock: Clock,
     ) -> None:
-        cache = settings.token_cache
-        limits = {"max_entries": cache.max_size} if cache.max_size else {}
-        self.memory = TokenMemory(clock=clock, max_bytes=cache.max_bytes, ttl_s=cache.ttl, **limits)
-        self._enabled = cache.enabled
+        self.memory = memory
+        self._enabled = settings.token_cache.enabled
         self._settings = settings
         self._engines = engines
-        self._guard = guard
+        self._breakers = breakers
         self._clock = clock
         self._tasks: dict[int, asyncio.Task[TokenIds | None]] = {}
         self._outcomes = metrics.kvcache.tokenizes
         self._seconds = metrics.kvcache.tokenize_seconds
         metrics.bounds.queue_depth.labels("kvcache_tokenize").set_function(lambda: len(self._tasks))
         metrics.bounds.queue_limit.labels("kvcache_tokenize").set(settings.tokenize.max_concurrent)
+        metrics.holdings.token_memory_entries.set_function(lambda: len(memory))
+        metrics.holdings.token_memory_bytes.set_function(lambda: memory.held_bytes)
+        results = ("exact", "prefix", "missed")
+        metrics.holdings.recalls.read(lambda: [((result,), float(getattr(memory.stats, result))) for result in results])
 
-    def recall(self, gathered: RequestFacts) -> None:
-        """Put into `gathered` what is known of its tokens without asking anybody."""
-        request = gathered.request
+    def recall(self, facts: RequestFacts) -> None:
+        """Put into `facts` what is known of its tokens without asking anybody."""
+        request = facts.request
         if not request.prompt.parts:
             return
         if self._enabled:
-            known = self.memory.recall(gathered.keys)
+            known = self.memory.recall(facts.keys)
             if known is not None:
-                gathered.tokens, gathered.tokens_exact, gathered.hashed = known.tokens, known.exact, known.hashed
+                facts.tokens, facts.tokens_exact, facts.hashed_tokens = known.tokens, known.exact, known.hashed
                 rest = sum(map(len, request.prompt.parts[known.parts_known :]))
                 unread = 0 if known.exact else request.prompt.unread_bytes
-                gathered.tokens_bytes = gathered.prompt_bytes - rest - unread
+                facts.tokens_bytes = facts.prompt_bytes - rest - unread
                 return
         if request.kind is RequestKind.COMPLETION and request.prompt.parts[0].startswith(b"["):
-            _take_given(gathered)
+            _take_given(facts)
 
-    def may_ask(self, gathered: RequestFacts) -> bool:
+    def may_ask(self, facts: RequestFacts) -> bool:
         """Whether asking an engine makes sense and is possible at the moment."""
         return (
-            len(gathered.body) <= MAX_ASKED_BYTES
+            len(facts.body) <= MAX_ASKED_BYTES
             and len(self._tasks) < self._settings.tokenize.max_concurrent
-            and _text_of(gathered.request) is not None
-            and self._guard.admits(OPERATION)
+            and _text_of(facts.request) is not None
+            and self._breakers.admits(OPERATION)
         )
 
-    def ask(self, gathered: RequestFacts) -> asyncio.Task[TokenIds | None] | None:
+    def ask(self, facts: RequestFacts) -> asyncio.Task[TokenIds | None] | None:
         """The task that tokenizes this prompt, shared by all who ask meanwhile; None beyond the bound.
 
         It outlives whoever awaits it: shield the wait, never cancel the task.
         """
-        if not gathered.keys:
+        if not facts.keys:
             return None
-        key = gathered.keys[-1]
+        key = facts.keys[-1]
         task = self._tasks.get(key)
         if task is None:
             if len(self._tasks) >= self._settings.tokenize.max_concurrent:
                 self._outcomes.labels("busy").inc()
                 return None
-            task = asyncio.create_task(self._fetch(gathered), name="kvcache tokenize")
+            task = asyncio.create_task(self._fetch(facts), name="kvcache tokenize")
             self._tasks[key] = task
             task.add_done_callback(lambda _: self._tasks.pop(key, None))
         return task
@@ -102,16 +111,16 @@ class TokenSource:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _fetch(self, gathered: RequestFacts) -> TokenIds | None:
+    async def _fetch(self, facts: RequestFacts) -> TokenIds | None:
         """The prompt's tokens, remembered; None when nobody could say. Never raises but for cancellation."""
-        chosen = self._engines.tokenizer(gathered.endpoints)
+        chosen = self._engines.tokenizer(facts.endpoints)
         if chosen is None:
             self._outcomes.labels("no_engine").inc()
             return None
         client, endpoint = chosen
         started = self._clock()
         try:
-            answer = await self._guard.call(OPERATION, lambda: self._call(client, gathered))
+            answer = await self._breakers.call(OPERATION, lambda: self._call(client, facts))
         except BreakerOpen:
             self._outcomes.labels("breaker_open").inc()
             return None
@@ -126,21 +135,21 @@ class TokenSource:
             self._outcomes.labels("unusable").inc()
             return None
         self._outcomes.labels("ok").inc()
-        self.learned(gathered, answer.tokens)
+        self.learned(facts, answer.tokens)
         return answer.tokens
 
-    def learned(self, gathered: RequestFacts, tokens: TokenIds) -> None:
+    def learned(self, facts: RequestFacts, tokens: TokenIds) -> None:
         """Remember the tokens of this prompt, hashed for the chat's next turn."""
         if self._enabled:
-            hashed = self.memory.remember(gathered.keys, tokens)
-            gathered.local.prepare(hashed, model=gathered.model, cache_salt=gathered.request.cache_salt)
+            hashed = self.memory.remember(facts.keys, tokens)
+            facts.indexes.prepare(hashed, model=facts.model, cache_salt=facts.request.cache_salt)
 
-    async def _call(self, client: VllmClient, gathered: RequestFacts) -> Tokenized:
-        if gathered.request.kind is RequestKind.CHAT:
-            return await client.chat_tokens(gathered.model, gathered.body)
-        text = _text_of(gathered.request)
+    async def _call(self, client: VllmClient, facts: RequestFacts) -> Tokenized:
+        if facts.request.kind is RequestKind.CHAT:
+            return await client.chat_tokens(facts.model, facts.body)
+        text = _text_of(facts.request)
         assert text is not None
-        return await client.tokenize_prompt(gathered.model, text)
+        return await client.tokenize_prompt(facts.model, text)
 
 
 def _text_of(request: InferenceRequest) -> str | None:
@@ -157,14 +166,14 @@ def _text_of(request: InferenceRequest) -> str | None:
         return None
 
 
-def _take_given(gathered: RequestFacts) -> None:
+def _take_given(facts: RequestFacts) -> None:
     """Token ids the client sent itself, as one list or a list of one list; of very many the first ones."""
-    raw = gathered.request.prompt.parts[0]
+    raw = facts.request.prompt.parts[0]
     whole = len(raw) <= _MAX_GIVEN_BYTES
     known = raw if whole else raw[:_MAX_GIVEN_BYTES].rpartition(b",")[0] + b"]"
-    gathered.tokens = _given(known)
-    gathered.tokens_exact = whole and gathered.tokens is not None
-    gathered.tokens_bytes = gathered.prompt_bytes if whole else len(known)
+    facts.tokens = _given(known)
+    facts.tokens_exact = whole and facts.tokens is not None
+    facts.tokens_bytes = facts.prompt_bytes if whole else len(known)
 
 
 def _given(raw: bytes) -> TokenIds | None:

@@ -10,17 +10,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.kvcache.snapshot.file_format import ClusterKept, EndpointKept, Kept, Outcome, Snapshot, Unusable, encode
+from kvproxy.kvcache.state import CacheState
 from kvproxy.prefix.approximate.snapshot import IndexColumns, Restoration, dump, fingerprint
 from kvproxy.types import Clock, EndpointId
-
-if TYPE_CHECKING:
-    from kvproxy.kvcache.parts import Parts
 
 log = logging.getLogger("kvproxy.kvcache")
 
@@ -41,23 +38,24 @@ class Returned:
 
 
 class Contents:
-    """Reads and fills the parts of one service."""
+    """Reads and fills the state of these clusters."""
 
-    def __init__(self, parts: Parts, *, clock: Clock, wall_clock: Clock) -> None:
-        self._parts = parts
+    def __init__(self, state: CacheState, *, clusters: Mapping[str, Cluster], clock: Clock, wall_clock: Clock) -> None:
+        self._state = state
+        self._clusters = clusters
         self._clock = clock
         self._wall_clock = wall_clock
 
     def take(self, max_bytes: int) -> Generator[None, None, list[bytes]]:
         """A file's pieces, all but the checksum. The service goes on between the steps."""
         taken_at = self._wall_clock()
-        kept = [self._cluster(name, cluster) for name, cluster in self._parts.clusters.items()]
-        whole = Kept(taken_at, fingerprint(), dict(self._parts.ratios.learned), kept)
+        kept = [self._cluster(name, cluster) for name, cluster in self._clusters.items()]
+        whole = Kept(taken_at, fingerprint(), dict(self._state.bytes_per_token.learned), kept)
         left = max_bytes - _HEAD_BYTES - len(msgspec.msgpack.encode(whole))
         hashes: list[bytes] = []
         for number, one in enumerate(kept):
             share = left // (len(kept) - number)
-            dumped = yield from dump(self._parts.local[one.name].approximate, max_bytes=share)
+            dumped = yield from dump(self._state.indexes[one.name].approximate, max_bytes=share)
             left -= dumped.bytes_used
             hashes += dumped.hashes
             kept[number] = msgspec.structs.replace(one, index=dumped.columns)
@@ -69,21 +67,21 @@ class Contents:
         away_s = self._wall_clock() - kept.taken_at
         if not -_CLOCK_S <= away_s <= max_age_s:
             raise Unusable(Outcome.TOO_OLD, f"{away_s:.0f} s old, of {max_age_s:.0f} s allowed")
-        known = [one for one in kept.clusters if one.name in self._parts.clusters]
-        same = {one.name: _same(one, self._parts.clusters[one.name]) for one in known}
+        known = [one for one in kept.clusters if one.name in self._clusters]
+        same = {one.name: _same(one, self._clusters[one.name]) for one in known}
         if not any(same.values()):
             raise Unusable(Outcome.OTHER_ENDPOINTS, "of endpoints that are not configured, or not at those addresses")
         restorations = self._restorations(snapshot)
-        self._parts.ratios.resume(kept.bytes_per_token)
+        self._state.bytes_per_token.resume(kept.bytes_per_token)
         for one in known:
             yield from self._fill(one, restorations[one.name], same[one.name], kept.taken_at)
         count = sum(len(cluster.endpoints) for cluster in kept.clusters)
         stay = sum(map(len, same.values()))
-        blocks = sum(self._parts.local[one.name].approximate.entries for one in known)
+        blocks = sum(self._state.indexes[one.name].approximate.entries for one in known)
         return Returned(blocks, stay, count - stay, max(0.0, away_s))
 
     def _cluster(self, name: str, cluster: Cluster) -> ClusterKept:
-        started_at = self._parts.local[name].started_at
+        started_at = self._state.indexes[name].started_at
         rows = [EndpointKept(str(one.id), str(one.origin), started_at.get(one.id)) for one in cluster.endpoints]
         speeds = None if cluster.speeds is None else cluster.speeds.state(self._clock())
         return ClusterKept(name, rows, _NOTHING, speeds)
@@ -98,19 +96,19 @@ class Contents:
             raise Unusable(Outcome.CORRUPT, f"damaged: {error}") from error
 
     def _fill(
-        self, kept: ClusterKept, index: Restoration, same: Mapping[str, EndpointKept], taken_at: float
+        self, kept: ClusterKept, restoration: Restoration, same: Mapping[str, EndpointKept], taken_at: float
     ) -> Iterator[None]:
-        local, cluster = self._parts.local[kept.name], self._parts.clusters[kept.name]
+        index, cluster = self._state.indexes[kept.name], self._clusters[kept.name]
         if kept.speeds is not None and cluster.speeds is not None:
             away_s = max(0.0, self._wall_clock() - taken_at)
             try:
                 cluster.speeds.resume(kept.speeds, self._clock(), keep=same, away_s=away_s)
             except ValueError as error:
                 log.info("[kvcache] learned speeds of cluster %s are not taken over: %s", kept.name, error)
-        yield from index.into(local.approximate, keep=same)
+        yield from restoration.into(index.approximate, keep=same)
         for name, one in same.items():
             # An engine whose start is not known is another process if it began after the snapshot.
-            local.started_at[EndpointId(name)] = taken_at if one.started_at is None else one.started_at
+            index.started_at[EndpointId(name)] = taken_at if one.started_at is None else one.started_at
 
 
 def _same(kept: ClusterKept, cluster: Cluster) -> dict[str, EndpointKept]:

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import Self, TypeVar
 
 from kvproxy.background_task import BackgroundTask
-from kvproxy.config.kvcache_schema import SnapshotSettings as SnapshotSettings
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.config.kvcache_schema import SnapshotSettings
 from kvproxy.kvcache.snapshot.contents import Contents, Returned
 from kvproxy.kvcache.snapshot.file_format import Outcome, Unusable
-from kvproxy.kvcache.snapshot.snapshot_file import SnapshotFile, Store
-from kvproxy.kvcache.snapshot.timed_thread import TimedThread
+from kvproxy.kvcache.snapshot.snapshot_file import SnapshotFile, Store, TimedThread
+from kvproxy.kvcache.state import CacheState
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.types import Clock, Sleep
-
-if TYPE_CHECKING:
-    from kvproxy.kvcache.parts import Parts
 
 log = logging.getLogger("kvproxy.kvcache")
 
@@ -184,11 +182,17 @@ def _reason(error: Exception) -> str:
 
 
 def warm_restart(
-    parts: Parts, settings: SnapshotSettings, *, fresh: bool, metrics: Metrics, clock: Clock, wall_clock: Clock
+    settings: SnapshotSettings,
+    state: CacheState,
+    *,
+    clusters: Mapping[str, Cluster],
+    metrics: Metrics,
+    clock: Clock,
+    wall_clock: Clock,
 ) -> WarmRestart | None:
     """What the settings ask for; None without a path."""
     if not settings.path:
         return None
     store = SnapshotFile(Path(settings.path), max_bytes=settings.max_bytes, wall_clock=wall_clock)
-    contents = Contents(parts, clock=clock, wall_clock=wall_clock)
-    return WarmRestart(settings, contents, store, fresh=fresh, metrics=metrics, clock=clock)
+    contents = Contents(state, clusters=clusters, clock=clock, wall_clock=wall_clock)
+    return WarmRestart(settings, contents, store, fresh=state.fresh, metrics=metrics, clock=clock)

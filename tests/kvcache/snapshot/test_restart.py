@@ -54,7 +54,7 @@ async def first_life(path: Path, **more: Any) -> None:
 
 async def matched(service: Service, content: str = TURN) -> set[str]:
     """Who is believed to hold this chat."""
-    return set((await service.ask(chat(content))).facts.by_endpoint)
+    return set((await service.ask(chat(content))).overlaps.by_endpoint)
 
 
 async def test_the_next_life_knows_who_holds_what(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -75,14 +75,14 @@ async def test_the_next_life_knows_who_holds_what(tmp_path: Path, caplog: pytest
 async def test_lengths_and_speeds_come_along(tmp_path: Path) -> None:
     """What engines taught: tokens a prompt has, seconds a prefill takes."""
     async with life(tmp_path) as service:
-        service.kv.parts.ratios.observe("m", 6000, 1000)
+        service.kv.state.bytes_per_token.observe("m", 6000, 1000)
         speeds = service.cluster.speeds
         assert speeds is not None
         for _ in range(20):
             speeds.observe(A, (1.0, 1000.0, 500_000.0, 0.0), 2.0, 0.0)
         taught = speeds.estimates(0.0)
     async with life(tmp_path) as service:
-        assert service.kv.parts.ratios.of("m") == 6.0
+        assert service.kv.state.bytes_per_token.of("m") == 6.0
         assert service.cluster.speeds is not None
         assert service.cluster.speeds.estimates(0.0).tokens_per_s == taught.tokens_per_s
 
@@ -116,8 +116,8 @@ async def test_a_snapshot_that_is_too_old_is_not_used(tmp_path: Path, age_s: flo
     await first_life(tmp_path)
     async with life(tmp_path, wall=FakeClock(WALL.now + age_s)) as service:
         assert await matched(service) == set()
-        assert service.kv.parts.warm is not None
-        assert service.kv.parts.warm.restored is Outcome.TOO_OLD
+        assert service.kv.snapshot is not None
+        assert service.kv.snapshot.restored is Outcome.TOO_OLD
 
 
 async def test_only_endpoints_that_are_still_there_come_back(tmp_path: Path) -> None:
@@ -126,8 +126,8 @@ async def test_only_endpoints_that_are_still_there_come_back(tmp_path: Path) -> 
     async with life(tmp_path, cluster_of({"a": "http://127.0.0.1:7", "b": URLS["b"]})) as service:
         assert await matched(service) == set()
         assert await matched(service, OTHER) == {B}
-        assert service.kv.parts.warm is not None
-        assert service.kv.parts.warm.status()["restored_endpoints"] == 1
+        assert service.kv.snapshot is not None
+        assert service.kv.snapshot.status()["restored_endpoints"] == 1
 
 
 async def test_a_snapshot_of_other_endpoints_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -188,7 +188,7 @@ async def test_columns_that_cannot_be_are_found_before_anything_changes(tmp_path
         restart = restart_of(service, Faulty(Snapshot(snapshot.kept, [memoryview(one) for one in hashes], 0)))
         async with restart:
             assert restart.restored is Outcome.CORRUPT
-        assert service.kv.parts.local["default"].approximate.entries == 0
+        assert service.kv.overlap.indexes["default"].approximate.entries == 0
 
 
 class Faulty:
@@ -230,7 +230,7 @@ class Ticks:
 
 def restart_of(service: Service, store: Store, **more: Any) -> WarmRestart:
     """Beside the service's own, with a store of the test's."""
-    contents = Contents(service.kv.parts, clock=FakeClock(), wall_clock=WALL)
+    contents = Contents(service.kv.state, clusters=service.kv.clusters, clock=FakeClock(), wall_clock=WALL)
     made = {"fresh": True, "metrics": service.metrics, "clock": FakeClock(), **more}
     return WarmRestart(SnapshotSettings(path="/kept/here"), contents, store, **made)
 
@@ -324,7 +324,7 @@ async def test_a_service_that_follows_another_is_not_filled_again(tmp_path: Path
     await first_life(tmp_path)
     cluster = cluster_of(URLS)
     async with life(tmp_path, cluster) as before:
-        before.kv.parts.local["default"].forget(A)
+        before.kv.overlap.indexes["default"].forget(A)
         async with running(keeping(tmp_path, interval="5m"), cluster, former=before) as after:
             assert await matched(after) == set()
             assert await matched(after, OTHER) == {B}
@@ -347,12 +347,12 @@ async def test_an_engine_that_restarted_meanwhile_holds_nothing(
     engine_at = showing(1_000.0)
     async with serve(engine_at) as url:
         async with life(tmp_path, cluster_of({"a": url})) as service:
-            await service.kv.parts.watch.round()
+            await service.kv.scraper.round()
             await service.serve(chat(TURN), A)
         engine_at.routes["/metrics"] = showing(1_000.0 + began_s).routes["/metrics"]
         async with life(tmp_path, cluster_of({"a": url})) as service:
             assert await matched(service) == {A}
-            await service.kv.parts.watch.round()
+            await service.kv.scraper.round()
             assert await matched(service) == knows
     assert ("default/a is a new process" in caplog.text) == (not knows)
 
@@ -366,5 +366,5 @@ async def test_a_start_time_nobody_saw_is_held_against_the_snapshots(
         async with life(tmp_path, cluster_of({"a": url})) as service:
             await service.serve(chat(TURN), A)
         async with life(tmp_path, cluster_of({"a": url})) as service:
-            await service.kv.parts.watch.round()
+            await service.kv.scraper.round()
             assert await matched(service) == knows

@@ -1,0 +1,239 @@
+"""What each endpoint holds of a prompt, by every source there is: own indexes, KV events, token memory, lookups."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Self
+
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.config.kvcache_schema import KvCacheSettings
+from kvproxy.kvcache.breakers import OperationBreakers
+from kvproxy.kvcache.engines import Engines
+from kvproxy.kvcache.overlap.connect import Connection
+from kvproxy.kvcache.overlap.facts import RequestFacts
+from kvproxy.kvcache.overlap.indexes import LocalIndexes
+from kvproxy.kvcache.overlap.kv_event_streams import EventStreams
+from kvproxy.kvcache.overlap.lookup import LookupClient
+from kvproxy.kvcache.overlap.lookup_task import LookupTask
+from kvproxy.kvcache.overlap.merge import HolderOverlap, preferred
+from kvproxy.kvcache.overlap.tokens import TokenSource
+from kvproxy.kvcache.state import CacheState
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
+from kvproxy.routing.policy import FactSource, OverlapFacts
+from kvproxy.types import Clock, EndpointId, InferenceRequest
+
+#: Rows of the precise index with their share of its tables, as benchmarks/prefix_index.py measures them.
+PRECISE_ROW_BYTES = 80
+
+#: Label values, and a value.
+Series = Iterable[tuple[tuple[str, ...], float]]
+
+
+class OverlapSources:
+    """An async context manager around the tasks of its sources."""
+
+    def __init__(
+        self,
+        settings: KvCacheSettings,
+        *,
+        state: CacheState,
+        clusters: Mapping[str, Cluster],
+        engines: Engines,
+        breakers: OperationBreakers,
+        metrics: Metrics,
+        clock: Clock,
+    ) -> None:
+        self._settings = settings
+        self._clusters = clusters
+        self._engines = engines
+        self._clock = clock
+        self._bytes_per_token = state.bytes_per_token
+        self.indexes: Mapping[str, LocalIndexes] = {
+            name: LocalIndexes(
+                state.index(name, endpoints=len(cluster.endpoints)), learn_capacity=settings.learn_capacity
+            )
+            for name, cluster in clusters.items()
+        }
+        memory = state.token_memory(settings.token_cache, clock)
+        self.tokens = TokenSource(
+            settings, memory=memory, engines=engines, breakers=breakers, metrics=metrics, clock=clock
+        )
+        self.lookups = LookupClient(breakers=breakers, metrics=metrics, clock=clock)
+        self._lookup_task = LookupTask(
+            settings,
+            tokens=self.tokens,
+            lookups=self.lookups,
+            known_instances=self.instance_ids,
+            metrics=metrics,
+            clock=clock,
+        )
+        self.streams: EventStreams | None = None
+        if settings.kv_events:
+            self.streams = EventStreams(
+                clusters=clusters,
+                local=self.indexes,
+                engines=engines,
+                metrics=metrics,
+                clock=clock,
+                stated=settings.kv_event_sources,
+            )
+        self._uses_tokens = bool(settings.lmcache_endpoint) or settings.kv_events
+        self._facts_seconds = metrics.kvcache.facts_seconds.labels()
+        self._running = AsyncExitStack()
+        self._entered = False
+        self._show(metrics)
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as starting:
+            starting.push_async_callback(self.tokens.close)
+            starting.push_async_callback(self._lookup_task.close)
+            if self._settings.lmcache_endpoint:
+                self._connect(starting)
+            if self.streams is not None:
+                await starting.enter_async_context(self.streams)
+            self._running = starting.pop_all()
+        self._entered = True
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._entered = False
+        await self._running.aclose()
+
+    def gather(self, request: InferenceRequest, body: bytes, *, cluster: Cluster, model: str) -> RequestFacts:
+        """What our own sources know, at once. `model` is what the engines call it, where that differs."""
+        began = self._clock()
+        indexes = self.indexes[cluster.name]
+        model = model or request.model or self._settings.default_model
+        hashes, keys = indexes.hashes(request, model)
+        facts = RequestFacts(cluster, indexes, request, body, model, hashes, keys, request.prompt.size_bytes, began)
+        if self._uses_tokens:
+            self.tokens.recall(facts)
+        facts.hot_blocks = indexes.hot.touch(hashes)
+        self._assess(facts)
+        facts.wants_lookup = self._entered and self._lookup_task.is_wanted(facts)
+        self._facts_seconds.observe(self._clock() - began)
+        return facts
+
+    async def look_up(self, facts: RequestFacts) -> list[HolderOverlap]:
+        """What the lookup service says within what is left of the routing deadline."""
+        facts.wants_lookup = False
+        return await self._lookup_task.ask(facts)
+
+    def complete(self, facts: RequestFacts, looked_up: Sequence[HolderOverlap]) -> None:
+        """Lay what the lookup said over the facts."""
+        facts.lookup_overlaps = looked_up
+        if looked_up or facts.tokens_exact:
+            self._assess(facts)
+
+    def refresh(self, facts: RequestFacts) -> None:
+        """The facts of a request that waited, read again from our own sources; what a lookup said stands."""
+        if self._uses_tokens and not facts.tokens_exact:
+            self.tokens.recall(facts)
+        facts.hot_blocks = facts.indexes.hot.hot_prefix_blocks(facts.hashes)
+        self._assess(facts)
+
+    def placed(self, facts: RequestFacts, endpoint: EndpointId) -> None:
+        """The request goes there now; what an earlier attempt told the index is taken back."""
+        earlier = facts.entry
+        if earlier is not None:
+            facts.indexes.settle(earlier, prefilled=False)
+        facts.entry = facts.indexes.route(endpoint, facts.hashes)
+
+    def instance_ids(self) -> frozenset[str]:
+        """LMCache instance ids of all endpoints."""
+        return frozenset(one.instance_id for cluster in self._clusters.values() for one in cluster.endpoints)
+
+    def trust(self, cluster: str, endpoint: EndpointId) -> dict[str, float]:
+        """By source: the share of an unbacked claim about the endpoint that is believed; only what was ever tried."""
+        indexes, provider = self.indexes[cluster], self.lookups.provider
+        sources = {FactSource.PRECISE: indexes.trust}
+        if provider is not None:
+            sources[provider.source] = indexes.lookup_trust
+        return {source.value: one.share(endpoint) for source, one in sources.items() if endpoint in one}
+
+    def _assess(self, facts: RequestFacts) -> None:
+        """Facts and preference from everything known by now."""
+        tokens = facts.tokens
+        if tokens:
+            bytes_per_token = max(facts.tokens_bytes, 1) / len(tokens)
+            rest = 0 if facts.tokens_exact else facts.prompt_bytes - facts.tokens_bytes
+            prompt_tokens = len(tokens) + int(rest / bytes_per_token)
+        else:
+            bytes_per_token = self._bytes_per_token.of(facts.model)
+            prompt_tokens = int(facts.prompt_bytes / bytes_per_token)
+        found = facts.indexes.overlaps(
+            facts.hashes,
+            bytes_per_token=bytes_per_token,
+            tokens=tokens,
+            hashed=facts.hashed_tokens,
+            model=facts.model,
+            cache_salt=facts.request.cache_salt,
+            looked_up=facts.lookup_overlaps,
+            prompt_tokens=prompt_tokens,
+        )
+        hot_tokens = int(facts.hot_blocks * TEXT_BLOCK_BYTES / bytes_per_token)
+        facts.overlaps = OverlapFacts(prompt_tokens, found, hot_tokens)
+        facts.preferred = None
+        if found:
+            order = [endpoint.id for endpoint in facts.cluster.endpoints]
+            least = self._settings.min_matched_tokens
+            facts.preferred = preferred(facts.overlaps, order, min_tokens=least, serves=facts.may_serve)
+
+    def _connect(self, starting: AsyncExitStack) -> None:
+        connection = Connection(
+            self._settings, self._engines.http(), lookups=self.lookups, known_instances=self.instance_ids
+        )
+        task = asyncio.create_task(connection.run(), name="kvcache connect")
+
+        async def stop() -> None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+        starting.push_async_callback(stop)
+
+    def _show(self, metrics: Metrics) -> None:
+        """Sizes are read when the metrics are."""
+        indexes = self.indexes.values()
+        blocks = metrics.holdings.index_blocks
+        blocks.labels("approximate").set_function(lambda: sum(one.approximate.entries for one in indexes))
+        blocks.labels("in_flight").set_function(lambda: sum(one.approximate.promises for one in indexes))
+        blocks.labels("precise").set_function(self._precise_blocks)
+        blocks.labels("hot").set_function(lambda: sum(one.hot.blocks for one in indexes))
+        size = metrics.holdings.index_bytes
+        size.labels("approximate").set_function(lambda: sum(one.approximate.estimated_bytes for one in indexes))
+        size.labels("precise").set_function(lambda: self._precise_blocks() * PRECISE_ROW_BYTES)
+        size.labels("sessions").set_function(lambda: sum(one.sessions.held_bytes for one in indexes))
+        metrics.holdings.index_utilisation.read(self.utilisation_series)
+        metrics.holdings.index_capacity.read(self.capacity_series)
+        metrics.kvcache.trust.read(self.trust_series)
+
+    def _precise_blocks(self) -> int:
+        return sum(self.indexes[name].precise.rows(endpoint.id) for name, endpoint in self._endpoints())
+
+    def _endpoints(self) -> Iterable[tuple[str, Endpoint]]:
+        return ((name, endpoint) for name, cluster in self._clusters.items() for endpoint in cluster.endpoints)
+
+    def utilisation_series(self) -> Series:
+        """Blocks each endpoint is believed to hold against its capacity."""
+        for name, endpoint in self._endpoints():
+            approximate = self.indexes[name].approximate
+            capacity = approximate.capacity(endpoint.id)
+            if capacity:
+                yield (name, str(endpoint.id)), approximate.blocks(endpoint.id) / capacity
+
+    def capacity_series(self) -> Series:
+        """Blocks each endpoint has room for, as its engine says and as it proved."""
+        for name, endpoint in self._endpoints():
+            indexes = self.indexes[name]
+            yield (name, str(endpoint.id), "told"), indexes.capacities.told(endpoint.id)
+            yield (name, str(endpoint.id), "learned"), indexes.approximate.capacity(endpoint.id)
+
+    def trust_series(self) -> Series:
+        """How far each source is believed about each endpoint."""
+        for name, endpoint in self._endpoints():
+            for source, share in self.trust(name, endpoint.id).items():
+                yield (name, str(endpoint.id), source), share

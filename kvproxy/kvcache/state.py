@@ -1,0 +1,68 @@
+"""What the cache service has learned and must not lose: it outlives the machinery, which each reload builds again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.config.kvcache_schema import KvCacheSettings, TokenCacheSettings
+from kvproxy.kvcache.actions.hotness import Hotness
+from kvproxy.kvcache.feedback.bytes_per_token import BytesPerToken
+from kvproxy.kvcache.feedback.hit_ratios import HitRatioStats
+from kvproxy.kvcache.feedback.prediction_stats import PredictionStats
+from kvproxy.kvcache.overlap.indexes import IndexState
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.prefix.tokens.token_memory import TokenMemory
+from kvproxy.types import Clock
+
+
+@dataclass(slots=True)
+class CacheState:
+    """Two services may share one for a while: the one that drains and the one that follows on it.
+
+    Heat of message prefixes and token memory are kept as long as their bounds in the settings stay the same.
+    """
+
+    predictions: PredictionStats
+    hit_ratios: HitRatioStats = field(default_factory=HitRatioStats)
+    bytes_per_token: BytesPerToken = field(default_factory=BytesPerToken)
+    indexes: dict[str, IndexState] = field(default_factory=dict)  # by cluster
+    present: dict[str, Mapping[str, Endpoint]] = field(default_factory=dict)  # by cluster, at the last scrape
+    fresh: bool = True  # no service has run with it: a snapshot may still fill it
+    _hotness: tuple[object, Hotness] | None = None
+    _tokens: tuple[TokenCacheSettings, TokenMemory] | None = None
+
+    @classmethod
+    def empty(cls, *, metrics: Metrics, clock: Clock) -> CacheState:
+        """The state of a first start."""
+        return cls(PredictionStats(metrics, clock=clock))
+
+    def index(self, cluster: str, *, endpoints: int) -> IndexState:
+        """The cluster's, made on first use for so many endpoints."""
+        known = self.indexes.get(cluster)
+        if known is None:
+            known = self.indexes[cluster] = IndexState(endpoints=endpoints)
+        return known
+
+    def hotness(self, settings: KvCacheSettings) -> Hotness:
+        """Message prefixes by use."""
+        bounds = (settings.hot_window, settings.hot_max_records, settings.hot_max_keys)
+        if self._hotness is None or self._hotness[0] != bounds:
+            window_s, records, keys = bounds
+            self._hotness = (bounds, Hotness(window_s=window_s, max_records=records, max_keys=keys))
+        return self._hotness[1]
+
+    def token_memory(self, settings: TokenCacheSettings, clock: Clock) -> TokenMemory:
+        """Tokens of prompts by message prefix."""
+        if self._tokens is None or self._tokens[0] != settings:
+            limits = {"max_entries": settings.max_size} if settings.max_size else {}
+            memory = TokenMemory(clock=clock, max_bytes=settings.max_bytes, ttl_s=settings.ttl, **limits)
+            self._tokens = (settings, memory)
+        return self._tokens[1]
+
+    def keep(self, clusters: Mapping[str, object]) -> None:
+        """Forget the indexes of all other clusters."""
+        for known in (self.indexes, self.present):
+            for name in known.keys() - clusters.keys():
+                del known[name]

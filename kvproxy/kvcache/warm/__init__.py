@@ -1,1 +1,0 @@
-"""Warm restart: what the proxy knows, in a file."""
