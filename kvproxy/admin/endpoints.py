@@ -1,4 +1,4 @@
-"""Endpoints over the admin listener: who there is and how they are, and what an operator may change about them."""
+"""Endpoints over the admin listener: which there are, how they are, and what an operator may change about them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvproxy.admin.audit import Audit
 from kvproxy.admin.operated import AdminTarget
-from kvproxy.admin.replies import Refused, json_object, reply
+from kvproxy.admin.replies import Audit, Refused, json_object, reply
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.cluster_schema import EndpointSettings
@@ -132,7 +131,7 @@ class EndpointRoutes:
 
 
 def _decoded(body: dict[str, Any]) -> EndpointSettings:
-    """The endpoint; Refused with every problem. Files are named in the configuration only: whoever may talk to this
+    """The endpoint; Refused with every problem. Files are named in the configuration only: a caller of this
     listener must not learn by it what other files hold."""
     problems = [
         Problem(key, "files cannot be named here", "write it out, or add the endpoint to the configuration")

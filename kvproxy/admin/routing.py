@@ -9,9 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvproxy.admin.audit import Audit
 from kvproxy.admin.operated import AdminTarget
-from kvproxy.admin.replies import Refused, json_object, reply
+from kvproxy.admin.replies import Audit, Refused, json_object, reply
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.config.fields import nearest
 from kvproxy.config.model import Model

@@ -15,7 +15,7 @@ import httpx
 from kvproxy.commands.operate import AdminAddress, AdminRefused, ask_admin
 from kvproxy.filters.access_line import printable
 from kvproxy.receipts.explain import explain, explain_decision
-from kvproxy.receipts.reading import Ambiguous, Reading
+from kvproxy.receipts.files import Ambiguous, ReceiptReader
 from kvproxy.receipts.receipt import Receipt, encode
 
 DEFAULT_FILE = "receipts.jsonl"
@@ -43,7 +43,7 @@ def run(options: ExplainOptions, *, out: TextIO, err: TextIO, transport: httpx.B
     wanted = options.request_id.rstrip("….")
     file = options.file or Path(DEFAULT_FILE)
     try:
-        found = Reading(file).find(wanted) if options.file is not None or file.exists() else []
+        found = ReceiptReader(file).find(wanted) if options.file is not None or file.exists() else []
         if found:
             _print_receipts(found, as_json=options.as_json, out=out, err=err)
             return 0

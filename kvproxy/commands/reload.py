@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 
-from kvproxy.admin.operated import Finding, Reloaded
+from kvproxy.admin.operated import ConfigFinding, Reloaded
 from kvproxy.app import Proxy
 from kvproxy.commands.configuration import ConfigSource
 from kvproxy.config.changes import summary
@@ -90,6 +90,6 @@ class FileReloader:
         return (stat.st_mtime_ns, stat.st_size, stat.st_ino)
 
 
-def convert_problems(problems: list[Problem]) -> list[Finding]:
+def convert_problems(problems: list[Problem]) -> list[ConfigFinding]:
     """Problems of a configuration as the live page shows them."""
-    return [Finding(one.severity, one.path, one.message, one.hint) for one in problems]
+    return [ConfigFinding(one.severity, one.path, one.message, one.hint) for one in problems]

@@ -67,8 +67,8 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True):
     hot_tokens: int = 0
     facts: Mapping[EndpointId, Overlap] = {}
     attempts: tuple[Attempt, ...] = ()
-    refusals: tuple[str, ...] = ()  # why nobody could be picked, each time it was tried
-    endpoint: EndpointId | None = None  # who answered, or failed last
+    refusals: tuple[str, ...] = ()  # why no endpoint could be picked, each time it was tried
+    endpoint: EndpointId | None = None  # the one that answered, or failed last
     status: int = 0
     ttft_s: float | None = None
     engine_prompt_tokens: int | None = None

@@ -11,7 +11,7 @@ from typing import TextIO
 import httpx
 
 from kvproxy.errors import KvproxyError, plain
-from kvproxy.receipts.reading import Reading
+from kvproxy.receipts.files import ReceiptReader
 from kvproxy.replay.compare import ComparisonPlan, ProgressBar, compare
 from kvproxy.replay.decided import decide_again
 from kvproxy.replay.live import LiveReplay, LiveSettings
@@ -64,7 +64,7 @@ def _receipts(args: argparse.Namespace, out: TextIO) -> int:
     policies = [spec for spec in wanted if not spec.queue]
     if len(policies) < len(wanted) and args.policy != DEFAULT_POLICIES:
         raise ValueError("receipts tell where requests went, not when: the router queue cannot be replayed from them")
-    review = decide_again(Reading(args.receipts), policies, limit=args.requests)
+    review = decide_again(ReceiptReader(args.receipts), policies, limit=args.requests)
     print(review.render_table(), file=out)
     if args.json:
         args.json.write_text(json.dumps(review.as_json(), indent=2) + "\n")

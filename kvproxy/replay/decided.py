@@ -13,8 +13,8 @@ from heapq import heappop, heappush
 from itertools import islice
 from random import Random
 
+from kvproxy.receipts.files import ReceiptReader
 from kvproxy.receipts.forecast import first_token_s, matched_tokens, own_work
-from kvproxy.receipts.reading import Reading
 from kvproxy.receipts.receipt import Attempt, Candidate, Receipt
 from kvproxy.replay.decided_report import Recorded, Review, Verdict, mean
 from kvproxy.replay.results import percentile
@@ -28,7 +28,7 @@ from kvproxy.types import EndpointId
 
 @dataclass(frozen=True, slots=True)
 class RecordedLoad:
-    """A load as a receipt tells it."""
+    """A load as a receipt has it."""
 
     in_flight: int
     pending_requests: int
@@ -43,7 +43,7 @@ class RecordedLoad:
 
 @dataclass(frozen=True, slots=True)
 class RecordedCandidate:
-    """A candidate as a receipt tells it."""
+    """A candidate as a receipt has it."""
 
     id: EndpointId
     weight: float
@@ -141,7 +141,7 @@ def _candidate(one: Candidate) -> RecordedCandidate:
 Expect = Callable[[RecordedDecision, int], float]
 
 
-def decide_again(reading: Reading, specs: Sequence[PolicySpec], *, limit: int = 0) -> Review:
+def decide_again(reading: ReceiptReader, specs: Sequence[PolicySpec], *, limit: int = 0) -> Review:
     """Every decision on the receipts (of the first `limit` requests, if that is given) by each policy.
 
     ValueError when there is none. Each policy learns as it goes, from what the proxy saw; what they differ by is judged

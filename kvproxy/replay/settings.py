@@ -32,7 +32,7 @@ class ReplayFleet:
     slow_middle: float = 1.0  # the first endpoint's slowness during the middle third of the run
     index: IndexMode = IndexMode.EVENTS
     index_delay_s: float = 0.0
-    index_capacity: float = 1.0  # what the approximate index is told of the true capacity
+    index_capacity: float = 1.0  # share of the true capacity that the approximate index is given
     learn_capacity: bool = True  # correct it by what engines reuse; only without events, as in the proxy
     wrong_share: float = 0.0  # of predictions that claim a prefix the endpoint does not hold
 

@@ -34,7 +34,7 @@ async def live_of(proxy: Proxy) -> dict[str, Any]:
     proxy.recent.finished(exchange, proxy.clock())
     proxy.metrics.latency.prompt_tokens.labels("default").inc(100)
     proxy.metrics.latency.cached_tokens.labels("default").inc(60)
-    history.take()
+    history.take_sample()
     proxy.admin = admin_app(proxy, history)
     async with admin_of(proxy) as client:
         answer: dict[str, Any] = (await client.get("/live")).json()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.receipts.reading import Reading
+from kvproxy.receipts.files import ReceiptReader
 from kvproxy.receipts.receipt import Attempt, Candidate, Receipt, encode
 from kvproxy.replay.decided import decide_again
 from kvproxy.replay.decided_report import Review
@@ -44,7 +44,7 @@ def review(tmp_path: Path, receipts: list[Receipt], *policies: str, limit: int =
     """Decided again from a file."""
     path = tmp_path / "receipts.jsonl"
     path.write_bytes(b"".join(map(encode, receipts)))
-    return decide_again(Reading(path), [PolicySpec.parse(name) for name in policies], limit=limit)
+    return decide_again(ReceiptReader(path), [PolicySpec.parse(name) for name in policies], limit=limit)
 
 
 def test_regret_is_what_the_recorded_choices_cost_more(tmp_path: Path) -> None:
@@ -106,9 +106,9 @@ def test_the_first_so_many_requests(tmp_path: Path) -> None:
     path = tmp_path / "receipts.jsonl"
     good = encode(receipt(0, A, candidate(A)))
     path.write_bytes(b"broken\n\n" + good + good)
-    found = decide_again(Reading(path), [PolicySpec.parse("random")], limit=1)
+    found = decide_again(ReceiptReader(path), [PolicySpec.parse("random")], limit=1)
     assert found.recorded.decisions == 1
     assert "1 lines are no receipts" in found.render_table()
     path.write_bytes(b"")
     with pytest.raises(ValueError, match="no decisions"):
-        decide_again(Reading(path), [])
+        decide_again(ReceiptReader(path), [])
