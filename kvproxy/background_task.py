@@ -1,4 +1,4 @@
-"""A thing with one background task, whose life is an `async with`."""
+"""Base of what owns one background task: it runs between entering and leaving an `async with`."""
 
 from __future__ import annotations
 

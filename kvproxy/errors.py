@@ -1,4 +1,19 @@
-"""The one exception tree. Only the router filter turns these into local replies; cancellation is not among them."""
+"""The one exception tree. Only the router filter turns these into local replies; cancellation is not among them.
+
+    KvproxyError
+      ConfigError          a configuration that cannot be used; carries its `Problem`s
+      DiscoveryError       a source of endpoints failed; the last ones stay
+      UpstreamError        an attempt on an endpoint failed: may be tried elsewhere before the first byte
+        ConnectError (ConnectTimeout), PoolFull (NoDescriptors), FirstByteTimeout, IdleTimeout, EndpointUnhealthy,
+        UpstreamDisconnected, UpstreamProtocolError, EngineReportedError
+      UnsafeRequest        the request cannot be framed: answered with 400, no endpoint is to blame
+      BreakerOpen          a breaker refused the call
+      ClientError          a call to a helper API failed: costs a fact or an action, never a request
+        ClientTimeout, ClientUnavailable, BadResponse, TooManyWaiting,
+        Refused (InstanceBusy, UnknownInstance, NotSupported)
+
+`reason` is a closed set: a metric label, and the `code` of the OpenAI error object the client gets.
+"""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from kvproxy.admin.pick import PickRoutes
 from kvproxy.admin.process import HealthRoutes, SettingsRoutes
 from kvproxy.admin.replies import Audit, Refused, error, on_http_error, on_refused
 from kvproxy.admin.routing import RoutingRoutes
-from kvproxy.config.address import is_loopback
+from kvproxy.config.addresses import is_loopback
 from kvproxy.errors import Problem
 
 #: Health is asked for by load balancers, which carry no token; the page itself holds nothing but its own text.

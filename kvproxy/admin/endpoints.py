@@ -12,9 +12,9 @@ from kvproxy.admin.operated import AdminTarget
 from kvproxy.admin.replies import Audit, Refused, json_object, reply
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.config.addresses import url_fault
 from kvproxy.config.cluster_schema import EndpointSettings
 from kvproxy.config.decode import decode
-from kvproxy.config.endpoint_url import url_fault
 from kvproxy.config.fields import nearest
 from kvproxy.config.paths import dotted
 from kvproxy.errors import Problem
@@ -56,7 +56,7 @@ class EndpointRoutes:
         clusters: dict[str, list[dict[str, object]]] = {}
         for name, cluster in self._operated.clusters.items():
             present = [endpoint_status(self._operated, name, each) for each in cluster.endpoints]
-            leaving = [{**each.status(self._operated.clock()), "leaving": True} for each in cluster.leaving]
+            leaving = [{**each.status(self._operated.clock()), "leaving": True} for each in cluster.draining]
             clusters[name] = present + leaving
         return reply({"clusters": clusters})
 
@@ -100,7 +100,7 @@ class EndpointRoutes:
         await json_object(request, optional=True)
         cluster, endpoint = self._endpoint(request)
         in_flight = endpoint.load.in_flight
-        cluster.dismiss(endpoint.id)
+        cluster.remove(endpoint.id)
         self._audit.write(request, "endpoint.remove", cluster=cluster.name, endpoint=endpoint.id, in_flight=in_flight)
         return reply({"removed": endpoint.id, "cluster": cluster.name, "in_flight": in_flight})
 

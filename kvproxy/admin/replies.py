@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from kvproxy.errors import Problem
 from kvproxy.log_lines import log_fields
-from kvproxy.request.body_reader import Pieces
+from kvproxy.request.body import Pieces
 
 MAX_BODY_BYTES = 64 * 1024
 #: Answers hold live state and, maybe, addresses: no cache may keep them.

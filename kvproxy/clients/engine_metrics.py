@@ -1,6 +1,6 @@
-"""The engines' `/metrics` (vLLM's, and what SGLang's says alike), reduced to what routing and the strategies need.
+"""What engines say of their load: `/metrics` (vLLM's, and what SGLang's says alike) and the ORCA response header. Pure.
 
-Pure; a scrape is 50 kB, so one quick pass.
+A scrape is 50 kB, so one quick pass.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-_PREFIX = b"vllm:"
+import msgspec
+
+_VLLM_PREFIX = b"vllm:"
 _CACHE_CONFIG = b"cache_config_info"
 
 #: Field of EngineMetrics -> names in order of preference; a version may show several of them, only the first counts.
@@ -98,7 +100,7 @@ def parse_engine_metrics(text: bytes) -> EngineMetrics:
     samples: dict[bytes, list[float]] = {}
     configs: list[dict[bytes, bytes]] = []
     for line in text.split(b"\n"):
-        if not line.startswith((_PREFIX, _SGLANG_PREFIX)):
+        if not line.startswith((_VLLM_PREFIX, _SGLANG_PREFIX)):
             continue
         name = _name(line)
         if name not in _WANTED:
@@ -131,7 +133,7 @@ def _name(line: bytes) -> bytes:
     """What the sample is called, without the prefix; SGLang's under vLLM's name, and b"" for what is read elsewhere."""
     brace = line.find(b"{")
     name = line[line.find(b":") + 1 : brace if brace > 0 else line.find(b" ")]
-    if line.startswith(_PREFIX):
+    if line.startswith(_VLLM_PREFIX):
         return name
     staged = name.startswith(_STAGED)
     if not staged and name not in _SGLANG:
@@ -191,3 +193,60 @@ def _number(config: dict[bytes, bytes], label: bytes) -> int:
     """A label's whole number; 0 when the label is missing or says `None`."""
     text = config.get(label, b"")
     return int(text) if text.isdigit() else 0
+
+
+#: Ask for the report with this request header.
+ORCA_REQUEST_HEADER = (b"endpoint-load-metrics-format", b"JSON")
+ORCA_RESPONSE_HEADER = b"endpoint-load-metrics"
+
+_MAX_ORCA_BYTES = 4096
+_ORCA_PREFIX = "named_metrics."
+
+
+@dataclass(frozen=True, slots=True)
+class OrcaLoad:
+    """Load at the time of one response. None: not reported."""
+
+    waiting: float | None
+    kv_usage: float | None  # 0..1
+
+
+class _Report(msgspec.Struct):
+    named_metrics: dict[str, float]
+
+
+_ORCA_DECODER = msgspec.json.Decoder(_Report)
+
+
+def parse_orca(value: bytes) -> OrcaLoad | None:
+    """The load in a header value, `JSON {...}` or `TEXT name=value, ...`; None when it is neither."""
+    form, _, rest = value.strip()[:_MAX_ORCA_BYTES].partition(b" ")
+    if form == b"JSON":
+        metrics = _from_json(rest)
+    elif form == b"TEXT":
+        metrics = _from_text(rest.decode("latin-1"))
+    else:
+        return None
+    if metrics is None:
+        return None
+    return OrcaLoad(waiting=metrics.get("num_requests_waiting"), kv_usage=metrics.get("kv_cache_usage_perc"))
+
+
+def _from_json(text: bytes) -> dict[str, float] | None:
+    try:
+        return _ORCA_DECODER.decode(text).named_metrics
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def _from_text(text: str) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for pair in text.split(","):
+        name, _, number = pair.strip().partition("=")
+        try:
+            value = float(number)
+        except ValueError:
+            continue
+        if math.isfinite(value):
+            metrics[name.removeprefix(_ORCA_PREFIX)] = value
+    return metrics

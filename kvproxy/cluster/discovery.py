@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
+from kvproxy.config.addresses import url_fault
 from kvproxy.config.cluster_schema import DiscoverySettings, DnsDiscoverySettings, EndpointSettings
-from kvproxy.config.endpoint_url import url_fault
 from kvproxy.config.environment import substitute
 from kvproxy.config.paths import dotted
 from kvproxy.config.yaml_text import parse_yaml

@@ -14,8 +14,8 @@ from typing import TextIO
 from kvproxy.commands.configuration import named_file
 from kvproxy.commands.serve import run_loop
 from kvproxy.config.load import check_config, from_endpoints
+from kvproxy.config.model import parse_duration_s
 from kvproxy.config.schema import Config
-from kvproxy.config.values import parse_duration_s
 from kvproxy.doctor.report import print_json, print_table
 from kvproxy.doctor.tools import Timeouts, Tools
 from kvproxy.doctor.visit import diagnose

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 import httpx
 
 from kvproxy.commands.operate import AdminAddress, AdminRefused, ask_admin
-from kvproxy.filters.access_line import printable
+from kvproxy.filters.access_log import printable
 from kvproxy.receipts.explain import explain, explain_decision
 from kvproxy.receipts.files import Ambiguous, ReceiptReader
 from kvproxy.receipts.receipt import Receipt, encode

@@ -16,13 +16,12 @@ from typing import TextIO
 
 import httpx
 
-from kvproxy.clients.lmcache_controller import LMCacheControllerClient
-from kvproxy.clients.lmcache_coordinator import LMCacheCoordinatorClient
+from kvproxy.clients.lmcache.controller import LMCacheControllerClient
+from kvproxy.clients.lmcache.coordinator import LMCacheCoordinatorClient
 from kvproxy.clients.tokens import token_array
 from kvproxy.clients.vllm import VllmClient
 from kvproxy.commands.serve import run_loop
-from kvproxy.config.address import split_address
-from kvproxy.config.endpoint_url import base_of_copied, url_fault
+from kvproxy.config.addresses import base_of_copied, split_address, url_fault
 from kvproxy.config.load import check_config
 from kvproxy.config.shorthand import endpoint_of
 from kvproxy.errors import ClientError, ConfigError, Problem

@@ -8,9 +8,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from kvproxy.config.model import Fraction, Model, Name, Port
+from kvproxy.config.model import Duration, Fraction, Model, Name, Port, Secret
 from kvproxy.config.policy_schema import PolicyParameters
-from kvproxy.config.values import Duration, Secret
 
 _EVENT_ADDRESS = r"^(tcp://\S+:[1-9]\d{0,4})?$"
 
@@ -64,7 +63,7 @@ POLICY_ALIASES = {
 class HealthCheckSettings(Model):
     """Active probing and passive ejection of endpoints.
 
-    When no endpoint of a model is well, all of them are used again (panic), so that verdicts that condemn everybody
+    When no endpoint of a model is well, all of them are used again (panic), so that probes that fail for all of them
     never make a full outage. An endpoint that never passed a probe is out after the first failed one.
     """
 

@@ -81,7 +81,7 @@ def decode(model: type[M], raw: Any, where: Where) -> Decoded[M]:
         except ValidationError as error:
             details = error.errors(include_url=False)
             if number == 0:
-                problems += [problem_of(model, detail, where) for detail in details]
+                problems += [problem_of(model, _as_written(detail, raw), where) for detail in details]
             if not _cut_all(tree, details, kept):
                 break
         else:
@@ -133,6 +133,17 @@ def problem_of(model: type[Any], detail: ErrorDetails, where: Where) -> Problem:
         if kind in _TEXTS_WITH_VALUE or kind in _SHOWING_VALUE:
             text += f", not {_shown(given)}"
     return Problem(where(path), text, _nearest_choice(detail))
+
+
+def _as_written(detail: ErrorDetails, raw: Any) -> ErrorDetails:
+    """With the value as the file has it: a bound is checked on the number that `2d` was read as."""
+    here = raw
+    for part in detail["loc"]:
+        try:
+            here = here[part]
+        except (KeyError, IndexError, TypeError):
+            return detail
+    return {**detail, "input": here} if isinstance(here, int | float | str) else detail
 
 
 def _unknown_key(model: type[Any], path: Path, where: Where) -> Problem:

@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from kvproxy.config.kvcache_schema import KvCacheSettings
-from kvproxy.config.model import Fraction, Model, Name
-from kvproxy.config.values import Duration, Secret
+from kvproxy.config.model import Duration, Fraction, Model, Name, Secret
 
 
 class AccessLogSettings(Model):

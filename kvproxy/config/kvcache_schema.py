@@ -1,4 +1,4 @@
-"""Settings of the `kvcache` filter: who holds this prompt's prefix, and what is done to keep it."""
+"""Settings of the `kvcache` filter: which endpoints hold a prompt's prefix, and what is done to keep it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from enum import StrEnum
 from pydantic import Field
 
 from kvproxy.config.cluster_schema import BreakerSettings, EventSources
-from kvproxy.config.model import Fraction, Model
-from kvproxy.config.values import Duration, Size
+from kvproxy.config.model import Duration, Fraction, Model, Size
 
 
 class Provider(StrEnum):

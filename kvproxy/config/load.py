@@ -12,9 +12,8 @@ from typing import Any
 from kvproxy.config.environment import substitute
 from kvproxy.config.model import Model
 from kvproxy.config.native import decode_native
-from kvproxy.config.paths import dotted
+from kvproxy.config.paths import dotted, in_file_order
 from kvproxy.config.pixiu.load import decode_pixiu, is_pixiu
-from kvproxy.config.places import in_file_order
 from kvproxy.config.schema import Config
 from kvproxy.config.yaml_text import parse_yaml_with_places
 from kvproxy.errors import ConfigError, Problem

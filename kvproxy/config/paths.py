@@ -1,8 +1,13 @@
-"""Where something stands in a configuration file: dotted paths, and the way back from canonical to written ones."""
+"""Where something stands: dotted paths, the way back from canonical to written ones, and lines of the text."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+from kvproxy.errors import Problem
 
 Path = tuple[str | int, ...]
 
@@ -46,3 +51,44 @@ class Origins:
 
     def __call__(self, canonical: Path) -> str:
         return dotted(self.written(canonical))
+
+
+_BOUNDARY = re.compile(r"[.\[]")
+#: Keys may hold dots themselves; more of them than this in one key and only its parent is found.
+_MAX_DOTS = 32
+
+
+@dataclass(slots=True)
+class Place:
+    """A value's line and column (from 1) and the places of what it holds: by key, or by `[index]`."""
+
+    line: int = 0
+    column: int = 0
+    below: dict[str, Place] = field(default_factory=dict)
+
+    def find(self, path: str) -> Place:
+        """The place of a dotted path, else of its nearest parent that was written."""
+        here = self
+        while path:
+            end = here._longest_key(path)
+            if not end:
+                break
+            here, path = here.below[path[:end]], path[end:].removeprefix(".")
+        return here
+
+    def _longest_key(self, path: str) -> int:
+        if path in self.below:
+            return len(path)
+        ends = [match.start() for match in islice(_BOUNDARY.finditer(path, 1), _MAX_DOTS)]
+        return next((end for end in reversed(ends) if path[:end] in self.below), 0)
+
+
+def in_file_order(problems: Iterable[Problem], root: Place) -> list[Problem]:
+    """The problems with their lines and columns, from the top of the file to its end."""
+    placed = []
+    for problem in problems:
+        if not problem.line:
+            place = root.find(problem.path)
+            problem = replace(problem, line=place.line, column=place.column)
+        placed.append(problem)
+    return sorted(placed, key=lambda one: (one.line, one.column))

@@ -11,7 +11,7 @@ class KvAwareSettings(Model):
     """Weights of the cost."""
 
     kappa: float | None = Field(default=None, ge=0, le=10)
-    """What a second of own work costs those who come after; None: what `crowding` and `congestion` make of traffic."""
+    """What a second of own work costs later requests; None: what `crowding` and `congestion` make of traffic."""
     crowding: float = Field(default=0.25, ge=0, le=10)
     """Share of those bound to the endpoint and expected until its backlog is over that own work delays."""
     congestion: float = Field(default=0.2, ge=0, le=10)

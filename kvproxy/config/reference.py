@@ -16,9 +16,8 @@ from pydantic.fields import FieldInfo
 from kvproxy.config.cluster_schema import PolicyName
 from kvproxy.config.fields import bare
 from kvproxy.config.filter_schema import DEFAULT_FILTERS, FILTER_SETTINGS
-from kvproxy.config.model import Model
+from kvproxy.config.model import Model, parse_duration_s, parse_size_bytes
 from kvproxy.config.schema import Config
-from kvproxy.config.values import parse_duration_s, parse_size_bytes
 
 _INTRODUCTION = f"""# Configuration reference
 

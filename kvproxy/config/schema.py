@@ -12,8 +12,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from kvproxy.config.cluster_schema import ClusterSettings
-from kvproxy.config.model import Fraction, Model, Name, Port
-from kvproxy.config.values import Duration, Secret, Size
+from kvproxy.config.model import Duration, Fraction, Model, Name, Port, Secret, Size
 
 
 class ListenerTls(Model):
@@ -155,7 +154,7 @@ class ReceiptSettings(Model):
 
 
 class ReloadSettings(Model):
-    """Reading the configuration file anew while the proxy runs (SIGHUP and the admin listener always may)."""
+    """Reading the configuration file again while the proxy runs (SIGHUP and the admin listener always may)."""
 
     watch: bool = True
     """Apply the file when it changes. A bad file changes nothing and says why."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvproxy.config.address import split_address
+from kvproxy.config.addresses import split_address
 from kvproxy.config.cluster_schema import ClusterSettings
 from kvproxy.config.fields import keys_of
 from kvproxy.config.paths import Origins, Path, dotted

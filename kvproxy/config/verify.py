@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path as FilePath
 
-from kvproxy.config.address import is_loopback
+from kvproxy.config.addresses import is_loopback, listener_at, same_origin, url_fault
 from kvproxy.config.cluster_schema import ClusterSettings, DiscoverySettings, PolicyName
-from kvproxy.config.endpoint_url import same_origin, url_fault
 from kvproxy.config.fields import closest
-from kvproxy.config.own_address import listener_at
 from kvproxy.config.paths import Path, Where, dotted
 from kvproxy.config.schema import Config, RouteSettings
 from kvproxy.config.verify_filters import chain_findings
@@ -113,8 +111,11 @@ def _endpoints(cluster: ClusterSettings, at: Path) -> Iterator[Finding]:
 
 def _loops(config: Config, cluster: ClusterSettings, at: Path) -> Iterator[Finding]:
     """An endpoint that is the proxy itself would be sent its own requests without end."""
+    listeners = {"listen": (config.listen.host, config.listen.port)}
+    if config.admin.enabled:
+        listeners["admin"] = (config.admin.host, config.admin.port)
     for index, endpoint in enumerate(cluster.endpoints):
-        listener = "" if url_fault(endpoint.url) else listener_at(same_origin(endpoint.url), config)
+        listener = "" if url_fault(endpoint.url) else listener_at(same_origin(endpoint.url), listeners)
         if listener:
             message = f"this is the proxy's own address (`{listener}`): its requests would come back to it"
             yield error((*at, index, "url"), message, "give the engine's address")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path as FilePath
 from typing import Any
 
-from kvproxy.config.endpoint_url import url_fault
+from kvproxy.config.addresses import url_fault
 from kvproxy.config.filter_schema import FILTER_SETTINGS, AuthSettings, CorsSettings, RateLimitSettings, RouterSettings
 from kvproxy.config.kvcache_schema import KvCacheSettings, SnapshotSettings
 from kvproxy.config.paths import Path

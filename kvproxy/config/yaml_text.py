@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from yaml.resolver import Resolver
 
-from kvproxy.config.places import Place
+from kvproxy.config.paths import Place
 from kvproxy.errors import Problem
 
 #: Bounds on what aliases may expand to, so that a few lines cannot become gigabytes.

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from kvproxy.clients.api import Api
-from kvproxy.clients.coordinator_wire import CacheScope
-from kvproxy.clients.lmcache_controller import CHUNK_TOKENS, LMCacheControllerClient
-from kvproxy.clients.lmcache_coordinator import LMCacheCoordinatorClient
-from kvproxy.clients.lmcache_wire import WireLookup
+from kvproxy.clients.lmcache.controller import CHUNK_TOKENS, LMCacheControllerClient
+from kvproxy.clients.lmcache.controller_wire import WireLookup
+from kvproxy.clients.lmcache.coordinator import LMCacheCoordinatorClient
+from kvproxy.clients.lmcache.coordinator_wire import CacheScope
 from kvproxy.clients.tokens import TokenIds, body_with_tokens, token_array
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.config.kvcache_schema import Provider as ProviderName

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from starlette.types import Receive
 
-from kvproxy.request.body_bounds import BodyTooLarge, BodyTooSlow, HeldBodies
-from kvproxy.request.body_reader import ClientLeft, Pieces
+from kvproxy.request.body import BodyTooLarge, BodyTooSlow, ClientLeft, HeldBodies, Pieces
 from kvproxy.types import Headers
 
 #: What must have arrived of an upload (or all of a shorter one) before an engine is bothered with it.

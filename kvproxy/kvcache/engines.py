@@ -58,7 +58,7 @@ class Engines:
         """Who tokenizes for these: the configured engine, else the least busy of those that may be able to."""
         if self._tokenizer is not None:
             return self._tokenizer, None
-        able = [endpoint for endpoint in endpoints if endpoint not in self._unable and endpoint.health.probed_well]
+        able = [endpoint for endpoint in endpoints if endpoint not in self._unable and endpoint.health.is_healthy]
         if not able:
             return None
         endpoint = min(able, key=lambda one: one.load.in_flight)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from kvproxy.clients.coordinator_wire import CacheScope
-from kvproxy.clients.lmcache_controller import LMCacheControllerClient
-from kvproxy.clients.lmcache_coordinator import LMCacheCoordinatorClient
-from kvproxy.clients.lmcache_wire import ActionResult
+from kvproxy.clients.lmcache.controller import LMCacheControllerClient
+from kvproxy.clients.lmcache.controller_wire import ActionResult
+from kvproxy.clients.lmcache.coordinator import LMCacheCoordinatorClient
+from kvproxy.clients.lmcache.coordinator_wire import CacheScope
 from kvproxy.clients.tokens import TokenIds
 from kvproxy.config.kvcache_schema import CacheStrategySettings
 from kvproxy.errors import BadResponse, NotSupported, Refused

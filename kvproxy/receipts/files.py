@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from kvproxy.errors import KvproxyError
-from kvproxy.filters.access_line import printable
+from kvproxy.filters.access_log import printable
 from kvproxy.receipts.receipt import Receipt, decode
 
 _MAX_SIMILAR = 20

@@ -19,9 +19,8 @@ from kvproxy.receipts.receipt import Attempt, Candidate, Receipt
 from kvproxy.replay.decided_report import Recorded, Review, Verdict, mean
 from kvproxy.replay.results import percentile
 from kvproxy.replay.scenario import PolicySpec
-from kvproxy.routing.backlog import Backlog
-from kvproxy.routing.load import Features
-from kvproxy.routing.policy import Learner, OverlapFacts, PickRequest, Policy
+from kvproxy.routing.load import Backlog, Features
+from kvproxy.routing.policy import OverlapFacts, PickRequest, Policy
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import EndpointId
 
@@ -34,11 +33,11 @@ class RecordedLoad:
     pending_requests: int
     pending_tokens: int
     resident_tokens: int
-    outlook: Backlog
+    backlog: Backlog
 
     def wait_s(self, seconds: Features, slowness: float, now: float) -> float:
         """As of EndpointLoad, at the moment of the decision."""
-        return self.outlook.wait_s(seconds, slowness)
+        return self.backlog.wait_s(seconds, slowness)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +131,8 @@ def _feedback_sample(receipt: Receipt, attempt: Attempt, chosen: Candidate, rece
 
 
 def _candidate(one: Candidate) -> RecordedCandidate:
-    outlook = Backlog(one.work, one.head, one.elapsed_s)
-    load = RecordedLoad(one.in_flight, one.pending_requests, one.pending_tokens, one.resident_tokens, outlook)
+    backlog = Backlog(one.work, one.head, one.elapsed_s)
+    load = RecordedLoad(one.in_flight, one.pending_requests, one.pending_tokens, one.resident_tokens, backlog)
     return RecordedCandidate(one.id, one.weight, load)
 
 
@@ -179,6 +178,7 @@ def _verdict(policy: Policy, decisions: Sequence[RecordedDecision], expect: Expe
     for decision in decisions:
         feedback.apply_until(decision.at)
         choice = policy.choose(decision.request, decision.candidates, decision.at)
+        policy.placed(decision.request, decision.candidates, choice.index, decision.at, choice=choice)
         feedback.schedule(decision.sample)
         different += choice.index != decision.index
         if choice.costs:
@@ -222,13 +222,13 @@ class _DelayedFeedback:
     """Gives a policy the samples of the recorded proxy at the times at which it got them."""
 
     def __init__(self, policy: Policy) -> None:
-        self._learner = policy if isinstance(policy, Learner) else None
+        self._policy = policy
         self._coming: list[tuple[float, int, FeedbackSample]] = []
         self._count = 0
 
     def schedule(self, sample: FeedbackSample | None) -> None:
         """What a decision will have taught."""
-        if sample is not None and self._learner is not None:
+        if sample is not None:
             self._count += 1
             heappush(self._coming, (sample.at, self._count, sample))
 
@@ -236,8 +236,7 @@ class _DelayedFeedback:
         """Everything learned by then."""
         while self._coming and self._coming[0][0] <= now:
             sample = heappop(self._coming)[2]
-            assert self._learner is not None
             if sample.work is not None:
-                self._learner.observe_sample(sample.endpoint, sample.work, sample.busy_s, sample.at)
+                self._policy.observe_sample(sample.endpoint, sample.work, sample.busy_s, sample.at)
             if sample.cached_tokens is not None:
-                self._learner.observe_reuse(sample.endpoint, sample.predicted_tokens, sample.cached_tokens, sample.at)
+                self._policy.observe_reuse(sample.endpoint, sample.predicted_tokens, sample.cached_tokens, sample.at)

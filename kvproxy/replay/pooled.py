@@ -21,7 +21,7 @@ from kvproxy.replay.view import Settle, endpoint_id
 from kvproxy.replay.virtual_time import VirtualTime
 from kvproxy.routing.least import least
 from kvproxy.routing.load import Features, features_of, seconds_of
-from kvproxy.routing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest
+from kvproxy.routing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest, Policy
 from kvproxy.simulator.block_cache import PooledCache
 from kvproxy.simulator.engine import Engine
 from kvproxy.simulator.engine_io import FirstToken, Rejected, SimRequest
@@ -71,13 +71,13 @@ class PooledFleet:
         """Nothing to learn."""
 
 
-class ExactLeastWork:
+class ExactLeastWork(Policy):
     """Least wait and own time by the engines' true speeds."""
 
     def __init__(self, fleet: ReplayFleet, *, rng: Random) -> None:
         self.seconds = average_seconds(fleet)
         self._slowness = {endpoint_id(index): factor for index, factor in enumerate(fleet.slowness)}
-        self._rng = rng
+        super().__init__(rng=rng)
 
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
         """Among equals the smaller batch: it decodes, and so prefills, faster."""

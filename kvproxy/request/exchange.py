@@ -14,6 +14,9 @@ from kvproxy.types import EndpointId, InferenceRequest
 
 SCOPE_KEY = "kvproxy"
 
+#: nginx's word for it; never on the wire, only in logs and metrics.
+CLIENT_CLOSED_REQUEST = 499
+
 #: Candidates of one decision that are remembered with their costs; of larger fleets receipts hold the cheapest.
 MAX_REMEMBERED = 32
 
@@ -63,6 +66,11 @@ class Outcome:
     candidates: Sequence[Endpoint] = ()  # of the last pick, and what each would have cost by the policy; () if there
     costs: Sequence[float] = ()  # were more than MAX_REMEMBERED
 
+    def client_left(self) -> None:
+        """The client closed its connection before the response was complete."""
+        self.end = "client_disconnected"
+        self.status = self.status or CLIENT_CLOSED_REQUEST
+
 
 class Exchange:
     """State of one request on its way through the chain."""
@@ -72,6 +80,8 @@ class Exchange:
         "debug",
         "facts",
         "facts_source",
+        "followed",
+        "held_bytes",
         "inference",
         "isolated",
         "may_debug",
@@ -81,6 +91,7 @@ class Exchange:
         "policy",
         "preferred",
         "received_at",
+        "received_bytes",
         "request_id",
         "tenant",
         "trace_id",
@@ -96,6 +107,8 @@ class Exchange:
         self.may_debug = True  # with `auth`: only if its key says so
         self.isolated = False  # what it has cached is for its tenant alone
         self.body: bytes | None = None  # the whole body once inference_request read it
+        self.held_bytes = 0  # of it, that are counted among those of all requests
+        self.received_bytes = 0  # of the body, from the client
         self.inference: InferenceRequest | None = None
         self.members: Members | None = None  # of a scanned body: those that are read, guarded or salted
         #: That the client asked for and gets; "": the cluster's own. It decides alone, preference or not.
@@ -107,6 +120,7 @@ class Exchange:
         self.debug = False  # the client asked for x-kvproxy-decision
         self.trace_id = ""  # W3C, 32 hex digits; "" without `tracing`
         self.trace_parent = b""  # W3C `traceparent` of the present attempt; b"": the one in the headers
+        self.followed = False  # the observers hear of its response already
         self.outcome = Outcome()
         #: What hears of this request's stages, in this order; the router adds its own when the request reaches it.
         self.observers: list[HasHooks] = []

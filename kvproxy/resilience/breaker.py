@@ -1,15 +1,14 @@
-"""A circuit breaker for async calls: pybreaker decides and records, our clock and our probe slots frame it.
+"""A circuit breaker for async calls: pybreaker holds the state and the count, our clock and our probe slots frame it.
 
-pybreaker must never see an `await` (it counts a cancellation as a failure, or, excluded, as a success), admits any
-number of concurrent probes while half open, and reads the wall clock to leave the open state. So a call is admitted
-first, awaited outside, and its outcome replayed synchronously; and the way from open to half open is ours alone.
+pybreaker's own `call` must never see an `await` (it counts a cancellation as a failure, or, excluded, as a success),
+admits any number of probes at once while half open, and leaves the open state by the wall clock. So a call is admitted
+here, awaited outside, and its outcome recorded in pybreaker's storage; `open`, `half_open` and `close` are pybreaker's.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from enum import StrEnum
 
 import pybreaker
@@ -17,9 +16,6 @@ import pybreaker
 from kvproxy.config.cluster_schema import BreakerSettings
 from kvproxy.errors import BreakerOpen
 from kvproxy.types import Clock
-
-#: Longer than any process lives: pybreaker's own wall clock never reopens a breaker.
-_NEVER_S = 86_400.0 * 36_500
 
 
 class BreakerState(StrEnum):
@@ -31,9 +27,9 @@ class BreakerState(StrEnum):
 
 
 class Permit:
-    """Leave to make one call. Its holder says once how the call ended; every further word is ignored.
+    """Leave to make one call. The first of its three methods that is called settles it; later ones change nothing.
 
-    A verdict that arrives after the breaker changed its state judges a past era and counts nothing.
+    An outcome that arrives after the breaker changed its state belongs to a past era and counts nothing.
     """
 
     __slots__ = ("_breaker", "_era")
@@ -43,19 +39,19 @@ class Permit:
         self._era = era
 
     def success(self) -> None:
-        """The call was answered."""
+        """Record that the call was answered."""
         if (breaker := self._breaker) is not None:
             self._breaker = None
             breaker._settle(self._era, True)
 
     def failure(self) -> None:
-        """The call failed, and its target is to blame."""
+        """Record that the call failed through its target."""
         if (breaker := self._breaker) is not None:
             self._breaker = None
             breaker._settle(self._era, False)
 
     def cancelled(self) -> None:
-        """The call ended without telling anything about its target."""
+        """Record that the call ended without a word about its target."""
         if (breaker := self._breaker) is not None:
             self._breaker = None
             breaker._settle(self._era, None)
@@ -83,23 +79,17 @@ class Breaker:
         self._state = BreakerState.CLOSED
         self._era = 0  # counts state changes
         self._probes = 0  # running in this half-open era
-        self._spotless = True  # nothing but successes since the last failure
         self._opened_at = -math.inf
-        self._record = pybreaker.CircuitBreaker(
-            fail_max=settings.failure_threshold,
-            reset_timeout=_NEVER_S,
-            name=name,
-            listeners=[_Follower(self._follow)],
-            throw_new_error_on_trip=False,
-        )
+        self._counts = pybreaker.CircuitMemoryStorage(pybreaker.STATE_CLOSED)
+        self._circuit = pybreaker.CircuitBreaker(settings.failure_threshold, state_storage=self._counts, name=name)
 
     def __repr__(self) -> str:
         return f"<Breaker {self.name} {self._state}>"
 
     def reconfigure(self, settings: BreakerSettings) -> None:
-        """Other bounds from now on; its state and what it counted stay."""
+        """Apply other bounds; state and count stay."""
         self._settings = settings
-        self._record.fail_max = settings.failure_threshold
+        self._circuit.fail_max = settings.failure_threshold
 
     @property
     def state(self) -> BreakerState:
@@ -109,7 +99,7 @@ class Breaker:
     @property
     def failures(self) -> int:
         """Failures in a row."""
-        return int(self._record.fail_counter)
+        return int(self._counts.counter)
 
     @property
     def admits(self) -> bool:
@@ -137,7 +127,7 @@ class Breaker:
         if not self.admits:
             raise BreakerOpen(f"breaker {self.name} is {self._state}")
         if self._state is BreakerState.OPEN:
-            self._record.half_open()
+            self._change_state(self._circuit.half_open)
         self._probes += 1
         if self._on_change is not None and self._probes >= self._settings.half_open_max_calls:
             self._on_change()
@@ -145,52 +135,27 @@ class Breaker:
     def _settle(self, era: int, answered: bool | None) -> None:
         if era != self._era:
             return
-        if self._state is BreakerState.HALF_OPEN:
+        probe = self._state is BreakerState.HALF_OPEN
+        if probe:
             self._probes -= 1
-            if answered is None and self._on_change is not None:
+        if answered is None:
+            if probe and self._on_change is not None:
                 self._on_change()  # a probe slot is free again
-        if answered:
-            if not self._spotless:  # a success after successes changes nothing, and a replay costs more than a pick
-                self._record.call(_succeed)
-                self._spotless = True
-        elif answered is not None:
-            self._spotless = False
-            with suppress(_Failed):
-                self._record.call(_fail)
+        elif not answered:
+            self._counts.increment_counter()
+            if probe or self._counts.counter >= self._circuit.fail_max:
+                self._change_state(self._circuit.open)
+        elif probe:
+            self._change_state(self._circuit.close)
+        else:
+            self._counts.reset_counter()
 
-    def _follow(self, state: str) -> None:
-        self._state = BreakerState(state)
+    def _change_state(self, transition: Callable[[], object]) -> None:
+        transition()
+        self._state = BreakerState(self._circuit.current_state)
         self._era += 1
         self._probes = 0
         if self._state is BreakerState.OPEN:
             self._opened_at = self._clock()
         if self._on_change is not None:
             self._on_change()
-
-
-class _Failed(Exception):
-    """Stands for the failure that is replayed to pybreaker."""
-
-
-def _succeed() -> None:
-    """A success, replayed."""
-
-
-def _fail() -> None:
-    raise _Failed
-
-
-class _Follower(pybreaker.CircuitBreakerListener):
-    """Hands pybreaker's state changes on."""
-
-    def __init__(self, follow: Callable[[str], None]) -> None:
-        self._follow = follow
-
-    def state_change(
-        self,
-        cb: pybreaker.CircuitBreaker,
-        old_state: pybreaker.CircuitBreakerState | None,
-        new_state: pybreaker.CircuitBreakerState,
-    ) -> None:
-        """pybreaker's hook."""
-        self._follow(new_state.name)

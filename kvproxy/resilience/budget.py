@@ -38,7 +38,7 @@ class RetryBudget:
         self._requests += 1
 
     def withdraw(self, now: float) -> bool:
-        """Take leave for one retry; False when the budget is spent."""
+        """Take one retry out of the budget; False when it is spent."""
         slot = self._slot(now)
         if self._retries + 1 > self._share * self._requests + self._reserve:
             return False

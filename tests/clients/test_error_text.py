@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvproxy.clients.error_text import MAX_TEXT_CHARS, error_param, error_text, scrub
+from kvproxy.clients.api import MAX_TEXT_CHARS, error_param, error_text, scrub
 from tests.clients.support import captured
 
 

@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable
 import httpx
 import pytest
 
-from kvproxy.clients.lmcache_controller import LMCacheControllerClient
-from kvproxy.clients.lmcache_wire import ActionResult, Holder, InstanceHealth, InstanceKeys
+from kvproxy.clients.lmcache.controller import LMCacheControllerClient
+from kvproxy.clients.lmcache.controller_wire import ActionResult, Holder, InstanceHealth, InstanceKeys
 from kvproxy.errors import (
     BadResponse,
     ClientTimeout,

@@ -8,7 +8,8 @@ from array import array
 import httpx
 import pytest
 
-from kvproxy.clients.coordinator_wire import (
+from kvproxy.clients.lmcache.coordinator import LMCacheCoordinatorClient
+from kvproxy.clients.lmcache.coordinator_wire import (
     CacheChange,
     CacheScope,
     DirectoryStats,
@@ -20,8 +21,7 @@ from kvproxy.clients.coordinator_wire import (
     Prefetch,
     PrefetchStatus,
 )
-from kvproxy.clients.directory import HeldPrefix
-from kvproxy.clients.lmcache_coordinator import LMCacheCoordinatorClient
+from kvproxy.clients.lmcache.directory import HeldPrefix
 from kvproxy.errors import BadResponse, ClientUnavailable, NotSupported, Refused, UnknownInstance
 from tests.clients.support import Handler, Upstream
 

@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 
-from kvproxy.clients.serial import KeyedLock
+from kvproxy.clients.lmcache.controller import KeyedLock
 from kvproxy.errors import TooManyWaiting
 from tests.support.until import until
 

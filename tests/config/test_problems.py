@@ -132,3 +132,21 @@ def test_problems_and_nothing_that_only_follows_from_them(text: str, expected: l
     shown = [str(problem) for problem in problems]
     assert len(shown) == len(expected)
     assert all(line.startswith(start) for line, start in zip(shown, expected, strict=True)), shown
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("limits: {body_timeout: 0}", "limits.body_timeout: must be greater than 0, not 0"),
+        ("limits: {stall_timeout: 2d}", "limits.stall_timeout: must be less than or equal to 86400, not '2d'"),
+        ("limits: {head: 1KiB}", "limits.head: must be greater than or equal to 4096, not '1KiB'"),
+        (
+            "limits: {body_timeout: '${ZERO}'}",
+            "limits.body_timeout: must be greater than 0, not (a value from the environment)",
+        ),
+    ],
+)
+def test_a_value_out_of_bounds_is_shown_as_it_was_written(written: str, message: str) -> None:
+    """Not as the number its unit makes of it; one from the environment is not shown."""
+    _, problems = check_config(f"endpoints: [http://a:1]\n{written}", env={"ZERO": "0"})
+    assert [str(problem) for problem in problems] == [message]

@@ -134,7 +134,9 @@ def test_kvcache_settings(settings: str, problem: str) -> None:
 @pytest.mark.parametrize(
     ("url", "fault"),
     [
-        ("127.0.0.1:8000", "must start with http:// or https://"),
+        ("127.0.0.1:8000", "must start with http:// or https:// (did you mean http://127.0.0.1:8000?)"),
+        ("[::1]:80", "must start with http:// or https:// (did you mean http://[::1]:80?)"),
+        ("me:topsecret@host", "must start with http:// or https://"),
         ("ws://h:1", "the scheme must be http or https"),
         ("http://", "names no host"),
         ("http://:8000", "names no host"),

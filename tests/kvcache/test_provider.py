@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.clients.lmcache_controller import LMCacheControllerClient
-from kvproxy.clients.lmcache_coordinator import LMCacheCoordinatorClient
+from kvproxy.clients.lmcache.controller import LMCacheControllerClient
+from kvproxy.clients.lmcache.coordinator import LMCacheCoordinatorClient
 from kvproxy.config.kvcache_schema import CacheStrategySettings
 from kvproxy.errors import ClientError, NotSupported
 from kvproxy.kvcache.breakers import OperationBreakers

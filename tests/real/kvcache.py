@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from kvproxy.clients.lmcache_controller import LMCacheControllerClient
+from kvproxy.clients.lmcache.controller import LMCacheControllerClient
 
 _MATCHED = re.compile(r"(\w+):(\d+)/(\w+)")
 

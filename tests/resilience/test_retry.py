@@ -93,6 +93,13 @@ async def test_retryable_errors_are_retried_with_growing_pauses(clock: FakeClock
     assert sleeper.pauses == pytest.approx([0.1, 0.2, 0.4])
 
 
+async def test_a_call_may_be_any_callable_that_gives_an_awaitable(clock: FakeClock) -> None:
+    """Callers hand in partials and lambdas; the answer is what was awaited."""
+    script = Script(Retryable(), "done")
+    assert await run(lambda: script(), clock, Sleeper(clock)) == "done"
+    assert script.calls == 2
+
+
 @pytest.mark.parametrize("attempts", [1, 2, 3])
 async def test_gives_up_after_its_attempts_with_the_last_error(clock: FakeClock, attempts: int) -> None:
     """The caller sees the engine's own error, not the loop's."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from enum import Enum
 
 from kvproxy.clients.kv_events.codec import KvEventBatch, decode_batch, sequence_number
-from kvproxy.clients.kv_events.events import AllBlocksCleared, KvEvent, Skipped
-from kvproxy.clients.kv_events.meter import StreamMeter
-from kvproxy.clients.kv_events.sequence import Continuity, Position
-from kvproxy.clients.kv_events.slices import sliced
-from kvproxy.clients.kv_events.status import StreamHealth, StreamReason
+from kvproxy.clients.kv_events.events import AllBlocksCleared, KvEvent, Skipped, sliced
+from kvproxy.clients.kv_events.status import StreamHealth, StreamMeter, StreamReason
 from kvproxy.errors import BadResponse, ClientError, ClientTimeout
 
 Frames = Sequence[bytes]
@@ -27,6 +25,49 @@ _FRUITFUL_BATCHES, _FRUITFUL_PASSES = 500, 50
 
 #: What handling one message costs besides its blocks, in blocks, and how many of its bytes cost another one.
 _MESSAGE_COST_BLOCKS, _BYTES_A_BLOCK = 8, 512
+
+
+class Continuity(Enum):
+    """What a live batch is, relative to what was applied."""
+
+    NEXT = "next"
+    DUPLICATE = "duplicate"  # a replay brought it already
+    GAP = "gap"  # batches before it are missing
+    RESTART = "restart"  # the publisher counts from 0 again: a new process
+
+
+class Position:
+    """The last batch applied, and the last one seen live.
+
+    Two numbers, because after a replay the live stream still brings batches that were replayed already: those are
+    duplicates, whereas a live number that falls back means a new process.
+    """
+
+    def __init__(self) -> None:
+        self.applied: int | None = None  # -1: nothing was published yet; None: not known
+        self.applied_ts = 0.0  # the engine's wall clock
+        self._live: int | None = None
+
+    def reset(self) -> None:
+        """Nothing is known."""
+        self.applied = self._live = None
+        self.applied_ts = 0.0
+
+    def advance(self, seq: int, ts: float) -> None:
+        """Batch `seq` was applied."""
+        self.applied = seq
+        self.applied_ts = ts
+
+    def judge(self, seq: int) -> Continuity:
+        """What live batch `seq` is."""
+        applied = -1 if self.applied is None else self.applied
+        restarted = self._live is not None and seq <= self._live
+        self._live = seq
+        if restarted:
+            return Continuity.RESTART
+        if seq <= applied:
+            return Continuity.DUPLICATE
+        return Continuity.NEXT if seq == applied + 1 else Continuity.GAP
 
 
 class StreamFollower:

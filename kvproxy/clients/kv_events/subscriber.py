@@ -13,10 +13,9 @@ import zmq.asyncio
 from kvproxy.background_task import BackgroundTask
 from kvproxy.clients.kv_events.events import KvEvent
 from kvproxy.clients.kv_events.follower import StreamFollower
-from kvproxy.clients.kv_events.meter import StreamMeter
 from kvproxy.clients.kv_events.sockets import ReplayMemory, Subscription, replayed
 from kvproxy.clients.kv_events.source import KvEventSource
-from kvproxy.clients.kv_events.status import StreamHealth, StreamState, StreamStatus
+from kvproxy.clients.kv_events.status import StreamHealth, StreamMeter, StreamState, StreamStatus
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.types import Clock, EndpointId
 
@@ -32,7 +31,7 @@ BEHIND_BYTES, BEHIND_S = 64 << 20, 5.0
 
 
 class KvEventConsumer(Protocol):
-    """Who wants to know (a precise index). Calls come from one task, in order, and must not block."""
+    """The receiver of the events (a precise index). Calls come from one task, in order, and must not block."""
 
     def apply(self, endpoint: EndpointId, dp_rank: int, events: Sequence[KvEvent]) -> None:
         """Events in order, at most a slice of blocks at once; stores may repeat what is known."""

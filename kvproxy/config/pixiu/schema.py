@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from kvproxy.config.model import Model, Port
-from kvproxy.config.values import Duration, Secret
+from kvproxy.config.model import Duration, Model, Port, Secret
 
 
 class PixiuModel(Model):

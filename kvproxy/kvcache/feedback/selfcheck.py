@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Collection
 
-from kvproxy.clients.lmcache_controller import CHUNK_TOKENS
+from kvproxy.clients.lmcache.controller import CHUNK_TOKENS
 from kvproxy.errors import ClientError, NotSupported
 from kvproxy.kvcache.providers import Provider
 from kvproxy.types import Clock

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection
 
 import httpx
 
-from kvproxy.clients.lmcache_controller import LMCacheControllerClient
-from kvproxy.clients.lmcache_coordinator import LMCacheCoordinatorClient
+from kvproxy.clients.lmcache.controller import LMCacheControllerClient
+from kvproxy.clients.lmcache.coordinator import LMCacheCoordinatorClient
 from kvproxy.config import kvcache_schema as schema
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.errors import ClientError

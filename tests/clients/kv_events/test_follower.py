@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from kvproxy.clients.kv_events.codec import END_OF_REPLAY
 from kvproxy.clients.kv_events.follower import StreamFollower
-from kvproxy.clients.kv_events.meter import StreamMeter
-from kvproxy.clients.kv_events.status import StreamHealth
+from kvproxy.clients.kv_events.status import StreamHealth, StreamMeter
 from kvproxy.errors import ClientTimeout
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.types import EndpointId

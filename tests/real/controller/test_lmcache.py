@@ -8,7 +8,7 @@ from array import array
 
 import pytest
 
-from kvproxy.clients.lmcache_controller import CHUNK_TOKENS, LMCacheControllerClient
+from kvproxy.clients.lmcache.controller import CHUNK_TOKENS, LMCacheControllerClient
 from kvproxy.errors import ClientError, NotSupported, UnknownInstance
 from tests.real.conftest import Saw
 from tests.real.controller.conftest import Lmcache

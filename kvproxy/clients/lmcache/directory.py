@@ -22,7 +22,7 @@ class HeldPrefix:
 
 @dataclass(frozen=True, slots=True)
 class DirectoryLookup:
-    """Who holds which chunk of one prompt: exact, all holders, for one model and salt."""
+    """The holders of each chunk of one prompt: exact, all of them, for one model and salt."""
 
     chunks: int
     chunk_tokens: int

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import httpx
 
 from kvproxy.clients.api import Api, quoted
-from kvproxy.clients.lmcache_wire import (
+from kvproxy.clients.lmcache.controller_wire import (
     ActionResult,
     Holder,
     InstanceHealth,
@@ -22,9 +24,8 @@ from kvproxy.clients.lmcache_wire import (
     WorkerInfo,
     classified,
 )
-from kvproxy.clients.serial import KeyedLock
 from kvproxy.clients.tokens import TokenIds, body_with_tokens
-from kvproxy.errors import NotSupported, Refused
+from kvproxy.errors import NotSupported, Refused, TooManyWaiting
 
 T = TypeVar("T")
 
@@ -59,7 +60,7 @@ class LMCacheControllerClient:
         self.evicts: bool | None = None
 
     async def lookup(self, tokens: TokenIds, *, timeout_s: float | None = None) -> tuple[Holder, ...]:
-        """Who holds chunks of this prompt; () when nobody does or the prompt is shorter than a chunk."""
+        """The instances that hold chunks of this prompt; () if none does, or the prompt is shorter than a chunk."""
         body = body_with_tokens("tokens", tokens, {})
         timeout_s = timeout_s or self._lookup_timeout_s
         answer = await self._api.post("/lookup", body, WireLookup, timeout_s=timeout_s, max_bytes=_MAX_LOOKUP_BYTES)
@@ -186,3 +187,54 @@ class LMCacheControllerClient:
 def _at(location: str) -> dict[str, Any]:
     """`location`, and the list that versions before 0.3.5 read instead."""
     return {"location": location, "locations": [location]}
+
+
+class KeyedLock:
+    """A fair lock per key. At most `max_waiting` callers wait for one key; further ones are refused at once.
+
+    A key costs memory only while it is held or awaited. How long one call may hold it is the call's own timeout.
+    """
+
+    def __init__(self, *, max_waiting: int = 16) -> None:
+        self.max_waiting = max_waiting
+        self._lines: dict[str, _Line] = {}
+
+    def waiting(self, key: str) -> int:
+        """Callers that wait for `key` now."""
+        line = self._lines.get(key)
+        return 0 if line is None else line.callers - 1
+
+    @contextlib.asynccontextmanager
+    async def hold(self, *keys: str) -> AsyncIterator[None]:
+        """Holds every key (in one global order, so that two callers cannot wait for each other).
+
+        Raises TooManyWaiting when the line for one of them is full.
+        """
+        async with contextlib.AsyncExitStack() as stack:
+            for key in sorted(set(keys)):
+                await stack.enter_async_context(self._hold_one(key))
+            yield
+
+    @contextlib.asynccontextmanager
+    async def _hold_one(self, key: str) -> AsyncIterator[None]:
+        line = self._lines.setdefault(key, _Line())
+        if line.callers > self.max_waiting:
+            raise TooManyWaiting(f"{self.max_waiting} calls wait for {key} already")
+        line.callers += 1
+        try:
+            async with line.lock:
+                yield
+        finally:
+            line.callers -= 1
+            if line.callers == 0:
+                del self._lines[key]
+
+
+class _Line:
+    """The lock of one key and how many callers hold or await it."""
+
+    __slots__ = ("callers", "lock")
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.callers = 0

@@ -10,7 +10,7 @@ from urllib.parse import quote
 import httpx
 
 from kvproxy.clients.api import Api, quoted
-from kvproxy.clients.coordinator_wire import (
+from kvproxy.clients.lmcache.coordinator_wire import (
     CacheChange,
     CacheScope,
     DirectoryStats,
@@ -24,7 +24,7 @@ from kvproxy.clients.coordinator_wire import (
     WireInstances,
     WirePins,
 )
-from kvproxy.clients.directory import DirectoryLookup, WireDirectory, directory_lookup
+from kvproxy.clients.lmcache.directory import DirectoryLookup, WireDirectory, directory_lookup
 from kvproxy.clients.tokens import TokenIds, body_with_tokens
 from kvproxy.errors import NotSupported, Refused, UnknownInstance
 

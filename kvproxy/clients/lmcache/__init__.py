@@ -1,0 +1,1 @@
+"""LMCache's two services, as their versions speak: the controller and the coordinator."""
