@@ -26,7 +26,7 @@ from kvproxy.admin.live import FILES, LiveView, PageFiles
 from kvproxy.admin.operated import AdminTarget
 from kvproxy.admin.pick import PickRoutes
 from kvproxy.admin.process import HealthRoutes, SettingsRoutes
-from kvproxy.admin.replies import Audit, Refused, error, on_http_error, on_refused
+from kvproxy.admin.replies import Audit, RequestRefused, error, on_http_error, on_refused
 from kvproxy.admin.routing import RoutingRoutes
 from kvproxy.config.addresses import is_loopback
 from kvproxy.errors import Problem
@@ -150,7 +150,7 @@ def admin_app(
     )
     app = Starlette(
         routes=[route for part in parts for route in part.routes()],
-        exception_handlers={Refused: on_refused, HTTPException: on_http_error},
+        exception_handlers={RequestRefused: on_refused, HTTPException: on_http_error},
     )
     app.router.redirect_slashes = False
     return AccessControl(app, token=lambda: operated.config.admin.token)

@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from kvproxy.admin.history import count_by_label
 from kvproxy.admin.operated import AdminTarget, OperatorFinding
-from kvproxy.admin.replies import Refused, limit_of, reply
+from kvproxy.admin.replies import RequestRefused, limit_of, reply
 from kvproxy.errors import Problem
 from kvproxy.kvcache.service import KvCache
 from kvproxy.kvcache.status import cache_status, hot_prefixes, leases
@@ -64,5 +64,5 @@ class CacheRoutes:
         kvcache = self._operated.kvcache
         if kvcache is None:
             fix = "put `kvcache` into `filters`, or leave `filters` out"
-            raise Refused(404, Problem("filters", "there is no kvcache filter, or it is off", fix))
+            raise RequestRefused(404, Problem("filters", "there is no kvcache filter, or it is off", fix))
         return kvcache

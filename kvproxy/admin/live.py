@@ -16,7 +16,7 @@ from kvproxy.admin.endpoints import endpoint_status
 from kvproxy.admin.history import History, HistorySample, add_tallies
 from kvproxy.admin.operated import AdminTarget
 from kvproxy.admin.process import check_readiness
-from kvproxy.admin.replies import Refused
+from kvproxy.admin.replies import RequestRefused
 from kvproxy.admin.routing import routing_status
 from kvproxy.admin.troubles import (
     DOWN,
@@ -84,7 +84,7 @@ class LiveView:
     async def _live(self, request: Request) -> Response:
         now, span = self._operated.clock(), request.query_params.get("span", SPANS[0])
         if span not in SPANS:
-            raise Refused(400, Problem("span", "there is no such span", f"allowed: {', '.join(SPANS)}"))
+            raise RequestRefused(400, Problem("span", "there is no such span", f"allowed: {', '.join(SPANS)}"))
         made_at, body = self._answers.get(span, (now - SHARED_S, b""))
         if now - made_at >= SHARED_S:
             await self._refresh_hot(now)

@@ -13,7 +13,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from kvproxy.admin.operated import AdminTarget
-from kvproxy.admin.replies import Audit, Refused, json_object, reply
+from kvproxy.admin.replies import Audit, RequestRefused, json_object, reply
 from kvproxy.cluster.readiness import clusters_without_endpoint
 from kvproxy.config.fields import nearest
 from kvproxy.config.schema import LogLevel
@@ -94,11 +94,11 @@ class SettingsRoutes:
         """Read the configuration file again and apply it; 422 with every problem when it cannot be."""
         reloader = self._operated.reloader
         if reloader is None:
-            raise Refused(409, Problem("", "the proxy was not started from a file", "start it with -c FILE"))
+            raise RequestRefused(409, Problem("", "the proxy was not started from a file", "start it with -c FILE"))
         reloaded = await reloader()
         if reloaded.errors:
             self._audit.write(request, "reload", before="", after="refused")
-            raise Refused(422, *reloaded.errors)
+            raise RequestRefused(422, *reloaded.errors)
         outcome = {"after_restart": list(reloaded.after_restart), "lost": reloaded.lost}
         self._audit.write(request, "reload", before="", after="applied", **outcome)
         return reply({"reloaded": True, **outcome})
@@ -114,7 +114,7 @@ class SettingsRoutes:
         if level not in list(LogLevel):
             problems.append(Problem("level", "not a log level", f"allowed: {', '.join(LogLevel)}"))
         if problems:
-            raise Refused(422, *problems)
+            raise RequestRefused(422, *problems)
         before = _level()
         self._set_level(str(level).upper())
         self._audit.write(request, "log.level", before=before, after=level)

@@ -17,7 +17,7 @@ from kvproxy.config.load import check_config, from_endpoints
 from kvproxy.config.model import parse_duration_s
 from kvproxy.config.schema import Config
 from kvproxy.doctor.report import print_json, print_table
-from kvproxy.doctor.tools import Timeouts, Tools
+from kvproxy.doctor.tools import Tools, VisitTimeouts
 from kvproxy.doctor.visit import diagnose
 from kvproxy.errors import ConfigError, Problem
 from kvproxy.filters.registry import discover
@@ -50,7 +50,7 @@ def run(options: DoctorOptions, *, out: TextIO, err: TextIO) -> int:
     config, problems = load(options)
 
     async def visit() -> int:
-        report = await diagnose(config, problems, tools=Tools(timeouts=Timeouts(exchange_s=timeout_s)))
+        report = await diagnose(config, problems, tools=Tools(timeouts=VisitTimeouts(exchange_s=timeout_s)))
         if options.as_json:
             print_json(report, out)
         else:

@@ -15,7 +15,7 @@ from random import Random
 
 from kvproxy.receipts.files import ReceiptReader
 from kvproxy.receipts.forecast import first_token_s, matched_tokens, own_work
-from kvproxy.receipts.receipt import Attempt, Candidate, Receipt
+from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate
 from kvproxy.replay.decided_report import Recorded, Review, Verdict, mean
 from kvproxy.replay.results import percentile
 from kvproxy.replay.scenario import PolicySpec
@@ -114,7 +114,7 @@ def _decision(receipt: Receipt, attempt: Attempt, index: int) -> RecordedDecisio
     )
 
 
-def _feedback_sample(receipt: Receipt, attempt: Attempt, chosen: Candidate, received: float) -> FeedbackSample:
+def _feedback_sample(receipt: Receipt, attempt: Attempt, chosen: ReceiptCandidate, received: float) -> FeedbackSample:
     """The engine was busy with what was pending, and with this request, from its latest first token to this one's."""
     shown = receipt.stream and receipt.ttft_s is not None and receipt.prompt_tokens is not None
     first_token_s = receipt.duration_s if receipt.ttft_s is None else receipt.ttft_s
@@ -130,7 +130,7 @@ def _feedback_sample(receipt: Receipt, attempt: Attempt, chosen: Candidate, rece
     )
 
 
-def _candidate(one: Candidate) -> RecordedCandidate:
+def _candidate(one: ReceiptCandidate) -> RecordedCandidate:
     backlog = Backlog(one.work, one.head, one.elapsed_s)
     load = RecordedLoad(one.in_flight, one.pending_requests, one.pending_tokens, one.resident_tokens, backlog)
     return RecordedCandidate(one.id, one.weight, load)

@@ -20,7 +20,7 @@ from kvproxy.doctor.report import DoctorReport, Finding, Severity, SkippedCheck,
 from kvproxy.filters.access_log import as_text, fields
 from kvproxy.log_lines import log_fields
 from kvproxy.receipts.explain import explain
-from kvproxy.receipts.receipt import Attempt, Candidate, Receipt
+from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate
 from kvproxy.replay.live_report import LiveReport
 from kvproxy.replay.results import Summary
 from kvproxy.request.exchange import Exchange
@@ -67,8 +67,8 @@ async def _doctor() -> str:
 
 
 async def _explained() -> str:
-    busy = Candidate(A, in_flight=9, pending_tokens=16384, cost=2.31, slowness=1.0, wait_s=2.1)
-    idle = Candidate(B, in_flight=3, cost=1.104, slowness=1.0, wait_s=0.0)
+    busy = ReceiptCandidate(A, in_flight=9, pending_tokens=16384, cost=2.31, slowness=1.0, wait_s=2.1)
+    idle = ReceiptCandidate(B, in_flight=3, cost=1.104, slowness=1.0, wait_s=0.0)
     decided = Attempt(0.0004, B, "kv_aware", "load", (busy, idle), seconds=(0.0, 0.52 / 4096, 0.0, 0.0))
     return explain(
         Receipt(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvproxy.receipts.files import ReceiptReader
-from kvproxy.receipts.receipt import Attempt, Candidate, Receipt, encode
+from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate, encode
 from kvproxy.replay.decided import decide_again
 from kvproxy.replay.decided_report import Review
 from kvproxy.replay.scenario import PolicySpec
@@ -20,14 +20,14 @@ NOON = datetime(2026, 1, 2, 12, tzinfo=UTC)
 IDLE = (0.0, 0.0, 0.0, 0.0)
 
 
-def candidate(endpoint: EndpointId, pending_tokens: int = 0) -> Candidate:
+def candidate(endpoint: EndpointId, pending_tokens: int = 0) -> ReceiptCandidate:
     """With this much to prefill before it."""
     pending = int(pending_tokens > 0)
     work = (float(pending), float(pending_tokens), 0.0, 0.0)
-    return Candidate(endpoint, pending, pending, pending_tokens, pending_tokens, work, work, 0.0)
+    return ReceiptCandidate(endpoint, pending, pending, pending_tokens, pending_tokens, work, work, 0.0)
 
 
-def receipt(number: int, endpoint: EndpointId, *candidates: Candidate, **fields: object) -> Receipt:
+def receipt(number: int, endpoint: EndpointId, *candidates: ReceiptCandidate, **fields: object) -> Receipt:
     """A streamed request each second, of 1000 tokens at 1000 tokens a second, of which `a` holds 900."""
     attempt = Attempt(0.0, endpoint, "round_robin", "round_robin", candidates)
     known: dict[str, object] = {
