@@ -114,7 +114,7 @@ class TokenMemory:
         self._ttl_s = ttl_s
         self._clock = clock
         self._bytes = 0
-        #: In order of use. No BoundedMapping: that has no third bound, in age, and every request comes by (SessionHashes).
+        #: In order of use. No BoundedMapping: it has no bound in age, and every request comes by (see SessionHashes).
         self._entries: dict[int, _Entry] = {}
 
     def __len__(self) -> int:
