@@ -12,7 +12,7 @@ from itertools import accumulate
 
 import msgspec
 
-from kvproxy.prefix.approximate.endpoint_lru import Run
+from kvproxy.prefix.approximate.heat import Run
 from kvproxy.prefix.approximate.index import ApproximateIndex
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, little_endian, root_seed, text_blocks
 from kvproxy.types import EndpointId, Prompt
