@@ -12,7 +12,7 @@ from kvproxy.clients.api import Api
 from kvproxy.clients.engine_metrics import EngineMetrics
 from kvproxy.clients.kv_events.source import KvEventSource
 from kvproxy.clients.vllm import ModelInfo, VllmClient
-from kvproxy.doctor.listening import EventStreams, StreamObservation, open_streams
+from kvproxy.doctor.listening import StreamObservation, WatchedStreams, open_streams
 from kvproxy.doctor.tools import Tools
 from kvproxy.errors import ClientError, Refused
 
@@ -115,7 +115,7 @@ async def run_trial(target: TrialTarget, plan: TrialPlan) -> Trial:
     tools, timeouts = target.tools, target.tools.timeouts
     before = await target.scrape()
     text = make_prompt(tools.rng, words=count_words(plan, before, target.model.max_model_len))
-    async with open_streams(tools.zmq, clock=tools.clock, wall_clock=tools.wall_clock) as listening:
+    async with open_streams(clock=tools.clock, wall_clock=tools.wall_clock) as listening:
         await listening.connect(target.sources, within_s=timeouts.exchange_s)
         chat, first = await _send_first(target, text)
         second = await _send(target, text, chat=chat)
@@ -132,7 +132,7 @@ async def run_trial(target: TrialTarget, plan: TrialPlan) -> Trial:
     return Trial(target.model.id, chat, tokenized, first, second, tokenize_s, before, after, observed)
 
 
-async def _listen_again(target: TrialTarget, listening: EventStreams, words: int, *, chat: bool) -> None:
+async def _listen_again(target: TrialTarget, listening: WatchedStreams, words: int, *, chat: bool) -> None:
     """A publisher that has not yet taken note of a subscription drops what it publishes: once more, with another
     prompt."""
     text = make_prompt(target.tools.rng, words=words // 2)

@@ -66,7 +66,8 @@ class KvCacheFilter(Step):
             scope["headers"] = [pair for pair in scope["headers"] if pair[0] != self._header]
         if exchange.inference is None or exchange.body is None:
             return None
-        notify(RequestObserver.facts_began, exchange)
+        if "facts_began" in exchange.hooks:
+            notify(RequestObserver.facts_began, exchange)
         try:
             facts = self._gather(exchange, scope["path"])
             if facts is not None:
@@ -75,7 +76,8 @@ class KvCacheFilter(Step):
                 self._hand_over(facts, exchange, scope)
         except Exception:
             log.exception("[kvcache] no facts for this request")
-        notify(RequestObserver.facts_known, exchange)
+        if "facts_known" in exchange.hooks:
+            notify(RequestObserver.facts_known, exchange)
         return None
 
     async def _look_up(self, facts: RequestFacts, exchange: Exchange, scope: Scope) -> None:
@@ -94,7 +96,7 @@ class KvCacheFilter(Step):
             exchange.preferred = facts.preferred
         learning = KvCacheLearning(self._service, facts, prefers=prefers)
         exchange.facts_source = learning.refresh
-        exchange.observers.append(learning)
+        exchange.attach(learning)
 
     def _gather(self, exchange: Exchange, path: str) -> RequestFacts | None:
         request, body = exchange.inference, exchange.body
