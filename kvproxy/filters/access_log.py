@@ -78,12 +78,11 @@ class AccessLogFilter(Step):
             end=end,
             word=self._word,
         )
-        self._lines.add(self._written(line, now))
-
-    def _written(self, line: Mapping[str, Value], now: float) -> str:
         if self._json:
-            return as_json(line, self._wall_clock())
-        return console_line(self._time_at(now), "INFO", as_text(line)) if self._stamped else as_text(line)
+            self._lines.add(as_json(line, self._wall_clock()))
+        else:
+            text = as_text(line)
+            self._lines.add(console_line(self._time_at(now), "INFO", text) if self._stamped else text)
 
     def _time_at(self, now: float) -> str:
         """The time as text, worked out once for all lines of a millisecond."""

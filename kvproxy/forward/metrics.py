@@ -11,6 +11,7 @@ from kvproxy.metrics.catalog import Metrics
 from kvproxy.metrics.collectors import CounterCell
 from kvproxy.request.exchange import RESULTS, Exchange, Outcome, result_of
 from kvproxy.request.observer import RequestObserver
+from kvproxy.routing.policy import Overlap
 from kvproxy.routing.speeds import SpeedModel
 
 #: Pairs of model and tenant told apart; further ones are counted together.
@@ -107,8 +108,11 @@ class RouteMetrics(RequestObserver):
         self, exchange: Exchange, series: _ClusterSeries, cluster: Cluster | None, model: str, now: float
     ) -> None:
         outcome = exchange.outcome
-        if outcome.ttft_s is not None and exchange.facts is not None:
-            _count_tiers(series, exchange)
+        facts, endpoint = exchange.facts, outcome.endpoint
+        if outcome.ttft_s is not None and facts is not None and endpoint is not None:
+            held = facts.by_endpoint.get(endpoint)
+            if held is not None:
+                _count_tiers(series, held)
         prompt, cached = outcome.prompt_tokens, outcome.cached_tokens
         if outcome.completion_tokens:
             series.completion_tokens.value += outcome.completion_tokens
@@ -124,11 +128,7 @@ class RouteMetrics(RequestObserver):
             self._savings.add(outcome, model=model, tenant=exchange.tenant, speeds=speeds, now=now)
 
 
-def _count_tiers(series: _ClusterSeries, exchange: Exchange) -> None:
-    facts, endpoint = exchange.facts, exchange.outcome.endpoint
-    held = None if facts is None or endpoint is None else facts.by_endpoint.get(endpoint)
-    if held is None:
-        return
+def _count_tiers(series: _ClusterSeries, held: Overlap) -> None:
     if held.device_tokens:
         series.device_hits.value += 1.0
         series.device_tokens.value += held.device_tokens
