@@ -147,7 +147,7 @@ class MetricsScraper(BackgroundTask):
         if cache is None or not cache.capacity_tokens:
             return
         blocks = int(cache.capacity_tokens * self._bytes_per_token.typical) // TEXT_BLOCK_BYTES
-        self._indexes[cluster].capacities.tell(endpoint.id, 0 if cache.prefix_caching is False else blocks)
+        self._indexes[cluster].capacities.set_reported(endpoint.id, 0 if cache.prefix_caching is False else blocks)
 
     async def _read_provider(self) -> None:
         provider = self._lookups.provider

@@ -55,9 +55,6 @@ class PooledFleet:
         limit = (turn.prompt_tokens - 1) // self._block_size
         return self._block_size * self._cache.match_prefix(turn.blocks, limit)
 
-    def arrived(self, turn: Turn) -> None:
-        """Nothing is hotter than anything else where everything is everywhere."""
-
     def facts(self, turn: Turn) -> OverlapFacts:
         """The same for every engine."""
         overlap = Overlap(self.cached_tokens(turn))

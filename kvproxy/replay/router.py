@@ -83,7 +83,6 @@ class VirtualRouter:
     def arrive(self, request: LiveRequest, now: float) -> Placement | None:
         """Places a request, or queues it (None). With the queue full it is placed at once, unlike in the proxy, which
         refuses it: figures of policies that refuse different requests could not be compared."""
-        self._view.arrived(request.turn)
         if self._speeds is None or self._queue.admits(self._least_wait_s(now)):
             return self._place(request, now)
         own_s = least_own_s(self._view.facts(request.turn), self._endpoints, self._speeds)

@@ -213,8 +213,8 @@ async def test_a_retry_is_told_of_as_a_pick_of_its_own() -> None:
     async with serve(bad) as a, serve(good) as b, running_proxy({"a": a, "b": b}) as proxy:
         assert await ask(proxy, TURN) == "b"
         local = service(proxy).overlap.indexes["default"].approximate
-        assert local.blocks(EndpointId("a")) == 0
-        assert local.blocks(EndpointId("b")) > 0
+        assert local.held_blocks(EndpointId("a")) == 0
+        assert local.held_blocks(EndpointId("b")) > 0
 
 
 # The filter alone
