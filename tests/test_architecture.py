@@ -73,8 +73,6 @@ THIN = frozenset[str](
         "kvproxy.clients.kv_events.sequence",
         "kvproxy.cluster.http_probe",
         "kvproxy.cluster.learned",
-        "kvproxy.listener.replies",
-        "kvproxy.listener.uvicorns",
         "kvproxy.metrics.loop_lag",
         "kvproxy.prefix.precise.reported",
         "kvproxy.replay.prompts",
@@ -92,7 +90,6 @@ WITHOUT_README = frozenset[str](
         "commands",
         "config",
         "kvcache",
-        "listener",
         "metrics",
         "prefix",
         "receipts",
@@ -100,7 +97,6 @@ WITHOUT_README = frozenset[str](
         "resilience",
         "routing",
         "runtime",
-        "upstream",
     }
 )
 

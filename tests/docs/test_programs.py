@@ -36,7 +36,7 @@ def test_there_are_no_others() -> None:
 async def test_the_step_of_the_page_refuses_as_it_says() -> None:
     """A filter of a few lines."""
     names: dict[str, Any] = {}
-    exec(compile(block(*STEP).text, "step", "exec"), names)
+    exec(compile(block(*STEP), "step", "exec"), names)
     app = names["Maintenance"](Inner(), metrics=Metrics(), clock=FakeClock())
     reply = await call(app, http_scope())
     assert (reply.status, reply.json["error"]["code"], reply.headers[b"retry-after"]) == (503, "maintenance", b"60")
