@@ -68,7 +68,7 @@ class Flowing:
 
     def __init__(self) -> None:
         self.response = UpstreamResponse(self, asyncio.get_running_loop())
-        self.response.begin(200, reason=b"OK", headers=[])
+        self.response.status = 200
         self.waiting: list[bytes] = []
         self.cancelled = False
 
