@@ -130,7 +130,7 @@ class LineBatch:
         if self._lines:
             text = "\n".join(self._lines)
             self._lines.clear()
-            # Logger.info would look for its caller, who is always this line.
+            # Logger.info would look for its caller, which is always this line.
             record = self._logger.makeRecord(self._logger.name, logging.INFO, __file__, 0, text, (), None)
             self._logger.handle(record)
 

@@ -138,7 +138,7 @@ def _count_tiers(series: _ClusterSeries, held: Overlap) -> None:
 
 
 class Savings:
-    """What cached prompts spared the engines, for those who pay: tokens and seconds of prefill by model and tenant.
+    """What cached prompts spared the engines: tokens and seconds of prefill by model and tenant.
 
     Counted for the requests whose engine said that it had some of the prompt cached."""
 

@@ -19,7 +19,7 @@ _TELLING = (b"application/json", b"text/event-stream")
 
 
 class Relay:
-    """Sends one response down. From the first byte on nothing is retried: a break is told, never hidden.
+    """Sends one response down. From the first byte on nothing is retried: a break is reported, never hidden.
 
     A piece in the middle of a stream goes on in the call that brings it, without waking this request's task, as long as
     the client takes what it gets.
@@ -40,7 +40,7 @@ class Relay:
         self._failure: Exception | None = None  # of a piece that could not be passed on
 
     async def run(self, headers: Headers, first: bytes) -> UpstreamError | None:
-        """The failure that cut the response short; None when it was complete. The client has been told either way."""
+        """The failure that cut the response short; None when it was complete. The client knows either way."""
         response, downstream, outcome = self._response, self._downstream, self._exchange.outcome
         status = outcome.status = response.status
         chunk = self._first = first

@@ -1,5 +1,5 @@
 """What an answer says of itself at its end, read once and never per chunk: the engine's token counts, and the error
-events of streams (also those that the client of a broken stream is told)."""
+events of streams (also those that the client of a broken stream gets)."""
 
 from __future__ import annotations
 
