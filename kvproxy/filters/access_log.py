@@ -111,7 +111,7 @@ class LineBatch:
 
     @property
     def wanted(self) -> bool:
-        """Whether anybody will see a line."""
+        """Whether a line will be written anywhere."""
         return self._logger.isEnabledFor(logging.INFO)
 
     def add(self, line: str) -> None:

@@ -59,7 +59,7 @@ class HeldReply:
 
 
 class GaveUp(Exception):
-    """No endpoint delivered; nothing was sent downstream. `why`: the last failure, or why no endpoint could be tried."""
+    """No endpoint delivered; nothing was sent downstream. `why`: the last failure, or why none could be tried."""
 
     def __init__(self, why: UpstreamError | HeldReply | Refusal) -> None:
         super().__init__("no endpoint delivered")

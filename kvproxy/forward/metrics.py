@@ -86,7 +86,7 @@ class RouteMetrics(RequestObserver):
         return model if known or self._served(model) else OTHER
 
     def _time(self, exchange: Exchange, cluster: Cluster | None, model: str, now: float) -> None:
-        """How long it took, where it went; a request that went nowhere took no time of anybody."""
+        """How long it took, where it went; a request that went nowhere took no time on an endpoint."""
         outcome = exchange.outcome
         endpoint = None if cluster is None or outcome.endpoint is None else cluster.endpoint(outcome.endpoint)
         latency = None if endpoint is None else endpoint.metrics.latency(model)
