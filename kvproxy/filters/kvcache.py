@@ -145,7 +145,7 @@ class KvCacheLearning(RequestObserver):
 
 
 def announce(scope: Scope, preferred: EndpointId | None, *, header: bytes) -> None:
-    """Tell who comes after which endpoint holds most, if any, and in a header too (b"": none); no client can set it."""
+    """Tell the apps behind which endpoint holds most, if any, in a header too (b"": none); no client can set it."""
     if header:
         scope["headers"] = [pair for pair in scope["headers"] if pair[0] != header]
     if preferred is not None:
