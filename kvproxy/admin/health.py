@@ -9,7 +9,7 @@ from starlette.routing import Route
 
 from kvproxy.admin.operated import AdminTarget
 from kvproxy.cluster.readiness import clusters_without_endpoint
-from kvproxy.metrics.exposition import exposition
+from kvproxy.metrics.exposition import render_exposition
 
 
 def readiness(operated: AdminTarget) -> tuple[bool, str]:
@@ -42,4 +42,4 @@ class HealthRoutes:
         return PlainTextResponse(f"{text}\n", 200 if ready else 503)
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(await exposition(self._operated.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(await render_exposition(self._operated.metrics.registry), media_type=CONTENT_TYPE_LATEST)

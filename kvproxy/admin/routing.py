@@ -13,7 +13,7 @@ from kvproxy.admin.audit import Audit
 from kvproxy.admin.operated import AdminTarget
 from kvproxy.admin.replies import Refused, json_object, reply
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.config.fields import nearest
+from kvproxy.config.fields import spelling_hint
 from kvproxy.config.model import Model
 from kvproxy.errors import ConfigError, Problem
 from kvproxy.routing.tuning import Informed, Tunable, ranges, tuned
@@ -73,7 +73,7 @@ class RoutingRoutes:
     def _tunable(self, name: str, problems: list[Problem]) -> Tunable | None:
         cluster = self._operated.clusters.get(name)
         if cluster is None:
-            fix = nearest(name, self._operated.clusters)
+            fix = spelling_hint(name, self._operated.clusters)
             problems.append(Problem(f"clusters.{name[:128]}", "there is no such cluster", fix))
             return None
         if not isinstance(cluster.policy, Tunable):
@@ -86,7 +86,7 @@ class RoutingRoutes:
 
 def _wanted(body: dict[str, Any], problems: list[Problem]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Cluster names with their changes, as far as the shape is right."""
-    problems += [Problem(key, "unknown key", nearest(key, ["clusters"])) for key in body if key != "clusters"]
+    problems += [Problem(key, "unknown key", spelling_hint(key, ["clusters"])) for key in body if key != "clusters"]
     clusters = body.get("clusters")
     if not isinstance(clusters, dict) or not clusters:
         problems.append(Problem("clusters", "names no cluster", '{"clusters": {"default": {"parameters": {...}}}}'))

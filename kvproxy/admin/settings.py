@@ -14,7 +14,7 @@ from starlette.routing import Route
 from kvproxy.admin.audit import Audit
 from kvproxy.admin.operated import AdminTarget
 from kvproxy.admin.replies import Refused, json_object, reply
-from kvproxy.config.fields import nearest
+from kvproxy.config.fields import spelling_hint
 from kvproxy.config.schema import LogLevel
 from kvproxy.errors import Problem
 
@@ -76,7 +76,7 @@ class SettingsRoutes:
         return reply({"level": _level()})
 
     def _change(self, request: Request, body: dict[str, Any]) -> None:
-        problems = [Problem(key, "unknown key", nearest(key, ["level"])) for key in body if key != "level"]
+        problems = [Problem(key, "unknown key", spelling_hint(key, ["level"])) for key in body if key != "level"]
         level = body.get("level")
         if level not in list(LogLevel):
             problems.append(Problem("level", "not a log level", f"allowed: {', '.join(LogLevel)}"))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from kvproxy.config.load import check_config, from_endpoints
+from kvproxy.config.load import check_config, load_endpoints
 from kvproxy.config.schema import Config
 from kvproxy.errors import ConfigError, Problem
 from kvproxy.filters.registry import discover
@@ -68,4 +68,4 @@ class Source:
             hint = "`kvproxy init` writes a config.yaml; or give -c FILE, or --endpoint ID=URL once per engine"
             raise ConfigError([Problem("", "nothing to serve", hint)])
         host, port = self.host or _DEFAULT_HOST, _DEFAULT_PORT if self.port is None else self.port
-        return from_endpoints(self.endpoints, host=host, port=port, policy=self.policy), []
+        return load_endpoints(self.endpoints, host=host, port=port, policy=self.policy), []

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import msgspec
 
-from kvproxy.log_lines import stamp
+from kvproxy.log_lines import format_time
 from kvproxy.request.exchange import Exchange
 
 _MAX_TEXT = 512
@@ -75,7 +75,7 @@ def _form(names: tuple[str, ...]) -> str:
 
 def as_json(line: Mapping[str, Value], now: datetime) -> str:
     """One JSON object: first what every line of the log has, then the line's own."""
-    every = {"time": stamp(now), "level": "info", "logger": "kvproxy.access"}
+    every = {"time": format_time(now), "level": "info", "logger": "kvproxy.access"}
     return msgspec.json.encode({**every, **line}).decode()
 
 

@@ -13,7 +13,7 @@ from kvproxy.config.filter_schema import AccessLogSettings
 from kvproxy.filters.access_line import Value, as_json, as_text, fields, printable
 from kvproxy.filters.chain import FilterContext, WallClock
 from kvproxy.filters.line_batch import LineBatch
-from kvproxy.log_lines import console_line, stamp
+from kvproxy.log_lines import format_console_line, format_time
 from kvproxy.request.exchange import FAILED, SCOPE_KEY, Exchange, result_of
 from kvproxy.types import Clock
 
@@ -80,13 +80,13 @@ class AccessLogFilter:
     def _written(self, line: Mapping[str, Value]) -> str:
         if self._json:
             return as_json(line, self._wall_clock())
-        return console_line(self._now(), "INFO", as_text(line)) if self._stamped else as_text(line)
+        return format_console_line(self._now(), "INFO", as_text(line)) if self._stamped else as_text(line)
 
     def _now(self) -> str:
         """The time as text, worked out once for all lines of a millisecond."""
         now = self._clock()
         if now >= self._time_ends_at:
-            self._time, self._time_ends_at = stamp(self._wall_clock()), now + 0.001
+            self._time, self._time_ends_at = format_time(self._wall_clock()), now + 0.001
         return self._time
 
 

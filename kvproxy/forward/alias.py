@@ -12,10 +12,10 @@ async def with_model(body: bytes, model: str, *, named: str, pace: asyncio.Lock)
 
     A body that is not a JSON object is returned as it is: the engine's own error is what the client should see.
     """
-    replaced = json_scan.with_model(body, model, named=named)
+    replaced = json_scan.replace_model(body, model, named=named)
     if replaced is not None:
         return replaced
     try:
-        return await json_scan.in_turns(json_scan.scan_with_model(body, model), pace)
+        return await json_scan.run_in_turns(json_scan.scan_to_replace_model(body, model), pace)
     except json_scan.Unreadable:
         return body

@@ -9,7 +9,7 @@ from typing import TextIO
 
 import httpx
 
-from kvproxy.errors import KvproxyError, plain
+from kvproxy.errors import KvproxyError, describe_os_error
 from kvproxy.receipts.reading import Reading
 from kvproxy.replay.compare import Plan, compare
 from kvproxy.replay.decided import decide_again
@@ -42,7 +42,7 @@ def run(
             return _live(trace, args, out, err, transport=transport)
         comparison = compare(trace, _plan(args), err=err)
     except (KvproxyError, OSError, ValueError, httpx.HTTPError) as error:
-        print(f"kvproxy replay: {plain(error) if isinstance(error, OSError) else error}", file=err)
+        print(f"kvproxy replay: {describe_os_error(error) if isinstance(error, OSError) else error}", file=err)
         return 1
     print(comparison.report.as_table(), file=out)
     if args.json:

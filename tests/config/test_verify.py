@@ -9,7 +9,7 @@ import pytest
 
 from kvproxy.config.load import check_config
 from kvproxy.config.schema import Config
-from kvproxy.config.verify import verify
+from kvproxy.config.verify import verify_config
 
 E = "endpoints: ['http://127.0.0.1:8000']\n"
 ROUTER = "filters: [inference_request, router: {{{}}}]\n"
@@ -220,7 +220,7 @@ def test_without_an_admin_listener_nothing_is_asked_of_it() -> None:
 
 def test_a_configuration_made_in_code() -> None:
     """`verify` works on any Config, with the model's own paths."""
-    assert [str(problem) for problem in verify(Config())] == [
+    assert [str(problem) for problem in verify_config(Config())] == [
         "clusters: no cluster is configured (the shortest way is `endpoints: [http://host:port]`)",
         "filters: no filter forwards requests (the last must be `router`)",
     ]
