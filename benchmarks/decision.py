@@ -106,8 +106,10 @@ def watched(world: World) -> Stopwatch:
     overlap, precise = kv.overlap, local.precise.lookup
     local.hashes = watch.timed("text hashes", local.hashes)  # type: ignore[method-assign]
     local.overlaps = watch.timed("facts", local.overlaps)  # type: ignore[method-assign]
-    local.hot = InFrontOf(local.hot, watch, {"touch": "heat"})  # type: ignore[assignment]
-    tree = {"lookup": "approximate index, lookup", "route": "approximate index, claim"}
+    tree = {
+        "locate": "approximate index, locate", "hot_blocks": "heat", "lookup": "approximate index, lookup",
+        "route": "approximate index, claim",
+    }  # fmt: skip
     local.approximate = InFrontOf(local.approximate, watch, {**tree, "confirm": "approximate index, confirm"})  # type: ignore[assignment]
     found = InFrontOf(local.precise, watch, {})
 

@@ -23,7 +23,7 @@ from kvproxy.kvcache.service import KvCache
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.metrics.present import LoopLag
 from kvproxy.receipts.recorder import recorder_of
-from kvproxy.request.body_bounds import HeldBodies
+from kvproxy.request.body import HeldBodies
 from kvproxy.request.observer import RequestObserver
 from kvproxy.request.recent import RecentDecisions
 from kvproxy.runtime.generation import Generation, Shared, needs_restart

@@ -33,7 +33,7 @@ async def test_requests_wait_overtake_and_are_refused() -> None:
     ):
         first = ask(proxy, LONG)
         await until(lambda: len(engine.calls) == 1)
-        room = proxy.proxy.clusters["default"].room
+        room = proxy.proxy.clusters["default"].queue
         assert room is not None
         long = ask(proxy, LONG)
         await until(lambda: len(room) == 1)
@@ -61,7 +61,7 @@ async def test_a_client_that_gives_up_waiting_frees_its_place() -> None:
     async with serve(engine) as url, running_proxy({"a": url}, policy="kv_aware", queue={}) as proxy:
         first = ask(proxy, LONG)
         await until(lambda: len(engine.calls) == 1)
-        room = proxy.proxy.clusters["default"].room
+        room = proxy.proxy.clusters["default"].queue
         assert room is not None
         leaving = ask(proxy, SHORT)
         await until(lambda: len(room) == 1)
@@ -82,7 +82,7 @@ async def test_a_prompt_follows_one_that_went_while_it_waited() -> None:
         serve(engines["b"].engine) as b,
         running_proxy({"a": a, "b": b}, policy="kv_aware", queue=queue) as proxy,
     ):
-        room = proxy.proxy.clusters["default"].room
+        room = proxy.proxy.clusters["default"].queue
         assert room is not None
         fillers = []
         for number in range(2):

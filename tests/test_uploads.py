@@ -13,7 +13,7 @@ from starlette.types import Send
 
 from kvproxy.forward.request_body import START_BYTES, RequestBody, Uploads
 from kvproxy.listener.server import serve
-from kvproxy.request.body_bounds import BodiesFull, BodyTooLarge, BodyTooSlow, HeldBodies
+from kvproxy.request.body import BodiesFull, BodyTooLarge, BodyTooSlow, HeldBodies
 from tests.listener.client import Client, connect
 from tests.support.fake_engine import Call, FakeEngine, reply
 from tests.support.proxy import chat, running_proxy

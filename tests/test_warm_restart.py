@@ -116,7 +116,7 @@ async def test_an_engine_that_began_anew_is_known_to_be_empty(tmp_path: Path) ->
             held = service(after).overlap.indexes["default"].approximate
             assert held.entries > 0
             await service(after).scraper.round()
-            assert held.blocks(held.endpoints[0]) == 0
+            assert held.held_blocks(held.endpoints[0]) == 0
             _, _, decision = await ask(after.client, SAID, "yes", MORE)
             assert "reason=no_overlap" in decision
 

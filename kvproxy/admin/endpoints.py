@@ -57,7 +57,7 @@ class EndpointRoutes:
         clusters: dict[str, list[dict[str, object]]] = {}
         for name, cluster in self._operated.clusters.items():
             present = [endpoint_status(self._operated, name, each) for each in cluster.endpoints]
-            leaving = [{**each.status(self._operated.clock()), "leaving": True} for each in cluster.leaving]
+            leaving = [{**each.status(self._operated.clock()), "leaving": True} for each in cluster.draining]
             clusters[name] = present + leaving
         return reply({"clusters": clusters})
 
@@ -101,7 +101,7 @@ class EndpointRoutes:
         await json_object(request, optional=True)
         cluster, endpoint = self._endpoint(request)
         in_flight = endpoint.load.in_flight
-        cluster.dismiss(endpoint.id)
+        cluster.remove(endpoint.id)
         self._audit.write(request, "endpoint.remove", cluster=cluster.name, endpoint=endpoint.id, in_flight=in_flight)
         return reply({"removed": endpoint.id, "cluster": cluster.name, "in_flight": in_flight})
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -13,15 +11,14 @@ from kvproxy.admin.pick_request import Question, question_of, report_of
 from kvproxy.admin.replies import Refused, json_object, reply
 from kvproxy.admin.reservations import Reservation, Reservations
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.decision import Sight
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.cluster.pick import Refusal
-from kvproxy.cluster.preview import Preview, preview
 from kvproxy.cluster.routes import RouteTarget
+from kvproxy.cluster.screening import Refusal
 from kvproxy.errors import Problem
 from kvproxy.filters.kvcache import prefers
 from kvproxy.kvcache.overlap.facts import RequestFacts
 from kvproxy.routing.policy import NO_FACTS, OverlapFacts, PickRequest
+from kvproxy.routing.selector import Decision
 from kvproxy.types import InferenceRequest
 
 _PROMPT_HEAD_BYTES = 1024
@@ -53,12 +50,21 @@ class PickRoutes:
         _check_policy(question, target.cluster)
         facts = await self._facts_for(inference, body, target)
         asked = self._pick_request(question, inference, target, facts)
-        if question.reserve:
-            return self._reserved(question, asked, target, facts)
-        answer = preview(target.cluster, asked, operated.clock())
-        if isinstance(answer, Refusal):
-            raise _nobody(answer)
-        return reply(_shown(answer, asked, target.cluster))
+        if question.reserve and self._held.full:
+            raise Refused(429, Problem("reserve", "too many reservations are open", "settle them with /pick/ID/done"))
+        cluster, now = target.cluster, operated.clock()
+        decision = cluster.decide(asked, now)
+        if isinstance(decision, Refusal):
+            if question.reserve:
+                cluster.refuse(asked, decision)
+            raise _refused(decision)
+        shown = _shown(decision, cluster)
+        if not question.reserve:
+            return reply(shown)
+        pick, service = cluster.reserve(decision, now), operated.kvcache
+        held = self._held.hold(cluster, pick, service=service, facts=facts, lease_s=question.lease_s)
+        shown["reservation"] = {"id": held.id, "lease_s": question.lease_s}
+        return reply(shown, 201)
 
     async def _facts_for(self, inference: InferenceRequest, body: bytes, target: RouteTarget) -> RequestFacts | None:
         service = self._operated.kvcache
@@ -81,23 +87,6 @@ class PickRoutes:
             policy=question.policy,
         )
 
-    def _reserved(
-        self, question: Question, asked: PickRequest, target: RouteTarget, facts: RequestFacts | None
-    ) -> Response:
-        """Pick and hold in one step: nothing may come between the choice and its load."""
-        if self._held.full:
-            raise Refused(429, Problem("reserve", "too many reservations are open", "settle them with /pick/ID/done"))
-        cluster, now, note = target.cluster, self._operated.clock(), _Note()
-        pick = cluster.pick(_witnessed(asked, note), now=now)
-        if pick is None:
-            raise _nobody(cluster.refusal(asked, now=now))
-        service = self._operated.kvcache
-        held = self._held.hold(cluster, pick, service=service, facts=facts, lease_s=question.lease_s)
-        answer = Preview(pick.endpoint, pick.policy, pick.reason, note.candidates, pick.costs)
-        shown = _shown(answer, asked, cluster)
-        shown["reservation"] = {"id": held.id, "lease_s": question.lease_s}
-        return reply(shown, 201)
-
     async def _first_token(self, request: Request) -> Response:
         await json_object(request, optional=True)
         if not self._held.first_token(request.path_params["id"]):
@@ -112,32 +101,8 @@ class PickRoutes:
         return reply({"endpoint": held.pick.endpoint.id, "outcome": ended.outcome.value})
 
 
-class _Note:
-    """Keeps whom a pick chose among."""
-
-    def __init__(self) -> None:
-        self.candidates: Sequence[Endpoint] = ()
-
-    def placed(self, sight: Sight, now: float) -> None:
-        self.candidates = sight.candidates
-
-    def refused(self, reason: str, now: float) -> None:
-        """The answer says so."""
-
-    def failed(self, reason: str) -> None:
-        """Whoever carries the request knows."""
-
-
-def _witnessed(asked: PickRequest, note: _Note) -> PickRequest:
-    return PickRequest(
-        asked.model, asked.session_key, asked.facts, asked.preferred, asked.excluded, asked.streams, asked.prompt_head,
-        asked.policy, note,
-    )  # fmt: skip
-
-
 def _check_policy(question: Question, cluster: Cluster) -> None:
-    named = cluster.deciders.named
-    offered = () if named is None else tuple(named.deciders)
+    offered = tuple(cluster.policies.named)
     if question.policy and question.policy not in offered:
         fix = (
             f"on offer: {', '.join(offered)}"
@@ -147,7 +112,7 @@ def _check_policy(question: Question, cluster: Cluster) -> None:
         raise Refused(422, Problem("policy", "this cluster does not offer that policy", fix))
 
 
-def _nobody(refusal: Refusal) -> Refused:
+def _refused(refusal: Refusal) -> Refused:
     status = 404 if refusal is Refusal.MODEL_NOT_SERVED else 503
     return Refused(
         status, Problem("endpoint", f"nobody can take this request: {refusal.value}", "GET /endpoints says why")
@@ -158,19 +123,20 @@ def _unknown() -> Refused:
     return Refused(404, Problem("id", "there is no such reservation", "it was settled, or its lease ran out"))
 
 
-def _shown(answer: Preview, asked: PickRequest, cluster: Cluster) -> dict[str, object]:
-    facts, costs = asked.facts, answer.costs
+def _shown(decision: Decision[Endpoint], cluster: Cluster) -> dict[str, object]:
+    request, costs = decision.request, decision.costs
+    facts, endpoint = request.facts, decision.endpoint
     return {
         "cluster": cluster.name,
-        "endpoint": answer.endpoint.id,
-        "url": str(answer.endpoint.origin),
-        "model": asked.model,
-        "policy": answer.policy,
-        "reason": answer.reason,
+        "endpoint": endpoint.id,
+        "url": str(endpoint.origin),
+        "model": request.model,
+        "policy": decision.policy,
+        "reason": decision.reason,
         "prompt_tokens": facts.prompt_tokens or None,
-        "matched_tokens": facts.matched_tokens(answer.endpoint.id),
+        "matched_tokens": facts.matched_tokens(endpoint.id),
         "candidates": [
-            _candidate(each, facts, costs[index] if costs else None) for index, each in enumerate(answer.candidates)
+            _candidate(each, facts, costs[index] if costs else None) for index, each in enumerate(decision.candidates)
         ],
         "reservation": None,
     }

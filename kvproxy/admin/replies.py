@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvproxy.errors import Problem
-from kvproxy.request.body_reader import Pieces
+from kvproxy.request.body import Pieces
 
 MAX_BODY_BYTES = 64 * 1024
 

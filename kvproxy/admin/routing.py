@@ -16,20 +16,20 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.config.fields import spelling_hint
 from kvproxy.config.model import Model
 from kvproxy.errors import ConfigError, Problem
-from kvproxy.routing.tuning import Informed, Tunable, ranges, tuned
+from kvproxy.routing.policy import Policy
+from kvproxy.routing.tuning import ranges, tuned
 
 
 def routing_status(cluster: Cluster, now: float) -> dict[str, object]:
     """Policy, parameters with their ranges, what was learned, and the router queue (None: there is none)."""
-    policy, room = cluster.policy, cluster.room
-    status: dict[str, object] = {"policy": cluster.policy_name, "parameters": {}, "allowed": {}, "learned": {}}
-    status["queue"] = None if room is None else room.status(now)
-    if isinstance(policy, Tunable):
-        status["parameters"] = policy.settings.model_dump()
-        status["allowed"] = ranges(policy.settings)
-    if isinstance(policy, Informed):
-        status["learned"] = policy.learned(now)
-    return status
+    policy, settings, queue = cluster.policy, cluster.policy.settings, cluster.queue
+    return {
+        "policy": cluster.policy_name,
+        "parameters": {} if settings is None else settings.model_dump(),
+        "allowed": {} if settings is None else ranges(settings),
+        "learned": policy.estimates(now),
+        "queue": None if queue is None else queue.status(now),
+    }
 
 
 class RoutingRoutes:
@@ -52,31 +52,32 @@ class RoutingRoutes:
     def _change(self, request: Request, body: dict[str, Any]) -> None:
         """All of it, or nothing."""
         problems: list[Problem] = []
-        planned: list[tuple[str, Tunable, Model]] = []
+        planned: list[tuple[str, Policy, Model, Model]] = []
         for name, changes in _wanted(body, problems):
-            policy = self._tunable(name, problems)
-            if policy is None:
+            policy = self._find_policy(name, problems)
+            if policy is None or policy.settings is None:
                 continue
             try:
-                planned.append((name, policy, tuned(policy.settings, changes)))
+                planned.append((name, policy, policy.settings, tuned(policy.settings, changes)))
             except ConfigError as error:
                 at = f"clusters.{name}.parameters"
                 problems += [Problem(f"{at}.{one.path}", one.message, one.hint) for one in error.problems]
         if problems:
             raise Refused(422, *problems)
-        for name, policy, settings in planned:
-            before, policy.settings = policy.settings, settings
-            old, new = before.model_dump(), settings.model_dump()
+        for name, policy, before, after in planned:
+            policy.settings = after
+            old, new = before.model_dump(), after.model_dump()
             changed = {key: {"before": old[key], "after": new[key]} for key in new if old[key] != new[key]}
             self._audit.write(request, "routing.change", cluster=name, parameters=changed)
 
-    def _tunable(self, name: str, problems: list[Problem]) -> Tunable | None:
+    def _find_policy(self, name: str, problems: list[Problem]) -> Policy | None:
+        """The cluster's own, where it has parameters."""
         cluster = self._operated.clusters.get(name)
         if cluster is None:
             fix = spelling_hint(name, self._operated.clusters)
             problems.append(Problem(f"clusters.{name[:128]}", "there is no such cluster", fix))
             return None
-        if not isinstance(cluster.policy, Tunable):
+        if cluster.policy.settings is None:
             fix = "kv_aware, dynamo, llm_d and prefix_affinity have some"
             what = f"the policy {cluster.policy_name} has no parameters"
             problems.append(Problem(f"clusters.{name}.parameters", what, fix))

@@ -8,24 +8,25 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Self
 
-from kvproxy.cluster.decision import Sight
 from kvproxy.cluster.discovery import Source, sources_of
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.membership import STATIC, Membership
-from kvproxy.cluster.named_policies import NamedPolicy
-from kvproxy.cluster.pick import AttemptOutcome, Pick, Refusal, reserve
-from kvproxy.cluster.policies import PolicyFactory, PolicySet
+from kvproxy.cluster.pick import AttemptOutcome, Pick, reserve
+from kvproxy.cluster.policies import PolicySet
 from kvproxy.cluster.poller import Poller
 from kvproxy.cluster.prober import Probe, ProbeOutcome, Prober
-from kvproxy.cluster.reception import Reception
 from kvproxy.cluster.router_queue import RouterQueue
-from kvproxy.cluster.screening import Screening, may_eject, refusal_of, why_not
+from kvproxy.cluster.screening import Refusal, Screening, may_eject, refusal_of, skip_reason
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.routing import selector
 from kvproxy.routing.engine_samples import Reading
-from kvproxy.routing.policy import PickRequest, Policy
+from kvproxy.routing.policy import Candidate, PickRequest, Policy
+from kvproxy.routing.selector import PANIC, Decision
+from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import Clock, EndpointId
 
 log = logging.getLogger(__name__)
@@ -69,17 +70,10 @@ class Cluster:
         self._poller = Poller(name, sources, on_update=self._update, metrics=metrics, sleep=sleep)
         self._shared_failures: dict[str, float] = {}  # when a request last failed alike on several endpoints
         self._running = AsyncExitStack()
-        self._appointing = PolicyFactory(name, metrics=metrics, rng=rng)
-        self.decide_by(self._appointing.first(settings, policy))
-        self._reception = Reception(
-            name,
-            candidates=lambda model, now: self._screening.pool(model, now).usable,
-            pick=lambda request, now: self.pick(request, now=now),
-            metrics=metrics,
-            clock=clock,
-        )
-        #: Where requests wait; None: nobody waits.
-        self.room: RouterQueue | None = self._reception.arrange(None, settings.queue, self.policy)
+        self.policies = PolicySet(name, settings, metrics=metrics, rng=rng, policy=policy)
+        #: Where requests wait; None: none does.
+        self.queue: RouterQueue | None = None
+        self._arrange_queue()
         self.apply(settings.endpoints)
 
     def __repr__(self) -> str:
@@ -101,9 +95,9 @@ class Cluster:
         return self._members.present
 
     @property
-    def leaving(self) -> Sequence[Endpoint]:
+    def draining(self) -> Sequence[Endpoint]:
         """Endpoints no longer in the cluster that still have requests in flight."""
-        return self._members.leaving
+        return self._members.draining
 
     @property
     def models(self) -> frozenset[str]:
@@ -115,6 +109,16 @@ class Cluster:
         """As in the configuration; a metric label."""
         return self.settings.policy.value
 
+    @property
+    def policy(self) -> Policy:
+        """The cluster's own."""
+        return self.policies.own.policy
+
+    @property
+    def speeds(self) -> SpeedModel | None:
+        """What is being learned about the engines' speeds, if something learns them."""
+        return self.policies.speeds
+
     def endpoint(self, endpoint_id: EndpointId) -> Endpoint | None:
         """The member of this id."""
         return self._members.get(endpoint_id)
@@ -124,23 +128,20 @@ class Cluster:
         they learned, and requests that wait their turn. ValueError as in `apply`, and then the endpoints are as before.
         """
         before, self.settings = self.settings, settings
-        self.decide_by(self._appointing.next(self.deciders, before, settings))
-        for endpoint in self._members.everybody():
+        self.policies.reconfigure(before, settings)
+        for endpoint in self._members.all_endpoints():
             endpoint.reconfigure(settings)
         if settings.health != before.health:
             self._prober.reconfigure(settings.health, probe)
         if settings.discovery != before.discovery:
             self._poller.reconfigure(sources_of(settings.discovery))
         self.apply(settings.endpoints)
-        room, self.room = self.room, None
-        self.room = self._reception.arrange(room, settings.queue, self.policy)
+        self._arrange_queue()
 
-    def dissolve(self) -> None:
-        """The cluster is no more: whoever waits hears so, and its endpoints take their metric series along."""
+    def close(self) -> None:
+        """The cluster is no more: requests that wait are refused, and its endpoints take their metric series along."""
         self.apply(())
-        if self.room is not None:
-            room, self.room = self.room, None
-            room.close()
+        self._close_queue()
 
     def apply(self, endpoints: Sequence[EndpointSettings]) -> None:
         """These are the static endpoints from now on. ValueError for a URL that is none, and then nothing changed."""
@@ -159,12 +160,12 @@ class Cluster:
         self._follow()
         return added
 
-    def dismiss(self, endpoint_id: EndpointId) -> bool:
+    def remove(self, endpoint_id: EndpointId) -> bool:
         """Take a member out, whatever its source says, until it is added again; it finishes what it has.
 
         Whether there was such a one.
         """
-        found = self._members.dismiss(endpoint_id)
+        found = self._members.remove(endpoint_id)
         self._follow()
         return found
 
@@ -172,77 +173,59 @@ class Cluster:
         """Give a member another weight until it leaves, whatever its source says; whether there is such a one."""
         return self._members.reweight(endpoint_id, weight)
 
-    def pick(self, request: PickRequest, *, now: float) -> Pick | None:
-        """Choose an endpoint and reserve its load in one step; None when nobody may take it (`refusal` says why).
+    def decide(self, request: PickRequest, now: float) -> Decision[Endpoint] | Refusal:
+        """Where the request would go; changes nothing. A preferred endpoint is taken if it may serve; otherwise the
+        policy chooses."""
+        pool, asked = self._screening.pool(request.model, now), self.policies.find(request.policy)
+        decision = selector.decide(
+            request,
+            pool.usable,
+            asked.policy,
+            now,
+            name=asked.name,
+            panic=pool.panic,
+            speeds=self.speeds,
+            why_skipped=self._why_skipped,
+        )
+        return refusal_of(request, self.endpoints, now) if decision is None else decision
 
-        A preferred endpoint is taken if it may serve; otherwise the policy chooses.
-        """
-        pool, decider = self._screening.pool(request.model, now), self._own
-        candidates = pool.usable
-        if request.policy and self._named is not None:
-            decider = self._named.deciders.get(request.policy, decider)
-        if request.excluded:
-            candidates = tuple([endpoint for endpoint in candidates if endpoint.id not in request.excluded])
-        preferred, preference = None, None
-        if request.preferred is not None:
-            preferred, preference = self._preferred(request, candidates, now)
-        if not candidates:
-            refusal = self.refusal(request, now=now).value
-            decider.counts.decision(refusal)
-            if request.witness is not None:
-                request.witness.refused(refusal, now)
-            return None
-        if preferred is not None:
-            endpoint, reason, costs = preferred, "preferred", ()  # type: Endpoint, str, Sequence[float]
-        else:
-            choice = decider.policy.choose(request, candidates, now)
-            endpoint, reason, costs = candidates[choice.index], choice.reason, choice.costs
-            if self._named is not None:
-                self._named.tell(decider, request, endpoint, len(candidates), now)
-        permit = endpoint.breaker.admit() if not pool.panic or endpoint.breaker.admits else None
-        if pool.panic:
-            reason = "panic"
-        decider.counts.decision(reason)
-        if self.shadow is not None:
-            self.shadow.decide(request, candidates, endpoint, costs, now)
-        policy = decider.name
-        if request.witness is not None:
-            sight = Sight(request, candidates, endpoint, reason, preference, costs, policy, self.speeds)
-            request.witness.placed(sight, now)
-        reservation = reserve(endpoint, request, now)
+    def reserve(self, decision: Decision[Endpoint], now: float) -> Pick:
+        """Make the decision true, in the turn of the loop it was made in: nothing may come between a choice and its
+        load."""
+        if (speeds := self.policies.deciding_speeds) is not None:
+            selector.advance(decision.candidates, speeds, now)
+        endpoint = decision.endpoint
+        permit = endpoint.breaker.admit() if decision.reason != PANIC or endpoint.breaker.admits else None
+        self.policies.placed(decision, now)
+        reservation = reserve(endpoint, decision.request, now)
         if endpoint.load.in_flight == endpoint.max_in_flight:
             self._screening.invalidate()
-        return Pick(endpoint, reservation, policy=policy, reason=reason, preference=preference, costs=costs,
-                    candidates=candidates, permit=permit, judge=self)  # fmt: skip
+        return Pick(decision, reservation, permit=permit, picker=self)
 
-    def refusal(self, request: PickRequest, *, now: float) -> Refusal:
-        """Why nobody may take this request, when `pick` answered None."""
-        return refusal_of(request, self.endpoints, now)
+    def refuse(self, request: PickRequest, refusal: Refusal) -> None:
+        """Count a request that `decide` refused."""
+        self.policies.find(request.policy).count(refusal.value)
 
-    def reused(self, pick: Pick, cached_tokens: int, now: float) -> None:
-        """The engine said how many prompt tokens it had cached; a policy that learns hears of it, unless it has already
-        been told to forget that endpoint."""
-        if pick.endpoint.metrics.closed:
-            return
-        for learner in self._learners:
-            learner.observe_reuse(pick.endpoint.id, pick.reservation.cached_tokens, cached_tokens, now)
+    def pick(self, request: PickRequest, now: float) -> Pick | None:
+        """Decide and reserve in one step; None when no endpoint may take the request."""
+        decision = self.decide(request, now)
+        if isinstance(decision, Refusal):
+            self.refuse(request, decision)
+            return None
+        return self.reserve(decision, now)
 
-    def scraped(self, endpoint: Endpoint, reading: Reading) -> None:
+    def observe_reuse(self, pick: Pick, cached_tokens: int, now: float) -> None:
+        """The engine said how many prompt tokens it had cached; policies hear of it, unless they have already been told
+        to forget that endpoint."""
+        if not pick.endpoint.metrics.closed:
+            self.policies.observe_reuse(pick.endpoint.id, pick.reservation.cached_tokens, cached_tokens, now)
+
+    def observe_engine(self, endpoint: Endpoint, reading: Reading) -> None:
         """An engine's own count of its prefills, read just now: what streams do not teach, it does."""
         if not endpoint.metrics.closed:
             endpoint.ended.read(reading, self._clock())
 
-    def _preferred(
-        self, request: PickRequest, candidates: Sequence[Endpoint], now: float
-    ) -> tuple[Endpoint | None, str]:
-        assert request.preferred is not None
-        endpoint = self._members.get(request.preferred)
-        followed = endpoint is not None and endpoint in candidates
-        result = "followed" if followed else why_not(endpoint, request, now)
-        self._own.counts.preference(result)
-        return (endpoint if followed else None), result
-
-    def judge(self, endpoint: Endpoint, outcome: AttemptOutcome, now: float) -> None:
+    def record_outcome(self, endpoint: Endpoint, outcome: AttemptOutcome, now: float) -> None:
         """Draw the conclusions of an attempt; called by its pick."""
         if outcome is AttemptOutcome.FAILURE:
             if endpoint.health.failure(now) and may_eject(self.endpoints, self.settings.health, now):
@@ -250,13 +233,18 @@ class Cluster:
         elif outcome is AttemptOutcome.SUCCESS or outcome is AttemptOutcome.CLIENT_ERROR:
             endpoint.health.success()
 
-    def released(self, endpoint: Endpoint, now: float) -> None:
+    def on_release(self, endpoint: Endpoint, now: float) -> None:
         """An attempt's load has been released; called by its pick."""
         if endpoint.load.in_flight + 1 == endpoint.max_in_flight:
             self._screening.invalidate()
         if endpoint.removed:
-            self._members.settled(endpoint)
-        self.load_fell(now)
+            self._members.on_idle(endpoint)
+        self.on_load_decrease()
+
+    def on_load_decrease(self) -> None:
+        """A first token or an end: a request that waits may go on."""
+        if self.queue is not None:
+            self.queue.on_load_decrease()
 
     def may_serve(self, model: str, now: float) -> bool:
         """Whether an endpoint that is not out could take a request for `model` now."""
@@ -283,20 +271,6 @@ class Cluster:
         """A request failed in the same way on several endpoints, and none served it. `reason` is from a closed set."""
         self._shared_failures[reason] = now
 
-    def load_fell(self, now: float) -> None:
-        """A first token or an end: somebody who waits may go on."""
-        if self.room is not None:
-            self.room.load_fell(now)
-
-    def decide_by(self, deciders: PolicySet) -> None:
-        """These decide from now on. What every pick needs of them is kept at hand."""
-        self.deciders = deciders
-        self.policy, self.shadow, self.speeds = deciders.policy, deciders.shadow, deciders.speeds
-        self._own, self._named = NamedPolicy(self.policy_name, deciders.policy, deciders.counts), deciders.named
-        self._learners = deciders.learners
-        for endpoint in self._members.everybody():
-            deciders.hear(endpoint)
-
     def _eject(self, endpoint: Endpoint, now: float) -> None:
         length_s = endpoint.health.eject(now)
         endpoint.metrics.ejection("failures")
@@ -318,15 +292,15 @@ class Cluster:
             else:
                 endpoint.metrics.ejection("probes")
                 log.warning("%s/%s is unhealthy: probe %s", self.name, endpoint.id, outcome)
-        if not well and not endpoint.health.probed_well:
+        if not well and not endpoint.health.is_healthy:
             _give_back(endpoint)
         elif changed:
             self._give_back_all()
 
     def _give_back_all(self) -> None:
         """There may be an alternative now for what waits on unhealthy endpoints."""
-        for endpoint in self._members.everybody():
-            if not endpoint.health.probed_well:
+        for endpoint in self._members.all_endpoints():
+            if not endpoint.health.is_healthy:
                 _give_back(endpoint)
 
     def _update(self, source: str, endpoints: Sequence[EndpointSettings]) -> None:
@@ -347,11 +321,41 @@ class Cluster:
             clock=self._clock,
             on_change=self._screening.invalidate,
         )
-        self.deciders.hear(endpoint)
+        endpoint.load.on_sample = partial(self.policies.observe_sample, endpoint.id)
         return endpoint
 
     def _left(self, endpoint: Endpoint) -> None:
-        self.deciders.forget(endpoint)
+        endpoint.load.on_sample = None
+        self.policies.forget(endpoint.id)
+
+    def _candidates(self, model: str, now: float) -> Sequence[Candidate]:
+        return self._screening.pool(model, now).usable
+
+    def _why_skipped(self, request: PickRequest, now: float) -> str:
+        assert request.preferred is not None
+        return skip_reason(self._members.get(request.preferred), request, now)
+
+    def _arrange_queue(self) -> None:
+        """As the settings say: the queue there is goes on with the requests in it, or places them all at once."""
+        settings = self.settings.queue
+        if not (settings.enabled and self.policy.learns_speeds):
+            self._close_queue()
+        elif self.queue is not None:
+            self.queue.reconfigure(settings, self.policy)
+        else:
+            self.queue = RouterQueue(
+                settings,
+                self.policy,
+                cluster=self.name,
+                candidates=self._candidates,
+                metrics=self._metrics,
+                clock=self._clock,
+            )
+
+    def _close_queue(self) -> None:
+        if self.queue is not None:
+            queue, self.queue = self.queue, None
+            queue.close()
 
 
 def _give_back(endpoint: Endpoint) -> None:

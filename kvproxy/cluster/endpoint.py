@@ -128,7 +128,7 @@ class Endpoint:
         """Whether it may be picked now."""
         if self._draining or self.removed:
             return Condition.DRAINING
-        if not self.health.probed_well:
+        if not self.health.is_healthy:
             return Condition.UNHEALTHY
         if self.health.ejected(now):
             return Condition.EJECTED
@@ -151,7 +151,7 @@ class Endpoint:
             "pending_tokens": self.load.pending_tokens,
             "resident_tokens": self.load.resident_tokens,
             "failures_in_a_row": self.health.failures,
-            "probes_in_doubt": self.health.doubts,
+            "probes_in_doubt": self.health.failed_probes,
             "ejected_for_s": max(0.0, self.health.ejected_until - now),
             "breaker": self.breaker.state.value,
         }

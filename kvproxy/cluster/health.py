@@ -30,8 +30,8 @@ class Health:
 
     def __init__(self, settings: HealthCheckSettings) -> None:
         self._settings = settings
-        self._probed_well = True  # until a probe says otherwise
-        self._ever_well = False
+        self._healthy = True  # until a probe says otherwise
+        self._ever_healthy = False
         self._streak = 0  # probes in a row that contradict the present verdict
         self._failures = 0  # failed requests in a row that are its own fault
         self._unserved = 0  # attempts in a row that served nothing, for whatever reason
@@ -44,7 +44,7 @@ class Health:
         """Other bounds from now on. Verdicts stay, save that of probes which nobody sends any more."""
         self._settings = settings
         if not settings.active:
-            self._probed_well, self._streak = True, 0
+            self._healthy, self._streak = True, 0
 
     @property
     def failures(self) -> int:
@@ -52,12 +52,12 @@ class Health:
         return self._failures
 
     @property
-    def probed_well(self) -> bool:
+    def is_healthy(self) -> bool:
         """The probes' verdict."""
-        return self._probed_well
+        return self._healthy
 
     @property
-    def doubts(self) -> int:
+    def failed_probes(self) -> int:
         """Probes in a row that contradict the present verdict: the first sign of an engine that died."""
         return self._streak
 
@@ -76,14 +76,14 @@ class Health:
         An endpoint that never passed a probe goes out with the first failed one: it is still starting, or was
         configured wrongly.
         """
-        self._ever_well = self._ever_well or well
-        if well is self._probed_well:
+        self._ever_healthy = self._ever_healthy or well
+        if well is self._healthy:
             self._streak = 0
             return False
         self._streak += 1
         if self._streak < self._needed(well):
             return False
-        self._probed_well = well
+        self._healthy = well
         self._streak = 0
         if well:
             self._back_at = now
@@ -143,7 +143,7 @@ class Health:
     def _needed(self, well: bool) -> int:
         if well:
             return self._settings.healthy_threshold
-        return self._settings.unhealthy_threshold if self._ever_well else 1
+        return self._settings.unhealthy_threshold if self._ever_healthy else 1
 
     def _came_back_at(self, now: float) -> float:
         return max(self._back_at, self._ejected_until)

@@ -1,4 +1,4 @@
-"""Who belongs to a cluster: what the sources say, merged, against who is there."""
+"""The members of a cluster: what the sources say, merged, against the endpoints there are."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Membership:
         self._on_left = on_left
         self._sources: dict[str, tuple[EndpointSettings, ...]] = {STATIC: ()}
         self._weights: dict[EndpointId, float] = {}  # an operator's, over the sources'
-        self._dismissed: frozenset[EndpointId] = frozenset()  # by an operator, whatever the sources say
+        self._removed: frozenset[EndpointId] = frozenset()  # by an operator, whatever the sources say
         self._present: dict[EndpointId, Endpoint] = {}
-        self._leaving: list[Endpoint] = []  # each with requests in flight
+        self._draining: list[Endpoint] = []  # each with requests in flight
 
     @property
     def present(self) -> tuple[Endpoint, ...]:
@@ -42,9 +42,9 @@ class Membership:
         return tuple(self._present.values())
 
     @property
-    def leaving(self) -> tuple[Endpoint, ...]:
+    def draining(self) -> tuple[Endpoint, ...]:
         """No longer members, still with requests in flight."""
-        return tuple(self._leaving)
+        return tuple(self._draining)
 
     def get(self, endpoint_id: EndpointId) -> Endpoint | None:
         """The member of this id."""
@@ -52,30 +52,30 @@ class Membership:
 
     def apply(self, source: str, configs: Iterable[EndpointSettings]) -> None:
         """All that `source` knows now. ValueError for a URL that is none, and then nothing changed."""
-        self._settle({**self._sources, source: tuple(configs)}, self._dismissed)
+        self._apply({**self._sources, source: tuple(configs)}, self._removed)
 
     def add(self, config: EndpointSettings) -> bool:
-        """An operator's endpoint, until it is dismissed; False if there are too many. ValueError as in `apply`."""
+        """An operator's endpoint, until it is removed; False if there are too many. ValueError as in `apply`."""
         added = [one for one in self._sources.get(OPERATOR, ()) if one.id != config.id]
         if len(added) >= MAX_ADDED:
             return False
-        self._settle({**self._sources, OPERATOR: (*added, config)}, self._dismissed - {config.id})
+        self._apply({**self._sources, OPERATOR: (*added, config)}, self._removed - {config.id})
         return True
 
-    def dismiss(self, endpoint_id: EndpointId) -> bool:
+    def remove(self, endpoint_id: EndpointId) -> bool:
         """Take a member out until it is added again, or every source has stopped naming it; whether it was one."""
         if endpoint_id not in self._present:
             return False
         added = tuple(one for one in self._sources.get(OPERATOR, ()) if one.id != endpoint_id)
-        self._settle({**self._sources, OPERATOR: added}, self._dismissed | {endpoint_id})
+        self._apply({**self._sources, OPERATOR: added}, self._removed | {endpoint_id})
         return True
 
-    def _settle(self, sources: dict[str, tuple[EndpointSettings, ...]], dismissed: frozenset[EndpointId]) -> None:
+    def _apply(self, sources: dict[str, tuple[EndpointSettings, ...]], removed: frozenset[EndpointId]) -> None:
         named, earlier = _merge(sources), _merge(self._sources)
-        wanted = {endpoint_id: config for endpoint_id, config in named.items() if endpoint_id not in dismissed}
+        wanted = {endpoint_id: config for endpoint_id, config in named.items() if endpoint_id not in removed}
         origins = {endpoint_id: origin_of(config) for endpoint_id, config in wanted.items()}
         self._sources = sources
-        self._dismissed = dismissed & named.keys()
+        self._removed = removed & named.keys()
         self._weights = {
             kept: weight
             for kept, weight in self._weights.items()
@@ -103,24 +103,24 @@ class Membership:
         endpoint.configure(self._weighted(_merge(self._sources)[endpoint_id]))
         return True
 
-    def everybody(self) -> tuple[Endpoint, ...]:
-        """Members, and those who only finish what they have."""
-        return (*self._present.values(), *self._leaving)
+    def all_endpoints(self) -> tuple[Endpoint, ...]:
+        """Members, and those that only finish what they have."""
+        return (*self._present.values(), *self._draining)
 
-    def settled(self, endpoint: Endpoint) -> None:
-        """A request on a leaving endpoint is over."""
-        if endpoint.load.in_flight == 0 and endpoint in self._leaving:
-            self._leaving.remove(endpoint)
-            self._bury(endpoint)
+    def on_idle(self, endpoint: Endpoint) -> None:
+        """A request on a draining endpoint is over."""
+        if endpoint.load.in_flight == 0 and endpoint in self._draining:
+            self._draining.remove(endpoint)
+            self._finalize(endpoint)
 
     def _weighted(self, config: EndpointSettings) -> EndpointSettings:
         weight = self._weights.get(EndpointId(config.id))
         return config if weight is None else config.model_copy(update={"weight": weight})
 
     def _returning(self, endpoint_id: EndpointId, config: EndpointSettings) -> Endpoint | None:
-        for endpoint in self._leaving:
+        for endpoint in self._draining:
             if endpoint.id == endpoint_id and endpoint.origin == origin_of(config) and not endpoint.metrics.closed:
-                self._leaving.remove(endpoint)
+                self._draining.remove(endpoint)
                 endpoint.removed = False
                 return endpoint
         return None
@@ -129,11 +129,11 @@ class Membership:
         log.info("endpoint %s at %s leaves, %d in flight", endpoint.id, endpoint.origin, endpoint.load.in_flight)
         endpoint.removed = True
         if replaced or endpoint.load.in_flight == 0:
-            self._bury(endpoint)
+            self._finalize(endpoint)
         if endpoint.load.in_flight:
-            self._leaving.append(endpoint)
+            self._draining.append(endpoint)
 
-    def _bury(self, endpoint: Endpoint) -> None:
+    def _finalize(self, endpoint: Endpoint) -> None:
         if not endpoint.metrics.closed:
             endpoint.metrics.close()
             self._on_left(endpoint)

@@ -10,12 +10,13 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.resilience.breaker import BreakerState, Permit
 from kvproxy.routing.load import Reservation
 from kvproxy.routing.policy import NO_FACTS, Overlap, PickRequest
+from kvproxy.routing.selector import Decision
 
 _NOTHING_HELD = Overlap(device_tokens=0)
 
 
 class AttemptOutcome(StrEnum):
-    """How an attempt ended, as far as its endpoint is to be judged by it."""
+    """How an attempt ended, as far as it says something of its endpoint."""
 
     SUCCESS = "success"
     CLIENT_ERROR = "client_error"  # the engine answered 4xx: alive, the request was wrong
@@ -28,55 +29,54 @@ class AttemptOutcome(StrEnum):
 _UNSERVED = frozenset({AttemptOutcome.BUSY, AttemptOutcome.FAILURE, AttemptOutcome.UNPROVEN})
 
 
-class Refusal(StrEnum):
-    """Why a pick found nobody; a label of the picks metric."""
-
-    NO_ENDPOINTS = "no_endpoints"
-    MODEL_NOT_SERVED = "model_not_served"
-    DRAINING = "draining"
-    ALL_TRIED = "all_tried"
-    SATURATED = "saturated"
-
-
-class Judge(Protocol):
+class Picker(Protocol):
     """The cluster, as a pick sees it."""
 
-    def judge(self, endpoint: Endpoint, outcome: AttemptOutcome, now: float) -> None: ...
+    def record_outcome(self, endpoint: Endpoint, outcome: AttemptOutcome, now: float) -> None: ...
 
-    def released(self, endpoint: Endpoint, now: float) -> None: ...
+    def on_release(self, endpoint: Endpoint, now: float) -> None: ...
 
-    def load_fell(self, now: float) -> None: ...
+    def on_load_decrease(self) -> None: ...
 
 
 class Pick:
-    """A reserved place on an endpoint. Whoever got it settles it on every way out, best in a `finally`."""
+    """A reserved place on an endpoint. Its holder settles it on every way out, best in a `finally`."""
 
-    __slots__ = (
-        "_judge", "_permit", "candidates", "costs", "endpoint", "policy", "preference", "reason", "reservation",
-    )  # fmt: skip
+    __slots__ = ("_permit", "_picker", "decision", "endpoint", "reservation")
 
     def __init__(
-        self,
-        endpoint: Endpoint,
-        reservation: Reservation,
-        *,
-        policy: str,
-        reason: str,
-        preference: str | None,
-        costs: Sequence[float],
-        candidates: Sequence[Endpoint] = (),
-        permit: Permit | None,
-        judge: Judge,
+        self, decision: Decision[Endpoint], reservation: Reservation, *, permit: Permit | None, picker: Picker
     ) -> None:
-        self.endpoint = endpoint
+        self.decision = decision
+        self.endpoint = decision.endpoint
         self.reservation = reservation
-        self.policy = policy  # name of the one that decided
-        self.reason = reason  # the policy's own, "preferred" or "panic"
-        self.preference = preference  # what became of a preferred endpoint; None when there was none
-        self.candidates = candidates  # it was chosen among
-        self.costs = costs  # by candidate, from policies that know
         self._permit = permit  # None: picked in panic past an open breaker
-        self._judge = judge
+        self._picker = picker
+
+    @property
+    def policy(self) -> str:
+        """Name of the policy that decided."""
+        return self.decision.policy
+
+    @property
+    def reason(self) -> str:
+        """As of Decision."""
+        return self.decision.reason
+
+    @property
+    def preference(self) -> str | None:
+        """As of Decision."""
+        return self.decision.preference
+
+    @property
+    def candidates(self) -> Sequence[Endpoint]:
+        """As of Decision."""
+        return self.decision.candidates
+
+    @property
+    def costs(self) -> Sequence[float]:
+        """As of Decision."""
+        return self.decision.costs
 
     def __repr__(self) -> str:
         return f"<Pick {self.endpoint.id} {self.reason}>"
@@ -85,7 +85,7 @@ class Pick:
         """The engine sent the first body byte."""
         self.endpoint.waiting.pop(self, None)
         self.endpoint.load.first_token(self.reservation, now)
-        self._judge.load_fell(now)
+        self._picker.on_load_decrease()
         if self._permit is not None and self.endpoint.breaker.state is BreakerState.HALF_OPEN:
             self._permit.success()  # a probe that streams for minutes must not hold the breaker half open so long
 
@@ -103,27 +103,27 @@ class Pick:
             self.endpoint.ended.add(self.reservation)
         if outcome in _UNSERVED:
             self.endpoint.health.unserved(now)
-        self._judge_by(outcome, now)
-        self._judge.released(self.endpoint, now)
+        self._record(outcome, now)
+        self._picker.on_release(self.endpoint, now)
 
     def suspend(self, now: float) -> None:
         """The attempt failed, and whether the endpoint is to blame will be known later: `blame` must follow."""
         self._release(now)
         self.endpoint.health.unserved(now)
-        self._judge.released(self.endpoint, now)
+        self._picker.on_release(self.endpoint, now)
 
     def blame(self, outcome: AttemptOutcome, now: float) -> None:
         """The verdict on a suspended attempt: FAILURE or UNPROVEN."""
-        self._judge_by(outcome, now)
+        self._record(outcome, now)
 
     def _release(self, now: float) -> None:
         self.endpoint.waiting.pop(self, None)
         self.endpoint.load.release(self.reservation, now)
 
-    def _judge_by(self, outcome: AttemptOutcome, now: float) -> None:
+    def _record(self, outcome: AttemptOutcome, now: float) -> None:
         if self._permit is not None:
             _settle_permit(self._permit, outcome)
-        self._judge.judge(self.endpoint, outcome, now)
+        self._picker.record_outcome(self.endpoint, outcome, now)
 
 
 def _settle_permit(permit: Permit, outcome: AttemptOutcome) -> None:

@@ -1,130 +1,184 @@
-"""Who decides in a cluster and who looks on, and what becomes of what they learned when others follow them."""
+"""The policies of one cluster: its own, those that clients may ask for by name, and a shadow without effect."""
 
 from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from functools import partial
 
-from kvproxy.cluster.decision_metrics import DecisionMetrics
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.cluster.named_policies import NamedPolicies, NamedPolicy, named_policies
-from kvproxy.cluster.shadow import Shadow, feed, shadow_of
+from kvproxy.cluster.shadow import shadow_of
 from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.routing.forecast import Forecaster, speeds_of
-from kvproxy.routing.policy import Learner, Policy
-from kvproxy.routing.registry import POLICIES, configured
+from kvproxy.metrics.collectors import CounterCell
+from kvproxy.routing.load import Features
+from kvproxy.routing.policy import Policy
+from kvproxy.routing.registry import configured, make_policy
+from kvproxy.routing.selector import Decision
 from kvproxy.routing.speeds import SpeedModel
-from kvproxy.routing.tuning import follow
+from kvproxy.routing.tuning import merge_config
+from kvproxy.types import EndpointId
 
 
-@dataclass(frozen=True, slots=True)
+class NamedPolicy:
+    """A policy under its name, and counts of what it decided, without looking labels up for every request."""
+
+    def __init__(self, name: str, policy: Policy, *, cluster: str, metrics: Metrics) -> None:
+        self.name = name
+        self.policy = policy
+        self._picks = partial(metrics.request.picks.labels, cluster, name)
+        self._counts: dict[str, CounterCell] = {}  # by reason: closed sets of the policy, the selector and the cluster
+
+    def count(self, reason: str) -> None:
+        """A placement, or a refusal."""
+        counter = self._counts.get(reason)
+        if counter is None:
+            counter = self._counts[reason] = self._picks(reason)
+        counter.inc()
+
+
 class PolicySet:
-    """The policy that counts and the shadow that does not."""
+    """All look at the same endpoints with the same load ledgers; only a policy's private memory is its own.
 
-    policy: Policy
-    shadow: Shadow | None
-    counts: DecisionMetrics
-    known: SpeedModel | None = None  # learned under earlier policies, where none of these learns speeds
-    named: NamedPolicies | None = None  # that clients may ask for
-
-    @property
-    def speeds(self) -> SpeedModel | None:
-        """What is being learned about the engines' speeds."""
-        shadow = None if self.shadow is None else self.shadow.policy
-        return speeds_of(self.policy, *(() if self.named is None else self.named.learners), shadow)
-
-    @property
-    def learners(self) -> Sequence[Learner | Shadow]:
-        """Who is told of samples and reuse."""
-        learners: list[Learner | Shadow] = [self.policy] if isinstance(self.policy, Learner) else []
-        if self.named is not None:
-            learners += self.named.learners
-        return learners if self.shadow is None else [*learners, self.shadow]
-
-    def hear(self, endpoint: Endpoint) -> None:
-        """Samples of its load come here from now on, and nowhere else; not those of one that left for good."""
-        endpoint.load.on_sample = None
-        if not endpoint.metrics.closed:
-            feed(endpoint.load, endpoint.id, self.learners)
-
-    def forget(self, endpoint: Endpoint) -> None:
-        """It left for good."""
-        endpoint.load.on_sample = None
-        if self.named is not None:
-            self.named.forget(endpoint)
-        elif isinstance(self.policy, Learner):
-            self.policy.forget(endpoint.id)
-        if self.shadow is not None:
-            self.shadow.forget(endpoint)
-        if self.known is not None:
-            self.known.forget(endpoint.id)
-
-
-class PolicyFactory:
-    """Makes the deciders of one cluster, and those that follow them.
-
-    A policy that stays keeps all it has. A new one that learns speeds goes on with what is known of them, be it from
-    the policy before it, from the shadow, or from a policy of some time ago.
+    The cluster's own policy and the named ones share what is learned of prefill speeds, so that it is learned once from
+    each sample; the shadow learns in a state of its own. A policy that a reload leaves in place keeps all it has; a new
+    one that learns speeds goes on with what is known of them, also from a policy of some time ago.
     """
 
-    def __init__(self, cluster: str, *, metrics: Metrics, rng: random.Random) -> None:
+    def __init__(
+        self,
+        cluster: str,
+        settings: ClusterSettings,
+        *,
+        metrics: Metrics,
+        rng: random.Random,
+        policy: Policy | None = None,
+    ) -> None:
+        """`policy` in place of that of the settings."""
         self._cluster = cluster
         self._metrics = metrics
         self._rng = rng
+        self._known: SpeedModel | None = None  # learned under earlier policies, where none of these learns speeds
+        self._preferences: dict[str, CounterCell] = {}
+        policy = make_policy(settings.policy, settings, rng=rng) if policy is None else policy
+        self.own = self._counted(settings.policy, policy)
+        self.shadow = shadow_of(cluster, settings, metrics=metrics, rng=rng)
+        #: What clients may ask for, the cluster's own among them; empty where they may not.
+        self.named: Mapping[str, NamedPolicy] = self._named(settings)
+        self._deciding: Sequence[Policy] = ()  # all but the shadow
+        self._learners: Sequence[Policy] = ()  # of these, each model of speeds once
+        #: What the policies that decide have learned of the engines' speeds; None where none of them learns any.
+        self.deciding_speeds: SpeedModel | None = None
+        self._list_policies()
 
-    def first(self, settings: ClusterSettings, policy: Policy | None = None) -> PolicySet:
-        """As the settings say; `policy` in place of theirs."""
-        if policy is None:
-            policy = POLICIES[settings.policy](self._rng, settings)
-        counts = self._counts(settings)
-        return PolicySet(policy, self._shadow(settings), counts, None, self._named(settings, policy, counts))
+    @property
+    def speeds(self) -> SpeedModel | None:
+        """The same, or what the shadow has learned."""
+        shadow = None if self.shadow is None else self.shadow.policy.speeds
+        return self.deciding_speeds or shadow
 
-    def next(self, before: PolicySet, old: ClusterSettings, new: ClusterSettings) -> PolicySet:
-        """Those of the `new` settings, after `before`, which the `old` ones made."""
-        known = before.speeds or before.known
-        _follow(before, old, new)
-        policy, shadow, counts = before.policy, before.shadow, before.counts
-        if new.policy is not old.policy:
-            policy, counts = POLICIES[new.policy](self._rng, new), self._counts(new)
-            _teach(policy, known)
-        if new.shadow_policy is not old.shadow_policy:
-            shadow = self._shadow(new)
-            if shadow is not None:
-                _teach(shadow.policy, known)
-        named = before.named
-        if policy is not before.policy or new.client_policies != old.client_policies:
-            named = self._named(new, policy, counts)
-            for learner in () if named is None else named.learners:
-                _teach(learner, known)
-        return PolicySet(policy, shadow, counts, known, named)
+    def reconfigure(self, before: ClusterSettings, after: ClusterSettings) -> None:
+        """The settings were `before`, and are `after` from now on."""
+        self._known = self.speeds or self._known
+        self._merge_parameters(before, after)
+        if after.policy is not before.policy:
+            self.own = self._counted(after.policy, self._taught(make_policy(after.policy, after, rng=self._rng)))
+        if after.shadow_policy is not before.shadow_policy:
+            self.shadow = shadow_of(self._cluster, after, metrics=self._metrics, rng=self._rng)
+            if self.shadow is not None:
+                self._taught(self.shadow.policy)
+        if after.policy is not before.policy or after.client_policies != before.client_policies:
+            self.named = self._named(after)
+        self._list_policies()
 
-    def _named(self, settings: ClusterSettings, policy: Policy, counts: DecisionMetrics) -> NamedPolicies | None:
-        own = NamedPolicy(settings.policy.value, policy, counts)
-        return named_policies(self._cluster, settings, own, metrics=self._metrics, rng=self._rng)
+    def find(self, name: str) -> NamedPolicy:
+        """The policy that a request asks for, where that is on offer; otherwise the cluster's own."""
+        return self.named.get(name, self.own) if name else self.own
 
-    def _shadow(self, settings: ClusterSettings) -> Shadow | None:
-        return shadow_of(self._cluster, settings, metrics=self._metrics, rng=self._rng)
+    def placed(self, decision: Decision[Endpoint], now: float) -> None:
+        """The decision takes effect: it is counted, compared with the shadow's, and every policy hears of it."""
+        self.find(decision.request.policy).count(decision.reason)
+        if decision.preference is not None:
+            self._count_preference(decision.preference)
+        if self.shadow is not None:
+            self.shadow.decide(decision, now)
+        speeds = self.speeds
+        if speeds is not None:
+            speeds.requests_without_sample += 1
+        for policy in self._deciding:
+            choice = decision.choice if policy is decision.decided_by else None
+            policy.placed(decision.request, decision.candidates, decision.index, now, choice=choice)
 
-    def _counts(self, settings: ClusterSettings) -> DecisionMetrics:
-        return DecisionMetrics(self._metrics, self._cluster, settings.policy.value)
+    def observe_sample(
+        self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool = False
+    ) -> None:
+        """As of Policy; each model of speeds hears of it once."""
+        for policy in self._learners:
+            policy.observe_sample(endpoint, work, busy_s, now, scraped=scraped)
+        if self.shadow is not None:
+            self.shadow.observe_sample(endpoint, work, busy_s, now, scraped=scraped)
 
+    def observe_reuse(self, endpoint: EndpointId, predicted_tokens: int, cached_tokens: int, now: float) -> None:
+        """As of Policy."""
+        for policy in self._learners:
+            policy.observe_reuse(endpoint, predicted_tokens, cached_tokens, now)
+        if self.shadow is not None:
+            self.shadow.observe_reuse(endpoint, predicted_tokens, cached_tokens, now)
 
-def _follow(deciders: PolicySet, old: ClusterSettings, new: ClusterSettings) -> None:
-    """Every policy takes the parameters that changed in the configuration, whatever its part."""
-    present = {old.policy: deciders.policy}
-    if deciders.named is not None:
-        present |= {PolicyName(decider.name): decider.policy for decider in deciders.named.deciders.values()}
-    parts = list(present.items())
-    if deciders.shadow is not None and old.shadow_policy is not None:
-        parts.append((old.shadow_policy, deciders.shadow.policy))
-    for name, policy in parts:
-        follow(policy, configured(old, name), configured(new, name))
+    def forget(self, endpoint: EndpointId) -> None:
+        """As of Policy; also those that share speeds, since what they count besides is their own."""
+        for policy in self._deciding:
+            policy.forget(endpoint)
+        if self.shadow is not None:
+            self.shadow.forget(endpoint)
+        if self._known is not None:
+            self._known.forget(endpoint)
 
+    def _list_policies(self) -> None:
+        self._deciding = tuple(each.policy for each in self.named.values()) or (self.own.policy,)
+        sharing = {id(policy.speeds): policy for policy in reversed(self._deciding) if policy.speeds is not None}
+        self._learners = tuple(
+            policy for policy in self._deciding if policy.speeds is None or sharing[id(policy.speeds)] is policy
+        )
+        self.deciding_speeds = next((policy.speeds for policy in self._deciding if policy.speeds is not None), None)
 
-def _teach(policy: object, known: SpeedModel | None) -> None:
-    """A copy of its own, since policy and shadow each learn from every sample."""
-    if known is not None and isinstance(policy, Forecaster):
-        policy.speeds = copy.deepcopy(known)
+    def _counted(self, name: PolicyName, policy: Policy) -> NamedPolicy:
+        return NamedPolicy(name.value, policy, cluster=self._cluster, metrics=self._metrics)
+
+    def _count_preference(self, result: str) -> None:
+        counter = self._preferences.get(result)
+        if counter is None:
+            counter = self._preferences[result] = self._metrics.request.preferences.labels(result)
+        counter.inc()
+
+    def _taught(self, policy: Policy) -> Policy:
+        """With a copy of what is known of speeds, since policy and shadow each learn from every sample."""
+        if self._known is not None and policy.learns_speeds:
+            policy.speeds = copy.deepcopy(self._known)
+        return policy
+
+    def _named(self, settings: ClusterSettings) -> Mapping[str, NamedPolicy]:
+        if not settings.client_policies:
+            return {}
+        named = {self.own.name: self.own}
+        speeds = self.own.policy.speeds
+        for name in settings.client_policies:
+            if name.value in named:
+                continue
+            policy = make_policy(name, settings, rng=self._rng)
+            if policy.learns_speeds:
+                if speeds is None:
+                    speeds = self._taught(policy).speeds
+                policy.speeds = speeds
+            named[name.value] = self._counted(name, policy)
+        return named
+
+    def _merge_parameters(self, before: ClusterSettings, after: ClusterSettings) -> None:
+        """Every policy takes the parameters that changed in the configuration, whatever its part."""
+        parts = [(before.policy, self.own.policy)]
+        parts += [(PolicyName(name), each.policy) for name, each in self.named.items() if each is not self.own]
+        if self.shadow is not None and before.shadow_policy is not None:
+            parts.append((before.shadow_policy, self.shadow.policy))
+        for name, policy in parts:
+            merge_config(policy, configured(before, name), configured(after, name))

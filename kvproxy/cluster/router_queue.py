@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,21 +14,26 @@ from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.config.cluster_schema import RouterQueueSettings
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.fair_queue import FairQueue, QueueSettings, Ticket
-from kvproxy.routing.forecast import Forecaster, least_own_s, least_wait_s
-from kvproxy.routing.policy import Candidate, PickRequest
+from kvproxy.routing.forecast import least_own_s, least_wait_s
+from kvproxy.routing.policy import Candidate, PickRequest, Policy
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import Clock
 
-#: Waits shrink continuously; asking more often than this gains nothing.
+log = logging.getLogger(__name__)
+
+#: Waits shrink continuously; looking more often than this gains nothing.
 _TICK_S = 0.005
+
+#: Chooses and reserves an endpoint for one request now; None when none may take it.
+Place = Callable[[float], Pick | None]
 
 
 class ReleaseReason(StrEnum):
-    """Why somebody waits no longer, or could not begin to; a metric label."""
+    """Why a request waits no longer, or could not begin to; a metric label."""
 
     TURN = "turn"  # an endpoint had room
     MAX_WAIT = "max_wait"  # the bound on waiting, whatever the endpoints had pending
-    NO_ENDPOINT = "no_endpoint"  # nobody was left to take it
+    NO_ENDPOINT = "no_endpoint"  # none was left to take it
     QUEUE_OFF = "queue_off"  # a reload took the queue away
     CLIENT_LEFT = "client_left"
     REFUSED = "refused"  # the queue was full
@@ -42,38 +49,36 @@ class QueueFull(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _QueuedRequest:
-    """Who waits: how to place it once its turn has come, and who is told."""
+    """A request that waits: how to place it once its turn has come, and its answer then."""
 
-    again: Callable[[], PickRequest]
+    place: Place
     placed: asyncio.Future[Pick | None]
 
 
 class RouterQueue:
-    """In front of one cluster whose policy forecasts prefills.
+    """In front of a cluster whose policy learns speeds. `candidates(model, now)` are the endpoints that may be chosen.
 
-    `candidates(model, now)` are the endpoints that may be chosen now, `pick(request, now)` chooses and reserves one.
-    Placing happens here, inside the turn of the loop that released the request, so that the next look sees its load.
+    A task of its own, which lives while requests wait, places them one by one, so that each look sees the load of the
+    placement before it, and no request runs another one's decision.
     """
 
     def __init__(
         self,
         settings: RouterQueueSettings,
-        forecaster: Forecaster,
+        policy: Policy,
         *,
         cluster: str,
         candidates: Callable[[str, float], Sequence[Candidate]],
-        pick: Callable[[PickRequest, float], Pick | None],
         metrics: Metrics,
         clock: Clock,
     ) -> None:
         self._queue: FairQueue[_QueuedRequest] = FairQueue(_bounds(settings))
-        self._forecaster = forecaster
+        self._policy = policy
         self._candidates = candidates
-        self._pick = pick
         self._metrics = metrics
         self._clock = clock
-        self._timer: asyncio.TimerHandle | None = None
-        self._looking = False
+        self._task: asyncio.Task[None] | None = None
+        self._load_decreased = asyncio.Event()
         self._cluster = cluster
         self._name = f"router/{cluster}"
         metrics.bounds.queue_limit.labels(self._name).set(settings.limit)
@@ -89,7 +94,7 @@ class RouterQueue:
         return len(self._queue)
 
     def status(self, now: float) -> dict[str, object]:
-        """For people: who waits against what may, and what became of everybody since the start."""
+        """For people: what waits against what may, and what became of all requests since the start."""
         settings = self._queue.settings
         exits = {exit_.value: int(tally.value) for exit_, tally in self._exits.items()}
         refused = exits.pop(ReleaseReason.REFUSED.value)
@@ -102,102 +107,107 @@ class RouterQueue:
             "refused": refused,
         }
 
-    async def pick(
-        self, asked: PickRequest, *, again: Callable[[], PickRequest], tenant: str, priority: int
-    ) -> Pick | None:
-        """A place for this request, at once or when its turn has come; None when nobody may take it.
+    def admits(self, request: PickRequest, now: float) -> bool:
+        """Whether a request that comes now need not wait; also where no endpoint may take it, so that it is refused."""
+        candidates = self._candidates(request.model, now)
+        return not candidates or self._queue.admits(least_wait_s(candidates, self._speeds, now))
 
-        Whoever waited is asked for `again` then, since facts age. Raises QueueFull.
-        """
+    async def wait(self, request: PickRequest, place: Place, *, tenant: str, priority: int) -> Pick | None:
+        """What `place` answers once the request's turn has come. Raises QueueFull."""
         now = self._clock()
-        candidates = self._candidates(asked.model, now)
-        if not candidates or self._queue.admits(least_wait_s(candidates, self._speeds, now)):
-            return self._pick(asked, now)
-        guest = _QueuedRequest(again, asyncio.get_running_loop().create_future())
-        own_s = least_own_s(asked.facts, candidates, self._speeds)
-        ticket = self._queue.offer(guest, own_s, now, priority=priority, tenant=tenant)
+        queued = _QueuedRequest(place, asyncio.get_running_loop().create_future())
+        own_s = least_own_s(request.facts, self._candidates(request.model, now), self._speeds)
+        ticket = self._queue.offer(queued, own_s, now, priority=priority, tenant=tenant)
         if ticket is None:
             self._exits[ReleaseReason.REFUSED].inc()
             raise QueueFull(self._queue.retry_after_s(now))
-        self._set_timer(now)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._release_in_turn(), name=f"router queue {self._cluster}")
         try:
-            pick = await guest.placed
+            pick = await queued.placed
         except asyncio.CancelledError:
-            self._leave(ticket)
+            self._abandon(ticket)
             raise
         self._waited.observe(self._clock() - now)
         return pick
 
-    def load_fell(self, now: float) -> None:
-        """An endpoint has less to do than before: place whoever's turn has come."""
-        if len(self._queue) and not self._looking:
-            self._look(now)
+    def on_load_decrease(self) -> None:
+        """An endpoint has less to do than before: the turn of a waiting request may have come."""
+        self._load_decreased.set()
 
-    def reconfigure(self, settings: RouterQueueSettings, forecaster: Forecaster) -> None:
-        """Other bounds, and maybe another forecaster. Whoever waits goes on waiting, by the new ones."""
+    def reconfigure(self, settings: RouterQueueSettings, policy: Policy) -> None:
+        """Other bounds, and maybe another policy. Requests go on waiting, by the new ones."""
         self._queue.reconfigure(_bounds(settings))
-        self._forecaster = forecaster
+        self._policy = policy
         self._metrics.bounds.queue_limit.labels(self._name).set(settings.limit)
-        if len(self._queue):
-            self._look(self._clock())
+        self._load_decreased.set()
 
     def close(self) -> None:
-        """Place everybody now, and show no queue any more."""
+        """Place all requests now, and show no queue any more."""
         now = self._clock()
-        self._looking = True
         while (ticket := self._queue.poll(-math.inf, now)) is not None:
             self._place(ticket, ReleaseReason.QUEUE_OFF, now)
-        self._set_timer(now)
+        self._load_decreased.set()  # nothing waits: the task ends
         self._metrics.bounds.queue_limit.remove(self._name)
         self._metrics.bounds.queue_depth.remove(self._name)
         self._metrics.request.router_queue_oldest.remove(self._cluster)
 
     @property
     def _speeds(self) -> SpeedModel:
-        return self._forecaster.speeds
+        speeds = self._policy.speeds
+        assert speeds is not None
+        return speeds
 
-    def _look(self, now: float) -> None:
-        self._looking = True  # a pick that fails settles, and settling comes back here
+    async def _release_in_turn(self) -> None:
+        """Places what may go, whenever load fell or time alone may have changed the answer, until nothing waits."""
+        while len(self._queue):
+            self._load_decreased.clear()
+            try:
+                delay_s = self._release(self._clock())
+            except Exception:
+                log.exception("the router queue of %s cannot look at its endpoints", self._cluster)
+                delay_s = 1.0
+            if delay_s is not None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(delay_s):
+                        await self._load_decreased.wait()
+
+    def _release(self, now: float) -> float | None:
+        """Seconds until to look again; None when nothing waits."""
         max_wait_s = self._queue.settings.max_wait_s
-        try:
-            while (ticket := self._queue.poll(self._least_wait_s(now), now)) is not None:
-                overdue = now - ticket.queued_at >= max_wait_s
-                self._place(ticket, ReleaseReason.MAX_WAIT if overdue else ReleaseReason.TURN, now)
-        finally:
-            self._looking = False
-        self._set_timer(now)
+        while (ticket := self._queue.poll(self._least_wait_s(now), now)) is not None:
+            overdue = now - ticket.queued_at >= max_wait_s
+            self._place(ticket, ReleaseReason.MAX_WAIT if overdue else ReleaseReason.TURN, now)
+        at = self._queue.next_poll_at(self._least_wait_s(now), now)
+        return None if at is None else max(_TICK_S, at - now)
 
     def _place(self, ticket: Ticket[_QueuedRequest], why: ReleaseReason, now: float) -> None:
-        guest = ticket.item
-        if guest.placed.done():  # cancelled, and its own task has not noticed yet
+        queued = ticket.item
+        if queued.placed.done():  # cancelled, and its own task has not noticed yet
             self._exits[ReleaseReason.CLIENT_LEFT].inc()
             return
-        pick = self._pick(guest.again(), now)
+        try:
+            pick = queued.place(now)
+        except Exception as error:  # noqa: BLE001 - it belongs to the request, not to the others that wait
+            queued.placed.set_exception(error)
+            return
         self._exits[ReleaseReason.NO_ENDPOINT if pick is None else why].inc()
-        guest.placed.set_result(pick)
+        queued.placed.set_result(pick)
 
     def _least_wait_s(self, now: float) -> float:
         """Of the whole cluster: a request for a model that few serve waits with all others."""
         candidates = self._candidates("", now)
         return least_wait_s(candidates, self._speeds, now) if candidates else 0.0
 
-    def _set_timer(self, now: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        at = self._queue.next_poll_at(self._least_wait_s(now), now) if len(self._queue) else None
-        if at is not None:
-            delay_s = max(_TICK_S, at - now)
-            self._timer = asyncio.get_running_loop().call_later(delay_s, lambda: self.load_fell(self._clock()))
-
-    def _leave(self, ticket: Ticket[_QueuedRequest]) -> None:
+    def _abandon(self, ticket: Ticket[_QueuedRequest]) -> None:
         """The client is gone; maybe its turn had come in the same moment."""
-        guest = ticket.item
+        queued = ticket.item
         if not ticket.released:
             self._exits[ReleaseReason.CLIENT_LEFT].inc()
             self._queue.cancel(ticket)
-        if guest.placed.done() and not guest.placed.cancelled():
-            pick = guest.placed.result()
+            self._load_decreased.set()  # the next request may be another one, and the task ends with the last
+        if queued.placed.done() and not queued.placed.cancelled() and queued.placed.exception() is None:
+            pick = queued.placed.result()
             if pick is not None:
                 pick.settle(AttemptOutcome.CANCELLED, self._clock())
 

@@ -5,11 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from kvproxy.cluster.endpoint import Condition, Endpoint
-from kvproxy.cluster.pick import Refusal
 from kvproxy.config.cluster_schema import HealthCheckSettings
 from kvproxy.routing.policy import PickRequest
+
+
+class Refusal(StrEnum):
+    """Why no endpoint may take a request; a label of the picks metric."""
+
+    NO_ENDPOINTS = "no_endpoints"
+    MODEL_NOT_SERVED = "model_not_served"
+    DRAINING = "draining"
+    ALL_TRIED = "all_tried"
+    SATURATED = "saturated"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,14 +27,14 @@ class Pool:
     """Endpoints for one model. The same tuple as long as nothing changed."""
 
     usable: tuple[Endpoint, ...]
-    panic: bool = False  # nobody is well; these are all that serve the model and are not draining
+    panic: bool = False  # none is well; these are all that serve the model and are not draining
 
 
 class Screening:
     """Screens a cluster's endpoints and remembers the result until `invalidate`, or until time alone changes it.
 
     Panic: when no endpoint of a model is well, all of them are candidates again (save draining and saturated ones).
-    Verdicts that condemn everybody say more about the network, the probes or a bad prompt than about the engines, and
+    Verdicts that condemn all of them say more about the network, the probes or a bad prompt than about the engines, and
     a full outage is the one answer that is surely wrong.
     """
 
@@ -32,7 +42,7 @@ class Screening:
         self._endpoints: tuple[Endpoint, ...] = ()
         self._conditions: dict[Endpoint, Condition] = {}
         self._declared: frozenset[str] = frozenset()
-        self._pools: dict[str | None, Pool] = {}  # None: models that nobody declares
+        self._pools: dict[str | None, Pool] = {}  # None: models that none declares
         self._stale_at = -math.inf
 
     @property
@@ -81,7 +91,7 @@ class Screening:
         return Pool(tuple(endpoint for endpoint in rest if not endpoint.saturated), panic=bool(rest))
 
 
-def why_not(endpoint: Endpoint | None, request: PickRequest, now: float) -> str:
+def skip_reason(endpoint: Endpoint | None, request: PickRequest, now: float) -> str:
     """Why a preferred endpoint is passed over; a label of the preferences metric."""
     if endpoint is None or not endpoint.serves(request.model):
         return "unknown"

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.cluster_schema import ClusterSettings
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.routing.backlog import ReadOnlyLoad
-from kvproxy.routing.load import EndpointLoad, Features
-from kvproxy.routing.policy import Learner, PickRequest, Policy
-from kvproxy.routing.registry import POLICIES
+from kvproxy.routing.load import Features
+from kvproxy.routing.policy import Policy
+from kvproxy.routing.registry import make_policy
+from kvproxy.routing.selector import Decision
 from kvproxy.types import EndpointId
 
 log = logging.getLogger(__name__)
@@ -23,33 +22,6 @@ log = logging.getLogger(__name__)
 MAX_DECISIONS_PER_S = 1000
 #: Errors in a row after which it is left alone.
 MAX_ERRORS = 20
-
-
-def shadow_of(name: str, settings: ClusterSettings, *, metrics: Metrics, rng: random.Random) -> Shadow | None:
-    """The shadow these settings ask for; its draws of chance take nothing from `rng`'s sequence but one number."""
-    if settings.shadow_policy is None:
-        return None
-    policy = POLICIES[settings.shadow_policy](random.Random(rng.random()), settings)
-    return Shadow(policy, name=settings.shadow_policy.value, cluster=name, metrics=metrics)
-
-
-@dataclass(slots=True, eq=False)
-class _Watched:
-    """An endpoint as the shadow sees it."""
-
-    endpoint: Endpoint
-    load: ReadOnlyLoad = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.load = ReadOnlyLoad(self.endpoint.load)
-
-    @property
-    def id(self) -> EndpointId:
-        return self.endpoint.id
-
-    @property
-    def weight(self) -> float:
-        return self.endpoint.weight
 
 
 class Shadow:
@@ -62,8 +34,6 @@ class Shadow:
         self.policy = policy
         self.name = name
         self._cluster = cluster
-        self._learner = policy if isinstance(policy, Learner) else None
-        self._watched: dict[Endpoint, _Watched] = {}
         decisions = metrics.request.shadow_decisions
         self._same, self._different, self._errors, self._skipped = (
             decisions.labels(cluster, name, result) for result in ("same", "different", "error", "skipped")
@@ -78,58 +48,47 @@ class Shadow:
         """Whether it failed too often."""
         return self._errors_in_a_row >= MAX_ERRORS
 
-    def decide(
-        self, request: PickRequest, candidates: Sequence[Endpoint], chosen: Endpoint, costs: Sequence[float], now: float
-    ) -> None:
-        """`chosen` is about to take this request; where would the shadow send it?"""
+    def decide(self, live: Decision[Endpoint], now: float) -> None:
+        """The decision that counts is about to take effect; where would the shadow send the request?"""
         if self.given_up:
             return
         if not self._has_time(now):
             self._skipped.inc()
             return
-        index = candidates.index(chosen)
-        if self._safely("decide", partial(self._compare, request, candidates, index, costs, now)):
+        if self._safely("decide", partial(self._compare, live, now)):
             self._errors_in_a_row = 0
 
     def observe_sample(
         self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool = False
     ) -> None:
-        """As of Learner."""
-        if self._learner is not None and not self.given_up:
-            learn = partial(self._learner.observe_sample, endpoint, work, busy_s, now, scraped=scraped)
+        """As of Policy."""
+        if not self.given_up:
+            learn = partial(self.policy.observe_sample, endpoint, work, busy_s, now, scraped=scraped)
             self._safely("learn", learn)
 
     def observe_reuse(self, endpoint: EndpointId, predicted_tokens: int, cached_tokens: int, now: float) -> None:
-        """As of Learner."""
-        if self._learner is not None and not self.given_up:
-            self._safely("learn", partial(self._learner.observe_reuse, endpoint, predicted_tokens, cached_tokens, now))
+        """As of Policy."""
+        if not self.given_up:
+            self._safely("learn", partial(self.policy.observe_reuse, endpoint, predicted_tokens, cached_tokens, now))
 
-    def forget(self, endpoint: Endpoint) -> None:
-        """It left the cluster."""
-        self._watched.pop(endpoint, None)
-        if self._learner is not None:
-            self._safely("forget", partial(self._learner.forget, endpoint.id))
+    def forget(self, endpoint: EndpointId) -> None:
+        """As of Policy."""
+        self._safely("forget", partial(self.policy.forget, endpoint))
 
-    def _compare(
-        self, request: PickRequest, candidates: Sequence[Endpoint], live: int, costs: Sequence[float], now: float
-    ) -> None:
-        choice = self.policy.choose(request, [self._watch(endpoint) for endpoint in candidates], now)
-        if choice.index == live:
-            self._same.inc()
-            return
+    def _compare(self, live: Decision[Endpoint], now: float) -> None:
+        request, candidates = live.request, live.candidates
+        choice = self.policy.choose(request, candidates, now)
         if not 0 <= choice.index < len(candidates):
             raise IndexError(f"{self.name} chose candidate {choice.index} of {len(candidates)}")
+        self.policy.placed(request, candidates, choice.index, now, choice=choice)  # as far as it knows
+        if choice.index == live.index:
+            self._same.inc()
+            return
         self._different.inc()
         if choice.costs:
-            self._by_shadow.observe(choice.costs[live] - choice.costs[choice.index])
-        if costs:
-            self._by_live.observe(costs[choice.index] - costs[live])
-
-    def _watch(self, endpoint: Endpoint) -> _Watched:
-        watched = self._watched.get(endpoint)
-        if watched is None:
-            watched = self._watched[endpoint] = _Watched(endpoint)
-        return watched
+            self._by_shadow.observe(choice.costs[live.index] - choice.costs[choice.index])
+        if live.costs:
+            self._by_live.observe(live.costs[choice.index] - live.costs[live.index])
 
     def _has_time(self, now: float) -> bool:
         if now - self._window_at >= 1.0:
@@ -152,13 +111,9 @@ class Shadow:
         return True
 
 
-def feed(load: EndpointLoad, endpoint: EndpointId, learners: Sequence[Learner | Shadow]) -> None:
-    """Samples of this load go to each of `learners`."""
-    hear = [partial(learner.observe_sample, endpoint) for learner in learners]
-
-    def to_all(work: Features, busy_s: float, now: float, *, scraped: bool = False) -> None:
-        for observe in hear:
-            observe(work, busy_s, now, scraped=scraped)
-
-    if hear:
-        load.on_sample = hear[0] if len(hear) == 1 else to_all
+def shadow_of(name: str, settings: ClusterSettings, *, metrics: Metrics, rng: random.Random) -> Shadow | None:
+    """The shadow these settings ask for; its draws of chance take nothing from `rng`'s sequence but one number."""
+    if settings.shadow_policy is None:
+        return None
+    policy = make_policy(settings.shadow_policy, settings, rng=random.Random(rng.random()))
+    return Shadow(policy, name=settings.shadow_policy.value, cluster=name, metrics=metrics)

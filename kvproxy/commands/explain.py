@@ -11,7 +11,7 @@ from typing import Any, TextIO
 import httpx
 
 from kvproxy.commands.admin_client import AdminAddress, AdminRefused, ask
-from kvproxy.filters.access_line import printable
+from kvproxy.filters.access_log import printable
 from kvproxy.receipts.explain import explain, explain_decision
 from kvproxy.receipts.reading import Ambiguous, Reading
 from kvproxy.receipts.receipt import Receipt, encode

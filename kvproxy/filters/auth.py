@@ -1,20 +1,64 @@
-"""Filter `auth`: only clients with a known API key get through."""
+"""Filter `auth`: only clients with a known API key get through; and keys: where they come from, whose one is."""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import secrets
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import TypeAdapter
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvproxy.config.filter_schema import AuthSettings, RouterSettings
-from kvproxy.filters.api_keys import KeyRing, load_keys
+from kvproxy.config.filter_schema import ApiKey, AuthSettings, RouterSettings
+from kvproxy.config.model import Name
+from kvproxy.errors import ConfigError, Problem
 from kvproxy.filters.chain import FilterContext
+from kvproxy.filters.step import Step
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.request.error_reply import local_reply
+from kvproxy.request.downstream import Downstream
+from kvproxy.request.error_reply import LocalReply
 from kvproxy.request.exchange import Exchange
 from kvproxy.types import Clock, Headers
 
 _AUTHORIZATION = b"authorization"
 _API_KEY = b"x-api-key"  # Anthropic's clients
 _REFUSED_HEADERS = [(b"www-authenticate", b'Bearer realm="kvproxy"')]
+
+_name = TypeAdapter(Name)
+
+
+class Owner(NamedTuple):
+    """Whose a key is, and what it may do besides."""
+
+    name: str
+    debug: bool = False
+    trusted: bool = False
+
+
+class KeyRing:
+    """Finds the owner of a key in the same time for every key, known or not, however many there are.
+
+    Keys are kept as digests under a secret of this process: nobody outside can choose or predict a digest, so how long
+    a lookup takes says nothing about any key.
+    """
+
+    def __init__(self, owners: Iterable[tuple[Owner, str]]) -> None:
+        self._secret = secrets.token_bytes(32)
+        digests = ((self._digest(key.encode()), owner) for owner, key in owners)
+        self._by_digest = {digest: (digest, owner) for digest, owner in digests}
+        self._nobody = (secrets.token_bytes(32), Owner(""))
+
+    def owner(self, key: bytes) -> Owner | None:
+        """The owner that goes with `key`; None when there is none."""
+        digest = self._digest(key)
+        known, owner = self._by_digest.get(digest, self._nobody)
+        return owner if hmac.compare_digest(known, digest) else None
+
+    def _digest(self, key: bytes) -> bytes:
+        return hashlib.blake2b(key, key=self._secret, digest_size=32).digest()
 
 
 def presented_key(headers: Headers) -> tuple[bytes, str]:
@@ -30,7 +74,7 @@ def presented_key(headers: Headers) -> tuple[bytes, str]:
     return (plain[0], "") if plain and plain[0] else (b"", "missing")
 
 
-class AuthFilter:
+class AuthFilter(Step):
     """Names the tenant of each request, or refuses it with 401.
 
     What the client presented does not go on to the engine unless `forward` is set. The answer is the same whatever
@@ -50,20 +94,32 @@ class AuthFilter:
         health_path: str = "",
         isolate_tenants: bool = False,
     ) -> None:
-        self._app = app
+        super().__init__(app, metrics=metrics, clock=clock)
         self._keys = keys
         self._exempt_paths = exempt_paths
         self._forward = forward
-        self._metrics = metrics
-        self._clock = clock
         self._health_path = health_path
         self._isolate_tenants = isolate_tenants
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def before(self, exchange: Exchange, downstream: Downstream) -> None:
+        """The request gets its tenant, or is refused."""
+        if fault := self._admit(exchange, downstream.scope):
+            self.metrics.bounds.auth_failures.labels(fault).inc()
+            message = "A valid API key is required: `Authorization: Bearer <key>` or `x-api-key: <key>`."
+            raise LocalReply(401, "invalid_api_key", message, headers=_REFUSED_HEADERS)
+
+    async def answers(self, scope: Scope, receive: Receive, send: Send) -> bool:
+        """A websocket without a known key is closed."""
         if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
-            return
-        exchange = Exchange.of(scope, now=self._clock())
+            return False
+        fault = self._admit(Exchange.of(scope, now=self.clock()), scope)
+        if fault:
+            self.metrics.bounds.auth_failures.labels(fault).inc()
+            await send({"type": "websocket.close", "code": 1008})
+        return bool(fault)
+
+    def _admit(self, exchange: Exchange, scope: Scope) -> str:
+        """What is wrong with the key, a metric label; "" for nothing, and then the exchange is the tenant's."""
         exchange.may_debug = False
         exchange.isolated = self._isolate_tenants
         headers: Headers = scope["headers"]
@@ -71,13 +127,11 @@ class AuthFilter:
             key, fault = presented_key(headers)
             owner = self._keys.owner(key)
             if owner is None:
-                await self._refuse(fault or "unknown", scope, send)
-                return
+                return fault or "unknown"
             exchange.tenant, exchange.may_debug, exchange.trusted = owner
         if not self._forward:
-            kept = [item for item in headers if item[0] != _AUTHORIZATION and item[0] != _API_KEY]
-            scope = {**scope, "headers": kept}
-        await self._app(scope, receive, send)
+            scope["headers"] = [pair for pair in headers if pair[0] != _AUTHORIZATION and pair[0] != _API_KEY]
+        return ""
 
     def _is_exempt(self, scope: Scope) -> bool:
         path = scope["path"]
@@ -85,20 +139,52 @@ class AuthFilter:
             return True
         return path in self._exempt_paths
 
-    async def _refuse(self, fault: str, scope: Scope, send: Send) -> None:
-        self._metrics.bounds.auth_failures.labels(fault).inc()
-        if scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
-            return
-        await local_reply(
-            scope,
-            send,
-            status=401,
-            reason="invalid_api_key",
-            message="A valid API key is required: `Authorization: Bearer <key>` or `x-api-key: <key>`.",
-            metrics=self._metrics,
-            headers=_REFUSED_HEADERS,
-        )
+
+def load_keys(given: Sequence[ApiKey], file: str) -> list[tuple[Owner, str]]:
+    """Owner and key of every configured key; those from the file have no rights besides calling. Raises ConfigError
+    with all problems; a key is never in the text."""
+    problems: list[Problem] = []
+    found = [
+        (f"keys[{index}]", "", Owner(entry.name, entry.debug, entry.trusted), entry.key.get_secret_value())
+        for index, entry in enumerate(given)
+    ]
+    if file:
+        found += [(path, place, Owner(name), key) for path, place, name, key in _from_file(file, problems)]
+    owners: dict[str, Owner] = {}
+    for path, place, owner, key in found:
+        if not key or not key.isascii() or not key.isprintable() or " " in key:
+            problems.append(Problem(path, f"{place}the key is empty or not visible ASCII"))
+        elif owners.setdefault(key, owner).name != owner.name:
+            problems.append(Problem(path, f"{place}{owner.name!r} has the same key as {owners[key].name!r}"))
+    if not found and not problems:
+        problems.append(Problem("keys", "no key: nobody could call", "give `keys` or `file`"))
+    if problems:
+        raise ConfigError(problems)
+    return [(owner, key) for key, owner in owners.items()]
+
+
+def _from_file(file: str, problems: list[Problem]) -> list[tuple[str, str, str, str]]:
+    """(path, place, name, key) of each `name: key` line; blank lines and `#` comments are skipped."""
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        problems.append(Problem("file", f"cannot read {file}: {why}"))
+        return []
+    found = []
+    for number, line in enumerate(lines, start=1):
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        place = f"{file}, line {number}: "
+        name, separator, key = text.partition(": ")
+        try:
+            if not separator:
+                raise ValueError
+            found.append(("file", place, _name.validate_python(name), key.strip()))
+        except ValueError:
+            problems.append(Problem("file", f"{place}expected `name: key` with a plain name"))
+    return found
 
 
 def build(app: ASGIApp, settings: AuthSettings, context: FilterContext) -> ASGIApp:

@@ -17,6 +17,7 @@ from kvproxy.config.model import Model
 from kvproxy.config.paths import dotted_path
 from kvproxy.config.schema import Config, FilterSpec
 from kvproxy.errors import ConfigError, Problem
+from kvproxy.filters.step import Step, joined
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.request.observer import RequestObserver
 from kvproxy.types import Clock
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from kvproxy.cluster.cluster import Cluster
     from kvproxy.cluster.routes import Routes
     from kvproxy.kvcache.service import KvCache
-    from kvproxy.request.body_bounds import HeldBodies
+    from kvproxy.request.body import HeldBodies
     from kvproxy.upstream.pool import UpstreamPool
 
 #: The current moment as an aware datetime.
@@ -95,7 +96,8 @@ def build_chain(
 ) -> ASGIApp:
     """The filters of `specs` around `terminal`, the first one outermost.
 
-    `terminal` answers what no filter did. Raises ConfigError with the problems of every filter at once.
+    Neighbouring steps become one app. `terminal` answers what no filter did. Raises ConfigError with the problems of
+    every filter at once.
     """
     problems = _misplaced(specs, types)
     app = terminal
@@ -107,6 +109,8 @@ def build_chain(
             problems += [Problem(_join(where, p.path), p.message, p.hint) for p in error.problems]
         except Exception as error:  # noqa: BLE001 - other people's code: whatever it raises is a problem of that filter
             problems.append(Problem(where, f"cannot be built: {type(error).__name__}: {error}"))
+        if isinstance(app, Step):
+            app = joined(app)
     if problems:
         raise ConfigError(sorted(problems, key=lambda problem: problem.path))
     return app

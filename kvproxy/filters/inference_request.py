@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from kvproxy.config.filter_schema import InferenceRequestSettings
 from kvproxy.filters.chain import FilterContext
+from kvproxy.filters.step import Step
 from kvproxy.forward.body_guard import is_guarded
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.request.body_bounds import BodyRefused, BodyTooLarge, refuse_body
-from kvproxy.request.body_reader import BodyReader, ClientLeft, replay
-from kvproxy.request.exchange import SCOPE_KEY, Exchange
+from kvproxy.request.body import BodyReader
+from kvproxy.request.downstream import Downstream
+from kvproxy.request.exchange import Exchange
 from kvproxy.request.parse import decode_body, scan_body
-from kvproxy.types import Clock, RequestKind
+from kvproxy.types import Clock, Headers, RequestKind
 
 KIND_OF_PATH = {
     "/v1/chat/completions": RequestKind.CHAT,
@@ -24,10 +26,8 @@ KIND_OF_PATH = {
     "/v1/messages": RequestKind.MESSAGES,
 }
 
-_CLIENT_CLOSED_REQUEST = 499  # never sent: it stands in logs and metrics
 
-
-class InferenceRequestFilter:
+class InferenceRequestFilter(Step):
     """Puts the raw body and the parsed `InferenceRequest` into the exchange of every request it knows.
 
     Inner apps receive the body again, unchanged. A body over the limit gets 413, one that does not arrive in time 408;
@@ -38,47 +38,55 @@ class InferenceRequestFilter:
     def __init__(
         self, app: ASGIApp, *, session_header: str, reader: BodyReader, metrics: Metrics, clock: Clock
     ) -> None:
-        self._app = app
+        super().__init__(app, metrics=metrics, clock=clock)
         self._session_header = session_header.lower().encode()
         self._reader = reader
-        self._metrics = metrics
-        self._clock = clock
         self._pace = asyncio.Lock()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        kind = KIND_OF_PATH.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+    def before(self, exchange: Exchange, downstream: Downstream) -> Awaitable[None] | None:
+        """Waits only for a body that has not arrived yet, or that takes long to parse."""
+        scope = downstream.scope
+        kind = KIND_OF_PATH.get(scope["path"]) if scope["method"] == "POST" else None
         if kind is None:
-            await self._app(scope, receive, send)
-            return
-        exchange = scope.get(SCOPE_KEY) or Exchange.of(scope, now=self._clock())
-        length, encoded, session = self._headers(scope)
-        try:
-            if length > self._reader.limit_bytes:
-                raise BodyTooLarge(self._reader.limit_bytes)
-            body = await self._reader.read(receive)
-        except ClientLeft:
-            exchange.outcome.end = "client_disconnected"
-            exchange.outcome.status = _CLIENT_CLOSED_REQUEST
-            return
-        except BodyRefused as error:
-            await refuse_body(error, scope, receive, send, metrics=self._metrics)
-            return
-        try:
-            exchange.body = body
-            if not encoded:
-                exchange.inference = decode_body(kind, body, session)
-                if exchange.inference is None:
-                    exchange.inference, exchange.members = await scan_body(
-                        kind, body, session, pace=self._pace, also=is_guarded
-                    )
-            await self._app(scope, replay(body, receive), send)
-        finally:
-            self._reader.release(body)
+            return None
+        length, encoded, session = self._headers(scope["headers"])
+        self._reader.check_length(length)
+        body = downstream.take_body()
+        if body is None:
+            return self._read(exchange, downstream, None if encoded else kind, session)
+        self._reader.accept(body)
+        return self._parse(exchange, downstream, body, None if encoded else kind, session)
 
-    def _headers(self, scope: Scope) -> tuple[int, bool, str]:
+    def after(self, exchange: Exchange, downstream: Downstream) -> None:
+        """The body is held no longer."""
+        held, exchange.held_bytes = exchange.held_bytes, 0
+        if held:
+            self._reader.release(held)
+
+    async def _read(self, exchange: Exchange, downstream: Downstream, kind: RequestKind | None, session: str) -> None:
+        body = await self._reader.read(downstream.receive)
+        waits = self._parse(exchange, downstream, body, kind, session)
+        if waits is not None:
+            await waits
+
+    def _parse(
+        self, exchange: Exchange, downstream: Downstream, body: bytes, kind: RequestKind | None, session: str
+    ) -> Awaitable[None] | None:
+        exchange.body = body
+        exchange.held_bytes += len(body)
+        downstream.replay(body)
+        if kind is None:
+            return None
+        exchange.inference = decode_body(kind, body, session)
+        return self._scan(exchange, kind, body, session) if exchange.inference is None else None
+
+    async def _scan(self, exchange: Exchange, kind: RequestKind, body: bytes, session: str) -> None:
+        exchange.inference, exchange.members = await scan_body(kind, body, session, pace=self._pace, also=is_guarded)
+
+    def _headers(self, headers: Headers) -> tuple[int, bool, str]:
         """Declared length (0 when it says none), whether the body is compressed, and the session header."""
         length, encoded, session = 0, False, ""
-        for name, value in scope["headers"]:
+        for name, value in headers:
             if name == b"content-length":
                 length = int(value) if value.isdigit() and len(value) < 20 else 0
             elif name == b"content-encoding":

@@ -4,22 +4,27 @@ answers, never raises, and waits only for a configured lookup service, within it
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 
 import msgspec
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Scope
 
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.decision import Sight
+from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routes import Routes
 from kvproxy.config.cluster_schema import PolicyName
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.filters.chain import FilterContext
+from kvproxy.filters.step import Step
 from kvproxy.forward.body_guard import tenant_salt
 from kvproxy.kvcache.overlap.facts import RequestFacts, Result
 from kvproxy.kvcache.service import KvCache
-from kvproxy.request.exchange import SCOPE_KEY, Exchange
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.request.downstream import Downstream
+from kvproxy.request.exchange import Exchange
 from kvproxy.request.observer import RequestObserver, notify
+from kvproxy.routing.registry import POLICIES
+from kvproxy.routing.selector import Decision
 from kvproxy.types import Clock, EndpointId
 
 log = logging.getLogger("kvproxy.kvcache")
@@ -27,60 +32,63 @@ log = logging.getLogger("kvproxy.kvcache")
 #: Where other apps on the way find the endpoint that holds most of the prompt.
 STATE_KEY = "llm_preferred_endpoint_id"
 
-#: Policies that weigh matches against load themselves; a preference would overrule them.
-WEIGHING = frozenset(
-    {
-        PolicyName.KV_AWARE,
-        PolicyName.PREFIX_AFFINITY,
-        PolicyName.DYNAMO,
-        PolicyName.LLM_D,
-        PolicyName.LMETRIC,
-        PolicyName.LEAST_TTFT,
-    }
-)
-
 
 def prefers(settings: KvCacheSettings, policy: PolicyName) -> bool:
     """Whether the largest match is to be preferred to what the policy would choose."""
     if settings.prefer is not None:
         return settings.prefer
-    return bool(settings.lmcache_endpoint) and policy not in WEIGHING
+    return bool(settings.lmcache_endpoint) and not POLICIES[policy].uses_overlap
 
 
-class KvCacheFilter:
-    """Puts facts and preference into the exchange, and listens to what became of the request."""
+class KvCacheFilter(Step):
+    """Puts facts and preference into the exchange, and an observer that tells what became of the request."""
 
     def __init__(
-        self, app: ASGIApp, service: KvCache, *, routes: Routes, prefer: Mapping[str, bool], clock: Clock
+        self,
+        app: ASGIApp,
+        service: KvCache,
+        *,
+        routes: Routes,
+        prefer: Mapping[str, bool],
+        metrics: Metrics,
+        clock: Clock,
     ) -> None:
-        self._app = app
+        super().__init__(app, metrics=metrics, clock=clock)
         self._service = service
         self._routes = routes
         self._prefer = prefer  # by cluster
         self._header = service.settings.preference_header.lower().encode()
-        self._clock = clock
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            if self._header:  # no client can set it, whatever becomes of the request
-                scope["headers"] = [pair for pair in scope["headers"] if pair[0] != self._header]
-            exchange = scope.get(SCOPE_KEY) or Exchange.of(scope, now=self._clock())
-            if exchange.inference is not None and exchange.body is not None:
-                notify(RequestObserver.facts_began, exchange)
-                await self._before(exchange, scope)
-                notify(RequestObserver.facts_known, exchange)
-        await self._app(scope, receive, send)
-
-    async def _before(self, exchange: Exchange, scope: Scope) -> None:
+    def before(self, exchange: Exchange, downstream: Downstream) -> Awaitable[None] | None:
+        """Waits only for a lookup service."""
+        scope = downstream.scope
+        if self._header:  # no client can set it, whatever becomes of the request
+            scope["headers"] = [pair for pair in scope["headers"] if pair[0] != self._header]
+        if exchange.inference is None or exchange.body is None:
+            return None
+        if "facts_began" in exchange.hooks:
+            notify(RequestObserver.facts_began, exchange)
         try:
             facts = self._gather(exchange, scope["path"])
-            if facts is None:
-                return
-            if facts.wants_lookup:
-                await self._service.look_up(facts)
+            if facts is not None:
+                if facts.wants_lookup:
+                    return self._look_up(facts, exchange, scope)
+                self._hand_over(facts, exchange, scope)
         except Exception:
             log.exception("[kvcache] no facts for this request")
-            return
+        if "facts_known" in exchange.hooks:
+            notify(RequestObserver.facts_known, exchange)
+        return None
+
+    async def _look_up(self, facts: RequestFacts, exchange: Exchange, scope: Scope) -> None:
+        try:
+            await self._service.look_up(facts)
+            self._hand_over(facts, exchange, scope)
+        except Exception:
+            log.exception("[kvcache] no facts for this request")
+        notify(RequestObserver.facts_known, exchange)
+
+    def _hand_over(self, facts: RequestFacts, exchange: Exchange, scope: Scope) -> None:
         exchange.facts = facts.overlaps
         announce(scope, facts.preferred, header=self._header)
         prefers = self._prefer[facts.cluster.name]
@@ -88,7 +96,7 @@ class KvCacheFilter:
             exchange.preferred = facts.preferred
         learning = KvCacheLearning(self._service, facts, prefers=prefers)
         exchange.facts_source = learning.refresh
-        exchange.observers.append(learning)
+        exchange.attach(learning)
 
     def _gather(self, exchange: Exchange, path: str) -> RequestFacts | None:
         request, body = exchange.inference, exchange.body
@@ -127,9 +135,9 @@ class KvCacheLearning(RequestObserver):
         if self._prefers:
             exchange.preferred = self._facts.preferred
 
-    def placed(self, exchange: Exchange, decision: Sight, now: float) -> None:
+    def placed(self, exchange: Exchange, decision: Decision[Endpoint], now: float) -> None:
         """The endpoint will hold the prompt."""
-        self._service.placed(self._facts, decision.chosen.id)
+        self._service.placed(self._facts, decision.endpoint.id)
 
     def finished(self, exchange: Exchange, now: float) -> None:
         """Learn from it, and do what is to be done about it."""
@@ -181,4 +189,6 @@ def build(app: ASGIApp, settings: KvCacheSettings, context: FilterContext) -> AS
     context.kvcaches.append(service)
     policies = {name: one.policy for name, one in context.config.clusters.items()}  # the clusters may have older ones
     prefer = {name: prefers(settings, policy) for name, policy in policies.items()}
-    return KvCacheFilter(app, service, routes=context.services.routes, prefer=prefer, clock=context.clock)
+    return KvCacheFilter(
+        app, service, routes=context.services.routes, prefer=prefer, metrics=context.metrics, clock=context.clock
+    )

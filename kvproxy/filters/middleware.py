@@ -21,8 +21,7 @@ from kvproxy.filters.kvcache import STATE_KEY, announce
 from kvproxy.kvcache.overlap.facts import RequestFacts, Result
 from kvproxy.kvcache.service import KvCache
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.request.body_bounds import BodiesFull, HeldBodies
-from kvproxy.request.body_reader import Pieces, replay
+from kvproxy.request.body import BodiesFull, HeldBodies, Pieces, replay
 from kvproxy.request.parse import read_body
 from kvproxy.request.usage import read_usage
 from kvproxy.types import Clock, EndpointId, RequestKind

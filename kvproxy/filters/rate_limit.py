@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import math
-from functools import partial
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Scope
 
 from kvproxy.config.filter_schema import RateLimitSettings
 from kvproxy.errors import ConfigError, Problem
-from kvproxy.filters.buckets import Buckets, Limit
+from kvproxy.filters.buckets import Buckets, Limit, TokenBucket
 from kvproxy.filters.chain import FilterContext
-from kvproxy.filters.token_bucket import TokenBucket
+from kvproxy.filters.step import Step
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.request.error_reply import local_reply
+from kvproxy.request.downstream import Downstream
+from kvproxy.request.error_reply import LocalReply
 from kvproxy.request.exchange import Exchange
 from kvproxy.request.observer import RequestObserver
 from kvproxy.types import Clock, Headers
@@ -31,7 +31,7 @@ _GENERATING = frozenset(
 )
 
 
-class RateLimitFilter:
+class RateLimitFilter(Step):
     """Refuses with 429 and `retry-after` what is over a limit.
 
     A request costs one request at once. Its tokens are charged when it is over, by the engine's count or else an
@@ -39,108 +39,63 @@ class RateLimitFilter:
     """
 
     def __init__(self, app: ASGIApp, *, buckets: Buckets, metrics: Metrics, clock: Clock) -> None:
-        self._app = app
+        super().__init__(app, metrics=metrics, clock=clock)
         self._limits = buckets.limits
         self._buckets = buckets
-        self._metrics = metrics
-        self._clock = clock
         metrics.bounds.queue_depth.labels("rate_limit").set_function(lambda: len(buckets))
         metrics.bounds.queue_limit.labels("rate_limit").set(buckets.max_keys)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        now = self._clock()
-        exchange = Exchange.of(scope, now=now)
+    def before(self, exchange: Exchange, downstream: Downstream) -> None:
+        """The request is counted, or refused."""
+        now, scope = self.clock(), downstream.scope
         buckets = self._buckets.of(bucket_key(exchange.tenant, scope), now)
         if any(bucket.wait_s(1.0, now) for bucket in buckets):
-            await self._refuse(buckets, now, scope, send)
-            return
+            raise self._refusal(buckets, now)
         if self._limits[0].kind == "requests":
             buckets[0].charge(1.0, now)
-        standing = self._standing(buckets, now)
+        downstream.further_headers += self._standing(buckets, now)
         if self._limits[-1].kind == "tokens":
-            tokens = _TokenCharge(buckets[-1], scope["path"], receive, send, standing)
-            exchange.observers.append(tokens)
-            await self._app(scope, tokens.receive, tokens.send)
-        else:
-            await self._app(scope, receive, partial(_send_standing, send, standing))
+            exchange.attach(TokenCharge(buckets[-1], scope["path"]))
 
     def _standing(self, buckets: tuple[TokenBucket, ...], now: float) -> Headers:
         pairs = zip(self._limits, buckets, strict=True)
         return [header for limit, bucket in pairs for header in standing(limit, bucket, now)]
 
-    async def _refuse(self, buckets: tuple[TokenBucket, ...], now: float, scope: Scope, send: Send) -> None:
+    def _refusal(self, buckets: tuple[TokenBucket, ...], now: float) -> LocalReply:
         wait_s, limit = max(
             ((bucket.wait_s(1.0, now), limit) for limit, bucket in zip(self._limits, buckets, strict=True)),
             key=lambda pair: pair[0],
         )
-        self._metrics.bounds.rate_limited.labels(limit.kind).inc()
+        self.metrics.bounds.rate_limited.labels(limit.kind).inc()
         retry_after_s = math.ceil(wait_s)
-        await local_reply(
-            scope,
-            send,
-            status=429,
-            reason="rate_limit_exceeded",
-            message=f"Over the limit of {limit.per_minute:g} {limit.kind} per minute; retry in {retry_after_s} s.",
-            metrics=self._metrics,
-            headers=[(b"retry-after", b"%d" % retry_after_s), *self._standing(buckets, now)],
-        )
+        message = f"Over the limit of {limit.per_minute:g} {limit.kind} per minute; retry in {retry_after_s} s."
+        headers = [(b"retry-after", b"%d" % retry_after_s), *self._standing(buckets, now)]
+        return LocalReply(429, "rate_limit_exceeded", message, headers=headers)
 
 
-async def _send_standing(send: Send, standing: Headers, message: Message) -> None:
-    if message["type"] == "http.response.start":
-        message = {**message, "headers": [*message.get("headers", ()), *standing]}
-    await send(message)
+class TokenCharge(RequestObserver):
+    """Charges one request's tokens to its bucket when it is over."""
 
-
-class _TokenCharge(RequestObserver):
-    """Charges one request's tokens when it is over."""
-
-    __slots__ = (
-        "_answer_bytes",
-        "_bucket",
-        "_events",
-        "_head",
-        "_path",
-        "_receive",
-        "_send",
-        "_sent_bytes",
-        "_standing",
-    )
-
-    def __init__(self, bucket: TokenBucket, path: str, receive: Receive, send: Send, standing: Headers) -> None:
+    def __init__(self, bucket: TokenBucket, path: str) -> None:
         self._bucket = bucket
         self._path = path
-        self._receive = receive
-        self._send = send
-        self._standing = standing
-        self._sent_bytes = self._events = self._answer_bytes = 0
+        self._events = self._answer_bytes = 0
         self._head: Headers = []
 
-    async def receive(self) -> Message:
-        """Counts what the client sends."""
-        message = await self._receive()
-        self._sent_bytes += len(message.get("body", b""))
-        return message
+    def response_started(self, exchange: Exchange, status: int, headers: Headers) -> None:
+        """The head tells what an answer that does not count its tokens is made of."""
+        self._head = headers
 
-    async def send(self, message: Message) -> None:
-        """Counts what the engine answers, and says how the client stands."""
-        if message["type"] == "http.response.start":
-            self._head = [*message.get("headers", ()), *self._standing]
-            message = {**message, "headers": self._head}
-        else:
-            body = message.get("body", b"")
-            self._events += sum(map(body.count, _EVENT_ENDS))
-            self._answer_bytes += len(body)
-        await self._send(message)
+    def body_piece(self, exchange: Exchange, piece: bytes) -> None:
+        """Counts what the engine answers."""
+        self._events += sum(map(piece.count, _EVENT_ENDS))
+        self._answer_bytes += len(piece)
 
     def finished(self, exchange: Exchange, now: float) -> None:
         """By the engine's count, else an estimate."""
         told = exchange.outcome.completion_tokens is not None
         answered = 0 if told else _generated(self._path, self._head, self._events, self._answer_bytes)
-        self._bucket.charge(tokens_used(exchange, answered, self._sent_bytes), now)
+        self._bucket.charge(tokens_used(exchange, answered, exchange.received_bytes), now)
 
 
 def standing(limit: Limit, bucket: TokenBucket, now: float) -> Headers:

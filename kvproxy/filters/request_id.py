@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from kvproxy.config.filter_schema import RequestIdSettings
 from kvproxy.filters.chain import FilterContext
-from kvproxy.request.exchange import SCOPE_KEY, Exchange
+from kvproxy.filters.step import Step
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.request.downstream import Downstream
+from kvproxy.request.exchange import Exchange
 from kvproxy.request.random_hex import RandomHex
-from kvproxy.types import Clock
+from kvproxy.types import Clock, Headers
 
 _SANE = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
-class RequestIdFilter:
+class RequestIdFilter(Step):
     """Puts the id into the exchange, the request's headers and the response's, replacing what was there."""
 
     def __init__(
@@ -26,43 +29,46 @@ class RequestIdFilter:
         *,
         header: str,
         trust_client: bool,
+        metrics: Metrics,
         clock: Clock,
         make_id: Callable[[], str] | None = None,
     ) -> None:
-        self._app = app
+        super().__init__(app, metrics=metrics, clock=clock)
         self._header = header.lower().encode("latin-1")
         self._trust_client = trust_client
-        self._clock = clock
         self._make_id = partial(RandomHex().take, 32) if make_id is None else make_id  # 128 bits
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
+    def before(self, exchange: Exchange, downstream: Downstream) -> None:
+        """The client's id if it is one and may be trusted, else a new one."""
+        header, scope = self._header, downstream.scope
+        headers: Headers = scope["headers"]
+        given: Headers = []
+        for pair in headers:
+            if pair[0] == header:
+                given.append(pair)
+        if self._trust_client and len(given) == 1 and _SANE.fullmatch(given[0][1]):
+            exchange.request_id = given[0][1].decode("ascii")
             return
-        exchange = scope.get(SCOPE_KEY) or Exchange.of(scope, now=self._clock())
-        header, headers = self._header, scope["headers"]
-        given = [value for name, value in headers if name == header]
-        if self._trust_client and len(given) == 1 and _SANE.fullmatch(given[0]):
-            pair = (header, given[0])
-            request_id = given[0].decode("ascii")
-        else:
-            request_id = self._make_id()
-            pair = (header, request_id.encode("latin-1"))
-            if given:
-                headers = [item for item in headers if item[0] != header]
-            scope = {**scope, "headers": [*headers, pair]}
-        exchange.request_id = request_id
+        exchange.request_id = self._make_id()
+        kept = [pair for pair in headers if pair[0] != header] if given else headers
+        scope["headers"] = [*kept, (header, exchange.request_id.encode("latin-1"))]
 
-        def send_with_id(message: Message) -> Awaitable[None]:
-            if message["type"] == "http.response.start":
-                headers = [item for item in message.get("headers", ()) if item[0] != header]
-                headers.append(pair)
-                message = {**message, "headers": headers}
-            return send(message)
-
-        await self._app(scope, receive, send_with_id)
+    def response_started(self, exchange: Exchange, status: int, headers: Headers) -> None:
+        """The client is told the id, whatever an engine says."""
+        header = self._header
+        for name, _ in headers:
+            if name == header:
+                headers[:] = [pair for pair in headers if pair[0] != header]
+                break
+        headers.append((header, exchange.request_id.encode("latin-1")))
 
 
 def build(app: ASGIApp, settings: RequestIdSettings, context: FilterContext) -> ASGIApp:
     """The filter around `app`."""
-    return RequestIdFilter(app, header=settings.header, trust_client=settings.trust_client, clock=context.clock)
+    return RequestIdFilter(
+        app,
+        header=settings.header,
+        trust_client=settings.trust_client,
+        metrics=context.metrics,
+        clock=context.clock,
+    )

@@ -10,30 +10,27 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvproxy.cluster.pick import Refusal
 from kvproxy.cluster.router_queue import QueueFull
 from kvproxy.cluster.routes import Routes, RouteTarget
+from kvproxy.cluster.screening import Refusal
 from kvproxy.config.filter_schema import RequestIdSettings, RouterSettings
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.config.schema import Config
 from kvproxy.errors import UnsafeRequest
 from kvproxy.filters.chain import FilterContext
 from kvproxy.forward import models as model_list
-from kvproxy.forward.alias import with_model
-from kvproxy.forward.body_guard import BodyGuard
+from kvproxy.forward.body_guard import BodyGuard, with_model
 from kvproxy.forward.disconnect import DisconnectWatcher, new_arming
-from kvproxy.forward.forwarder import CLIENT_CLOSED_REQUEST, Forwarder, Forwarding, GaveUp, HeldReply, local_status
-from kvproxy.forward.headers import RequestHeaders, RequestLoops
+from kvproxy.forward.forwarder import Forwarder, Forwarding, GaveUp, HeldReply, local_status
+from kvproxy.forward.headers import RequestHeaders
 from kvproxy.forward.metrics import RouteMetrics
-from kvproxy.forward.models import ModelList
-from kvproxy.forward.policy_choice import NotOffered, chosen_policy
-from kvproxy.forward.public_pages import PublicSide
-from kvproxy.forward.public_paths import PublicPaths
+from kvproxy.forward.models import ModelList, ServedModels
+from kvproxy.forward.public import PublicPaths, PublicSide
 from kvproxy.forward.request_body import RequestBody, Uploads
-from kvproxy.forward.served_models import ServedModels
-from kvproxy.request.body_bounds import BodyRefused, refuse_body
-from kvproxy.request.body_reader import ClientLeft
-from kvproxy.request.error_reply import local_reply
+from kvproxy.forward.request_options import chosen_policy
+from kvproxy.request.body import ClientLeft
+from kvproxy.request.downstream import Downstream
+from kvproxy.request.error_reply import LocalReply, refuse
 from kvproxy.request.exchange import SCOPE_KEY, Exchange
 from kvproxy.request.observer import RequestObserver, notify
 from kvproxy.resilience.budget import RetryBudget
@@ -134,6 +131,7 @@ class RouterFilter:
 
     def __init__(self, parts: RouterParts) -> None:
         self._parts = parts
+        self._clock = parts.forwarder.clock
         self._observers = (parts.metrics, *parts.observers)
         self._arming = new_arming()
         self._pace = asyncio.Lock()
@@ -141,152 +139,131 @@ class RouterFilter:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        parts = self._parts
-        path: str = scope["path"]
-        exchange: Exchange = scope.get(SCOPE_KEY) or Exchange.of(scope, now=parts.forwarder.clock())
-        if path not in parts.public.exact and await parts.public.answered(scope, send):
+        parts, path = self._parts, scope["path"]
+        exchange: Exchange = scope.get(SCOPE_KEY) or Exchange.of(scope, now=self._clock())
+        downstream = Downstream.of(exchange, scope, receive, send)
+        if path not in parts.public.exact and await parts.public.answered(scope, downstream.send):
             parts.metrics.observe_end(exchange)
-            notify(RequestObserver.finished, exchange, parts.forwarder.clock())
-            return
-        listing = model_list.PATH
-        if path.startswith(listing) and scope["method"] == "GET" and path[len(listing) :][:1] in ("", "/"):
-            await self._list_models(scope, send)
-            return
-        if parts.trust_clients:
-            exchange.trusted = True
-        exchange.observers += self._observers
-        notify(RequestObserver.received, exchange, parts.forwarder.clock())
-        inference = exchange.inference
-        target = parts.routes.resolve(path, inference.model if inference else "")
-        try:
-            if target is None:
-                await self._no_route(exchange, scope, send)
-            else:
-                exchange.outcome.cluster = target.cluster.name
-                if parts.policy_header:
-                    exchange.policy = chosen_policy(scope["headers"], parts.policy_header, target.cluster)
-                await self._forward(exchange, target, scope, receive, send)
-        except (NotOffered, RequestLoops) as error:
-            await self._refuse(error, scope, send)
-        finally:
-            notify(RequestObserver.finished, exchange, parts.forwarder.clock())
+            notify(RequestObserver.finished, exchange, self._clock())
+        elif path.startswith(model_list.PATH) and model_list.is_asked_for(scope):
+            await self._list_models(scope, downstream)
+        else:
+            exchange.attach(*self._observers)
+            exchange.trusted = exchange.trusted or parts.trust_clients
+            if "received" in exchange.hooks:
+                notify(RequestObserver.received, exchange, self._clock())
+            try:
+                await self._route(exchange, downstream)
+            finally:
+                notify(RequestObserver.finished, exchange, self._clock())
 
-    async def _forward(
-        self, exchange: Exchange, target: RouteTarget, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        parts = self._parts
-        received: Headers = scope["headers"]
-        headers = parts.headers.build(scope, request_id=exchange.request_id, trusted=exchange.trusted)
-        body = RequestBody(receive, received, whole=exchange.body, uploads=parts.uploads)
-        query: bytes = scope["query_string"]
-        raw_path: bytes = scope.get("raw_path") or scope["path"].encode()
-        forwarding = Forwarding(
-            parts.forwarder,
-            exchange,
-            cluster=target.cluster,
-            model=target.upstream_model or (exchange.inference.model if exchange.inference else ""),
-            method=scope["method"],
-            target=raw_path + b"?" + query if query else raw_path,
-            headers=headers,
-            body=body,
-            send=send,
-            debug=exchange.debug or (exchange.may_debug and parts.debug_header in [name for name, _ in received]),
-        )
-        watcher = DisconnectWatcher(scope, receive, self._arming)
+    async def _route(self, exchange: Exchange, downstream: Downstream) -> None:
+        """Forwards the request, or answers in place of an engine."""
+        scope, body = downstream.scope, None
+        watcher = DisconnectWatcher(scope, downstream.receive, self._arming)
         try:
-            if not body.consumed:
-                await body.begin(whole=lambda start: parts.guard.looks_at(start, exchange, received))
-            if body.whole is not None and (target.upstream_model or not parts.guard.passes(body.whole, exchange)):
-                body.whole = await self._as_engines_get_it(body.whole, exchange, target, received)
+            target = self._target(exchange, scope)
+            body = RequestBody(downstream.receive, scope["headers"], whole=exchange.body, uploads=self._parts.uploads)
+            forwarding = self._forwarding(exchange, downstream, target, body)
+            whole = body.whole
+            if whole is None or target.upstream_model or not self._parts.guard.passes(whole, exchange):
+                await self._make_ready(body, exchange, target, scope["headers"])
             if body.consumed:
                 watcher.arm()
             else:
                 body.on_consumed = functools.partial(watcher.arm, asyncio.current_task())
             await forwarding.run()
         except GaveUp as error:
-            await self._give_up(exchange, error, scope, send)
-        except QueueFull as error:
-            await self._queue_full(error, scope, send)
-        except UnsafeRequest as error:
-            message = f"This request cannot be forwarded safely: {error}"
-            metrics = parts.metrics.catalog
-            await local_reply(scope, send, status=400, reason="unsafe_request", message=message, metrics=metrics)
-        except BodyRefused as error:
+            await self._give_up(exchange, error, downstream)
+        except LocalReply as why:
             if exchange.outcome.status:  # an engine's answer is on its way already: all that is left is to cut it
                 exchange.outcome.end = "local_reply"
             else:
-                await refuse_body(error, scope, receive, send, metrics=parts.metrics.catalog)
+                await self._refuse(why, downstream)
+        except QueueFull as error:
+            await self._refuse(_queue_full(error), downstream)
+        except UnsafeRequest as error:
+            message = f"This request cannot be forwarded safely: {error}"
+            await self._refuse(LocalReply(400, "unsafe_request", message), downstream)
         except ClientLeft:
-            _client_gone(exchange)
+            exchange.outcome.client_left()
         except asyncio.CancelledError:
-            _client_gone(exchange)
-            if not watcher.claims():
+            exchange.outcome.client_left()
+            if not watcher.caused_cancellation():
                 raise
         finally:
             watcher.disarm()
-            body.end()
+            if body is not None:
+                body.end()
 
-    async def _as_engines_get_it(
-        self, body: bytes, exchange: Exchange, target: RouteTarget, received: Headers
-    ) -> bytes:
-        """Without what clients may not say, salted, and with the engine's name for the model."""
-        body = await self._parts.guard.checked(body, exchange, received)
-        if target.upstream_model:
-            named = exchange.inference.model if exchange.inference else ""
-            body = await with_model(body, target.upstream_model, named=named, pace=self._pace)
-        return body
-
-    async def _list_models(self, scope: Scope, send: Send) -> None:
-        try:
-            self._parts.headers.check_loop(next((value for name, value in scope["headers"] if name == b"via"), None))
-        except RequestLoops as error:
-            await self._refuse(error, scope, send)
-        else:
-            await self._parts.models.answer(scope, send)
-
-    async def _refuse(self, why: NotOffered | RequestLoops, scope: Scope, send: Send) -> None:
-        status, reason = (508, "loop") if isinstance(why, RequestLoops) else (400, "policy_not_offered")
-        metrics = self._parts.metrics.catalog
-        await local_reply(scope, send, status=status, reason=reason, message=str(why), metrics=metrics)
-
-    async def _no_route(self, exchange: Exchange, scope: Scope, send: Send) -> None:
-        model = exchange.inference.model if exchange.inference else ""
-        message = f"The model `{model[:200]}` does not exist." if model else "No route leads there."
-        reason = "unknown_model" if model else "no_route"
-        metrics = self._parts.metrics.catalog
-        await local_reply(scope, send, status=404, reason=reason, message=message, metrics=metrics)
-
-    async def _queue_full(self, error: QueueFull, scope: Scope, send: Send) -> None:
-        message = "Too many requests are waiting; try again later."
-        after = str(math.ceil(error.retry_after_s)).encode()
-        headers = [(b"retry-after", after)]
-        metrics = self._parts.metrics.catalog
-        await local_reply(
-            scope, send, status=429, reason="queue_full", message=message, metrics=metrics, headers=headers
+    def _forwarding(
+        self, exchange: Exchange, downstream: Downstream, target: RouteTarget, body: RequestBody
+    ) -> Forwarding:
+        parts, received = self._parts, downstream.scope["headers"]
+        return Forwarding(
+            parts.forwarder,
+            exchange,
+            cluster=target.cluster,
+            model=target.upstream_model or (exchange.inference.model if exchange.inference else ""),
+            headers=parts.headers.build(downstream.scope, request_id=exchange.request_id, trusted=exchange.trusted),
+            body=body,
+            downstream=downstream,
+            debug=exchange.debug or (exchange.may_debug and parts.debug_header in dict(received)),
         )
 
-    async def _give_up(self, exchange: Exchange, error: GaveUp, scope: Scope, send: Send) -> None:
+    def _target(self, exchange: Exchange, scope: Scope) -> RouteTarget:
+        """Where the request goes. Raises LocalReply where there is no such place, or not by the policy asked for."""
+        parts, model = self._parts, exchange.inference.model if exchange.inference else ""
+        target = parts.routes.resolve(scope["path"], model)
+        if target is None:
+            if model:
+                raise LocalReply(404, "unknown_model", f"The model `{model[:200]}` does not exist.")
+            raise LocalReply(404, "no_route", "No route leads there.")
+        exchange.outcome.cluster = target.cluster.name
+        if parts.policy_header:
+            exchange.policy = chosen_policy(scope["headers"], parts.policy_header, target.cluster)
+        return target
+
+    async def _make_ready(self, body: RequestBody, exchange: Exchange, target: RouteTarget, received: Headers) -> None:
+        """The body as engines get it: without what clients may not say, salted, with its name for the model."""
+        guard = self._parts.guard
+        if not body.consumed:
+            await body.begin(whole=lambda start: guard.looks_at(start, exchange, received))
+        whole = body.whole
+        if whole is None:
+            return
+        if not guard.passes(whole, exchange):
+            body.whole = whole = await guard.checked(whole, exchange, received)
+        if target.upstream_model:
+            named = exchange.inference.model if exchange.inference else ""
+            body.whole = await with_model(whole, target.upstream_model, named=named, pace=self._pace)
+
+    async def _list_models(self, scope: Scope, downstream: Downstream) -> None:
+        try:
+            self._parts.headers.check_loop(next((value for name, value in scope["headers"] if name == b"via"), None))
+        except LocalReply as why:
+            await self._refuse(why, downstream)
+        else:
+            await self._parts.models.answer(scope, downstream.send)
+
+    async def _give_up(self, exchange: Exchange, error: GaveUp, downstream: Downstream) -> None:
         """An engine's own error answer if there is one, else ours."""
         why = error.why
         if isinstance(why, HeldReply):
             exchange.outcome.status, exchange.outcome.end = why.status, "completed"
             why.endpoint.metrics.request(why.status)
-            await send({"type": "http.response.start", "status": why.status, "headers": why.headers})
-            await send({"type": "http.response.body", "body": why.body})
+            await downstream.start(why.status, why.headers, why.body, more=False)
             return
         status = local_status(why)
-        await local_reply(
-            scope,
-            send,
-            status=status,
-            reason=why.value if isinstance(why, Refusal) else why.reason,
-            message=_MESSAGES[status],
-            metrics=self._parts.metrics.catalog,
-            headers=[(b"retry-after", b"1")] if status == 503 else None,
-        )
+        reason = why.value if isinstance(why, Refusal) else why.reason
+        headers = [(b"retry-after", b"1")] if status == 503 else []
+        await self._refuse(LocalReply(status, reason, _MESSAGES[status], headers=headers), downstream)
+
+    async def _refuse(self, why: LocalReply, downstream: Downstream) -> None:
+        metrics = self._parts.metrics.catalog
+        await refuse(why, downstream.scope, downstream.receive, downstream.send, metrics=metrics)
 
 
-def _client_gone(exchange: Exchange) -> None:
-    outcome = exchange.outcome
-    outcome.end = "client_disconnected"
-    outcome.status = outcome.status or CLIENT_CLOSED_REQUEST
+def _queue_full(error: QueueFull) -> LocalReply:
+    after = (b"retry-after", b"%d" % math.ceil(error.retry_after_s))
+    return LocalReply(429, "queue_full", "Too many requests are waiting; try again later.", headers=[after])

@@ -1,14 +1,29 @@
-"""Under the server span: gathering facts, the decision, and every attempt."""
+"""The server span of every request, and under it gathering facts, the decision and every attempt; the W3C trace context
+a request came with and takes along. Imported only where a chain names `tracing`, since it needs OpenTelemetry."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import threading
+from collections import deque
 from collections.abc import Callable
 
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, set_span_in_context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.trace import Span, SpanContext, SpanKind, StatusCode, Tracer, format_trace_id, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from starlette.types import ASGIApp
 
+from kvproxy import __version__
 from kvproxy.cluster.pick import Pick
+from kvproxy.filters.chain import WallClock
+from kvproxy.filters.step import Step
 from kvproxy.filters.trace_attributes import (
+    LOOKED_AT_BYTES,
     Values,
     answer_attributes,
     attempt_attributes,
@@ -17,11 +32,92 @@ from kvproxy.filters.trace_attributes import (
     failure,
     outcome_attributes,
     response_attributes,
+    server_attributes,
     trace_parent,
 )
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.request.downstream import Downstream
 from kvproxy.request.exchange import Exchange
 from kvproxy.request.observer import RequestObserver
-from kvproxy.types import Clock
+from kvproxy.types import Clock, Headers
+
+logger = logging.getLogger("kvproxy.tracing")
+
+_W3C = TraceContextTextMapPropagator()
+#: A stream ends with its finish reason, its usage and a mark, which may come in pieces of their own.
+LAST_PIECES = 4
+_CONTEXT = (b"traceparent", b"tracestate")
+
+
+class TracingFilter(Step):
+    """Begins a server span for every request, as a child of the client's if it sent a W3C trace context.
+
+    What comes after it sees this span's context in the request's headers; a sampled request is followed through its
+    stages by a `RequestTrace`.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        tracer: Tracer,
+        provider_name: str,
+        metrics: Metrics,
+        clock: Clock,
+        wall_clock: WallClock,
+    ) -> None:
+        super().__init__(app, metrics=metrics, clock=clock)
+        self._tracer = tracer
+        self._provider_name = provider_name
+        self._wall_clock = wall_clock
+
+    def before(self, exchange: Exchange, downstream: Downstream) -> None:
+        """The server span begins."""
+        scope = downstream.scope
+        base_ns = int(self._wall_clock().timestamp() * 1e9) - int(self.clock() * 1e9)
+        name, attributes = server_attributes(scope)
+        server = self._tracer.start_span(
+            name,
+            context=parent_of(scope["headers"]),
+            kind=SpanKind.SERVER,
+            attributes=attributes,
+            start_time=base_ns + int(exchange.received_at * 1e9),
+        )
+        span = server.get_span_context()
+        carried = headers_of(span)
+        if carried:
+            exchange.trace_id = format_trace_id(span.trace_id)
+            scope["headers"] = [*(pair for pair in scope["headers"] if pair[0] not in _CONTEXT), *carried]
+        if server.is_recording():
+            exchange.attach(
+                RequestTrace(
+                    server=server,
+                    tracer=self._tracer,
+                    provider_name=self._provider_name,
+                    clock=self.clock,
+                    to_ns=lambda at: base_ns + int(at * 1e9),
+                )
+            )
+
+
+def parent_of(headers: Headers) -> Context:
+    """The client's trace context; an empty one when it sent none, an invalid one, or several."""
+    parents = [value for name, value in headers if name == b"traceparent"]
+    if len(parents) != 1:
+        return Context()
+    states = b",".join(value for name, value in headers if name == b"tracestate")
+    carrier = {"traceparent": parents[0].decode("latin-1"), "tracestate": states.decode("latin-1")}
+    return _W3C.extract(carrier, context=Context())
+
+
+def headers_of(context: SpanContext) -> Headers:
+    """This span context as request headers; none for an invalid one."""
+    if not context.is_valid:
+        return []
+    headers = [(b"traceparent", trace_parent(context))]
+    if context.trace_state:
+        headers.append((b"tracestate", context.trace_state.to_header().encode("latin-1")))
+    return headers
 
 
 class RequestTrace(RequestObserver):
@@ -48,6 +144,8 @@ class RequestTrace(RequestObserver):
         self._attempt: Span | None = None
         self._attempt_at = 0.0
         self._attempts = 0
+        self._head = b""
+        self._last: deque[bytes] = deque(maxlen=LAST_PIECES)
 
     def facts_began(self, exchange: Exchange) -> None:
         """The span `facts` begins."""
@@ -81,16 +179,21 @@ class RequestTrace(RequestObserver):
         self._end_attempt({}, failed=reason)
         self._deciding_since = now
 
-    def end(self, exchange: Exchange, status: int, *, crash: str = "", head: bytes = b"", tail: bytes = b"") -> None:
-        """The request is over: `status` was sent to the client (0: nothing), an exception called `crash` came out.
-        `head` and `tail` are the first and the last bytes of the answer."""
+    def body_piece(self, exchange: Exchange, piece: bytes) -> None:
+        """An answer's id and model stand in its first piece, its finish reasons in the last ones."""
+        self._head = self._head or piece
+        self._last.append(piece)
+
+    def ended(self, exchange: Exchange, status: int, crash: str) -> None:
+        """The last spans end."""
         failed = crash or failure(exchange, status, errors_from=500)
         if not self._attempts and self._deciding_since is not None and exchange.outcome.cluster:
             decided: Values = {"kvproxy.cluster": exchange.outcome.cluster}
             self._child("decision", self._deciding_since, attributes=decided, failed=failed)
         answer = answer_attributes(exchange, sent_at=self._attempt_at)
         if answer and exchange.inference is not None and status < 400:
-            answer |= response_attributes(head, tail)
+            tail = b"".join(piece[-LOOKED_AT_BYTES:] for piece in self._last)
+            answer |= response_attributes(self._head, tail)
         self._end_attempt(answer, failed=crash or failure(exchange, status, errors_from=400))
         self._server.set_attributes(outcome_attributes(exchange, status))
         _end(self._server, self._now_ns(), failed=failed)
@@ -117,3 +220,47 @@ def _end(span: Span, at_ns: int, *, failed: str) -> None:
         span.set_attribute("error.type", failed)
         span.set_status(StatusCode.ERROR, failed)
     span.end(at_ns)
+
+
+class TraceExport:
+    """A tracer, and while entered the thread that sends its spans in batches; a full queue drops spans, never waits.
+
+    `exporter` replaces OTLP over HTTP.
+    """
+
+    def __init__(
+        self, *, service_name: str, exporter: SpanExporter | None = None, shutdown_limit_s: float = 5.0
+    ) -> None:
+        self._exporter = OTLPSpanExporter() if exporter is None else exporter
+        named = {"service.name": service_name, **OTELResourceDetector().detect().attributes}
+        self._provider = TracerProvider(resource=Resource.create(named), shutdown_on_exit=False)
+        self._shutdown_limit_s = shutdown_limit_s
+
+    @property
+    def tracer(self) -> Tracer:
+        """Makes the spans."""
+        return self._provider.get_tracer("kvproxy", __version__)
+
+    async def __aenter__(self) -> TraceExport:
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Sends what waits, within the limit; by a daemon thread, since a collector that hangs must not keep the
+        process."""
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+
+        def shut_down() -> None:
+            self._provider.shutdown()
+            try:
+                loop.call_soon_threadsafe(ended.set)
+            except RuntimeError:  # the loop was closed: nobody waits any more
+                logger.debug("the trace exporter ended after the proxy")
+
+        threading.Thread(target=shut_down, name="trace export shutdown", daemon=True).start()
+        try:
+            async with asyncio.timeout(self._shutdown_limit_s):
+                await ended.wait()
+        except TimeoutError:
+            logger.warning("the trace collector did not take the last spans within %g s", self._shutdown_limit_s)

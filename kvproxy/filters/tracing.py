@@ -27,8 +27,7 @@ def build(
     if problems:
         raise ConfigError(problems)
     try:
-        from kvproxy.filters.trace_export import TraceExport
-        from kvproxy.filters.trace_server import TracingFilter
+        from kvproxy.filters.trace_spans import TraceExport, TracingFilter
     except ImportError as error:
         text = f"needs OpenTelemetry, which is not installed: {error}"
         raise ConfigError([Problem("", text, "pip install 'kvproxy[otel]'")]) from error
@@ -38,6 +37,7 @@ def build(
         app,
         tracer=export.tracer,
         provider_name=settings.provider_name,
+        metrics=context.metrics,
         clock=context.clock,
         wall_clock=context.wall_clock,
     )

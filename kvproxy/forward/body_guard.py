@@ -1,5 +1,5 @@
-"""Bodies of clients that are not trusted: fields by which engines talk to each other are cut out, and a tenant's salt
-is put in. Every other byte stays as the client sent it.
+"""What is changed in a request body: fields by which engines talk to each other are cut out of an untrusted client's, a
+tenant's salt is put in, and a model gets the name its engines know. Every other byte stays as the client sent it.
 
 With `kv_transfer_params` and its like a client can crash a decoder or have another user's KV cache read into its own
 request: they are between proxies and engines.
@@ -28,8 +28,10 @@ from kvproxy.json_scan import (
     cut_members,
     find_members,
     run_in_turns,
+    scan_to_replace_model,
 )
-from kvproxy.request.body_bounds import BodyUnchecked
+from kvproxy.json_scan import replace_model as replaced_model
+from kvproxy.request.body import BodyUnchecked
 from kvproxy.request.exchange import Exchange
 from kvproxy.types import Headers
 
@@ -281,3 +283,17 @@ def _is_form(body: bytes, headers: Headers) -> bool:
     return any(
         name == b"content-type" and value.strip().lower().startswith(b"multipart/form-data") for name, value in headers
     )
+
+
+async def with_model(body: bytes, model: str, *, named: str, pace: asyncio.Lock) -> bytes:
+    """`body` (a JSON object) with its top-level `model`, which is `named`, replaced; scanned in steps if it is long.
+
+    A body that is not a JSON object is returned as it is: the engine's own error is what the client should see.
+    """
+    replaced = replaced_model(body, model, named=named)
+    if replaced is not None:
+        return replaced
+    try:
+        return await run_in_turns(scan_to_replace_model(body, model), pace)
+    except Unreadable:
+        return body

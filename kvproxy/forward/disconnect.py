@@ -6,8 +6,8 @@ import asyncio
 
 from starlette.types import Receive, Scope
 
-from kvproxy.request.shared_timer import SharedTimer
-from kvproxy.types import DISCONNECT_SIGNAL, DisconnectSignal
+from kvproxy.request.body import SharedTimer
+from kvproxy.types import CONNECTION, ClientConnection
 
 #: Most unary replies are over by then and need no watcher (a task waiting on `receive` costs 11 us).
 ARM_DELAY_S = 0.02
@@ -25,13 +25,13 @@ class DisconnectWatcher:
     """Cancels the task it was armed in when the client is gone: our listener tells it, under another `receive` does.
 
     The request body must have been read before arming. Works like `asyncio.timeout`: the task that catches the
-    cancellation asks `claims()` whether it was this watcher's, and re-raises it otherwise.
+    cancellation asks `caused_cancellation()` whether it was this watcher's, and re-raises it otherwise.
     """
 
-    __slots__ = ("_arming", "_departure", "_receive", "_task", "_watch", "gone")
+    __slots__ = ("_arming", "_connection", "_receive", "_task", "_watch", "gone")
 
     def __init__(self, scope: Scope, receive: Receive, arming: Arming) -> None:
-        self._departure: DisconnectSignal | None = scope.get(DISCONNECT_SIGNAL)
+        self._connection: ClientConnection | None = scope.get(CONNECTION)
         self._receive = receive
         self._arming = arming
         self._task: asyncio.Task[object] | None = None
@@ -41,22 +41,22 @@ class DisconnectWatcher:
     def arm(self, task: asyncio.Task[object] | None = None) -> None:
         """Start watching on behalf of this task; None: the current one."""
         self._task = task or asyncio.current_task()
-        if self._departure is not None:
-            self._departure.watch(self._left)
+        if self._connection is not None:
+            self._connection.on_disconnect(self._left)
         else:
             self._arming.add(self)
 
     def disarm(self) -> None:
         """Stop watching; nothing is cancelled from here on."""
-        if self._departure is not None:
-            self._departure.watch(None)
+        if self._connection is not None:
+            self._connection.on_disconnect(None)
         elif self._watch is not None:
             self._watch.cancel()
         else:
             self._arming.remove(self)
 
-    def claims(self) -> bool:
-        """Whether the cancellation just caught came from here and from nobody else."""
+    def caused_cancellation(self) -> bool:
+        """Whether the cancellation just caught came from here and from nowhere else."""
         return self.gone and self._task is not None and self._task.uncancel() == 0
 
     def start(self) -> None:

@@ -6,15 +6,14 @@ import asyncio
 import contextlib
 import enum
 import random
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from starlette.types import Send
-
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.decision import Sight
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.cluster.pick import AttemptOutcome, Pick, Refusal
+from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.cluster.router_queue import RouterQueue
+from kvproxy.cluster.screening import Refusal
 from kvproxy.config.schema import RetrySettings
 from kvproxy.errors import (
     ConnectError,
@@ -25,16 +24,16 @@ from kvproxy.errors import (
     PoolFull,
     UpstreamError,
 )
-from kvproxy.forward.attempts import Attempts
-from kvproxy.forward.decision import describe
 from kvproxy.forward.headers import response_headers, with_credential, with_trace_parent
-from kvproxy.forward.priority import priority_of
 from kvproxy.forward.relay import Relay
 from kvproxy.forward.request_body import RequestBody
+from kvproxy.forward.request_options import describe, priority_of
+from kvproxy.forward.retry import Attempts
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.request.exchange import MAX_REMEMBERED, Exchange
+from kvproxy.request.downstream import Downstream
+from kvproxy.request.exchange import CLIENT_CLOSED_REQUEST, MAX_REMEMBERED, Exchange
 from kvproxy.request.observer import RequestObserver, notify
-from kvproxy.request.sse import ERROR_MARK, error_status
+from kvproxy.request.usage import ERROR_MARK, error_status
 from kvproxy.resilience.budget import RetryBudget
 from kvproxy.routing.policy import NO_FACTS, PickRequest
 from kvproxy.types import Clock, EndpointId, Headers
@@ -44,8 +43,6 @@ from kvproxy.upstream.pool import Timeouts, UpstreamPool, UpstreamResponse
 _MAX_HELD_BYTES = 64 * 1024
 #: Nor is its body waited for longer than this.
 _ERROR_BODY_S = 1.0
-#: nginx's word for it; never on the wire, only in logs and metrics.
-CLIENT_CLOSED_REQUEST = 499
 _IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
 _PROMPT_HEAD_BYTES = 1024
 _NOBODY: frozenset[EndpointId] = frozenset()
@@ -98,24 +95,24 @@ class Forwarding:
         *,
         cluster: Cluster,
         model: str,
-        method: str,
-        target: bytes,
         headers: Headers,
         body: RequestBody,
-        send: Send,
+        downstream: Downstream,
         debug: bool = False,
     ) -> None:
         self._shared = shared
         self._exchange = exchange
         self._cluster = cluster
         self._model = model
-        self._method = method
-        self._target = target
+        scope = downstream.scope
+        self._method: str = scope["method"]
+        raw_path: bytes = scope.get("raw_path") or scope["path"].encode()
+        query: bytes = scope["query_string"]
+        self._target = raw_path + b"?" + query if query else raw_path
         self._headers = headers
         self._body = body
-        self._send = send
+        self._downstream = downstream
         self._debug = debug
-        self._placements = _Placements(exchange)
         self._earlier: Attempts | None = None  # once one failed
         self._last: UpstreamError | HeldReply | Refusal = Refusal.NO_ENDPOINTS
         self._suspects: list[tuple[Pick, str]] = []  # failed attempts, and how, until it is known who is to blame
@@ -125,18 +122,19 @@ class Forwarding:
     async def run(self) -> None:
         """Attempt, and attempt again, within the attempts, the retry budget and what may safely be sent twice."""
         self._task = asyncio.current_task()
-        shared, cluster = self._shared, self._cluster
+        shared = self._shared
         shared.budget.request(shared.clock())
         try:
             while True:
-                if cluster.room is None or self._exchange.outcome.attempts:
-                    pick = cluster.pick(self._pick_request(), now=shared.clock())
+                queue, now, request = self._cluster.queue, shared.clock(), self._pick_request()
+                if queue is None or self._exchange.outcome.attempts or queue.admits(request, now):
+                    pick = self._place(request, now)
                 else:
-                    pick = await self._pick_in(cluster.room)
+                    pick = await self._wait_in(queue, request)
                 if pick is None:
                     pause_s = self._earlier.next_round() if self._earlier is not None else None
                     if pause_s is None:
-                        raise GaveUp(self._last if self._exchange.outcome.attempts else self._refusal())
+                        raise GaveUp(self._last)
                 else:
                     self._note(pick)
                     verdict = await self._attempt(pick)
@@ -151,18 +149,29 @@ class Forwarding:
             if self._suspects:
                 self._blame_suspects()
 
-    async def _pick_in(self, room: RouterQueue) -> Pick | None:
-        """The first attempt may have to wait for its turn; whoever was let in once does not queue again."""
+    async def _wait_in(self, queue: RouterQueue, request: PickRequest) -> Pick | None:
+        """The first attempt may have to wait for its turn; a request that was let in once does not queue again."""
         header = self._cluster.settings.queue.priority_header
         priority = priority_of(self._headers, header.lower().encode()) if header else 0
-        asked, tenant = self._pick_request(), self._exchange.tenant
-        return await room.pick(asked, again=self._refreshed, tenant=tenant, priority=priority)
+        return await queue.wait(request, self._place_refreshed, tenant=self._exchange.tenant, priority=priority)
 
-    def _refreshed(self) -> PickRequest:
+    def _place(self, request: PickRequest, now: float) -> Pick | None:
+        """Decide, tell, do: no await between them, so that nothing comes between a choice and its load."""
+        decision = self._cluster.decide(request, now)
+        if isinstance(decision, Refusal):
+            self._cluster.refuse(request, decision)
+            notify(RequestObserver.refused, self._exchange, decision.value, now)
+            if not self._exchange.outcome.attempts:
+                self._last = decision
+            return None
+        notify(RequestObserver.placed, self._exchange, decision, now)
+        return self._cluster.reserve(decision, now)
+
+    def _place_refreshed(self, now: float) -> Pick | None:
         """After a wait, in which others with the same prompt may have gone somewhere."""
         if self._exchange.facts_source is not None:
             self._exchange.facts_source(self._exchange)
-        return self._pick_request()
+        return self._place(self._pick_request(), now)
 
     def _count_failed(self, endpoint: Endpoint) -> float | None:
         if self._earlier is None:
@@ -182,11 +191,7 @@ class Forwarding:
             streams=inference is not None and inference.stream,
             prompt_head=parts[0][:_PROMPT_HEAD_BYTES] if parts else b"",
             policy=exchange.policy,
-            witness=self._placements,
         )
-
-    def _refusal(self) -> Refusal:
-        return self._cluster.refusal(self._pick_request(), now=self._shared.clock())
 
     def _note(self, pick: Pick) -> None:
         outcome = self._exchange.outcome
@@ -201,16 +206,21 @@ class Forwarding:
         response: UpstreamResponse | None = None
         pick.on_unhealthy(self._give_back)
         try:
-            notify(RequestObserver.attempt_began, self._exchange, pick)
+            if "attempt_began" in self._exchange.hooks:
+                notify(RequestObserver.attempt_began, self._exchange, pick)
             headers = with_credential(self._headers, pick.endpoint.authorization)
             if self._exchange.trace_parent:
                 headers = with_trace_parent(headers, self._exchange.trace_parent)
+            body: bytes | AsyncIterator[bytes] | None = self._body.whole
+            if body is None:
+                headers += self._body.framing
+                body = self._body.take()
             response = await self._shared.pool.request(
                 pick.endpoint.origin,
                 self._method.encode(),
                 self._target,
-                headers + self._body.framing,
-                self._body.take(),
+                headers,
+                body,
                 timeouts=self._shared.timeouts,
             )
             status = response.status
@@ -339,8 +349,9 @@ class Forwarding:
         if self._suspects and response.status < 500:
             self._blame_suspects(proven=True)
         self._exchange.outcome.ttft_s = now - self._exchange.received_at
-        notify(RequestObserver.first_byte, self._exchange, now)
-        relay = Relay(self._exchange, response, send=self._send, post=self._method == "POST")
+        if "first_byte" in self._exchange.hooks:
+            notify(RequestObserver.first_byte, self._exchange, now)
+        relay = Relay(self._exchange, response, downstream=self._downstream, post=self._method == "POST")
         headers = response_headers(response.headers, endpoint=pick.endpoint.id.encode(), origin=pick.endpoint.origin)
         if self._debug:
             headers.append((b"x-kvproxy-decision", describe(pick, pick.policy, self._exchange.facts).encode()))
@@ -356,26 +367,8 @@ class Forwarding:
         pick.endpoint.metrics.request(response.status)
         pick.settle(verdict, now=now)
         if (cached_tokens := self._exchange.outcome.cached_tokens) is not None:
-            self._cluster.reused(pick, cached_tokens, now)
+            self._cluster.observe_reuse(pick, cached_tokens, now)
         return _Next.DELIVERED
-
-
-class _Placements:
-    """Passes on what the cluster decides, as it decides it."""
-
-    __slots__ = ("_exchange",)
-
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
-
-    def placed(self, sight: Sight, now: float) -> None:
-        notify(RequestObserver.placed, self._exchange, sight, now)
-
-    def refused(self, reason: str, now: float) -> None:
-        notify(RequestObserver.refused, self._exchange, reason, now)
-
-    def failed(self, reason: str) -> None:
-        """The attempt's end is no business of the cluster's."""
 
 
 async def _read_event(response: UpstreamResponse, first: bytes) -> bytes:

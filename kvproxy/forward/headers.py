@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import Scope
 
+from kvproxy.request.error_reply import LocalReply
 from kvproxy.request.random_hex import RandomHex
 from kvproxy.types import Headers
 from kvproxy.upstream.origin import Origin
@@ -45,8 +46,11 @@ _OWN = b"x-kvproxy-"  # most names sort before it, which is the cheapest test
 _NOT_FROM_ENGINES = HOP_BY_HOP | {b"server", b"location", b"content-location"}
 
 
-class RequestLoops(Exception):
+class RequestLoops(LocalReply):
     """The request went through this proxy before: an endpoint leads back to it."""
+
+    def __init__(self) -> None:
+        super().__init__(508, "loop", "This request came through this proxy before: an endpoint leads back to it.")
 
 
 def _without_named_by_connection(headers: Headers, connection: bytes) -> Headers:
@@ -92,7 +96,7 @@ class RequestHeaders:
     def check_loop(self, via: bytes | None) -> None:
         """Raises RequestLoops when these hops (RFC 9110, 7.6.3) include this proxy."""
         if via is not None and self._pseudonym in via:
-            raise RequestLoops("This request came through this proxy before: an endpoint leads back to it.")
+            raise RequestLoops
 
     def build(self, scope: Scope, *, request_id: str, trusted: bool = False) -> Headers:
         """One list for all attempts of a request; attempts copy it. Raises RequestLoops."""
@@ -115,8 +119,11 @@ class RequestHeaders:
         if trusted:
             headers += [(name, found[name]) for name in ENGINE_HEADERS if name in found]
         via = found.get(b"via")
-        self.check_loop(via)
-        headers.append((b"via", self.via if via is None else via + b", " + self.via))
+        if via is None:
+            headers.append((b"via", self.via))
+        else:
+            self.check_loop(via)
+            headers.append((b"via", via + b", " + self.via))
         _add_forwarded(headers, found, scope)
         parent = found.get(b"traceparent")
         if parent is not None and _TRACE_PARENT.fullmatch(parent):

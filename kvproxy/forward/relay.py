@@ -1,16 +1,14 @@
-"""Raw chunks from an engine's response to the client: nothing is parsed on the way, the end is looked at once."""
+"""Raw pieces from an engine's response to the client: nothing is parsed on the way, the end is looked at once."""
 
 from __future__ import annotations
 
 from collections import deque
 
-from starlette.types import Send
-
 from kvproxy.errors import EngineReportedError, UpstreamError
+from kvproxy.request.downstream import Downstream
 from kvproxy.request.exchange import Exchange
-from kvproxy.request.sse import error_event, error_status
-from kvproxy.request.usage import read_usage
-from kvproxy.types import BODY_FOLLOWS, Headers, RequestKind
+from kvproxy.request.usage import error_event, error_status, read_usage
+from kvproxy.types import Headers, RequestKind
 from kvproxy.upstream.pool import UpstreamResponse
 
 _TAIL_BYTES = 16 * 1024
@@ -21,53 +19,90 @@ _TELLING = (b"application/json", b"text/event-stream")
 
 
 class Relay:
-    """Sends one response down. From the first byte on nothing is retried: a break is told, never hidden."""
+    """Sends one response down. From the first byte on nothing is retried: a break is told, never hidden.
 
-    __slots__ = ("_exchange", "_first", "_last", "_post", "_response", "_send")
+    A piece in the middle of a stream goes on in the call that brings it, without waking this request's task, as long as
+    the client takes what it gets.
+    """
 
-    def __init__(self, exchange: Exchange, response: UpstreamResponse, *, send: Send, post: bool = False) -> None:
+    __slots__ = ("_downstream", "_exchange", "_failure", "_first", "_last", "_post", "_response")
+
+    def __init__(
+        self, exchange: Exchange, response: UpstreamResponse, *, downstream: Downstream, post: bool = False
+    ) -> None:
         self._exchange = exchange
         self._response = response
-        self._send = send
+        self._downstream = downstream
         self._post = post
         self._first = b""
         self._last = deque[bytes](maxlen=_LAST_PIECES)
+        self._failure: Exception | None = None  # of a piece that could not be passed on
 
     async def run(self, headers: Headers, first: bytes) -> UpstreamError | None:
         """The failure that cut the response short; None when it was complete. The client has been told either way."""
-        response, send = self._response, self._send
-        self._exchange.outcome.status = response.status
-        start = {"type": "http.response.start", "status": response.status, "headers": headers, BODY_FOLLOWS: True}
-        await send(start)
+        response, downstream, outcome = self._response, self._downstream, self._exchange.outcome
+        status = outcome.status = response.status
         chunk = self._first = first
+        streams = bool(chunk) and not response.complete
         try:
-            while chunk and not response.complete:
+            if streams:
                 self._last.append(chunk)
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                chunk = await response.chunk()
+                await downstream.start(status, headers, chunk, more=True)
+                if downstream.connection is not None:
+                    response.on_piece = self._pass_on
+                while (chunk := await response.chunk()) and not response.complete:
+                    self._last.append(chunk)
+                    await downstream.write(chunk, more=True)
             if chunk:  # complete: what came since the last piece goes with it
                 chunk += response.take() or b""
         except UpstreamError as error:
-            await self._broken(headers, error)
+            if self._failure is not None:
+                raise self._failure from None
+            await self._tell_broken(headers, error)
             return error
+        finally:
+            response.on_piece = None
         if chunk:
             self._last.append(chunk)
-        outcome = self._exchange.outcome
         outcome.end = "completed"
-        await send({"type": "http.response.body", "body": chunk, "more_body": False})
-        if self._exchange.inference is None:
+        if streams:
+            await downstream.write(chunk, more=False)
+        else:
+            await downstream.start(status, headers, chunk, more=False)
+        return self._look_at_end(status, headers)
+
+    def _pass_on(self) -> bool:
+        """A piece has arrived while the task waits for one; False: the task has to take it, and wait for the client."""
+        connection = self._downstream.connection
+        if connection is None or not connection.writable:
+            return False
+        piece = self._response.take()
+        if piece:
+            self._last.append(piece)
+            try:
+                self._downstream.write_now(piece)
+            except Exception as error:  # noqa: BLE001 - the task that waits raises it, as if it had written
+                self._failure = error
+                self._response.abort()
+        return True
+
+    def _look_at_end(self, status: int, headers: Headers) -> UpstreamError | None:
+        inference, outcome = self._exchange.inference, self._exchange.outcome
+        if inference is None:
             if self._post and _may_tell_usage(headers):  # no body hides it
                 self._read_usage(self._tail(), None)
             return None
         tail = self._tail()
-        if response.status == 200 and (reported := error_status(tail)) is not None:
+        if status == 200 and (reported := error_status(tail)) is not None:
             if reported >= 500:  # else a client's mistake, found late
                 outcome.end = "engine_error"
             return EngineReportedError("the engine ended its stream with an error event", status=reported)
-        self._read_usage(tail, self._exchange.inference.kind)
+        self._read_usage(tail, inference.kind)
         return None
 
     def _tail(self) -> bytes:
+        if len(self._last) == 1:
+            return self._last[0]
         *earlier, last = self._last or (b"",)
         return b"".join(earlier)[-_TAIL_BYTES:] + last
 
@@ -80,7 +115,7 @@ class Relay:
             outcome.cached_tokens = usage.cached_tokens
             outcome.completion_tokens = usage.completion_tokens
 
-    async def _broken(self, headers: Headers, error: UpstreamError) -> None:
+    async def _tell_broken(self, headers: Headers, error: UpstreamError) -> None:
         """An event stream ends with an error event; anything else is left incomplete, which cuts the connection."""
         self._exchange.outcome.end = "upstream_died"
         event_stream = any(
@@ -92,7 +127,7 @@ class Relay:
         last = self._last[-1] if self._last else b""
         message = "The engine failed in the middle of this response."
         event = error_event(kind, message=message, reason=error.reason, tail=last)
-        await self._send({"type": "http.response.body", "body": event, "more_body": False})
+        await self._downstream.write(event, more=False)
 
 
 def _may_tell_usage(headers: Headers) -> bool:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from starlette.types import Receive
 
-from kvproxy.request.body_bounds import BodyTooLarge, BodyTooSlow, HeldBodies
-from kvproxy.request.body_reader import ClientLeft, Pieces
+from kvproxy.request.body import BodyTooLarge, BodyTooSlow, ClientLeft, HeldBodies, Pieces
 from kvproxy.types import Headers
 
 #: What must have arrived of an upload (or all of a shorter one) before an engine is bothered with it.
@@ -121,8 +120,9 @@ class RequestBody:
         """Gives back what the body holds."""
         self.on_consumed = None
         self._end_stream()
-        self._uploads.held.give_back(self._held_bytes)
-        self._held_bytes = 0
+        if self._held_bytes:
+            self._uploads.held.give_back(self._held_bytes)
+            self._held_bytes = 0
 
     def take(self) -> bytes | AsyncIterator[bytes] | None:
         """The body for one attempt; None when the request has none."""

@@ -30,7 +30,7 @@ class Outage:
     """An operation whose service fails: its breaker opened and has not closed since."""
 
     operation: str
-    since: float  # by the guard's clock
+    since: float  # by the clock of the breakers
     last_error: str  # safe to show
     meaning: str
 

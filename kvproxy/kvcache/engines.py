@@ -44,7 +44,7 @@ class Engines:
         return client
 
     def client(self, endpoint: Endpoint) -> VllmClient:
-        """The engine's API, with the endpoint's own credential and nobody else's."""
+        """The engine's API, with the endpoint's own credential and no other."""
         client = self._clients.get(endpoint)
         if client is None:
             origin, key = endpoint.origin, endpoint.authorization
@@ -55,10 +55,10 @@ class Engines:
         return client
 
     def tokenizer(self, endpoints: Sequence[Endpoint]) -> tuple[VllmClient, Endpoint | None] | None:
-        """Who tokenizes for these: the configured engine, else the least busy of those that may be able to."""
+        """The engine that tokenizes for these: the configured one, else the least busy of those that may be able to."""
         if self._tokenizer is not None:
             return self._tokenizer, None
-        able = [endpoint for endpoint in endpoints if endpoint not in self._unable and endpoint.health.probed_well]
+        able = [endpoint for endpoint in endpoints if endpoint not in self._unable and endpoint.health.is_healthy]
         if not able:
             return None
         endpoint = min(able, key=lambda one: one.load.in_flight)

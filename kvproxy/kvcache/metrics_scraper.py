@@ -127,7 +127,7 @@ class MetricsScraper(BackgroundTask):
         self.signals.engine(endpoint, metrics)
         if metrics.prefills is not None and metrics.prefill_s is not None:
             reading = Reading(metrics.prefills, metrics.prefill_s, metrics.prefill_tokens)
-            self._clusters[cluster].scraped(endpoint, reading)
+            self._clusters[cluster].observe_engine(endpoint, reading)
         if self._restarted(cluster, endpoint.id, metrics):
             log.info("[kvcache] %s/%s is a new process: what it held is forgotten", cluster, endpoint.id)
         self._size(cluster, endpoint, metrics)
@@ -147,7 +147,7 @@ class MetricsScraper(BackgroundTask):
         if cache is None or not cache.capacity_tokens:
             return
         blocks = int(cache.capacity_tokens * self._bytes_per_token.typical) // TEXT_BLOCK_BYTES
-        self._indexes[cluster].capacities.tell(endpoint.id, 0 if cache.prefix_caching is False else blocks)
+        self._indexes[cluster].capacities.set_reported(endpoint.id, 0 if cache.prefix_caching is False else blocks)
 
     async def _read_provider(self) -> None:
         provider = self._lookups.provider

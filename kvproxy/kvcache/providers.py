@@ -1,4 +1,4 @@
-"""LMCache's two services behind one interface: who holds a prompt, and what can be done to it there."""
+"""LMCache's two services behind one interface: the holders of a prompt, and what can be done to it there."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Provider(Protocol):
 
 
 class ControllerProvider:
-    """The controller: a hint of who holds what, pins that lapse by themselves, no eviction of a single prefix."""
+    """The controller: a hint at holders, pins that lapse by themselves, no eviction of a single prefix."""
 
     source = FactSource.LMCACHE_CONTROLLER
 
@@ -98,7 +98,7 @@ class ControllerProvider:
 
     async def lookup(self, prefix: Prefix, *, timeout_s: float) -> Sequence[Holder]:
         """A chunk's first holder alone is named, and each holder's last chunk: only a sole holder surely has a prefix,
-        because the search ends at the first chunk that nobody holds."""
+        because the search ends at the first chunk without a holder."""
         holders = await self._client.lookup(prefix.tokens, timeout_s=timeout_s)
         return [Holder(one.instance_id, one.matched_tokens, len(holders) == 1) for one in holders]
 
@@ -179,7 +179,7 @@ class CoordinatorProvider:
 
 
 async def is_coordinator(client: LMCacheCoordinatorClient) -> bool:
-    """Whether a coordinator answers there; ClientError when nobody does."""
+    """Whether a coordinator answers there; ClientError when nothing does."""
     try:
         await client.stats()
     except (Refused, BadResponse):

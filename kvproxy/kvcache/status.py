@@ -12,8 +12,8 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.kvcache.overlap.sources import PRECISE_ROW_BYTES
 from kvproxy.kvcache.service import KvCache
+from kvproxy.prefix.approximate.endpoint_lru import Run
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
-from kvproxy.prefix.hot_blocks import Heat
 
 #: The worst stream decides what an endpoint's index is worth.
 _WORST_FIRST = (StreamState.APPROXIMATE, StreamState.DEGRADED, StreamState.CONNECTING)
@@ -94,9 +94,9 @@ def endpoint_index(service: KvCache, cluster: str, endpoint: Endpoint) -> dict[s
         "streams": [
             {"rank": rank, "state": one.state.value, "reason": one.reason.value} for rank, one in streams.items()
         ],
-        "approximate_blocks": indexes.approximate.blocks(endpoint.id),
+        "approximate_blocks": indexes.approximate.held_blocks(endpoint.id),
         "approximate_capacity_blocks": indexes.approximate.capacity(endpoint.id),
-        "told_capacity_blocks": indexes.capacities.told(endpoint.id),
+        "told_capacity_blocks": indexes.capacities.reported(endpoint.id),
         "trust": overlap.trust(cluster, endpoint.id),
         "hit_ratio": asdict(service.state.hit_ratios.use((cluster, endpoint.id))),
         "block_bytes": TEXT_BLOCK_BYTES,
@@ -163,21 +163,22 @@ async def hot_prefixes(
     """At most `limit` prefixes, the most touched first: hash of the last block, length, touches (decayed), and by
     endpoint how many of their blocks it is believed to hold. Looks at every run there is, so it does so in slices."""
     indexes = service.overlap.indexes
-    found: list[tuple[float, str, Heat]] = []
+    found: list[tuple[float, str, Run]] = []
     for cluster, one in indexes.items():
-        kept = one.hot.kept()
+        kept = one.approximate.all_runs()
         for start in range(0, len(kept), SLICE_RUNS):
-            touched = [(one.hot.touches(run), cluster, run) for run in kept[start : start + SLICE_RUNS]]
+            touched = [(one.approximate.requests(run), cluster, run) for run in kept[start : start + SLICE_RUNS]]
             found = heapq.nlargest(limit, [*found, *touched], key=lambda each: each[0])
             await pause()
     # What was found in an early slice may be gone by now.
-    present = [(cluster, run, indexes[cluster].hot.touches(run)) for _, cluster, run in found]
+    present = [(cluster, run, indexes[cluster].approximate.requests(run)) for _, cluster, run in found]
     return [_hot_prefix(service, cluster, run, touches) for cluster, run, touches in present if touches > 0.0]
 
 
-def _hot_prefix(service: KvCache, cluster: str, run: Heat, touches: float) -> dict[str, object]:
+def _hot_prefix(service: KvCache, cluster: str, run: Run, touches: float) -> dict[str, object]:
     indexes = service.overlap.indexes[cluster]
-    hashes = indexes.hot.prefix(run)
+    hashes = indexes.approximate.prefix(run)
+    held = indexes.approximate.lookup(indexes.approximate.locate(hashes))
     return {
         "cluster": cluster,
         "prefix": f"{hashes[-1]:016x}",
@@ -185,7 +186,7 @@ def _hot_prefix(service: KvCache, cluster: str, run: Heat, touches: float) -> di
         "estimated_tokens": int(len(hashes) * TEXT_BLOCK_BYTES / service.state.bytes_per_token.typical),
         "touches": touches,
         "hot": touches >= indexes.hot.threshold,
-        "replicas": {str(endpoint): blocks for endpoint, blocks in indexes.approximate.lookup(hashes).items()},
+        "replicas": {str(endpoint): blocks for endpoint, blocks in held.items()},
     }
 
 
@@ -200,6 +201,6 @@ def _index_status(service: KvCache, cluster: Cluster) -> dict[str, object]:
             "estimated_bytes": indexes.approximate.estimated_bytes,
         },
         "precise": {"blocks": rows, "estimated_bytes": rows * PRECISE_ROW_BYTES},
-        "hot": {"blocks": indexes.hot.blocks, "runs": indexes.hot.runs},
+        "hot": {"blocks": indexes.approximate.unique_blocks, "runs": indexes.approximate.runs},
         "endpoints": {str(one.id): endpoint_index(service, cluster.name, one) for one in cluster.endpoints},
     }

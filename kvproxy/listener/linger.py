@@ -1,4 +1,4 @@
-"""Closing a connection whose client is still sending, without losing the answer it was given."""
+"""Closing a connection whose client is still sending, without losing its answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ MOST_BYTES = 64 * 1024 * 1024
 
 
 class Linger:
-    """Says that no more is coming, drops what the client sends, and closes once it falls silent, or after a while.
+    """Says that no more is coming, drops what the client sends, and closes once it has its answer and falls silent, or
+    after a while.
 
     A socket closed with bytes left unread is reset, and the reset may overtake an answer that the client has not read
     yet (RFC 9112 9.6). Costs a socket for `longest_s` at most, the reading of `MOST_BYTES`, and no memory.
@@ -45,14 +46,19 @@ class Linger:
         self._left_bytes -= size_bytes
         if self._left_bytes < 0:
             self._timer.cancel()
-            self._transport.close()
+            self._transport.abort()
 
     def cancel(self) -> None:
         """The connection is gone."""
         self._timer.cancel()
 
     def _look(self) -> None:
-        if not self._heard or self._loop.time() >= self._end:
+        if self._transport.is_closing():
+            return
+        if self._loop.time() >= self._end:
+            self._transport.abort()
+            return
+        if not self._heard and not self._transport.get_write_buffer_size():
             self._transport.close()
             return
         self._heard = False

@@ -1,71 +1,92 @@
-"""uvicorn's httptools protocol with bounds on clients, and with cheaper writing (see cycle.py)."""
+"""One client connection: its requests in order, and the bounds on what the client may hold or make us wait for."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
+from collections import deque
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any
-from urllib.parse import unquote
+from typing import Any, cast
 
-import httptools
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
-from kvproxy.errors import ConfigError, Problem
-from kvproxy.listener.cycle import CoalescingCycle
+from kvproxy.listener.cycle import RequestCycle
 from kvproxy.listener.limits import ListenerLimits
-from kvproxy.listener.linger import Linger
-from kvproxy.listener.replies import error_reply, raw_error
-from kvproxy.listener.uvicorns import INSTALL, difference
+from kvproxy.listener.linger import LONGEST_S, Linger
+from kvproxy.listener.parser import BadRequest, RequestParser, Scope
+from kvproxy.listener.response_head import error_body, error_headers, raw_error
+from kvproxy.types import CONNECTION, DISCONNECT_SIGNAL
 
-#: Unread request body held for a slow app before reading from the client pauses.
-_HIGH_WATER_BYTES = 64 * 1024
-#: Chunk sizes, chunk extensions, trailers and blank lines without a body byte among them.
-MAX_FRAMING_BYTES = 64 * 1024
 #: Of a body that goes on after its answer; one that does not end there costs its connection.
 MAX_UNWANTED_BYTES = 1024 * 1024
-#: Framing that any chunk may cost: its size in hexadecimal and two line ends.
-_CHUNK_FRAMING_BYTES = 16
 #: Connections beyond the bound that still get a 503; further ones are closed without a word.
 _REFUSED_POLITELY = 256
-_LARGE_HEAD = "the request head is too large"
-#: Header fields the listener looks at.
-_NOTED = frozenset({b"host", b"expect", b"transfer-encoding"})
+#: What may be many pipelined requests is parsed in pieces of this size, as their turn comes. A head is rarely longer,
+#: and bodies as a rule hold no carriage return: most requests are parsed in one piece, however long.
+_PIECE_BYTES = 2048
 
 
-class Protocol(HttpToolsProtocol):
-    """One client connection. Everything not said here is uvicorn's."""
+class ClientProtocol(asyncio.Protocol):
+    """The asyncio protocol of one client connection, as uvicorn's server makes and keeps it.
 
-    def __init__(self, *args: Any, limits: ListenerLimits, on_refused: Callable[[], object], **kwargs: Any) -> None:
-        self._arrived: list[bytes] = []  # of a body, in what is being parsed
-        self.on_body = self._arrived.append  # type: ignore[method-assign, assignment]  # C: small chunks cost little
-        super().__init__(*args, **kwargs)
+    Pipelined requests are parsed a few ahead and answered in order. One timer looks now and then whether a head is late
+    or the connection idle for too long. What ends the connection is told to every app that still answers on it.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        limits: ListenerLimits,
+        on_refused: Callable[[], object],
+    ) -> None:
+        if not config.loaded:
+            config.load()
+        self.loop = _loop or asyncio.get_running_loop()
+        self.tasks = server_state.tasks
+        self.reading_paused = False
+        self.transport: asyncio.Transport
+        self._config = config
+        self._app: Any = config.loaded_app
+        self._app_state = app_state
+        self._server_state = server_state
         self._limits = limits
         self._on_refused = on_refused
-        self._asgi_version = self.config.asgi_version
-        self._refused = False  # came when every place was taken
-        self._in_head = True
-        self._head_bytes = 0
-        self._head_since = 0.0
-        self._idle_since = 0.0  # the last response went out and no request began since; 0: something is under way
-        self._hosts = 0
-        self._codings = 0
-        self._framing_bytes = 0  # since the last byte of a body
-        self._fair_bytes = 0  # of what is being parsed: heads, bodies and what chunks must cost
-        self._unwanted_bytes = 0  # of the body that is being parsed, since its answer went out
+        self._parser: RequestParser
+        self._running: RequestCycle | None = None  # whose response is under way
+        self._queue: deque[tuple[RequestCycle, Scope]] = deque()  # pipelined behind it
+        self._unparsed = memoryview(b"")  # arrived, and not its turn yet
+        self._unwanted_bytes = 0  # of the body that is being read, since its answer went out
+        self._writable = True
+        self._waiters: list[asyncio.Future[None]] = []
+        self._head_since = 0.0  # the head that is being read began, or the connection did
+        self._idle_since = 0.0  # the last response went out; 0: no request came yet
         self._linger: Linger | None = None  # the last answer is out, the client still sends
-        self._parsed = (b"", "", b"", b"")  # the last URL and what became of it: clients repeat themselves
-        self._running: CoalescingCycle | None = None  # `cycle` is the one whose request is being read
         self._watchdog: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        over = len(self.connections) - self._limits.max_connections
-        self._refused = over > 0
-        if self._refused:
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport = cast("asyncio.Transport", transport)
+        connections: set[Any] = self._server_state.connections
+        connections.add(self)
+        base_scope: Scope = {
+            "type": "http",
+            "asgi": {"version": self._config.asgi_version, "spec_version": "2.3"},
+            "scheme": "https" if transport.get_extra_info("sslcontext") else "http",
+            "server": _address(transport.get_extra_info("sockname")),
+            "client": _address(transport.get_extra_info("peername")),
+            "root_path": self._config.root_path,
+        }
+        self._parser = RequestParser(self, self._limits, base_scope=base_scope, root_path=self._config.root_path)
+        over = len(connections) - self._limits.max_connections
+        if over > 0:
+            self._app = _no_place
             self._on_refused()
         if over > min(_REFUSED_POLITELY, max(8, self._limits.max_connections // 8)):
             transport.abort()
@@ -74,313 +95,227 @@ class Protocol(HttpToolsProtocol):
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for handle in (self._watchdog, self._stall):
+        self._server_state.connections.discard(self)
+        for handle in (self._watchdog, self._stall, self._linger):
             if handle is not None:
                 handle.cancel()
-        if self._linger is not None:
-            self._linger.cancel()
-        for cycle in (self._running, *(cycle for cycle, _ in self.pipeline)):
-            if isinstance(cycle, CoalescingCycle) and not cycle.response_complete:
-                cycle.client_left()
-        self.pipeline.clear()
-        super().connection_lost(exc)
-        self._running = None
+        self._client_left()
+        self._unparsed = memoryview(b"")
+        self._parser.close()
+
+    def eof_received(self) -> None:
+        """A client that half-closes counts as gone; what it did not take yet must not keep the connection."""
+        self._client_left()
+        self._guard_end()
 
     def data_received(self, data: bytes) -> None:
         if self._linger is not None:
             self._linger.heard(len(data))
-            return
-        self._head_bytes += len(data)
-        self._fair_bytes = 0
-        try:
+        elif self._unparsed or self._queue:
+            self._unparsed = memoryview(bytes(self._unparsed) + data)
+        elif len(data) > _PIECE_BYTES and data.find(b"\r", _PIECE_BYTES) >= 0:
+            self._unparsed = memoryview(data)
+            self.read_on()
+        else:
             self._feed(data)
-        except httptools.HttpParserError as error:
-            self._reject(_status_of(error), _text_of(error))
-        else:
-            if self._arrived:  # of a body that has not ended
-                self._hand_over()
-                if self._unwanted_bytes > MAX_UNWANTED_BYTES and not self.transport.is_closing():
-                    self._hang_up(unread=True)
-                    return
-            if not self._in_head:
-                self._head_bytes = 0
-                framing = len(data) - self._fair_bytes
-                if self._framing_bytes + framing > MAX_FRAMING_BYTES:
-                    self._reject(HTTPStatus.BAD_REQUEST, f"over {MAX_FRAMING_BYTES} bytes that are no body in a body")
-                self._framing_bytes = max(0, framing) if self._fair_bytes else self._framing_bytes + framing
-            else:
-                self._head_bytes = max(0, self._head_bytes - self._fair_bytes)  # without the messages before this head
-                if self._head_bytes > self._limits.max_head_bytes:
-                    self._reject(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _LARGE_HEAD)
-
-    def on_message_begin(self) -> None:
-        self.url = b""
-        self.expect_100_continue = False
-        self.headers = []
-        self._in_head = True
-        self._hosts = self._codings = self._unwanted_bytes = 0
-        self._idle_since = 0.0
-        self._head_since = self.loop.time()
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._in_head:
-            return  # a trailer field, which must not pass for one of the head (RFC 9110 6.5.1)
-        name = name.lower()
-        if name in _NOTED:
-            self._note(name, value)
-        self.headers.append((name, value))
-
-    def _note(self, name: bytes, value: bytes) -> None:
-        if name == b"host":
-            self._hosts += 1
-        elif name == b"expect":
-            self.expect_100_continue = value.lower() == b"100-continue"
-        else:
-            self._codings += 1
-            first, _, last = value.lower().rpartition(b",")
-            if self._codings > 1 or (first and last.strip() == b"chunked"):  # the parser refuses all other codings
-                raise _Refused(HTTPStatus.NOT_IMPLEMENTED, "no transfer coding but chunked is known here")
-
-    def on_headers_complete(self) -> None:
-        parser = self.parser
-        if parser.should_upgrade():
-            return  # declined by data_received once the parser let go of it
-        self._in_head = False
-        limits, head_bytes = self._limits, self._head_bytes
-        if head_bytes > min(limits.max_head_bytes, MAX_FRAMING_BYTES):  # of the head, or of what came with it
-            head_bytes = self._head_size()
-        if len(self.headers) > limits.max_headers or head_bytes > limits.max_head_bytes:
-            raise _Refused(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _LARGE_HEAD)
-        self._fair_bytes += head_bytes
-        http_version = parser.get_http_version()
-        if self._hosts != 1 and (self._hosts or http_version == "1.1"):
-            raise _Refused(HTTPStatus.BAD_REQUEST, f"a request has one Host field, not {self._hosts}")
-        self.scope = self._new_scope(http_version)
-        keep_alive = http_version != "1.0" and parser.should_keep_alive()
-        waiting = self.cycle is not None and not self.cycle.response_complete
-        self.cycle = cycle = self._new_cycle(keep_alive=keep_alive)
-        app = _no_place if self._refused else self.app
-        if waiting:  # pipelined: answered in order
-            self.flow.pause_reading()
-            self.pipeline.appendleft((cycle, functools.partial(app, self.scope)))
-        else:
-            self._start_asgi_task(cycle, functools.partial(app, self.scope))
-
-    def _hand_over(self) -> None:
-        """Gives the parts of a body that were parsed to its cycle."""
-        arrived, cycle = self._arrived, self.cycle
-        size_bytes = sum(map(len, arrived))
-        self._fair_bytes += size_bytes + len(arrived) * _CHUNK_FRAMING_BYTES
-        if not cycle.response_complete:
-            assert isinstance(cycle, CoalescingCycle)
-            cycle.pieces += arrived
-            cycle.buffered_bytes += size_bytes
-            if cycle.buffered_bytes > _HIGH_WATER_BYTES:
-                self.flow.pause_reading()
-            cycle.message_event.set()
-        else:
-            self._unwanted_bytes += size_bytes
-        arrived.clear()
-
-    def on_message_complete(self) -> None:
-        if self._arrived:
-            self._hand_over()
-        if not self.parser.should_upgrade():
-            super().on_message_complete()
 
     def pause_writing(self) -> None:
-        super().pause_writing()
+        self._writable = False
+        if self._running is not None and not self._running.disconnected:
+            self._running.writable = False
         if self._limits.stall_timeout_s:
-            self._stall = self.loop.call_later(self._limits.stall_timeout_s, self._stalled)
+            self._stall = self.loop.call_later(self._limits.stall_timeout_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        super().resume_writing()
+        self._writable = True
+        if self._running is not None:
+            self._running.writable = True
         if self._stall is not None:
             self._stall.cancel()
             self._stall = None
+        self.wake()
 
-    def send_400_response(self, msg: str) -> None:
-        self._reject(HTTPStatus.BAD_REQUEST, msg)
+    # uvicorn's server
 
-    def on_response_complete(self) -> None:
-        """The next pipelined request, or a wait that the watchdog ends (uvicorn's timer for each costs more)."""
-        self.server_state.total_requests += 1
+    def shutdown(self) -> None:
+        """Closes, behind the response that is under way if there is one."""
+        if self._linger is not None or self._running is None:
+            self.close()
+        else:
+            self._running.keep_alive = False
+
+    # RequestOpener, for the parser
+
+    def open_request(self, scope: Scope, *, keep_alive: bool, expects_continue: bool) -> RequestCycle:
+        """The request begins at once, or in its turn behind those before it."""
+        cycle = RequestCycle(
+            self,
+            method=scope["method"],
+            http_1_0=scope["http_version"] == "1.0",
+            keep_alive=keep_alive,
+            expects_continue=expects_continue,
+        )
+        self._unwanted_bytes = 0
+        scope["state"] = self._app_state.copy()
+        scope[CONNECTION] = scope[DISCONNECT_SIGNAL] = cycle
+        if self._running is not None:
+            self._queue.append((cycle, scope))
+            self.pause_reading()
+        elif self._linger is None and not self.transport.is_closing():
+            self._run(cycle, scope)
+        return cycle
+
+    # Connection, for the requests
+
+    def pause_reading(self) -> None:
+        if not self.reading_paused:
+            self.reading_paused = True
+            self.transport.pause_reading()
+
+    def read_on(self) -> None:
+        while self._unparsed and not self._queue and not self._ending:
+            piece, self._unparsed = self._unparsed[:_PIECE_BYTES], self._unparsed[_PIECE_BYTES:]
+            self._feed(piece)
+        if self.reading_paused and not self._queue and not self.transport.is_closing():
+            self.reading_paused = False
+            self.transport.resume_reading()
+
+    def unwanted(self, size_bytes: int) -> None:
+        self._unwanted_bytes += size_bytes
+        if self._unwanted_bytes > MAX_UNWANTED_BYTES and not self._ending:
+            self._hang_up(unread=True)
+
+    async def wait(self) -> None:
+        waiter = self.loop.create_future()
+        self._waiters.append(waiter)
+        await waiter
+
+    def wake(self) -> None:
+        if self._waiters:
+            waiters, self._waiters = self._waiters, []
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    def response_ended(self, cycle: RequestCycle) -> None:
+        self._server_state.total_requests += 1
+        self._running = None
         if self.transport.is_closing():
             return
-        self.flow.resume_reading()
-        running = self._running
-        if running is not None and not running.keep_alive:
-            self._hang_up(unread=running.more_body, ends_by_close=running.ends_by_close)
+        if not cycle.keep_alive:
+            behind = self._parser.dropped_bytes or self._queue or self._unparsed
+            self._hang_up(unread=bool(behind) or not cycle.body_complete, ends_by_close=cycle.ends_by_close)
             return
-        if self.pipeline:
-            self._start_asgi_task(*self.pipeline.pop())
-            return
-        if self._in_head:
-            return  # of the next request, whose own time runs
-        self._idle_since = now = self.loop.time()
-        watchdog, due = self._watchdog, now + self._limits.keep_alive_s
-        if self._limits.keep_alive_s and (watchdog is None or watchdog.when() > due):
-            self._watch()
+        self._idle_since = self._head_since = self.loop.time()
+        if self._queue:
+            self._run(*self._queue.popleft())
+        if self.reading_paused or self._unparsed:
+            self.read_on()
 
-    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+    def close(self) -> None:
+        if not self.transport.is_closing():
+            self._guard_end()
+            self.transport.close()
+
+    # the parts
+
+    @property
+    def _ending(self) -> bool:
+        return self._linger is not None or self.transport.is_closing()
+
+    def _run(self, cycle: RequestCycle, scope: Scope) -> None:
         self._running = cycle
-        cycle.task = task = self.loop.create_task(cycle.run_asgi(app.func, app.args[0]))
+        cycle.writable = self._writable
+        cycle.task = task = self.loop.create_task(cycle.run(self._app, scope))
         self.tasks.add(task)
 
-    def _new_scope(self, http_version: str) -> Any:
-        url, path, raw_path, query = self._parsed
-        if url != self.url:
-            url = self.url
-            parts = httptools.parse_url(url)
-            raw_path, query = parts.path or b"/", parts.query or b""
-            path = raw_path.decode("latin-1")
-            path = self.root_path + (unquote(path) if "%" in path else path)
-            raw_path = self.root_path.encode("ascii") + raw_path
-            self._parsed = (url, path, raw_path, query)
-        return {
-            "type": "http",
-            "asgi": {"version": self._asgi_version, "spec_version": "2.3"},
-            "http_version": http_version,
-            "server": self.server,
-            "client": self.client,
-            "scheme": self.scheme,
-            "root_path": self.root_path,
-            "headers": self.headers,
-            "state": self.app_state.copy(),
-            "method": self.parser.get_method().decode("ascii"),
-            "path": path,
-            "raw_path": raw_path,
-            "query_string": query,
-        }
+    def _feed(self, data: bytes | memoryview) -> None:
+        parser = self._parser
+        try:
+            parser.feed(data)
+        except BadRequest as error:
+            self._reject(error.status, str(error))
+            return
+        if parser.head_began:
+            parser.head_began = False
+            if parser.in_head:
+                self._head_since = self.loop.time()
+        elif parser.dropped_bytes > MAX_UNWANTED_BYTES and not self._ending:
+            self._hang_up(unread=True)
 
-    def _new_cycle(self, *, keep_alive: bool) -> CoalescingCycle:
-        return CoalescingCycle(
-            self.scope,
-            transport=self.transport,
-            flow=self.flow,
-            logger=self.logger,
-            default_headers=self.server_state.default_headers,
-            expect_100_continue=self.expect_100_continue,
-            keep_alive=keep_alive,
-            on_response=self.on_response_complete,
-            loop=self.loop,
-            tasks=self.tasks,
-        )
-
-    def _head_size(self) -> int:
-        return len(self.url) + 32 + sum(len(name) + len(value) + 4 for name, value in self.headers)
-
-    def _feed(self, data: bytes) -> None:
-        """Parses it. Goes on as if nobody had asked for another protocol (RFC 9110 7.8), as often as a client asks;
-        httptools alone would lose the body."""
-        rest = memoryview(data)
-        while True:
-            try:
-                self.parser.feed_data(rest)
-            except httptools.HttpParserUpgrade as upgrade:
-                rest = rest[upgrade.args[0] :]
-            else:
-                return
-            method = self.parser.get_method()
-            if method == b"CONNECT":
-                self._reject(HTTPStatus.METHOD_NOT_ALLOWED, "this is not a forward proxy")
-                return
-            lines = [b"%b %b HTTP/1.1" % (method, self.url)]
-            lines += [b"%b: %b" % pair for pair in self.headers if pair[0] != b"upgrade"]
-            self.parser = httptools.HttpRequestParser(self)
-            self.parser.feed_data(b"\r\n".join([*lines, b"", b""]))
+    def _client_left(self) -> None:
+        """Tells the requests on this connection; those whose turn has not come never begin."""
+        running, self._running = self._running, None
+        self._queue.clear()
+        if running is not None:
+            running.client_left()
+        self.wake()
 
     def _reject(self, status: HTTPStatus, message: str) -> None:
         """Answers and closes; with a response already on its way there is nothing left but to cut the connection."""
         running = self._running
-        if running is not None and not running.response_complete and running.response_started:
+        if running is not None and running.response_started:
             self.transport.abort()
             return
-        if running is not None and not running.response_complete:
-            running.client_left()
-        if not self.transport.is_closing():
+        self._client_left()
+        if not self._ending:
             self.transport.write(raw_error(status, message))
             self._hang_up(unread=True)
 
     def _hang_up(self, *, unread: bool, ends_by_close: bool = False) -> None:
         """Closes; at once only when the client has nothing left to send, or waits for the close (see linger.py)."""
-        transport = self.transport
-        if self._watchdog is not None:
-            self._watchdog.cancel()
-            self._watchdog = None
-        if not unread or (ends_by_close and not transport.can_write_eof()):
-            transport.close()
+        if not unread or (ends_by_close and not self.transport.can_write_eof()):
+            self.close()
         elif self._linger is None:
-            self._linger = Linger(transport, self.loop, silence_s=self._limits.linger_s)
+            self._linger = Linger(self.transport, self.loop, silence_s=self._limits.linger_s)
+            if self.reading_paused:
+                self.reading_paused = False
+                self.transport.resume_reading()
 
-    def shutdown(self) -> None:
-        if self._linger is not None:
-            self.transport.close()
-        else:
-            super().shutdown()
+    def _guard_end(self) -> None:
+        """A client that takes nothing more cannot keep a connection that is closed behind what was written to it."""
+        self._cancel_watch()
+        if self.transport.get_write_buffer_size():
+            self._watchdog = self.loop.call_later(self._limits.stall_timeout_s or LONGEST_S, self.transport.abort)
 
     def _watch(self) -> None:
-        """Looks now and then whether a head is late or a connection idle for too long."""
-        if self._watchdog is not None:
-            self._watchdog.cancel()
-            self._watchdog = None
+        """Looks whether a head is late or the connection idle for too long, and when to look again."""
+        self._cancel_watch()
+        if self._ending:
+            return
         limits, now = self._limits, self.loop.time()
         next_look_s = min(filter(None, (limits.head_timeout_s, limits.keep_alive_s)), default=0.0)
-        if self._idle_since and limits.keep_alive_s:
-            left_s = self._idle_since + limits.keep_alive_s - now
-            if left_s <= 0:
-                self.transport.close()
+        if self._running is None:
+            in_head = self._parser.in_head or not self._idle_since
+            limit_s = limits.head_timeout_s if in_head else limits.keep_alive_s
+            left_s = (self._head_since if in_head else self._idle_since) + limit_s - now
+            if limit_s and left_s <= 0:
+                if in_head:
+                    self._reject(HTTPStatus.REQUEST_TIMEOUT, f"no complete request head within {limit_s:g} s")
+                else:
+                    self.close()
                 return
-            next_look_s = min(next_look_s, left_s)
-        elif self._in_head and limits.head_timeout_s:
-            limit_s = limits.head_timeout_s
-            left_s = self._head_since + limit_s - now
-            if left_s <= 0:
-                self._reject(HTTPStatus.REQUEST_TIMEOUT, f"no complete request head within {limit_s:g} s")
-                return
-            next_look_s = min(next_look_s, left_s)
+            if limit_s:
+                next_look_s = min(next_look_s, left_s)
         if next_look_s:
             self._watchdog = self.loop.call_later(next_look_s, self._watch)
 
-    def _stalled(self) -> None:
-        self._stall = None
-        self.transport.abort()
+    def _cancel_watch(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+            self._watchdog = None
 
 
-class _Refused(Exception):
-    """Stops the parser."""
-
-    def __init__(self, status: HTTPStatus, text: str) -> None:
-        super().__init__(text)
-        self.status = status
-
-
-def _status_of(error: Exception) -> HTTPStatus:
-    cause = error.__context__
-    return cause.status if isinstance(cause, _Refused) else HTTPStatus.BAD_REQUEST
-
-
-def _text_of(error: Exception) -> str:
-    cause = error.__context__
-    return str(cause) if isinstance(cause, _Refused) else f"not HTTP: {error}"
+def _address(info: Any) -> tuple[str, int | None] | None:
+    """What ASGI says of a socket's end: host and port, or the path of a Unix socket."""
+    if isinstance(info, (tuple, list)) and len(info) >= 2:
+        return str(info[0]), int(info[1])
+    return (info, None) if isinstance(info, str) and info else None
 
 
 async def _no_place(scope: Any, receive: Any, send: Any) -> None:
     """The app of a connection beyond the bound."""
-    headers, body = error_reply(
-        HTTPStatus.SERVICE_UNAVAILABLE, "every client connection is taken", kind="overloaded_error"
-    )
-    await send({"type": "http.response.start", "status": 503, "headers": headers})
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+    body = error_body(status, "every client connection is taken", kind="overloaded_error")
+    await send({"type": "http.response.start", "status": status.value, "headers": error_headers(status, body)})
     await send({"type": "http.response.body", "body": body})
-
-
-def http_protocol(
-    limits: ListenerLimits, *, on_refused: Callable[[], object] = lambda: None, check: Callable[[], str] = difference
-) -> Any:
-    """What uvicorn's `http=` gets. Raises ConfigError for a uvicorn we do not know: without it there are no bounds."""
-    problem = check()
-    if problem:
-        raise ConfigError(
-            [Problem(f"uvicorn {uvicorn.__version__}", f"kvproxy does not work with it: {problem}", INSTALL)]
-        )
-    return functools.partial(Protocol, limits=limits, on_refused=on_refused)

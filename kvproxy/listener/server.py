@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import logging
+import re
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -13,14 +15,26 @@ from typing import Any
 import uvicorn
 
 from kvproxy.config.schema import ListenerTls
+from kvproxy.errors import ConfigError, Problem
 from kvproxy.listener.limits import ListenerLimits
 from kvproxy.listener.port_holder import holder_of
-from kvproxy.listener.protocol import http_protocol
+from kvproxy.listener.protocol import ClientProtocol
 
 logger = logging.getLogger(__name__)
 
+#: Whose server makes our protocols: the range of pyproject.toml (a test compares them); its first and last are tested.
+UVICORN = "uvicorn>=0.35,<0.55"
 _LOOK_AGAIN_S = 0.005
 _SAY_AGAIN_S = 60.0
+
+
+def require_uvicorn(version: str) -> None:
+    """Raises ConfigError for a uvicorn whose server may treat our protocol otherwise than the tested ones do."""
+    first, end = (tuple(map(int, bound.split("."))) for bound in re.findall(r"[0-9.]+", UVICORN))
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None or not first <= tuple(map(int, numbers.groups())) < end:
+        problem = Problem(f"uvicorn {version}", "kvproxy's listener is not made for it", f"pip install '{UVICORN}'")
+        raise ConfigError([problem])
 
 
 class _Server(uvicorn.Server):
@@ -92,6 +106,7 @@ class Server:
         on_refused: Callable[[], object] = lambda: None,
         **options: Any,
     ) -> None:
+        require_uvicorn(uvicorn.__version__)
         self._host = host
         self._tls = tls is not None
         self._limits = limits or ListenerLimits()
@@ -100,7 +115,7 @@ class Server:
         if tls is not None:
             options |= {"ssl_certfile": tls.certificate, "ssl_keyfile": tls.private_key}
         defaults: dict[str, Any] = {
-            "http": http_protocol(self._limits, on_refused=self._refused),
+            "http": functools.partial(ClientProtocol, limits=self._limits, on_refused=self._refused),
             "loop": "none",
             "ws": "none",
             "lifespan": "off",

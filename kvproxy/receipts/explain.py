@@ -5,32 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvproxy.filters.access_line import printable
+from kvproxy.filters.access_log import printable
 from kvproxy.receipts.forecast import matched_tokens, prefill_s
 from kvproxy.receipts.receipt import Attempt, Candidate, Receipt
+from kvproxy.routing import selector
+from kvproxy.routing.registry import POLICIES
 
 #: What the reasons of the policies and of the cluster mean.
-REASONS = {
-    "overlap": "no other endpoint holds more of this prompt",
-    "load": "another endpoint holds more of this prompt, but it would cost more there",
-    "no_overlap": "no endpoint is known to hold any of this prompt",
-    "lowest_cost": "its cost is the least",
-    "highest_score": "its score is the highest",
-    "sampled": "drawn at random, in favour of low costs",
-    "imbalanced": "the loads are far apart, so the least loaded was taken",
-    "preferred": "an earlier filter preferred it",
-    "panic": "no endpoint is well, so all of them are used",
-    "round_robin": "it was its turn",
-    "random": "drawn at random",
-    "least_request": "it has the fewest requests in flight",
-    "power_of_two": "the less loaded of two drawn at random",
-    "session": "its session lives there",
-    "session_overloaded": "its session's endpoint is overloaded",
-    "no_session": "the request names no session",
-    "hash_owner": "its hash belongs there",
-    "hash_overflow": "its hash's owner is full",
-    "hash_no_key": "there was nothing to hash",
-}  # fmt: skip
+REASONS = {**selector.REASONS, **{reason: text for kind in POLICIES.values() for reason, text in kind.reasons.items()}}
 
 _HEADER = ("", "endpoint", "cost", "wait", "prefill", "cached", "known from", "in flight", "pending")
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from kvproxy.receipts.receipt import Candidate, Receipt
-from kvproxy.routing.backlog import Backlog
-from kvproxy.routing.load import Features, features_of, seconds_of
+from kvproxy.routing.load import Backlog, Features, features_of, seconds_of
 from kvproxy.types import EndpointId
 
 

@@ -7,14 +7,13 @@ from heapq import nsmallest
 
 import msgspec
 
-from kvproxy.cluster.decision import Sight
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.receipts.receipt import Candidate
 from kvproxy.request.exchange import Exchange
 from kvproxy.request.observer import RequestObserver
-from kvproxy.routing.backlog import backlog_of
 from kvproxy.routing.load import Features
 from kvproxy.routing.policy import NO_FACTS, OverlapFacts
+from kvproxy.routing.selector import Decision
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import EndpointId
 
@@ -50,7 +49,7 @@ class AttemptLog(RequestObserver):
         self.refusals: list[str] = []
         self._on_finished = on_finished
 
-    def placed(self, exchange: Exchange, decision: Sight, now: float) -> None:
+    def placed(self, exchange: Exchange, decision: Decision[Endpoint], now: float) -> None:
         """Note the decision and what it was made of."""
         self.facts, self.head = decision.request.facts, decision.request.prompt_head
         if len(self.decisions) < MAX_ATTEMPTS:
@@ -72,13 +71,13 @@ class AttemptLog(RequestObserver):
             self._on_finished(exchange, self, now)
 
 
-def _noted(decision: Sight, now: float) -> Placed:
+def _noted(decision: Decision[Endpoint], now: float) -> Placed:
     speeds, costs = decision.speeds, decision.costs
     chosen = _recorded(decision)
     candidates = [_candidate(decision.candidates[i], costs[i] if costs else None, speeds, now) for i in chosen]
     return Placed(
         at=now,
-        endpoint=decision.chosen.id,
+        endpoint=decision.endpoint.id,
         policy=decision.policy,
         reason=decision.reason,
         preference=decision.preference,
@@ -88,12 +87,12 @@ def _noted(decision: Sight, now: float) -> Placed:
     )
 
 
-def _recorded(decision: Sight) -> Sequence[int]:
+def _recorded(decision: Decision[Endpoint]) -> Sequence[int]:
     """Which candidates are noted, by index."""
     count = len(decision.candidates)
     if count <= MAX_CANDIDATES:
         return range(count)
-    costs, index = decision.costs, decision.candidates.index(decision.chosen)
+    costs, index = decision.costs, decision.index
     others = (i for i in range(count) if i != index)
     best = nsmallest(MAX_CANDIDATES - 1, others, key=costs.__getitem__ if costs else None)
     return sorted([*best, index])
@@ -102,16 +101,16 @@ def _recorded(decision: Sight) -> Sequence[int]:
 def _candidate(endpoint: Endpoint, cost: float | None, speeds: SpeedModel | None, now: float) -> Candidate:
     load = endpoint.load
     slowness = None if speeds is None else speeds.slowness(endpoint.id, now)
-    outlook = backlog_of(load, None if speeds is None else speeds.seconds, slowness or 1.0, now)
+    backlog = load.backlog(None if speeds is None else speeds.seconds, slowness or 1.0, now)
     return Candidate(
         endpoint.id,
         load.in_flight,
         load.pending_requests,
         load.pending_tokens,
         load.resident_tokens,
-        outlook.work,
-        outlook.head,
-        outlook.elapsed_s,
+        backlog.work,
+        backlog.head,
+        backlog.elapsed_s,
         endpoint.weight,
         cost,
         slowness,

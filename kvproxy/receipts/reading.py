@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from kvproxy.errors import KvproxyError
-from kvproxy.filters.access_line import printable
+from kvproxy.filters.access_log import printable
 from kvproxy.receipts.files import existing
 from kvproxy.receipts.receipt import Receipt, decode
 

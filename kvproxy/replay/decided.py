@@ -17,7 +17,7 @@ from kvproxy.replay.decided_report import Recorded, Review, Verdict, mean
 from kvproxy.replay.outcome import percentile
 from kvproxy.replay.recorded import Decision, Lesson, decisions_of
 from kvproxy.replay.scenario import PolicySpec
-from kvproxy.routing.policy import Learner, Policy
+from kvproxy.routing.policy import Policy
 from kvproxy.routing.speeds import SpeedModel
 
 #: Seconds from a decision to its first token, had it gone to the candidate of this index.
@@ -62,6 +62,7 @@ def _verdict(policy: Policy, decisions: Sequence[Decision], expect: Expect) -> V
     for decision in decisions:
         school.until(decision.at)
         choice = policy.choose(decision.request, decision.candidates, decision.at)
+        policy.placed(decision.request, decision.candidates, choice.index, decision.at, choice=choice)
         school.later(decision.lesson)
         different += choice.index != decision.index
         if choice.costs:
@@ -105,13 +106,13 @@ class _School:
     """Teaches a policy what the proxy learned, when it learned it."""
 
     def __init__(self, policy: Policy) -> None:
-        self._learner = policy if isinstance(policy, Learner) else None
+        self._policy = policy
         self._coming: list[tuple[float, int, Lesson]] = []
         self._count = 0
 
     def later(self, lesson: Lesson | None) -> None:
         """What a decision will have taught."""
-        if lesson is not None and self._learner is not None:
+        if lesson is not None:
             self._count += 1
             heappush(self._coming, (lesson.at, self._count, lesson))
 
@@ -119,8 +120,7 @@ class _School:
         """Everything learned by then."""
         while self._coming and self._coming[0][0] <= now:
             lesson = heappop(self._coming)[2]
-            assert self._learner is not None
             if lesson.work is not None:
-                self._learner.observe_sample(lesson.endpoint, lesson.work, lesson.busy_s, lesson.at)
+                self._policy.observe_sample(lesson.endpoint, lesson.work, lesson.busy_s, lesson.at)
             if lesson.cached_tokens is not None:
-                self._learner.observe_reuse(lesson.endpoint, lesson.predicted_tokens, lesson.cached_tokens, lesson.at)
+                self._policy.observe_reuse(lesson.endpoint, lesson.predicted_tokens, lesson.cached_tokens, lesson.at)

@@ -21,7 +21,7 @@ from kvproxy.replay.view import Settle, endpoint_id
 from kvproxy.replay.virtual_time import VirtualTime
 from kvproxy.routing.least import least
 from kvproxy.routing.load import Features, features_of, seconds_of
-from kvproxy.routing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest
+from kvproxy.routing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest, Policy
 from kvproxy.simulator.block_cache import PooledCache
 from kvproxy.simulator.engine import Engine
 from kvproxy.simulator.engine_io import FirstToken, Rejected, SimRequest
@@ -55,9 +55,6 @@ class PooledFleet:
         limit = (turn.prompt_tokens - 1) // self._block_size
         return self._block_size * self._cache.match_prefix(turn.blocks, limit)
 
-    def arrived(self, turn: Turn) -> None:
-        """Nothing is hotter than anything else where everything is everywhere."""
-
     def facts(self, turn: Turn) -> OverlapFacts:
         """The same for every engine."""
         overlap = Overlap(self.cached_tokens(turn))
@@ -71,13 +68,13 @@ class PooledFleet:
         """Nothing to learn."""
 
 
-class ExactLeastWork:
+class ExactLeastWork(Policy):
     """Least wait and own time by the engines' true speeds."""
 
     def __init__(self, fleet: FleetSettings, *, rng: Random) -> None:
         self.seconds = true_seconds(fleet)
         self._slowness = {endpoint_id(index): factor for index, factor in enumerate(fleet.slowness)}
-        self._rng = rng
+        super().__init__(rng=rng)
 
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
         """Among equals the smaller batch: it decodes, and so prefills, faster."""

@@ -8,8 +8,7 @@ from datetime import datetime
 
 from kvproxy.receipts.forecast import matched_tokens, own_work
 from kvproxy.receipts.receipt import Attempt, Candidate, Receipt
-from kvproxy.routing.backlog import Backlog
-from kvproxy.routing.load import Features
+from kvproxy.routing.load import Backlog, Features
 from kvproxy.routing.policy import OverlapFacts, PickRequest
 from kvproxy.types import EndpointId
 
@@ -22,11 +21,11 @@ class RecordedLoad:
     pending_requests: int
     pending_tokens: int
     resident_tokens: int
-    outlook: Backlog
+    backlog: Backlog
 
     def wait_s(self, seconds: Features, slowness: float, now: float) -> float:
         """As of EndpointLoad, at the moment of the decision."""
-        return self.outlook.wait_s(seconds, slowness)
+        return self.backlog.wait_s(seconds, slowness)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +117,6 @@ def _lesson(receipt: Receipt, attempt: Attempt, chosen: Candidate, received: flo
 
 
 def _candidate(one: Candidate) -> RecordedCandidate:
-    outlook = Backlog(one.work, one.head, one.elapsed_s)
-    load = RecordedLoad(one.in_flight, one.pending_requests, one.pending_tokens, one.resident_tokens, outlook)
+    backlog = Backlog(one.work, one.head, one.elapsed_s)
+    load = RecordedLoad(one.in_flight, one.pending_requests, one.pending_tokens, one.resident_tokens, backlog)
     return RecordedCandidate(one.id, one.weight, load)

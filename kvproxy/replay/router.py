@@ -9,11 +9,12 @@ from functools import partial
 from kvproxy.replay.outcome import Outcome
 from kvproxy.replay.trace import Turn
 from kvproxy.replay.view import CacheView, Settle
+from kvproxy.routing import selector
 from kvproxy.routing.engine_samples import NOTHING_READ, EndedWork, Reading
 from kvproxy.routing.fair_queue import FairQueue, QueueSettings
-from kvproxy.routing.forecast import Forecaster, least_own_s, least_wait_s
+from kvproxy.routing.forecast import least_own_s, least_wait_s
 from kvproxy.routing.load import EndpointLoad, Reservation
-from kvproxy.routing.policy import Learner, PickRequest, Policy
+from kvproxy.routing.policy import PickRequest, Policy
 from kvproxy.simulator.engine import Engine
 from kvproxy.types import EndpointId
 
@@ -74,17 +75,14 @@ class VirtualRouter:
         self._endpoints = endpoints
         self._policy = policy
         self._view = view
-        self._learner = policy if isinstance(policy, Learner) else None
         self._queue: FairQueue[LiveRequest] = FairQueue(QueueSettings(limit=0) if queue is None else queue)
-        self._speeds = policy.speeds if queue is not None and isinstance(policy, Forecaster) else None
-        if self._learner is not None:
-            for endpoint in endpoints:
-                endpoint.load.on_sample = partial(self._learner.observe_sample, endpoint.id)
+        self._speeds = policy.speeds if queue is not None else None
+        for endpoint in endpoints:
+            endpoint.load.on_sample = partial(policy.observe_sample, endpoint.id)
 
     def arrive(self, request: LiveRequest, now: float) -> Placement | None:
         """Places a request, or queues it (None). With the queue full it is placed at once, unlike in the proxy, which
         refuses it: figures of policies that refuse different requests could not be compared."""
-        self._view.arrived(request.turn)
         if self._speeds is None or self._queue.admits(self._least_wait_s(now)):
             return self._place(request, now)
         own_s = least_own_s(self._view.facts(request.turn), self._endpoints, self._speeds)
@@ -118,8 +116,7 @@ class VirtualRouter:
             endpoint.ended.add(placement.reservation)
         predicted, cached = outcome.predicted_tokens, outcome.cached_tokens
         placement.settle(predicted, cached)
-        if self._learner is not None:
-            self._learner.observe_reuse(endpoint.id, predicted, cached, now)
+        self._policy.observe_reuse(endpoint.id, predicted, cached, now)
 
     def _place(self, request: LiveRequest, now: float) -> Placement:
         turn = request.turn
@@ -130,7 +127,12 @@ class VirtualRouter:
             streams=request.streams,
             prompt_head=turn.blocks[0].to_bytes(8, "little") if turn.blocks else b"",
         )
-        endpoint = self._endpoints[self._policy.choose(pick, self._endpoints, now).index]
+        decision = selector.decide(pick, self._endpoints, self._policy, now)
+        assert decision is not None
+        endpoint = decision.endpoint
+        if self._policy.speeds is not None:
+            selector.advance(self._endpoints, self._policy.speeds, now)
+        self._policy.placed(pick, self._endpoints, decision.index, now, choice=decision.choice)
         matched = facts.matched_tokens(endpoint.id)
         request.outcome.endpoint = endpoint.index
         request.outcome.predicted_tokens = matched

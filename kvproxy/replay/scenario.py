@@ -17,18 +17,13 @@ from kvproxy.replay.trace import Trace
 from kvproxy.replay.view import IndexView, endpoint_id
 from kvproxy.replay.virtual_time import VirtualTime
 from kvproxy.routing.fair_queue import QueueSettings
-from kvproxy.routing.kv_aware import KvAware
-from kvproxy.routing.least_ttft import LeastTtft
 from kvproxy.routing.policy import Policy
-from kvproxy.routing.registry import POLICIES
+from kvproxy.routing.registry import POLICIES, make_policy
 from kvproxy.routing.speeds import SpeedModel, SpeedPriors
 from kvproxy.simulator.engine import Engine
 
 #: Behind a policy's name: with the router queue in front of it.
 QUEUE_SUFFIX = "+queue"
-
-#: Policies the router queue can stand before: those that know how long a prefill takes.
-QUEUEING = frozenset({PolicyName.KV_AWARE, PolicyName.LEAST_TTFT})
 
 
 class UnknownPolicy(KvproxyError):
@@ -50,7 +45,7 @@ class PolicySpec:
             alias = POLICY_ALIASES.get(re.sub(r"[^a-z0-9]", "", name.casefold()))
             hint = f"did you mean {str(alias)!r}?" if alias else spelling_hint(name, map(str, PolicyName))
             raise UnknownPolicy(f"no policy {name!r} ({hint})")
-        if queue and name not in QUEUEING:
+        if queue and not POLICIES[PolicyName(name)].learns_speeds:
             raise UnknownPolicy(
                 f"{name} does not know how long a prefill takes; the queue needs kv_aware or least_ttft"
             )
@@ -65,11 +60,10 @@ class PolicySpec:
         priors = SpeedPriors(
             priors.request_s / prior_factor, priors.tokens_per_s * prior_factor, priors.quadratic_tokens
         )
-        if self.name is PolicyName.KV_AWARE:
-            return KvAware(rng=rng, speeds=SpeedModel(priors))
-        if self.name is PolicyName.LEAST_TTFT:
-            return LeastTtft(rng=rng, speeds=SpeedModel(priors))
-        return POLICIES[self.name](rng, ClusterSettings(policy=self.name))
+        policy = make_policy(self.name, ClusterSettings(policy=self.name), rng=rng)
+        if policy.learns_speeds:
+            policy.speeds = SpeedModel(priors)
+        return policy
 
 
 def play(

@@ -12,7 +12,8 @@ import msgspec
 
 from kvproxy.clients.kv_events import events as wire
 from kvproxy.kvcache.overlap.indexes import IndexState, LocalIndexes
-from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
+from kvproxy.prefix.approximate.endpoint_lru import Run, SpeculativeEntry
+from kvproxy.prefix.approximate.radix import PrefixCursor
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.replay.settings import FleetSettings, IndexMode
 from kvproxy.replay.trace import Turn
@@ -30,10 +31,6 @@ _BLOCK_TOKENS, _BYTES_PER_TOKEN = 1, float(TEXT_BLOCK_BYTES)
 
 class CacheView(Protocol):
     """Where the facts of a pick come from. Endpoints are numbered."""
-
-    def arrived(self, turn: Turn) -> None:
-        """A request came; once each, however often its facts are asked for."""
-        ...
 
     def facts(self, turn: Turn) -> OverlapFacts:
         """What is known about this prompt now."""
@@ -59,38 +56,39 @@ class IndexView:
         self._events = fleet.index is IndexMode.EVENTS
         capacity_blocks = int(fleet.capacity_tokens * fleet.index_capacity) // block_size
         state = IndexState(endpoints=fleet.instances, capacity_blocks=capacity_blocks)
-        self._local = LocalIndexes(state, learn_capacity=fleet.learn_capacity)
+        self._local = LocalIndexes(state, learn_capacity=fleet.learn_capacity, follows_events=self._events)
         if self._events:
             self._local.exact = frozenset(self._ids)
         self._rng = rng
-        self._asked: tuple[Turn, OverlapFacts] | None = None  # by the latest `facts`: the pick follows in that step
+        self._asked: tuple[Turn, OverlapFacts, PrefixCursor[Run]] | None = (
+            None  # by the latest `facts`: the pick follows in that step
+        )
         self._false_entries = fleet.wrong_share / (1.0 - fleet.wrong_share)  # for each true one
 
-    def arrived(self, turn: Turn) -> None:
-        self._local.hot.touch(turn.blocks)
-
     def facts(self, turn: Turn) -> OverlapFacts:
-        blocks = turn.blocks
+        blocks, cursor = turn.blocks, self._local.approximate.locate(turn.blocks)
         limit = (turn.prompt_tokens - 1) // self._block_size  # the last token is always computed
         known = self._local.overlaps(
-            blocks,
+            cursor,
             bytes_per_token=_BYTES_PER_TOKEN,
             tokens=array("I", blocks) if self._events else None,
             cache_salt=None,
         )
         overlaps = {endpoint: self._in_tokens(overlap, limit) for endpoint, overlap in known.items()}
-        facts = OverlapFacts(turn.prompt_tokens, overlaps, self._local.hot.hot_prefix_blocks(blocks) * self._block_size)
-        self._asked = turn, facts
+        facts = OverlapFacts(
+            turn.prompt_tokens, overlaps, self._local.approximate.hot_blocks(cursor) * self._block_size
+        )
+        self._asked = turn, facts, cursor
         return facts
 
     def routed(self, endpoint: int, turn: Turn) -> Settle:
         assert self._asked is not None
-        asked, facts = self._asked
+        asked, facts, cursor = self._asked
         assert asked is turn
         if self._false_entries and self._rng.random() < self._false_entries:
             self._mislead(turn)
         name = self._ids[endpoint]
-        return partial(self._settle, turn, facts.by_endpoint.get(name), self._local.route(name, turn.blocks))
+        return partial(self._settle, turn, facts.by_endpoint.get(name), self._local.route(name, cursor))
 
     def _settle(
         self, turn: Turn, overlap: Overlap | None, entry: SpeculativeEntry, predicted: int, cached: int
@@ -100,7 +98,7 @@ class IndexView:
         lost = local.observe_capacity(entry, cached_blocks)
         local.correct(
             endpoint,
-            turn.blocks,
+            entry.cursor,
             overlap,
             predicted_tokens=predicted,
             cached_tokens=cached,
@@ -127,7 +125,7 @@ class IndexView:
         """A false entry: some endpoint holds this prompt, or so it says."""
         endpoint = self._rng.choice(self._ids)
         if not self._events:
-            self._local.approximate.insert(endpoint, turn.blocks)
+            self._local.approximate.insert(endpoint, self._local.approximate.locate(turn.blocks))
         elif turn.blocks:
             event = _on_the_wire(BlockStored(tuple(turn.blocks), None))
             self._local.precise.apply(endpoint, 0, [event])

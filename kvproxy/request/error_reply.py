@@ -34,6 +34,25 @@ LINGER_BYTES = 1024 * 1024
 LINGER_S = 1.0
 
 
+class LocalReply(Exception):
+    """The proxy answers a request by itself: with this status, `reason` (from a closed set) and text."""
+
+    def __init__(
+        self,
+        status: int,
+        reason: str,
+        message: str,
+        *,
+        headers: Sequence[tuple[bytes, bytes]] = (),
+        unread: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+        self.headers = headers
+        self.unread = unread  # more of the body may be on its way, and is not wanted
+
+
 def speaks_anthropic(path: str) -> bool:
     """Whether clients of this path expect Anthropic's error shape."""
     return path == "/v1/messages" or path.startswith("/v1/messages/")
@@ -82,6 +101,24 @@ async def local_reply(
         await _linger(unread, linger_s)
         body = b""
     await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def refuse(why: LocalReply, scope: Scope, receive: Receive, send: Send, *, metrics: Metrics) -> None:
+    """The answer to a refused request."""
+    if why.reason == "body_too_large":
+        metrics.bounds.body_refused.inc()
+    elif why.reason == "bodies_full":
+        metrics.bounds.bodies_full.inc()
+    await local_reply(
+        scope,
+        send,
+        status=why.status,
+        reason=why.reason,
+        message=str(why),
+        metrics=metrics,
+        headers=why.headers,
+        unread=receive if why.unread else None,
+    )
 
 
 async def _linger(receive: Receive, linger_s: float) -> None:

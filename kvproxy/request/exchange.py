@@ -14,6 +14,9 @@ from kvproxy.types import EndpointId, InferenceRequest
 
 SCOPE_KEY = "kvproxy"
 
+#: nginx's word for it; never on the wire, only in logs and metrics.
+CLIENT_CLOSED_REQUEST = 499
+
 #: Candidates of one decision that are remembered with their costs; of larger fleets receipts hold the cheapest.
 MAX_REMEMBERED = 32
 
@@ -63,6 +66,11 @@ class Outcome:
     candidates: Sequence[Endpoint] = ()  # of the last pick, and what each would have cost by the policy; () if there
     costs: Sequence[float] = ()  # were more than MAX_REMEMBERED
 
+    def client_left(self) -> None:
+        """The client closed its connection before the response was complete."""
+        self.end = "client_disconnected"
+        self.status = self.status or CLIENT_CLOSED_REQUEST
+
 
 class Exchange:
     """State of one request on its way through the chain."""
@@ -72,6 +80,9 @@ class Exchange:
         "debug",
         "facts",
         "facts_source",
+        "followed",
+        "held_bytes",
+        "hooks",
         "inference",
         "isolated",
         "may_debug",
@@ -81,6 +92,7 @@ class Exchange:
         "policy",
         "preferred",
         "received_at",
+        "received_bytes",
         "request_id",
         "tenant",
         "trace_id",
@@ -96,6 +108,8 @@ class Exchange:
         self.may_debug = True  # with `auth`: only if its key says so
         self.isolated = False  # what it has cached is for its tenant alone
         self.body: bytes | None = None  # the whole body once inference_request read it
+        self.held_bytes = 0  # of it, that are counted among those of all requests
+        self.received_bytes = 0  # of the body, from the client
         self.inference: InferenceRequest | None = None
         self.members: Members | None = None  # of a scanned body: those that are read, guarded or salted
         #: That the client asked for and gets; "": the cluster's own. It decides alone, preference or not.
@@ -107,26 +121,34 @@ class Exchange:
         self.debug = False  # the client asked for x-kvproxy-decision
         self.trace_id = ""  # W3C, 32 hex digits; "" without `tracing`
         self.trace_parent = b""  # W3C `traceparent` of the present attempt; b"": the one in the headers
+        self.followed = False  # the observers hear of its response already
         self.outcome = Outcome()
-        #: What hears of this request's stages, in this order; the router adds its own when the request reaches it.
-        self.observers: list[HasHooks] = []
+        #: What hears of this request's stages, in this order (`attach`), and the hooks that some of it has.
+        self.observers: tuple[HasHooks, ...] = ()
+        self.hooks: frozenset[str] = frozenset()
+
+    def attach(self, *observers: HasHooks) -> None:
+        """These hear of the request from now on, after those that are there."""
+        self.observers += observers
+        for observer in observers:
+            self.hooks |= observer.hooks
 
     @property
     def on_pick(self) -> list[Callable[[Exchange], None]]:
-        """Deprecated: append a RequestObserver to `observers`. Called after every pick, with the outcome's endpoint."""
+        """Deprecated: `attach` a RequestObserver. Called after every pick, with the outcome's endpoint."""
         return self._callbacks().after_pick
 
     @property
     def on_complete(self) -> list[Callable[[Exchange], None]]:
-        """Deprecated: append a RequestObserver to `observers`. Called once when the request is over."""
+        """Deprecated: `attach` a RequestObserver. Called once when the request is over."""
         return self._callbacks().at_end
 
     def _callbacks(self) -> _Callbacks:
-        warnings.warn("append a RequestObserver to `exchange.observers`", DeprecationWarning, stacklevel=3)
+        warnings.warn("`exchange.attach` a RequestObserver", DeprecationWarning, stacklevel=3)
         for observer in self.observers:
             if isinstance(observer, _Callbacks):
                 return observer
-        self.observers.append(callbacks := _Callbacks())
+        self.attach(callbacks := _Callbacks())
         return callbacks
 
     @classmethod

@@ -9,9 +9,11 @@ import logging
 from collections.abc import Callable
 from typing import Any, ClassVar, Concatenate, ParamSpec
 
-from kvproxy.cluster.decision import Sight
+from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import Pick
 from kvproxy.request.exchange import Exchange
+from kvproxy.routing.selector import Decision
+from kvproxy.types import Headers
 
 log = logging.getLogger("kvproxy.request")
 
@@ -21,9 +23,9 @@ P = ParamSpec("P")
 class RequestObserver:
     """Hears of the stages of a request, in this order; every hook does nothing unless a subclass overrides it.
 
-    One observer may serve all requests (the router's own ones) or one (appended to `exchange.observers`, where it lives
-    as long as the request; it must not hold the exchange, which would be a cycle). A hook must not wait. What it raises
-    is logged and fails no request. `now` is the proxy's clock, in seconds.
+    One observer may serve all requests (`context.observers`) or one (`exchange.attach`, with which it lives as long as
+    the request; it must not hold the exchange, which would be a cycle). A hook must not wait. What it raises is logged
+    and fails no request. `now` is the proxy's clock, in seconds.
     """
 
     __slots__ = ()
@@ -44,7 +46,7 @@ class RequestObserver:
     def received(self, exchange: Exchange, now: float) -> None:
         """The router begins with the request: it is read, and will be routed."""
 
-    def placed(self, exchange: Exchange, decision: Sight, now: float) -> None:
+    def placed(self, exchange: Exchange, decision: Decision[Endpoint], now: float) -> None:
         """An endpoint was chosen; its load does not count the request yet. A retry is placed again."""
 
     def refused(self, exchange: Exchange, refusal: str, now: float) -> None:
@@ -62,6 +64,16 @@ class RequestObserver:
     def finished(self, exchange: Exchange, now: float) -> None:
         """The request is over, whatever its end; called once."""
 
+    def response_started(self, exchange: Exchange, status: int, headers: Headers) -> None:
+        """The head of the response goes to the client."""
+
+    def body_piece(self, exchange: Exchange, piece: bytes) -> None:
+        """A piece of the response's body went to the client."""
+
+    def ended(self, exchange: Exchange, status: int, crash: str) -> None:
+        """All filters are through with the request, also with one that never reached the router: `status` was sent (0:
+        nothing), an exception of type `crash` (mostly "") came out."""
+
 
 HOOKS = (
     "facts_began",
@@ -73,6 +85,9 @@ HOOKS = (
     "attempt_failed",
     "first_byte",
     "finished",
+    "response_started",
+    "body_piece",
+    "ended",
 )
 
 
@@ -83,7 +98,10 @@ def notify(
     **kwargs: P.kwargs,
 ) -> None:
     """Calls this hook of every observer of the exchange that has it, such as `notify(RequestObserver.finished,
-    exchange, now)`. An observer that fails is logged, and the others go on."""
+    exchange, now)`. An observer that fails is logged, and the others go on.
+
+    Where few requests have an observer with the hook, look into `exchange.hooks` first: that is cheaper than a call.
+    """
     name = hook.__name__
     for observer in exchange.observers:
         if name in observer.hooks:

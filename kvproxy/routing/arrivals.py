@@ -1,16 +1,16 @@
-"""Who keeps coming to which endpoint: what the recent past of each says of its near future."""
+"""Requests that keep coming to the same endpoint: what the recent past of each endpoint says of its near future."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+
+import msgspec
 
 from kvproxy.types import EndpointId
 
 
-@dataclass(slots=True)
-class EndpointArrivals:
+class EndpointArrivals(msgspec.Struct):
     """One endpoint's recent past."""
 
     bound_per_s: float  # requests a second that would have cost much more elsewhere
@@ -30,34 +30,40 @@ class ArrivalStats:
         self._memory_s = memory_s
         self._by_endpoint: dict[EndpointId, EndpointArrivals] = {}
 
-    def seen(self, endpoints: Iterable[EndpointId], waits_s: Iterable[float], now: float) -> list[EndpointArrivals]:
-        """The past of each up to about `now`, when a prefill would wait so long there. To be read only."""
-        known, memory_s, customs = self._by_endpoint, self._memory_s, []
+    def estimate(
+        self, endpoints: Sequence[EndpointId], waits_s: Sequence[float], now: float
+    ) -> tuple[list[EndpointArrivals], dict[EndpointId, EndpointArrivals]]:
+        """The past of each up to about `now`, when a prefill would wait so long there; and those of them that were not
+        up to date, for `update`. To be read only."""
+        known, memory_s, found, renewed = self._by_endpoint, self._memory_s, [], {}
         at, keep = now, 1.0
         for endpoint, wait_s in zip(endpoints, waits_s, strict=True):
-            custom = known.get(endpoint)
-            if custom is None:
-                custom = known[endpoint] = EndpointArrivals(0.0, wait_s, now)
-            elif now - custom.at >= REFRESH_S:
-                if custom.at != at:  # most are of one moment
-                    at = custom.at
+            past = known.get(endpoint)
+            if past is None:
+                past = renewed[endpoint] = EndpointArrivals(0.0, wait_s, now)
+            elif now - past.at >= REFRESH_S:
+                if past.at != at:  # most are of one moment
+                    at = past.at
                     keep = math.exp(0.5 * (at - now) / memory_s)
-                custom.bound_per_s *= keep * keep
-                custom.usual_wait_s = wait_s + (custom.usual_wait_s - wait_s) * keep
-                custom.at = now
-            customs.append(custom)
-        return customs
+                usual_wait_s = wait_s + (past.usual_wait_s - wait_s) * keep
+                past = renewed[endpoint] = EndpointArrivals(past.bound_per_s * (keep * keep), usual_wait_s, now)
+            found.append(past)
+        return found, renewed
 
-    def came(self, endpoint: EndpointId) -> None:
-        """A request went there, now, that would have cost much more elsewhere; nothing to count before `seen`."""
-        custom = self._by_endpoint.get(endpoint)
-        if custom is not None:
-            custom.bound_per_s += 1.0 / self._memory_s
+    def update(self, renewed: Mapping[EndpointId, EndpointArrivals]) -> None:
+        """What `estimate` brought up to date stands from now on."""
+        self._by_endpoint.update(renewed)
+
+    def record_arrival(self, endpoint: EndpointId) -> None:
+        """A request goes there, now, that would have cost much more elsewhere; nothing to count before an `update`."""
+        past = self._by_endpoint.get(endpoint)
+        if past is not None:
+            past.bound_per_s += 1.0 / self._memory_s
 
     def forget(self, endpoint: EndpointId) -> None:
         """The endpoint left the pool."""
         self._by_endpoint.pop(endpoint, None)
 
-    def present(self) -> dict[EndpointId, EndpointArrivals]:
-        """What was last seen of each."""
+    def known(self) -> Mapping[EndpointId, EndpointArrivals]:
+        """What stands at present, by endpoint."""
         return dict(self._by_endpoint)

@@ -7,21 +7,27 @@ import random
 from collections.abc import Sequence
 
 from kvproxy.routing.hash_ring import HashRing
-from kvproxy.routing.policy import Candidate, Choice, PickRequest
+from kvproxy.routing.policy import Candidate, Choice, PickRequest, Policy
 from kvproxy.routing.simple import Choices
 
 #: No endpoint takes more than this times its fair share of the requests in flight.
 LOAD_FACTOR = 1.25
 
 
-class ConsistentHash:
+class ConsistentHash(Policy):
     """Hashes the session key, or else the prompt's head; a request with neither goes anywhere on the ring.
 
     An endpoint at its bound is passed over for the next one on the ring (Mirrokni, Thorup and Zadimoghaddam 2016).
     """
 
+    reasons = {
+        "hash_owner": "its hash belongs there",
+        "hash_overflow": "its hash's owner is full",
+        "hash_no_key": "there was nothing to hash",
+    }
+
     def __init__(self, *, rng: random.Random) -> None:
-        self._rng = rng
+        super().__init__(rng=rng)
         self._ring = HashRing()
         self._owner = Choices("hash_owner")
         self._next = Choices("hash_overflow")
@@ -42,7 +48,7 @@ class ConsistentHash:
         owner = next(ranked)
         if has_room(owner):
             return (self._owner if key else self._keyless)[owner]
-        # Somebody has room, because the bounds add up to more than the load.
+        # One has room, because the bounds add up to more than the load.
         return (self._next if key else self._keyless)[next(index for index in ranked if has_room(index))]
 
 

@@ -14,18 +14,21 @@ from collections.abc import Sequence
 from random import Random
 
 from kvproxy.config.policy_schema import DynamoSettings
-from kvproxy.routing.least import least
-from kvproxy.routing.policy import Candidate, Choice, Overlap, PickRequest
+from kvproxy.routing.least import LOWEST_COST, least
+from kvproxy.routing.policy import Candidate, Choice, Overlap, PickRequest, Policy
 
 _NOTHING_HELD = Overlap(device_tokens=0)
 
 
-class Dynamo:
+class Dynamo(Policy):
     """Blocks to prefill plus blocks in use."""
 
+    uses_overlap = True
+    reasons = {**LOWEST_COST, "sampled": "drawn at random, in favour of low costs"}
+    settings: DynamoSettings
+
     def __init__(self, *, rng: Random, settings: DynamoSettings = DynamoSettings()) -> None:
-        self.settings = settings
-        self._rng = rng
+        super().__init__(rng=rng, settings=settings)
 
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
         facts, settings = request.facts, self.settings

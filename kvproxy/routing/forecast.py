@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
 
 from kvproxy.routing.load import features_of, seconds_of
 from kvproxy.routing.policy import Candidate, OverlapFacts
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import EndpointId
-
-
-@runtime_checkable
-class Forecaster(Protocol):
-    """A policy that knows how long a prefill takes; the router queue needs one."""
-
-    speeds: SpeedModel
-    """The learned speeds of its pool."""
-
-
-def speeds_of(*policies: object) -> SpeedModel | None:
-    """What the first of these that is a Forecaster has learned."""
-    return next((policy.speeds for policy in policies if isinstance(policy, Forecaster)), None)
 
 
 def own_s(facts: OverlapFacts, endpoint: EndpointId, speeds: SpeedModel) -> float:

@@ -1,4 +1,4 @@
-"""kv_aware: the endpoint where this request costs everybody least, in seconds of prefill.
+"""kv_aware: the endpoint where this request costs all requests least, in seconds of prefill.
 
     cost  = wait + own * (slowness + kappa + stall * in_flight) + foresight * usual_wait
     kappa = (crowding * bound_per_s * (wait + slowness * own / 2) + congestion * arrivals_per_s * mean_wait) / (1 - rho)
@@ -14,7 +14,7 @@ behind them, and bringing lower-tier tokens up. A greedy router stops at wait + 
   endpoint that is always busy.
 
 What others suffer is charged in pooled seconds, so that the slow half of a mixed fleet is not starved. Computing a hot
-prefix once more is an investment and discounted. Speeds are learned (speed.py).
+prefix once more is an investment and discounted. Speeds are learned (speeds.py).
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from random import Random
+from typing import NamedTuple
 
 from kvproxy.config.policy_schema import KvAwareSettings
-from kvproxy.routing.arrivals import ArrivalStats
+from kvproxy.routing.arrivals import ArrivalStats, EndpointArrivals
 from kvproxy.routing.forecast import own_s
 from kvproxy.routing.least import least
 from kvproxy.routing.load import Features, features_of, seconds_of
-from kvproxy.routing.policy import Candidate, Choice, OverlapFacts, PickRequest
+from kvproxy.routing.policy import Candidate, Choice, PickRequest, Policy
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.routing.utilisation import Utilisation
 from kvproxy.types import EndpointId
@@ -40,17 +41,33 @@ MAX_KAPPA = 9.0
 BOUND_BELOW = 0.5
 
 
-class KvAware:
-    """Chooses by expected cost and learns the engines' speeds (a Learner)."""
+class _Notes(NamedTuple):
+    """What a choice has for the placement that may follow it."""
+
+    held_elsewhere: int  # the most tokens that another candidate holds
+    arrivals: Mapping[EndpointId, EndpointArrivals]  # brought up to date
+
+
+class KvAware(Policy):
+    """Chooses by expected cost and learns the engines' speeds."""
+
+    uses_overlap = True
+    learns_speeds = True
+    reasons = {
+        "overlap": "no other endpoint holds more of this prompt",
+        "load": "another endpoint holds more of this prompt, but it would cost more there",
+        "no_overlap": "no endpoint is known to hold any of this prompt",
+    }
+    settings: KvAwareSettings
+    speeds: SpeedModel
 
     def __init__(
         self, *, rng: Random, speeds: SpeedModel | None = None, settings: KvAwareSettings = KvAwareSettings()
     ) -> None:
+        super().__init__(rng=rng, settings=settings)
         self.speeds = SpeedModel() if speeds is None else speeds
         self.utilisation = Utilisation()
-        self.clientele = ArrivalStats()
-        self._rng = rng
-        self.settings = settings
+        self.arrivals = ArrivalStats()
 
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
         facts, settings = request.facts, self.settings
@@ -87,17 +104,37 @@ class KvAware:
         crowding, congestion = self._delayed_per_s(now)
         everywhere = (settings.kappa or 0.0) + min(MAX_KAPPA, congestion * sum(waits) / len(waits))
         foresight = settings.foresight
-        for index, custom in enumerate(self.clientele.seen(ids, waits, now)):
-            bound = crowding * custom.bound_per_s * ends[index]
+        arrivals, renewed = self.arrivals.estimate(ids, waits, now)
+        for index, past in enumerate(arrivals):
+            bound = crowding * past.bound_per_s * ends[index]
             delayed = everywhere + (bound if bound < MAX_KAPPA else MAX_KAPPA)
-            cost = costs[index] + owns[index] * delayed + foresight * custom.usual_wait_s
+            cost = costs[index] + owns[index] * delayed + foresight * past.usual_wait_s
             costs[index] = cost / candidates[index].weight
         index = least(costs, self._rng)
-        self._count(facts, ids[index], max(held[:index] + held[index + 1 :], default=0), len(ids), now)
-        return Choice(index, reason_of(held, index), costs)
+        notes = _Notes(max(held[:index] + held[index + 1 :], default=0), renewed)
+        return Choice(index, reason_of(held, index), costs, notes)
+
+    def placed(
+        self, request: PickRequest, candidates: Sequence[Candidate], index: int, now: float, *, choice: Choice | None
+    ) -> None:
+        """Count the work towards the pool's utilisation, and the request among those bound to its endpoint if it is."""
+        facts, endpoint = request.facts, candidates[index].id
+        if choice is not None:
+            assert isinstance(choice.notes, _Notes)
+            elsewhere, renewed = choice.notes
+            self.arrivals.update(renewed)
+        else:
+            others = (facts.matched_tokens(other) for other in facts.by_endpoint if other != endpoint)
+            elsewhere = max(others, default=0)
+        own = own_s(facts, endpoint, self.speeds)
+        self.utilisation.add(own, len(candidates), now)
+        if len(candidates) > 1 and own < BOUND_BELOW * seconds_of(
+            features_of(facts.prompt_tokens - elsewhere, elsewhere), self.speeds.seconds
+        ):
+            self.arrivals.record_arrival(endpoint)
 
     def _delayed_per_s(self, now: float) -> tuple[float, float]:
-        """How many of each bound request a second, and how many altogether, a second of backlog delays; nobody where
+        """How many of each bound request a second, and how many altogether, a second of backlog delays; none where
         kappa is constant."""
         settings, pool = self.settings, self.utilisation
         if settings.kappa is not None:
@@ -105,15 +142,14 @@ class KvAware:
         idle = 1.0 - pool.rho(now)
         return settings.crowding / idle, settings.congestion * pool.arrivals_per_s(now) / idle
 
-    def learned(self, now: float) -> Mapping[str, object]:
-        """The present estimates."""
-        customs = self.clientele.present()
+    def estimates(self, now: float) -> Mapping[str, object]:
+        known = self.arrivals.known()
         return {
             **asdict(self.speeds.estimates(now)),
             "rho": self.utilisation.rho(now),
             "arrivals_per_s": self.utilisation.arrivals_per_s(now),
-            "bound_per_s": {endpoint: custom.bound_per_s for endpoint, custom in customs.items()},
-            "usual_wait_s": {endpoint: custom.usual_wait_s for endpoint, custom in customs.items()},
+            "bound_per_s": {endpoint: past.bound_per_s for endpoint, past in known.items()},
+            "usual_wait_s": {endpoint: past.usual_wait_s for endpoint, past in known.items()},
         }
 
     def observe_sample(
@@ -121,34 +157,13 @@ class KvAware:
     ) -> None:
         self.speeds.observe(endpoint, work, busy_s, now, scraped=scraped)
 
-    def observe_reuse(self, endpoint: EndpointId, predicted_tokens: int, cached_tokens: int, now: float) -> None:
-        """Nothing: a wrong prediction shows in the samples, and who made it answers for it (trust.py)."""
-
     def forget(self, endpoint: EndpointId) -> None:
         self.speeds.forget(endpoint)
-        self.clientele.forget(endpoint)
-
-    def placed(self, request: PickRequest, endpoint: EndpointId, endpoints: int, now: float) -> None:
-        """Count the work towards the pool's utilisation, and the request among those bound to `endpoint` if it is."""
-        facts = request.facts
-        elsewhere = max((facts.matched_tokens(other) for other in facts.by_endpoint if other != endpoint), default=0)
-        self._count(facts, endpoint, elsewhere, endpoints, now)
-
-    def _count(
-        self, facts: OverlapFacts, endpoint: EndpointId, held_elsewhere: int, endpoints: int, now: float
-    ) -> None:
-        self.speeds.requests_without_sample += 1
-        seconds = self.speeds.seconds
-        own = own_s(facts, endpoint, self.speeds)
-        self.utilisation.add(own, endpoints, now)
-        if endpoints > 1 and own < BOUND_BELOW * seconds_of(
-            features_of(facts.prompt_tokens - held_elsewhere, held_elsewhere), seconds
-        ):
-            self.clientele.came(endpoint)
+        self.arrivals.forget(endpoint)
 
 
 def reason_of(held: Sequence[int], index: int) -> str:
-    """How the choice stands to what is cached: `overlap` (nobody holds more), `load` (somebody does), `no_overlap`."""
+    """How the choice stands to what is cached: `overlap` (none holds more), `load` (one does), `no_overlap`."""
     best = max(held)
     if best == 0:
         return "no_overlap"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 
 from kvproxy.routing.policy import Candidate
+
+#: Reasons of the policies whose choice is `least(costs)`.
+LOWEST_COST: Mapping[str, str] = {"lowest_cost": "its cost is the least"}
 
 
 def least(costs: Sequence[float], rng: Random) -> int:

@@ -12,40 +12,40 @@ from dataclasses import asdict
 from random import Random
 
 from kvproxy.routing.forecast import own_s
-from kvproxy.routing.least import least
+from kvproxy.routing.least import LOWEST_COST, least
 from kvproxy.routing.load import Features
-from kvproxy.routing.policy import Candidate, Choice, PickRequest
+from kvproxy.routing.policy import Candidate, Choice, PickRequest, Policy
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import EndpointId
 
 
-class LeastTtft:
-    """Least estimated time to first token (a Learner)."""
+class LeastTtft(Policy):
+    """Least estimated time to first token, by learned speeds."""
+
+    uses_overlap = True
+    learns_speeds = True
+    reasons = LOWEST_COST
+    speeds: SpeedModel
 
     def __init__(self, *, rng: Random, speeds: SpeedModel | None = None) -> None:
+        super().__init__(rng=rng)
         self.speeds = SpeedModel() if speeds is None else speeds
-        self._rng = rng
 
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
         facts, speeds, costs = request.facts, self.speeds, []
-        speeds.requests_without_sample += 1
         for candidate in candidates:
             slowness = speeds.slowness(candidate.id, now)
             wait = candidate.load.wait_s(speeds.seconds, slowness, now)
             costs.append((wait + slowness * own_s(facts, candidate.id, speeds)) / candidate.weight)
         return Choice(least(costs, self._rng), "lowest_cost", costs)
 
-    def learned(self, now: float) -> Mapping[str, object]:
-        """The present estimates."""
+    def estimates(self, now: float) -> Mapping[str, object]:
         return asdict(self.speeds.estimates(now))
 
     def observe_sample(
         self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool = False
     ) -> None:
         self.speeds.observe(endpoint, work, busy_s, now, scraped=scraped)
-
-    def observe_reuse(self, endpoint: EndpointId, predicted_tokens: int, cached_tokens: int, now: float) -> None:
-        """Speeds are all it learns."""
 
     def forget(self, endpoint: EndpointId) -> None:
         self.speeds.forget(endpoint)

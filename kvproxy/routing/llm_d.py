@@ -14,15 +14,18 @@ from random import Random
 
 from kvproxy.config.policy_schema import LlmDSettings
 from kvproxy.routing.least import least
-from kvproxy.routing.policy import Candidate, Choice, PickRequest
+from kvproxy.routing.policy import Candidate, Choice, PickRequest, Policy
 
 
-class LlmD:
+class LlmD(Policy):
     """Highest weighted sum of normalised scores; ties at random."""
 
+    uses_overlap = True
+    reasons = {"highest_score": "its score is the highest"}
+    settings: LlmDSettings
+
     def __init__(self, *, rng: Random, settings: LlmDSettings = LlmDSettings()) -> None:
-        self.settings = settings
-        self._rng = rng
+        super().__init__(rng=rng, settings=settings)
 
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
         prefix = _rising([request.facts.matched_tokens(candidate.id) for candidate in candidates], when_equal=0.0)

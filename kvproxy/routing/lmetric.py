@@ -8,17 +8,16 @@ Nothing to tune and nothing learned: the peer that is hardest to beat.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from random import Random
 
-from kvproxy.routing.least import least
-from kvproxy.routing.policy import Candidate, Choice, PickRequest
+from kvproxy.routing.least import LOWEST_COST, least
+from kvproxy.routing.policy import Candidate, Choice, PickRequest, Policy
 
 
-class LMetric:
+class LMetric(Policy):
     """Least product of prefill tokens and batch."""
 
-    def __init__(self, *, rng: Random) -> None:
-        self._rng = rng
+    uses_overlap = True
+    reasons = LOWEST_COST
 
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
         facts = request.facts

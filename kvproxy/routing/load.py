@@ -6,14 +6,17 @@ sides of the equation.
 
 An answer that is not streamed hides its first token behind its whole decode. Engines prefill in order of arrival, so
 such a request is taken as prefilled when a later one shows its first token or ends, or when its estimated time has
-passed; what it teaches about speeds the engine's own counters have to say (ended.py).
+passed (`advance`); what it teaches about speeds the engine's own counters have to say (engine_samples.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
+
+import msgspec
 
 #: (requests, sum u, sum u*(c+u/2), sum l) for u uncached tokens after c cached ones, l of these on lower tiers:
 #: what prefill time is linear in.
@@ -71,6 +74,25 @@ class Reservation:
         return features_of(self.uncached_tokens, self.cached_tokens, self.lower_tokens)
 
 
+class Backlog(msgspec.Struct, frozen=True):
+    """What an engine still has to prefill at one moment."""
+
+    work: Features  # of everything pending
+    head: Features  # of what it is at work on
+    elapsed_s: float  # since that work began, as far as is known
+
+    def wait_s(self, seconds: Features, slowness: float) -> float:
+        """Until it would begin with a request placed now; `seconds` and `slowness` as in `EndpointLoad.wait_s`."""
+        if self.work is NO_WORK:
+            return 0.0
+        progress = MAX_PROGRESS * slowness * seconds_of(self.head, seconds)
+        wait = slowness * seconds_of(self.work, seconds) - min(progress, max(0.0, self.elapsed_s))
+        return max(0.0, wait)
+
+
+IDLE = Backlog(NO_WORK, NO_WORK, 0.0)
+
+
 class EndpointLoad:
     """What is in flight on one endpoint.
 
@@ -110,14 +132,9 @@ class EndpointLoad:
         self._begun = 0.0  # when the engine began with the oldest pending request, as far as is known
 
     @property
-    def pending(self) -> Mapping[Reservation, Features]:
-        """Requests without a first token and their prefill work, the oldest first. To be read only."""
-        return self._pending
-
-    @property
-    def busy_since(self) -> float:
-        """When work on the oldest pending request began, as far as is known."""
-        return self._begun
+    def hidden_requests(self) -> int:
+        """Requests in flight that are not taken as prefilled yet and whose first token will not be seen."""
+        return self._hidden
 
     @property
     def pending_requests(self) -> int:
@@ -183,12 +200,13 @@ class EndpointLoad:
     def wait_s(self, seconds: Features, slowness: float, now: float) -> float:
         """Until the engine would begin with a request placed now: pending work less what is done of the running step.
 
-        `seconds` is the pool's time for one unit of each feature, `slowness` this endpoint's factor on it.
+        `seconds` is the pool's time for one unit of each feature, `slowness` this endpoint's factor on it. Hidden
+        requests whose time has passed are left out, and stay in the ledger.
         """
-        if self._hidden:
-            self._presume_by_time(seconds, slowness, now)
         if not self._pending:
             return 0.0
+        if self._hidden:
+            return self.backlog(seconds, slowness, now).wait_s(seconds, slowness)
         head, work = self._head, self._work
         if head is None:
             head = self.head()
@@ -199,6 +217,34 @@ class EndpointLoad:
             progress = elapsed if elapsed > 0.0 else 0.0
         wait = slowness * (work[0] * a + work[1] * b + work[2] * c + work[3] * d) - progress
         return wait if wait > 0.0 else 0.0
+
+    def backlog(self, seconds: Features | None, slowness: float, now: float) -> Backlog:
+        """What is pending, without the hidden requests that are over by these speeds; with None without speeds all."""
+        pending = self._pending
+        if not pending:
+            return IDLE
+        work, begun, overdue = self._work, self._begun, 0
+        if self._hidden and seconds is not None:
+            for reservation, own in pending.items():
+                due_at = begun + slowness * seconds_of(own, seconds)
+                if not reservation.hidden or now < due_at:
+                    break
+                begun, work, overdue = due_at, _difference(work, own), overdue + 1
+            if overdue == len(pending):
+                return IDLE
+        head = head_of(islice(pending.values(), overdue, None)) if overdue else self.head()
+        return Backlog(work, head, now - begun)
+
+    def advance(self, seconds: Features, slowness: float, now: float) -> None:
+        """Take out the hidden requests that are due: engines prefill in order of arrival, so the oldest one is when its
+        own time has passed since the engine began with it. For the cluster alone, before a request is placed."""
+        while self._hidden:
+            oldest, work = next(iter(self._pending.items()))
+            due_at = self._begun + slowness * seconds_of(work, seconds)
+            if not oldest.hidden or now < due_at:
+                return
+            self._begun = due_at
+            self._presume(oldest)
 
     def _void(self, reservation: Reservation, now: float) -> None:
         """Takes a request out whose first token nobody saw, and with it the open sample."""
@@ -211,15 +257,6 @@ class EndpointLoad:
         if shown not in self._pending:
             return
         while (oldest := next(iter(self._pending))) is not shown and oldest.hidden:
-            self._presume(oldest)
-
-    def _presume_by_time(self, seconds: Features, slowness: float, now: float) -> None:
-        while self._pending:
-            oldest, work = next(iter(self._pending.items()))
-            end = self._begun + slowness * seconds_of(work, seconds)
-            if not oldest.hidden or now < end:
-                return
-            self._begun = end
             self._presume(oldest)
 
     def _presume(self, hidden: Reservation) -> None:

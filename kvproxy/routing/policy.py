@@ -1,18 +1,19 @@
-"""What a balancing policy sees and what it answers. Policies are pure: no I/O and no clock of their own."""
+"""What a routing policy sees, what it answers, and the base class of all of them. No I/O and no clock of their own."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from random import Random
+from typing import ClassVar, Protocol
 
 import msgspec
 
+from kvproxy.config.model import Model
 from kvproxy.routing.load import Features
+from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import EndpointId
-
-if TYPE_CHECKING:
-    from kvproxy.cluster.decision import Witness
 
 
 class FactSource(StrEnum):
@@ -72,8 +73,6 @@ class PickRequest(msgspec.Struct, frozen=True):
     prompt_head: bytes = b""
     #: Policy the client asked for, where the cluster lets it; "": the cluster's own.
     policy: str = ""
-    #: Told by the cluster what it decides; nothing for a policy.
-    witness: Witness | None = None
 
 
 class LoadView(Protocol):
@@ -105,45 +104,58 @@ class Choice(msgspec.Struct, frozen=True):
     """The decision: an index into the candidates, why, and what each candidate would have cost (policies that know)."""
 
     index: int
-    reason: str  # closed set per policy; a metric label
+    reason: str  # one of the policy's `reasons`; a metric label
     costs: Sequence[float] = ()
+    notes: object = None  # of the policy, for its own `placed`
 
 
-class Policy(Protocol):
-    """Chooses one of at least one candidate. Called once per placement, so a policy may count what it decided."""
+class Policy(ABC):
+    """Chooses one of at least one candidate; a new one is a file with a subclass and a line in `registry.py`.
 
-    def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice: ...
-
-
-@runtime_checkable
-class Onlooker(Protocol):
-    """A policy that counts what is placed in its pool, also by other policies that decide there."""
-
-    def placed(self, request: PickRequest, endpoint: EndpointId, endpoints: int, now: float) -> None:
-        """The request went to `endpoint`, one of `endpoints`."""
-        ...
-
-
-@runtime_checkable
-class Learner(Protocol):
-    """A policy that learns from what its choices led to.
-
-    Whoever owns the endpoints connects it: `load.on_sample` of every endpoint that policy chooses among calls
-    `observe_sample` with the endpoint's id, `observe_reuse` follows each response that tells how many prompt tokens
-    came from the cache, and `forget` an endpoint that left for good.
+    `choose` changes nothing, so that anything may ask what it would choose; only its draws of chance move on. What a
+    policy counts or learns it hears of in the other methods, which do nothing unless a subclass overrides them.
     """
+
+    #: Whether it weighs what endpoints hold against load. Where no policy does, no facts are gathered, and a preference
+    #: for the endpoint that holds most overrules nothing.
+    uses_overlap: ClassVar[bool] = False
+    #: Whether it has `speeds`, which the router queue needs: it knows how long a prefill takes.
+    learns_speeds: ClassVar[bool] = False
+    #: What each of its reasons means, for people.
+    reasons: ClassVar[Mapping[str, str]] = {}
+
+    #: Learned speeds of the pool; None exactly where `learns_speeds` is false.
+    speeds: SpeedModel | None = None
+    #: Parameters, read again by every choice, so that they may be replaced as a whole; None: it has none.
+    settings: Model | None = None
+
+    def __init__(self, *, rng: Random, settings: Model | None = None) -> None:
+        """`settings` are of the type that the configuration gives the policy of this name."""
+        self._rng = rng
+        if settings is not None:
+            self.settings = settings
+
+    @abstractmethod
+    def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
+        """One of `candidates`."""
+
+    def placed(
+        self, request: PickRequest, candidates: Sequence[Candidate], index: int, now: float, *, choice: Choice | None
+    ) -> None:
+        """A request goes to `candidates[index]`. `choice`: this policy's own; None where something else decided."""
 
     def observe_sample(
         self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool = False
     ) -> None:
         """`endpoint` did `work` in `busy_s` seconds: a sample closed by its load ledger, or `scraped` from the engine's
         own counters."""
-        ...
 
     def observe_reuse(self, endpoint: EndpointId, predicted_tokens: int, cached_tokens: int, now: float) -> None:
         """A response reported `cached_tokens` where `predicted_tokens` had been expected."""
-        ...
 
     def forget(self, endpoint: EndpointId) -> None:
-        """The endpoint left the cluster."""
-        ...
+        """The endpoint left the cluster for good."""
+
+    def estimates(self, now: float) -> Mapping[str, object]:
+        """What it has learned: plain values by name, units in the names; empty where it learns nothing."""
+        return {}

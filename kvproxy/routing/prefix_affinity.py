@@ -12,15 +12,22 @@ from random import Random
 
 from kvproxy.config.policy_schema import PrefixAffinitySettings
 from kvproxy.routing.least import least, least_loaded
-from kvproxy.routing.policy import Candidate, Choice, PickRequest
+from kvproxy.routing.policy import Candidate, Choice, PickRequest, Policy
 
 
-class PrefixAffinity:
+class PrefixAffinity(Policy):
     """Longest prefix within balance thresholds."""
 
+    uses_overlap = True
+    reasons = {
+        "overlap": "no other endpoint holds more of this prompt",
+        "no_overlap": "no endpoint is known to hold any of this prompt",
+        "imbalanced": "the loads are far apart, so the least loaded was taken",
+    }
+    settings: PrefixAffinitySettings
+
     def __init__(self, *, rng: Random, settings: PrefixAffinitySettings = PrefixAffinitySettings()) -> None:
-        self.settings = settings
-        self._rng = rng
+        super().__init__(rng=rng, settings=settings)
 
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
         loads = [candidate.load.in_flight for candidate in candidates]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
 from kvproxy.config.model import Model
@@ -18,25 +18,26 @@ from kvproxy.routing.prefix_affinity import PrefixAffinity
 from kvproxy.routing.session import Session
 from kvproxy.routing.simple import LeastRequest, PowerOfTwo, RandomPolicy, RoundRobin
 
-#: Makes a policy for one cluster, from that cluster's settings.
-PolicyFactory = Callable[[random.Random, ClusterSettings], Policy]
-
-POLICIES: Mapping[PolicyName, PolicyFactory] = {
-    PolicyName.RANDOM: lambda rng, _: RandomPolicy(rng=rng),
-    PolicyName.ROUND_ROBIN: lambda _rng, _: RoundRobin(),
-    PolicyName.LEAST_REQUEST: lambda rng, _: LeastRequest(rng=rng),
-    PolicyName.POWER_OF_TWO: lambda rng, _: PowerOfTwo(rng=rng),
-    PolicyName.CONSISTENT_HASH: lambda rng, _: ConsistentHash(rng=rng),
-    PolicyName.SESSION: lambda rng, _: Session(rng=rng),
-    PolicyName.KV_AWARE: lambda rng, cluster: KvAware(rng=rng, settings=cluster.parameters.kv_aware),
-    PolicyName.PREFIX_AFFINITY: lambda rng, cluster: PrefixAffinity(
-        rng=rng, settings=cluster.parameters.prefix_affinity
-    ),
-    PolicyName.DYNAMO: lambda rng, cluster: Dynamo(rng=rng, settings=cluster.parameters.dynamo),
-    PolicyName.LLM_D: lambda rng, cluster: LlmD(rng=rng, settings=cluster.parameters.llm_d),
-    PolicyName.LMETRIC: lambda rng, _: LMetric(rng=rng),
-    PolicyName.LEAST_TTFT: lambda rng, _: LeastTtft(rng=rng),
+POLICIES: Mapping[PolicyName, type[Policy]] = {
+    PolicyName.RANDOM: RandomPolicy,
+    PolicyName.ROUND_ROBIN: RoundRobin,
+    PolicyName.LEAST_REQUEST: LeastRequest,
+    PolicyName.POWER_OF_TWO: PowerOfTwo,
+    PolicyName.CONSISTENT_HASH: ConsistentHash,
+    PolicyName.SESSION: Session,
+    PolicyName.KV_AWARE: KvAware,
+    PolicyName.PREFIX_AFFINITY: PrefixAffinity,
+    PolicyName.DYNAMO: Dynamo,
+    PolicyName.LLM_D: LlmD,
+    PolicyName.LMETRIC: LMetric,
+    PolicyName.LEAST_TTFT: LeastTtft,
 }
+
+
+def make_policy(name: PolicyName, settings: ClusterSettings, *, rng: random.Random) -> Policy:
+    """A fresh policy of this name, with the parameters it has in this cluster."""
+    kind, parameters = POLICIES[name], configured(settings, name)
+    return kind(rng=rng) if parameters is None else kind(rng=rng, settings=parameters)
 
 
 def configured(settings: ClusterSettings, name: PolicyName) -> Model | None:

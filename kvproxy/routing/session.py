@@ -1,4 +1,4 @@
-"""Session affinity: a session stays where it is cached; everybody else goes where it is quiet."""
+"""Session affinity: a session stays where it is cached; all other requests go where it is quiet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kvproxy.routing.consistent_hash import totals
 from kvproxy.routing.hash_ring import HashRing
 from kvproxy.routing.least import least_loaded
-from kvproxy.routing.policy import Candidate, Choice, PickRequest
+from kvproxy.routing.policy import Candidate, Choice, PickRequest, Policy
 from kvproxy.routing.simple import Choices
 
 #: A session leaves its endpoint when that one has more than this times its fair share in flight...
@@ -17,14 +17,20 @@ LOAD_FACTOR = 2.0
 LEAST_OVERLOAD = 8
 
 
-class Session:
+class Session(Policy):
     """By hash of the session key; without one, or when its endpoint is overloaded, by least requests in flight.
 
     It holds nothing per session, so it needs no bound and every proxy in front of the same endpoints agrees.
     """
 
+    reasons = {
+        "session": "its session lives there",
+        "session_overloaded": "its session's endpoint is overloaded",
+        "no_session": "the request names no session",
+    }
+
     def __init__(self, *, rng: random.Random) -> None:
-        self._rng = rng
+        super().__init__(rng=rng)
         self._ring = HashRing()
         self._sticky = Choices("session")
         self._overloaded = Choices("session_overloaded")

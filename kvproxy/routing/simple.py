@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from kvproxy.routing.least import least_loaded
-from kvproxy.routing.policy import Candidate, Choice, PickRequest
+from kvproxy.routing.policy import Candidate, Choice, PickRequest, Policy
 from kvproxy.types import EndpointId
 
 #: Endpoints that left are forgotten once the memory of a policy is this many entries beyond the present ones.
@@ -26,11 +26,13 @@ class Choices:
         return self._made[index]
 
 
-class RandomPolicy:
+class RandomPolicy(Policy):
     """Draws in proportion to weight."""
 
+    reasons = {"random": "drawn at random"}
+
     def __init__(self, *, rng: random.Random) -> None:
-        self._rng = rng
+        super().__init__(rng=rng)
         self._choices = Choices("random")
 
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
@@ -43,43 +45,53 @@ class RandomPolicy:
         return self._choices[len(candidates) - 1]  # the last sliver is lost to rounding
 
 
-class RoundRobin:
+class RoundRobin(Policy):
     """Smooth weighted round robin: of weights 2 and 1 the turns are a, b, a rather than a, a, b.
 
-    Everyone earns its weight each turn; the richest is chosen and pays for all. What an endpoint has earned stays with
-    its id, so that endpoints may be screened out for some requests without disturbing the others' turns.
+    Each candidate earns its weight each turn; the richest is chosen and pays for all. What an endpoint has earned stays
+    with its id, so that endpoints may be screened out for some requests without disturbing the others' turns.
     """
 
-    def __init__(self) -> None:
+    reasons = {"round_robin": "it was its turn"}
+
+    def __init__(self, *, rng: random.Random) -> None:
+        super().__init__(rng=rng)
         self._earned: dict[EndpointId, float] = {}
         self._choices = Choices("round_robin")
 
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
         """O(endpoints)."""
         earned = self._earned
-        if len(earned) > len(candidates) + _FORGET_AFTER:
-            earned = self._forget(candidates)
-        total = 0.0
         best, richest = 0, float("-inf")
         for index, candidate in enumerate(candidates):
-            weight = candidate.weight
-            total += weight
-            earned[candidate.id] = wealth = earned.get(candidate.id, 0.0) + weight
+            wealth = earned.get(candidate.id, 0.0) + candidate.weight
             if wealth > richest:
                 best, richest = index, wealth
-        earned[candidates[best].id] = richest - total
         return self._choices[best]
 
-    def _forget(self, candidates: Sequence[Candidate]) -> dict[EndpointId, float]:
-        self._earned = {candidate.id: self._earned.get(candidate.id, 0.0) for candidate in candidates}
-        return self._earned
+    def placed(
+        self, request: PickRequest, candidates: Sequence[Candidate], index: int, now: float, *, choice: Choice | None
+    ) -> None:
+        """A turn of its own is over."""
+        if choice is None:
+            return
+        earned = self._earned
+        if len(earned) > len(candidates) + _FORGET_AFTER:
+            earned = self._earned = {each.id: earned.get(each.id, 0.0) for each in candidates}
+        total = 0.0
+        for candidate in candidates:
+            total += candidate.weight
+            earned[candidate.id] = earned.get(candidate.id, 0.0) + candidate.weight
+        earned[candidates[index].id] -= total
 
 
-class LeastRequest:
+class LeastRequest(Policy):
     """The least requests in flight for its weight, counting this one; ties are drawn."""
 
+    reasons = {"least_request": "it has the fewest requests in flight"}
+
     def __init__(self, *, rng: random.Random) -> None:
-        self._rng = rng
+        super().__init__(rng=rng)
         self._choices = Choices("least_request")
 
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
@@ -87,11 +99,13 @@ class LeastRequest:
         return self._choices[least_loaded(candidates, self._rng)]
 
 
-class PowerOfTwo:
+class PowerOfTwo(Policy):
     """The less loaded, for its weight, of two drawn at random: nearly least_request, at a constant cost."""
 
+    reasons = {"power_of_two": "the less loaded of two drawn at random"}
+
     def __init__(self, *, rng: random.Random) -> None:
-        self._rng = rng
+        super().__init__(rng=rng)
         self._choices = Choices("power_of_two")
 
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:

@@ -89,7 +89,7 @@ class SpeedModel:
         self._onboarding = OnboardingCost()
         self._samples = 0
         self._scraped = 0  # of the samples
-        self.requests_without_sample = 0  # counted by the policy that places them
+        self.requests_without_sample = 0  # counted where requests are placed
         self.seconds: Features = (*self._scale, 0.0)  # pooled time of one unit of each feature
 
     @property

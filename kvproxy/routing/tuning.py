@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -12,38 +12,23 @@ from kvproxy.config.decode import describe_problem
 from kvproxy.config.model import Model
 from kvproxy.config.paths import dotted_path
 from kvproxy.errors import ConfigError
+from kvproxy.routing.policy import Policy
 
 
-@runtime_checkable
-class Tunable(Protocol):
-    """A policy that reads its settings anew for every choice."""
-
-    settings: Model
-
-
-@runtime_checkable
-class Informed(Protocol):
-    """A policy that has learned something worth showing."""
-
-    def learned(self, now: float) -> Mapping[str, object]:
-        """Plain values by name, units in the names."""
-        ...
-
-
-def departures(policy: object, configured: Model | None) -> dict[str, object]:
-    """Parameters that somebody changed while it ran: those that differ from what the configuration gives it."""
-    if not isinstance(policy, Tunable) or configured is None:
+def runtime_overrides(policy: Policy, configured: Model | None) -> dict[str, object]:
+    """Parameters that an operator changed while it ran: those that differ from what the configuration gives it."""
+    if policy.settings is None or configured is None:
         return {}
     first, present = configured.model_dump(), policy.settings.model_dump()
     return {name: value for name, value in present.items() if value != first[name]}
 
 
-def follow(policy: object, before: Model | None, after: Model | None) -> None:
-    """The configuration gives it other parameters than before: it takes those that changed there. What somebody
-    changed while it ran stays otherwise."""
+def merge_config(policy: Policy, before: Model | None, after: Model | None) -> None:
+    """The configuration gives it other parameters than before: it takes those that changed there. What an operator
+    changed while it ran stays otherwise; so do settings of another type than the configuration's."""
     if before is None or after is None:
         return
-    if isinstance(policy, Tunable) and isinstance(policy.settings, type(after)):
+    if policy.settings is not None and isinstance(policy.settings, type(after)):
         old, new = before.model_dump(), after.model_dump()
         changed = {name: value for name, value in new.items() if value != old[name]}
         policy.settings = policy.settings.model_copy(update=changed)

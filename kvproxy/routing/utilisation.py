@@ -2,6 +2,18 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+
+class _Window(NamedTuple):
+    """Endpoint-shares of work and of requests in the window under way, and in the one before it."""
+
+    started_at: float
+    work: float
+    work_before: float
+    arrived: float
+    arrived_before: float
+
 
 class Utilisation:
     """Prefill seconds and requests routed per endpoint-second, over the last `window_s`. Before that is known half of
@@ -11,40 +23,39 @@ class Utilisation:
         self._window_s = window_s
         self._ceiling = ceiling
         self._prior = prior
-        self._started_at: float | None = None
-        self._current = 0.0  # endpoint-shares of work in the window under way
-        self._previous = 0.0  # and in the one before it
-        self._arrived = 0.0  # endpoint-shares of requests in the window under way
-        self._arrived_before = 0.0
+        self._window: _Window | None = None
 
     def add(self, work_s: float, endpoints: int, now: float) -> None:
-        """`work_s` seconds of prefill were routed to one of `endpoints`."""
-        self._roll(now)
-        self._current += work_s / endpoints
-        self._arrived += 1.0 / endpoints
+        """`work_s` seconds of prefill are routed to one of `endpoints`."""
+        started_at, work, work_before, arrived, arrived_before = self._at(now)
+        self._window = _Window(
+            started_at, work + work_s / endpoints, work_before, arrived + 1.0 / endpoints, arrived_before
+        )
 
     def rho(self, now: float) -> float:
         """Share of the pool's time that is prefill, at most the ceiling."""
-        return min(self._ceiling, self._rate(self._roll(now), self._previous, self._current, now))
+        window = self._at(now)
+        return min(self._ceiling, self._rate(window.started_at, window.work_before, window.work, now))
 
     def arrivals_per_s(self, now: float) -> float:
         """Requests a second for each endpoint."""
-        return self._rate(self._roll(now), self._arrived_before, self._arrived, now)
+        window = self._at(now)
+        return self._rate(window.started_at, window.arrived_before, window.arrived, now)
 
     def _rate(self, started_at: float, before: float, current: float, now: float) -> float:
         """Per second, over the window under way and the rest of the one before it."""
         share = (now - started_at) / self._window_s
         return (before * (1.0 - share) + current) / self._window_s
 
-    def _roll(self, now: float) -> float:
-        """Moves the window to `now`; its start."""
-        if self._started_at is None:
-            self._started_at, self._previous = now, self._prior * self._window_s
-        elapsed = now - self._started_at
+    def _at(self, now: float) -> _Window:
+        """The window under way at `now`; the first one begins with the first request."""
+        window = self._window
+        if window is None:
+            return _Window(now, 0.0, self._prior * self._window_s, 0.0, 0.0)
+        elapsed = now - window.started_at
         if elapsed < self._window_s:
-            return self._started_at
-        recent = elapsed < 2 * self._window_s
-        self._previous, self._arrived_before = (self._current, self._arrived) if recent else (0.0, 0.0)
-        self._current = self._arrived = 0.0
-        self._started_at += self._window_s * (elapsed // self._window_s)
-        return self._started_at
+            return window
+        started_at = window.started_at + self._window_s * (elapsed // self._window_s)
+        if elapsed < 2 * self._window_s:
+            return _Window(started_at, 0.0, window.work, 0.0, window.arrived)
+        return _Window(started_at, 0.0, 0.0, 0.0, 0.0)

@@ -19,11 +19,11 @@ from kvproxy.filters.chain import FilterContext, FilterType, Services, WallClock
 from kvproxy.filters.registry import FILTERS, discover
 from kvproxy.kvcache.service import KvCache
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.request.body_bounds import HeldBodies
+from kvproxy.request.body import HeldBodies
 from kvproxy.request.error_reply import local_reply
 from kvproxy.request.observer import RequestObserver
 from kvproxy.routing.registry import configured
-from kvproxy.routing.tuning import departures
+from kvproxy.routing.tuning import runtime_overrides
 from kvproxy.types import Clock
 from kvproxy.upstream.pool import UpstreamPool
 
@@ -81,7 +81,7 @@ class Generation:
         lost: dict[str, dict[str, object]] = {}
         for name, cluster in self.clusters.items():
             settings, policy = self.config.clusters[name], cluster.policy
-            changed = departures(policy, configured(cluster.settings, cluster.settings.policy))
+            changed = runtime_overrides(policy, configured(cluster.settings, cluster.settings.policy))
             cluster.reconfigure(settings, probe=self._probe(settings))
             if changed and cluster.policy is not policy:
                 lost[name] = changed

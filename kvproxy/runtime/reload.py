@@ -64,7 +64,7 @@ class Reloader:
         await self._end(needless)
         for part in needless:
             if isinstance(part, Cluster) and part.name not in after.clusters:
-                part.dissolve()
+                part.close()
         self.ended += 1
 
     async def _end(self, parts: list[Part]) -> None:

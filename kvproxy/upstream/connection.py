@@ -135,7 +135,7 @@ class Connection(asyncio.Protocol):
             self._finish(response)
         elif parser.body:
             self._body_arrived(len(data))
-            response.wake()
+            response.arrived()
 
     def eof_received(self) -> bool:
         response = self._response

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Protocol
 
 from kvproxy.types import Headers
@@ -26,12 +27,26 @@ class UpstreamResponse:
     One reader at a time. Whoever does not read to the end calls `abort()`; both are idempotent.
     """
 
-    __slots__ = ("_complete", "_error", "_loop", "_rest", "_source", "_waiter", "headers", "reason", "status")
+    __slots__ = (
+        "_complete",
+        "_error",
+        "_loop",
+        "_rest",
+        "_source",
+        "_waiter",
+        "headers",
+        "on_piece",
+        "reason",
+        "status",
+    )
 
     def __init__(self, source: Source, loop: asyncio.AbstractEventLoop) -> None:
         self.status = 0
         self.headers: Headers = []
         self.reason = b""
+        #: Called when a part of the body arrives while the reader waits in `chunk`; it may `take` it and return True,
+        #: and then the reader goes on waiting. It must not raise.
+        self.on_piece: Callable[[], bool] | None = None
         self._source: Source | None = source
         self._loop = loop  # asking for it costs a system call (getpid)
         self._complete = False
@@ -92,6 +107,11 @@ class UpstreamResponse:
         self.reason = reason
         self.headers = headers
         self.wake()
+
+    def arrived(self) -> None:
+        """A part of the body is there."""
+        if self._waiter is None or self.on_piece is None or not self.on_piece():
+            self.wake()
 
     def finish(self, rest: bytes) -> None:
         """The end is there; `rest` is what nobody took yet. The source is let go."""

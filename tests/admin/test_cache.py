@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import deque
 
 import pytest
+from starlette.types import Send
 
 from kvproxy.clients.engine_metrics import EngineMetrics
 from kvproxy.kvcache.actions.hotness import KnownPrefix
 from kvproxy.kvcache.actions.job_queue import Job
-from kvproxy.kvcache.actions.strategy import Action
+from kvproxy.kvcache.actions.strategies import Action
 from kvproxy.kvcache.providers import ActionKind
 from kvproxy.listener.server import serve
 from tests.admin.support import admin_of, problems_of, proxy_of
-from tests.support.fake_engine import FakeEngine
+from tests.support.fake_engine import Call, FakeEngine, reply
 from tests.support.proxy import chat, running_proxy
 
 
@@ -41,7 +42,11 @@ async def test_status_after_requests() -> None:
 
 async def test_hot_prefixes_are_hashes_with_their_holders() -> None:
     """The most touched first; no text of any prompt."""
-    engine = FakeEngine("a")
+
+    async def behave(engine: FakeEngine, call: Call, send: Send) -> None:
+        await reply(send, 200, b"{}")  # without a count of reused tokens, which would contradict what is believed
+
+    engine = FakeEngine("a", behave)
     async with serve(engine) as url, running_proxy({"a": url}) as running:
         for tail in ("one", "two", "three"):
             content = "shared " * 400 + tail * 300

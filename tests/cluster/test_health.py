@@ -32,7 +32,7 @@ def test_probes_decide_by_runs(probes: str, verdict: bool) -> None:
     subject = health(unhealthy_threshold=2, healthy_threshold=1)
     for mark in probes:
         subject.probe(mark == "+", 0.0)
-    assert subject.probed_well is verdict
+    assert subject.is_healthy is verdict
 
 
 def test_it_comes_back_after_enough_good_probes() -> None:

@@ -48,13 +48,13 @@ def test_a_removed_endpoint_finishes_what_it_has(make_cluster: MakeCluster) -> N
     bench.cluster.apply(configs("b"))
     assert bench.ids() == {"b"}
     assert bench.picked(preferred=A).preference == "unknown"
-    assert [endpoint.id for endpoint in bench.cluster.leaving] == ["a"]
+    assert [endpoint.id for endpoint in bench.cluster.draining] == ["a"]
     assert bench.endpoint("b") in bench.cluster.endpoints
     assert first.endpoint.condition(bench.clock()) is Condition.DRAINING
     first.settle(AttemptOutcome.SUCCESS, bench.clock())
     assert "kvproxy_requests_total" in bench.series("a")
     second.settle(AttemptOutcome.SUCCESS, bench.clock())
-    assert bench.cluster.leaving == ()
+    assert bench.cluster.draining == ()
     assert bench.series("a") == []
     assert bench.series("b") != []
     first.endpoint.metrics.request(200)
@@ -65,7 +65,7 @@ def test_an_idle_endpoint_is_gone_at_once(make_cluster: MakeCluster) -> None:
     """With its series."""
     bench = make_cluster("a", "b")
     bench.cluster.apply(configs("b"))
-    assert bench.cluster.leaving == ()
+    assert bench.cluster.draining == ()
     assert bench.series("a") == []
 
 
@@ -76,7 +76,7 @@ def test_an_endpoint_that_comes_back_before_it_left_is_the_same(make_cluster: Ma
     bench.cluster.apply(configs("b"))
     bench.cluster.apply(configs("a", "b"))
     assert bench.endpoint("a") is running.endpoint
-    assert bench.cluster.leaving == ()
+    assert bench.cluster.draining == ()
     running.settle(AttemptOutcome.SUCCESS, bench.clock())
     assert bench.ids() == {"a", "b"}
     assert bench.series("a") != []
@@ -92,7 +92,7 @@ def test_another_address_is_another_endpoint(make_cluster: MakeCluster) -> None:
     assert bench.sample("kvproxy_in_flight", cluster="c", endpoint="a") == 0
     running.settle(AttemptOutcome.FAILURE, bench.clock())
     assert running.endpoint.load.in_flight == 0
-    assert bench.cluster.leaving == ()
+    assert bench.cluster.draining == ()
     assert bench.sample("kvproxy_in_flight", cluster="c", endpoint="a") == 0
 
 
@@ -105,7 +105,7 @@ def test_an_endpoint_that_moves_and_moves_back_starts_over(make_cluster: MakeClu
     assert bench.endpoint("a") is not running.endpoint
     running.settle(AttemptOutcome.SUCCESS, bench.clock())
     assert bench.sample("kvproxy_in_flight", cluster="c", endpoint="a") == 0
-    assert bench.cluster.leaving == ()
+    assert bench.cluster.draining == ()
 
 
 def test_a_bad_url_changes_nothing(make_cluster: MakeCluster) -> None:

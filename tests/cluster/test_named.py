@@ -20,9 +20,7 @@ A, B = EndpointId("a"), EndpointId("b")
 
 def policy(bench: Bench, name: str) -> Policy:
     """What decides under this name."""
-    named = bench.cluster.deciders.named
-    assert named is not None
-    return named.deciders[name].policy
+    return bench.cluster.policies.named[name].policy
 
 
 def test_the_named_policy_decides_by_the_same_loads(make_cluster: MakeCluster) -> None:
@@ -53,7 +51,7 @@ def test_each_is_counted_under_its_own_name(make_cluster: MakeCluster) -> None:
 def test_nobody_is_offered_anything_unless_it_is_configured(make_cluster: MakeCluster) -> None:
     """The name in a request means nothing then."""
     bench = make_cluster("a", policy="round_robin")
-    assert bench.cluster.deciders.named is None
+    assert not bench.cluster.policies.named
     assert bench.picked(policy="random").policy == "round_robin"
 
 
@@ -67,7 +65,7 @@ def test_learned_speeds_are_shared_and_learned_once(make_cluster: MakeCluster, o
     assert first.speeds is second.speeds is bench.cluster.speeds
     bench.endpoint("a").load.on_sample(features_of(8000, 0), 2.0, bench.clock())  # type: ignore[misc]
     assert first.speeds.estimates(bench.clock()).samples == 1
-    bench.cluster.dismiss(A)
+    bench.cluster.remove(A)
     assert not first.speeds.estimates(bench.clock()).slowness
 
 
@@ -102,12 +100,13 @@ def test_a_reload_changes_the_offer_and_keeps_what_was_learned(make_cluster: Mak
     assert policy(bench, "round_robin") is before
     changed(bench, client_policies=["least_ttft"])
     assert bench.picked(policy="round_robin").policy == "kv_aware"
-    assert policy(bench, "least_ttft").speeds is bench.cluster.speeds  # type: ignore[attr-defined]
+    assert policy(bench, "least_ttft").speeds is bench.cluster.speeds
     changed(bench, policy="least_request")
-    learned = policy(bench, "least_ttft").speeds.estimates(bench.clock())  # type: ignore[attr-defined]
-    assert learned.samples == 1
+    speeds = policy(bench, "least_ttft").speeds
+    assert speeds is not None
+    assert speeds.estimates(bench.clock()).samples == 1
     changed(bench, client_policies=[])
-    assert bench.cluster.deciders.named is None
+    assert not bench.cluster.policies.named
 
 
 def test_the_clusters_own_policy_may_be_listed_too(make_cluster: MakeCluster) -> None:
@@ -123,6 +122,6 @@ def test_who_left_is_forgotten_by_those_that_share_speeds(make_cluster: MakeClus
     bench.picked(policy="kv_aware").settle(AttemptOutcome.SUCCESS, bench.clock())
     named = policy(bench, "kv_aware")
     assert isinstance(named, KvAware)
-    assert set(named.clientele.present()) == {A, B}
+    assert set(named.arrivals.known()) == {A, B}
     bench.cluster.apply(configs("b"))
-    assert set(named.clientele.present()) == {B}
+    assert set(named.arrivals.known()) == {B}

@@ -121,7 +121,7 @@ class ClusterMachine(RuleBasedStateMachine):
 
     @invariant()
     def leaving_endpoints_have_requests(self) -> None:
-        for endpoint in self.cluster.leaving:
+        for endpoint in self.cluster.draining:
             assert endpoint.load.in_flight > 0
         shown = {
             sample.labels["endpoint"]
@@ -129,7 +129,7 @@ class ClusterMachine(RuleBasedStateMachine):
             for sample in metric.samples
             if "endpoint" in sample.labels
         }
-        assert shown <= {e.id for e in (*self.cluster.endpoints, *self.cluster.leaving)}
+        assert shown <= {e.id for e in (*self.cluster.endpoints, *self.cluster.draining)}
 
     def teardown(self) -> None:
         for pick in self.picks:
@@ -138,7 +138,7 @@ class ClusterMachine(RuleBasedStateMachine):
             assert (endpoint.load.in_flight, endpoint.load.pending_tokens, endpoint.load.resident_tokens) == (0, 0, 0)
             if endpoint.breaker.state is BreakerState.HALF_OPEN:
                 assert endpoint.breaker.admits
-        assert self.cluster.leaving == ()
+        assert self.cluster.draining == ()
 
 
 TestNothingLeaks = ClusterMachine.TestCase

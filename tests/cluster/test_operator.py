@@ -29,10 +29,10 @@ def test_a_dismissed_endpoint_stays_out_whatever_its_source_says(make_cluster: M
     """Requests in flight finish; adding it again, at another address even, brings it back."""
     bench = make_cluster("a", "b")
     running = bench.picked(preferred=A)
-    assert bench.cluster.dismiss(A)
+    assert bench.cluster.remove(A)
     bench.cluster.apply(configs("a", "b"))
     assert bench.ids() == {"b"}
-    assert bench.cluster.leaving == (running.endpoint,)
+    assert bench.cluster.draining == (running.endpoint,)
     assert bench.cluster.add(EndpointSettings(id="a", url="http://127.0.0.1:9"))
     assert names(bench.cluster) == ["a", "b"]
     assert str(bench.endpoint("a").origin) == "http://127.0.0.1:9"
@@ -41,7 +41,7 @@ def test_a_dismissed_endpoint_stays_out_whatever_its_source_says(make_cluster: M
 def test_a_dismissal_ends_with_the_last_source_that_names_it(make_cluster: MakeCluster) -> None:
     """So that the list of the dismissed cannot grow, and an id may be used again."""
     bench = make_cluster("a", "b")
-    bench.cluster.dismiss(A)
+    bench.cluster.remove(A)
     bench.cluster.apply(configs("b"))
     bench.cluster.apply(configs("a", "b"))
     assert names(bench.cluster) == ["a", "b"]
@@ -51,15 +51,15 @@ def test_an_added_endpoint_can_be_dismissed(make_cluster: MakeCluster) -> None:
     """It is gone for good; nobody to dismiss is said so."""
     bench = make_cluster("a")
     bench.cluster.add(*configs("z"))
-    assert bench.cluster.dismiss(Z)
+    assert bench.cluster.remove(Z)
     assert names(bench.cluster) == ["a"]
-    assert not bench.cluster.dismiss(Z)
+    assert not bench.cluster.remove(Z)
 
 
 def test_the_last_endpoint_may_go(make_cluster: MakeCluster) -> None:
     """An operator knows best; requests are refused with the reason."""
     bench = make_cluster("a")
-    assert bench.cluster.dismiss(A)
+    assert bench.cluster.remove(A)
     assert bench.pick() is None
 
 

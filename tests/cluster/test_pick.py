@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from typing import Any
 
 import pytest
 
 from kvproxy.cluster.endpoint import Condition
-from kvproxy.cluster.pick import AttemptOutcome, Refusal
+from kvproxy.cluster.pick import AttemptOutcome
+from kvproxy.cluster.screening import Refusal
 from kvproxy.config.cluster_schema import ClusterSettings
 from kvproxy.routing.load import Features
-from kvproxy.routing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest
+from kvproxy.routing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest, Policy
 from kvproxy.types import EndpointId
 from tests.cluster.conftest import MakeCluster, configs
 
@@ -272,7 +274,7 @@ def test_panic_is_not_for_the_saturated(make_cluster: MakeCluster) -> None:
     bench.outcomes("b", FAILURE)
     bench.picked(preferred=A)
     assert bench.pick() is None
-    assert bench.cluster.refusal(PickRequest(), now=bench.clock()) is Refusal.SATURATED
+    assert bench.cluster.decide(PickRequest(), now=bench.clock()) is Refusal.SATURATED
 
 
 @pytest.mark.parametrize(
@@ -294,7 +296,7 @@ def test_a_refusal_has_its_reason(make_cluster: MakeCluster, refusal: Refusal, r
     elif refusal is Refusal.SATURATED:
         bench.picked()
     assert bench.cluster.pick(request_, now=bench.clock()) is None
-    assert bench.cluster.refusal(request_, now=bench.clock()) is refusal
+    assert bench.cluster.decide(request_, now=bench.clock()) is refusal
     assert bench.sample("kvproxy_picks_total", cluster="c", policy="round_robin", reason=refusal.value) == 1
 
 
@@ -310,17 +312,20 @@ def test_slow_start_gives_a_returning_endpoint_little(make_cluster: MakeCluster)
     assert counts[A] == 50
 
 
-class Learning:
+class Learning(Policy):
     """A policy that notes what it is taught."""
 
     def __init__(self) -> None:
+        super().__init__(rng=random.Random(1))
         self.heard: list[tuple[Any, ...]] = []
 
     def choose(self, request: PickRequest, candidates: Any, now: float) -> Choice:
         first: Candidate = candidates[0]
         return Choice(0, "first", [float(first.load.in_flight)])
 
-    def observe_sample(self, endpoint: EndpointId, work: Features, busy_s: float, now: float) -> None:
+    def observe_sample(
+        self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool = False
+    ) -> None:
         self.heard.append(("sample", endpoint, work[1], busy_s))
 
     def observe_reuse(self, endpoint: EndpointId, predicted_tokens: int, cached_tokens: int, now: float) -> None:
@@ -338,10 +343,10 @@ def test_a_learning_policy_is_taught(make_cluster: MakeCluster) -> None:
     assert (pick.reason, list(pick.costs)) == ("first", [0.0])
     bench.clock.advance(2)
     pick.first_token(bench.clock())
-    bench.cluster.reused(pick, 512, bench.clock())
+    bench.cluster.observe_reuse(pick, 512, bench.clock())
     pick.settle(SUCCESS, bench.clock())
     bench.cluster.apply(())
-    bench.cluster.reused(pick, 512, bench.clock())  # too late: it is forgotten
+    bench.cluster.observe_reuse(pick, 512, bench.clock())  # too late: it is forgotten
     assert policy.heard == [("sample", A, 400.0, 2.0), ("reuse", A, 600, 512), ("forget", A)]
 
 
@@ -349,7 +354,7 @@ def test_other_policies_hear_nothing_of_reuse(make_cluster: MakeCluster) -> None
     """Telling them is harmless."""
     bench = make_cluster("a")
     pick = bench.picked()
-    bench.cluster.reused(pick, 5, bench.clock())
+    bench.cluster.observe_reuse(pick, 5, bench.clock())
     assert pick.policy == "round_robin"
     assert repr(pick) == "<Pick a round_robin>"
 

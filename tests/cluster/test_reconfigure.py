@@ -113,10 +113,10 @@ def test_parameters_that_change_in_the_file_are_taken(make_cluster: MakeCluster,
     bench = make_cluster("a", policy="dynamo" if part == "own" else "round_robin", **parts[part])
 
     def present() -> Dynamo:
-        deciders = bench.cluster.deciders
-        shadow = deciders.shadow and deciders.shadow.policy
-        named = deciders.named and deciders.named.deciders["dynamo"].policy
-        policy = {"own": deciders.policy, "shadow": shadow, "for clients": named}[part]
+        policies = bench.cluster.policies
+        shadow = policies.shadow and policies.shadow.policy
+        named = policies.named and policies.named["dynamo"].policy
+        policy = {"own": policies.own.policy, "shadow": shadow, "for clients": named}[part]
         assert isinstance(policy, Dynamo)
         return policy
 
@@ -151,15 +151,17 @@ def test_what_the_shadow_learned_is_the_policys_when_it_takes_over(make_cluster:
     bench = make_cluster("a", "b", shadow_policy=PolicyName.KV_AWARE)
     taught(bench)
     reconfigure(bench, policy="kv_aware", shadow_policy="least_ttft")
-    shadow = bench.cluster.shadow
+    shadow = bench.cluster.policies.shadow
     assert isinstance(bench.cluster.policy, KvAware)
     assert shadow is not None
     taught(bench)
-    live, watching = bench.cluster.policy.speeds, shadow.policy.speeds  # type: ignore[attr-defined]
+    live, watching = bench.cluster.policy.speeds, shadow.policy.speeds
+    assert live is not None
+    assert watching is not None
     assert [one.estimates(bench.clock()).samples for one in (live, watching)] == [2, 2]
     assert live is not watching
     reconfigure(bench, shadow_policy=None)
-    assert bench.cluster.shadow is None
+    assert bench.cluster.policies.shadow is None
 
 
 def test_who_left_under_a_policy_that_learns_nothing_is_forgotten(make_cluster: MakeCluster) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -46,14 +47,31 @@ def request(tokens: int) -> PickRequest:
 
 
 def room_of(cluster: Cluster) -> RouterQueue:
-    assert cluster.room is not None
-    return cluster.room
+    assert cluster.queue is not None
+    return cluster.queue
 
 
 def enter(cluster: Cluster, tokens: int, **more: Any) -> asyncio.Task[Pick | None]:
-    options = {"tenant": "", "priority": 0, **more}
-    asked = request(tokens)
-    return asyncio.create_task(room_of(cluster).pick(asked, again=lambda: asked, **options))
+    return asyncio.create_task(pick_through(cluster, request(tokens), **more))
+
+
+async def pick_through(
+    cluster: Cluster,
+    asked: PickRequest,
+    *,
+    again: Callable[[], PickRequest] | None = None,
+    tenant: str = "",
+    priority: int = 0,
+) -> Pick | None:
+    """As the proxy does: at once if it may, otherwise in its turn, asked `again` then."""
+    queue = room_of(cluster)
+    if queue.admits(asked, cluster._clock()):
+        return cluster.pick(asked, cluster._clock())
+
+    def place(now: float) -> Pick | None:
+        return cluster.pick(asked if again is None else again(), now)
+
+    return await queue.wait(asked, place, tenant=tenant, priority=priority)
 
 
 async def placed(task: asyncio.Task[Pick | None]) -> Pick:
@@ -122,7 +140,7 @@ async def test_nobody_waits_longer_than_the_bound(clock: FakeClock) -> None:
     waiting = enter(cluster, 5_000)
     await until(lambda: len(room_of(cluster)) == 1)
     clock.advance(5.0)
-    room_of(cluster).load_fell(clock())
+    room_of(cluster).on_load_decrease()
     await placed(waiting)
 
 
@@ -162,7 +180,7 @@ async def test_the_request_is_asked_again_when_its_turn_comes(clock: FakeClock) 
         return PickRequest(facts=OverlapFacts(5_000, held))
 
     room = room_of(cluster)
-    waiting = asyncio.create_task(room.pick(request(5_000), again=fresh, tenant="", priority=0))
+    waiting = asyncio.create_task(pick_through(cluster, request(5_000), again=fresh))
     await until(lambda: len(room) == 1)
     clock.advance(0.01)
     picks[0].first_token(clock())
@@ -180,7 +198,7 @@ async def test_without_endpoints_nobody_waits_for_nothing(clock: FakeClock) -> N
 
 def test_there_is_no_room_unless_asked_for(clock: FakeClock) -> None:
     """Off by default, and for policies that do not know how long a prefill takes."""
-    assert cluster_of(clock, enabled=False).room is None
+    assert cluster_of(clock, enabled=False).queue is None
 
 
 async def test_who_waits_and_what_became_of_them_is_shown(clock: FakeClock) -> None:
@@ -204,7 +222,7 @@ async def test_who_waits_and_what_became_of_them_is_shown(clock: FakeClock) -> N
     for endpoint in cluster.endpoints:  # whoever is placed now has a long way to go
         endpoint.load.reserve(200_000, 0, clock())
     clock.advance(5.0)
-    room.load_fell(clock())
+    room.on_load_decrease()
     await placed(overdue)
     shown = room.status(clock())
     assert shown["released"] == {"turn": 1, "max_wait": 1, "no_endpoint": 0, "queue_off": 0, "client_left": 1}
@@ -224,7 +242,7 @@ async def test_nobody_left_to_take_it_is_counted(clock: FakeClock) -> None:
     await until(lambda: len(room_of(cluster)) == 1)
     for endpoint in cluster.endpoints:
         cluster.drain(endpoint.id)
-    room_of(cluster).load_fell(clock())
+    room_of(cluster).on_load_decrease()
     assert await waiting is None
     assert room_of(cluster).status(clock())["released"]["no_endpoint"] == 1  # type: ignore[index]
 
@@ -239,11 +257,11 @@ async def test_other_settings_find_the_same_requests_waiting(clock: FakeClock) -
     await until(lambda: len(room) == 1)
     clock.advance(6.0)
     cluster.reconfigure(settings_of(limit=9), probe=None)
-    assert (cluster.room, len(room), room.status(clock())["limit"]) == (room, 1, 9)
+    assert (cluster.queue, len(room), room.status(clock())["limit"]) == (room, 1, 9)
     assert metrics.registry.get_sample_value("kvproxy_queue_limit", {"queue": "router/c"}) == 9
     cluster.reconfigure(settings_of(max_wait="5s"), probe=None)
-    assert len(room) == 0
     await placed(waiting)
+    assert len(room) == 0
 
 
 @pytest.mark.parametrize("after", [settings_of(enabled=False), settings_of(PolicyName.ROUND_ROBIN)])
@@ -256,7 +274,7 @@ async def test_a_queue_that_is_taken_away_places_whoever_waits(clock: FakeClock,
     waiting = [enter(cluster, 5_000) for _ in range(2)]
     await until(lambda: len(room) == 2)
     cluster.reconfigure(after, probe=None)
-    assert cluster.room is None
+    assert cluster.queue is None
     for each in waiting:
         await placed(each)
     assert room.status(clock())["released"]["queue_off"] == 2  # type: ignore[index]
@@ -273,7 +291,7 @@ async def test_a_cluster_that_is_no_more_keeps_nobody_waiting(clock: FakeClock) 
     await fill(cluster)
     waiting = enter(cluster, 5_000)
     await until(lambda: len(room_of(cluster)) == 1)
-    cluster.dissolve()
+    cluster.close()
     assert await waiting is None
     assert metrics.registry.get_sample_value("kvproxy_queue_limit", {"queue": "router/c"}) is None
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 
 from kvproxy.cluster import shadow
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.cluster.shadow import MAX_ERRORS, Shadow
-from kvproxy.routing.backlog import IDLE, ReadOnlyLoad, backlog_of
-from kvproxy.routing.load import EndpointLoad, Features
-from kvproxy.routing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest
+from kvproxy.routing.load import IDLE, EndpointLoad, Features
+from kvproxy.routing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest, Policy
 from kvproxy.types import EndpointId
 from tests.cluster.conftest import Bench, MakeCluster
 from tests.support.clock import FakeClock
@@ -28,10 +27,11 @@ def decisions(bench: Bench, policy: str, result: str) -> float:
     return bench.sample("kvproxy_shadow_decisions_total", **labels) or 0.0
 
 
-class Faulty:
-    """A policy and learner that raises wherever it can."""
+class Faulty(Policy):
+    """A policy that raises wherever it can."""
 
     def __init__(self, *, index: int | None = None) -> None:
+        super().__init__(rng=random.Random(1))
         self.index = index
         self.calls = 0
 
@@ -41,7 +41,9 @@ class Faulty:
             raise ZeroDivisionError("broken policy")
         return Choice(self.index, "broken")
 
-    def observe_sample(self, endpoint: EndpointId, work: Features, busy_s: float, now: float) -> None:
+    def observe_sample(
+        self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool = False
+    ) -> None:
         raise ZeroDivisionError("broken learner")
 
     def observe_reuse(self, endpoint: EndpointId, predicted_tokens: int, cached_tokens: int, now: float) -> None:
@@ -54,7 +56,7 @@ class Faulty:
 def shadowed(bench: Bench, policy: Faulty) -> Shadow:
     """Puts that policy behind the cluster, in place of the shadow it has."""
     shade = Shadow(policy, name="faulty", cluster="c", metrics=bench.metrics)
-    bench.cluster.decide_by(replace(bench.cluster.deciders, shadow=shade))
+    bench.cluster.policies.shadow = shade
     return shade
 
 
@@ -100,9 +102,9 @@ def test_both_policies_learn_from_the_same_samples(make_cluster: MakeCluster) ->
         pick.settle(AttemptOutcome.SUCCESS, each.clock())
         assert each.cluster.speeds is not None
         assert each.cluster.speeds.estimates(each.clock()).samples == 1
-        assert each.cluster.shadow is not None
-    assert bench.cluster.shadow is not None
-    learned = bench.cluster.shadow.policy.speeds  # type: ignore[attr-defined]
+    assert bench.cluster.policies.shadow is not None
+    learned = bench.cluster.policies.shadow.policy.speeds
+    assert learned is not None
     assert learned is not bench.cluster.speeds
     assert learned.estimates(bench.clock()).samples == 1
 
@@ -130,7 +132,7 @@ def test_a_shadow_that_cannot_learn_reaches_no_request(make_cluster: MakeCluster
     shade = shadowed(bench, Faulty(index=0))
     pick = bench.picked()
     shade.observe_sample(A, (1.0, 1.0, 1.0, 0.0), 1.0, 0.0)
-    bench.cluster.reused(pick, 5, bench.clock())
+    bench.cluster.observe_reuse(pick, 5, bench.clock())
     pick.settle(AttemptOutcome.SUCCESS, bench.clock())
     bench.cluster.apply(())
     assert decisions(bench, "faulty", "error") == 4  # a sample, a reuse, and two endpoints that left
@@ -158,28 +160,28 @@ def test_beyond_so_many_a_second_it_sits_out(make_cluster: MakeCluster, monkeypa
     assert decisions(bench, "random", "same") == 4
 
 
-def test_a_watched_ledger_stays_as_it_is(clock: FakeClock) -> None:
+def test_a_question_leaves_the_ledger_as_it_is(clock: FakeClock) -> None:
     """A hidden request whose time has passed is left out of what is shown, and stays in the ledger."""
     load = EndpointLoad()
     load.reserve(1000, 0, clock(), hidden=True)
     load.reserve(500, 0, clock())
-    watched = ReadOnlyLoad(load)
-    assert watched.wait_s(SPEEDS, 1.0, clock()) == pytest.approx(1.52)
+    assert load.wait_s(SPEEDS, 1.0, clock()) == pytest.approx(1.52)
     clock.advance(1.2)
-    assert backlog_of(load, None, 1.0, clock()).work == load.pending_work
-    assert watched.wait_s(SPEEDS, 1.0, clock()) == pytest.approx(0.51 - (1.2 - 1.01))
-    assert (watched.pending_requests, watched.pending_tokens, watched.resident_tokens) == (2, 1500, 1500)
-    assert watched.in_flight == 2
-    assert load.wait_s(SPEEDS, 1.0, clock()) == pytest.approx(watched.wait_s(SPEEDS, 1.0, clock()))
-    assert load.pending_requests == 1  # asking the ledger itself draws the conclusion
+    assert load.backlog(None, 1.0, clock()).work == load.pending_work
+    before = load.wait_s(SPEEDS, 1.0, clock())
+    assert before == pytest.approx(0.51 - (1.2 - 1.01))
+    assert (load.pending_requests, load.pending_tokens, load.resident_tokens) == (2, 1500, 1500)
+    load.advance(SPEEDS, 1.0, clock())
+    assert load.wait_s(SPEEDS, 1.0, clock()) == before
+    assert (load.pending_requests, load.in_flight) == (1, 2)
 
 
 def test_nothing_pending_is_no_wait(clock: FakeClock) -> None:
     """Whether nothing came, or all that came must be prefilled by now."""
     load = EndpointLoad()
-    assert backlog_of(load, SPEEDS, 1.0, clock()) is IDLE
+    assert load.backlog(SPEEDS, 1.0, clock()) is IDLE
     assert IDLE.wait_s(SPEEDS, 1.0) == 0.0
     load.reserve(100, 0, clock(), hidden=True)
-    assert backlog_of(load, SPEEDS, 1.0, clock()).work == load.pending_work
+    assert load.backlog(SPEEDS, 1.0, clock()).work == load.pending_work
     clock.advance(10.0)
-    assert backlog_of(load, SPEEDS, 1.0, clock()) is IDLE
+    assert load.backlog(SPEEDS, 1.0, clock()) is IDLE

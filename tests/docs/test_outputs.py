@@ -17,7 +17,7 @@ from kvproxy.config.changes import summarise_changes
 from kvproxy.config.load import check_config, load_config
 from kvproxy.config.schema import LogSettings
 from kvproxy.doctor.report import DoctorReport, Finding, Severity, SkippedCheck, print_table
-from kvproxy.filters.access_line import as_text, fields
+from kvproxy.filters.access_log import as_text, fields
 from kvproxy.log_lines import log_fields
 from kvproxy.receipts.explain import explain
 from kvproxy.receipts.receipt import Attempt, Candidate, Receipt

@@ -13,8 +13,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.config.filter_schema import AccessLogSettings
 from kvproxy.config.schema import LogSettings
-from kvproxy.filters.access_line import fields, printable
-from kvproxy.filters.access_log import LOGGER, AccessLogFilter, build
+from kvproxy.filters.access_log import LOGGER, AccessLogFilter, build, fields, printable
+from kvproxy.metrics.catalog import Metrics
 from kvproxy.request.exchange import Exchange
 from kvproxy.types import EndpointId
 from tests.support.asgi import Inner, call, http_scope
@@ -155,7 +155,9 @@ async def test_a_long_path_is_not_remembered_whole(lines: list[str], clock: Fake
 
 
 def sampled(inner: ASGIApp, sample: float, clock: FakeClock) -> ASGIApp:
-    return AccessLogFilter(inner, sample=sample, json=False, clock=clock, wall_clock=lambda: NOON, rng=random.Random(7))
+    return AccessLogFilter(
+        inner, sample=sample, json=False, metrics=Metrics(), clock=clock, wall_clock=lambda: NOON, rng=random.Random(7)
+    )
 
 
 async def test_a_share_of_the_successes_is_logged(clock: FakeClock, lines: list[str]) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from kvproxy.config.filter_schema import ApiKey
 from kvproxy.errors import ConfigError
-from kvproxy.filters.api_keys import KeyRing, Owner, load_keys
+from kvproxy.filters.auth import KeyRing, Owner, load_keys
 
 
 def key(name: str, value: str) -> ApiKey:

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from kvproxy.config.filter_schema import RateLimitSettings
-from kvproxy.filters.buckets import Buckets, Limit
+from kvproxy.filters.buckets import Buckets, Limit, TokenBucket
 from kvproxy.filters.rate_limit import build
-from kvproxy.filters.token_bucket import TokenBucket
 from tests.support.asgi import Inner, call, http_scope
 from tests.support.clock import FakeClock
 from tests.support.filter_context import counted, filter_context

@@ -213,8 +213,8 @@ async def test_a_retry_is_told_of_as_a_pick_of_its_own() -> None:
     async with serve(bad) as a, serve(good) as b, running_proxy({"a": a, "b": b}) as proxy:
         assert await ask(proxy, TURN) == "b"
         local = service(proxy).overlap.indexes["default"].approximate
-        assert local.blocks(EndpointId("a")) == 0
-        assert local.blocks(EndpointId("b")) > 0
+        assert local.held_blocks(EndpointId("a")) == 0
+        assert local.held_blocks(EndpointId("b")) > 0
 
 
 # The filter alone
@@ -240,7 +240,7 @@ class Nowhere:
 
 def alone(inner: Inner, routes: Any, context: FilterContext) -> KvCacheFilter:
     kv = KvCache(settings(), clusters={}, metrics=context.metrics)
-    return KvCacheFilter(inner, kv, routes=routes, prefer={}, clock=context.clock)
+    return KvCacheFilter(inner, kv, routes=routes, prefer={}, metrics=context.metrics, clock=context.clock)
 
 
 @pytest.mark.parametrize(("routes", "lines"), [(Broken(), 1), (Nowhere(), 0)])
@@ -339,7 +339,9 @@ async def test_facts_and_preference_are_refreshed_when_the_router_asks(
     inner, context = Inner(), filter_context()
     kv = Forgetful(settings(), clusters={"default": cluster}, metrics=context.metrics)
     routes: Any = Routes.from_config(Config(), {"default": cluster})
-    app = KvCacheFilter(inner, kv, routes=routes, prefer={"default": prefers_match}, clock=context.clock)
+    app = KvCacheFilter(
+        inner, kv, routes=routes, prefer={"default": prefers_match}, metrics=context.metrics, clock=context.clock
+    )
     scope = http_scope("/v1/chat/completions", method="POST")
     exchange = Exchange.of(scope, now=0.0)
     exchange.inference, exchange.body = request(), b"{}"

@@ -7,13 +7,16 @@ from starlette.types import ASGIApp
 
 from kvproxy.config.filter_schema import RequestIdSettings
 from kvproxy.filters.request_id import RequestIdFilter, build
+from kvproxy.metrics.catalog import Metrics
 from tests.support.asgi import Inner, call, http_scope
 from tests.support.clock import FakeClock
 from tests.support.filter_context import filter_context
 
 
 def filter_around(inner: ASGIApp, *, header: str = "X-Request-ID", trust: bool = True) -> ASGIApp:
-    return RequestIdFilter(inner, header=header, trust_client=trust, clock=FakeClock(), make_id=lambda: "fresh")
+    return RequestIdFilter(
+        inner, header=header, trust_client=trust, metrics=Metrics(), clock=FakeClock(), make_id=lambda: "fresh"
+    )
 
 
 async def test_a_sane_client_id_is_kept_everywhere() -> None:

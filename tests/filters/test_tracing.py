@@ -29,9 +29,9 @@ from kvproxy.config.load import load_config
 from kvproxy.errors import ConfigError
 from kvproxy.filters import tracing
 from kvproxy.filters.trace_attributes import server_attributes
-from kvproxy.filters.trace_export import TraceExport
-from kvproxy.filters.trace_server import TracingFilter
+from kvproxy.filters.trace_spans import TraceExport, TracingFilter
 from kvproxy.listener.server import Server, serve
+from kvproxy.metrics.catalog import Metrics
 from tests.support.asgi import Inner, call, http_scope
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import Call, FakeEngine, event, reply, start_stream
@@ -75,6 +75,7 @@ async def traced(*engines: FakeEngine, sampler: Sampler | None = None, **config:
             proxy,
             tracer=provider.get_tracer("test"),
             provider_name="vllm",
+            metrics=Metrics(),
             clock=asyncio.get_running_loop().time,
             wall_clock=lambda: datetime.now(UTC),
         )
@@ -169,7 +170,9 @@ async def test_a_known_prompt_shows_who_holds_it_and_that_it_was_preferred() -> 
 async def test_a_tracer_that_is_off_changes_nothing() -> None:
     """The client's own context goes through as it came."""
     inner = Inner()
-    app = TracingFilter(inner, tracer=NoOpTracer(), provider_name="x", clock=FakeClock(), wall_clock=lambda: NOON)
+    app = TracingFilter(
+        inner, tracer=NoOpTracer(), provider_name="x", metrics=Metrics(), clock=FakeClock(), wall_clock=lambda: NOON
+    )
     scope = http_scope("/x", headers=[(b"tracestate", b"v=1")])
     await call(app, scope)
     assert inner.scopes[0]["headers"] == [(b"tracestate", b"v=1")]
@@ -321,7 +324,14 @@ async def test_a_crash_inside_ends_the_span_with_its_name() -> None:
     exporter, clock = InMemorySpanExporter(), FakeClock()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    app = TracingFilter(crash, tracer=provider.get_tracer("t"), provider_name="x", clock=clock, wall_clock=lambda: NOON)
+    app = TracingFilter(
+        crash,
+        tracer=provider.get_tracer("t"),
+        provider_name="x",
+        metrics=Metrics(),
+        clock=clock,
+        wall_clock=lambda: NOON,
+    )
     with pytest.raises(KeyError):
         await call(app, http_scope("/x", client=None))
     (span,) = exporter.get_finished_spans()
@@ -334,8 +344,8 @@ async def test_other_scopes_pass() -> None:
     """Lifespan is none of its business."""
     inner = Inner()
     app = TracingFilter(
-        inner, tracer=TracerProvider(shutdown_on_exit=False).get_tracer("t"), provider_name="x", clock=FakeClock(),
-        wall_clock=lambda: NOON,
+        inner, tracer=TracerProvider(shutdown_on_exit=False).get_tracer("t"), provider_name="x",
+        metrics=Metrics(), clock=FakeClock(), wall_clock=lambda: NOON,
     )  # fmt: skip
     await call(app, {"type": "lifespan"})
     assert inner.scopes == [{"type": "lifespan"}]

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from kvproxy.forward import alias
+from kvproxy.forward import body_guard as alias
 from kvproxy.json_scan import MAX_DECODED_BYTES
 
 

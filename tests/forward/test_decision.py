@@ -7,7 +7,7 @@ import random
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.pick import Pick
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings, HealthCheckSettings, PolicyName
-from kvproxy.forward.decision import describe
+from kvproxy.forward.request_options import describe
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.policy import FactSource, Overlap, OverlapFacts, PickRequest
 from kvproxy.types import EndpointId

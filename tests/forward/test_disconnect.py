@@ -9,7 +9,7 @@ import pytest
 from starlette.types import Message
 
 from kvproxy.forward.disconnect import DisconnectWatcher, new_arming
-from kvproxy.types import DISCONNECT_SIGNAL, DisconnectSignal
+from kvproxy.types import CONNECTION, DisconnectSignal
 
 
 class Server:
@@ -17,7 +17,8 @@ class Server:
 
     def __init__(self, *, ours: bool) -> None:
         self.departure = DisconnectSignal()
-        self.scope: dict[str, Any] = {"type": "http", **({DISCONNECT_SIGNAL: self.departure} if ours else {})}
+        self.on_disconnect = self.departure.watch
+        self.scope: dict[str, Any] = {"type": "http", **({CONNECTION: self} if ours else {})}
         self._gone = asyncio.Event()
 
     async def receive(self) -> Message:
@@ -36,7 +37,7 @@ async def forever(watcher: DisconnectWatcher, armed: asyncio.Event) -> str:
     try:
         await asyncio.Event().wait()
     except asyncio.CancelledError:
-        if not watcher.claims():
+        if not watcher.caused_cancellation():
             raise
         return "client left"
     finally:

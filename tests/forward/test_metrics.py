@@ -11,9 +11,8 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint_metrics import MAX_MODELS
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings, PolicyName
 from kvproxy.config.schema import RouteSettings
-from kvproxy.forward import savings
-from kvproxy.forward.metrics import RouteMetrics
-from kvproxy.forward.savings import spared_s
+from kvproxy.forward import metrics as savings
+from kvproxy.forward.metrics import RouteMetrics, spared_s
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.request.exchange import RESULTS, Exchange, Outcome, result_of
 from kvproxy.routing.policy import Overlap, OverlapFacts

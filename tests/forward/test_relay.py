@@ -8,8 +8,10 @@ import pytest
 from starlette.types import Message
 
 from kvproxy.forward.relay import Relay
+from kvproxy.request.downstream import Downstream
 from kvproxy.request.exchange import Exchange
 from kvproxy.upstream.response import UpstreamResponse
+from tests.support.asgi import http_scope
 
 USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":1000,"completion_tokens":500}}\n\n'
 DONE = b"data: [DONE]\n\n"
@@ -34,6 +36,11 @@ class Arriving:
         """Nothing is left to come."""
 
 
+async def nothing() -> Message:
+    """A client that says nothing more."""
+    raise AssertionError
+
+
 async def ignore(message: Message) -> None:
     """A client that takes everything."""
 
@@ -47,6 +54,7 @@ async def test_usage_is_found_however_the_last_events_are_cut(end: tuple[bytes, 
     exchange = Exchange(received_at=0.0)
     first, *rest = [b'data: {"choices":[{"delta":{"content":"x"}}]}\n\n'] * 20
     headers = [(b"content-type", b"text/event-stream")]
-    relay = Relay(exchange, Arriving(*rest, *end).response, send=ignore, post=True)
+    downstream = Downstream(exchange, http_scope(), nothing, ignore)
+    relay = Relay(exchange, Arriving(*rest, *end).response, downstream=downstream, post=True)
     assert await relay.run(headers, first) is None
     assert (exchange.outcome.prompt_tokens, exchange.outcome.completion_tokens) == (1000, 500)

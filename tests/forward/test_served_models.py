@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvproxy.forward.served_models import AGAIN_S, MAX_LISTED, MAX_NAME, ServedModels
+from kvproxy.forward.models import AGAIN_S, MAX_LISTED, MAX_NAME, ServedModels
 from tests.support.clock import FakeClock
 from tests.support.until import until
 

@@ -11,7 +11,7 @@ from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.errors import ClientError, ClientTimeout, InstanceBusy, NotSupported, UnknownInstance
 from kvproxy.kvcache.actions.executor import ActionExecutor
 from kvproxy.kvcache.actions.job_queue import JobQueue
-from kvproxy.kvcache.actions.strategy import Action, PressureOf, Served
+from kvproxy.kvcache.actions.strategies import Action, PressureOf, Served
 from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.overlap.lookup import LookupClient
 from kvproxy.kvcache.providers import ActionKind, Effect, Prefix

@@ -6,8 +6,7 @@ import logging
 
 import pytest
 
-from kvproxy.kvcache.feedback.alarm import LASTS_S, SAY_AGAIN_S, PredictionAlarm
-from kvproxy.kvcache.feedback.prediction_stats import PredictionStats
+from kvproxy.kvcache.feedback.prediction_stats import LASTS_S, SAY_AGAIN_S, PredictionAlarm, PredictionStats
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.policy import FactSource
 from tests.kvcache.support import A, B

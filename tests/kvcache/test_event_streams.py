@@ -195,7 +195,8 @@ async def test_the_same_tokens_under_a_lora_are_other_blocks() -> None:
         return BlockStored((first, first + 1), None, ids, 32, lora_name=lora)
 
     def held(model: str) -> int:
-        found = local.overlaps(array("Q"), bytes_per_token=4, tokens=ids, model=model, cache_salt=None)
+        nothing = local.approximate.locate(array("Q"))
+        found = local.overlaps(nothing, bytes_per_token=4, tokens=ids, model=model, cache_salt=None)
         return found[A].device_tokens if A in found else 0
 
     consumer.apply(A, 0, [stored("adapter", 1)])
@@ -246,6 +247,6 @@ async def test_an_index_of_streams_that_ended_is_given_back_by_and_by(monkeypatc
     consumer = _Consumer(local)
     consumer.forget(A)
     assert len(table) > 0
-    await consumer.give_back()
+    await consumer.sweep()
     assert len(table) == 0
     assert len(steps) >= 4

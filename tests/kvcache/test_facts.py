@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from kvproxy.kvcache.overlap.merge import HolderOverlap, merge_overlaps, preferred
+from random import Random
+
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
+from kvproxy.kvcache.overlap.merge import HolderOverlap, merge_overlaps, preferred_endpoint
+from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.policy import FactSource, Overlap, OverlapFacts
 from kvproxy.routing.trust import Trust
 from kvproxy.types import EndpointId
+from tests.support.clock import FakeClock
 
 A, B, C = EndpointId("a"), EndpointId("b"), EndpointId("c")
 LMCACHE = FactSource.LMCACHE_CONTROLLER
@@ -57,30 +63,49 @@ def test_what_only_a_lookup_says_counts_for_what_it_proved_worth() -> None:
     assert found[B].tokens == 1000
 
 
+def preferred(facts: OverlapFacts, endpoints: str, *, min_tokens: int = 1, model: str = "m") -> str | None:
+    """Of these endpoints of a cluster, in its order; `c` serves another model."""
+    configured = tuple(
+        EndpointSettings(id=name, url=f"http://127.0.0.1:{9 + ord(name)}", models=["other"] if name == "c" else [])
+        for name in endpoints
+    )
+    cluster = Cluster(
+        "x", ClusterSettings(endpoints=configured), metrics=Metrics(), clock=FakeClock(), rng=Random(1), sources=()
+    )
+    return preferred_endpoint(facts, cluster.endpoints, model=model, min_tokens=min_tokens)
+
+
 def test_the_largest_match_is_preferred() -> None:
     facts = OverlapFacts(1000, {A: Overlap(100), B: Overlap(0, 300)})
-    assert preferred(facts, [A, B], min_tokens=1) == B
+    assert preferred(facts, "ab") == B
 
 
 def test_ties_go_to_the_first_in_the_clusters_order() -> None:
     """The same facts always prefer the same endpoint, whatever order they were learned in."""
-    facts = OverlapFacts(1000, {C: Overlap(100), B: Overlap(100)})
-    assert preferred(facts, [A, B, C], min_tokens=1) == B
+    facts = OverlapFacts(1000, {EndpointId("d"): Overlap(100), B: Overlap(100)})
+    assert preferred(facts, "abd") == B
+
+
+def test_no_match_counts_for_more_than_the_prompt_has() -> None:
+    """Two endpoints that hold all of it are equal, however long what they hold is."""
+    facts = OverlapFacts(1000, {A: Overlap(1000), B: Overlap(4000)})
+    assert preferred(facts, "ab") == A
 
 
 def test_a_match_below_the_minimum_is_no_preference() -> None:
     facts = OverlapFacts(1000, {A: Overlap(100)})
-    assert preferred(facts, [A], min_tokens=101) is None
-    assert preferred(facts, [A], min_tokens=100) == A
+    assert preferred(facts, "a", min_tokens=101) is None
+    assert preferred(facts, "a", min_tokens=100) == A
 
 
 def test_zero_tokens_are_never_preferred() -> None:
     """Not even with a minimum of zero."""
-    assert preferred(OverlapFacts(1000, {A: Overlap(0)}), [A], min_tokens=0) is None
+    assert preferred(OverlapFacts(1000, {A: Overlap(0)}), "a", min_tokens=0) is None
 
 
-def test_who_cannot_serve_the_model_is_not_preferred() -> None:
-    """Nor who is not in the order."""
-    facts = OverlapFacts(1000, {A: Overlap(900), B: Overlap(10)})
-    assert preferred(facts, [B], min_tokens=1) == B
-    assert preferred(facts, [A, B], min_tokens=1, serves=lambda endpoint: endpoint == B) == B
+def test_an_endpoint_that_cannot_serve_the_model_is_not_preferred() -> None:
+    """Nor one that is not in the cluster."""
+    facts = OverlapFacts(1000, {A: Overlap(900), B: Overlap(10), C: Overlap(999)})
+    assert preferred(facts, "b") == B
+    assert preferred(facts, "abc") == A
+    assert preferred(facts, "abc", model="other") == C

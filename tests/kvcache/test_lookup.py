@@ -61,7 +61,7 @@ def worth(
 ) -> dict[EndpointId, int]:
     """Tokens by endpoint that these holders stand for."""
     known = frozenset(endpoint.instance_id for endpoint in cluster.endpoints)
-    claims = under_test.claims(holders, endpoints=cluster.endpoints, known=known, local=local or {}, hashes=HASHES)
+    claims = under_test.overlaps(holders, endpoints=cluster.endpoints, known=known, local=local or {}, hashes=HASHES)
     return {claim.endpoint: claim.tokens for claim in claims}
 
 
@@ -107,7 +107,7 @@ def test_a_holder_that_serves_another_model_is_passed_over_in_silence(
 ) -> None:
     """The controller's index knows no models: the same tokens mean another prefix there."""
     under_test, cluster = lookups(clock), cluster_of({"a": NOWHERE, "b": NOWHERE})
-    claims = under_test.claims(
+    claims = under_test.overlaps(
         [Holder("b", 512, True)],
         endpoints=[endpoint for endpoint in cluster.endpoints if endpoint.id == A],
         known={"a", "b"},
@@ -150,7 +150,7 @@ def test_a_sole_holder_is_not_capped(clock: FakeClock) -> None:
 def test_a_prompt_without_a_block_cannot_be_distrusted(clock: FakeClock) -> None:
     under_test = lookups(clock)
     under_test.contradicted(A, array("Q"), 0)
-    claims = under_test.claims(
+    claims = under_test.overlaps(
         [Holder("a", 512, False)],
         endpoints=cluster_of({"a": NOWHERE}).endpoints,
         known={"a"},

@@ -33,26 +33,28 @@ def local() -> LocalIndexes:
     """One endpoint whose events are followed exactly; it was sent the prompt, announced it and evicted it."""
     sources = LocalIndexes(IndexState())
     sources.exact = frozenset({A})
-    sources.settle(sources.route(A, HASHES), prefilled=True)
+    sources.settle(sources.route(A, sources.approximate.locate(HASHES)), prefilled=True)
     sources.precise.apply(A, 0, [BlockStored(NAMES, None, TOKENS, 16), BlockRemoved(NAMES)])
     return sources
 
 
 def overlaps(local: LocalIndexes) -> dict[str, Overlap]:
-    found = local.overlaps(HASHES, bytes_per_token=BYTES_PER_TOKEN, tokens=TOKENS, cache_salt=None)
+    found = local.overlaps(
+        local.approximate.locate(HASHES), bytes_per_token=BYTES_PER_TOKEN, tokens=TOKENS, cache_salt=None
+    )
     return {str(endpoint): overlap for endpoint, overlap in found.items()}
 
 
 def test_an_unrelated_request_in_flight_brings_nothing_back(local: LocalIndexes) -> None:
     """What was evicted is gone, however busy the engine is with other prompts."""
     assert overlaps(local) == {}
-    local.route(A, OTHER)
+    local.route(A, local.approximate.locate(OTHER))
     assert overlaps(local) == {}
 
 
 def test_this_prompt_in_flight_counts_until_its_request_is_over(local: LocalIndexes) -> None:
     """Its blocks are promised and not yet announced; afterwards only events speak for them."""
-    claim = local.route(A, HASHES)
+    claim = local.route(A, local.approximate.locate(HASHES))
     assert overlaps(local) == {"a": Overlap(4096)}
     local.settle(claim, prefilled=True)
     assert overlaps(local) == {}
@@ -60,18 +62,18 @@ def test_this_prompt_in_flight_counts_until_its_request_is_over(local: LocalInde
 
 def test_a_prefix_in_flight_counts_as_far_as_it_goes(local: LocalIndexes) -> None:
     """A request that shares 64 blocks with this prompt promises those."""
-    local.route(A, HASHES[:64] + OTHER)
+    local.route(A, local.approximate.locate(HASHES[:64] + OTHER))
     assert overlaps(local) == {"a": Overlap(64 * 16)}
 
 
 def test_two_requests_in_flight_promise_together(local: LocalIndexes) -> None:
     """The end of one takes nothing from the other."""
-    first, second = local.route(A, HASHES), local.route(A, HASHES)
+    first, second = local.route(A, local.approximate.locate(HASHES)), local.route(A, local.approximate.locate(HASHES))
     local.settle(first, prefilled=False)
     assert overlaps(local) == {"a": Overlap(4096)}
     local.settle(second, prefilled=False)
     assert overlaps(local) == {}
-    assert local.approximate.promises == 0
+    assert local.approximate.in_flight_entries == 0
 
 
 def test_a_promise_survives_a_reload(local: LocalIndexes) -> None:
@@ -80,7 +82,7 @@ def test_a_promise_survives_a_reload(local: LocalIndexes) -> None:
     before = LocalIndexes(state)
     before.exact = frozenset({A})
     before.precise.apply(A, 0, [BlockStored(NAMES, None, TOKENS, 16), BlockRemoved(NAMES)])
-    claim = before.route(A, HASHES)
+    claim = before.route(A, before.approximate.locate(HASHES))
     after = LocalIndexes(state)
     after.exact = frozenset({A})
     assert overlaps(after) == {"a": Overlap(4096)}
@@ -91,7 +93,7 @@ def test_a_promise_survives_a_reload(local: LocalIndexes) -> None:
 @pytest.mark.parametrize("gone", [LocalIndexes.forget, LocalIndexes.reset], ids=["left", "restarted"])
 def test_an_endpoint_that_is_gone_keeps_no_promise(local: LocalIndexes, gone: object) -> None:
     """What was under way there died with it."""
-    claim = local.route(A, HASHES)
+    claim = local.route(A, local.approximate.locate(HASHES))
     gone(local, A)  # type: ignore[operator]
     assert overlaps(local) == {}
     local.settle(claim, prefilled=False)
@@ -100,9 +102,9 @@ def test_an_endpoint_that_is_gone_keeps_no_promise(local: LocalIndexes, gone: ob
 
 def test_without_events_nothing_is_kept_twice() -> None:
     """The index of requests under way costs nothing where no events are followed."""
-    local = LocalIndexes(IndexState())
-    local.route(A, HASHES)
-    assert local.approximate.promises == 0
+    local = LocalIndexes(IndexState(), follows_events=False)
+    local.route(A, local.approximate.locate(HASHES))
+    assert local.approximate.in_flight_entries == 0
     assert overlaps(local) == {"a": Overlap(4096)}
 
 

@@ -47,5 +47,5 @@ def test_the_index_is_measured_against_each_endpoints_capacity(clock: FakeClock)
     index = service.overlap.indexes["c"].approximate
     index.set_capacity(A, 40)
     index.set_capacity(EndpointId("b"), 0)
-    index.insert(A, array("Q", range(1, 11)))
+    index.insert(A, index.locate(array("Q", range(1, 11))))
     assert samples(metrics, "kvproxy_kvcache_index_utilisation_ratio") == {("a",): 0.25}

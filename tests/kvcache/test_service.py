@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvproxy.kvcache.feedback.selfcheck import PATIENCE_S
 from kvproxy.kvcache.overlap.facts import Result
+from kvproxy.kvcache.overlap.lookup import PATIENCE_S
 from tests.kvcache.support import (
     NOWHERE,
     A,
@@ -87,7 +87,7 @@ async def test_a_contradiction_removes_the_prefix_at_once() -> None:
         assert service.metric("kvproxy_kvcache_predictions_total", **ROUTED_TO_A, result="miss") == 1
         # It holds what it has just prefilled, and nothing else of what was believed: not the rest of the first prompt.
         local = service.kv.overlap.indexes["default"].approximate
-        assert local.blocks(A) == len(wrong.hashes)
+        assert local.held_blocks(A) == len(wrong.hashes)
 
 
 async def test_a_good_prediction_is_scored() -> None:
@@ -250,9 +250,9 @@ async def test_facts_are_refreshed_for_a_request_that_had_to_wait() -> None:
 
 
 async def test_a_refresh_makes_a_prompt_no_hotter() -> None:
-    """Only arrivals count as touches."""
+    """Only requests that are routed count."""
     async with running(settings(), cluster_of({"a": NOWHERE})) as service:
-        hot = [await service.ask(chat(TURN)) for _ in range(5)][-1]
+        hot = [await service.serve(chat(TURN), A) for _ in range(5)][-1]
         assert hot.overlaps.hot_tokens > 0
         cold = await service.ask(chat(long_text("z")))
         for _ in range(5):

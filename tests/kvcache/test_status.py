@@ -13,7 +13,7 @@ from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.config.kvcache_schema import CacheStrategySettings, KvCacheSettings
 from kvproxy.errors import ClientUnavailable
 from kvproxy.kvcache.actions.hotness import Hotness, KnownPrefix
-from kvproxy.kvcache.actions.pin import Lease
+from kvproxy.kvcache.actions.strategies import Lease
 from kvproxy.kvcache.service import KvCache
 from kvproxy.kvcache.status import SLICE_RUNS, cache_status, hot_prefixes, index_worth, leases, troubles
 from kvproxy.metrics.catalog import Metrics
@@ -54,13 +54,12 @@ def test_the_worst_rank_decides(streams: dict[int, StreamStatus], state: StreamS
 async def test_hot_prefixes_are_looked_for_in_slices(clock: FakeClock) -> None:
     """Other tasks get their turn in between, and what vanished meanwhile is not shown."""
     service = service_of(clock)
-    local = service.overlap.indexes["c"]
+    index, a, b = service.overlap.indexes["c"].approximate, EndpointId("a"), EndpointId("b")
     for number in range(1, SLICE_RUNS + 2):
-        local.hot.touch(array("Q", [number]))
+        index.confirm(index.route(a, index.locate(array("Q", [number]))))
     for _ in range(3):
-        local.hot.touch(array("Q", [7, 7000]))
-    local.approximate.insert(EndpointId("a"), array("Q", [7, 7000]))
-    local.approximate.insert(EndpointId("b"), array("Q", [7]))
+        index.confirm(index.route(a, index.locate(array("Q", [7, 7000]))))
+    index.insert(b, index.locate(array("Q", [7])))
     pauses = 0
 
     async def pause() -> None:
@@ -73,15 +72,16 @@ async def test_hot_prefixes_are_looked_for_in_slices(clock: FakeClock) -> None:
         (f"{7:016x}", 1, {"a": 1, "b": 1}),
         (f"{7000:016x}", 2, {"a": 2, "b": 1}),
     ]
-    emptied = local.hot.kept()
+    emptied = index.all_runs()
 
     async def empty() -> None:
-        for run in reversed(local.hot.kept()):
-            if local.hot.touches(run):
-                local.hot._tree.remove(run)
+        for endpoint in index.endpoints:
+            index.remove(endpoint)
+        while not index.sweep(SLICE_RUNS):
+            pass
 
     assert await hot_prefixes(service, 2, pause=empty) == []
-    assert local.hot.touches(emptied[0]) == 0.0
+    assert index.requests(emptied[0]) == 0.0
 
 
 def test_counted_pins_do_not_lapse(clock: FakeClock) -> None:

@@ -28,7 +28,9 @@ def local() -> LocalIndexes:
 
 
 def overlap(local: LocalIndexes) -> Overlap:
-    return local.overlaps(HASHES, bytes_per_token=BYTES_PER_TOKEN, tokens=TOKENS, cache_salt=None)[A]
+    return local.overlaps(
+        local.approximate.locate(HASHES), bytes_per_token=BYTES_PER_TOKEN, tokens=TOKENS, cache_salt=None
+    )[A]
 
 
 def test_what_another_router_sent_there_is_believed(local: LocalIndexes) -> None:
@@ -49,7 +51,7 @@ def test_what_was_routed_there_backs_the_claim(local: LocalIndexes) -> None:
     """Then the stream's record does not matter."""
     for _ in range(9):
         local.trust.observe(A, 320, 0, 0)
-    local.settle(local.route(A, HASHES), prefilled=True)
+    local.settle(local.route(A, local.approximate.locate(HASHES)), prefilled=True)
     assert overlap(local) == Overlap(320, source=FactSource.PRECISE, claimed_tokens=320, backed_tokens=320)
 
 

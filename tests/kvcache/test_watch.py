@@ -158,5 +158,5 @@ async def test_an_engine_whose_counters_begin_anew_holds_nothing(counters: tuple
         for _ in range(2):
             await round_of(service)
         index = service.kv.overlap.indexes["default"].approximate
-        assert (index.blocks(A) > 0) is held
+        assert (index.held_blocks(A) > 0) is held
         assert index.capacity(A) == 400

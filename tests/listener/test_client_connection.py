@@ -191,8 +191,9 @@ async def test_after_the_end_nothing_may_be_written(caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.CRITICAL):
         async with serve(app) as url, connect(url) as client:
             await client.send(GET)
-            assert (await client.response())[1] == b"ok"
-            assert await client.rest() == b""
+            for _ in range(2):
+                assert (await client.response())[1] == b"ok"
+                await client.send(GET)
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -54,7 +54,7 @@ class Engine:
 
 
 def play(
-    told: float,
+    reported: float,
     *,
     requests: int = REQUESTS,
     lost_share: float = 0.0,
@@ -64,7 +64,7 @@ def play(
 ) -> list[float]:
     """The believed capacity against the true one, after each request."""
     rng, engine = Random(3), Engine()
-    index = ApproximateIndex(capacity_blocks=int(told * TRUE_CAPACITY))
+    index = ApproximateIndex(capacity_blocks=int(reported * TRUE_CAPACITY))
     capacities = Capacities(index, learning=learning)
     strangers = prompts(Random(4))
     found = []
@@ -73,17 +73,17 @@ def play(
             engine = Engine()
         if foreign:
             engine.serve(next(strangers))
-        claim = index.route(A, prompt)
+        claim = index.route(A, index.locate(prompt))
         reused = engine.serve(prompt)
         if rng.random() < lost_share:
             reused = min(reused, SYSTEM)
         known = len(prompt) - claim.new_blocks
         lost = capacities.observe(claim, reused)
         if reused < known:
-            index.contradict(A, prompt, reused)
+            index.contradict(A, claim.cursor, reused)
         index.confirm(claim)
         if lost:
-            index.insert(A, prompt)
+            index.insert(A, index.locate(prompt))
         found.append(index.capacity(A) / TRUE_CAPACITY)
     return found
 
@@ -94,10 +94,10 @@ def settled(found: list[float]) -> float:
     return last[len(last) // 2]
 
 
-@pytest.mark.parametrize("told", [0.25, 4.0])
-def test_a_capacity_wrong_by_four_is_found(told: float) -> None:
+@pytest.mark.parametrize("reported", [0.25, 4.0])
+def test_a_capacity_wrong_by_four_is_found(reported: float) -> None:
     """Either way, to within a third, in a few thousand requests, and it stays there."""
-    found = play(told)
+    found = play(reported)
     assert 1 / 1.3 <= settled(found) <= 1.3
     assert all(1 / 1.5 <= each <= 1.5 for each in found[REQUESTS // 2 :])
 
@@ -106,16 +106,16 @@ def test_a_right_capacity_stays() -> None:
     assert all(1 / 1.3 <= each <= 1.3 for each in play(1.0))
 
 
-@pytest.mark.parametrize("told", [0.25, 1.0, 4.0])
-def test_losses_of_other_causes_do_not_mislead(told: float) -> None:
+@pytest.mark.parametrize("reported", [0.25, 1.0, 4.0])
+def test_losses_of_other_causes_do_not_mislead(reported: float) -> None:
     """Every tenth request finds the system prompt alone, whatever the cache holds."""
-    assert 1 / 1.4 <= settled(play(told, lost_share=0.1)) <= 1.4
+    assert 1 / 1.4 <= settled(play(reported, lost_share=0.1)) <= 1.4
 
 
-@pytest.mark.parametrize("told", [0.25, 1.0, 4.0])
-def test_restarts_do_not_mislead(told: float) -> None:
+@pytest.mark.parametrize("reported", [0.25, 1.0, 4.0])
+def test_restarts_do_not_mislead(reported: float) -> None:
     """Four of them: each time everything is gone at once."""
-    assert 1 / 1.4 <= settled(play(told, restart_every=REQUESTS // 5)) <= 1.4
+    assert 1 / 1.4 <= settled(play(reported, restart_every=REQUESTS // 5)) <= 1.4
 
 
 def test_what_strangers_take_is_not_there_for_us() -> None:
@@ -123,7 +123,7 @@ def test_what_strangers_take_is_not_there_for_us() -> None:
     assert 0.5 / 1.4 <= settled(play(1.0, foreign=True)) <= 0.5 * 1.4
 
 
-def test_without_learning_it_stays_as_told() -> None:
+def test_without_learning_it_stays_as_reported() -> None:
     assert set(play(4.0, requests=500, learning=False)) == {4.0}
 
 
@@ -133,33 +133,33 @@ def test_a_restart_empties_the_index_at_once() -> None:
     capacities = Capacities(index)
     chats = [chained([number] * 10) for number in range(40)]
     for chat in chats:
-        index.insert(A, chat)
+        index.insert(A, index.locate(chat))
     said = []
     for chat in reversed(chats):
-        claim = index.route(A, chat)
+        claim = index.route(A, index.locate(chat))
         said.append(capacities.observe(claim, 0))
         index.confirm(claim)
     assert said.count(True) == 1
-    assert index.blocks(A) == 10 * (39 - said.index(True))
+    assert index.held_blocks(A) == 10 * (39 - said.index(True))
 
 
 def test_claims_from_before_a_loss_say_nothing() -> None:
     index = ApproximateIndex(capacity_blocks=TRUE_CAPACITY)
     capacities = Capacities(index)
-    index.insert(A, chained(range(40)))
-    late = [index.route(A, chained(range(40))) for _ in range(20)]
+    index.insert(A, index.locate(chained(range(40))))
+    late = [index.route(A, index.locate(chained(range(40)))) for _ in range(20)]
     index.clear(A)
     assert not any(capacities.observe(claim, 0) for claim in late)
 
 
-def test_what_is_told_and_learned_is_shown_and_forgotten() -> None:
+def test_what_is_reported_and_learned_is_shown_and_forgotten() -> None:
     index = ApproximateIndex(capacity_blocks=1000)
     capacities = Capacities(index)
-    assert capacities.told(A) == 1000
-    capacities.tell(A, 3000)
-    capacities.tell(B, 0)
-    assert (capacities.told(A), index.capacity(A), index.capacity(B)) == (3000, 3000, 0)
+    assert capacities.reported(A) == 1000
+    capacities.set_reported(A, 3000)
+    capacities.set_reported(B, 0)
+    assert (capacities.reported(A), index.capacity(A), index.capacity(B)) == (3000, 3000, 0)
     for _ in range(2):
         capacities.forget(A)
         index.remove(A)
-    assert capacities.told(A) == 1000
+    assert capacities.reported(A) == 1000

@@ -23,7 +23,7 @@ def forgotten(under_test: LearnedCapacity, times: int, *, full: bool = True) -> 
         under_test.observe(age_blocks=None, known_blocks=0, reused_blocks=40, full=full)
 
 
-def test_it_begins_as_told() -> None:
+def test_it_begins_as_reported() -> None:
     assert LearnedCapacity(1000).blocks == 1000
 
 
@@ -88,15 +88,15 @@ def test_losses_of_other_causes_do_not_outvote_what_is_kept_at_that_age() -> Non
     assert under_test.blocks == pytest.approx(1000, rel=0.2)
 
 
-@pytest.mark.parametrize("told", [1000, 17])
-def test_it_stays_within_a_factor_of_eight(told: int) -> None:
-    low, high = LearnedCapacity(told), LearnedCapacity(told)
+@pytest.mark.parametrize("reported", [1000, 17])
+def test_it_stays_within_a_factor_of_eight(reported: int) -> None:
+    low, high = LearnedCapacity(reported), LearnedCapacity(reported)
     for _ in range(100):
         gone(low, max(2, low.blocks * 9 // 10))
         kept(low, max(1, low.blocks // 100))
         forgotten(high, 3)
-    assert low.blocks == pytest.approx(told / 8, rel=0.25, abs=2)
-    assert high.blocks == 8 * told
+    assert low.blocks == pytest.approx(reported / 8, rel=0.25, abs=2)
+    assert high.blocks == 8 * reported
 
 
 def test_it_never_grows_beyond_what_memory_is_for() -> None:
@@ -141,30 +141,30 @@ def test_a_shorter_reuse_within_whole_blocks_is_no_loss(reused: int, smaller: bo
 def test_a_scrape_that_says_the_same_keeps_what_was_learned() -> None:
     under_test = LearnedCapacity(1000)
     forgotten(under_test, 3)
-    under_test.tell(1100)
-    assert (under_test.told, under_test.blocks) == (1100, 1414)
+    under_test.set_reported(1100)
+    assert (under_test.reported, under_test.blocks) == (1100, 1414)
 
 
-def test_what_nothing_was_learned_about_follows_what_is_told() -> None:
+def test_what_nothing_was_learned_about_follows_what_is_reported() -> None:
     under_test = LearnedCapacity(1000)
-    under_test.tell(1300)
+    under_test.set_reported(1300)
     assert under_test.blocks == 1300
 
 
 def test_another_cache_starts_anew() -> None:
     under_test = LearnedCapacity(1000)
     forgotten(under_test, 3)
-    under_test.tell(50_000)
+    under_test.set_reported(50_000)
     assert under_test.blocks == 50_000
 
 
 def test_an_engine_that_caches_nothing_teaches_nothing() -> None:
     under_test = LearnedCapacity(1000)
-    under_test.tell(0)
+    under_test.set_reported(0)
     forgotten(under_test, 100)
     kept(under_test, 100, 100)
     assert under_test.blocks == 0
-    under_test.tell(1000)
+    under_test.set_reported(1000)
     assert under_test.blocks == 1000
 
 

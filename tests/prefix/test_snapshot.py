@@ -51,25 +51,25 @@ def test_a_restart_knows_what_was_known(paths: list[tuple[EndpointId, list[int]]
     """Same matches, same capacities, and the same order of eviction afterwards."""
     index = ApproximateIndex(capacity_blocks=capacity)
     for endpoint, path in paths:
-        index.insert(endpoint, chained(path))
+        index.insert(endpoint, index.locate(chained(path)))
     warm = restored(dumped(index))
     assert warm.entries == index.entries
     for room in range(capacity, -1, -1):
         for endpoint in index.endpoints:
-            assert warm.blocks(endpoint) == index.blocks(endpoint)
+            assert warm.held_blocks(endpoint) == index.held_blocks(endpoint)
             index.set_capacity(endpoint, room)
             warm.set_capacity(endpoint, room)
         for _, path in paths:
-            assert warm.lookup(chained(path)) == index.lookup(chained(path))
+            assert warm.lookup(warm.locate(chained(path))) == index.lookup(index.locate(chained(path)))
 
 
 def change(index: ApproximateIndex, what: str, path: list[int]) -> None:
     """One thing that requests, engines and operators do to an index."""
     match what:
         case "insert":
-            index.insert(A, chained(path))
+            index.insert(A, index.locate(chained(path)))
         case "contradict":
-            index.contradict(A, chained(path), len(path) // 2)
+            index.contradict(A, index.locate(chained(path)), len(path) // 2)
         case "shrink":
             index.set_capacity(A, len(path))
         case _:
@@ -83,7 +83,7 @@ def test_an_index_that_changes_meanwhile_is_kept_truly(
     """Nothing comes back that was not known at some moment of the dump, and every block comes back under its prefix."""
     index = ApproximateIndex()
     for endpoint, path in paths:
-        index.insert(endpoint, chained(path))
+        index.insert(endpoint, index.locate(chained(path)))
     ever = {(endpoint, depth) for endpoint, path in paths for depth in prefixes(path)}
     steps, waiting = dump(index, max_bytes=1 << 20), list(changes)
 
@@ -102,12 +102,12 @@ def test_an_index_that_changes_meanwhile_is_kept_truly(
 
     warm = restored(finished(changing()))
     for path in [path for _, path in (*paths, *changes)]:
-        for endpoint, depth in warm.lookup(chained(path)).items():
+        for endpoint, depth in warm.lookup(warm.locate(chained(path))).items():
             assert (endpoint, tuple(path[:depth])) in ever
     for path in [path for _, path in (*paths, *changes)]:
         whole = chained(path)
-        warm.insert(C, whole)  # a tree of wrong chains would not take it
-        assert warm.lookup(whole)[C] == len(whole)
+        warm.insert(C, warm.locate(whole))  # a tree of wrong chains would not take it
+        assert warm.lookup(warm.locate(whole))[C] == len(whole)
 
 
 def prefixes(path: list[int]) -> Iterator[tuple[int, ...]]:
@@ -117,48 +117,48 @@ def prefixes(path: list[int]) -> Iterator[tuple[int, ...]]:
 def test_a_run_that_grows_between_two_steps_is_written_anew() -> None:
     """A chat's next turn while it is being written must not leave a hole between old and new blocks."""
     index = ApproximateIndex()
-    index.insert(A, chained((1, 2)))
-    index.insert(B, chained((9,)))
+    index.insert(A, index.locate(chained((1, 2))))
+    index.insert(B, index.locate(chained((9,))))
     steps = dump(index, max_bytes=1 << 20)
     next(steps)  # a's path is written
-    index.insert(A, chained((1, 2, 3, 4)))
+    index.insert(A, index.locate(chained((1, 2, 3, 4))))
     assert index.runs == 2  # the same run, only longer
-    index.insert(B, chained((1, 2, 3, 4, 5)))
+    index.insert(B, index.locate(chained((1, 2, 3, 4, 5))))
     warm = restored(finished(steps))
-    assert warm.lookup(chained((1, 2, 3, 4, 5))) == {A: 2, B: 5}
+    assert warm.lookup(warm.locate(chained((1, 2, 3, 4, 5)))) == {A: 2, B: 5}
 
 
 def test_speculative_entries_are_left_out() -> None:
     """A request in flight at the end of one life is not confirmed in the next."""
     index = ApproximateIndex()
-    index.insert(A, chained((1, 2)))
-    index.route(A, chained((1, 2, 3)))
-    index.route(A, chained((9,)))
+    index.insert(A, index.locate(chained((1, 2))))
+    index.route(A, index.locate(chained((1, 2, 3))))
+    index.route(A, index.locate(chained((9,))))
     warm = restored(dumped(index))
     assert warm.entries == 2
-    assert warm.lookup(chained((1, 2, 3))) == {A: 2}
-    assert warm.lookup(chained((9,))) == {}
+    assert warm.lookup(warm.locate(chained((1, 2, 3)))) == {A: 2}
+    assert warm.lookup(warm.locate(chained((9,)))) == {}
 
 
 def test_the_most_recently_used_fits_first() -> None:
     """A bounded snapshot keeps what is likeliest to be asked for, of every endpoint."""
     index = ApproximateIndex()
     for session in range(100):
-        index.insert(A, chained((session, *range(20))))
-        index.insert(B, chained((500 + session, *range(20))))
+        index.insert(A, index.locate(chained((session, *range(20)))))
+        index.insert(B, index.locate(chained((500 + session, *range(20)))))
     data = dumped(index, 4_000)
     assert sum(map(len, data.hashes)) < data.bytes_used <= 4_000
     warm = restored(data)
     assert 0 < warm.entries < index.entries
-    assert warm.lookup(chained((99, *range(20)))) == {A: 21}
-    assert warm.lookup(chained((599, *range(20)))) == {B: 21}
-    assert warm.lookup(chained((0, *range(20)))) == {}
+    assert warm.lookup(warm.locate(chained((99, *range(20))))) == {A: 21}
+    assert warm.lookup(warm.locate(chained((599, *range(20))))) == {B: 21}
+    assert warm.lookup(warm.locate(chained((0, *range(20))))) == {}
 
 
 def test_no_room_even_for_the_endpoints() -> None:
     """A tiny bound gives a valid, empty snapshot."""
     index = ApproximateIndex()
-    index.insert(C, chained((1, 2)))
+    index.insert(C, index.locate(chained((1, 2))))
     data = dumped(index, 20)
     assert (data.columns.endpoints, data.bytes_used) == ([], 0)
     assert restored(data).endpoints == ()
@@ -167,10 +167,10 @@ def test_no_room_even_for_the_endpoints() -> None:
 def test_endpoints_that_are_not_wanted_stay_away() -> None:
     """They were removed from the configuration meanwhile, or are other engines now."""
     index = ApproximateIndex()
-    index.insert(A, chained((1, 2)))
-    index.insert(B, chained((1, 2, 3)))
+    index.insert(A, index.locate(chained((1, 2))))
+    index.insert(B, index.locate(chained((1, 2, 3))))
     warm = restored(dumped(index), keep={"b"})
-    assert warm.lookup(chained((1, 2, 3))) == {B: 3}
+    assert warm.lookup(warm.locate(chained((1, 2, 3)))) == {B: 3}
     assert warm.endpoints == (B,)
 
 
@@ -179,7 +179,7 @@ def test_hashes_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot, "CHUNK_BYTES", 64)
     index = ApproximateIndex()
     for session in range(10):
-        index.insert(A, chained((session, 1, 2, 3)))
+        index.insert(A, index.locate(chained((session, 1, 2, 3))))
     data = dumped(index)
     assert len(data.hashes) > 4
     assert restored(data).entries == index.entries

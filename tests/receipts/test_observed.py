@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.decision import Sight
-from kvproxy.cluster.pick import AttemptOutcome
+from kvproxy.cluster.pick import AttemptOutcome, Pick
+from kvproxy.cluster.screening import Refusal
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings, PolicyName
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.receipts.observed import MAX_ATTEMPTS, MAX_CANDIDATES, AttemptLog
@@ -30,13 +32,16 @@ class Told:
 
     def __init__(self, *observers: RequestObserver) -> None:
         self.exchange = Exchange(received_at=0.0)
-        self.exchange.observers += observers
+        self.exchange.attach(*observers)
 
-    def placed(self, decision: Sight, now: float) -> None:
+    def pick(self, pool: Cluster, now: float, **request: Any) -> Pick | None:
+        """Decide, tell, reserve."""
+        decision = pool.decide(PickRequest(**request), now)
+        if isinstance(decision, Refusal):
+            notify(RequestObserver.refused, self.exchange, decision.value, now)
+            return None
         notify(RequestObserver.placed, self.exchange, decision, now)
-
-    def refused(self, reason: str, now: float) -> None:
-        notify(RequestObserver.refused, self.exchange, reason, now)
+        return pool.reserve(decision, now)
 
     def failed(self, reason: str) -> None:
         notify(RequestObserver.attempt_failed, self.exchange, reason, 0.0)
@@ -49,7 +54,7 @@ def test_of_many_candidates_the_chosen_and_the_cheapest_are_noted(clock: FakeClo
     facts = OverlapFacts(1000)
     for _ in range(MAX_CANDIDATES + 5):
         observed = AttemptLog()
-        assert pool.pick(PickRequest(facts=facts, witness=Told(observed)), now=clock()) is not None
+        assert Told(observed).pick(pool, clock(), facts=facts) is not None
     (placed,) = observed.decisions
     assert len(placed.candidates) == MAX_CANDIDATES
     assert placed.left_out == 10
@@ -60,11 +65,11 @@ def test_attempts_are_bounded(clock: FakeClock) -> None:
     """A retry loop must not grow a receipt without end."""
     pool, observed = cluster(clock, 1, "round_robin"), AttemptLog()
     for _ in range(MAX_ATTEMPTS + 3):
-        pick = pool.pick(PickRequest(witness=Told(observed)), now=clock())
+        pick = Told(observed).pick(pool, clock())
         assert pick is not None
         Told(observed).failed("connect_error")
         pick.settle(AttemptOutcome.BUSY, clock())
-        pool.pick(PickRequest(witness=Told(observed), excluded=frozenset({pick.endpoint.id})), now=clock())
+        Told(observed).pick(pool, clock(), excluded=frozenset({pick.endpoint.id}))
     assert len(observed.decisions) == len(observed.refusals) == MAX_ATTEMPTS
     assert all(one.failure == "connect_error" for one in observed.decisions)
 
@@ -74,7 +79,7 @@ def test_loads_are_those_before_the_reservation(clock: FakeClock) -> None:
     pool, observed = cluster(clock, 1, "kv_aware"), AttemptLog()
     pool.pick(PickRequest(facts=OverlapFacts(300)), now=clock())
     clock.advance(0.01)
-    pool.pick(PickRequest(facts=OverlapFacts(700), witness=Told(observed)), now=clock())
+    Told(observed).pick(pool, clock(), facts=OverlapFacts(700))
     (candidate,) = observed.decisions[0].candidates
     assert (candidate.in_flight, candidate.pending_requests, candidate.pending_tokens) == (1, 1, 300)
     assert candidate.work[1] == candidate.head[1] == 300
@@ -90,8 +95,11 @@ def test_a_failure_before_any_placement_is_nobodys(clock: FakeClock) -> None:
 
 def test_a_decision_that_cannot_be_noted_harms_no_request(clock: FakeClock, caplog: pytest.LogCaptureFixture) -> None:
     """It is missing on the receipt, and that is said."""
-    pool, observed = cluster(clock, 2, "kv_aware"), AttemptLog()
-    pool.speeds = object()  # type: ignore[assignment]
-    assert pool.pick(PickRequest(witness=Told(observed)), now=clock()) is not None
+    pool, observed = cluster(clock, 2, "round_robin"), AttemptLog()
+    shadowed = pool.settings.model_copy(update={"shadow_policy": PolicyName.KV_AWARE})
+    pool.reconfigure(shadowed, probe=None)
+    assert pool.policies.shadow is not None
+    pool.policies.shadow.policy.speeds = SimpleNamespace(requests_without_sample=0)  # type: ignore[assignment]
+    assert Told(observed).pick(pool, clock()) is not None
     assert observed.decisions == []
     assert "an observer of requests failed: AttemptLog at `placed`" in caplog.text

@@ -105,7 +105,8 @@ def test_a_prefix_asked_for_often_is_hot() -> None:
     subject = view()
     assert subject.facts(TURN).hot_tokens == 0
     for _ in range(8):
-        subject.arrived(TURN)
+        subject.facts(TURN)
+        subject.routed(0, TURN)(0, 0)
     for _ in range(2):
         assert subject.facts(TURN).hot_tokens == 6 * 512
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvproxy.request.shared_timer import SharedTimer
+from kvproxy.request.body import SharedTimer
 
 
 class Due:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvproxy.request.sse import error_event, error_status
+from kvproxy.request.usage import error_event, error_status
 from kvproxy.types import RequestKind
 
 

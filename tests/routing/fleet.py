@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvproxy.routing.load import EndpointLoad, Reservation
-from kvproxy.routing.policy import Overlap, OverlapFacts, PickRequest
+from kvproxy.routing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest, Policy
 from kvproxy.types import EndpointId
 
 
@@ -31,6 +31,13 @@ def ask(prompt_tokens: int, held: Mapping[str, int | Overlap] = {}, *, hot: int 
         for name, tokens in held.items()
     }
     return PickRequest(facts=OverlapFacts(prompt_tokens=prompt_tokens, by_endpoint=overlaps, hot_tokens=hot))
+
+
+def place(policy: Policy, request: PickRequest, candidates: Sequence[Candidate], now: float = 0.0) -> Choice:
+    """What it chooses, taken as placed there; the loads stay as they are."""
+    choice = policy.choose(request, candidates, now)
+    policy.placed(request, candidates, choice.index, now, choice=choice)
+    return choice
 
 
 def occupy(candidate: FakeCandidate, *, uncached: int = 0, cached: int = 0, times: int = 1) -> list[Reservation]:

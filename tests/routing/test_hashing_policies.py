@@ -13,7 +13,7 @@ from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
 from kvproxy.routing.consistent_hash import LOAD_FACTOR, ConsistentHash
 from kvproxy.routing.hash_ring import HashRing
 from kvproxy.routing.policy import PickRequest
-from kvproxy.routing.registry import POLICIES
+from kvproxy.routing.registry import POLICIES, make_policy
 from kvproxy.routing.session import Session
 from kvproxy.types import EndpointId
 from tests.routing.fleet import FakeCandidate, fleet, occupy
@@ -189,7 +189,7 @@ def test_keys_may_be_any_text() -> None:
 @pytest.mark.parametrize("name", list(POLICIES))
 def test_every_registered_policy_chooses_among_its_candidates(name: PolicyName) -> None:
     """Whatever the request says, and with one candidate as with many."""
-    policy = POLICIES[name](random.Random(1), ClusterSettings(policy=name))
+    policy = make_policy(name, ClusterSettings(policy=name), rng=random.Random(1))
     for count in (1, 2, 5):
         for request in (PickRequest(), PickRequest(session_key="s"), PickRequest(prompt_head=b"head")):
             choice = policy.choose(request, fleet(count), 0.0)

@@ -9,9 +9,9 @@ import pytest
 from kvproxy.config.policy_schema import KvAwareSettings
 from kvproxy.routing.kv_aware import MAX_KAPPA, KvAware
 from kvproxy.routing.load import features_of, seconds_of
-from kvproxy.routing.policy import Learner, Overlap, PickRequest
+from kvproxy.routing.policy import Overlap, PickRequest
 from kvproxy.routing.speeds import SpeedModel
-from tests.routing.fleet import FakeCandidate, ask, decode, fleet, occupy
+from tests.routing.fleet import FakeCandidate, ask, decode, fleet, occupy, place
 
 CONSTANT = KvAwareSettings(kappa=1.0, stall=0.1, foresight=0.0)
 
@@ -138,7 +138,7 @@ def test_reason_says_how_the_choice_stands_to_the_cache(held: dict[str, int], qu
 def keep_bound(subject: KvAware, candidate: FakeCandidate, requests: int, now: float = 0.0) -> None:
     """Lets requests come that only `candidate` holds the prompt of; they finish at once."""
     for _ in range(requests):
-        subject.placed(ask(8000, {candidate.id: 7900}), candidate.id, 2, now)
+        subject.placed(ask(8000, {candidate.id: 7900}), [candidate, *fleet(1)], 0, now, choice=None)
 
 
 def only(**weights: float) -> KvAwareSettings:
@@ -150,7 +150,7 @@ def only(**weights: float) -> KvAwareSettings:
 def test_long_work_goes_where_fewer_are_bound() -> None:
     """Of two idle endpoints the one that fewer come back to: they would wait for the long prompt."""
     subject, candidates = policy(only(crowding=0.25)), fleet(2)
-    subject.choose(ask(2), candidates, 0.0)
+    place(subject, ask(2), candidates)
     keep_bound(subject, candidates[0], 20)
     costs = subject.choose(ask(50_000), candidates, 0.0).costs
     assert costs[0] > 1.2 * costs[1]
@@ -159,7 +159,7 @@ def test_long_work_goes_where_fewer_are_bound() -> None:
 def test_who_is_bound_is_forgotten() -> None:
     """Minutes later nobody is expected any more."""
     subject, candidates = policy(only(crowding=0.25)), fleet(2)
-    subject.choose(ask(2), candidates, 0.0)
+    place(subject, ask(2), candidates)
     keep_bound(subject, candidates[0], 20)
     costs = subject.choose(ask(50_000), candidates, 300.0).costs
     assert costs[0] == pytest.approx(costs[1], rel=1e-3)
@@ -169,9 +169,9 @@ def test_who_is_bound_is_forgotten() -> None:
 def test_who_is_as_well_off_elsewhere_is_not_bound(held: dict[str, int]) -> None:
     """Only those count that would take twice as long on another endpoint."""
     subject, candidates = policy(only(crowding=10.0)), fleet(2)
-    subject.choose(ask(2), candidates, 0.0)
+    place(subject, ask(2), candidates)
     for _ in range(100):
-        subject.placed(ask(8000, held), candidates[0].id, 2, 0.0)
+        subject.placed(ask(8000, held), candidates, 0, 0.0, choice=None)
     costs = subject.choose(ask(50_000), candidates, 0.0).costs
     assert costs[0] == costs[1]
 
@@ -180,8 +180,8 @@ def test_a_pool_of_one_binds_nobody() -> None:
     """Where there is nothing to choose nothing is counted."""
     subject, candidates = policy(only(crowding=10.0)), fleet(1)
     for _ in range(100):
-        subject.choose(ask(8000, {"e0": 7900}), candidates, 0.0)
-    assert subject.learned(0.0)["bound_per_s"] == {"e0": 0.0}
+        place(subject, ask(8000, {"e0": 7900}), candidates)
+    assert subject.estimates(0.0)["bound_per_s"] == {"e0": 0.0}
 
 
 def test_where_all_are_busy_a_copy_costs_everybody() -> None:
@@ -192,7 +192,7 @@ def test_where_all_are_busy_a_copy_costs_everybody() -> None:
     long = ask(60_000, {"e0": 30_000})
     assert candidates[subject.choose(long, candidates, 0.0).index].id == "e1"
     for _ in range(200):
-        subject.placed(ask(2), candidates[0].id, 2, 0.0)
+        subject.placed(ask(2), candidates, 0, 0.0, choice=None)
     assert candidates[subject.choose(long, candidates, 0.0).index].id == "e0"
 
 
@@ -200,7 +200,8 @@ def test_an_endpoint_that_is_always_busy_is_left() -> None:
     """Of two equally long queues now, the one that is usually short: the session comes back to it."""
     subject, candidates = policy(only(foresight=0.4)), fleet(2)
     (work,) = occupy(candidates[0], uncached=20_000)
-    usual = subject.choose(ask(2), candidates, 0.0).costs[0] - subject.choose(ask(2), candidates, 0.0).costs[1]
+    first, second = place(subject, ask(2), candidates).costs
+    usual = first - second
     candidates[0].load.release(work, 1.0)
     costs = subject.choose(ask(2000), candidates, 1.0).costs
     assert usual > 2.0
@@ -213,7 +214,7 @@ def test_no_work_delays_more_than_a_few() -> None:
     for candidate in candidates:
         occupy(candidate, uncached=60_000)
     alone = policy(only()).choose(ask(100_000), candidates, 0.0).costs[0]
-    subject.choose(ask(2), candidates, 0.0)
+    place(subject, ask(2), candidates)
     for candidate in candidates:
         keep_bound(subject, candidate, 100_000)
     own_s = seconds_of(features_of(100_000, 0), subject.speeds.seconds)
@@ -223,7 +224,7 @@ def test_no_work_delays_more_than_a_few() -> None:
 def test_a_constant_kappa_replaces_what_traffic_says() -> None:
     """Whoever sets it knows better; only the usual wait still counts."""
     subject, candidates = policy(KvAwareSettings(kappa=1.0, stall=0.0)), fleet(2)
-    subject.choose(ask(2), candidates, 0.0)
+    place(subject, ask(2), candidates)
     keep_bound(subject, candidates[0], 1000)
     costs = subject.choose(ask(50_000), candidates, 0.0).costs
     own_s = seconds_of(features_of(50_000, 0), subject.speeds.seconds)
@@ -237,16 +238,15 @@ def test_without_facts_it_still_balances() -> None:
     assert chosen(PickRequest(), candidates) == "e1"
 
 
-def test_it_is_a_learner_and_forgets_who_left() -> None:
-    """Samples arrive through the protocol."""
+def test_what_left_is_forgotten() -> None:
+    """Speeds and arrivals of an endpoint go with it."""
     subject = policy()
-    subject.choose(ask(2), fleet(1), 0.0)
-    assert isinstance(subject, Learner)
+    place(subject, ask(2), fleet(1))
     subject.observe_sample(fleet(1)[0].id, features_of(100, 0), 0.2, 1.0)
     assert set(subject.speeds.estimates(1.0).slowness) == {"e0"}
     subject.forget(fleet(1)[0].id)
     assert not subject.speeds.estimates(1.0).slowness
-    assert subject.learned(1.0)["bound_per_s"] == {}
+    assert subject.estimates(1.0)["bound_per_s"] == {}
 
 
 def test_a_claim_longer_than_the_prompt_is_the_prompt() -> None:
@@ -259,7 +259,7 @@ def test_what_it_learned_is_plain_data() -> None:
     """For status and metrics: speeds, utilisation, and by endpoint slowness and who keeps coming."""
     subject = policy(KvAwareSettings())
     subject.observe_sample(fleet(1)[0].id, features_of(100, 0), 0.2, 1.0)
-    learned = subject.learned(1.0)
+    learned = subject.estimates(1.0)
     assert learned["samples"] == 1
     assert learned["rho"] == pytest.approx(0.5)
     assert learned["arrivals_per_s"] == 0.0

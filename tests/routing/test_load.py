@@ -171,6 +171,8 @@ def test_a_hidden_request_is_presumed_prefilled_when_its_time_has_passed(load: E
     per_token = (0.0, 0.001, 0.0, 0.0)
     assert load.wait_s(per_token, 1.0, 0.5) == pytest.approx(0.5)
     assert load.wait_s(per_token, 1.0, 1.0) == 0.0
+    assert load.pending_tokens == 1000  # asking changes nothing
+    load.advance(per_token, 1.0, 1.0)
     assert load.pending_tokens == 0
     assert load.in_flight == 1
 
@@ -182,9 +184,11 @@ def test_hidden_requests_are_prefilled_one_after_the_other(load: EndpointLoad) -
     load.reserve(1000, 0, 0.6, hidden=True)
     load.reserve(1000, 0, 0.6, hidden=True)
     assert load.wait_s(per_token, 1.0, 1.5) == pytest.approx(1.5)
-    assert load.pending_requests == 2
+    load.advance(per_token, 1.0, 1.5)
+    assert (load.pending_requests, load.wait_s(per_token, 1.0, 1.5)) == (2, pytest.approx(1.5))
     assert load.wait_s(per_token, 1.0, 2.25) == pytest.approx(0.75)
-    assert load.pending_requests == 1
+    load.advance(per_token, 1.0, 2.25)
+    assert (load.pending_requests, load.hidden_requests) == (1, 1)
 
 
 def test_the_end_of_a_hidden_request_shows_that_those_before_it_are_prefilled(load: EndpointLoad) -> None:

@@ -14,9 +14,9 @@ from kvproxy.routing.least_ttft import LeastTtft
 from kvproxy.routing.llm_d import LlmD
 from kvproxy.routing.lmetric import LMetric
 from kvproxy.routing.load import features_of
-from kvproxy.routing.policy import Learner, Overlap, Policy
+from kvproxy.routing.policy import Overlap, Policy
 from kvproxy.routing.prefix_affinity import PrefixAffinity
-from kvproxy.routing.registry import POLICIES
+from kvproxy.routing.registry import make_policy
 from kvproxy.routing.simple import LeastRequest
 from tests.routing.fleet import ask, decode, fleet, occupy
 
@@ -24,7 +24,7 @@ from tests.routing.fleet import ask, decode, fleet, occupy
 @pytest.mark.parametrize("name", PolicyName)
 def test_every_name_makes_a_policy_that_chooses(name: PolicyName) -> None:
     """The registry covers the enum, and each policy picks one of its candidates without any facts."""
-    policy, candidates = POLICIES[name](Random(1), ClusterSettings(policy=name)), fleet(3)
+    policy, candidates = make_policy(name, ClusterSettings(policy=name), rng=Random(1)), fleet(3)
     assert 0 <= policy.choose(ask(0), candidates, 0.0).index < 3
 
 
@@ -117,9 +117,8 @@ def test_lmetric_multiplies_prefill_and_batch() -> None:
 
 
 def test_least_ttft_adds_wait_and_own_time_of_a_slow_endpoint() -> None:
-    """Greedy in learned seconds; a Learner like kv_aware."""
+    """Greedy in learned seconds, which it learns like kv_aware."""
     candidates, policy = fleet(2), LeastTtft(rng=Random(1))
-    assert isinstance(policy, Learner)
     for second in range(100):
         policy.observe_sample(candidates[0].id, features_of(2000, 0), 0.2, float(second))
         policy.observe_sample(candidates[1].id, features_of(2000, 0), 0.6, float(second))

@@ -11,7 +11,7 @@ import pytest
 from kvproxy.routing.policy import Candidate, PickRequest, Policy
 from kvproxy.routing.simple import LeastRequest, PowerOfTwo, RandomPolicy, RoundRobin
 from kvproxy.types import EndpointId
-from tests.routing.fleet import FakeCandidate, fleet, occupy
+from tests.routing.fleet import FakeCandidate, fleet, occupy, place
 
 REQUEST = PickRequest()
 
@@ -39,7 +39,7 @@ def busy(*in_flight: int) -> list[FakeCandidate]:
 
 
 def turns(policy: Policy, candidates: Sequence[Candidate], count: int) -> str:
-    return "".join(str(policy.choose(REQUEST, candidates, 0.0).index) for _ in range(count))
+    return "".join(str(place(policy, REQUEST, candidates).index) for _ in range(count))
 
 
 @pytest.mark.parametrize(
@@ -56,24 +56,24 @@ def turns(policy: Policy, candidates: Sequence[Candidate], count: int) -> str:
 )
 def test_round_robin_spreads_each_ones_turns(weights: tuple[float, ...], expected: str) -> None:
     """A heavy endpoint's turns come between the others', never in one run."""
-    assert turns(RoundRobin(), weighted(*weights), 2 * len(expected)) == 2 * expected
+    assert turns(RoundRobin(rng=random.Random(1)), weighted(*weights), 2 * len(expected)) == 2 * expected
 
 
 def test_round_robin_keeps_its_shares_when_some_are_screened_out() -> None:
     """Requests that exclude an endpoint do not cost it its turns in the others."""
-    policy, candidates = RoundRobin(), weighted(1, 1, 1)
+    policy, candidates = RoundRobin(rng=random.Random(1)), weighted(1, 1, 1)
     chosen = Counter[str]()
     for _ in range(300):
-        policy.choose(REQUEST, candidates[1:], 0.0)
-        chosen[candidates[policy.choose(REQUEST, candidates, 0.0).index].id] += 1
+        place(policy, REQUEST, candidates[1:])
+        chosen[candidates[place(policy, REQUEST, candidates).index].id] += 1
     assert chosen["e0"] == 100
 
 
 def test_round_robin_forgets_endpoints_that_left() -> None:
     """A fleet whose endpoints come and go does not grow its memory, and the remaining ones keep their turns."""
-    policy = RoundRobin()
+    policy = RoundRobin(rng=random.Random(1))
     for generation in range(500):
-        policy.choose(REQUEST, [FakeCandidate(EndpointId(f"g{generation}-{i}")) for i in range(3)], 0.0)
+        place(policy, REQUEST, [FakeCandidate(EndpointId(f"g{generation}-{i}")) for i in range(3)])
     assert len(policy._earned) < 100
     assert turns(policy, weighted(1, 1), 4) in ("0101", "1010")
 

@@ -10,8 +10,8 @@ import pytest
 from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
 from kvproxy.config.policy_schema import DynamoSettings, KvAwareSettings, PolicyParameters
 from kvproxy.errors import ConfigError
-from kvproxy.routing.registry import POLICIES, configured
-from kvproxy.routing.tuning import Tunable, departures, follow, ranges, tuned
+from kvproxy.routing.registry import configured, make_policy
+from kvproxy.routing.tuning import merge_config, ranges, runtime_overrides, tuned
 
 
 def test_a_change_keeps_the_rest() -> None:
@@ -41,14 +41,12 @@ def test_not_a_number_is_none() -> None:
 @pytest.mark.parametrize("name", PolicyName)
 def test_every_parameter_has_a_range(name: PolicyName) -> None:
     """A tunable policy says what each of its parameters may be, and its own values are within."""
-    policy = POLICIES[name](random.Random(1), ClusterSettings())
-    if isinstance(policy, Tunable):
+    policy = make_policy(name, ClusterSettings(), rng=random.Random(1))
+    if policy.settings is not None:
         allowed = ranges(policy.settings)
         assert set(allowed) == set(policy.settings.model_dump())
         assert all(allowed.values())
         assert tuned(policy.settings, policy.settings.model_dump()) == policy.settings
-    else:
-        assert not hasattr(policy, "settings")
 
 
 def test_a_policy_begins_with_what_the_configuration_gives_it() -> None:
@@ -56,24 +54,24 @@ def test_a_policy_begins_with_what_the_configuration_gives_it() -> None:
     parameters = PolicyParameters.model_validate({"kv_aware": {"stall": 0.5}, "llm_d": {"kv_weight": 3}})
     cluster = ClusterSettings(parameters=parameters)
     for name in PolicyName:
-        policy = POLICIES[name](random.Random(1), cluster)
-        assert configured(cluster, name) == (policy.settings if isinstance(policy, Tunable) else None)
+        policy = make_policy(name, cluster, rng=random.Random(1))
+        assert configured(cluster, name) == policy.settings
     assert configured(cluster, PolicyName.KV_AWARE) == KvAwareSettings(stall=0.5)
 
 
-def test_only_what_somebody_changed_is_a_departure() -> None:
+def test_only_what_an_operator_changed_is_an_override() -> None:
     """What the configuration gives is not."""
     cluster = ClusterSettings(parameters=PolicyParameters(kv_aware=KvAwareSettings(stall=0.5)))
-    policy: Any = POLICIES[PolicyName.KV_AWARE](random.Random(1), cluster)
+    policy: Any = make_policy(PolicyName.KV_AWARE, cluster, rng=random.Random(1))
     given = configured(cluster, PolicyName.KV_AWARE)
-    assert departures(policy, given) == {}
+    assert runtime_overrides(policy, given) == {}
     policy.settings = tuned(policy.settings, {"kappa": 2.0})
-    assert departures(policy, given) == {"kappa": 2.0}
-    assert departures(policy, None) == {}
+    assert runtime_overrides(policy, given) == {"kappa": 2.0}
+    assert runtime_overrides(policy, None) == {}
 
 
 def test_settings_of_another_kind_are_left_alone() -> None:
     """A policy of the user's own stands under a built-in name and has parameters of its own."""
-    policy: Any = POLICIES[PolicyName.DYNAMO](random.Random(1), ClusterSettings())
-    follow(policy, KvAwareSettings(), KvAwareSettings(stall=0.5))
+    policy: Any = make_policy(PolicyName.DYNAMO, ClusterSettings(), rng=random.Random(1))
+    merge_config(policy, KvAwareSettings(), KvAwareSettings(stall=0.5))
     assert policy.settings == DynamoSettings()

@@ -79,11 +79,11 @@ async def test_indexes(changes: dict[str, Any]) -> None:
         first = await running.client.post("/v1/chat/completions", json=chat(TURN))
         went = first.headers["x-kvproxy-endpoint"]
         local = service(running).overlap.indexes["default"]
-        held = local.approximate.blocks(EndpointId(went))
+        held = local.approximate.held_blocks(EndpointId(went))
         assert held > 0
         await reload(running, urls, changes)
         assert service(running).overlap.indexes["default"] is local
-        assert local.approximate.blocks(EndpointId(went)) == held
+        assert local.approximate.held_blocks(EndpointId(went)) == held
         headers = {"x-kvproxy-debug": "1"}
         again = await running.client.post("/v1/chat/completions", json=chat(TURN), headers=headers)
         assert again.headers["x-kvproxy-endpoint"] == went
@@ -250,11 +250,11 @@ async def test_who_waits_in_the_router_queue_goes_on_waiting() -> None:
             asyncio.create_task(running.client.post("/v1/chat/completions", json=chat("word " * 40_000, stream=True)))
             for _ in range(2)
         ]
-        room = running.proxy.clusters["default"].room
+        room = running.proxy.clusters["default"].queue
         assert room is not None
         await until(lambda: len(room) == 1)
         await reload(running, {"a": a}, {"queue": {"limit": 3}})
-        assert (running.proxy.clusters["default"].room, len(room)) == (room, 1)
+        assert (running.proxy.clusters["default"].queue, len(room)) == (room, 1)
         await reload(running, {"a": a}, {"policy": "round_robin"})
         await until(lambda: len(engine.calls) == 2)
         go_on.set()

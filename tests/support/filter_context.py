@@ -10,7 +10,7 @@ from kvproxy.cluster.routes import Routes
 from kvproxy.config.schema import Config, LimitSettings, LogSettings
 from kvproxy.filters.chain import FilterContext, Services
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.request.body_bounds import HeldBodies
+from kvproxy.request.body import HeldBodies
 from kvproxy.upstream.pool import UpstreamPool
 from tests.support.clock import FakeClock
 

@@ -11,7 +11,7 @@ from kvproxy.config.schema import Config
 from kvproxy.doctor.deployment import Deployment
 from kvproxy.doctor.report import Finding, ok, problem, warning
 from kvproxy.errors import Problem
-from kvproxy.forward.public_paths import DEFAULT_PATHS, PublicPaths
+from kvproxy.forward.public import DEFAULT_PATHS, PublicPaths
 
 _NAME = "configuration"
 #: Log, event loop, probes, ZMQ sockets, libraries.

@@ -19,7 +19,7 @@ from kvproxy.errors import (
     TooManyWaiting,
 )
 from kvproxy.kvcache.actions.job_queue import Job, JobQueue
-from kvproxy.kvcache.actions.strategy import Action, Strategy
+from kvproxy.kvcache.actions.strategies import Action, Strategy
 from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.overlap.lookup import LookupClient
 from kvproxy.kvcache.providers import Effect, Prefix

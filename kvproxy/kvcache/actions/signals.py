@@ -18,7 +18,7 @@ ENGINE_SEQUENCES = 256
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """Shares from 0 to 1. None: nobody could say, and then nothing is done about it."""
+    """Shares from 0 to 1. None: no source reports it, and then nothing is done about it."""
 
     load: float | None = None
     memory: float | None = None

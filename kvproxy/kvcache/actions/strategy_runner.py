@@ -11,13 +11,10 @@ from typing import Self
 from kvproxy.clients.tokens import TokenIds
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.kvcache_schema import KvCacheSettings
-from kvproxy.kvcache.actions.compress import Compress
-from kvproxy.kvcache.actions.evict import Evict
 from kvproxy.kvcache.actions.executor import ActionExecutor
 from kvproxy.kvcache.actions.hotness import Hotness, KnownPrefix
 from kvproxy.kvcache.actions.job_queue import Job, JobQueue
-from kvproxy.kvcache.actions.pin import Pin
-from kvproxy.kvcache.actions.strategy import PressureOf, Served, Strategy
+from kvproxy.kvcache.actions.strategies import Compress, Evict, Pin, PressureOf, Served, Strategy
 from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.overlap.facts import RequestFacts
 from kvproxy.kvcache.overlap.lookup import LookupClient

@@ -19,9 +19,9 @@ Key = tuple[str, EndpointId]  # cluster, endpoint
 
 @dataclass(frozen=True, slots=True)
 class CacheUse:
-    """Shares of prompt tokens over the last scrapes. None: too few, or nobody says."""
+    """Shares of prompt tokens over the last scrapes. None: too few, or no source reports it."""
 
-    engine: float | None  # reused, by the engine's own counters, whoever asked
+    engine: float | None  # reused, by the engine's own counters, for all its clients
     responses: float | None  # reused, by what responses told this proxy
     prediction: float | None  # expected to be reused when they were placed
     foreign: float | None  # that the engine looked up and this proxy did not send
@@ -36,7 +36,7 @@ class _Reading:
     predicted: int
 
 
-class _Account:
+class _EndpointCounts:
     __slots__ = ("cached", "predicted", "prompt", "readings")
 
     def __init__(self) -> None:
@@ -48,35 +48,35 @@ class HitRatioStats:
     """Bounded by the endpoints there are: `keep` forgets the others."""
 
     def __init__(self) -> None:
-        self._accounts: dict[Key, _Account] = {}
+        self._endpoints: dict[Key, _EndpointCounts] = {}
 
     def served(self, key: Key, *, prompt_tokens: int, cached_tokens: int, predicted_tokens: int) -> None:
         """A response came from there."""
-        account = self._accounts.get(key)
-        if account is None:
-            account = self._accounts[key] = _Account()
-        account.prompt += prompt_tokens
-        account.cached += cached_tokens
-        account.predicted += predicted_tokens
+        counts = self._endpoints.get(key)
+        if counts is None:
+            counts = self._endpoints[key] = _EndpointCounts()
+        counts.prompt += prompt_tokens
+        counts.cached += cached_tokens
+        counts.predicted += predicted_tokens
 
     def scraped(self, key: Key, metrics: EngineMetrics) -> bool:
-        """The engine's counters now. True: they began anew, as those of a process that restarted."""
+        """The engine's counters now. True: they began at zero again, as those of a process that restarted."""
         queries, hits = metrics.prefix_queries_tokens, metrics.prefix_hits_tokens
         if queries is None or hits is None:
             return False
-        account = self._accounts.setdefault(key, _Account())
-        anew = bool(account.readings) and queries < account.readings[-1].queries
-        if anew:
-            account.readings.clear()
-        account.readings.append(_Reading(queries, hits, account.prompt, account.cached, account.predicted))
-        return anew
+        counts = self._endpoints.setdefault(key, _EndpointCounts())
+        restarted = bool(counts.readings) and queries < counts.readings[-1].queries
+        if restarted:
+            counts.readings.clear()
+        counts.readings.append(_Reading(queries, hits, counts.prompt, counts.cached, counts.predicted))
+        return restarted
 
     def use(self, key: Key) -> CacheUse:
         """The shares of late."""
-        account = self._accounts.get(key)
-        if account is None or len(account.readings) < 2:
+        counts = self._endpoints.get(key)
+        if counts is None or len(counts.readings) < 2:
             return CacheUse(None, None, None, None)
-        first, last = account.readings[0], account.readings[-1]
+        first, last = counts.readings[0], counts.readings[-1]
         looked_up, sent = last.queries - first.queries, last.prompt - first.prompt
         return CacheUse(
             engine=_share(last.hits - first.hits, looked_up),
@@ -86,8 +86,8 @@ class HitRatioStats:
         )
 
     def hit_series(self) -> Iterable[tuple[tuple[str, ...], float]]:
-        """Hit ratios by who says so."""
-        for key in list(self._accounts):
+        """Hit ratios by source of the count."""
+        for key in list(self._endpoints):
             use = self.use(key)
             for by in ("engine", "responses", "prediction"):
                 ratio = getattr(use, by)
@@ -96,14 +96,14 @@ class HitRatioStats:
 
     def foreign_series(self) -> Iterable[tuple[tuple[str, ...], float]]:
         """Share of others."""
-        for key in list(self._accounts):
+        for key in list(self._endpoints):
             foreign = self.use(key).foreign
             if foreign is not None:
                 yield tuple(map(str, key)), foreign
 
     def keep(self, present: Collection[Key]) -> None:
         """Forget all endpoints but these."""
-        self._accounts = {key: account for key, account in self._accounts.items() if key in present}
+        self._endpoints = {key: counts for key, counts in self._endpoints.items() if key in present}
 
 
 def _share(part: int, whole: int) -> float | None:

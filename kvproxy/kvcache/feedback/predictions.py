@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
-from kvproxy.kvcache.feedback.selfcheck import EmptyLookups
 from kvproxy.kvcache.overlap.facts import RequestFacts, Result
-from kvproxy.kvcache.overlap.lookup import LookupClient
+from kvproxy.kvcache.overlap.lookup import EmptyLookups, LookupClient
 from kvproxy.kvcache.state import CacheState
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
@@ -55,7 +54,7 @@ class PredictionFeedback:
         if entry is not None:
             indexes.settle(entry, prefilled=prefilled, lost=lost)
         elif endpoint is not None and prefilled:  # it was routed by another than this proxy
-            indexes.approximate.insert(endpoint, facts.hashes)
+            indexes.approximate.insert(endpoint, facts.cursor)
         if result.prompt_tokens is not None and prefilled:
             self._bytes_per_token.observe(facts.model, facts.prompt_bytes, result.prompt_tokens)
 
@@ -69,8 +68,10 @@ class PredictionFeedback:
     ) -> bool:
         """What was predicted against what the engine says: the sources are corrected and the score is kept. True when
         the engine lost all that it held."""
-        predicted, cached = facts.overlaps.matched_tokens(endpoint), result.cached_tokens
-        tokens = result.prompt_tokens
+        overlap, cached, tokens = facts.overlaps.by_endpoint.get(endpoint), result.cached_tokens, result.prompt_tokens
+        predicted = 0
+        if overlap is not None:
+            predicted = min(overlap.device_tokens + overlap.lower_tokens, facts.overlaps.prompt_tokens)
         self.hit_ratios.served(
             (facts.cluster.name, endpoint),
             prompt_tokens=facts.overlaps.prompt_tokens if tokens is None else tokens,
@@ -86,10 +87,9 @@ class PredictionFeedback:
             lost = facts.indexes.observe_capacity(entry, cached_blocks)
             if lost:
                 log.info(_LOST, facts.cluster.name, endpoint)
-        overlap = facts.overlaps.by_endpoint.get(endpoint)
         contradicted = facts.indexes.correct(
             endpoint,
-            facts.hashes,
+            facts.cursor,
             overlap,
             predicted_tokens=predicted,
             cached_tokens=cached,

@@ -4,34 +4,35 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from kvproxy.clients.tokens import TokenIds
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.kvcache.overlap.merge import HolderOverlap
-from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
+from kvproxy.prefix.approximate.endpoint_lru import Run, SpeculativeEntry
+from kvproxy.prefix.approximate.radix import PrefixCursor
 from kvproxy.prefix.tokens.hashed_tokens import HashedTokens
 from kvproxy.routing.policy import NO_FACTS, OverlapFacts
 from kvproxy.types import EndpointId, InferenceRequest
 
 
-@dataclass(slots=True)
-class RequestFacts:
-    """Handed from `gather` to `placed` to `finished`; its caller reads `overlaps` and `preferred` alone."""
+class RequestFacts(msgspec.Struct):
+    """Handed from `gather` to `placed` to `finished`; its caller reads `overlaps` and `preferred` alone. (A struct: one
+    is made in C.)"""
 
     cluster: Cluster
     indexes: LocalIndexes
     request: InferenceRequest
     body: bytes  # as the client sent it
     model: str  # as the engines call it
-    hashes: array[int]  # of the prompt's text blocks
+    cursor: PrefixCursor[Run]  # of the prompt's text blocks in the approximate index
     keys: Sequence[int]  # one a message prefix, shortest first
     prompt_bytes: int
     started_at: float
     overlaps: OverlapFacts = NO_FACTS
-    hot_blocks: int = 0  # of the hashes, the leading ones that many ask for
     preferred: EndpointId | None = None  # the endpoint that holds most
     tokens: TokenIds | None = None  # of the prompt, or of its longest known beginning
     hashed_tokens: HashedTokens | None = None  # begins with these tokens
@@ -42,10 +43,10 @@ class RequestFacts:
     holders_found: int | None = None  # by a lookup that answered in time
     entry: SpeculativeEntry | None = None  # what routing told the approximate index
 
-    def may_serve(self, endpoint_id: EndpointId) -> bool:
-        """Whether this member of the cluster serves the model."""
-        endpoint = self.cluster.endpoint(endpoint_id)
-        return endpoint is not None and endpoint.serves(self.model)
+    @property
+    def hashes(self) -> array[int]:
+        """Of the prompt's text blocks. Not to be changed."""
+        return self.cursor.hashes
 
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:
@@ -53,8 +54,7 @@ class RequestFacts:
         return tuple([endpoint for endpoint in self.cluster.endpoints if endpoint.serves(self.model)])
 
 
-@dataclass(slots=True)  # not frozen, which would triple the cost of making one
-class Result:
+class Result(msgspec.Struct):
     """How a request went, by its engine's own count where it gave one."""
 
     endpoint: EndpointId | None

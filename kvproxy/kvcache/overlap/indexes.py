@@ -11,10 +11,11 @@ from cachetools import LRUCache
 from kvproxy.clients.tokens import TokenIds
 from kvproxy.kvcache.overlap.merge import NOTHING, HolderOverlap, is_contradicted, merge_overlaps
 from kvproxy.prefix.approximate.capacities import Capacities
-from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
+from kvproxy.prefix.approximate.endpoint_lru import Run, SpeculativeEntry
+from kvproxy.prefix.approximate.heat import Heat
 from kvproxy.prefix.approximate.index import ApproximateIndex
+from kvproxy.prefix.approximate.radix import PrefixCursor
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, message_chain, root_seed, token_blocks
-from kvproxy.prefix.hot_blocks import HotBlocks
 from kvproxy.prefix.precise.index import PreciseIndex, PreciseMatch, precise_root
 from kvproxy.prefix.tokens.hashed_tokens import HashedTokens
 from kvproxy.prefix.tokens.session_hashes import SessionHashes
@@ -31,6 +32,7 @@ MAX_LORAS = 1024
 #: An engine's start time is the same in every reading, but for the rounding of clocks.
 _SAME_START_S = 2.0
 
+_EVENTS = frozenset({FactSource.PRECISE})
 #: What speaks for LMCache.
 LOOKUPS = frozenset({FactSource.LMCACHE_CONTROLLER, FactSource.LMCACHE_COORDINATOR})
 
@@ -46,9 +48,9 @@ class IndexState:
     """What routing and responses taught about one cluster: it outlives a reload, and KV events do not."""
 
     def __init__(self, *, endpoints: int = 1, capacity_blocks: int = DEFAULT_CAPACITY_BLOCKS) -> None:
-        self.approximate = ApproximateIndex(capacity_blocks=capacity_blocks)
+        self.hot = Heat(endpoints=endpoints)
+        self.approximate = ApproximateIndex(capacity_blocks=capacity_blocks, heat=self.hot)
         self.capacities = Capacities(self.approximate)
-        self.hot = HotBlocks(endpoints=endpoints)
         self.trust = Trust()  # in what KV events say
         self.lookup_trust = Trust()  # in what LMCache says
         self.started_at: dict[EndpointId, float] = {}  # when each engine's process began, by its own clock
@@ -58,14 +60,19 @@ class IndexState:
 class LocalIndexes:
     """The approximate index, fed by what was routed; the precise index, fed by KV events; and the heat of blocks.
 
-    `exact` names the endpoints whose event streams miss nothing. While events are followed, the approximate index also
-    keeps which requests are under way. Two of them may share one `state`: each follows events for itself.
+    `exact` names the endpoints whose event streams miss nothing. With `follows_events` the approximate index also
+    keeps which requests are under way; with `lookups` there is a service whose word is put to the test. Two of them may
+    share one `state`: each follows events for itself.
     """
 
-    def __init__(self, state: IndexState, *, learn_capacity: bool = True) -> None:
+    def __init__(
+        self, state: IndexState, *, learn_capacity: bool = True, follows_events: bool = True, lookups: bool = True
+    ) -> None:
         self.approximate, self.capacities, self.hot = state.approximate, state.capacities, state.hot
         self.trust, self.lookup_trust = state.trust, state.lookup_trust
         self.started_at, self.sessions = state.started_at, state.sessions
+        self._follows_events = follows_events
+        self._lookups = lookups
         self.precise = PreciseIndex()
         self.exact: Collection[EndpointId] = frozenset()
         self.loras: LRUCache[str, None] = LRUCache(MAX_LORAS)  # adapters that events spoke of
@@ -89,7 +96,7 @@ class LocalIndexes:
 
     def overlaps(
         self,
-        hashes: array[int],
+        cursor: PrefixCursor[Run],
         *,
         bytes_per_token: float,
         tokens: TokenIds | None,
@@ -102,17 +109,16 @@ class LocalIndexes:
         """Leading tokens by endpoint. `tokens` (or as much of them as is known) also asks the precise index; `hashed`
         begins with them. `looked_up` is what a lookup service said of this prompt of `prompt_tokens`.
         """
-        scale = TEXT_BLOCK_BYTES / bytes_per_token
         in_flight: Mapping[EndpointId, int] = NOTHING
         announced = None
         if tokens is not None and self._follows_events:
             announced = self._announced(tokens, hashed, model, cache_salt)
             if self.exact:
-                promised = self.approximate.promised(hashes)
-                in_flight = {endpoint: int(blocks * scale) for endpoint, blocks in promised.items()}
+                in_flight = self.approximate.lookup_in_flight(cursor)
         return merge_overlaps(
-            routed={endpoint: int(blocks * scale) for endpoint, blocks in self.approximate.lookup(hashes).items()},
+            routed=self.approximate.lookup(cursor),
             in_flight=in_flight,
+            tokens_per_block=TEXT_BLOCK_BYTES / bytes_per_token,
             announced=announced,
             exact=self.exact,
             trust=self.trust,
@@ -120,10 +126,6 @@ class LocalIndexes:
             lookup_trust=self.lookup_trust,
             prompt_tokens=prompt_tokens,
         )
-
-    @property
-    def _follows_events(self) -> bool:
-        return bool(self.exact or self.precise.block_sizes)
 
     def _announced(
         self, tokens: TokenIds, hashed: HashedTokens | None, model: str, cache_salt: str | None
@@ -139,16 +141,16 @@ class LocalIndexes:
 
         return self.precise.lookup(blocks)
 
-    def route(self, endpoint: EndpointId, hashes: array[int]) -> SpeculativeEntry:
+    def route(self, endpoint: EndpointId, cursor: PrefixCursor[Run]) -> SpeculativeEntry:
         """A request goes there: it counts as holding the prompt until the entry is settled."""
-        return self.approximate.route(endpoint, hashes, flies=self._follows_events)
+        return self.approximate.route(endpoint, cursor, in_flight=self._follows_events)
 
     def settle(self, entry: SpeculativeEntry, *, prefilled: bool, lost: bool = False) -> None:
         """The request is over; `prefilled` says whether the engine got as far as a first byte. Once an entry. An engine
         that `lost` what it held still has what it just prefilled."""
         (self.approximate.confirm if prefilled else self.approximate.rollback)(entry)
         if lost:
-            self.approximate.insert(entry.endpoint, entry.hashes)
+            self.approximate.insert(entry.endpoint, entry.cursor)
 
     def observe_capacity(self, entry: SpeculativeEntry, cached_blocks: int) -> bool:
         """What a response says about the room at its endpoint, before the entry is settled; True when the engine lost
@@ -158,24 +160,24 @@ class LocalIndexes:
     def correct(
         self,
         endpoint: EndpointId,
-        hashes: array[int],
+        cursor: PrefixCursor[Run],
         overlap: Overlap | None,
         *,
         predicted_tokens: int,
         cached_tokens: int,
         cached_blocks: int,
     ) -> bool:
-        """The engine reused so many tokens, which are so many of these hashes, where `overlap` had been believed.
+        """The engine reused so many tokens, which are so many of these blocks, where `overlap` had been believed.
         Whether that contradicts the prediction; a contradicted prefix leaves the index at once, since believing it
         longer would send more requests astray.
         """
-        source = None if overlap is None else overlap.source
-        for trust, speaks in ((self.trust, source is FactSource.PRECISE), (self.lookup_trust, source in LOOKUPS)):
-            claimed, backed = (overlap.claimed_tokens, overlap.backed_tokens) if overlap and speaks else (0, 0)
-            trust.observe(endpoint, claimed, backed, cached_tokens)
+        if self._follows_events:
+            _test(self.trust, endpoint, _EVENTS, overlap, cached_tokens)
+        if self._lookups:
+            _test(self.lookup_trust, endpoint, LOOKUPS, overlap, cached_tokens)
         contradicted = overlap is not None and is_contradicted(predicted_tokens, cached_tokens)
         if contradicted:
-            self.approximate.contradict(endpoint, hashes, cached_blocks)
+            self.approximate.contradict(endpoint, cursor, cached_blocks)
         return contradicted
 
     def process_started(self, endpoint: EndpointId, started_at: float) -> bool:
@@ -205,3 +207,13 @@ class LocalIndexes:
         self.approximate.clear(endpoint)
         for trust in (self.trust, self.lookup_trust):
             trust.forget(endpoint)
+
+
+def _test(
+    trust: Trust, endpoint: EndpointId, sources: Collection[FactSource], overlap: Overlap | None, cached_tokens: int
+) -> None:
+    """Put what one of the sources claimed to the test; where none did, a response makes earlier tests older."""
+    if overlap is not None and overlap.source in sources:
+        trust.observe(endpoint, overlap.claimed_tokens, overlap.backed_tokens, cached_tokens)
+    else:
+        trust.observe(endpoint, 0, 0, cached_tokens)

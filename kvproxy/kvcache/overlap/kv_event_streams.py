@@ -8,17 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import import_module
-from typing import Self
-
-import zmq.asyncio
 
 from kvproxy.background_task import BackgroundTask
 from kvproxy.clients.kv_events.events import BlockStored, KvEvent
-from kvproxy.clients.kv_events.sockets import ReplayMemory
 from kvproxy.clients.kv_events.source import KvEventSource, stated_sources
 from kvproxy.clients.kv_events.status import StreamState, StreamStatus
 from kvproxy.clients.kv_events.subscriber import KvEventSubscriber
+from kvproxy.clients.kv_events.zmtp import ReceiveMemory
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.cluster_schema import EventSources
@@ -71,20 +67,20 @@ class _Consumer:
 
     def state_changed(self, endpoint: EndpointId, dp_rank: int, status: StreamStatus) -> None:
         self._states.setdefault(endpoint, {})[dp_rank] = status.state
-        self._settle()
+        self._update_exact()
 
     def forget(self, endpoint: EndpointId) -> None:
         """Its streams ended."""
         self._states.pop(endpoint, None)
         self._local.precise.remove(endpoint)
-        self._settle()
+        self._update_exact()
 
-    async def give_back(self) -> None:
+    async def sweep(self) -> None:
         """Give up all that is kept of streams that ended, some at a time: the loop has other work."""
         while not self._local.precise.sweep():  # noqa: ASYNC110 - nothing to wait for, only others to let through
             await asyncio.sleep(0)
 
-    def _settle(self) -> None:
+    def _update_exact(self) -> None:
         self._local.exact = frozenset(
             endpoint
             for endpoint, ranks in self._states.items()
@@ -95,7 +91,8 @@ class _Consumer:
 class EventStreams(BackgroundTask):
     """Owns one task that keeps a subscriber for each stream of each endpoint there is.
 
-    `stated`: where engines without `/kv_event_sources` publish. Who publishes nothing is left alone and said so once.
+    `stated`: where engines without `/kv_event_sources` publish. An engine that publishes nothing is left alone, and
+    that is logged once.
     """
 
     task_name = "kvcache event streams"
@@ -122,23 +119,14 @@ class EventStreams(BackgroundTask):
         self._sleep = sleep
         self._streams: dict[Endpoint, tuple[str, AsyncExitStack, tuple[KvEventSubscriber, ...]]] = {}
         self._without: set[Endpoint] = set()
-        self._context: zmq.asyncio.Context | None = None
-        self._replay_memory = ReplayMemory()
-
-    async def __aenter__(self) -> Self:
-        # Takes a while: not when the first event comes, and not while a reload serves requests.
-        await asyncio.to_thread(import_module, "kvproxy.prefix.precise.block_table")
-        self._context = zmq.asyncio.Context()
-        return await super().__aenter__()
+        self._replay_memory = ReceiveMemory()
 
     async def __aexit__(self, *exc_info: object) -> None:
         await super().__aexit__(*exc_info)
         for endpoint in list(self._streams):
             await self._end(endpoint)
-        if self._context is not None:
-            self._context.destroy(linger=0)
         for consumer in self._consumers.values():
-            await consumer.give_back()
+            await consumer.sweep()
 
     def note_traffic(self, endpoint: Endpoint, uncached_tokens: int) -> None:
         """The engine prefilled so much: streams that stay silent all the same are not believed."""
@@ -197,12 +185,10 @@ class EventStreams(BackgroundTask):
         self._streams[endpoint] = (cluster, stack, tuple(subscribers))
 
     def _subscriber(self, endpoint: Endpoint, cluster: str, source: KvEventSource) -> KvEventSubscriber:
-        assert self._context is not None
         return KvEventSubscriber(
             endpoint.id,
             source,
             consumer=self._consumers[cluster],
-            context=self._context,
             metrics=self._metrics,
             clock=self._clock,
             wall_clock=self._wall_clock,

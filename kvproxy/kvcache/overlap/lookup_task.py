@@ -44,7 +44,7 @@ class _Answer:
 
 
 class LookupTask:
-    """Owns the tasks that ask, one for all who ask the same at once.
+    """Owns the tasks that ask, one for all requests that ask the same at once.
 
     They go on when the deadline has passed or the client has left, each within
     `request_timeout`, so that neither says anything about the service; `close` ends them."""
@@ -81,13 +81,13 @@ class LookupTask:
         if self._full(len(facts.body)) and _question(facts) not in self._tasks:
             self._outcomes.labels("busy").inc()
             return False
-        if facts.tokens is not None:  # if only of the prompt's beginning: what was never seen, nobody holds
+        if facts.tokens is not None:  # if only of the prompt's beginning: what was never seen, no instance holds
             return len(facts.tokens) >= settings.lookup_min_tokens
         tokenize = settings.tokenize
         return tokenize.inline and facts.prompt_bytes >= tokenize.inline_min and self._tokens.may_ask(facts)
 
     async def ask(self, facts: RequestFacts) -> list[HolderOverlap]:
-        """The claims that came in time. Tokens learned on the way are put into `facts`."""
+        """The holders that came in time. Tokens learned on the way are put into `facts`."""
         left_s = self._settings.lookup_routing_timeout - (self._clock() - facts.started_at)
         question = _question(facts)
         task = self._tasks.get(question)
@@ -109,7 +109,7 @@ class LookupTask:
             facts.tokens_bytes = facts.prompt_bytes
         if answer.outcome in ("hit", "miss"):
             facts.holders_found = len(answer.holders)
-        return self._claims(facts, answer.holders)
+        return self._overlaps(facts, answer.holders)
 
     async def close(self) -> None:
         """Cancel what still runs."""
@@ -168,15 +168,16 @@ class LookupTask:
             tokens, stands_for = answer.tokens, facts.prompt_bytes
         if not tokens:
             return
-        for claim in self._claims(facts, answer.holders):
-            if claim.contiguous:
-                blocks = int(min(claim.tokens, len(tokens)) * stands_for / len(tokens)) // TEXT_BLOCK_BYTES
-                facts.indexes.approximate.insert(claim.endpoint, facts.hashes[:blocks])
+        index = facts.indexes.approximate
+        for holder in self._overlaps(facts, answer.holders):
+            if holder.contiguous:
+                blocks = int(min(holder.tokens, len(tokens)) * stands_for / len(tokens)) // TEXT_BLOCK_BYTES
+                index.insert(holder.endpoint, index.locate(facts.hashes[:blocks]))
 
-    def _claims(self, facts: RequestFacts, holders: Sequence[Holder]) -> list[HolderOverlap]:
+    def _overlaps(self, facts: RequestFacts, holders: Sequence[Holder]) -> list[HolderOverlap]:
         if not holders:
             return []
-        return self._lookups.claims(
+        return self._lookups.overlaps(
             holders,
             endpoints=facts.endpoints,
             known=self._known_instances(),

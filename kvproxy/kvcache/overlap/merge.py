@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.prefix.precise.index import PreciseMatch
 from kvproxy.routing.policy import FactSource, Overlap, OverlapFacts
 from kvproxy.routing.trust import Trust
@@ -27,6 +28,7 @@ def merge_overlaps(
     *,
     routed: Mapping[EndpointId, int],
     in_flight: Mapping[EndpointId, int] = NOTHING,
+    tokens_per_block: float = 1.0,
     announced: Mapping[EndpointId, PreciseMatch] | None = None,
     exact: Collection[EndpointId] = (),
     trust: Trust,
@@ -34,16 +36,18 @@ def merge_overlaps(
     lookup_trust: Trust,
     prompt_tokens: int = 0,
 ) -> dict[EndpointId, Overlap]:
-    """Overlap by endpoint of one prompt, of which every source says leading tokens.
+    """Overlap by endpoint of one prompt.
 
-    `routed` is what routing told the approximate index; of that, requests `in_flight` are under way. `announced` is
-    what KV events say (None where none are followed), without a gap for the endpoints in `exact`, and `trust` how far
-    they are believed; `looked_up` what a lookup service says, believed as far as `lookup_trust` and never beyond
-    `prompt_tokens`.
+    `routed` is what routing told the approximate index, in leading blocks of `tokens_per_block`; of that, requests
+    `in_flight` are under way. `announced` is what KV events say (None where none are followed), without a gap for the
+    endpoints in `exact`, and `trust` how far they are believed; `looked_up` what a lookup service says, believed as far
+    as `lookup_trust` and never beyond `prompt_tokens`.
     """
     if announced is None:
-        found = {endpoint: Overlap(tokens) for endpoint, tokens in routed.items()}
+        found = {endpoint: Overlap(int(blocks * tokens_per_block)) for endpoint, blocks in routed.items()}
     else:
+        routed = {endpoint: int(blocks * tokens_per_block) for endpoint, blocks in routed.items()}
+        in_flight = {endpoint: int(blocks * tokens_per_block) for endpoint, blocks in in_flight.items()}
         found = _with_events(routed, in_flight, announced, exact, trust)
     if looked_up:
         _add_holders(found, looked_up, prompt_tokens, lookup_trust)
@@ -113,25 +117,19 @@ def is_contradicted(predicted_tokens: int, cached_tokens: int) -> bool:
     return cached_tokens + tolerance < predicted_tokens
 
 
-def preferred(
-    facts: OverlapFacts,
-    order: Iterable[EndpointId],
-    *,
-    min_tokens: int,
-    serves: Callable[[EndpointId], bool] = lambda endpoint: True,
+def preferred_endpoint(
+    facts: OverlapFacts, endpoints: Iterable[Endpoint], *, model: str, min_tokens: int
 ) -> EndpointId | None:
-    """The endpoint that holds most, at least `min_tokens` (never less than one); among equals the first in `order`.
-
-    `serves` is asked only of endpoints that hold more than all before them.
-    """
+    """The endpoint that serves the model and holds most, at least `min_tokens` (never less than one); among equals the
+    first."""
     best, most = None, max(min_tokens, 1) - 1
     held, prompt_tokens = facts.by_endpoint, facts.prompt_tokens
-    for endpoint in order:
-        overlap = held.get(endpoint)
+    for endpoint in endpoints:
+        overlap = held.get(endpoint.id)
         if overlap is not None:
             tokens = overlap.device_tokens + overlap.lower_tokens
             if tokens > prompt_tokens:
                 tokens = prompt_tokens
-            if tokens > most and serves(endpoint):
-                best, most = endpoint, tokens
+            if tokens > most and endpoint.serves(model):
+                best, most = endpoint.id, tokens
     return best

@@ -12,13 +12,12 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.engines import Engines
-from kvproxy.kvcache.overlap.connect import Connection
 from kvproxy.kvcache.overlap.facts import RequestFacts
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.kvcache.overlap.kv_event_streams import EventStreams
-from kvproxy.kvcache.overlap.lookup import LookupClient
+from kvproxy.kvcache.overlap.lookup import Connection, LookupClient
 from kvproxy.kvcache.overlap.lookup_task import LookupTask
-from kvproxy.kvcache.overlap.merge import HolderOverlap, preferred
+from kvproxy.kvcache.overlap.merge import HolderOverlap, preferred_endpoint
 from kvproxy.kvcache.overlap.tokens import TokenSource
 from kvproxy.kvcache.state import CacheState
 from kvproxy.metrics.catalog import Metrics
@@ -27,7 +26,7 @@ from kvproxy.routing.policy import FactSource, OverlapFacts
 from kvproxy.types import Clock, EndpointId, InferenceRequest
 
 #: Rows of the precise index with their share of its tables, as benchmarks/prefix_index.py measures them.
-PRECISE_ROW_BYTES = 80
+PRECISE_ROW_BYTES = 100
 
 #: Label values, and a value.
 Series = Iterable[tuple[tuple[str, ...], float]]
@@ -54,7 +53,10 @@ class OverlapSources:
         self._bytes_per_token = state.bytes_per_token
         self.indexes: Mapping[str, LocalIndexes] = {
             name: LocalIndexes(
-                state.index(name, endpoints=len(cluster.endpoints)), learn_capacity=settings.learn_capacity
+                state.index(name, endpoints=len(cluster.endpoints)),
+                learn_capacity=settings.learn_capacity,
+                follows_events=settings.kv_events,
+                lookups=bool(settings.lmcache_endpoint),
             )
             for name, cluster in clusters.items()
         }
@@ -109,12 +111,13 @@ class OverlapSources:
         indexes = self.indexes[cluster.name]
         model = model or request.model or self._settings.default_model
         hashes, keys = indexes.hashes(request, model)
-        facts = RequestFacts(cluster, indexes, request, body, model, hashes, keys, request.prompt.size_bytes, began)
+        cursor = indexes.approximate.locate(hashes)
+        facts = RequestFacts(cluster, indexes, request, body, model, cursor, keys, request.prompt.size_bytes, began)
         if self._uses_tokens:
             self.tokens.recall(facts)
-        facts.hot_blocks = indexes.hot.touch(hashes)
         self._assess(facts)
-        facts.wants_lookup = self._entered and self._lookup_task.is_wanted(facts)
+        if self._entered and self._settings.lmcache_endpoint:
+            facts.wants_lookup = self._lookup_task.is_wanted(facts)
         self._facts_seconds.observe(self._clock() - began)
         return facts
 
@@ -133,7 +136,6 @@ class OverlapSources:
         """The facts of a request that waited, read again from our own sources; what a lookup said stands."""
         if self._uses_tokens and not facts.tokens_exact:
             self.tokens.recall(facts)
-        facts.hot_blocks = facts.indexes.hot.hot_prefix_blocks(facts.hashes)
         self._assess(facts)
 
     def placed(self, facts: RequestFacts, endpoint: EndpointId) -> None:
@@ -141,7 +143,7 @@ class OverlapSources:
         earlier = facts.entry
         if earlier is not None:
             facts.indexes.settle(earlier, prefilled=False)
-        facts.entry = facts.indexes.route(endpoint, facts.hashes)
+        facts.entry = facts.indexes.route(endpoint, facts.cursor)
 
     def instance_ids(self) -> frozenset[str]:
         """LMCache instance ids of all endpoints."""
@@ -165,8 +167,9 @@ class OverlapSources:
         else:
             bytes_per_token = self._bytes_per_token.of(facts.model)
             prompt_tokens = int(facts.prompt_bytes / bytes_per_token)
-        found = facts.indexes.overlaps(
-            facts.hashes,
+        indexes, cursor = facts.indexes, facts.cursor
+        found = indexes.overlaps(
+            cursor,
             bytes_per_token=bytes_per_token,
             tokens=tokens,
             hashed=facts.hashed_tokens,
@@ -175,13 +178,13 @@ class OverlapSources:
             looked_up=facts.lookup_overlaps,
             prompt_tokens=prompt_tokens,
         )
-        hot_tokens = int(facts.hot_blocks * TEXT_BLOCK_BYTES / bytes_per_token)
+        hot_tokens = int(indexes.approximate.hot_blocks(cursor) * TEXT_BLOCK_BYTES / bytes_per_token)
         facts.overlaps = OverlapFacts(prompt_tokens, found, hot_tokens)
         facts.preferred = None
         if found:
-            order = [endpoint.id for endpoint in facts.cluster.endpoints]
-            least = self._settings.min_matched_tokens
-            facts.preferred = preferred(facts.overlaps, order, min_tokens=least, serves=facts.may_serve)
+            facts.preferred = preferred_endpoint(
+                facts.overlaps, facts.cluster.endpoints, model=facts.model, min_tokens=self._settings.min_matched_tokens
+            )
 
     def _connect(self, starting: AsyncExitStack) -> None:
         connection = Connection(
@@ -200,9 +203,9 @@ class OverlapSources:
         indexes = self.indexes.values()
         blocks = metrics.holdings.index_blocks
         blocks.labels("approximate").set_function(lambda: sum(one.approximate.entries for one in indexes))
-        blocks.labels("in_flight").set_function(lambda: sum(one.approximate.promises for one in indexes))
+        blocks.labels("in_flight").set_function(lambda: sum(one.approximate.in_flight_entries for one in indexes))
         blocks.labels("precise").set_function(self._precise_blocks)
-        blocks.labels("hot").set_function(lambda: sum(one.hot.blocks for one in indexes))
+        blocks.labels("hot").set_function(lambda: sum(one.approximate.unique_blocks for one in indexes))
         size = metrics.holdings.index_bytes
         size.labels("approximate").set_function(lambda: sum(one.approximate.estimated_bytes for one in indexes))
         size.labels("precise").set_function(lambda: self._precise_blocks() * PRECISE_ROW_BYTES)
@@ -223,13 +226,13 @@ class OverlapSources:
             approximate = self.indexes[name].approximate
             capacity = approximate.capacity(endpoint.id)
             if capacity:
-                yield (name, str(endpoint.id)), approximate.blocks(endpoint.id) / capacity
+                yield (name, str(endpoint.id)), approximate.held_blocks(endpoint.id) / capacity
 
     def capacity_series(self) -> Series:
         """Blocks each endpoint has room for, as its engine says and as it proved."""
         for name, endpoint in self._endpoints():
             indexes = self.indexes[name]
-            yield (name, str(endpoint.id), "told"), indexes.capacities.told(endpoint.id)
+            yield (name, str(endpoint.id), "told"), indexes.capacities.reported(endpoint.id)
             yield (name, str(endpoint.id), "learned"), indexes.approximate.capacity(endpoint.id)
 
     def trust_series(self) -> Series:

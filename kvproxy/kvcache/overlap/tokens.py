@@ -62,7 +62,7 @@ class TokenSource:
         metrics.holdings.recalls.read(lambda: [((result,), float(getattr(memory.stats, result))) for result in results])
 
     def recall(self, facts: RequestFacts) -> None:
-        """Put into `facts` what is known of its tokens without asking anybody."""
+        """Put into `facts` what is known of its tokens without a call."""
         request = facts.request
         if not request.prompt.parts:
             return
@@ -87,9 +87,9 @@ class TokenSource:
         )
 
     def ask(self, facts: RequestFacts) -> asyncio.Task[TokenIds | None] | None:
-        """The task that tokenizes this prompt, shared by all who ask meanwhile; None beyond the bound.
+        """The task that tokenizes this prompt, shared by all requests for it meanwhile; None beyond the bound.
 
-        It outlives whoever awaits it: shield the wait, never cancel the task.
+        It outlives the request that awaits it: shield the wait, never cancel the task.
         """
         if not facts.keys:
             return None
@@ -112,7 +112,7 @@ class TokenSource:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _fetch(self, facts: RequestFacts) -> TokenIds | None:
-        """The prompt's tokens, remembered; None when nobody could say. Never raises but for cancellation."""
+        """The prompt's tokens, remembered; None where no engine could say. Never raises but for cancellation."""
         chosen = self._engines.tokenizer(facts.endpoints)
         if chosen is None:
             self._outcomes.labels("no_engine").inc()

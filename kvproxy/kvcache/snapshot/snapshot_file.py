@@ -134,8 +134,8 @@ class TimedThread:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
 
-        def settle(result: T | None, error: BaseException | None) -> None:
-            if answer.done():  # nobody waits any more
+        def hand_over(result: T | None, error: BaseException | None) -> None:
+            if answer.done():  # the call was given up
                 return
             if error is not None:
                 answer.set_exception(error)
@@ -146,11 +146,11 @@ class TimedThread:
             result, raised = None, None
             try:
                 result = work()
-            except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+            except BaseException as error:  # noqa: BLE001 - handed to the caller
                 raised = error
             self._busy = False
             with contextlib.suppress(RuntimeError):  # the loop ended while it hung
-                loop.call_soon_threadsafe(settle, result, raised)
+                loop.call_soon_threadsafe(hand_over, result, raised)
 
         self._busy = True
         threading.Thread(target=run, name=self._name, daemon=True).start()

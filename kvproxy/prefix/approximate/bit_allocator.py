@@ -6,6 +6,10 @@ from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
 M = TypeVar("M", bound=Hashable)
+V = TypeVar("V")
+
+#: Bits that are looked up one by one.
+_FEW = 6
 
 
 def slots_of(mask: int) -> Iterator[int]:
@@ -25,6 +29,7 @@ class BitAllocator(Generic[M]):
         self._slot: dict[M, int] = {}
         self._members: list[M | None] = []
         self._free: list[int] = []
+        self._groups: dict[int, tuple[M, ...]] = {}  # owners by eight slots and which of them; while none changes
 
     def __len__(self) -> int:
         return len(self._slot)
@@ -40,13 +45,13 @@ class BitAllocator(Generic[M]):
         return self._slot.get(member)
 
     def member(self, slot: int) -> M:
-        """Who owns an active slot."""
+        """The owner of an active slot."""
         member = self._members[slot]
         assert member is not None
         return member
 
     def members(self, mask: int) -> list[M]:
-        """Who own these active slots."""
+        """The owners of these active slots."""
         found = []
         while mask:
             low = mask & -mask
@@ -55,6 +60,24 @@ class BitAllocator(Generic[M]):
             found.append(member)
             mask ^= low
         return found
+
+    def assign_all(self, values: dict[M, V], mask: int, value: V) -> None:
+        """Set `value` for the owners of these active slots.
+
+        Many bits are looked up eight at a time, since nearly all members of a large fleet hold a common prefix.
+        """
+        if mask.bit_count() <= _FEW:
+            while mask:
+                low = mask & -mask
+                values[self._members[low.bit_length() - 1]] = value  # type: ignore[index]
+                mask ^= low
+            return
+        for group, byte in enumerate(mask.to_bytes((mask.bit_length() + 7) // 8, "little")):
+            if byte:
+                members = self._groups.get(group << 8 | byte)
+                if members is None:
+                    members = self._groups[group << 8 | byte] = tuple(self.members(byte << 8 * group))
+                values.update(dict.fromkeys(members, value))
 
     def assign(self, member: M) -> int | None:
         """The member's slot, a fresh one if it has none; None when all are taken or not yet released."""
@@ -68,15 +91,17 @@ class BitAllocator(Generic[M]):
             self._members.append(None)
         else:
             return None
+        self._groups.clear()
         self._slot[member] = slot
         self._members[slot] = member
         self.active |= 1 << slot
         return slot
 
     def retire(self, member: M) -> int | None:
-        """Take the member's bit out of `active` and return its slot, which the caller releases once it is clear."""
+        """Take the member's bit out of `active` and return its slot; `release` it once the bit is set nowhere."""
         slot = self._slot.pop(member, None)
         if slot is not None:
+            self._groups.clear()
             self._members[slot] = None
             self.active &= ~(1 << slot)
         return slot

@@ -1,4 +1,4 @@
-"""The capacities of an approximate index, as told and as learned."""
+"""The capacities of an approximate index, as reported and as learned."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ _FULL = 0.9
 
 
 class Capacities:
-    """Sizes the index. Without `learning` an endpoint's capacity is what was told."""
+    """Sizes the index. Without `learning` an endpoint's capacity is what was reported."""
 
     def __init__(self, index: ApproximateIndex, *, learning: bool = True) -> None:
         self.learning = learning
         self._index = index
         self._learned: dict[EndpointId, LearnedCapacity] = {}  # no more than the index has endpoints
 
-    def tell(self, endpoint: EndpointId, blocks: int) -> None:
+    def set_reported(self, endpoint: EndpointId, blocks: int) -> None:
         """The endpoint's capacity as its engine's metrics say."""
         known = self._known(endpoint)
-        known.tell(blocks)
+        known.set_reported(blocks)
         self._index.set_capacity(endpoint, known.blocks)
 
-    def observe(self, claim: SpeculativeEntry, reused_blocks: int) -> bool:
-        """The response to what was claimed reused so many leading blocks; before the claim is settled. True: the engine
-        lost what it held, and so did the index."""
-        holding = claim.holding
-        if not self.learning or holding is None or not holding.capacity:  # settled, void, or nothing to learn
+    def observe(self, entry: SpeculativeEntry, reused_blocks: int) -> bool:
+        """The response to this entry's request reused so many leading blocks; before the entry is settled. True: the
+        engine lost what it held, and so did the index."""
+        lru = entry.lru
+        if not self.learning or lru is None or not lru.capacity:  # settled, void, or nothing to learn
             return False
-        endpoint = claim.endpoint
+        endpoint = entry.endpoint
         known = self._learned.get(endpoint) or self._known(endpoint)
-        held = len(claim.hashes) - claim.new_blocks
-        full = reused_blocks > held and holding.blocks >= _FULL * holding.capacity
+        held = len(entry.hashes) - entry.new_blocks
+        full = reused_blocks > held and lru.blocks >= _FULL * lru.capacity
         before = known.blocks
-        lost = known.observe(age_blocks=claim.age_blocks, known_blocks=held, reused_blocks=reused_blocks, full=full)
+        lost = known.observe(age_blocks=entry.age_blocks, known_blocks=held, reused_blocks=reused_blocks, full=full)
         if known.blocks != before:
             self._index.set_capacity(endpoint, known.blocks)
         if lost:
             self._index.clear(endpoint)
         return lost
 
-    def told(self, endpoint: EndpointId) -> int:
-        """Blocks the endpoint has room for by what was said."""
+    def reported(self, endpoint: EndpointId) -> int:
+        """Blocks the endpoint has room for by what its engine reported."""
         known = self._learned.get(endpoint)
-        return self._index.capacity(endpoint) if known is None else known.told
+        return self._index.capacity(endpoint) if known is None else known.reported
 
     def forget(self, endpoint: EndpointId) -> None:
         """The endpoint left, or is another engine now."""

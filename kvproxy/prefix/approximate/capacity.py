@@ -12,7 +12,7 @@ import math
 
 from kvproxy.prefix.approximate.reuse_histogram import PER_OCTAVE, ReuseHistogram, age_bin, capacity_bin, capacity_of
 
-#: How far the estimate may get from what was told, either way, and how many blocks it never exceeds on its own.
+#: How far the estimate may get from what was reported, either way, and how many blocks it never exceeds on its own.
 MOST_FACTOR = 8
 MOST_BLOCKS = 1 << 20
 #: Contradictions that another capacity must spare before it is taken.
@@ -30,23 +30,23 @@ _LEAST_BLOCKS = 3
 
 
 class LearnedCapacity:
-    """One endpoint's. `blocks` begins as what is told and stays within a factor of 8 of it; told 0, it is 0."""
+    """One endpoint's. `blocks` begins as what is reported and stays within a factor of 8 of it; reported 0, it is 0."""
 
-    def __init__(self, told: int) -> None:
-        self.told = told
-        self.blocks = told
-        self.least = _least(told)
+    def __init__(self, reported: int) -> None:
+        self.reported = reported
+        self.blocks = reported
+        self.least = _least(reported)
         self._forget()
 
-    def tell(self, blocks: int) -> None:
+    def set_reported(self, blocks: int) -> None:
         """The capacity as configured, or as the engine's metrics say. What was learned stays, unless this is another
         cache altogether."""
-        if not blocks or not 0.5 <= self.told / blocks <= 2.0:
+        if not blocks or not 0.5 <= self.reported / blocks <= 2.0:
             self._forget()
             self.blocks = blocks
-        elif self.blocks == self.told:
+        elif self.blocks == self.reported:
             self.blocks = blocks
-        self.told = blocks
+        self.reported = blocks
         self.least = _least(blocks)
         self.blocks = self._bounded(self.blocks)
 
@@ -57,7 +57,7 @@ class LearnedCapacity:
         it is not certain that it ever had them); `full` says that others had to be forgotten. True: the engine lost
         what it held (a restart, a cleared cache), whatever its capacity.
         """
-        if not self.told:
+        if not self.reported:
             return False
         slack = (known_blocks >> 3) + _SLACK_BLOCKS
         if age_blocks is not None and known_blocks >= _LEAST_BLOCKS:
@@ -118,7 +118,7 @@ class LearnedCapacity:
 
     @property
     def _most(self) -> int:
-        return max(self.told, min(self.told * MOST_FACTOR, MOST_BLOCKS))
+        return max(self.reported, min(self.reported * MOST_FACTOR, MOST_BLOCKS))
 
     def _forget(self) -> None:
         self._fates = ReuseHistogram()
@@ -127,5 +127,5 @@ class LearnedCapacity:
         self._forgotten = 0  # of these, what the index had forgotten
 
 
-def _least(told: int) -> int:
-    return -(-told // MOST_FACTOR)
+def _least(reported: int) -> int:
+    return -(-reported // MOST_FACTOR)

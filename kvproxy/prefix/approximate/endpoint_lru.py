@@ -8,19 +8,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvproxy.prefix.approximate.age_histogram import GENERATIONS, AgeHistogram
-from kvproxy.prefix.approximate.radix import Node
+from kvproxy.prefix.approximate.heat import HeatedRun
+from kvproxy.prefix.approximate.radix import PrefixCursor
 from kvproxy.types import EndpointId
 
 
-class Run(Node):
-    """A run of blocks, the endpoints that hold all of it, and those with a request for all of it under way."""
+class Run(HeatedRun):
+    """A run of blocks, with the endpoints that hold all of it and those with a request for all of it in flight."""
 
-    __slots__ = ("flying", "mask")
+    __slots__ = ("held_by", "in_flight_at")
 
     def __init__(self, hashes: array[int]) -> None:
         super().__init__(hashes)
-        self.mask = 0
-        self.flying = 0
+        self.held_by = 0  # bits of endpoints
+        self.in_flight_at = 0
 
 
 class EndpointLru:
@@ -30,16 +31,16 @@ class EndpointLru:
     run that engines evict first: the end of the prompt that was not asked for longest.
     """
 
-    __slots__ = ("_ages", "_front", "_records", "blocks", "capacity", "claims", "flights", "mask", "slot", "stamps")
+    __slots__ = ("_ages", "_front", "_records", "bit", "blocks", "capacity", "flights", "slot", "stamps", "unconfirmed")
 
     def __init__(self, slot: int, capacity: int) -> None:
         self.slot = slot
-        self.mask = 1 << slot
+        self.bit = 1 << slot
         self.capacity = capacity  # 0 as well when the endpoint left
         self.blocks = 0
         self.stamps: dict[Run, int] = {}
-        self.claims: dict[Run, set[int]] = {}  # runs no response confirmed yet, and the requests that vouch for them
-        self.flights: dict[Run, set[int]] = {}  # runs of requests under way, held or not, and those requests
+        self.unconfirmed: dict[Run, set[int]] = {}  # runs no response confirmed yet: the requests that vouch for them
+        self.flights: dict[Run, set[int]] = {}  # runs of requests in flight, held or not: those requests
         self._records: deque[Run] = deque()  # last run of each touched path
         self._front = 0  # number of the first record
         self._ages = AgeHistogram()
@@ -52,17 +53,17 @@ class EndpointLru:
         if len(self._records) > 2 * len(self.stamps) + 64:
             self._compact()
 
-    def take(self, run: Run) -> None:
+    def add(self, run: Run) -> None:
         """Count the run in; a touch follows."""
-        run.mask |= self.mask
+        run.held_by |= self.bit
         self.blocks += len(run.hashes)
 
-    def drop(self, run: Run) -> None:
+    def remove(self, run: Run) -> None:
         """Count the run out. Nothing below it may be held."""
-        run.mask &= ~self.mask
+        run.held_by &= ~self.bit
         self.blocks -= len(run.hashes)
         self._ages.change(self.stamps.pop(run), -len(run.hashes))
-        self.claims.pop(run, None)
+        self.unconfirmed.pop(run, None)
 
     def shorten(self, run: Run, blocks: int) -> None:
         """Count out so many blocks at the end of the run."""
@@ -77,46 +78,46 @@ class EndpointLru:
             self._ages.change(stamp, -len(leaf.hashes))
         self._ages.change(self.stamps[run], len(leaf.hashes))
 
-    def cover(self, head: Run, tail: Run) -> None:
-        """`head` was split off `tail`: same recency, same claims."""
+    def split(self, head: Run, tail: Run) -> None:
+        """`head` was split off `tail`, which is held: same recency, same requests that vouch for it."""
         self.stamps[head] = self.stamps[tail]
-        claims = self.claims.get(tail)
-        if claims is not None:
-            self.claims[head] = set(claims)
+        vouching = self.unconfirmed.get(tail)
+        if vouching is not None:
+            self.unconfirmed[head] = set(vouching)
 
-    def fly(self, path: list[Run], number: int) -> None:
-        """A request for all of this is under way."""
+    def add_flight(self, path: list[Run], number: int) -> None:
+        """A request for all of this is in flight."""
         flights = self.flights
         for run in path:
-            flying = flights.get(run)
-            if flying is None:
+            numbers = flights.get(run)
+            if numbers is None:
                 flights[run] = {number}
-                run.flying |= self.mask
+                run.in_flight_at |= self.bit
             else:
-                flying.add(number)
+                numbers.add(number)
 
-    def land(self, path: list[Run], number: int) -> None:
-        """It is over."""
+    def end_flight(self, path: list[Run], number: int) -> None:
+        """The request is over."""
         for run in path:
-            flying = self.flights.get(run)
-            if flying is None:
+            numbers = self.flights.get(run)
+            if numbers is None:
                 continue
-            flying.discard(number)
-            if not flying:
+            numbers.discard(number)
+            if not numbers:
                 del self.flights[run]
-                run.flying &= ~self.mask
+                run.in_flight_at &= ~self.bit
 
-    def ground(self) -> list[Run]:
-        """No request is under way any more, whatever was; the runs of those that were."""
-        grounded = [*self.flights]
+    def end_all_flights(self) -> list[Run]:
+        """No request is in flight any more; returns the runs of those that were."""
+        ended = [*self.flights]
         self.flights.clear()
-        for run in grounded:
-            run.flying &= ~self.mask
-        return grounded
+        for run in ended:
+            run.in_flight_at &= ~self.bit
+        return ended
 
-    def fly_alike(self, run: Run, below: Run) -> bool:
-        """Whether just the same requests are under way for both."""
-        return not run.flying or self.flights.get(run) == self.flights.get(below)
+    def have_same_flights(self, run: Run, below: Run) -> bool:
+        """Whether just the same requests are in flight for both."""
+        return not run.in_flight_at or self.flights.get(run) == self.flights.get(below)
 
     def oldest(self) -> Run:
         """The run to evict next; nothing below it is held. Only while anything is held."""
@@ -133,7 +134,7 @@ class EndpointLru:
         covered: set[Run] = set()
         for last in reversed(tuple(self._records)):
             run: Run | None = last
-            while run is not None and (run not in self.stamps or run in self.claims):
+            while run is not None and (run not in self.stamps or run in self.unconfirmed):
                 run = run.parent
             if run is None or run in covered:
                 yield None
@@ -146,7 +147,7 @@ class EndpointLru:
 
     def _tip(self, stamp: int, run: Run | None) -> Run | None:
         """What is left of the path that touch number `stamp` ended with, if nothing touched it since."""
-        while run is not None and run not in self.stamps:  # dropped since: its ancestors may be as old
+        while run is not None and run not in self.stamps:  # removed since: its ancestors may be as old
             run = run.parent
         return run if run is not None and self.stamps[run] == stamp else None
 
@@ -156,7 +157,7 @@ class EndpointLru:
         return self._ages.younger(self.stamps[run])
 
     def _compact(self) -> None:
-        """Forget records no run's stamp refers to, and number the rest anew."""
+        """Forget records no run's stamp refers to, and renumber the rest."""
         live = set(self.stamps.values())
         kept: deque[Run] = deque()
         number = {}
@@ -175,9 +176,14 @@ class SpeculativeEntry:
     """One routed request's speculative entry: confirm it or roll it back, once."""
 
     endpoint: EndpointId
-    hashes: array[int]
+    cursor: PrefixCursor[Run]
     new_blocks: int  # that the endpoint was not believed to hold before
     number: int
-    holding: EndpointLru | None  # None once settled, or when the index had no room for the endpoint
+    lru: EndpointLru | None  # None once settled, or when the index had no room for the endpoint
     age_blocks: int | None = None  # asked for since the last of the known blocks was; None: none, or not confirmed yet
-    flies: bool = False  # counted among the requests under way as well
+    in_flight: bool = False  # counted among the requests in flight as well
+
+    @property
+    def hashes(self) -> array[int]:
+        """The whole prompt's."""
+        return self.cursor.hashes

@@ -1,14 +1,17 @@
-"""The approximate index: who holds which prefix, guessed from what was routed where and corrected by responses."""
+"""The approximate index: which endpoint holds which prefix, guessed from where requests were routed and corrected by
+responses."""
 
 from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from operator import attrgetter
 
 from kvproxy.prefix.approximate.bit_allocator import BitAllocator, slots_of
 from kvproxy.prefix.approximate.endpoint_lru import EndpointLru, Run, SpeculativeEntry
-from kvproxy.prefix.approximate.radix import RadixTree
+from kvproxy.prefix.approximate.heat import Heat
+from kvproxy.prefix.approximate.radix import PrefixCursor, RadixTree
 from kvproxy.types import EndpointId
 
 #: Runs given up per operation while an endpoint is over its capacity or gone, so that no single call takes long.
@@ -17,81 +20,90 @@ STEP_RUNS = 256
 #: A run besides its hashes (node, array, table entry), and an endpoint's mark on a run (stamp and record).
 _RUN_BYTES, _STAMP_BYTES = 350, 120
 
+_HELD_BY: Callable[[Run], int] = attrgetter("held_by")
+_IN_FLIGHT_AT: Callable[[Run], int] = attrgetter("in_flight_at")
+
 
 class ApproximateIndex:
     """Block hashes (`array('Q')`, chained) by endpoint, each endpoint an LRU of its engine's capacity in blocks.
 
-    Every endpoint's blocks are closed under prefixes, so the longest match is found run by run.
+    A request asks `locate` for its cursor once; all else takes that. Every endpoint's blocks are closed under prefixes,
+    so the longest match is found run by run. `heat` counts requests by block, for as long as any endpoint holds it.
     """
 
-    def __init__(self, *, capacity_blocks: int = 65_536, max_endpoints: int = 512) -> None:
+    def __init__(self, *, capacity_blocks: int = 65_536, max_endpoints: int = 512, heat: Heat | None = None) -> None:
         self.default_capacity = capacity_blocks
+        self.heat = heat or Heat()
         self._tree: RadixTree[Run] = RadixTree(Run)
         self._slots: BitAllocator[EndpointId] = BitAllocator(limit=max_endpoints)
-        self._holdings: dict[int, EndpointLru] = {}  # by slot, retired ones too while their bits remain
+        self._lrus: dict[int, EndpointLru] = {}  # by slot, retired ones too while their bits remain
         self._retired: deque[EndpointLru] = deque()
-        self._claims = 0
+        self._routed = 0
 
     # what is known
 
-    def lookup(self, hashes: array[int]) -> dict[EndpointId, int]:
+    def locate(self, hashes: array[int]) -> PrefixCursor[Run]:
+        """The place of a prompt in the index, for one request. Changes nothing."""
+        return self._tree.locate(hashes)
+
+    def lookup(self, cursor: PrefixCursor[Run]) -> dict[EndpointId, int]:
         """Leading blocks each endpoint holds; endpoints that hold none are absent."""
-        path, _, partial, inside = self._tree.walk(hashes)
-        found: dict[EndpointId, int] = {}
-        alive = self._slots.active
-        depth = 0
-        for run in path:
-            gone = alive & ~run.mask
-            if gone:
-                self._report(found, gone, depth)
-                alive ^= gone
-                if not alive:
-                    return found
-            depth += len(run.hashes)
-        if partial is not None:
-            gone = alive & ~partial.mask
-            self._report(found, alive ^ gone, depth + inside)
-            alive = gone
-        self._report(found, alive, depth)
-        return found
+        return self._leading_blocks(cursor, _HELD_BY)
 
-    def promised(self, hashes: array[int]) -> dict[EndpointId, int]:
-        """Leading blocks of which each endpoint has a request under way, whether it is believed to hold them or not;
-        endpoints without are absent. Only of requests routed with `flies`.
+    def lookup_in_flight(self, cursor: PrefixCursor[Run]) -> dict[EndpointId, int]:
+        """Leading blocks of which each endpoint has a request in flight, whether it is believed to hold them or not;
+        endpoints without are absent. Only of requests routed with `in_flight`.
         """
-        path, _, partial, inside = self._tree.walk(hashes)
+        return self._leading_blocks(cursor, _IN_FLIGHT_AT)
+
+    def _leading_blocks(self, cursor: PrefixCursor[Run], bits_of: Callable[[Run], int]) -> dict[EndpointId, int]:
+        self._tree.renew(cursor)
         found: dict[EndpointId, int] = {}
-        alive = self._slots.active
-        depth = 0
-        for run in path:
-            gone = alive & ~run.flying
+        alive, depth = self._slots.active, 0
+        for run in cursor.path:
+            gone = alive & ~bits_of(run)
             if gone:
-                self._report(found, gone, depth)
+                if depth:
+                    self._slots.assign_all(found, gone, depth)
                 alive ^= gone
                 if not alive:
                     return found
             depth += len(run.hashes)
-        if partial is not None:
-            gone = alive & ~partial.flying
-            self._report(found, alive ^ gone, depth + inside)
+        if cursor.partial is not None:
+            gone = alive & ~bits_of(cursor.partial)
+            self._slots.assign_all(found, alive ^ gone, depth + cursor.inside)
             alive = gone
-        self._report(found, alive, depth)
+        if depth and alive:
+            self._slots.assign_all(found, alive, depth)
         return found
 
-    def _report(self, found: dict[EndpointId, int], mask: int, depth: int) -> None:
-        if depth and mask:
-            for member in self._slots.members(mask):
-                found[member] = depth
+    def hot_blocks(self, cursor: PrefixCursor[Run]) -> int:
+        """Leading blocks that are hot, this request included."""
+        self._tree.renew(cursor)
+        hot, asking = 0, 0 if cursor.counted else 1
+        for run in cursor.path:
+            blocks = self.heat.hot_blocks(run, asking=asking)
+            hot += blocks
+            if blocks < len(run.hashes):
+                return hot
+        if cursor.partial is not None:
+            hot += min(cursor.inside, self.heat.hot_blocks(cursor.partial, asking=asking))
+        return hot
 
     @property
     def entries(self) -> int:
         """(endpoint, block) pairs held, those of endpoints that left included until they are swept."""
-        return sum(holding.blocks for holding in self._holdings.values())
+        return sum(lru.blocks for lru in self._lrus.values())
 
     @property
-    def promises(self) -> int:
-        """(endpoint, block) pairs of requests under way."""
-        return sum(len(run.hashes) for holding in self._holdings.values() for run in holding.flights)
+    def in_flight_entries(self) -> int:
+        """(endpoint, block) pairs of requests in flight."""
+        return sum(len(run.hashes) for lru in self._lrus.values() for run in lru.flights)
+
+    @property
+    def unique_blocks(self) -> int:
+        """Blocks that any endpoint holds or has a request in flight for."""
+        return self._tree.blocks
 
     @property
     def runs(self) -> int:
@@ -101,7 +113,7 @@ class ApproximateIndex:
     @property
     def estimated_bytes(self) -> int:
         """Memory of the tree and of the endpoints' recency, roughly."""
-        stamps = sum(len(holding.stamps) for holding in self._holdings.values())
+        stamps = sum(len(lru.stamps) for lru in self._lrus.values())
         return 8 * self._tree.blocks + _RUN_BYTES * len(self._tree) + _STAMP_BYTES * stamps
 
     @property
@@ -109,115 +121,129 @@ class ApproximateIndex:
         """Endpoints with a place in the index."""
         return tuple(self._slots)
 
-    def blocks(self, endpoint: EndpointId) -> int:
+    def held_blocks(self, endpoint: EndpointId) -> int:
         """Blocks the endpoint is believed to hold."""
-        holding = self._known(endpoint)
-        return 0 if holding is None else holding.blocks
+        lru = self._known(endpoint)
+        return 0 if lru is None else lru.blocks
 
     def capacity(self, endpoint: EndpointId) -> int:
         """The endpoint's capacity in blocks."""
-        holding = self._known(endpoint)
-        return self.default_capacity if holding is None else holding.capacity
+        lru = self._known(endpoint)
+        return self.default_capacity if lru is None else lru.capacity
 
-    def younger_blocks(self, endpoint: EndpointId, hashes: array[int], block: int) -> int | None:
+    def younger_blocks(self, endpoint: EndpointId, cursor: PrefixCursor[Run], block: int) -> int | None:
         """Blocks the endpoint was asked for since it was last asked for `hashes[block]`, to within a 16th of its
         capacity; None if it is not held. An engine that has evicted that block has room for at most so many."""
-        holding = self._known(endpoint)
-        run = self._run_at(hashes, block)
-        if holding is None or run is None or run not in holding.stamps:
+        lru, (run, _) = self._known(endpoint), self._run_at(cursor, block)
+        if lru is None or run is None or run not in lru.stamps:
             return None
-        return holding.younger_blocks(run)
+        return lru.younger_blocks(run)
 
     def newest_first(self, endpoint: EndpointId) -> Iterator[Run | None]:
-        """Ends of the confirmed paths the endpoint holds, as `Holding.newest_first`; the index may change meanwhile."""
-        holding = self._known(endpoint)
-        return iter(()) if holding is None else holding.newest_first()
+        """Ends of the confirmed paths the endpoint holds, as `EndpointLru.newest_first`; the index may change
+        meanwhile."""
+        lru = self._known(endpoint)
+        return iter(()) if lru is None else lru.newest_first()
+
+    def all_runs(self) -> list[Run]:
+        """Every run, in no order that means anything."""
+        return self._tree.nodes()
+
+    def requests(self, run: Run) -> float:
+        """Decayed requests for the whole run at present; 0 for one that is in the index no more."""
+        return self.heat.requests(run) if self._tree.has(run) else 0.0
+
+    def prefix(self, run: Run) -> array[int]:
+        """All hashes of the prefix that ends with this run."""
+        return self._tree.prefix(run)
 
     # what changes it
 
-    def route(self, endpoint: EndpointId, hashes: array[int], *, flies: bool = False) -> SpeculativeEntry:
-        """A request goes to the endpoint: from now on it counts as holding the prompt, until the claim is settled.
+    def route(self, endpoint: EndpointId, cursor: PrefixCursor[Run], *, in_flight: bool = False) -> SpeculativeEntry:
+        """A request goes to the endpoint: from now on it counts as holding the prompt, until the entry is settled.
 
-        Until then, if it `flies`, its blocks are `promised`, whatever else becomes of them.
+        Until then, if `in_flight`, its blocks are found by `lookup_in_flight`, whatever else becomes of them. However
+        often a request is routed, its cursor counts once for the heat of its blocks.
         """
-        self._claims += 1
-        holding = self._holding(endpoint)
-        if holding is None or not hashes:
-            return SpeculativeEntry(endpoint, hashes, 0, self._claims, None)
-        before = holding.blocks
-        path = self._path(hashes)
+        self._routed += 1
+        lru = self._lru(endpoint)
+        if lru is None or not cursor.hashes:
+            return SpeculativeEntry(endpoint, cursor, 0, self._routed, None)
+        before = lru.blocks
+        path = self._cover(cursor)
         known: Run | None = None
         for run in path:
-            if not run.mask & holding.mask:
-                holding.take(run)
-                holding.claims[run] = {self._claims}
-            elif run in holding.claims:
-                holding.claims[run].add(self._claims)
+            if not run.held_by & lru.bit:
+                lru.add(run)
+                lru.unconfirmed[run] = {self._routed}
+            elif run in lru.unconfirmed:
+                lru.unconfirmed[run].add(self._routed)
                 known = None
             else:
                 known = run
-        age = None if known is None else holding.younger_blocks(known)
-        claim = SpeculativeEntry(endpoint, hashes, holding.blocks - before, self._claims, holding, age, flies)
-        if flies:
-            holding.fly(path, self._claims)
-        holding.touch(path)
-        self._step(holding)
-        return claim
+        age = None if known is None else lru.younger_blocks(known)
+        if in_flight:
+            lru.add_flight(path, self._routed)
+        if not cursor.counted:
+            cursor.counted = True
+            self.heat.count(path)
+        entry = SpeculativeEntry(endpoint, cursor, lru.blocks - before, self._routed, lru, age, in_flight)
+        lru.touch(path)
+        self._step(lru)
+        return entry
 
-    def confirm(self, claim: SpeculativeEntry) -> None:
+    def confirm(self, entry: SpeculativeEntry) -> None:
         """The engine answered: it does hold the prompt now. Idempotent."""
-        holding, claim.holding = claim.holding, None
-        if holding is not None and self._known(claim.endpoint) is holding:
-            self._insert(holding, claim.hashes, landing=claim.number if claim.flies else 0)
+        lru, entry.lru = entry.lru, None
+        if lru is not None and self._known(entry.endpoint) is lru:
+            self._insert(lru, entry.cursor, asked_for=True, flight=entry.number if entry.in_flight else 0)
 
-    def rollback(self, claim: SpeculativeEntry) -> None:
+    def rollback(self, entry: SpeculativeEntry) -> None:
         """The request failed: forget what it inserted and no other request vouches for. Idempotent."""
-        holding, claim.holding = claim.holding, None
-        if holding is None or self._known(claim.endpoint) is not holding:
+        lru, entry.lru = entry.lru, None
+        if lru is None or self._known(entry.endpoint) is not lru:
             return
-        path = self._tree.walk(claim.hashes)[0]
-        if claim.flies:
-            holding.land(path, claim.number)
+        self._tree.renew(entry.cursor)
+        path = entry.cursor.path
+        if entry.in_flight:
+            lru.end_flight(path, entry.number)
         for run in reversed(path):
-            vouching = holding.claims.get(run)
+            vouching = lru.unconfirmed.get(run)
             if vouching is not None:
-                vouching.discard(claim.number)
+                vouching.discard(entry.number)
                 if not vouching:
-                    holding.drop(run)
+                    lru.remove(run)
             self._clean(run)
 
-    def insert(self, endpoint: EndpointId, hashes: array[int]) -> None:
+    def insert(self, endpoint: EndpointId, cursor: PrefixCursor[Run]) -> None:
         """The endpoint is known to hold these blocks."""
-        holding = self._holding(endpoint)
-        if holding is not None and hashes:
-            self._insert(holding, hashes)
+        lru = self._lru(endpoint)
+        if lru is not None and cursor.hashes:
+            self._insert(lru, cursor)
 
-    def contradict(self, endpoint: EndpointId, hashes: array[int], cached_blocks: int) -> int:
+    def contradict(self, endpoint: EndpointId, cursor: PrefixCursor[Run], cached_blocks: int) -> int:
         """The engine had only the first `cached_blocks`: drop the rest and all that extends it. Returns blocks dropped.
 
         An engine evicts from the end, so what extends a missing block is missing too. Where the request itself was
         served, a `confirm` afterwards re-enters its own prompt.
         """
-        holding = self._known(endpoint)
-        run = self._run_at(hashes, cached_blocks)
-        if holding is None or run is None or not run.mask & holding.mask:
+        lru, (run, start) = self._known(endpoint), self._run_at(cursor, cached_blocks)
+        if lru is None or run is None or not run.held_by & lru.bit:
             return 0
-        before = holding.blocks
-        first = self._path(hashes[:cached_blocks]) if cached_blocks else []
-        start = self._run_at(hashes, cached_blocks)  # the cut may have split it
-        assert start is not None
-        assert start.parent is (first[-1] if first else None)
-        for below in reversed(self._tree.subtree(start)):
-            if below.mask & holding.mask:
-                self._drop(holding, below)
-        return before - holding.blocks
+        before = lru.blocks
+        if cached_blocks > start:
+            self._split(run, cached_blocks - start)  # what is left of `run` begins with the first missing block
+        for below in reversed(self._tree.subtree(run)):
+            if below.held_by & lru.bit:
+                self._drop(lru, below)
+        return before - lru.blocks
 
     def set_capacity(self, endpoint: EndpointId, blocks: int) -> None:
         """The engine's capacity as now known; what is over it is given up step by step, oldest first."""
-        holding = self._holding(endpoint)
-        if holding is not None:
-            holding.capacity = max(0, blocks)
-            self._step(holding)
+        lru = self._lru(endpoint)
+        if lru is not None:
+            lru.capacity = max(0, blocks)
+            self._step(lru)
 
     def clear(self, endpoint: EndpointId) -> None:
         """The engine lost its cache (a restart): it holds nothing from now on, its capacity stays."""
@@ -229,10 +255,10 @@ class ApproximateIndex:
         """The endpoint left. Its entries mean nothing at once and are swept step by step."""
         slot = self._slots.retire(endpoint)
         if slot is not None:
-            holding = self._holdings[slot]
-            holding.capacity = 0
-            self._retired.append(holding)
-            for run in holding.ground():
+            lru = self._lrus[slot]
+            lru.capacity = 0
+            self._retired.append(lru)
+            for run in lru.end_all_flights():
                 self._clean_up(run)
             self.sweep(STEP_RUNS)
 
@@ -241,116 +267,125 @@ class ApproximateIndex:
         while self._retired and runs > 0:
             runs -= self._evict(self._retired[0], runs)
             if not self._retired[0].blocks:
-                holding = self._retired.popleft()
-                del self._holdings[holding.slot]
-                self._slots.release(holding.slot)
+                lru = self._retired.popleft()
+                del self._lrus[lru.slot]
+                self._slots.release(lru.slot)
         return not self._retired
 
     # how
 
     def _known(self, endpoint: EndpointId) -> EndpointLru | None:
         slot = self._slots.get(endpoint)
-        return None if slot is None else self._holdings[slot]
+        return None if slot is None else self._lrus[slot]
 
-    def _holding(self, endpoint: EndpointId) -> EndpointLru | None:
+    def _lru(self, endpoint: EndpointId) -> EndpointLru | None:
+        """The endpoint's, made where there is none; None where there is no room."""
         slot = self._slots.assign(endpoint)
         if slot is None:
             return None
-        holding = self._holdings.get(slot)
-        if holding is None:
-            holding = self._holdings[slot] = EndpointLru(slot, self.default_capacity)
-        return holding
+        lru = self._lrus.get(slot)
+        if lru is None:
+            lru = self._lrus[slot] = EndpointLru(slot, self.default_capacity)
+        return lru
 
-    def _insert(self, holding: EndpointLru, hashes: array[int], *, landing: int = 0) -> None:
-        path = self._path(hashes)
-        if landing:
-            holding.land(path, landing)
+    def _insert(self, lru: EndpointLru, cursor: PrefixCursor[Run], *, asked_for: bool = False, flight: int = 0) -> None:
+        path = self._cover(cursor)
+        if flight:
+            lru.end_flight(path, flight)
         for run in path:
-            if not run.mask & holding.mask:
-                holding.take(run)
-            elif holding.claims:
-                holding.claims.pop(run, None)
-        while len(path) > 1 and self._mergeable(path[-2], path[-1], holding):
+            if not run.held_by & lru.bit:
+                if (
+                    asked_for and not run.held_by and not run.in_flight_at
+                ):  # evicted or contradicted since it was routed
+                    self.heat.begin(run)
+                lru.add(run)
+            elif lru.unconfirmed:
+                lru.unconfirmed.pop(run, None)
+        while len(path) > 1 and self._is_mergeable(path[-2], path[-1], lru):
             leaf = path.pop()
-            holding.merge(path[-1], leaf)
+            lru.merge(path[-1], leaf)
+            self.heat.absorb(path[-1], leaf)
             self._tree.absorb(path[-1], leaf)
-        holding.touch(path)
-        self._step(holding)
+        lru.touch(path)
+        self._step(lru)
 
-    def _mergeable(self, run: Run, leaf: Run, holding: EndpointLru) -> bool:
+    def _is_mergeable(self, run: Run, leaf: Run, lru: EndpointLru) -> bool:
         """Only this endpoint holds them and nothing else branches off: a chat that grew."""
         return (
-            run.mask == leaf.mask == holding.mask
-            and run in holding.stamps  # held already, not only promised
+            run.held_by == leaf.held_by == lru.bit
+            and run in lru.stamps  # held already, not only in flight
             and leaf.child is None
             and leaf.next is leaf.previous is None
-            and run.flying == leaf.flying
-            and not run.flying & ~holding.mask
-            and holding.fly_alike(run, leaf)
+            and run.in_flight_at == leaf.in_flight_at
+            and not run.in_flight_at & ~lru.bit
+            and lru.have_same_flights(run, leaf)
         )
 
-    def _path(self, hashes: array[int]) -> list[Run]:
-        """Runs that cover exactly these hashes, split and grown as needed."""
-        path, depth, partial, inside = self._tree.walk(hashes)
-        if partial is not None:
-            path.append(self._split(partial, inside))
-            depth += inside
-        if depth < len(hashes):
-            path.append(self._tree.grow(path[-1] if path else None, hashes[depth:]))
-        return path
+    def _cover(self, cursor: PrefixCursor[Run]) -> list[Run]:
+        """Runs that cover exactly the cursor's hashes, split and grown as needed."""
+        self._tree.renew(cursor)
+        if cursor.depth < len(cursor.hashes):
+            partial = cursor.partial
+            self._tree.extend(cursor, None if partial is None else self._split(partial, cursor.inside))
+        return cursor.path
 
-    def _run_at(self, hashes: array[int], block: int) -> Run | None:
-        """The run that contains `hashes[block]`."""
-        path, depth, partial, inside = self._tree.walk(hashes[: block + 1])
-        if block >= len(hashes):
-            return None
-        if partial is not None:
-            return partial if depth + inside > block else None
-        return path[-1] if path and depth > block else None
+    def _run_at(self, cursor: PrefixCursor[Run], block: int) -> tuple[Run | None, int]:
+        """The run that contains `hashes[block]`, and the blocks before it."""
+        self._tree.renew(cursor)
+        start = 0
+        for run in cursor.path:
+            if block < start + len(run.hashes):
+                return run, start
+            start += len(run.hashes)
+        return (cursor.partial, start) if block < start + cursor.inside else (None, start)
 
     def _split(self, run: Run, at: int) -> Run:
         head = self._tree.split(run, at)
-        head.mask, head.flying = run.mask, run.flying
-        for slot in slots_of(run.mask):
-            self._holdings[slot].cover(head, run)
-        for slot in slots_of(run.flying):
-            flights = self._holdings[slot].flights
+        head.held_by, head.in_flight_at = run.held_by, run.in_flight_at
+        self.heat.split(head, run, at)
+        for slot in slots_of(run.held_by):
+            self._lrus[slot].split(head, run)
+        for slot in slots_of(run.in_flight_at):
+            flights = self._lrus[slot].flights
             flights[head] = set(flights[run])
         return head
 
-    def _drop(self, holding: EndpointLru, run: Run) -> None:
-        holding.drop(run)
+    def _drop(self, lru: EndpointLru, run: Run) -> None:
+        lru.remove(run)
         self._clean(run)
 
     def _clean(self, run: Run) -> None:
         """Forget a run that means nothing any more; nothing below it does either."""
-        if not run.mask and not run.flying:
+        if not run.held_by and not run.in_flight_at:
             self._tree.remove(run)
 
     def _clean_up(self, run: Run | None) -> None:
         """The same with what is above it, from the deepest on."""
-        while run is not None and run.child is None and not run.mask and not run.flying and self._tree.has(run):
+        while (
+            run is not None and run.child is None and not run.held_by and not run.in_flight_at and self._tree.has(run)
+        ):
             self._tree.remove(run)
             run = run.parent
 
-    def _step(self, holding: EndpointLru) -> None:
-        if holding.blocks > holding.capacity:
-            self._evict(holding, STEP_RUNS)
+    def _step(self, lru: EndpointLru) -> None:
+        if lru.blocks > lru.capacity:
+            self._evict(lru, STEP_RUNS)
         if self._retired:
             self.sweep(STEP_RUNS)
 
-    def _evict(self, holding: EndpointLru, runs: int) -> int:
-        """Bring the holding down to its capacity in at most so many steps; returns the steps taken (at least one)."""
+    def _evict(self, lru: EndpointLru, runs: int) -> int:
+        """Bring the LRU down to its capacity in at most so many steps; returns the steps taken (at least one)."""
         steps = 0
-        while steps < runs and (surplus := holding.blocks - holding.capacity) > 0:
-            run = holding.oldest()
+        while steps < runs and (surplus := lru.blocks - lru.capacity) > 0:
+            run = lru.oldest()
             steps += 1
             if len(run.hashes) <= surplus:
-                self._drop(holding, run)
-            elif run.mask == holding.mask and not run.flying:
+                self._drop(lru, run)
+            elif run.held_by == lru.bit and not run.in_flight_at:
                 self._tree.cut(run, len(run.hashes) - surplus)
-                holding.shorten(run, surplus)
+                self.heat.cut(run, len(run.hashes))
+                lru.shorten(run, surplus)
             else:
                 self._split(run, len(run.hashes) - surplus)
-                self._drop(holding, run)
+                self._drop(lru, run)
         return max(steps, 1)

@@ -27,43 +27,83 @@ class Node:
 N = TypeVar("N", bound=Node)
 
 
+class PrefixCursor(Generic[N]):
+    """Where a prompt's hashes lead in a tree, found once for everything a request asks of it and changes in it.
+
+    The tree may change between two uses; `RadixTree.renew` walks again only if it did so on this path.
+    """
+
+    __slots__ = ("_edits", "_splits", "counted", "depth", "hashes", "inside", "partial", "path")
+
+    def __init__(self, hashes: array[int]) -> None:
+        self.hashes = hashes  # not to be changed
+        self.path: list[N] = []  # nodes wholly on the path
+        self.depth = 0  # blocks they cover
+        self.partial: N | None = None  # a node that follows and matches in part,
+        self.inside = 0  # with so many blocks
+        self.counted = False  # among the requests for these blocks
+        self._edits = self._splits = -1
+
+
 class RadixTree(Generic[N]):
     """The structure alone; what a node means is its class's business. Not safe for hashes that are not chained."""
 
     def __init__(self, make: Callable[[array[int]], N]) -> None:
         self._make = make
         self._by_first: dict[int, N] = {}
-        self._asked: array[int] | None = None  # who is walked to find something is mostly walked again to change it
-        self._walked: tuple[tuple[N, ...], int, N | None, int] = ((), 0, None, 0)  # until the structure changes
+        self._edits = self._splits = 0  # changes of structure, and those of them that lengthen the path to a node
         self.blocks = 0
 
     def __len__(self) -> int:
         return len(self._by_first)
 
-    def walk(self, hashes: array[int]) -> tuple[list[N], int, N | None, int]:
-        """Nodes wholly on the path, blocks they cover, and a node matched in part with its number of matched blocks."""
-        if hashes is self._asked:
-            known, depth, partial, inside = self._walked
-            return [*known], depth, partial, inside
+    def locate(self, hashes: array[int]) -> PrefixCursor[N]:
+        """Where these hashes lead now."""
+        cursor: PrefixCursor[N] = PrefixCursor(hashes)
+        self._walk(cursor)
+        return cursor
+
+    def renew(self, cursor: PrefixCursor[N]) -> None:
+        """Make the cursor say where its hashes lead now.
+
+        The nodes above a live one never change but by a split. So a path that covered all hashes is the same as long
+        as its last node is there, ends with the same block, and nothing was split.
+        """
+        if cursor._edits == self._edits:
+            return
+        if cursor._splits == self._splits and cursor.path and cursor.depth == len(cursor.hashes):
+            last = cursor.path[-1]
+            if last.hashes[-1] == cursor.hashes[-1] and self._by_first.get(last.hashes[0]) is last:
+                cursor._edits = self._edits
+                return
+        self._walk(cursor)
+
+    def _walk(self, cursor: PrefixCursor[N]) -> None:
+        hashes, by_first = cursor.hashes, self._by_first
         path: list[N] = []
         partial, inside = None, 0
         depth, n = 0, len(hashes)
         while depth < n:
-            node = self._by_first.get(hashes[depth])
+            node = by_first.get(hashes[depth])
             if node is None:
                 break
-            end = depth + len(node.hashes)
-            if end > n or node.hashes[-1] != hashes[end - 1]:
-                partial, inside = node, _common(node.hashes, hashes, depth)
+            run = node.hashes
+            end = depth + len(run)
+            if end > n or run[-1] != hashes[end - 1]:
+                partial, inside = node, common_blocks(run, 0, hashes, depth)
                 break
             path.append(node)
             depth = end
-        self._asked, self._walked = hashes, ((*path,), depth, partial, inside)
-        return path, depth, partial, inside
+        cursor.path, cursor.depth, cursor.partial, cursor.inside = path, depth, partial, inside
+        cursor._edits, cursor._splits = self._edits, self._splits
 
     def has(self, node: N) -> bool:
         """Whether the node is still part of the tree."""
         return self._by_first.get(node.hashes[0]) is node
+
+    def nodes(self) -> list[N]:
+        """All nodes, in no order that means anything."""
+        return list(self._by_first.values())
 
     def prefix(self, node: N) -> array[int]:
         """All hashes from the root to the end of `node`."""
@@ -76,9 +116,22 @@ class RadixTree(Generic[N]):
             whole.extend(hashes)
         return whole
 
+    def extend(self, cursor: PrefixCursor[N], head: N | None) -> None:
+        """Complete a cursor, just renewed, to the end of its hashes by a new leaf. `head` is what its partial node was
+        split into; None if there was none."""
+        path, hashes, depth = cursor.path, cursor.hashes, cursor.depth
+        if head is not None:
+            path.append(head)
+            depth += cursor.inside
+            cursor.partial, cursor.inside = None, 0
+        if depth < len(hashes):
+            path.append(self.grow(path[-1] if path else None, hashes[depth:]))
+        cursor.depth = len(hashes)
+        cursor._edits, cursor._splits = self._edits, self._splits
+
     def grow(self, parent: N | None, hashes: array[int]) -> N:
         """A new leaf under `parent` (None: at the root)."""
-        self._asked = None
+        self._edits += 1
         node = self._make(hashes)
         self._link(node, parent)
         self._by_first[hashes[0]] = node
@@ -87,7 +140,8 @@ class RadixTree(Generic[N]):
 
     def split(self, node: N, at: int) -> N:
         """Cut `node` after `at` blocks; returns the new head, `node` keeps its identity as the tail."""
-        self._asked = None
+        self._edits += 1
+        self._splits += 1
         head = self._make(node.hashes[:at])
         parent = node.parent
         self._unlink(node)
@@ -100,20 +154,20 @@ class RadixTree(Generic[N]):
 
     def cut(self, leaf: N, keep: int) -> None:
         """Forget the blocks of a leaf after the first `keep` (at least one)."""
-        self._asked = None
+        self._edits += 1
         self.blocks -= len(leaf.hashes) - keep
         del leaf.hashes[keep:]
 
     def remove(self, leaf: N) -> None:
-        """Forget a leaf. It keeps its parent, so that who still holds it can climb."""
-        self._asked = None
+        """Forget a leaf. It keeps its parent, so that its last holder can climb."""
+        self._edits += 1
         del self._by_first[leaf.hashes[0]]
         self.blocks -= len(leaf.hashes)
         self._unlink(leaf)
 
     def absorb(self, node: N, leaf: N) -> None:
         """Append the only child `leaf` to `node`."""
-        self._asked = None
+        self._edits += 1
         del self._by_first[leaf.hashes[0]]
         self._unlink(leaf)
         node.hashes.extend(leaf.hashes)
@@ -148,12 +202,13 @@ class RadixTree(Generic[N]):
         node.previous = node.next = None
 
 
-def _common(run: array[int], hashes: array[int], start: int) -> int:
-    """Leading blocks of `run` equal to `hashes[start:]`, at least one; chained hashes never meet again once apart."""
-    low, high = 1, min(len(run), len(hashes) - start)
+def common_blocks(one: array[int], start: int, other: array[int], other_start: int) -> int:
+    """Leading blocks of `one[start:]` equal to `other[other_start:]`, of which the first is known to be; by bisection,
+    since chained hashes never meet again once apart."""
+    low, high = 1, min(len(one) - start, len(other) - other_start)
     while low < high:
         middle = (low + high + 1) // 2
-        if run[middle - 1] == hashes[start + middle - 1]:
+        if one[start + middle - 1] == other[other_start + middle - 1]:
             low = middle
         else:
             high = middle - 1

@@ -165,7 +165,7 @@ class Restoration:
                 endpoint = EndpointId(row.id)
                 index.set_capacity(endpoint, row.capacity)
                 for number in reversed(numbers):
-                    index.insert(endpoint, self._path(number))
+                    index.insert(endpoint, index.locate(self._path(number)))
                     yield
 
     def _check(self, columns: IndexColumns) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from kvproxy.config.kvcache_schema import CacheStrategySettings
 from kvproxy.kvcache.actions.hotness import Hotness, KnownPrefix
 from kvproxy.kvcache.actions.signals import Pressure
-from kvproxy.kvcache.actions.strategy import PressureOf, Served
+from kvproxy.kvcache.actions.strategies import PressureOf, Served
 from tests.kvcache.support import tokens
 
 CALM = Pressure(0.0, 0.0)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvproxy.kvcache.actions.compress import Compress
 from kvproxy.kvcache.actions.signals import Pressure
+from kvproxy.kvcache.actions.strategies import Compress
 from kvproxy.kvcache.providers import ActionKind
 from tests.kvcache.actions.support import BUSY, CALM, UNKNOWN, everywhere, hotness, serve, strategy
 

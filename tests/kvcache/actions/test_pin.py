@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvproxy.kvcache.actions.pin import Pin
-from kvproxy.kvcache.actions.strategy import Action
+from kvproxy.kvcache.actions.strategies import Action, Pin
 from kvproxy.kvcache.providers import ActionKind
 from tests.kvcache.actions.support import CALM, everywhere, hotness, serve, strategy
 from tests.kvcache.support import tokens

@@ -1,0 +1,247 @@
+"""What is done to keep KV cache useful: pin, compress, evict. One class each, all decisions, no I/O."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+from cachetools import LRUCache
+
+from kvproxy.config.kvcache_schema import CacheStrategySettings
+from kvproxy.kvcache.actions.hotness import EDGE_PREFIXES, Hotness, KnownPrefix
+from kvproxy.kvcache.actions.signals import Pressure
+from kvproxy.kvcache.providers import ActionKind
+
+log = logging.getLogger("kvproxy.kvcache")
+
+#: What bears on an instance now.
+PressureOf = Callable[[str], Pressure]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A response that just ended, and the prefixes of its prompt, shortest first."""
+
+    instance_id: str
+    prefixes: Sequence[KnownPrefix]
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """Something to be done at one instance. `prefix` None: to all it holds in a location."""
+
+    kind: ActionKind
+    instance_id: str
+    prefix: KnownPrefix | None
+    reason: str
+
+
+class Strategy(Protocol):
+    """Decides after each response. `taken` holds the heads of prefixes that are not to be dropped or shrunk in this
+    pass; a strategy adds those it acts on, so that no prefix is pinned and evicted at once."""
+
+    def plan(self, served: Served, pressure: PressureOf, taken: set[int], now: float) -> list[Action]:
+        """What to do now."""
+        ...
+
+    def done(self, action: Action, now: float) -> None:
+        """An action of this strategy had its effect."""
+        ...
+
+
+#: Prefixes acted on per pass, and looked at to find them.
+PER_PASS = 4
+LOOKED_AT = 256
+
+
+def cold_prefixes(
+    hotness: Hotness, instance: str, *, hot_threshold: int, taken: set[int], now: float, skip: set[int] | None = None
+) -> list[KnownPrefix]:
+    """Candidates at the instance, coldest first. Cache entries are shared by prompts that begin alike, so nothing is
+    touched whose head something hot, pinned or just served has as well."""
+    looked_at = list(islice(hotness.coldest(instance), LOOKED_AT))
+    protected = taken | {one.head for one in looked_at if hotness.count(one, now) >= hot_threshold}
+    chosen: list[KnownPrefix] = []
+    for one in looked_at:
+        if len(chosen) == PER_PASS:
+            break
+        if one.head not in protected and not (skip and one.key in skip):
+            chosen.append(one)
+    return chosen
+
+
+@dataclass(slots=True)
+class Lease:
+    """Tokens that are not evicted at one instance until the pin lapses."""
+
+    prefix: KnownPrefix
+    tokens: int
+    pinned_at: float
+
+
+class Pin:
+    """`counted`: the service counts pins and keeps them until they are taken back, so a renewal sends nothing and a
+    lease that ends does."""
+
+    def __init__(self, settings: CacheStrategySettings, hotness: Hotness, *, counted: bool = False) -> None:
+        self.counted = counted
+        self._settings = settings
+        self._hotness = hotness
+        self._leases: dict[tuple[str, int], Lease] = {}
+
+    def leases(self, now: float) -> dict[tuple[str, int], Lease]:
+        """Running leases by instance and prefix key."""
+        return {where: lease for where, lease in self._leases.items() if not self._lapsed(lease, now)}
+
+    def heads(self, now: float) -> set[int]:
+        """Heads of everything under a lease."""
+        return {lease.prefix.head for lease in self.leases(now).values()}
+
+    def plan(self, served: Served, pressure: PressureOf, taken: set[int], now: float) -> list[Action]:
+        instance = self._settings.pin_instance_id or served.instance_id
+        longest = next((one for one in reversed(served.prefixes) if one.actionable and self._hot(one, now)), None)
+        if longest is None:
+            return []
+        taken.add(longest.head)
+        lease = self._leases.get((instance, longest.key))
+        if lease is not None and not self._lapsed(lease, now) and not self._due(lease, now):
+            return []
+        if self._held_tokens(instance, longest.key, now) + len(longest.tokens) > self._settings.pin_max_tokens:
+            return []
+        return [Action(ActionKind.PIN, instance, longest, "hot" if lease is None else "renewal")]
+
+    def tick(self, now: float) -> list[Action]:
+        """Renewals that no request brings about, and the end of counted pins that are hot no more."""
+        actions = []
+        for (instance, key), lease in list(self._leases.items()):
+            hot = self._hot(lease.prefix, now)
+            if hot and self._due(lease, now) and not self._lapsed(lease, now):
+                if self.counted:
+                    lease.pinned_at = now
+                else:
+                    actions.append(Action(ActionKind.PIN, instance, lease.prefix, "renewal"))
+            elif self.counted and not hot and self._due(lease, now):
+                actions.append(Action(ActionKind.UNPIN, instance, lease.prefix, "cold"))
+            elif not self.counted and self._lapsed(lease, now):
+                del self._leases[instance, key]
+        return actions
+
+    def done(self, action: Action, now: float) -> None:
+        assert action.prefix is not None
+        where = (action.instance_id, action.prefix.key)
+        if action.kind is ActionKind.UNPIN:
+            self._leases.pop(where, None)
+        else:
+            self._leases[where] = Lease(action.prefix, len(action.prefix.tokens), now)
+
+    def _hot(self, prefix: KnownPrefix, now: float) -> bool:
+        return self._hotness.count(prefix, now) >= self._settings.hot_content_threshold
+
+    def _due(self, lease: Lease, now: float) -> bool:
+        return now - lease.pinned_at >= self._settings.pin_renewal
+
+    def _lapsed(self, lease: Lease, now: float) -> bool:
+        return not self.counted and now - lease.pinned_at >= self._settings.pin_lease
+
+    def _held_tokens(self, instance: str, besides: int, now: float) -> int:
+        """Tokens under lease at the instance, but for those of one prefix."""
+        running = self.leases(now).items()
+        return sum(lease.tokens for (where, key), lease in running if where == instance and key != besides)
+
+
+#: Compressed prefixes remembered; one that is forgotten is never decompressed, as if the proxy had restarted.
+MAX_REMEMBERED = 10_000
+#: Message prefixes looked up of one prompt besides its first ones, the longest: earlier turns end in one of them.
+MAX_LOOKED_UP = 256
+
+
+class Compress:
+    """`compressed` is what was compressed and not yet decompressed, by instance and prefix key."""
+
+    def __init__(self, settings: CacheStrategySettings, hotness: Hotness) -> None:
+        self._settings = settings
+        self._hotness = hotness
+        self.compressed: LRUCache[tuple[str, int], KnownPrefix] = LRUCache(MAX_REMEMBERED)
+
+    def plan(self, served: Served, pressure: PressureOf, taken: set[int], now: float) -> list[Action]:
+        instance = self._settings.compress_instance_id or served.instance_id
+        load = pressure(instance).load
+        if load is None or load < self._settings.load_threshold:
+            return []
+        cold = cold_prefixes(
+            self._hotness,
+            instance,
+            hot_threshold=self._settings.hot_content_threshold,
+            taken=taken,
+            now=now,
+            skip={key for where, key in self.compressed if where == instance},
+        )
+        taken.update(one.head for one in cold)
+        return [Action(ActionKind.COMPRESS, instance, one, f"load {load:.2f}") for one in cold]
+
+    def decompressions(self, keys: Sequence[int], instance: str) -> list[Action]:
+        """What must be undone at the instance before a prompt with these message prefixes is served from there."""
+        compressed, near = self.compressed, [*keys[:EDGE_PREFIXES], *keys[EDGE_PREFIXES:][-MAX_LOOKED_UP:]]
+        found = [compressed[instance, key] for key in near if (instance, key) in compressed]
+        return [Action(ActionKind.DECOMPRESS, instance, prefix, "wanted again") for prefix in found]
+
+    def done(self, action: Action, now: float) -> None:
+        assert action.prefix is not None
+        where = (action.instance_id, action.prefix.key)
+        if action.kind is ActionKind.COMPRESS:
+            self.compressed[where] = action.prefix
+        else:
+            self.compressed.pop(where, None)
+
+
+#: A location that was cleared is not cleared again sooner: it takes traffic to fill.
+CLEAR_PAUSE_S = 60.0
+
+
+class Evict:
+    """`supports` says what the service can do at present. A real LMCache controller evicts no single prefix: that is
+    said once, and whole locations are cleared only where the operator allows it."""
+
+    def __init__(
+        self, settings: CacheStrategySettings, hotness: Hotness, *, supports: Callable[[], frozenset[ActionKind]]
+    ) -> None:
+        self._settings = settings
+        self._hotness = hotness
+        self._supports = supports
+        self._cleared_at: dict[str, float] = {}
+        self._said = False
+
+    def plan(self, served: Served, pressure: PressureOf, taken: set[int], now: float) -> list[Action]:
+        instance = self._settings.evict_instance_id or served.instance_id
+        memory = pressure(instance).memory
+        if memory is None or memory < self._settings.memory_threshold:
+            return []
+        reason = f"memory {memory:.2f}"
+        if ActionKind.EVICT not in self._supports():
+            return self._clear(instance, reason, now)
+        cold = cold_prefixes(
+            self._hotness, instance, hot_threshold=self._settings.hot_content_threshold, taken=taken, now=now
+        )
+        taken.update(one.head for one in cold)
+        return [Action(ActionKind.EVICT, instance, one, reason) for one in cold]
+
+    def done(self, action: Action, now: float) -> None:
+        if action.prefix is None:
+            self._hotness.emptied(action.instance_id)
+        else:
+            self._hotness.gone(action.prefix, action.instance_id)
+
+    def _clear(self, instance: str, reason: str, now: float) -> list[Action]:
+        allowed = self._settings.allow_clear and ActionKind.CLEAR in self._supports()
+        if not self._said:
+            self._said = True
+            instead = "whole locations are cleared instead" if allowed else "nothing is evicted (see allow_clear)"
+            log.warning("[kvcache] this LMCache cannot evict a single prefix: %s", instead)
+        if not allowed or now - self._cleared_at.get(instance, -math.inf) < CLEAR_PAUSE_S:
+            return []
+        self._cleared_at[instance] = now
+        return [Action(ActionKind.CLEAR, instance, None, reason)]

@@ -1,0 +1,167 @@
+"""The client's side of one request: its body on the way in, its response on the way out.
+
+Under our own listener both are plain calls (`kvproxy.types.ClientConnection`); under another server, or behind a filter
+that wraps `receive` or `send` and has to see their messages, they are ASGI's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from starlette.types import Message, Receive, Scope, Send
+
+from kvproxy.request.exchange import Exchange
+from kvproxy.request.observer import RequestObserver, notify
+from kvproxy.types import BODY_FOLLOWS, CONNECTION, ClientConnection, Headers
+
+#: Looks at (and may change, in place) the head of a response before it goes out.
+HeadHook = Callable[[Exchange, int, Headers], None]
+
+
+class Downstream:
+    """What the filters of one chain segment share of a request: `receive` and `send` are the ASGI callables for the app
+    behind them. `hooks` see the response's head, in this order."""
+
+    __slots__ = (
+        "_follows",
+        "_receive",
+        "_replayed",
+        "_send",
+        "complete",
+        "connection",
+        "exchange",
+        "further_headers",
+        "hooks",
+        "scope",
+        "sent_bytes",
+        "status",
+    )
+
+    def __init__(
+        self, exchange: Exchange, scope: Scope, receive: Receive, send: Send, hooks: Sequence[HeadHook] = ()
+    ) -> None:
+        self.exchange = exchange
+        self.hooks = hooks
+        self.further_headers: Headers = []  # that the response gets
+        self.status = 0  # of the response, once its head was sent
+        self.sent_bytes = 0  # of the response's body
+        self.complete = False  # its end was sent
+        self._receive = receive
+        self._send = send
+        self._replayed: bytes | None = None
+        connection: ClientConnection | None = scope.get(CONNECTION)
+        wrapped = connection is None or (
+            getattr(send, "__self__", None) is not connection or getattr(receive, "__self__", None) is not connection
+        )
+        #: Takes what is written at once; None: ASGI's messages.
+        self.connection = None if wrapped else connection
+        #: The filters may change it. A server or filter around them may read its own afterwards; our listener does not.
+        self.scope = dict(scope) if wrapped else scope
+        #: The observers hear of a response once, however many segments it passes: from the outermost.
+        self._follows = not exchange.followed
+        exchange.followed = True
+
+    @classmethod
+    def of(cls, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> Downstream:
+        """That of the filters before this app, unless something between them and the app wraps a part of it."""
+        own = getattr(send, "__self__", None)
+        whole = getattr(receive, "__self__", None) is own
+        if whole and isinstance(own, Downstream) and scope is own.scope:
+            return own
+        return cls(exchange, scope, receive, send)
+
+    # the request
+
+    def take_body(self) -> bytes | None:
+        """The whole request body, once, if all of it is there; None: `receive` it."""
+        body = self._replayed
+        if body is not None:
+            self._replayed = None
+        elif self.connection is not None:
+            body = self.connection.take_body()
+            if body is not None and self._follows:
+                self.exchange.received_bytes += len(body)
+        return body
+
+    def replay(self, body: bytes) -> None:
+        """Hand this body, which was read, to the app behind; what `receive` gives next comes after it."""
+        self._replayed = body
+
+    async def receive(self) -> Message:
+        """ASGI's receive, for the app behind."""
+        body = self._replayed
+        if body is not None:
+            self._replayed = None
+            return {"type": "http.request", "body": body, "more_body": False}
+        message = await self._receive()
+        if self._follows:
+            self.exchange.received_bytes += len(message.get("body", b""))
+        return message
+
+    # the response
+
+    async def start(self, status: int, headers: Headers, piece: bytes, *, more: bool) -> None:
+        """The head and the first piece of the body. The list of headers is the caller's no more."""
+        headers = self._head(status, headers)
+        connection = self.connection
+        if connection is not None:
+            if not connection.writable:
+                await connection.drain()
+            connection.start(status, headers, piece, more=more)
+        else:
+            start = {"type": "http.response.start", "status": status, "headers": headers, BODY_FOLLOWS: True}
+            await self._send(start)
+            self.status = status
+            await self._send({"type": "http.response.body", "body": piece, "more_body": more})
+        self.status = status
+        self._count(piece, more=more)
+
+    async def write(self, piece: bytes, *, more: bool) -> None:
+        """The next piece of the body."""
+        connection = self.connection
+        if connection is not None:
+            if not connection.writable:
+                await connection.drain()
+            connection.write(piece, more=more)
+        else:
+            await self._send({"type": "http.response.body", "body": piece, "more_body": more})
+        self._count(piece, more=more)
+
+    def write_now(self, piece: bytes) -> None:
+        """A piece that is not the last one; only where `connection` is writable."""
+        assert self.connection is not None
+        self.connection.write(piece, more=True)
+        self.sent_bytes += len(piece)
+        if self._follows and "body_piece" in self.exchange.hooks:
+            notify(RequestObserver.body_piece, self.exchange, piece)
+
+    async def send(self, message: Message) -> None:
+        """ASGI's send, for the app behind."""
+        if message["type"] == "http.response.start":
+            status = message["status"]
+            headers = self._head(status, list(message.get("headers", ())))
+            await self._send({**message, "headers": headers})
+            self.status = status
+        else:
+            await self._send(message)
+            if message["type"] == "http.response.body":
+                self._count(message.get("body", b""), more=message.get("more_body", False))
+
+    def end(self, crash: str) -> None:
+        """The filters of this segment are through with the request."""
+        if self._follows and "ended" in self.exchange.hooks:
+            notify(RequestObserver.ended, self.exchange, self.status, crash)
+
+    def _head(self, status: int, headers: Headers) -> Headers:
+        for hook in self.hooks:
+            hook(self.exchange, status, headers)
+        headers += self.further_headers
+        if self._follows and "response_started" in self.exchange.hooks:
+            notify(RequestObserver.response_started, self.exchange, status, headers)
+        return headers
+
+    def _count(self, piece: bytes, *, more: bool) -> None:
+        self.sent_bytes += len(piece)
+        self.complete = not more
+        if piece and self._follows and "body_piece" in self.exchange.hooks:
+            notify(RequestObserver.body_piece, self.exchange, piece)
