@@ -83,14 +83,12 @@ WITHOUT_README = frozenset[str](
         "commands",
         "filters",
         "forward",
-        "listener",
         "prefix",
         "receipts",
         "replay",
         "request",
         "routing",
         "runtime",
-        "upstream",
     }
 )
 

@@ -8,11 +8,10 @@ from pathlib import Path as FilePath
 from kvproxy.config.addresses import is_loopback, listener_at, same_origin, url_fault
 from kvproxy.config.cluster_schema import ClusterSettings, DiscoverySettings, PolicyName
 from kvproxy.config.fields import closest_word
-from kvproxy.config.paths import Path, Where, dotted_path
+from kvproxy.config.paths import Path
 from kvproxy.config.schema import Config, RouteSettings
 from kvproxy.config.verify_filters import find_chain_faults
 from kvproxy.config.verify_findings import Finding, error, missing_file, warning
-from kvproxy.errors import Problem
 
 #: Policies the router queue can stand in front of.
 _FORECASTING = frozenset({PolicyName.KV_AWARE, PolicyName.LEAST_TTFT})
@@ -23,11 +22,6 @@ def find_faults(config: Config) -> list[Finding]:
     """Everything wrong (or doubtful: severity `warning`) with the configuration as a whole."""
     checks = (_listeners, _tls, _limits, _clusters, _routes, _intervals, find_chain_faults)
     return [finding for check in checks for finding in check(config)]
-
-
-def verify_config(config: Config, *, where: Where = dotted_path) -> list[Problem]:
-    """The same as problems; `where` turns a path of the model into the text a person knows."""
-    return [Problem(where(f.path), f.message, f.hint, f.severity) for f in find_faults(config)]
 
 
 def _listeners(config: Config) -> Iterator[Finding]:
