@@ -12,7 +12,7 @@ from prometheus_client import generate_latest
 
 from kvproxy.app import Proxy
 from kvproxy.config.load import load_config
-from kvproxy.metrics.exposition import exposition
+from kvproxy.metrics.exposition import render_exposition
 
 MODELS = tuple(f"model-{number}" for number in range(4))
 STATUSES = (200, 400, 404, 429, 500, 502, 503)
@@ -59,7 +59,7 @@ async def page(endpoints: int) -> Page:
             async def pause(turns: list[float] = turns) -> None:
                 turns.append(time.perf_counter())
 
-            text = await exposition(registry, pause=pause)
+            text = await render_exposition(registry, pause=pause)
             turns.append(time.perf_counter())
             whole_ms.append(1e3 * (turns[-1] - turns[0]))
             held_ms.append(1e3 * max(after - before for before, after in itertools.pairwise(turns)))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from kvproxy import __version__
-from kvproxy.errors import ConfigError, plain
+from kvproxy.errors import ConfigError, describe_os_error
 
 _BROKEN_PIPE = 141  # as a shell reports a program that SIGPIPE ended
 
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its end
         return _BROKEN_PIPE
     except OSError as error:
-        print(f"kvproxy: error: {plain(error)}", file=sys.stderr)
+        print(f"kvproxy: error: {describe_os_error(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -56,9 +56,9 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
-        from kvproxy.config.fields import closest  # heavy, and --help must be quick
+        from kvproxy.config.fields import closest_word  # heavy, and --help must be quick
 
-        close = wrong and closest(wrong[1], re.findall(r"[\w-]+", wrong[2]))
+        close = wrong and closest_word(wrong[1], re.findall(r"[\w-]+", wrong[2]))
         super().error(f"{message}: did you mean {close!r}?" if close else message)
 
 

@@ -213,6 +213,6 @@ class DiscoveryError(KvproxyError):
     """A source of endpoints could not say which there are."""
 
 
-def plain(error: OSError) -> str:
+def describe_os_error(error: OSError) -> str:
     """`FILE: No such file or directory`: which file and why, without a number."""
     return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else error.strerror or str(error)

@@ -11,12 +11,12 @@ from datetime import UTC, datetime
 FIELDS = "fields"
 
 
-def stamp(moment: datetime) -> str:
+def format_time(moment: datetime) -> str:
     """RFC 3339 in UTC with milliseconds: 2026-11-22T00:42:53.123+00:00."""
     return moment.astimezone(UTC).isoformat(timespec="milliseconds")
 
 
-def console_line(time: str, level: str, message: str) -> str:
+def format_console_line(time: str, level: str, message: str) -> str:
     """A line for people; `level` as logging names it."""
     return f"{time} {level:<7} {message}"
 

@@ -19,12 +19,12 @@ from kvproxy.json_scan import (
     Members,
     Span,
     Unreadable,
-    at_once,
-    edited,
-    in_turns,
-    items,
-    members,
-    without,
+    apply_edits,
+    cut_members,
+    find_items,
+    find_members,
+    run_at_once,
+    run_in_turns,
 )
 
 _letters = st.text(alphabet='a"\\[]{},:é\n\x7f\ud800😀 ', max_size=6)
@@ -42,7 +42,7 @@ def every(name: str) -> bool:
 
 
 def scanned(data: bytes, wanted: Callable[[str], bool] = every) -> Members:
-    return at_once(members(data, wanted))
+    return run_at_once(find_members(data, wanted))
 
 
 def pairs(data: bytes, wanted: Callable[[str], bool] = every) -> list[tuple[str, bytes]]:
@@ -94,7 +94,7 @@ def test_what_is_cut_out_is_gone_and_all_else_stays(data: bytes, cut: set[int]) 
     """As an encoder would write the object without those members, but in the client's own bytes."""
     found = scanned(data).found
     gone = [each for each in found if each.place in cut]
-    left = at_once(edited(data, without(gone)))
+    left = run_at_once(apply_edits(data, cut_members(gone)))
     reference = loaded(data.removeprefix(b"\xef\xbb\xbf"))
     assert _same(
         loaded(left.removeprefix(b"\xef\xbb\xbf")), [pair for at, pair in enumerate(reference) if at not in cut]
@@ -131,7 +131,7 @@ def test_it_never_raises_anything_else(data: bytes) -> None:
 def test_items_are_those_of_a_decoder(value: list[object], most: int) -> None:
     """The first ones, and all others as one."""
     data = json.dumps(value).encode()
-    found = [data[span.start : span.end] for span in at_once(items(data, Span(0, len(data)), most))]
+    found = [data[span.start : span.end] for span in run_at_once(find_items(data, Span(0, len(data)), most))]
     assert _same([json.loads(text) for text in found[:most]], value[:most])
     assert _same(json.loads(b"[" + b"".join(found[most:]) + b"]"), value[most:])
 
@@ -190,7 +190,7 @@ def test_a_step_looks_at_a_bounded_number_of_marks(piece: bytes, monkeypatch: py
     data = b'{"a":[' + piece * (size // len(piece)) + b"1]}"
     marks = data.count(b'"') + data.count(b"{") * 2 + data.count(b"[") * 2
     monkeypatch.setattr(json_scan, "MAX_MARKS", 10 * size)
-    steps = sum(1 for _ in members(data, "a".__eq__))
+    steps = sum(1 for _ in find_members(data, "a".__eq__))
     windows = size / json_scan._WINDOW_BYTES * json_scan._WINDOW_MARKS
     assert steps >= max(marks / 2, windows) / (json_scan._STEP_MARKS + 1) - 1
 
@@ -216,7 +216,7 @@ def test_a_long_scan_pauses_often(body: bytes, steps: int) -> None:
     """No step holds the event loop: a pause for every 4096 quotes and brackets, 250 members, 512 KiB of space."""
     seen = 0
     try:
-        for _ in members(body, "a".__eq__):
+        for _ in find_members(body, "a".__eq__):
             seen += 1
     except Unreadable:
         pass
@@ -226,7 +226,7 @@ def test_a_long_scan_pauses_often(body: bytes, steps: int) -> None:
 def test_copies_are_made_in_steps() -> None:
     """New memory costs more than copying to it."""
     body = b'{"a":"' + b"x" * 32_000_000 + b'","b":1}'
-    steps = edited(body, without(scanned(body, "b".__eq__).found))
+    steps = apply_edits(body, cut_members(scanned(body, "b".__eq__).found))
     assert sum(1 for _ in steps) >= 7
 
 
@@ -237,7 +237,7 @@ async def test_others_have_their_turn_between_steps() -> None:
     order: list[str] = []
 
     async def scan(name: str) -> None:
-        await in_turns(members(data, "a".__eq__), pace)
+        await run_in_turns(find_members(data, "a".__eq__), pace)
         order.append(name)
 
     async def others() -> None:

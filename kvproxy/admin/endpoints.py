@@ -14,9 +14,9 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.addresses import url_fault
 from kvproxy.config.cluster_schema import EndpointSettings
-from kvproxy.config.decode import decode
-from kvproxy.config.fields import nearest
-from kvproxy.config.paths import dotted
+from kvproxy.config.decode import decode_model
+from kvproxy.config.fields import spelling_hint
+from kvproxy.config.paths import dotted_path
 from kvproxy.errors import Problem
 from kvproxy.kvcache.status import endpoint_index, engine_status
 from kvproxy.types import EndpointId
@@ -85,7 +85,7 @@ class EndpointRoutes:
     async def _weight(self, request: Request) -> Response:
         body = await json_object(request)
         cluster, endpoint = self._endpoint(request)
-        unknown = [Problem(key, "unknown key", nearest(key, ["weight"])) for key in body if key != "weight"]
+        unknown = [Problem(key, "unknown key", spelling_hint(key, ["weight"])) for key in body if key != "weight"]
         weight = body.get("weight")
         if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 < weight <= 1000:
             unknown.append(Problem("weight", "must be a number", "allowed: more than 0, at most 1000"))
@@ -124,7 +124,7 @@ class EndpointRoutes:
         name = request.path_params["id"]
         endpoint = cluster.endpoint(EndpointId(name))
         if endpoint is None:
-            known = nearest(name, [each.id for each in cluster.endpoints])
+            known = spelling_hint(name, [each.id for each in cluster.endpoints])
             raise RequestRefused(404, Problem("id", f"{cluster.name} has no endpoint {name[:128]!r}", known))
         return cluster, endpoint
 
@@ -144,7 +144,7 @@ def _decoded(body: dict[str, Any]) -> EndpointSettings:
     ]
     if problems:
         raise RequestRefused(422, *problems)
-    decoded = decode(EndpointSettings, body, dotted)
+    decoded = decode_model(EndpointSettings, body, dotted_path)
     endpoint: EndpointSettings | None = decoded.value
     problems = decoded.problems
     if not problems and endpoint is not None and (fault := url_fault(endpoint.url)):

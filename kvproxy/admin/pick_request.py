@@ -11,10 +11,10 @@ from starlette.requests import Request
 from kvproxy.admin.replies import RequestRefused, body_of
 from kvproxy.admin.reservations import Ended
 from kvproxy.cluster.pick import AttemptOutcome
-from kvproxy.config.fields import nearest
+from kvproxy.config.fields import spelling_hint
 from kvproxy.errors import Problem
 from kvproxy.filters.inference_request import KIND_OF_PATH
-from kvproxy.json_scan import MAX_DECODED_BYTES, Edit, Unreadable, edited, in_turns, members
+from kvproxy.json_scan import MAX_DECODED_BYTES, Edit, Unreadable, apply_edits, find_members, run_in_turns
 from kvproxy.request.parse import read_body
 from kvproxy.request.usage import MAX_COUNT
 from kvproxy.types import InferenceRequest
@@ -50,7 +50,7 @@ async def question_of(request: Request, *, most_bytes: int) -> tuple[Question, b
     question, body = await _question(await body_of(request, most=most_bytes))
     kind = KIND_OF_PATH.get(question.path)
     if kind is None:
-        hint = nearest(question.path, KIND_OF_PATH) or f"known: {', '.join(KIND_OF_PATH)}"
+        hint = spelling_hint(question.path, KIND_OF_PATH) or f"known: {', '.join(KIND_OF_PATH)}"
         raise RequestRefused(422, Problem("path", "not an inference path", hint))
     if not 0 < question.lease_s <= MAX_LEASE_S:
         raise RequestRefused(
@@ -69,17 +69,17 @@ async def _question(body: bytes) -> tuple[Question, bytes]:
         return question, bytes(question.request)
     pace = asyncio.Lock()
     try:
-        found = (await in_turns(members(body, "request".__eq__), pace)).found
+        found = (await run_in_turns(find_members(body, "request".__eq__), pace)).found
     except Unreadable as broken:
         raise RequestRefused(400, Problem("(body)", str(broken), _form(Question))) from None
-    rest = await in_turns(edited(body, [Edit(*each.value, b"null") for each in found]), pace)
+    rest = await run_in_turns(apply_edits(body, [Edit(*each.value, b"null") for each in found]), pace)
     if len(rest) > _MAX_REST_BYTES:
         raise RequestRefused(
             413, Problem("(body)", f"larger than {_MAX_REST_BYTES} bytes without `request`", "send less")
         )
     question = _decoded(rest, Question)
     start, end = found[-1].value
-    return question, await in_turns(edited(body, [Edit(0, start), Edit(end, len(body))]), pace)
+    return question, await run_in_turns(apply_edits(body, [Edit(0, start), Edit(end, len(body))]), pace)
 
 
 async def report_of(request: Request) -> Ended:

@@ -15,10 +15,10 @@ from starlette.routing import Route
 from kvproxy.admin.operated import AdminTarget
 from kvproxy.admin.replies import Audit, RequestRefused, json_object, reply
 from kvproxy.cluster.readiness import clusters_without_endpoint
-from kvproxy.config.fields import nearest
+from kvproxy.config.fields import spelling_hint
 from kvproxy.config.schema import LogLevel
 from kvproxy.errors import Problem
-from kvproxy.metrics.exposition import exposition
+from kvproxy.metrics.exposition import render_exposition
 
 REDACTED = "**********"
 #: Settings of other people's filters are plain data: whatever is called like a secret is taken for one.
@@ -57,7 +57,7 @@ class HealthRoutes:
         return PlainTextResponse(f"{text}\n", 200 if ready else 503)
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(await exposition(self._operated.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(await render_exposition(self._operated.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 def redact(data: Any, *, name: str = "") -> Any:
@@ -109,7 +109,7 @@ class SettingsRoutes:
         return reply({"level": _level()})
 
     def _change(self, request: Request, body: dict[str, Any]) -> None:
-        problems = [Problem(key, "unknown key", nearest(key, ["level"])) for key in body if key != "level"]
+        problems = [Problem(key, "unknown key", spelling_hint(key, ["level"])) for key in body if key != "level"]
         level = body.get("level")
         if level not in list(LogLevel):
             problems.append(Problem("level", "not a log level", f"allowed: {', '.join(LogLevel)}"))

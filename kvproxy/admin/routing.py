@@ -12,7 +12,7 @@ from starlette.routing import Route
 from kvproxy.admin.operated import AdminTarget
 from kvproxy.admin.replies import Audit, RequestRefused, json_object, reply
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.config.fields import nearest
+from kvproxy.config.fields import spelling_hint
 from kvproxy.config.model import Model
 from kvproxy.errors import ConfigError, Problem
 from kvproxy.routing.policy import Policy
@@ -73,7 +73,7 @@ class RoutingRoutes:
         """The cluster's own, where it has parameters."""
         cluster = self._operated.clusters.get(name)
         if cluster is None:
-            fix = nearest(name, self._operated.clusters)
+            fix = spelling_hint(name, self._operated.clusters)
             problems.append(Problem(f"clusters.{name[:128]}", "there is no such cluster", fix))
             return None
         if cluster.policy.settings is None:
@@ -86,7 +86,7 @@ class RoutingRoutes:
 
 def _wanted(body: dict[str, Any], problems: list[Problem]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Cluster names with their changes, as far as the shape is right."""
-    problems += [Problem(key, "unknown key", nearest(key, ["clusters"])) for key in body if key != "clusters"]
+    problems += [Problem(key, "unknown key", spelling_hint(key, ["clusters"])) for key in body if key != "clusters"]
     clusters = body.get("clusters")
     if not isinstance(clusters, dict) or not clusters:
         problems.append(Problem("clusters", "names no cluster", '{"clusters": {"default": {"parameters": {...}}}}'))

@@ -141,7 +141,7 @@ def _decode_text(error: Exception) -> str:
     return str(error)[:120] if isinstance(error, msgspec.ValidationError) else "not JSON"
 
 
-def quoted(pairs: Mapping[str, str | int]) -> str:
+def query_string(pairs: Mapping[str, str | int]) -> str:
     """A query string from the given pairs that are not empty."""
     given = {key: value for key, value in pairs.items() if value != ""}
     return f"?{httpx.QueryParams(given)}" if given else ""
@@ -186,10 +186,10 @@ def error_text(body: bytes, *, secret: str = "") -> str:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ""
     if isinstance(parsed.detail, list):
-        return scrub("; ".join(_validation_text(entry) for entry in parsed.detail[:3]), secret=secret)
+        return scrub_text("; ".join(_validation_text(entry) for entry in parsed.detail[:3]), secret=secret)
     if isinstance(parsed.error, str):
-        return scrub(parsed.detail or parsed.error, secret=secret)
-    return scrub(parsed.error.message, secret=secret)
+        return scrub_text(parsed.detail or parsed.error, secret=secret)
+    return scrub_text(parsed.error.message, secret=secret)
 
 
 def error_param(body: bytes) -> str:
@@ -201,7 +201,7 @@ def error_param(body: bytes) -> str:
     return error.param if isinstance(error, _OpenAIError) and isinstance(error.param, str) else ""
 
 
-def scrub(text: str, *, secret: str = "") -> str:
+def scrub_text(text: str, *, secret: str = "") -> str:
     """`text` on one line of at most 200 characters, without number lists, echoed input and credentials."""
     if secret:
         text = text.replace(secret, "***")

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from kvproxy.json_scan import Unreadable, at_once, scan_with_model, with_model
+from kvproxy.json_scan import Unreadable, replace_model, run_at_once, scan_to_replace_model
 
 _Fields = dict[str, msgspec.Raw]
 
@@ -61,8 +61,8 @@ def render_body(model: str, body: bytes) -> bytes:
     if not model:
         return body
     try:
-        replaced = with_model(body, model, named=_model(body).model)
-        return at_once(scan_with_model(body, model)) if replaced is None else replaced
+        replaced = replace_model(body, model, named=_model(body).model)
+        return run_at_once(scan_to_replace_model(body, model)) if replaced is None else replaced
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, Unreadable):
         raise ValueError("not a JSON object") from None
 

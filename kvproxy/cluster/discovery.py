@@ -15,8 +15,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from kvproxy.config.addresses import url_fault
 from kvproxy.config.cluster_schema import DiscoverySettings, DnsDiscoverySettings, EndpointSettings
-from kvproxy.config.environment import substitute
-from kvproxy.config.paths import dotted
+from kvproxy.config.environment import substitute_variables
+from kvproxy.config.paths import dotted_path
 from kvproxy.config.yaml_text import parse_yaml
 from kvproxy.errors import DiscoveryError
 
@@ -81,7 +81,7 @@ def parse_endpoints(text: bytes, *, env: Mapping[str, str] = MappingProxyType({}
         raise DiscoveryError(f"not readable as YAML or JSON: {' '.join(str(error).split())}") from error
     if faults:
         raise DiscoveryError("not readable as YAML or JSON: " + "; ".join(map(str, faults)))
-    data, missing = substitute(data, env, dotted)
+    data, missing = substitute_variables(data, env, dotted_path)
     if missing:
         raise DiscoveryError("; ".join(f"{problem.path}: {problem.message}" for problem in missing))
     if isinstance(data, Mapping):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from kvproxy.config.json_schema import file_schema
-from kvproxy.config.load import check_config, from_endpoints
+from kvproxy.config.load import check_config, load_endpoints
 from kvproxy.config.schema import Config
 from kvproxy.errors import ConfigError, Problem
 from kvproxy.filters.registry import discover
@@ -78,7 +78,7 @@ class ConfigSource:
             hint = "`kvproxy init` writes a config.yaml; or give -c FILE, or --endpoint ID=URL once per engine"
             raise ConfigError([Problem("", "nothing to serve", hint)])
         host, port = self.host or _DEFAULT_HOST, _DEFAULT_PORT if self.port is None else self.port
-        return from_endpoints(self.endpoints, host=host, port=port, policy=self.policy), []
+        return load_endpoints(self.endpoints, host=host, port=port, policy=self.policy), []
 
 
 def main_check(args: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from typing import TextIO
 
 from kvproxy.commands.configuration import named_file
 from kvproxy.commands.serve import run_loop
-from kvproxy.config.load import check_config, from_endpoints
+from kvproxy.config.load import check_config, load_endpoints
 from kvproxy.config.model import parse_duration_s
 from kvproxy.config.schema import Config
 from kvproxy.doctor.report import print_json, print_table
@@ -71,7 +71,7 @@ def load(options: DoctorOptions) -> tuple[Config | None, list[Problem]]:
         raise ConfigError([Problem("", "give either -c FILE, or --endpoint ID=URL once per engine", hint)])
     if options.path is None:
         try:
-            return from_endpoints(options.endpoints, host="127.0.0.1", port=8888), []
+            return load_endpoints(options.endpoints, host="127.0.0.1", port=8888), []
         except ConfigError as error:
             return None, error.problems
     extra = {name: kind.settings for name, kind in discover().items()}

@@ -23,7 +23,7 @@ from kvproxy.clients.vllm import VllmClient
 from kvproxy.commands.serve import run_loop
 from kvproxy.config.addresses import base_of_copied, split_address, url_fault
 from kvproxy.config.load import check_config
-from kvproxy.config.shorthand import endpoint_of
+from kvproxy.config.shorthand import parse_endpoint
 from kvproxy.errors import ClientError, ConfigError, Problem
 from kvproxy.kvcache.providers import is_coordinator
 
@@ -134,7 +134,7 @@ def _engines(given: Sequence[str]) -> Iterator[tuple[str, str]]:
     faults: list[Problem] = []
     ids: set[str] = set()
     for text in given:
-        endpoint = endpoint_of(text if "://" in text else _with_scheme(text))
+        endpoint = parse_endpoint(text if "://" in text else _with_scheme(text))
         name = endpoint["id"] if "=" in text.partition("://")[0] else _name(len(ids))
         url = base_of_copied(endpoint["url"])
         if fault := url_fault(url):

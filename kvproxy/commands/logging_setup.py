@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from typing import Any, TextIO
 
 from kvproxy.config.schema import LogSettings
-from kvproxy.log_lines import FIELDS, console_line, stamp
+from kvproxy.log_lines import FIELDS, format_console_line, format_time
 
 _MAX_WAITING_RECORDS = 10_000
 #: How long the end waits for what is not written yet; the rest is lost when the log is no longer read.
@@ -55,11 +55,11 @@ class ConsoleFormatter(logging.Formatter):
         return record.getMessage() if record.name == _ACCESS else super().format(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
-        return console_line(_time(record), record.levelname, record.message)
+        return format_console_line(_time(record), record.levelname, record.message)
 
 
 def _time(record: logging.LogRecord) -> str:
-    return stamp(datetime.fromtimestamp(record.created, UTC))
+    return format_time(datetime.fromtimestamp(record.created, UTC))
 
 
 class _DroppingQueueHandler(logging.handlers.QueueHandler):

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import httpx
 
-from kvproxy.config.fields import nearest
+from kvproxy.config.fields import spelling_hint
 from kvproxy.errors import ConfigError, KvproxyError, Problem
 
 #: Holds the admin token where no file is named.
@@ -142,12 +142,14 @@ def _cluster_of(answer: dict[str, Any], endpoint: str, cluster: str | None) -> s
     clusters: dict[str, Sequence[dict[str, Any]]] = answer.get("clusters", {})
     if cluster is not None:
         if cluster not in clusters:
-            raise AdminRefused(f"there is no cluster {cluster!r} ({nearest(cluster, clusters)})")
+            raise AdminRefused(f"there is no cluster {cluster!r} ({spelling_hint(cluster, clusters)})")
         clusters = {cluster: clusters[cluster]}
     holding = [name for name, endpoints in clusters.items() if any(one.get("id") == endpoint for one in endpoints)]
     if len(holding) > 1:
         raise AdminRefused(f"clusters {', '.join(holding)} have an endpoint {endpoint!r}: name one (--cluster)")
     if not holding:
         known = [str(one.get("id")) for endpoints in clusters.values() for one in endpoints]
-        raise AdminRefused(f"there is no endpoint {endpoint!r} ({nearest(endpoint, known) or 'none is configured'})")
+        raise AdminRefused(
+            f"there is no endpoint {endpoint!r} ({spelling_hint(endpoint, known) or 'none is configured'})"
+        )
     return holding[0]

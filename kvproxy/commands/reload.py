@@ -9,7 +9,7 @@ import os
 from kvproxy.admin.operated import ConfigFinding, Reloaded
 from kvproxy.app import Proxy
 from kvproxy.commands.configuration import ConfigSource
-from kvproxy.config.changes import summary
+from kvproxy.config.changes import summarise_changes
 from kvproxy.errors import ConfigError, Problem
 
 logger = logging.getLogger("kvproxy")
@@ -59,7 +59,7 @@ class FileReloader:
             self._proxy.findings = convert_problems(problems)
             self._proxy.metrics.process.reloads.labels("applied").inc()
             later = ", ".join(reloaded.after_restart)
-            changed = summary(before, config)
+            changed = summarise_changes(before, config)
             logger.info("configuration reloaded: %s%s", changed, f"; after a restart: {later}" if later else "")
             for cluster, lost in reloaded.lost.items():
                 values = ", ".join(f"{name}={value}" for name, value in lost.items())

@@ -11,7 +11,7 @@ from kvproxy.config.model import Model
 _NAMED = 8
 
 
-def summary(before: Model, after: Model) -> str:
+def summarise_changes(before: Model, after: Model) -> str:
     """`clusters.default.policy, clusters.default.endpoints (+c, -b)`; "nothing changed" when they are equal."""
     found = list(_changes("", before, after))
     if not found:

@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 
 from kvproxy.config.cluster_schema import POLICY_ALIASES
 from kvproxy.config.environment import Substituted
-from kvproxy.config.fields import bare, closest, keys_of, model_at, nearest
+from kvproxy.config.fields import bare_type, closest_word, keys_of, model_at, spelling_hint
 from kvproxy.config.model import Model
 from kvproxy.config.paths import Origins, Path, Where
 from kvproxy.errors import Problem
@@ -73,7 +73,7 @@ class Decoded(Generic[M]):
     moved: Origins
 
 
-def decode(model: type[M], raw: Any, where: Where) -> Decoded[M]:
+def decode_model(model: type[M], raw: Any, where: Where) -> Decoded[M]:
     """`raw` as `model`, and a problem for everything wrong with it."""
     tree = copy.deepcopy(raw)
     kept: dict[Path, list[int]] = {}
@@ -88,7 +88,7 @@ def decode(model: type[M], raw: Any, where: Where) -> Decoded[M]:
         except ValidationError as error:
             details = error.errors(include_url=False)
             if number == 0:
-                problems += [problem_of(model, _as_written(detail, raw), where) for detail in details]
+                problems += [describe_problem(model, _as_written(detail, raw), where) for detail in details]
             if not _cut_all(tree, details, kept):
                 break
         else:
@@ -105,7 +105,7 @@ def _loose_booleans(model: type[Model], tree: Any) -> dict[Path, Any]:
     found: dict[Path, Any] = {}
 
     def look(annotation: Any, value: Any, path: Path) -> None:
-        kind = bare(annotation)
+        kind = bare_type(annotation)
         if kind is bool:
             fine = value is None or isinstance(value, bool | Substituted) or str(value).casefold() in ("true", "false")
             if not fine:
@@ -126,7 +126,7 @@ def _loose_booleans(model: type[Model], tree: Any) -> dict[Path, Any]:
     return found
 
 
-def problem_of(model: type[Any], detail: ErrorDetails, where: Where) -> Problem:
+def describe_problem(model: type[Any], detail: ErrorDetails, where: Where) -> Problem:
     """One validation error in our words. Shows the value only where it cannot be a secret."""
     path, kind, given = detail["loc"], detail["type"], detail["input"]
     if kind == "extra_forbidden":
@@ -156,9 +156,9 @@ def _as_written(detail: ErrorDetails, raw: Any) -> ErrorDetails:
 def _unknown_key(model: type[Any], path: Path, where: Where) -> Problem:
     parent = model_at(model, path[:-1])
     known = keys_of(parent) if parent is not None else []
-    meant = closest(str(path[-1]), known)
+    meant = closest_word(str(path[-1]), known)
     return Problem(
-        where(path), UNKNOWN_KEY, nearest(str(path[-1]), known), meant=where((*path[:-1], meant)) if meant else ""
+        where(path), UNKNOWN_KEY, spelling_hint(str(path[-1]), known), meant=where((*path[:-1], meant)) if meant else ""
     )
 
 
@@ -180,7 +180,7 @@ def _nearest_choice(detail: ErrorDetails) -> str:
     alias = POLICY_ALIASES.get(re.sub(r"[^a-z0-9]", "", given.casefold()))
     if alias in choices:
         return f"did you mean {str(alias)!r}?"
-    hint = nearest(given, choices)
+    hint = spelling_hint(given, choices)
     return hint if hint.startswith("did") else ""
 
 

@@ -25,7 +25,7 @@ class Substituted(str):
         return "(a value from the environment)"
 
 
-def substitute(tree: Any, env: Mapping[str, str], where: Where) -> tuple[Any, list[Problem]]:
+def substitute_variables(tree: Any, env: Mapping[str, str], where: Where) -> tuple[Any, list[Problem]]:
     """The tree with its placeholders replaced, and a problem for each variable that is missing or malformed.
 
     An empty variable counts as unset where a default is given, as in a shell. A missing one leaves empty text.
@@ -70,10 +70,10 @@ def _expand(text: str, env: Mapping[str, str]) -> tuple[str, list[str]]:
     return (Substituted(expanded) if from_environment else expanded), messages
 
 
-def retyped(tree: Any) -> Any:
+def retype_scalars(tree: Any) -> Any:
     """The tree with substituted values read as YAML scalars, for settings that no schema types."""
     if isinstance(tree, dict):
-        return {key: retyped(item) for key, item in tree.items()}
+        return {key: retype_scalars(item) for key, item in tree.items()}
     if isinstance(tree, list):
-        return [retyped(item) for item in tree]
+        return [retype_scalars(item) for item in tree]
     return plain_scalar(tree) if isinstance(tree, Substituted) else tree

@@ -9,10 +9,10 @@ from pathlib import Path as FilePath
 from types import MappingProxyType
 from typing import Any
 
-from kvproxy.config.environment import substitute
+from kvproxy.config.environment import substitute_variables
 from kvproxy.config.model import Model
 from kvproxy.config.native import decode_native
-from kvproxy.config.paths import dotted, in_file_order
+from kvproxy.config.paths import dotted_path, sort_in_file_order
 from kvproxy.config.pixiu.load import decode_pixiu, is_pixiu
 from kvproxy.config.schema import Config
 from kvproxy.config.yaml_text import parse_yaml_with_places
@@ -62,11 +62,11 @@ def check_config(
         if raw is None and faults:
             return None, faults
         config, problems = _check_data(raw, env=env, extra_filters=extra_filters, lenient=lenient)
-        return (None if faults else config), in_file_order([*faults, *problems], places)
+        return (None if faults else config), sort_in_file_order([*faults, *problems], places)
     return _check_data(source, env=env, extra_filters=extra_filters, lenient=lenient)
 
 
-def from_endpoints(endpoints: Sequence[str], *, host: str, port: int, policy: str | None = None) -> Config:
+def load_endpoints(endpoints: Sequence[str], *, host: str, port: int, policy: str | None = None) -> Config:
     """The configuration that `--endpoint [id=]url` options stand for, taken literally (no `${VAR}`)."""
     raw: dict[str, Any] = {"listen": {"host": host, "port": port}, "endpoints": list(endpoints)}
     if policy is not None:
@@ -91,7 +91,7 @@ def _read(path: FilePath) -> tuple[str | None, list[Problem]]:
 def _check_data(raw: object, *, env: Mapping[str, str], extra_filters: ExtraFilters, lenient: bool) -> Checked:
     if not isinstance(raw, dict) or not raw:
         return None, [Problem("", "a configuration is a mapping; the shortest is `endpoints: [http://host:port]`")]
-    tree, missing = substitute(raw, env, dotted)
+    tree, missing = substitute_variables(raw, env, dotted_path)
     if is_pixiu(tree):
         config, problems = decode_pixiu(tree, extra_filters=extra_filters, lenient=lenient, known=missing)
     else:

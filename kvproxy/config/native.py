@@ -7,15 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from kvproxy.config.cluster_schema import ClusterSettings
-from kvproxy.config.decode import UNKNOWN_KEY, decode
-from kvproxy.config.environment import retyped
-from kvproxy.config.fields import closest, keys_of, nearest
+from kvproxy.config.decode import UNKNOWN_KEY, decode_model
+from kvproxy.config.environment import retype_scalars
+from kvproxy.config.fields import closest_word, keys_of, spelling_hint
 from kvproxy.config.filter_schema import DEFAULT_FILTERS, FILTER_SETTINGS
 from kvproxy.config.model import Model
-from kvproxy.config.paths import Origins, Path, inside
+from kvproxy.config.paths import Origins, Path, is_inside
 from kvproxy.config.schema import Config, FilterSpec
-from kvproxy.config.shorthand import Canonical, canonical
-from kvproxy.config.verify import findings
+from kvproxy.config.shorthand import Canonical, to_canonical_form
+from kvproxy.config.verify import find_faults
 from kvproxy.config.verify_findings import Finding
 from kvproxy.errors import Problem
 
@@ -27,7 +27,7 @@ def decode_native(
 
     `known`: problems found before, given back with the rest; what only follows from them is not said again.
     """
-    form = canonical(dict(raw))
+    form = to_canonical_form(dict(raw))
     form.take(known)
     return decode_form(form, extra_filters=extra_filters)
 
@@ -36,7 +36,7 @@ def decode_form(
     form: Canonical, *, extra_filters: Mapping[str, type[Model] | None]
 ) -> tuple[Config | None, list[Problem]]:
     """The same for a form that another dialect produced."""
-    decoded = decode(Config, form.data, form.origins)
+    decoded = decode_model(Config, form.data, form.origins)
     for problem in decoded.problems:
         form.add(_with_shorthands(problem, form))
     filters = _filters(form, {**FILTER_SETTINGS, **extra_filters})
@@ -49,7 +49,7 @@ def decode_form(
     def written(path: Path) -> str:
         return form.origins(decoded.moved.written(path))
 
-    for finding in findings(config):
+    for finding in find_faults(config):
         at = written(finding.path)
         if not _stumbled(finding, at, [written(path) for path in finding.follows], broken):
             form.add(Problem(at, finding.message, finding.hint, finding.severity))
@@ -59,7 +59,9 @@ def decode_form(
 def _stumbled(finding: Finding, at: str, follows: list[str], broken: list[str]) -> bool:
     """Whether a cross-check only met the defaults that stand in for a part that is wrong itself."""
     about = [at, *follows] if finding.absence else follows
-    return any(inside(at, path) or any(inside(one, path) or inside(path, one) for one in about) for path in broken)
+    return any(
+        is_inside(at, path) or any(is_inside(one, path) or is_inside(path, one) for one in about) for path in broken
+    )
 
 
 def _with_shorthands(problem: Problem, form: Canonical) -> Problem:
@@ -67,7 +69,7 @@ def _with_shorthands(problem: Problem, form: Canonical) -> Problem:
     if problem.message != UNKNOWN_KEY or problem.path not in form.data:
         return problem
     known = [*keys_of(Config), *keys_of(ClusterSettings)]
-    return replace(problem, hint=nearest(problem.path, known), meant=closest(problem.path, known) or "")
+    return replace(problem, hint=spelling_hint(problem.path, known), meant=closest_word(problem.path, known) or "")
 
 
 def _filters(form: Canonical, known: Mapping[str, type[Model] | None]) -> tuple[FilterSpec, ...]:
@@ -77,8 +79,9 @@ def _filters(form: Canonical, known: Mapping[str, type[Model] | None]) -> tuple[
         if name in known:
             specs.append(FilterSpec(name=name, settings=_settings(form, known[name], settings, written)))
         else:
-            form.complain(written, f"unknown filter {name!r}", nearest(name, known))
-            specs.append(FilterSpec.model_construct(name=closest(name, known) or name))  # so that the order is checked
+            form.complain(written, f"unknown filter {name!r}", spelling_hint(name, known))
+            meant = closest_word(name, known) or name  # so that the order is checked
+            specs.append(FilterSpec.model_construct(name=meant))
         form.origins.add(("filters", len(specs) - 1), written)
     return tuple(specs)
 
@@ -86,8 +89,8 @@ def _filters(form: Canonical, known: Mapping[str, type[Model] | None]) -> tuple[
 def _settings(form: Canonical, kind: type[Model] | None, raw: Any, written: Path) -> Any:
     raw = {} if raw is None else raw
     if kind is None:
-        return retyped(raw)
-    decoded = decode(kind, raw, Origins([((), written)]))
+        return retype_scalars(raw)
+    decoded = decode_model(kind, raw, Origins([((), written)]))
     for problem in decoded.problems:
         form.add(problem, tolerable=problem.message == UNKNOWN_KEY)
     return decoded.value

@@ -15,7 +15,7 @@ Path = tuple[str | int, ...]
 Where = Callable[[Path], str]
 
 
-def dotted(path: Path) -> str:
+def dotted_path(path: Path) -> str:
     """`clusters.default.endpoints[0].url`."""
     text = ""
     for part in path:
@@ -26,7 +26,7 @@ def dotted(path: Path) -> str:
     return text
 
 
-def inside(path: str, outer: str) -> bool:
+def is_inside(path: str, outer: str) -> bool:
     """Whether a dotted path is `outer` or lies below it."""
     return not outer or path == outer or (path.startswith(outer) and path[len(outer)] in ".[")
 
@@ -50,7 +50,7 @@ class Origins:
         return canonical
 
     def __call__(self, canonical: Path) -> str:
-        return dotted(self.written(canonical))
+        return dotted_path(self.written(canonical))
 
 
 _BOUNDARY = re.compile(r"[.\[]")
@@ -83,7 +83,7 @@ class Place:
         return next((end for end in reversed(ends) if path[:end] in self.below), 0)
 
 
-def in_file_order(problems: Iterable[Problem], root: Place) -> list[Problem]:
+def sort_in_file_order(problems: Iterable[Problem], root: Place) -> list[Problem]:
     """The problems with their lines and columns, from the top of the file to its end."""
     placed = []
     for problem in problems:

@@ -14,7 +14,7 @@ from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
 from kvproxy.config.cluster_schema import PolicyName
-from kvproxy.config.fields import bare
+from kvproxy.config.fields import bare_type
 from kvproxy.config.filter_schema import DEFAULT_FILTERS, FILTER_SETTINGS
 from kvproxy.config.model import Model, parse_duration_s, parse_size_bytes
 from kvproxy.config.schema import Config
@@ -55,7 +55,7 @@ A Dubbo-go-Pixiu file is recognised by its shape and loads as it is, where all i
 """
 
 
-def reference() -> str:
+def render_reference() -> str:
     """The whole page."""
     lines = [_INTRODUCTION, "## Top level", "", _sentence(Config), "", *_table(Config, "")]
     lines += ["", "## Filters", "", "Each filter's settings, below its name in `filters`."]
@@ -88,11 +88,11 @@ def _rows(model: type[Model], prefix: str) -> Iterator[tuple[str, str, str, str]
 
 def _inner(annotation: Any) -> tuple[type[Model] | None, str]:
     """The model a field holds, and how its elements are written: `[]` for lists, `.NAME` for mappings."""
-    kind, suffix = bare(annotation), ""
+    kind, suffix = bare_type(annotation), ""
     if get_origin(kind) is tuple:
-        kind, suffix = bare(get_args(kind)[0]), "[]"
+        kind, suffix = bare_type(get_args(kind)[0]), "[]"
     elif get_origin(kind) is not None and get_origin(kind) is not Literal:
-        kind, suffix = bare(get_args(kind)[1]), ".NAME"
+        kind, suffix = bare_type(get_args(kind)[1]), ".NAME"
     is_model = isinstance(kind, type) and issubclass(kind, Model) and kind.__name__ != "FilterSpec"
     return (kind, suffix) if is_model else (None, "")
 
@@ -106,7 +106,7 @@ def _type(field: FieldInfo) -> str:
         return "duration"
     if _is(field, parse_size_bytes):
         return "size"
-    return _name(bare(field.annotation)) + _bounds(field)
+    return _name(bare_type(field.annotation)) + _bounds(field)
 
 
 def _name(kind: Any) -> str:
@@ -114,9 +114,9 @@ def _name(kind: Any) -> str:
     if origin is Literal:
         return " \\| ".join(f"`{choice}`" for choice in get_args(kind))
     if origin is tuple:
-        return f"list of {_name(bare(get_args(kind)[0]))}"
+        return f"list of {_name(bare_type(get_args(kind)[0]))}"
     if origin is not None:
-        return f"mapping of {_name(bare(get_args(kind)[1]))}"
+        return f"mapping of {_name(bare_type(get_args(kind)[1]))}"
     if isinstance(kind, type) and issubclass(kind, Enum):
         return " \\| ".join(f"`{member.value}`" for member in kind)
     if isinstance(kind, type) and issubclass(kind, Model):
@@ -168,4 +168,4 @@ def _size(value: int) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(reference())
+    sys.stdout.write(render_reference())

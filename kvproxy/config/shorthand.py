@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from kvproxy.config.addresses import split_address
 from kvproxy.config.cluster_schema import ClusterSettings
 from kvproxy.config.fields import keys_of
-from kvproxy.config.paths import Origins, Path, dotted
+from kvproxy.config.paths import Origins, Path, dotted_path
 from kvproxy.errors import Problem
 
 _FALSE = {"false", "off", "no"}
@@ -37,7 +37,7 @@ class Canonical:
 
     def complain(self, path: Path, message: str, hint: str = "") -> None:
         """Add an error at a written path."""
-        self.add(Problem(dotted(path), message, hint))
+        self.add(Problem(dotted_path(path), message, hint))
 
     def take(self, known: Sequence[Problem]) -> None:
         """Begin with problems found before: nothing more is said about these values."""
@@ -53,7 +53,7 @@ class Canonical:
         self.problems.append(replace(problem, severity="warning") if relaxed else problem)
 
 
-def canonical(raw: dict[str, Any]) -> Canonical:
+def to_canonical_form(raw: dict[str, Any]) -> Canonical:
     """The canonical form of a native file's top-level mapping, which is not changed."""
     form = Canonical(dict(raw))
     for key in ("listen", "admin"):
@@ -144,21 +144,21 @@ def _endpoints(form: Canonical, value: Any, at: Path) -> Any:
 
 def _endpoint(item: Any) -> Any:
     if isinstance(item, str):
-        return endpoint_of(item)
+        return parse_endpoint(item)
     if isinstance(item, dict) and "id" not in item and isinstance(item.get("url"), str):
-        return {"id": id_of(item["url"]), **item}
+        return {"id": id_of_url(item["url"]), **item}
     return item
 
 
-def endpoint_of(text: str) -> dict[str, str]:
+def parse_endpoint(text: str) -> dict[str, str]:
     """`id=url`, or a url whose host:port becomes the id."""
     name, equals, url = text.partition("=")
     if equals and "/" not in name and "?" not in name:
         return {"id": name.strip(), "url": url.strip()}
-    return {"id": id_of(text), "url": text.strip()}
+    return {"id": id_of_url(text), "url": text.strip()}
 
 
-def id_of(url: str) -> str:
+def id_of_url(url: str) -> str:
     """`host:port` of a url, without credentials; IPv6 without brackets and with a leading digit (`0::1:8000`).
 
     A url without a host gets a name all the same: that it has none is said once, about the url.

@@ -7,27 +7,21 @@ from pathlib import Path as FilePath
 
 from kvproxy.config.addresses import is_loopback, listener_at, same_origin, url_fault
 from kvproxy.config.cluster_schema import ClusterSettings, DiscoverySettings, PolicyName
-from kvproxy.config.fields import closest
-from kvproxy.config.paths import Path, Where, dotted
+from kvproxy.config.fields import closest_word
+from kvproxy.config.paths import Path
 from kvproxy.config.schema import Config, RouteSettings
-from kvproxy.config.verify_filters import chain_findings
+from kvproxy.config.verify_filters import find_chain_faults
 from kvproxy.config.verify_findings import Finding, error, missing_file, warning
-from kvproxy.errors import Problem
 
 #: Policies the router queue can stand in front of.
 _FORECASTING = frozenset({PolicyName.KV_AWARE, PolicyName.LEAST_TTFT})
 _CLUSTERS_ARE_FROM: tuple[Path, ...] = (("clusters",), ("endpoints",), ("discovery",), ("policy",))
 
 
-def findings(config: Config) -> list[Finding]:
+def find_faults(config: Config) -> list[Finding]:
     """Everything wrong (or doubtful: severity `warning`) with the configuration as a whole."""
-    checks = (_listeners, _tls, _limits, _clusters, _routes, _intervals, chain_findings)
+    checks = (_listeners, _tls, _limits, _clusters, _routes, _intervals, find_chain_faults)
     return [finding for check in checks for finding in check(config)]
-
-
-def verify(config: Config, *, where: Where = dotted) -> list[Problem]:
-    """The same as problems; `where` turns a path of the model into the text a person knows."""
-    return [Problem(where(f.path), f.message, f.hint, f.severity) for f in findings(config)]
 
 
 def _listeners(config: Config) -> Iterator[Finding]:
@@ -152,7 +146,7 @@ def _routes(config: Config) -> Iterator[Finding]:
 
 
 def _clusters_hint(wrong: str, config: Config) -> str:
-    close = closest(wrong, config.clusters)
+    close = closest_word(wrong, config.clusters)
     return f"did you mean {close!r}?" if close else f"clusters: {', '.join(sorted(config.clusters)) or 'none'}"
 
 

@@ -25,7 +25,7 @@ _ORDER = (
 )
 
 
-def chain_findings(config: Config) -> Iterator[Finding]:
+def find_chain_faults(config: Config) -> Iterator[Finding]:
     """Findings about the chain as a whole, then about each filter."""
     names = [spec.name for spec in config.filters]
     yield from _ends_with_router(names)

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from kvproxy.config.filter_schema import AccessLogSettings
 from kvproxy.filters.chain import FilterContext, WallClock
 from kvproxy.filters.step import Step
-from kvproxy.log_lines import console_line, stamp
+from kvproxy.log_lines import format_console_line, format_time
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.request.downstream import Downstream
 from kvproxy.request.exchange import FAILED, Exchange, result_of
@@ -82,12 +82,12 @@ class AccessLogFilter(Step):
             self._lines.add(as_json(line, self._wall_clock()))
         else:
             text = as_text(line)
-            self._lines.add(console_line(self._time_at(now), "INFO", text) if self._stamped else text)
+            self._lines.add(format_console_line(self._time_at(now), "INFO", text) if self._stamped else text)
 
     def _time_at(self, now: float) -> str:
         """The time as text, worked out once for all lines of a millisecond."""
         if now >= self._time_ends_at:
-            self._time, self._time_ends_at = stamp(self._wall_clock()), now + 0.001
+            self._time, self._time_ends_at = format_time(self._wall_clock()), now + 0.001
         return self._time
 
 
@@ -194,7 +194,7 @@ def _form(names: tuple[str, ...]) -> str:
 
 def as_json(line: Mapping[str, Value], now: datetime) -> str:
     """One JSON object: first what every line of the log has, then the line's own."""
-    every = {"time": stamp(now), "level": "info", "logger": "kvproxy.access"}
+    every = {"time": format_time(now), "level": "info", "logger": "kvproxy.access"}
     return msgspec.json.encode({**every, **line}).decode()
 
 

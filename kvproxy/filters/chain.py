@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from starlette.types import ASGIApp
 
 from kvproxy.config.model import Model
-from kvproxy.config.paths import dotted
+from kvproxy.config.paths import dotted_path
 from kvproxy.config.schema import Config, FilterSpec
 from kvproxy.errors import ConfigError, Problem
 from kvproxy.filters.step import Step, joined
@@ -130,7 +130,7 @@ def _typed_settings(spec: FilterSpec, kind: FilterType) -> Any:
         return kind.settings.model_validate({} if spec.settings is None else spec.settings)
     except ValidationError as error:
         details = error.errors(include_input=False, include_url=False)
-        raise ConfigError([Problem(dotted(d["loc"]), d["msg"]) for d in details]) from None
+        raise ConfigError([Problem(dotted_path(d["loc"]), d["msg"]) for d in details]) from None
 
 
 def _misplaced(specs: Sequence[FilterSpec], types: Mapping[str, FilterType]) -> list[Problem]:

@@ -24,13 +24,13 @@ from kvproxy.json_scan import (
     Span,
     Steps,
     Unreadable,
-    edited,
-    in_turns,
-    members,
-    scan_with_model,
-    without,
+    apply_edits,
+    cut_members,
+    find_members,
+    run_in_turns,
+    scan_to_replace_model,
 )
-from kvproxy.json_scan import with_model as replaced_model
+from kvproxy.json_scan import replace_model as replaced_model
 from kvproxy.request.body import BodyUnchecked
 from kvproxy.request.exchange import Exchange
 from kvproxy.types import Headers
@@ -173,7 +173,7 @@ async def without_control_fields(
         if text is not body:
             return _not_an_object(body, text)
     try:
-        return await in_turns(_cut_out(body, known), pace)
+        return await run_in_turns(_cut_out(body, known), pace)
     except NotAnObject:
         return body
     except Unreadable as error:
@@ -182,13 +182,13 @@ async def without_control_fields(
 
 def _cut_out(body: bytes, known: Members | None) -> Steps[bytes]:
     if known is None:
-        known = yield from members(body, is_guarded)
-    edits = without(member for member in known.found if is_control(member.name))
+        known = yield from find_members(body, is_guarded)
+    edits = cut_members(member for member in known.found if is_control(member.name))
     for member in known.found:
         if member.name == _CARRIER and body[member.value.start : member.value.start + 1] == b"{":
-            carried = yield from members(body, is_control, inside=member.value)
-            edits += without(carried.found)
-    return (yield from edited(body, sorted(edits))) if edits else body
+            carried = yield from find_members(body, is_control, inside=member.value)
+            edits += cut_members(carried.found)
+    return (yield from apply_edits(body, sorted(edits))) if edits else body
 
 
 async def with_salt(
@@ -214,7 +214,7 @@ async def with_salt(
         return _not_an_object(body, text)
     try:
         if known is None:
-            known = await in_turns(members(body, is_guarded), pace)
+            known = await run_in_turns(find_members(body, is_guarded), pace)
     except NotAnObject:
         return body
     except Unreadable as error:
@@ -223,7 +223,7 @@ async def with_salt(
     own = _text(body, salts[-1].value) if own is None and salts else own
     at = known.opening + 1
     member = _salt_member(tenant, own, last=known.total == len(salts))
-    return await in_turns(edited(body, [Edit(at, at, member), *without(salts)]), pace)
+    return await run_in_turns(apply_edits(body, [Edit(at, at, member), *cut_members(salts)]), pace)
 
 
 def _salt_member(tenant: str, own: str | None, *, last: bool) -> bytes:
@@ -296,6 +296,6 @@ async def with_model(body: bytes, model: str, *, named: str, pace: asyncio.Lock)
     if replaced is not None:
         return replaced
     try:
-        return await in_turns(scan_with_model(body, model), pace)
+        return await run_in_turns(scan_to_replace_model(body, model), pace)
     except Unreadable:
         return body

@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from kvproxy.metrics.exposition import head, label_text
+from kvproxy.metrics.exposition import family_head, label_text
 
 
 class CounterCell:
@@ -104,7 +104,7 @@ class _Family(Collector, Generic[S]):
 
     def texts(self) -> Iterator[str]:
         """The same as text, series by series."""
-        yield head(self._shown_name(), self.kind, self._documentation)
+        yield family_head(self._shown_name(), self.kind, self._documentation)
         for key in list(self._series):
             series = self._series.get(key)
             if series is None:  # removed while the scrape made a pause
@@ -243,7 +243,7 @@ class CallbackGauge(Collector):
         """The same as text, in one piece: what is read may change at any pause."""
         name, kind = (f"{self.name}_total", "counter") if self._counts else (self.name, "gauge")
         lines = (f"{name}{self._labels(labels)} {value!r}\n" for labels, value in self._source())
-        yield head(name, kind, self._documentation) + "".join(lines)
+        yield family_head(name, kind, self._documentation) + "".join(lines)
 
     def _labels(self, values: tuple[str, ...]) -> str:
         return f"{{{label_text(self._labelnames, values)}}}" if values else ""

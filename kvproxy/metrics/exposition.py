@@ -40,7 +40,7 @@ class Registry(CollectorRegistry):
         self.collectors.append(collector)
 
 
-def head(name: str, kind: str, documentation: str) -> str:
+def family_head(name: str, kind: str, documentation: str) -> str:
     """The two lines before a metric's series."""
     text = documentation.replace("\\", r"\\").replace("\n", r"\n")
     return f"# HELP {name} {text}\n# TYPE {name} {kind}\n"
@@ -51,7 +51,7 @@ def label_text(names: tuple[str, ...], values: tuple[str, ...]) -> str:
     return ",".join(f'{name}="{_escaped(value)}"' for name, value in zip(names, values, strict=True))
 
 
-async def exposition(
+async def render_exposition(
     registry: Registry,
     *,
     slice_s: float = SLICE_S,

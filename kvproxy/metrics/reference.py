@@ -83,7 +83,7 @@ class Described:
         return {self.name: labels}
 
 
-def described() -> dict[str, list[Described]]:
+def describe_metrics() -> dict[str, list[Described]]:
     """Every metric of the catalogue by section (the docstring of its group), in its order."""
     groups = [group for name, group in vars(Metrics()).items() if name != "registry"]
     return {
@@ -94,7 +94,7 @@ def described() -> dict[str, list[Described]]:
     }
 
 
-def reference() -> str:
+def render_reference() -> str:
     """The whole page."""
     return "\n".join([_HEAD, *_tables(), *_labels()]) + "\n"
 
@@ -106,7 +106,7 @@ def _describe(metric: Any) -> Described:
 
 
 def _tables() -> Iterator[str]:
-    for title, metrics in described().items():
+    for title, metrics in describe_metrics().items():
         yield f"\n## {title}\n\n| Metric | Type | Labels | Meaning |\n|---|---|---|---|"
         for metric in metrics:
             labels = ", ".join(f"`{label}`" for label in metric.labels)
@@ -114,11 +114,11 @@ def _tables() -> Iterator[str]:
 
 
 def _labels() -> Iterator[str]:
-    used = {label for metrics in described().values() for metric in metrics for label in metric.labels}
+    used = {label for metrics in describe_metrics().values() for metric in metrics for label in metric.labels}
     yield "\n## Labels\n\n| Label | Holds |\n|---|---|"
     for label in sorted(used):
         yield f"| `{label}` | {LABELS[label]} |"
 
 
 if __name__ == "__main__":
-    sys.stdout.write(reference())
+    sys.stdout.write(render_reference())

@@ -10,7 +10,7 @@ from typing import TextIO
 
 import httpx
 
-from kvproxy.errors import KvproxyError, plain
+from kvproxy.errors import KvproxyError, describe_os_error
 from kvproxy.receipts.files import ReceiptReader
 from kvproxy.replay.compare import ComparisonPlan, ProgressBar, compare
 from kvproxy.replay.decided import decide_again
@@ -47,7 +47,7 @@ def run(
             return _live(trace, args, out, err, transport=transport)
         comparison = compare(trace, _plan(args), err=err)
     except (KvproxyError, OSError, ValueError, httpx.HTTPError) as error:
-        print(f"kvproxy replay: {plain(error) if isinstance(error, OSError) else error}", file=err)
+        print(f"kvproxy replay: {describe_os_error(error) if isinstance(error, OSError) else error}", file=err)
         return 1
     print(comparison.report.render_table(), file=out)
     if args.json:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from random import Random
 
 from kvproxy.config.cluster_schema import POLICY_ALIASES, ClusterSettings, PolicyName
-from kvproxy.config.fields import nearest
+from kvproxy.config.fields import spelling_hint
 from kvproxy.errors import KvproxyError
 from kvproxy.replay.results import ReplayOutcome
 from kvproxy.replay.router import SimEndpoint, VirtualRouter
@@ -43,7 +43,7 @@ class PolicySpec:
         name, queue = text.strip().removesuffix(QUEUE_SUFFIX), text.strip().endswith(QUEUE_SUFFIX)
         if name not in PolicyName.__members__.values():
             alias = POLICY_ALIASES.get(re.sub(r"[^a-z0-9]", "", name.casefold()))
-            hint = f"did you mean {str(alias)!r}?" if alias else nearest(name, map(str, PolicyName))
+            hint = f"did you mean {str(alias)!r}?" if alias else spelling_hint(name, map(str, PolicyName))
             raise UnknownPolicy(f"no policy {name!r} ({hint})")
         if queue and not POLICIES[PolicyName(name)].learns_speeds:
             raise UnknownPolicy(

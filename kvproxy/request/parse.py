@@ -17,7 +17,17 @@ import msgspec
 from msgspec import Raw
 from xxhash import xxh3_128_hexdigest
 
-from kvproxy.json_scan import MAX_DECODED_BYTES, Members, Span, Steps, Unreadable, at_once, in_turns, items, members
+from kvproxy.json_scan import (
+    MAX_DECODED_BYTES,
+    Members,
+    Span,
+    Steps,
+    Unreadable,
+    find_items,
+    find_members,
+    run_at_once,
+    run_in_turns,
+)
 from kvproxy.types import InferenceRequest, Prompt, RequestKind
 
 #: A longer session key is replaced by its digest, so that a client cannot make us keep what it likes.
@@ -165,7 +175,7 @@ class _Reader:
         """The same in steps, and field by field: one that is of another type than expected counts as absent. With the
         members it read and those whose names are wanted `also`. Raises Unreadable."""
         names = self._names
-        found = yield from members(body, lambda name: name in names or also(name))
+        found = yield from find_members(body, lambda name: name in names or also(name))
         spans = {member.name: member.value for member in found.found}
         data = self._struct(
             **{name: _scalar(body, spans[name], kind) for name, kind in self._scalars.items() if name in spans}
@@ -224,14 +234,14 @@ class _Reader:
         """As `_parts`."""
         listed = spans.get(self._listed)
         if listed is not None and body[listed.start : listed.start + 1] == b"[":
-            found = yield from items(body, listed, MAX_PARTS)
+            found = yield from find_items(body, listed, MAX_PARTS)
             if found:
                 return found
         single = spans.get(self._single)
         if single is None or _is_null(body, single):
             return []
         if self._kind is RequestKind.RESPONSES and body[single.start : single.start + 1] == b"[":
-            return (yield from items(body, single, MAX_PARTS))
+            return (yield from find_items(body, single, MAX_PARTS))
         return [single]
 
     def _limit(self, data: _Common) -> int | None:
@@ -321,7 +331,7 @@ def parse_body(kind: RequestKind, body: bytes, *, session: str = "") -> Inferenc
     if request is not None:
         return request
     try:
-        return at_once(_READERS[kind].scan(body, session))[0]
+        return run_at_once(_READERS[kind].scan(body, session))[0]
     except Unreadable:
         return None
 
@@ -350,6 +360,6 @@ async def scan_body(
     """The same for all others, in steps, and the members found on the way: those that were read and those whose names
     are wanted `also`. Of those that share a `pace` one is scanned at a time."""
     try:
-        return await in_turns(_READERS[kind].scan(body, session, also), pace)
+        return await run_in_turns(_READERS[kind].scan(body, session, also), pace)
     except Unreadable:
         return None, None

@@ -8,7 +8,7 @@ import gzip
 import httpx
 import pytest
 
-from kvproxy.clients.api import Api, quoted
+from kvproxy.clients.api import Api, query_string
 from kvproxy.errors import (
     BadResponse,
     ClientError,
@@ -160,8 +160,8 @@ async def test_an_answer_of_another_shape_is_a_bad_one(body: bytes) -> None:
 
 def test_a_query_leaves_out_what_is_empty() -> None:
     """Filters that are not given are not sent."""
-    assert quoted({"a": "", "b": ""}) == ""
-    assert quoted({"a": "x y", "b": 0}) == "?a=x+y&b=0"
+    assert query_string({"a": "", "b": ""}) == ""
+    assert query_string({"a": "x y", "b": 0}) == "?a=x+y&b=0"
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "GZIP", "identity, gzip"])

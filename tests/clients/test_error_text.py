@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvproxy.clients.api import MAX_TEXT_CHARS, error_param, error_text, scrub
+from kvproxy.clients.api import MAX_TEXT_CHARS, error_param, error_text, scrub_text
 from tests.clients.support import captured
 
 
@@ -45,20 +45,20 @@ def test_an_unknown_body_is_not_quoted(body: bytes) -> None:
 
 def test_number_lists_are_cut_out() -> None:
     """Also where a known field holds them."""
-    assert scrub("bad tokens [1, 2, 3, 4, 5] here") == "bad tokens [...] here"
-    assert scrub("limit is 1,000,000") == "limit is 1,000,000"
+    assert scrub_text("bad tokens [1, 2, 3, 4, 5] here") == "bad tokens [...] here"
+    assert scrub_text("limit is 1,000,000") == "limit is 1,000,000"
 
 
 def test_texts_are_one_short_line() -> None:
     """A log line stays a line."""
-    text = scrub("a\nb\x00c" + "x" * 1000)
+    text = scrub_text("a\nb\x00c" + "x" * 1000)
     assert text.startswith("a b c")
     assert len(text) == MAX_TEXT_CHARS
 
 
 def test_a_secret_at_the_cut_is_still_hidden() -> None:
     """The credential is replaced before anything is shortened."""
-    assert "geheim" not in scrub("1, 2, 3, 4, " * 200 + "geheim", secret="geheim")
+    assert "geheim" not in scrub_text("1, 2, 3, 4, " * 200 + "geheim", secret="geheim")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvproxy.config.changes import summary
+from kvproxy.config.changes import summarise_changes
 from kvproxy.config.load import load_config
 from kvproxy.config.schema import Config
 
@@ -33,7 +33,7 @@ def config(**fields: Any) -> Config:
 )
 def test_what_changed_is_named(fields: dict[str, Any], said: str) -> None:
     """By the paths of the configuration; endpoints by their ids."""
-    text = summary(config(), config(**fields))
+    text = summarise_changes(config(), config(**fields))
     assert said in text
     assert "secret" not in text
 
@@ -45,6 +45,6 @@ def test_many_changes_are_counted() -> None:
         retry={"attempts": 5, "budget": 0.3}, timeouts={"connect": "9s", "idle": "9s"}, limits={"connections": 7},
         health={"interval": "9s"},
     )  # fmt: skip
-    text = summary(config(), after)
+    text = summarise_changes(config(), after)
     assert text.count(", ") == 7
     assert text.rpartition(" and ")[2].endswith(" more")

@@ -11,7 +11,7 @@ import pytest
 from kvproxy.config.cluster_schema import PolicyName
 from kvproxy.config.filter_schema import AccessLogSettings, RateLimitSettings, RouterSettings
 from kvproxy.config.kvcache_schema import KvCacheSettings
-from kvproxy.config.load import check_config, from_endpoints, load_config
+from kvproxy.config.load import check_config, load_config, load_endpoints
 from kvproxy.config.model import Model
 from kvproxy.config.schema import Config
 from kvproxy.errors import ConfigError
@@ -160,11 +160,11 @@ def test_an_environment_value_cannot_change_the_structure() -> None:
 
 def test_from_endpoints() -> None:
     """What `--endpoint` stands for; taken literally."""
-    config = from_endpoints([f"a={URL}", "http://h:8001"], host="::1", port=0, policy="random")
+    config = load_endpoints([f"a={URL}", "http://h:8001"], host="::1", port=0, policy="random")
     assert endpoints(config) == [("a", URL), ("h:8001", "http://h:8001")]
     assert (config.listen.host, config.listen.port) == ("::1", 0)
     assert config.clusters["default"].policy is PolicyName.RANDOM
-    assert from_endpoints([URL], host="::1", port=0).clusters["default"].policy is PolicyName.KV_AWARE
+    assert load_endpoints([URL], host="::1", port=0).clusters["default"].policy is PolicyName.KV_AWARE
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_from_endpoints() -> None:
 def test_bad_endpoint_options(wrong: list[str]) -> None:
     """Every one is a configuration error that does not quote credentials."""
     with pytest.raises(ConfigError) as caught:
-        from_endpoints(wrong, host="127.0.0.1", port=1, policy=None)
+        load_endpoints(wrong, host="127.0.0.1", port=1, policy=None)
     assert "topsecret" not in str(caught.value)
 
 

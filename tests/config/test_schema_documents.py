@@ -9,12 +9,12 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from kvproxy.config.fields import bare
+from kvproxy.config.fields import bare_type
 from kvproxy.config.filter_schema import FILTER_SETTINGS
 from kvproxy.config.json_schema import file_schema
 from kvproxy.config.load import check_config
 from kvproxy.config.model import Model
-from kvproxy.config.reference import reference
+from kvproxy.config.reference import render_reference
 from kvproxy.config.schema import Config
 
 ROOT = Path(__file__).parents[2]
@@ -76,14 +76,14 @@ def test_the_file_at_the_top_is_valid() -> None:
 
 def test_the_reference_page_is_current() -> None:
     """docs/configuration.md is what the schema generates: python -m kvproxy.config.reference."""
-    assert (ROOT / "docs" / "configuration.md").read_text() == reference()
+    assert (ROOT / "docs" / "configuration.md").read_text() == render_reference()
 
 
 def _models(model: type[Model]) -> list[type[Model]]:
     found = [model]
     for field in model.model_fields.values():
-        for kind in (bare(field.annotation), *getattr(field.annotation, "__args__", ())):
-            inner = bare(kind)
+        for kind in (bare_type(field.annotation), *getattr(field.annotation, "__args__", ())):
+            inner = bare_type(kind)
             if isinstance(inner, type) and issubclass(inner, Model) and inner not in found:
                 found += [other for other in _models(inner) if other not in found]
     return found

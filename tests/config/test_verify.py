@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from kvproxy.config.load import check_config
+from kvproxy.config.paths import dotted_path
 from kvproxy.config.schema import Config
-from kvproxy.config.verify import verify
+from kvproxy.config.verify import find_faults
 
 E = "endpoints: ['http://127.0.0.1:8000']\n"
 ROUTER = "filters: [inference_request, router: {{{}}}]\n"
@@ -219,8 +220,8 @@ def test_without_an_admin_listener_nothing_is_asked_of_it() -> None:
 
 
 def test_a_configuration_made_in_code() -> None:
-    """`verify` works on any Config, with the model's own paths."""
-    assert [str(problem) for problem in verify(Config())] == [
+    """`find_faults` works on any Config, with the model's own paths."""
+    assert [f"{dotted_path(fault.path)}: {fault.message} ({fault.hint})" for fault in find_faults(Config())] == [
         "clusters: no cluster is configured (the shortest way is `endpoints: [http://host:port]`)",
         "filters: no filter forwards requests (the last must be `router`)",
     ]

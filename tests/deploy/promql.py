@@ -6,14 +6,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvproxy.metrics.reference import described
+from kvproxy.metrics.reference import describe_metrics
 
 #: Labels that Prometheus adds to everything it scrapes.
 SCRAPED = frozenset({"job", "instance"})
 #: Every series a query may name, with its labels.
 SERIES = {
     name: labels | SCRAPED
-    for metrics in described().values()
+    for metrics in describe_metrics().values()
     for metric in metrics
     for name, labels in metric.series.items()
 } | {"up": SCRAPED}

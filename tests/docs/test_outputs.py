@@ -13,7 +13,7 @@ import pytest
 
 from kvproxy.commands.configuration import format_problem
 from kvproxy.commands.logging_setup import log_to
-from kvproxy.config.changes import summary
+from kvproxy.config.changes import summarise_changes
 from kvproxy.config.load import check_config, load_config
 from kvproxy.config.schema import LogSettings
 from kvproxy.doctor.report import DoctorReport, Finding, Severity, SkippedCheck, print_table
@@ -91,7 +91,7 @@ async def _log() -> str:
     with log_to(LogSettings(), stream=out):
         logger.warning("%s/%s is unhealthy: probe %s", "default", "a", "unreachable")
         log_fields(logger, "admin", {**drained, "was_draining": False})
-        logger.info("configuration reloaded: %s", summary(before, after))
+        logger.info("configuration reloaded: %s", summarise_changes(before, after))
     lines = out.getvalue().splitlines()
     return "\n".join(f"{time} {line.partition(' ')[2]}" for time, line in zip(times, lines, strict=True))
 

@@ -9,14 +9,14 @@ import pytest
 
 from kvproxy.forward import body_guard
 from kvproxy.forward.body_guard import Unchecked, is_guarded, needs_no_change, tenant_salt
-from kvproxy.json_scan import MAX_DECODED_BYTES, Unreadable, at_once, members
+from kvproxy.json_scan import MAX_DECODED_BYTES, Unreadable, find_members, run_at_once
 
 
 async def without_control_fields(body: bytes, *, encoded: bool = False) -> bytes:
     """The same from the members that a scan found on the way."""
     clean = await body_guard.without_control_fields(body, encoded=encoded, pace=asyncio.Lock())
     try:
-        known = at_once(members(body, is_guarded))
+        known = run_at_once(find_members(body, is_guarded))
     except Unreadable:
         return clean
     assert await body_guard.without_control_fields(body, pace=asyncio.Lock(), known=known) == clean
@@ -27,7 +27,7 @@ async def with_salt(body: bytes, *, tenant: str, own: str | None = None, encoded
     """The same from the members that a scan found on the way."""
     salted = await body_guard.with_salt(body, tenant=tenant, own=own, encoded=encoded, pace=asyncio.Lock())
     try:
-        known = at_once(members(body, is_guarded))
+        known = run_at_once(find_members(body, is_guarded))
     except Unreadable:
         return salted
     assert await body_guard.with_salt(body, tenant=tenant, own=own, pace=asyncio.Lock(), known=known) == salted
@@ -122,8 +122,8 @@ async def test_a_long_body_is_not_decoded_for_its_names() -> None:
     filling = b'"a":"' + b"x" * MAX_DECODED_BYTES + b'"'
     harmless, harmful = b"{" + filling + b"}", b"{" + filling + b',"remote_x":1}'
     assert not needs_no_change(harmless)
-    assert needs_no_change(harmless, at_once(members(harmless, is_guarded)))
-    assert not needs_no_change(harmful, at_once(members(harmful, is_guarded)))
+    assert needs_no_change(harmless, run_at_once(find_members(harmless, is_guarded)))
+    assert not needs_no_change(harmful, run_at_once(find_members(harmful, is_guarded)))
     assert await without_control_fields(harmless) is harmless
     assert await without_control_fields(harmful) == harmless
     assert await with_salt(harmful, tenant="alice") == b'{"cache_salt":"%s",%s' % (SALT, harmful[1:])

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.metrics.collectors import CallbackGauge, Counter, Histogram
-from kvproxy.metrics.exposition import Registry, exposition
+from kvproxy.metrics.exposition import Registry, render_exposition
 from tests.support.clock import FakeClock
 
 AWKWARD = ("plain", 'quote"', "back\\slash", "new\nline", "100%", "{brace}", "ünïcode", "")
@@ -46,7 +46,7 @@ async def test_the_page_says_what_prometheus_client_would_say() -> None:
     """Same names, types, help, labels and values, in the same order."""
     registry = filled(Registry())
     for _ in range(2):  # texts are made by the first scrape and kept for the second
-        page = await exposition(registry)
+        page = await render_exposition(registry)
         assert families(page) == families(generate_latest(registry))
     assert page.count(b"\n") == len(page.splitlines()) > 80
 
@@ -54,7 +54,7 @@ async def test_the_page_says_what_prometheus_client_would_say() -> None:
 async def test_the_whole_catalogue_is_on_the_page() -> None:
     """Empty families too: a dashboard finds the metric before its first series."""
     metrics = Metrics()
-    assert families(await exposition(metrics.registry)) == families(generate_latest(metrics.registry))
+    assert families(await render_exposition(metrics.registry)) == families(generate_latest(metrics.registry))
 
 
 async def test_the_next_page_has_the_next_values() -> None:
@@ -63,13 +63,13 @@ async def test_the_next_page_has_the_next_values() -> None:
     counter = Counter("x_requests", "Requests", ["endpoint"], registry=registry)
     counter.labels("a").inc()
     counter.labels("b").inc()
-    await exposition(registry)
+    await render_exposition(registry)
     counter.labels("a").inc()
     counter.remove("b")
-    assert b'x_requests_total{endpoint="a"} 2.0\n' in await exposition(registry)
-    assert b'"b"' not in await exposition(registry)
+    assert b'x_requests_total{endpoint="a"} 2.0\n' in await render_exposition(registry)
+    assert b'"b"' not in await render_exposition(registry)
     counter.labels("b").inc()
-    assert b'x_requests_total{endpoint="b"} 1.0\n' in await exposition(registry)
+    assert b'x_requests_total{endpoint="b"} 1.0\n' in await render_exposition(registry)
 
 
 async def test_a_long_page_is_written_in_slices() -> None:
@@ -91,7 +91,7 @@ async def test_a_long_page_is_written_in_slices() -> None:
             histogram.remove(9)
             histogram.labels("late").observe(0.5)
 
-    page = await exposition(registry, slice_s=0.001, clock=tick, pause=pause)
+    page = await render_exposition(registry, slice_s=0.001, clock=tick, pause=pause)
     assert pauses >= 3
     (family,) = families(page)
     shown = {sample.labels["endpoint"] for sample in family.samples}
@@ -102,7 +102,7 @@ async def test_other_tasks_run_during_a_scrape() -> None:
     """By default a pause lets the event loop go round."""
     registry = filled(Registry())
     other = asyncio.create_task(asyncio.sleep(0))
-    await exposition(registry, slice_s=0.0)
+    await render_exposition(registry, slice_s=0.0)
     assert other.done()
 
 
@@ -116,7 +116,7 @@ async def test_buckets_of_a_series_belong_together() -> None:
         for one in series:
             one.observe(0.5)
 
-    (family,) = families(await exposition(registry, slice_s=0.0, pause=pause))
+    (family,) = families(await render_exposition(registry, slice_s=0.0, pause=pause))
     by_endpoint: dict[str, set[float]] = {}
     for sample in family.samples:
         if sample.name != "x_seconds_sum":

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from kvproxy.clients.api import Api, quoted
+from kvproxy.clients.api import Api, query_string
 from kvproxy.clients.lmcache.controller_wire import (
     ActionResult,
     Holder,
@@ -22,7 +22,7 @@ from kvproxy.clients.lmcache.controller_wire import (
     WireLookup,
     WireWorkers,
     WorkerInfo,
-    classified,
+    classify_refusal,
 )
 from kvproxy.clients.tokens import TokenIds, body_with_tokens
 from kvproxy.errors import NotSupported, Refused, TooManyWaiting
@@ -148,7 +148,7 @@ class LMCacheControllerClient:
 
     async def workers(self, *, instance_id: str = "", worker_id: int | None = None) -> tuple[WorkerInfo, ...]:
         """Registered workers with their key counts; () when none matches. The unfiltered list is up to 30 s old."""
-        query = quoted({"instance_id": instance_id, "worker_id": "" if worker_id is None else worker_id})
+        query = query_string({"instance_id": instance_id, "worker_id": "" if worker_id is None else worker_id})
         path = "/controller/workers"
         try:
             raw = await self._api.call(
@@ -181,7 +181,7 @@ class LMCacheControllerClient:
                 path, body, answer, timeout_s=timeout_s or self._lookup_timeout_s, max_bytes=max_bytes
             )
         except Refused as error:
-            raise classified(error, detail=str(error)) from error
+            raise classify_refusal(error, detail=str(error)) from error
 
 
 def _at(location: str) -> dict[str, Any]:

@@ -154,7 +154,7 @@ class WireWorkers(msgspec.Struct):
     workers: list[WorkerInfo] = []
 
 
-def classified(error: Refused, *, detail: str) -> Refused:
+def classify_refusal(error: Refused, *, detail: str) -> Refused:
     """The controller's 500 as what it means: its texts are the only sign."""
     if error.status < 500:
         return error

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import httpx
 
-from kvproxy.clients.api import Api, quoted
+from kvproxy.clients.api import Api, query_string
 from kvproxy.clients.lmcache.coordinator_wire import (
     CacheChange,
     CacheScope,
@@ -100,7 +100,7 @@ class LMCacheCoordinatorClient:
 
     async def pins(self, *, model: str = "", cache_salt: str = "", offset: int = 0, limit: int = 1000) -> Pins:
         """One page of the pinned keys."""
-        query = quoted({"model_name": model, "cache_salt": cache_salt, "offset": offset, "limit": limit})
+        query = query_string({"model_name": model, "cache_salt": cache_salt, "offset": offset, "limit": limit})
         answer = await self._get("/cache/pins" + query, WirePins)
         return Pins(answer.total, {row.key.chunk_hash_hex: row.pin_count for row in answer.pins})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from kvproxy.config.fields import closest
+from kvproxy.config.fields import closest_word
 from kvproxy.config.filter_schema import FILTER_SETTINGS
 from kvproxy.config.paths import Path
 from kvproxy.config.pixiu.schema import ConnectionManager, Cors, LlmProxy, PixiuRoute, Tokenizer
@@ -74,7 +74,7 @@ _KNOWN = (*FILTER_SETTINGS, _KVCACHE, _PROXY, _HTTP_PROXY, _TOKENIZER, _CORS, _A
 def _nearest(name: str) -> str:
     """By the last part of the name; the beginnings are all alike."""
     known = {full.rpartition(".")[2]: full for full in _KNOWN}
-    close = closest(name.rpartition(".")[2], known)
+    close = closest_word(name.rpartition(".")[2], known)
     meant = _NEAREST.get(name) or (known[close] if close else "")
     return f"nearest: {meant}" if meant else ""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvproxy.config.model import Model
 from kvproxy.config.native import decode_form
-from kvproxy.config.paths import Path, dotted
+from kvproxy.config.paths import Path, dotted_path
 from kvproxy.config.pixiu.chain import translate_chain
 from kvproxy.config.pixiu.clusters import translate_clusters
 from kvproxy.config.pixiu.schema import ConnectionManager, PixiuFile, PixiuListener, Resources
@@ -61,7 +61,7 @@ def _in_this_dialect(problem: Problem, at: Path) -> Problem:
     if problem.path != "clusters" or problem.severity != "error":
         return problem
     hint = "list them here, each with `name` and `endpoints` with a `socket_address`"
-    return replace(problem, path=dotted((*at, "clusters")), hint=hint)
+    return replace(problem, path=dotted_path((*at, "clusters")), hint=hint)
 
 
 def _unsupported(translation: Translation, file: PixiuFile, resources: Resources, at: Path) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from kvproxy.config.decode import UNKNOWN_KEY, decode
+from kvproxy.config.decode import UNKNOWN_KEY, decode_model
 from kvproxy.config.model import Model
-from kvproxy.config.paths import Origins, Path, dotted
+from kvproxy.config.paths import Origins, Path, dotted_path
 from kvproxy.config.shorthand import Canonical
 from kvproxy.errors import Problem
 
@@ -22,7 +22,7 @@ class Translation:
 
     def decode(self, kind: type[K], raw: Mapping[str, Any] | None, at: Path) -> K | None:
         """`raw` (nothing: defaults) as `kind`; its problems are kept."""
-        decoded = decode(kind, raw or {}, Origins([((), at)]))
+        decoded = decode_model(kind, raw or {}, Origins([((), at)]))
         for problem in decoded.problems:
             self.form.add(problem, tolerable=problem.message == UNKNOWN_KEY)
         return decoded.value
@@ -34,17 +34,17 @@ class Translation:
 
     def note(self, at: Path, message: str) -> None:
         """We knowingly do this otherwise."""
-        self.form.add(Problem(dotted(at), message, severity="note"))
+        self.form.add(Problem(dotted_path(at), message, severity="note"))
 
     def warn(self, at: Path, message: str, hint: str = "") -> None:
         """Loads, but is probably not what was meant."""
-        self.form.add(Problem(dotted(at), message, hint, "warning"))
+        self.form.add(Problem(dotted_path(at), message, hint, "warning"))
 
     def error(self, at: Path, message: str, hint: str = "") -> None:
         """Cannot be used; said once where the value was already found to be wrong."""
-        if all(problem.path != dotted(at) for problem in self.form.problems):
+        if all(problem.path != dotted_path(at) for problem in self.form.problems):
             self.form.complain(at, message, hint)
 
     def unsupported(self, at: Path, message: str, hint: str = "") -> None:
         """Pixiu has it, we do not."""
-        self.form.add(Problem(dotted(at), message, hint), tolerable=True)
+        self.form.add(Problem(dotted_path(at), message, hint), tolerable=True)
