@@ -128,6 +128,19 @@ async def test_expect_100_continue() -> None:
         assert (await client.response())[1].endswith(b"ok")
 
 
+async def test_an_answer_instead_of_100_continue_ends_the_connection() -> None:
+    """The client may send the body now or not, so what comes next could be either."""
+
+    async def refuse(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 413, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body"})
+
+    async with serve(refuse) as url, connect(url) as client:
+        await client.send(b"POST / HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 2\r\n\r\n")
+        assert b"connection: close" in await client.head()
+        assert await client.reader.read() == b""
+
+
 async def test_head_and_body_arrive_together() -> None:
     """One write, and so one packet, for a short response."""
     async with serve(echo) as url, connect(url) as client:

@@ -220,6 +220,7 @@ class ApproximateAgainstNaive(RuleBasedStateMachine):
             {block for path in known.flights.values() for block in blocks_of(path)} for known in self.naive.values()
         ]
         assert self.index.in_flight_entries == sum(map(len, promises))
+        assert self.index.unique_blocks == sum(len(run.hashes) for run in self.index.all_runs())
         for endpoint, known in self.naive.items():
             assert self.index.held_blocks(endpoint) == len(known.touched) <= known.capacity
             self.check_recency(endpoint, known)

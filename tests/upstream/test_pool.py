@@ -11,6 +11,7 @@ from prometheus_client import generate_latest
 from kvproxy.errors import ConnectError, ConnectTimeout, PoolFull, UnsafeRequest, UpstreamDisconnected
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.upstream.origin import Origin
+from kvproxy.upstream.origin_pool import OriginPool, PoolLimits
 from kvproxy.upstream.pool import Timeouts, UpstreamPool
 from kvproxy.upstream.request import SLICE_BYTES, encode_request
 from tests.support.clock import FakeClock
@@ -326,6 +327,19 @@ async def test_cancelled_waiters_leak_nothing() -> None:
             await until(lambda: pool.open == pool.idle)
         assert pool.waiting == 0
         assert pool.open <= 2
+
+
+async def test_a_slot_handed_to_a_waiter_that_leaves_in_the_same_turn_is_free_again() -> None:
+    """It has no task any more that could open a connection in it."""
+    origin = Origin.parse("http://127.0.0.1:1")
+    lane = OriginPool(origin, PoolLimits(1, 1, 4.0, 8), clock=FakeClock(), on_empty=lambda _: None)
+    assert lane.reserve()
+    waiter = asyncio.create_task(lane.wait(0))
+    await until(lambda: lane.waiting == 1)
+    lane.free_slot()
+    waiter.cancel()
+    await asyncio.gather(waiter, return_exceptions=True)
+    assert (lane.open, lane.waiting) == (0, 0)
 
 
 async def test_a_failed_connect_passes_its_slot_on() -> None:
