@@ -107,6 +107,22 @@ async def test_short_requests_overtake_long_ones_when_load_falls(clock: FakeCloc
     await placed(long)
 
 
+async def test_an_error_in_placing_one_request_is_its_own(clock: FakeClock) -> None:
+    """The others that wait are placed as if it had not been there."""
+
+    def broken() -> PickRequest:
+        raise ValueError("no facts")
+
+    cluster = cluster_of(clock)
+    first, _ = await fill(cluster)
+    bad, good = enter(cluster, 100, again=broken), enter(cluster, 200)
+    await until(lambda: len(room_of(cluster)) == 2)
+    first.settle(AttemptOutcome.SUCCESS, clock())
+    with pytest.raises(ValueError, match="no facts"):
+        await asyncio.wait_for(bad, 60)
+    assert (await placed(good)).endpoint is first.endpoint
+
+
 async def test_a_higher_priority_goes_first(clock: FakeClock) -> None:
     """Whatever its length."""
     cluster = cluster_of(clock)
