@@ -15,11 +15,9 @@ LABEL org.opencontainers.image.title="kvproxy" \
     org.opencontainers.image.licenses="Apache-2.0"
 RUN useradd --system --uid 10001 --no-create-home --shell /usr/sbin/nologin kvproxy
 COPY --from=build /opt/kvproxy /opt/kvproxy
-# numpy is here for tables of block names: its linear algebra needs no thread on every core.
 ENV PATH=/opt/kvproxy/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
-    OPENBLAS_NUM_THREADS=1 \
     KVPROXY_HEALTH_URL=http://127.0.0.1:8889/healthz
 USER 10001:10001
 EXPOSE 8888 8889

@@ -20,7 +20,6 @@ import time
 import tracemalloc
 from array import array
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +145,6 @@ def _filled_approximate(shape: data.Shape) -> tuple[ApproximateIndex, float, int
 
 def _precise(shape: data.Shape) -> dict[str, float]:
     """Events of whole prompts with 16 tokens a block; hashing the tokens is part of following them."""
-    import_module("kvproxy.prefix.precise.block_table")  # as who follows events does
     index = PreciseIndex()
     before, spent, wire_spent = data.resident_bytes(), 0.0, 0.0
     prompts = array("I")

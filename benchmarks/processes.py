@@ -20,11 +20,18 @@ class Process:
     """One program and its children, pinned to a core; ended with the block."""
 
     def __init__(
-        self, command: Sequence[str], *, core: int, log: Path, environment: dict[str, str] | None = None
+        self,
+        command: Sequence[str],
+        *,
+        core: int,
+        log: Path,
+        environment: dict[str, str] | None = None,
+        folder: Path | None = None,
     ) -> None:
         self._command = command
         self._core = core
         self._log = log
+        self._folder = folder
         self._environment = {**os.environ, **(environment or {})}
 
     def __enter__(self) -> Process:
@@ -34,6 +41,7 @@ class Process:
                 stdout=log,
                 stderr=log,
                 env=self._environment,
+                cwd=self._folder,
                 start_new_session=True,
             )
         return self
@@ -49,6 +57,10 @@ class Process:
     def cpu_s(self) -> float:
         """User and system time of the whole tree so far."""
         return sum(times.user + times.system for times in (process.cpu_times() for process in self._tree()))
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """To the program itself."""
+        self._child.send_signal(number)
 
     def memory_mb(self) -> float:
         """Resident memory of the whole tree."""

@@ -1,6 +1,6 @@
 """Simulated engines on given ports, with or without LMCache's controller.
 
-`python -m benchmarks.soak_engines [--controller PORT] PORT...`
+`python -m benchmarks.soak_engines [--controller PORT] [--time-scale X] PORT...`
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from kvproxy.simulator.vllm_settings import VllmSettings
 MODEL = "sim"
 
 
-async def main(ports: list[int], controller: int) -> None:
+async def main(ports: list[int], controller: int, time_scale: float) -> None:
     """Serves until the process is ended."""
-    engine = EngineSettings(2048, 16, token_outputs=True, timing=EngineTiming(time_scale=0.5))
+    engine = EngineSettings(2048, 16, token_outputs=True, timing=EngineTiming(time_scale=time_scale))
     settings = VllmSettings(model=MODEL, engine=engine, kv_events=PublisherSettings(), default_output_tokens=16)
     with_controller = ControllerSettings() if controller else None
     names = {f"e{port}": settings for port in ports}
@@ -44,5 +44,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("ports", type=int, nargs="+")
     parser.add_argument("--controller", type=int, default=0)
+    parser.add_argument("--time-scale", type=float, default=0.5, help="above 1 the engines are slower")
     arguments = parser.parse_args()
-    uvloop.run(main(arguments.ports, arguments.controller))
+    uvloop.run(main(arguments.ports, arguments.controller, arguments.time_scale))

@@ -21,7 +21,7 @@ from kvproxy.config.schema import Config
 from kvproxy.filters.chain import FilterType, WallClock
 from kvproxy.kvcache.service import KvCache
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.metrics.loop_lag import LoopLag
+from kvproxy.metrics.present import LoopLag
 from kvproxy.receipts.recorder import recorder_of
 from kvproxy.request.body import HeldBodies
 from kvproxy.request.observer import RequestObserver
@@ -143,7 +143,7 @@ class Proxy:
         return Reloaded(after_restart=tuple(needs_restart(before.config, config)), lost=lost)
 
     async def __aenter__(self) -> Proxy:
-        await self._running.enter_async_context(LoopLag(self.metrics, clock=self.clock))
+        await self._running.enter_async_context(LoopLag(self.metrics.process.loop_lag, clock=self.clock))
         await self._running.enter_async_context(self._pool)
         await self._running.enter_async_context(self._probes)
         if self._recorder is not None:

@@ -1,122 +1,296 @@
-"""The rooms of kvproxy import only from rooms below them."""
+"""The rooms of kvproxy: what each may import, and how large a file, a function and a folder's number of ideas may be.
+
+`python -m tests.test_architecture` writes the table of docs/architecture.md.
+"""
 
 from __future__ import annotations
 
 import ast
 import statistics
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
-PACKAGE = Path(__file__).parent.parent / "kvproxy"
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "kvproxy"
+PAGE = ROOT / "docs" / "architecture.md"
 
-#: From top to bottom. A room imports from the rows below it; rooms on one row do not know each other.
-ROWS: tuple[frozenset[str], ...] = (
-    frozenset({"__main__"}),
-    frozenset({"cli"}),
-    frozenset({"commands"}),
-    frozenset({"app"}),
-    frozenset({"runtime"}),
-    frozenset({"admin", "replay", "listener", "doctor"}),
-    frozenset({"receipts"}),
-    frozenset({"filters"}),
-    frozenset({"forward"}),
-    frozenset({"kvcache"}),
-    frozenset({"request"}),
-    frozenset({"simulator", "cluster"}),
-    frozenset({"routing"}),
-    frozenset({"prefix"}),
-    frozenset({"clients"}),
-    frozenset({"upstream"}),
-    frozenset({"resilience"}),
-    frozenset({"config"}),
-    frozenset({"metrics"}),
-    frozenset({"types", "errors", "bounded", "background_task", "json_scan", "log_lines"}),
+#: From top to bottom, each room with what is in it. A room imports from the rows below it, annotations included; rooms
+#: on one row do not know each other.
+ROWS: tuple[dict[str, str], ...] = (
+    {"__main__": "`python -m kvproxy`"},
+    {"cli": "argument parsing"},
+    {"commands": "what each command of `kvproxy` does"},
+    {"app": "the one composition root: a configuration becomes a running proxy"},
+    {"runtime": "what a configuration is built into, and what outlives a reload"},
+    {
+        "admin": "the operator's listener: status, the live page, `/pick`, reload",
+        "replay": "policies on recorded requests, in virtual time",
+        "listener": "sockets towards clients",
+        "doctor": "what is wrong with a setup, and the fix",
+    },
+    {"receipts": "what was known and decided, request by request, on disk"},
+    {"filters": "one filter of the chain a file, the chain, and the ASGI middleware"},
+    {"forward": "carries one request to an engine and its answer back"},
+    {"kvcache": "what each endpoint holds of a prompt, how true that was, and what is done about it"},
+    {"request": "the words that filters and forwarding share: exchange, observers, parsing, usage"},
+    {
+        "cluster": "endpoints with their health and load; the one decision and the router queue",
+        "simulator": "simulated vLLM engines and LMCache controllers, on code of their own",
+    },
+    {"routing": "pure: one policy a file, load, learned speeds, trust, fair queueing"},
+    {"prefix": "pure: block hashes, the approximate and the precise index, token memory"},
+    {"clients": "one upstream API each: LMCache, vLLM, KV events"},
+    {"upstream": "the pool of connections to engines, and HTTP on them"},
+    {"resilience": "breaker, retry budget, background retries"},
+    {"config": "typed settings, read from YAML in two dialects"},
+    {"metrics": "the one catalogue, counters and histograms, the exposition"},
+    {
+        "types": "identifiers, clocks, the parsed request",
+        "errors": "the one exception tree",
+        "background_task": "a thing with one task",
+        "bounded": "the one mapping with a bound",
+        "json_scan": "members of a JSON object, found in steps",
+        "log_lines": "what a line of the log looks like",
+    },
 )
 ROW_OF = {room: index for index, rooms in enumerate(ROWS) for room in rooms}
 
 #: The simulated engines stand in for other programs: they share words with the proxy, not code.
 SIMULATOR_MAY_IMPORT = {"simulator", "prefix", "types", "errors"}
 
+#: One plug-in a file, however short: these files name them.
+REGISTRIES = {"kvproxy.filters.registry", "kvproxy.routing.registry", "kvproxy.cli"}
+
+#: Arrows that point up, for annotations, and are still to be cut. Nothing is added here.
+UPWARD = frozenset({("kvproxy.routing.policy", "kvproxy.cluster.decision")})
+
+#: Short files with one importer that are still to be merged into it. Nothing is added here.
+THIN = frozenset[str](
+    {
+        "kvproxy.admin.speeds",
+        "kvproxy.clients.kv_events.sequence",
+        "kvproxy.cluster.http_probe",
+        "kvproxy.cluster.learned",
+        "kvproxy.forward.alias",
+        "kvproxy.forward.decision",
+        "kvproxy.forward.policy_choice",
+        "kvproxy.forward.priority",
+        "kvproxy.forward.savings",
+        "kvproxy.listener.replies",
+        "kvproxy.listener.uvicorns",
+        "kvproxy.metrics.loop_lag",
+        "kvproxy.prefix.precise.reported",
+        "kvproxy.replay.prompts",
+        "kvproxy.routing.onboarding",
+    }
+)
+
+HEADINGS = ("What it does", "Contracts", "How to add one")
+#: Rooms whose README.md is still to be written. Nothing is added here.
+WITHOUT_README = frozenset[str](
+    {
+        "admin",
+        "clients",
+        "cluster",
+        "commands",
+        "config",
+        "filters",
+        "forward",
+        "kvcache",
+        "listener",
+        "metrics",
+        "prefix",
+        "receipts",
+        "replay",
+        "request",
+        "resilience",
+        "routing",
+        "runtime",
+        "upstream",
+    }
+)
+
+
+def _module(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def _files() -> Mapping[str, Path]:
+    """By module."""
+    return {_module(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
 
 def _imports(path: Path) -> Iterator[str]:
-    """Rooms of kvproxy a file imports when it runs (imports for annotations alone do not count)."""
-    tree = ast.parse(path.read_text())
-    guarded = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if id(node) in guarded:
-            continue
-        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom):
+    """Modules of kvproxy a file names, wherever in it: for annotations alone, and within functions, too."""
+    files = _files()
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in files)
+        elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            module = node.module or ""
-            names = [f"{module}.{a.name}" for a in node.names] if module == "kvproxy" else [module]
-        for name in names:
-            parts = name.split(".")
-            if parts[0] == "kvproxy" and len(parts) > 1 and not parts[1].startswith("__version"):
-                yield parts[1]
+            for alias in node.names:
+                if node.module == "kvproxy" and alias.name == "__version__":
+                    continue  # the number alone: no code of the package
+                if (name := f"{node.module}.{alias.name}") in files:
+                    yield name
+                elif node.module in files:
+                    yield node.module
 
 
-def _files() -> list[tuple[str, Path]]:
-    return [
-        (path.relative_to(PACKAGE).parts[0].removesuffix(".py"), path)
-        for path in sorted(PACKAGE.rglob("*.py"))
-        if path != PACKAGE / "__init__.py"
-    ]
+@cache
+def _graph() -> Mapping[str, frozenset[str]]:
+    return {module: frozenset(_imports(path)) - {module} for module, path in _files().items()}
+
+
+def _importers() -> Mapping[str, set[str]]:
+    importers = defaultdict(set)
+    for module, targets in _graph().items():
+        for target in targets:
+            importers[target].add(module)
+    return importers
+
+
+def _room(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def _lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
 
 
 def test_every_room_has_its_row() -> None:
-    """A new room is placed on purpose."""
-    assert {room for room, _ in _files()} <= set(ROW_OF)
+    """A new room is placed on purpose, and one that is gone leaves its row."""
+    assert {_room(module) for module in _files()} - {""} == set(ROW_OF)
 
 
 def test_imports_point_down() -> None:
     """No arrow runs up, and rooms on one row do not know each other."""
     wrong = [
-        f"{path.relative_to(PACKAGE)} imports {target}"
-        for room, path in _files()
-        for target in _imports(path)
-        if target != room and ROW_OF[target] <= ROW_OF[room]
+        f"{module} imports {target}"
+        for module, targets in _graph().items()
+        for target in targets
+        if (module, target) not in UPWARD
+        and _room(module)
+        and _room(target) != _room(module)
+        and (ROW_OF.get(_room(target), 0) <= ROW_OF[_room(module)])
     ]
     assert not wrong
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    """Imports for annotations alone count: a circle of words is a circle."""
+    graph = {
+        module: {target for target in targets if (module, target) not in UPWARD} for module, targets in _graph().items()
+    }
+    while leaves := [module for module, targets in graph.items() if not targets & graph.keys()]:
+        for module in leaves:
+            del graph[module]
+    while unused := graph.keys() - {target for targets in graph.values() for target in targets}:
+        for module in unused:
+            del graph[module]
+    assert not graph, "circles among: " + ", ".join(sorted(graph))
 
 
 def test_the_simulator_shares_no_code_with_the_proxy() -> None:
     """A stand-in that shared the proxy's code would share its mistakes."""
     wrong = [
-        f"{path.relative_to(PACKAGE)} imports {target}"
-        for room, path in _files()
-        if room == "simulator"
-        for target in _imports(path)
-        if target not in SIMULATOR_MAY_IMPORT
+        f"{module} imports {target}"
+        for module, targets in _graph().items()
+        if _room(module) == "simulator"
+        for target in targets
+        if _room(target) not in SIMULATOR_MAY_IMPORT
     ]
     assert not wrong
 
 
 def test_only_the_command_line_and_replay_use_the_simulator() -> None:
     """The proxy itself never depends on simulated engines."""
-    users = {room for room, path in _files() if "simulator" in set(_imports(path))}
+    users = {
+        _room(module) for module, targets in _graph().items() if any(_room(target) == "simulator" for target in targets)
+    }
     assert users <= {"simulator", "cli", "commands", "replay"}
 
 
 def test_files_stay_readable() -> None:
     """A file is one idea: nine of ten have at most 250 lines, and none has over 450."""
-    lines = {str(path.relative_to(PACKAGE)): len(path.read_text().splitlines()) for _, path in _files()}
+    lines = {module: _lines(path) for module, path in _files().items()}
     assert statistics.quantiles(lines.values(), n=10)[-1] <= 250
     assert not [name for name, count in lines.items() if count > 450]
+
+
+def test_a_short_file_serves_more_than_one_other() -> None:
+    """An idea that has one user and fits a screen is told where it is used; only plug-ins have a file each."""
+    importers = _importers()
+    thin = {
+        module
+        for module, path in _files().items()
+        if path.name != "__init__.py"
+        and _lines(path) < 50
+        and len(importers[module]) == 1
+        and not importers[module] & REGISTRIES
+    }
+    assert thin <= THIN
 
 
 def test_functions_stay_short() -> None:
     """Nine of ten functions have at most 25 lines, and none has over 60."""
     lines = {
-        f"{path.relative_to(PACKAGE)}:{node.name}:{node.lineno}": (node.end_lineno or node.lineno) - node.lineno + 1
-        for _, path in _files()
-        for node in ast.walk(ast.parse(path.read_text()))
+        f"{module}:{node.name}:{node.lineno}": (node.end_lineno or node.lineno) - node.lineno + 1
+        for module, path in _files().items()
+        for node in ast.walk(_tree(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     assert statistics.quantiles(lines.values(), n=10)[-1] <= 25
     assert not [name for name, count in lines.items() if count > 60]
+
+
+def test_every_room_says_what_it_is_for() -> None:
+    """A README in each folder tells what the room does, what it promises, and how to add to it."""
+    missing = {
+        room.name
+        for room in PACKAGE.iterdir()
+        if (room / "__init__.py").exists()
+        and not (
+            (room / "README.md").exists()
+            and all(f"# {heading}" in (room / "README.md").read_text() for heading in HEADINGS)
+        )
+    }
+    assert missing <= WITHOUT_README
+
+
+def table() -> str:
+    """The rooms for docs/architecture.md, as in ROWS."""
+    lines = ["| row | room | what is in it |", "|---|---|---|"]
+    lines += [
+        f"| {number if not place else ''} | `{room}` | {text} |"
+        for number, rooms in enumerate(ROWS, 1)
+        for place, (room, text) in enumerate(rooms.items())
+    ]
+    return "\n".join(lines) + "\n"
+
+
+_BEGIN, _END = "<!-- rooms: python -m tests.test_architecture -->\n", "<!-- end of rooms -->\n"
+
+
+def test_the_page_shows_these_rooms() -> None:
+    """`python -m tests.test_architecture` was run after the last change of ROWS."""
+    assert PAGE.read_text().partition(_BEGIN)[2].partition(_END)[0] == table()
+
+
+def write_table() -> None:
+    """Replaces the table in docs/architecture.md."""
+    before, _, rest = PAGE.read_text().partition(_BEGIN)
+    PAGE.write_text(before + _BEGIN + table() + _END + rest.partition(_END)[2])
+
+
+if __name__ == "__main__":
+    write_table()

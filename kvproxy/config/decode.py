@@ -1,4 +1,10 @@
-"""Plain data into a model, with every problem at once in words a person can act on."""
+"""Plain data into a model, with every problem at once in words a person can act on.
+
+pydantic stops at a wrong part: what lies around it is not checked further, and there is no value for the checks across
+sections. So a wrong part is cut out of the data, where its default (or nothing) then stands, and the rest is validated
+again until nothing is wrong. Only the first round is reported: later ones would speak of what the cuts left behind.
+List positions that moved by a cut are kept, so that messages name those of the file.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +28,7 @@ M = TypeVar("M", bound=Any)
 
 UNKNOWN_KEY = "unknown key"
 
+#: A cut may bring up what it hid: an unknown key inside a part that was no mapping, say. Deeper data is given up.
 _ROUNDS = 8
 _MAX_SHOWN = 40
 _NOT_A_MAPPING = {"model_type", "model_attributes_type", "dict_type", "mapping_type"}

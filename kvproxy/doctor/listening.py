@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-
-import zmq
-import zmq.asyncio
 
 from kvproxy.clients.kv_events.codec import decode_batch, sequence_number
 from kvproxy.clients.kv_events.events import BlockStored, Skipped
@@ -54,9 +51,8 @@ class StreamObservation:
 class EventStreams:
     """Open subscriptions to every data-parallel rank of one engine."""
 
-    def __init__(self, context: Callable[[], zmq.asyncio.Context], *, clock: Clock, wall_clock: Clock) -> None:
+    def __init__(self, *, clock: Clock, wall_clock: Clock) -> None:
         self.observed: list[StreamObservation] = []
-        self._context = context
         self._clock = clock
         self._wall_clock = wall_clock
         self._open: list[Subscription] = []
@@ -69,7 +65,7 @@ class EventStreams:
     async def connect(self, sources: Sequence[KvEventSource], *, within_s: float) -> None:
         """Subscribes; returns when every connection is up, or after `within_s`."""
         for source in sources:
-            self._open.append(Subscription(self._context(), source))
+            self._open.append(Subscription(source))
             self.observed.append(StreamObservation(source))
         ends = self._clock() + within_s
         for stream, subscription in zip(self.observed, self._open, strict=True):
@@ -108,21 +104,19 @@ class EventStreams:
 
     async def _replays(self, address: str, within_s: float) -> bool:
         try:
-            async with aclosing(replayed(self._context(), address, 1 << 62, idle_timeout_s=within_s)) as messages:
+            async with aclosing(replayed(address, 1 << 62, idle_timeout_s=within_s)) as messages:
                 async for frames in messages:
                     if sequence_number(frames) is None:
                         return True
-        except (ClientError, zmq.ZMQError):
+        except (ClientError, ValueError):
             return False
         return False
 
 
 @asynccontextmanager
-async def open_streams(
-    context: Callable[[], zmq.asyncio.Context], *, clock: Clock, wall_clock: Clock
-) -> AsyncIterator[EventStreams]:
-    """Closes every subscription at the end. `context` is asked for only when there is something to subscribe to."""
-    opened = EventStreams(context, clock=clock, wall_clock=wall_clock)
+async def open_streams(*, clock: Clock, wall_clock: Clock) -> AsyncIterator[EventStreams]:
+    """Closes every subscription at the end."""
+    opened = EventStreams(clock=clock, wall_clock=wall_clock)
     try:
         yield opened
     finally:

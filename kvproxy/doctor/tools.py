@@ -12,7 +12,6 @@ from datetime import UTC, datetime
 from typing import Any, Self, TypeVar, cast
 
 import httpx
-import zmq.asyncio
 
 from kvproxy.types import Clock
 from kvproxy.upstream.origin import Origin
@@ -87,7 +86,6 @@ class Tools:
         self.answers = SharedAnswers()
         self._pool = UpstreamPool(max_connections=32)
         self._http: dict[tuple[str, bool, str], httpx.AsyncClient] = {}
-        self._zmq: zmq.asyncio.Context | None = None
         self._open = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -109,14 +107,6 @@ class Tools:
             client = self._http[key] = httpx.AsyncClient(transport=transport, trust_env=False)
         return client
 
-    def zmq(self) -> zmq.asyncio.Context:
-        """Made when first wanted: it starts threads."""
-        if self._zmq is None:
-            self._zmq = zmq.asyncio.Context()
-        return self._zmq
-
     async def _close_clients(self) -> None:
         for client in self._http.values():
             await client.aclose()
-        if self._zmq is not None:
-            self._zmq.destroy(linger=0)

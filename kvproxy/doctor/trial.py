@@ -115,7 +115,7 @@ async def run_trial(target: TrialTarget, plan: TrialPlan) -> Trial:
     tools, timeouts = target.tools, target.tools.timeouts
     before = await target.scrape()
     text = make_prompt(tools.rng, words=count_words(plan, before, target.model.max_model_len))
-    async with open_streams(tools.zmq, clock=tools.clock, wall_clock=tools.wall_clock) as listening:
+    async with open_streams(clock=tools.clock, wall_clock=tools.wall_clock) as listening:
         await listening.connect(target.sources, within_s=timeouts.exchange_s)
         chat, first = await _send_first(target, text)
         second = await _send(target, text, chat=chat)

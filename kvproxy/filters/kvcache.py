@@ -93,14 +93,16 @@ class KvCacheFilter(Step):
             target = self._routes.resolve(scope["path"], request.model)
             if target is None or target.cluster.name in self._idle:
                 return None
-            notify(RequestObserver.facts_began, exchange)
+            if "facts_began" in exchange.hooks:
+                notify(RequestObserver.facts_began, exchange)
             facts = self._gather(exchange, request, exchange.body, target)
             if facts.wants_lookup:
                 return self._look_up(facts, exchange, scope)
             self._hand_over(facts, exchange, scope)
         except Exception:
             log.exception("[kvcache] no facts for this request")
-        notify(RequestObserver.facts_known, exchange)
+        if "facts_known" in exchange.hooks:
+            notify(RequestObserver.facts_known, exchange)
         return None
 
     async def _look_up(self, facts: RequestFacts, exchange: Exchange, scope: Scope) -> None:
@@ -119,7 +121,7 @@ class KvCacheFilter(Step):
             exchange.preferred = facts.preferred
         learning = KvCacheLearning(self._service, facts, prefers=prefers)
         exchange.facts_source = learning.refresh
-        exchange.observers.append(learning)
+        exchange.attach(learning)
 
     def _gather(self, exchange: Exchange, request: InferenceRequest, body: bytes, target: RouteTarget) -> RequestFacts:
         if exchange.isolated:

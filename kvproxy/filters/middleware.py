@@ -148,7 +148,7 @@ class KVCacheMiddleware:
         """The app. Its own kvproxy filters, if it has any, begin with an exchange of theirs."""
         exchange: Exchange = scope.pop(SCOPE_KEY)
         if exchange.facts is not None and exchange.inference is not None:
-            exchange.observers.append(_UsageTap(exchange.inference.kind, scope["state"], self._clock))
+            exchange.attach(_UsageTap(exchange.inference.kind, scope["state"], self._clock))
         await self._app(scope, receive, send)
 
     async def _running(self) -> bool:

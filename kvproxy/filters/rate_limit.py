@@ -55,7 +55,7 @@ class RateLimitFilter(Step):
             buckets[0].charge(1.0, now)
         downstream.further_headers += self._standing(buckets, now)
         if self._limits[-1].kind == "tokens":
-            exchange.observers.append(TokenCharge(buckets[-1], scope["path"]))
+            exchange.attach(TokenCharge(buckets[-1], scope["path"]))
 
     def _standing(self, buckets: tuple[TokenBucket, ...], now: float) -> Headers:
         pairs = zip(self._limits, buckets, strict=True)

@@ -42,7 +42,10 @@ class RequestIdFilter(Step):
         """The client's id if it is one and may be trusted, else a new one."""
         header, scope = self._header, downstream.scope
         headers: Headers = scope["headers"]
-        given = [pair for pair in headers if pair[0] == header]
+        given: Headers = []
+        for pair in headers:
+            if pair[0] == header:
+                given.append(pair)
         if self._trust_client and len(given) == 1 and _SANE.fullmatch(given[0][1]):
             exchange.request_id = given[0][1].decode("ascii")
             return

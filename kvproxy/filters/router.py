@@ -148,17 +148,31 @@ class RouterFilter:
         elif path.startswith(model_list.PATH) and model_list.is_asked_for(scope):
             await self._list_models(scope, downstream)
         else:
-            await self._route(exchange, downstream)
+            exchange.attach(*self._observers)
+            exchange.trusted = exchange.trusted or parts.trust_clients
+            if "received" in exchange.hooks:
+                notify(RequestObserver.received, exchange, self._clock())
+            try:
+                await self._route(exchange, downstream)
+            finally:
+                notify(RequestObserver.finished, exchange, self._clock())
 
     async def _route(self, exchange: Exchange, downstream: Downstream) -> None:
-        """Forwards the request, or answers in place of an engine; the observers hear of its beginning and its end."""
-        if self._parts.trust_clients:
-            exchange.trusted = True
-        exchange.observers += self._observers
-        notify(RequestObserver.received, exchange, self._clock())
-        watcher = DisconnectWatcher(downstream.scope, downstream.receive, self._arming)
+        """Forwards the request, or answers in place of an engine."""
+        scope, body = downstream.scope, None
+        watcher = DisconnectWatcher(scope, downstream.receive, self._arming)
         try:
-            await self._forward(exchange, downstream, watcher)
+            target = self._target(exchange, scope)
+            body = RequestBody(downstream.receive, scope["headers"], whole=exchange.body, uploads=self._parts.uploads)
+            forwarding = self._forwarding(exchange, downstream, target, body)
+            whole = body.whole
+            if whole is None or target.upstream_model or not self._parts.guard.passes(whole, exchange):
+                await self._make_ready(body, exchange, target, scope["headers"])
+            if body.consumed:
+                watcher.arm()
+            else:
+                body.on_consumed = functools.partial(watcher.arm, asyncio.current_task())
+            await forwarding.run()
         except GaveUp as error:
             await self._give_up(exchange, error, downstream)
         except LocalReply as why:
@@ -166,6 +180,8 @@ class RouterFilter:
                 exchange.outcome.end = "local_reply"
             else:
                 await self._refuse(why, downstream)
+        except QueueFull as error:
+            await self._refuse(_queue_full(error), downstream)
         except UnsafeRequest as error:
             message = f"This request cannot be forwarded safely: {error}"
             await self._refuse(LocalReply(400, "unsafe_request", message), downstream)
@@ -177,36 +193,23 @@ class RouterFilter:
                 raise
         finally:
             watcher.disarm()
-            notify(RequestObserver.finished, exchange, self._clock())
+            if body is not None:
+                body.end()
 
-    async def _forward(self, exchange: Exchange, downstream: Downstream, watcher: DisconnectWatcher) -> None:
-        parts, scope, inference = self._parts, downstream.scope, exchange.inference
-        target = self._target(exchange, scope)
-        headers = parts.headers.build(scope, request_id=exchange.request_id, trusted=exchange.trusted)
-        body = RequestBody(downstream.receive, scope["headers"], whole=exchange.body, uploads=parts.uploads)
-        forwarding = Forwarding(
+    def _forwarding(
+        self, exchange: Exchange, downstream: Downstream, target: RouteTarget, body: RequestBody
+    ) -> Forwarding:
+        parts, received = self._parts, downstream.scope["headers"]
+        return Forwarding(
             parts.forwarder,
             exchange,
             cluster=target.cluster,
-            model=target.upstream_model or (inference.model if inference else ""),
-            headers=headers,
+            model=target.upstream_model or (exchange.inference.model if exchange.inference else ""),
+            headers=parts.headers.build(downstream.scope, request_id=exchange.request_id, trusted=exchange.trusted),
             body=body,
             downstream=downstream,
-            debug=exchange.debug or (exchange.may_debug and _has(scope["headers"], parts.debug_header)),
+            debug=exchange.debug or (exchange.may_debug and parts.debug_header in dict(received)),
         )
-        try:
-            await self._ready(body, exchange, target, scope["headers"])
-            if body.consumed:
-                watcher.arm()
-            else:
-                body.on_consumed = functools.partial(watcher.arm, asyncio.current_task())
-            await forwarding.run()
-        except QueueFull as error:
-            after = (b"retry-after", b"%d" % math.ceil(error.retry_after_s))
-            message = "Too many requests are waiting; try again later."
-            raise LocalReply(429, "queue_full", message, headers=[after]) from None
-        finally:
-            body.end()
 
     def _target(self, exchange: Exchange, scope: Scope) -> RouteTarget:
         """Where the request goes. Raises LocalReply where there is no such place, or not by the policy asked for."""
@@ -221,7 +224,7 @@ class RouterFilter:
             exchange.policy = chosen_policy(scope["headers"], parts.policy_header, target.cluster)
         return target
 
-    async def _ready(self, body: RequestBody, exchange: Exchange, target: RouteTarget, received: Headers) -> None:
+    async def _make_ready(self, body: RequestBody, exchange: Exchange, target: RouteTarget, received: Headers) -> None:
         """The body as engines get it: without what clients may not say, salted, with its name for the model."""
         guard = self._parts.guard
         if not body.consumed:
@@ -261,8 +264,6 @@ class RouterFilter:
         await refuse(why, downstream.scope, downstream.receive, downstream.send, metrics=metrics)
 
 
-def _has(headers: Headers, name: bytes) -> bool:
-    for header, _ in headers:  # noqa: SIM110 - a generator would cost more, and every request asks
-        if header == name:
-            return True
-    return False
+def _queue_full(error: QueueFull) -> LocalReply:
+    after = (b"retry-after", b"%d" % math.ceil(error.retry_after_s))
+    return LocalReply(429, "queue_full", "Too many requests are waiting; try again later.", headers=[after])

@@ -86,7 +86,9 @@ class StepRun:
         if scope["type"] != "http":
             await self._other(scope, receive, send)
             return
-        exchange: Exchange = scope.get(SCOPE_KEY) or Exchange.of(scope, now=self._clock())
+        exchange: Exchange | None = scope.get(SCOPE_KEY)
+        if exchange is None:
+            exchange = scope[SCOPE_KEY] = Exchange(received_at=self._clock())
         downstream = Downstream(exchange, scope, receive, send, self._hooks)
         reached = crash = None
         try:

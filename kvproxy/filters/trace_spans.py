@@ -89,7 +89,7 @@ class TracingFilter(Step):
             exchange.trace_id = format_trace_id(span.trace_id)
             scope["headers"] = [*(pair for pair in scope["headers"] if pair[0] not in _CONTEXT), *carried]
         if server.is_recording():
-            exchange.observers.append(
+            exchange.attach(
                 RequestTrace(
                     server=server,
                     tracer=self._tracer,

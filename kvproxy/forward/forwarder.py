@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import enum
 import random
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import AttemptOutcome, Pick
+from kvproxy.cluster.router_queue import RouterQueue
 from kvproxy.cluster.screening import Refusal
 from kvproxy.config.schema import RetrySettings
 from kvproxy.errors import (
@@ -124,7 +126,11 @@ class Forwarding:
         shared.budget.request(shared.clock())
         try:
             while True:
-                pick = await self._pick()
+                queue, now, request = self._cluster.queue, shared.clock(), self._pick_request()
+                if queue is None or self._exchange.outcome.attempts or queue.admits(request, now):
+                    pick = self._place(request, now)
+                else:
+                    pick = await self._wait_in(queue, request)
                 if pick is None:
                     pause_s = self._earlier.next_round() if self._earlier is not None else None
                     if pause_s is None:
@@ -143,11 +149,8 @@ class Forwarding:
             if self._suspects:
                 self._blame_suspects()
 
-    async def _pick(self) -> Pick | None:
+    async def _wait_in(self, queue: RouterQueue, request: PickRequest) -> Pick | None:
         """The first attempt may have to wait for its turn; a request that was let in once does not queue again."""
-        queue, now, request = self._cluster.queue, self._shared.clock(), self._pick_request()
-        if queue is None or self._exchange.outcome.attempts or queue.admits(request, now):
-            return self._place(request, now)
         header = self._cluster.settings.queue.priority_header
         priority = priority_of(self._headers, header.lower().encode()) if header else 0
         return await queue.wait(request, self._place_refreshed, tenant=self._exchange.tenant, priority=priority)
@@ -203,17 +206,21 @@ class Forwarding:
         response: UpstreamResponse | None = None
         pick.on_unhealthy(self._give_back)
         try:
-            notify(RequestObserver.attempt_began, self._exchange, pick)
+            if "attempt_began" in self._exchange.hooks:
+                notify(RequestObserver.attempt_began, self._exchange, pick)
             headers = with_credential(self._headers, pick.endpoint.authorization)
             if self._exchange.trace_parent:
                 headers = with_trace_parent(headers, self._exchange.trace_parent)
-            headers += self._body.framing
+            body: bytes | AsyncIterator[bytes] | None = self._body.whole
+            if body is None:
+                headers += self._body.framing
+                body = self._body.take()
             response = await self._shared.pool.request(
                 pick.endpoint.origin,
                 self._method.encode(),
                 self._target,
                 headers,
-                self._body.take(),
+                body,
                 timeouts=self._shared.timeouts,
             )
             status = response.status
@@ -342,7 +349,8 @@ class Forwarding:
         if self._suspects and response.status < 500:
             self._blame_suspects(proven=True)
         self._exchange.outcome.ttft_s = now - self._exchange.received_at
-        notify(RequestObserver.first_byte, self._exchange, now)
+        if "first_byte" in self._exchange.hooks:
+            notify(RequestObserver.first_byte, self._exchange, now)
         relay = Relay(self._exchange, response, downstream=self._downstream, post=self._method == "POST")
         headers = response_headers(response.headers, endpoint=pick.endpoint.id.encode(), origin=pick.endpoint.origin)
         if self._debug:

@@ -119,8 +119,11 @@ class RequestHeaders:
         if trusted:
             headers += [(name, found[name]) for name in ENGINE_HEADERS if name in found]
         via = found.get(b"via")
-        self.check_loop(via)
-        headers.append((b"via", self.via if via is None else via + b", " + self.via))
+        if via is None:
+            headers.append((b"via", self.via))
+        else:
+            self.check_loop(via)
+            headers.append((b"via", via + b", " + self.via))
         _add_forwarded(headers, found, scope)
         parent = found.get(b"traceparent")
         if parent is not None and _TRACE_PARENT.fullmatch(parent):

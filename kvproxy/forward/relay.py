@@ -48,7 +48,11 @@ class Relay:
             if streams:
                 self._last.append(chunk)
                 await downstream.start(status, headers, chunk, more=True)
-                chunk = await self._pass_pieces_on()
+                if downstream.connection is not None:
+                    response.on_piece = self._pass_on
+                while (chunk := await response.chunk()) and not response.complete:
+                    self._last.append(chunk)
+                    await downstream.write(chunk, more=True)
             if chunk:  # complete: what came since the last piece goes with it
                 chunk += response.take() or b""
         except UpstreamError as error:
@@ -56,6 +60,8 @@ class Relay:
                 raise self._failure from None
             await self._tell_broken(headers, error)
             return error
+        finally:
+            response.on_piece = None
         if chunk:
             self._last.append(chunk)
         outcome.end = "completed"
@@ -65,21 +71,10 @@ class Relay:
             await downstream.start(status, headers, chunk, more=False)
         return self._look_at_end(status, headers)
 
-    async def _pass_pieces_on(self) -> bytes:
-        """All pieces but the last one, which it returns."""
-        response, downstream = self._response, self._downstream
-        response.on_piece = self._pass_on
-        try:
-            while (chunk := await response.chunk()) and not response.complete:
-                self._last.append(chunk)
-                await downstream.write(chunk, more=True)
-        finally:
-            response.on_piece = None
-        return chunk
-
     def _pass_on(self) -> bool:
         """A piece has arrived while the task waits for one; False: the task has to take it, and wait for the client."""
-        if not self._downstream.takes_pieces:
+        connection = self._downstream.connection
+        if connection is None or not connection.writable:
             return False
         piece = self._response.take()
         if piece:

@@ -120,8 +120,9 @@ class RequestBody:
         """Gives back what the body holds."""
         self.on_consumed = None
         self._end_stream()
-        self._uploads.held.give_back(self._held_bytes)
-        self._held_bytes = 0
+        if self._held_bytes:
+            self._uploads.held.give_back(self._held_bytes)
+            self._held_bytes = 0
 
     def take(self) -> bytes | AsyncIterator[bytes] | None:
         """The body for one attempt; None when the request has none."""

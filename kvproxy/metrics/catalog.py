@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from kvproxy import __version__
 from kvproxy.metrics.collectors import CallbackGauge, Counter, Histogram
 from kvproxy.metrics.exposition import Registry
-from kvproxy.metrics.hit_window import HitWindows
+from kvproxy.metrics.present import HitWindows
 
 #: As far as `timeouts.first_byte` goes.
 TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)

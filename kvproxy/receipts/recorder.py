@@ -58,7 +58,7 @@ class Recorder(RequestObserver):
     def received(self, exchange: Exchange, now: float) -> None:
         """Follow the request if chance says so."""
         if self._sample >= 1.0 or self._rng.random() < self._sample:
-            exchange.observers.append(AttemptLog(self._write))
+            exchange.attach(AttemptLog(self._write))
 
     def _write(self, exchange: Exchange, log: AttemptLog, now: float) -> None:
         inference = exchange.inference

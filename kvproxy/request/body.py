@@ -101,10 +101,28 @@ class BodyReader:
         task = asyncio.current_task()
         assert task is not None
         self._reading.add(task)
+        pieces: Pieces | None = None
+        size = 0
         try:
-            return await self._whole(receive)
-        except asyncio.CancelledError:
-            if not self._reading.remove(task) and task.uncancel() == 0:
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientLeft
+                piece: bytes = message.get("body", b"")
+                self.check_length(size + len(piece))
+                self._held.take(len(piece))
+                size += len(piece)
+                more = message.get("more_body", False)
+                if pieces is None and not more:
+                    return piece
+                pieces = pieces or Pieces()
+                pieces.append(piece)
+                if not more:
+                    return pieces.joined()
+        except BaseException as error:
+            self._held.give_back(size)
+            cancelled = isinstance(error, asyncio.CancelledError)
+            if cancelled and not self._reading.remove(task) and task.uncancel() == 0:
                 raise BodyTooSlow(self.timeout_s) from None
             raise
         finally:
@@ -113,26 +131,6 @@ class BodyReader:
     def release(self, size_bytes: int) -> None:
         """The request of this body is over."""
         self._held.give_back(size_bytes)
-
-    async def _whole(self, receive: Receive) -> bytes:
-        pieces = Pieces()
-        size = 0
-        try:
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientLeft
-                piece: bytes = message.get("body", b"")
-                if size + len(piece) > self.limit_bytes:
-                    raise BodyTooLarge(self.limit_bytes)
-                self._held.take(len(piece))
-                size += len(piece)
-                pieces.append(piece)
-                if not message.get("more_body", False):
-                    return pieces.joined()
-        except BaseException:
-            self._held.give_back(size)
-            raise
 
 
 def _cancel(task: asyncio.Task[object]) -> None:

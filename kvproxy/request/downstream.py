@@ -24,13 +24,12 @@ class Downstream:
     behind them. `hooks` see the response's head, in this order."""
 
     __slots__ = (
-        "_connection",
         "_follows",
         "_receive",
         "_replayed",
         "_send",
-        "_watched",
         "complete",
+        "connection",
         "exchange",
         "further_headers",
         "hooks",
@@ -51,12 +50,12 @@ class Downstream:
         self._receive = receive
         self._send = send
         self._replayed: bytes | None = None
-        self._watched = False
         connection: ClientConnection | None = scope.get(CONNECTION)
         wrapped = connection is None or (
             getattr(send, "__self__", None) is not connection or getattr(receive, "__self__", None) is not connection
         )
-        self._connection = None if wrapped else connection
+        #: Takes what is written at once; None: ASGI's messages.
+        self.connection = None if wrapped else connection
         #: The filters may change it. A server or filter around them may read its own afterwards; our listener does not.
         self.scope = dict(scope) if wrapped else scope
         #: The observers hear of a response once, however many segments it passes: from the outermost.
@@ -66,14 +65,11 @@ class Downstream:
     @classmethod
     def of(cls, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> Downstream:
         """That of the filters before this app, unless something between them and the app wraps a part of it."""
-        own: object = getattr(send, "__self__", None)
-        if isinstance(own, Downstream) and own.owns(scope, receive):
+        own = getattr(send, "__self__", None)
+        whole = getattr(receive, "__self__", None) is own
+        if whole and isinstance(own, Downstream) and scope is own.scope:
             return own
         return cls(exchange, scope, receive, send)
-
-    def owns(self, scope: Scope, receive: Receive) -> bool:
-        """Whether these are its own."""
-        return scope is self.scope and getattr(receive, "__self__", None) is self
 
     # the request
 
@@ -82,8 +78,8 @@ class Downstream:
         body = self._replayed
         if body is not None:
             self._replayed = None
-        elif self._connection is not None:
-            body = self._connection.take_body()
+        elif self.connection is not None:
+            body = self.connection.take_body()
             if body is not None and self._follows:
                 self.exchange.received_bytes += len(body)
         return body
@@ -117,7 +113,7 @@ class Downstream:
     async def start(self, status: int, headers: Headers, piece: bytes, *, more: bool) -> None:
         """The head and the first piece of the body. The list of headers is the caller's no more."""
         headers = self._head(status, headers)
-        connection = self._connection
+        connection = self.connection
         if connection is not None:
             if not connection.writable:
                 await connection.drain()
@@ -132,7 +128,7 @@ class Downstream:
 
     async def write(self, piece: bytes, *, more: bool) -> None:
         """The next piece of the body."""
-        connection = self._connection
+        connection = self.connection
         if connection is not None:
             if not connection.writable:
                 await connection.drain()
@@ -141,17 +137,13 @@ class Downstream:
             await self._send({"type": "http.response.body", "body": piece, "more_body": more})
         self._count(piece, more=more)
 
-    @property
-    def takes_pieces(self) -> bool:
-        """Whether `write_now` may be called: a piece needs no waiting."""
-        connection = self._connection
-        return connection is not None and connection.writable
-
     def write_now(self, piece: bytes) -> None:
-        """A piece that is not the last one, without waiting."""
-        assert self._connection is not None
-        self._connection.write(piece, more=True)
-        self._count(piece, more=True)
+        """A piece that is not the last one; only where `connection` is writable."""
+        assert self.connection is not None
+        self.connection.write(piece, more=True)
+        self.sent_bytes += len(piece)
+        if self._follows and "body_piece" in self.exchange.hooks:
+            notify(RequestObserver.body_piece, self.exchange, piece)
 
     async def send(self, message: Message) -> None:
         """ASGI's send, for the app behind."""
@@ -167,20 +159,19 @@ class Downstream:
 
     def end(self, crash: str) -> None:
         """The filters of this segment are through with the request."""
-        if self._follows and self.exchange.observers:
+        if self._follows and "ended" in self.exchange.hooks:
             notify(RequestObserver.ended, self.exchange, self.status, crash)
 
     def _head(self, status: int, headers: Headers) -> Headers:
         for hook in self.hooks:
             hook(self.exchange, status, headers)
         headers += self.further_headers
-        if self._follows and (observers := self.exchange.observers):
+        if self._follows and "response_started" in self.exchange.hooks:
             notify(RequestObserver.response_started, self.exchange, status, headers)
-            self._watched = any("body_piece" in observer.hooks for observer in observers)
         return headers
 
     def _count(self, piece: bytes, *, more: bool) -> None:
         self.sent_bytes += len(piece)
         self.complete = not more
-        if self._watched and piece:
+        if piece and self._follows and "body_piece" in self.exchange.hooks:
             notify(RequestObserver.body_piece, self.exchange, piece)

@@ -82,6 +82,7 @@ class Exchange:
         "facts_source",
         "followed",
         "held_bytes",
+        "hooks",
         "inference",
         "isolated",
         "may_debug",
@@ -122,25 +123,32 @@ class Exchange:
         self.trace_parent = b""  # W3C `traceparent` of the present attempt; b"": the one in the headers
         self.followed = False  # the observers hear of its response already
         self.outcome = Outcome()
-        #: What hears of this request's stages, in this order; the router adds its own when the request reaches it.
-        self.observers: list[HasHooks] = []
+        #: What hears of this request's stages, in this order (`attach`), and the hooks that some of it has.
+        self.observers: tuple[HasHooks, ...] = ()
+        self.hooks: frozenset[str] = frozenset()
+
+    def attach(self, *observers: HasHooks) -> None:
+        """These hear of the request from now on, after those that are there."""
+        self.observers += observers
+        for observer in observers:
+            self.hooks |= observer.hooks
 
     @property
     def on_pick(self) -> list[Callable[[Exchange], None]]:
-        """Deprecated: append a RequestObserver to `observers`. Called after every pick, with the outcome's endpoint."""
+        """Deprecated: `attach` a RequestObserver. Called after every pick, with the outcome's endpoint."""
         return self._callbacks().after_pick
 
     @property
     def on_complete(self) -> list[Callable[[Exchange], None]]:
-        """Deprecated: append a RequestObserver to `observers`. Called once when the request is over."""
+        """Deprecated: `attach` a RequestObserver. Called once when the request is over."""
         return self._callbacks().at_end
 
     def _callbacks(self) -> _Callbacks:
-        warnings.warn("append a RequestObserver to `exchange.observers`", DeprecationWarning, stacklevel=3)
+        warnings.warn("`exchange.attach` a RequestObserver", DeprecationWarning, stacklevel=3)
         for observer in self.observers:
             if isinstance(observer, _Callbacks):
                 return observer
-        self.observers.append(callbacks := _Callbacks())
+        self.attach(callbacks := _Callbacks())
         return callbacks
 
     @classmethod

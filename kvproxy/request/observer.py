@@ -23,9 +23,9 @@ P = ParamSpec("P")
 class RequestObserver:
     """Hears of the stages of a request, in this order; every hook does nothing unless a subclass overrides it.
 
-    One observer may serve all requests (the router's own ones) or one (appended to `exchange.observers`, where it lives
-    as long as the request; it must not hold the exchange, which would be a cycle). A hook must not wait. What it raises
-    is logged and fails no request. `now` is the proxy's clock, in seconds.
+    One observer may serve all requests (`context.observers`) or one (`exchange.attach`, with which it lives as long as
+    the request; it must not hold the exchange, which would be a cycle). A hook must not wait. What it raises is logged
+    and fails no request. `now` is the proxy's clock, in seconds.
     """
 
     __slots__ = ()
@@ -98,7 +98,10 @@ def notify(
     **kwargs: P.kwargs,
 ) -> None:
     """Calls this hook of every observer of the exchange that has it, such as `notify(RequestObserver.finished,
-    exchange, now)`. An observer that fails is logged, and the others go on."""
+    exchange, now)`. An observer that fails is logged, and the others go on.
+
+    Where few requests have an observer with the hook, look into `exchange.hooks` first: that is cheaper than a call.
+    """
     name = hook.__name__
     for observer in exchange.observers:
         if name in observer.hooks:

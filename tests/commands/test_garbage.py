@@ -24,7 +24,7 @@ from kvproxy.commands.garbage import (
 )
 from kvproxy.commands.serve import serve_until_signal
 from kvproxy.prefix.precise.index import PreciseIndex
-from kvproxy.prefix.precise.run import Run
+from kvproxy.prefix.precise.runs import Run
 from tests.prefix.support import A, stored
 
 CHAINS = 2000

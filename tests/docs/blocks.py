@@ -16,6 +16,7 @@ PAGES = [
     *sorted((ROOT / "deploy").rglob("*.md")),
     ROOT / "benchmarks" / "README.md",
     *sorted((ROOT / "benchmarks" / "traces").rglob("*.md")),
+    *sorted((ROOT / "kvproxy").rglob("README.md")),
 ]
 _BLOCK = re.compile(r"^( *)```(\S*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"`([^`\n]+)`")

@@ -58,7 +58,7 @@ def build_troublesome(inner: Any, settings: object, context: FilterContext) -> A
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         exchange = Exchange.of(scope, now=context.clock())
-        exchange.observers.append(Fails())
+        exchange.attach(Fails())
         await inner(scope, receive, send)
 
     return app

@@ -8,8 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.metrics.collectors import CallbackGauge
-from kvproxy.metrics.hit_window import HitWindow
-from kvproxy.metrics.loop_lag import LoopLag
+from kvproxy.metrics.present import HitWindow, LoopLag
 from tests.support.clock import FakeClock
 
 
@@ -46,7 +45,7 @@ async def test_the_loops_lag_is_what_a_sleep_took_too_long() -> None:
             await asyncio.Event().wait()
         clock.advance(seconds + lags.pop(0))
 
-    async with LoopLag(metrics, clock=clock, sleep=sleep):
+    async with LoopLag(metrics.process.loop_lag, clock=clock, sleep=sleep):
         await done.wait()
     assert metrics.registry.get_sample_value("kvproxy_event_loop_lag_seconds_count") == 2
     total = metrics.registry.get_sample_value("kvproxy_event_loop_lag_seconds_sum")
@@ -56,4 +55,4 @@ async def test_the_loops_lag_is_what_a_sleep_took_too_long() -> None:
 
 async def test_a_sampler_that_was_not_entered_ends_quietly() -> None:
     """A start that failed before it."""
-    await LoopLag(Metrics(), clock=FakeClock()).__aexit__(None, None, None)
+    await LoopLag(Metrics().process.loop_lag, clock=FakeClock()).__aexit__(None, None, None)

@@ -200,7 +200,9 @@ class ApproximateAgainstNaive(RuleBasedStateMachine):
         threshold = 2.0
         depth, unsure = 0, False
         for block in blocks_of(path):
-            heat = sum(exp((at - self.requests) / 64) for at in self.asked_for.get(block, []))
+            asked = self.asked_for.get(block, [])
+            now = self.requests + (not cursor.counted)
+            heat = sum(exp((at - now) / 64) for at in asked) + (not cursor.counted)
             unsure = abs(heat - threshold) < 1e-6
             if heat < threshold or unsure:
                 break

@@ -62,7 +62,7 @@ def test_a_conversation_of_a_real_server(source: str, size: int) -> None:
     salted = known["salt"]
     assert lookup(index, salted, salt="tenant-a") == {A: PreciseMatch(len(salted), 0, 0)}
     assert lookup(index, cold, salt="tenant-a") == {}
-    assert index.counts.orphaned == index.counts.malformed == 0
+    assert index.counts.buffered == index.counts.malformed == 0
 
 
 def test_a_real_eviction() -> None:
@@ -108,4 +108,4 @@ def test_older_encodings(version: str) -> None:
         if message["scenario"] == "decode_growth":
             grown += tokens_stored(message)
     assert lookup(index, grown) == {A: PreciseMatch(96, 0, 0)}
-    assert (index.orphan_blocks, index.counts.malformed) == (1, 0)
+    assert (index.pending_blocks, index.counts.malformed) == (1, 0)

@@ -25,7 +25,10 @@ def ask(index: ApproximateIndex, path: Sequence[int], endpoint: str = A) -> None
 
 
 def hot(index: ApproximateIndex, path: Sequence[int]) -> int:
-    return index.hot_blocks(index.locate(chained(path)))
+    """Hot blocks by what was asked for so far."""
+    cursor = index.locate(chained(path))
+    cursor.counted = True
+    return index.hot_blocks(cursor)
 
 
 def test_a_shared_system_prompt_becomes_hot() -> None:
@@ -57,6 +60,17 @@ def test_more_endpoints_need_more_requests() -> None:
     assert hot(index, SYSTEM) == 10
     index.heat.endpoints = 4
     assert hot(index, SYSTEM) == 0
+
+
+def test_a_request_counts_itself_before_it_is_routed() -> None:
+    """The one that makes its prompt hot is placed as one for a hot prompt."""
+    index = index_of(1)
+    for _ in range(2):
+        ask(index, SYSTEM)
+    cursor = index.locate(chained(SYSTEM))
+    assert (index.hot_blocks(cursor), hot(index, SYSTEM)) == (10, 0)
+    index.confirm(index.route(A, cursor))
+    assert (index.hot_blocks(cursor), hot(index, SYSTEM)) == (10, 10)
 
 
 def test_a_retried_request_counts_once() -> None:

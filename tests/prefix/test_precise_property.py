@@ -105,7 +105,7 @@ class PreciseAgainstNaive(RuleBasedStateMachine):
                 if (total, device) > (old.device_tokens + old.lower_tokens, old.device_tokens):
                     best[endpoint] = PreciseMatch(device, total - device, dp_rank)
             assert self.index.lookup(prompt_of(path)) == best
-        assert self.index.orphan_blocks == sum(len(run) for known in self.naive.values() for _, run in known.parked)
+        assert self.index.pending_blocks == sum(len(run) for known in self.naive.values() for _, run in known.parked)
 
 
 PreciseAgainstNaive.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

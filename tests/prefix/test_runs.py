@@ -1,4 +1,4 @@
-"""Runs long enough to be cut, moved and numbered anew, against a dictionary."""
+"""Runs long enough to be cut, moved and renumbered, against a dictionary."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from array import array
 
 import pytest
 
-from kvproxy.prefix.precise.prefix_match import match
-from kvproxy.prefix.precise.run import Run
-from kvproxy.prefix.precise.runs import SPAN, Runs
+from kvproxy.prefix.precise.runs import KEY_BITS, SPAN, Run, Runs
 
 GPU, CPU = 1, 2
 
 
 def names(count: int, *, seed: int) -> array[int]:
     rng = random.Random(seed)
-    return array("Q", [rng.getrandbits(64) for _ in range(count)])
+    return array("Q", [rng.getrandbits(KEY_BITS) for _ in range(count)])
 
 
 def filled(count: int, *, seed: int = 1) -> tuple[Runs, array[int], array[int]]:
@@ -86,7 +84,7 @@ def test_a_taken_name_undoes_the_whole_append() -> None:
     twice = names(10, seed=6)
     assert runs.append(twice + twice[:1], names(11, seed=7), None, GPU) is None
     check(runs, dict(zip(keys, blocks, strict=True)), more[:-1])
-    assert match(runs.firsts, blocks)[0] == 700
+    assert runs.match(blocks)[0] == 700
 
 
 def test_a_chain_told_block_by_block_is_few_runs() -> None:
@@ -114,7 +112,7 @@ def test_another_name_leads_to_the_same_block() -> None:
 def test_tiers_of_a_run_are_those_of_its_blocks(seed: int) -> None:
     """Said once while they agree, for each block while they do not, whatever the order."""
     rng = random.Random(seed)
-    run = Run(1, names(40, seed=1), names(40, seed=2), GPU)
+    run = Run(names(40, seed=1), names(40, seed=2), GPU)
     run.start = 5
     tiers = [GPU] * 40
     for _ in range(400):
@@ -122,12 +120,12 @@ def test_tiers_of_a_run_are_those_of_its_blocks(seed: int) -> None:
         end = rng.randint(at + 1, 40)
         if rng.random() < 0.5:
             bits = rng.choice([GPU, CPU, GPU | CPU])
-            run.put(at, end, bits)
+            run.set_tiers(at, end, bits)
             tiers[at:end] = [bits] * (end - at)
         else:
-            run.add(at, end, CPU)
+            run.add_tier(at, end, CPU)
             tiers[at:end] = [each | CPU for each in tiers[at:end]]
-        assert [run.on(place) for place in range(5, 40)] == tiers[5:]
+        assert [run.tiers_at(place) for place in range(5, 40)] == tiers[5:]
         assert (run.mixed is None) == (len(set(tiers[5:])) == 1)
 
 
@@ -140,6 +138,40 @@ def test_a_guess_changes_nothing_about_a_match(guess: int) -> None:
     assert runs.append(names(50, seed=7), others, branch, CPU) is not None
     for length in (1, 299, 300, 301, 511, 512, 513, 701, 1499, 1500):
         prompt = blocks[:length] + names(20, seed=length + 1000)
-        assert match(runs.firsts, prompt, guess)[:2] == (length, length)
-    assert match(runs.firsts, blocks[:701] + others + blocks[:9], guess)[:2] == (701, 751)
-    assert match(runs.firsts, array("Q"), guess)[:2] == (0, 0)
+        assert runs.match(prompt, guess)[:2] == (length, length)
+    assert runs.match(blocks[:701] + others + blocks[:9], guess)[:2] == (701, 751)
+    assert runs.match(array("Q"), guess)[:2] == (0, 0)
+
+
+def test_a_chain_is_swept_in_steps() -> None:
+    """What many blocks took is given back a part at a time, and what is left over says that it is done."""
+    runs, _, _ = filled(20 * SPAN)
+    steps = 1
+    while runs.sweep(1000) <= 0:
+        steps += 1
+    assert steps == 20 * SPAN // 1000 + 1
+
+
+def test_neighbours_are_found_in_either_order() -> None:
+    """Blocks removed one by one from the middle of a run, and one looked for again."""
+    runs, keys, blocks = filled(SPAN)
+    for at in (*range(300, 200, -1), *range(50, 150), 150, 150, 3, SPAN - 1, 4):
+        place = runs.find(keys[at])
+        assert place is not None
+        assert place[0].blocks[place[1]] == blocks[at]
+    for at in (299, 300, 298, 301):
+        place = runs.find(keys[at])
+        assert place is not None
+        runs.drop(*place)
+    gone = {*keys[298:302]}
+    check(runs, {key: block for key, block in zip(keys, blocks, strict=True) if key not in gone}, keys)
+
+
+@pytest.mark.parametrize("stride", [1, 1 << 16, 1 << 40, 263])
+def test_regular_keys_are_spread(stride: int) -> None:
+    """Counters, and keys that differ in their upper bits only, make no dict large that others leave empty."""
+    runs = Runs(shards=257)
+    for start in range(1, 20_000, 500):
+        keys = array("Q", range(start * stride, (start + 500) * stride, stride))
+        assert runs.append(keys, keys, None, GPU) is not None
+    assert runs.largest_shard < 2 * 20_000 / 257

@@ -32,7 +32,7 @@ class Told:
 
     def __init__(self, *observers: RequestObserver) -> None:
         self.exchange = Exchange(received_at=0.0)
-        self.exchange.observers += observers
+        self.exchange.attach(*observers)
 
     def pick(self, pool: Cluster, now: float, **request: Any) -> Pick | None:
         """Decide, tell, reserve."""

@@ -31,7 +31,7 @@ class Broken(RequestObserver):
 def test_an_observer_that_fails_is_logged_and_the_others_hear_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
     """The request goes on, and so do the observers after it."""
     exchange, notes = Exchange(received_at=0.0), Notes()
-    exchange.observers += [Broken(), notes]
+    exchange.attach(Broken(), notes)
     notify(RequestObserver.received, exchange, 3.0)
     assert notes.heard == ["received at 3"]
     assert "an observer of requests failed: Broken at `received`" in caplog.text
@@ -47,7 +47,7 @@ def test_only_the_hooks_of_a_class_are_called() -> None:
     assert RequestObserver.hooks == frozenset()
     assert Further.hooks == {"received", "attempt_failed", "finished"}
     exchange, further = Exchange(received_at=0.0), Further()
-    exchange.observers.append(further)
+    exchange.attach(further)
     notify(RequestObserver.attempt_failed, exchange, "busy", 1.0)
     notify(RequestObserver.first_byte, exchange, 2.0)
     notify(RequestObserver.finished, exchange, 2.0)
@@ -59,11 +59,11 @@ def test_an_observer_may_be_added_by_another_one() -> None:
 
     class Samples(RequestObserver):
         def received(self, exchange: Exchange, now: float) -> None:
-            exchange.observers.append(notes)
+            exchange.attach(notes)
 
     notes = Notes()
     exchange = Exchange(received_at=0.0)
-    exchange.observers.append(Samples())
+    exchange.attach(Samples())
     notify(RequestObserver.received, exchange, 1.0)
     notify(RequestObserver.attempt_failed, exchange, "busy", 2.0)
     assert notes.heard[-1] == "failed by busy"

@@ -1,195 +1,172 @@
-"""The ZMQ sockets of one stream: the subscription with its connection monitor, and a replay."""
+"""The two ZeroMQ sockets of one stream: the subscription, which connects again by itself, and a replay."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections import deque
-from collections.abc import AsyncGenerator
-from typing import Any
-
-import zmq
-import zmq.asyncio
-from zmq.utils.monitor import parse_monitor_message
+from collections.abc import AsyncGenerator, Callable
 
 from kvproxy.clients.kv_events.codec import END_OF_REPLAY, MAX_PAYLOAD_BYTES
 from kvproxy.clients.kv_events.source import KvEventSource
+from kvproxy.clients.kv_events.zmtp import ReceiveMemory, ZmtpConnection, open_connection, parse_address
 from kvproxy.errors import BadResponse, ClientTimeout
 
-#: Batches ZMQ holds for us while we are busy. It counts messages, not bytes: few, so that the largest fit 64 MiB.
-#: Beyond it nothing is lost: ZMQ stops reading, and batches wait in the engine's own queue (100,000 of them in vLLM).
-QUEUED_BATCHES = 8
+#: What a subscription reads ahead. Beyond it nothing is lost: batches wait in the engine's own queue (100,000 in vLLM).
+AHEAD_BYTES = 1 << 20
 
 #: More batches than any engine's replay buffer holds: a replay that goes on beyond is broken.
 MAX_REPLAYED_BATCHES = 200_000
 
-#: Messages of a replay read ahead before one of them is handled.
-_READ_AT_ONCE = 64
-
-#: A batch has three frames.
+#: A batch has three frames; its payload, and a little for topic, number and framing.
 _MAX_FRAMES = 16
+_MAX_MESSAGE_BYTES = MAX_PAYLOAD_BYTES + (1 << 16)
 
-_RECONNECT_MS, _RECONNECT_MAX_MS = 100, 5000
-_HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 5000, 15_000
+_RECONNECT_S, _RECONNECT_MAX_S = 0.1, 5.0
+_CONNECT_TIMEOUT_S = 5.0
 
 
 class Subscription:
-    """A SUB socket that says when its connection comes and goes. ZMQ reconnects by itself."""
+    """A SUB socket that says when its connection comes and goes, and connects again by itself. Made inside a running
+    event loop; ValueError for an address that is none."""
 
-    def __init__(self, context: zmq.asyncio.Context, source: KvEventSource) -> None:
-        self._socket = context.socket(zmq.SUB)
-        try:
-            self._configure(source)
-        except BaseException:
-            self._socket.close(linger=0)
-            raise
-        # Draining goes through plain sockets: a future for every message would cost more than the message.
-        self._plain: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
-        self._plain_monitor: zmq.Socket[bytes] = zmq.Socket.shadow(self._monitor)
-        self._poller = zmq.asyncio.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
+    def __init__(self, source: KvEventSource) -> None:
+        parse_address(source.endpoint)
+        self._source = source
+        self._changes: list[bool] = []
+        self._wake = asyncio.Event()
+        self._taken = asyncio.Event()  # no message of an earlier connection is left
+        self._connection: ZmtpConnection | None = None
+        self._task = asyncio.create_task(self._stay_connected(), name=f"kv events {source.endpoint}")
 
     async def wait(self, timeout_s: float | None) -> None:
         """Returns when something happened, or after `timeout_s`."""
-        await self._poller.poll(None if timeout_s is None else max(1, round(timeout_s * 1000)))
+        if self._changes or (self._connection is not None and self._connection.has_message):
+            await asyncio.sleep(0)
+            return
+        self._wake.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._wake.wait()
 
     def connections(self) -> list[bool]:
         """What happened to the connection since the last call: True for up, False for down."""
-        changes: list[bool] = []
-        with contextlib.suppress(zmq.Again):
-            while True:
-                event = parse_monitor_message(self._plain_monitor.recv_multipart(zmq.NOBLOCK))
-                changes.append(event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        changes, self._changes = self._changes, []
         return changes
 
     def message(self) -> list[bytes] | None:
-        """The next message, if there is one; of one with more frames than any engine sends, a few at a time."""
-        return _message(self._plain)
+        """The next message, if there is one."""
+        connection = self._connection
+        if connection is None:
+            return None
+        found = connection.message()
+        if found is None and connection.lost:
+            self._taken.set()
+        return found
 
     def close(self) -> None:
         """Ends the subscription."""
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._socket.close(linger=0)
+        self._task.cancel()
+        if self._connection is not None:
+            self._connection.close()
 
-    def _configure(self, source: KvEventSource) -> None:
-        options: dict[Any, int] = {
-            zmq.RCVHWM: QUEUED_BATCHES,
-            zmq.MAXMSGSIZE: MAX_PAYLOAD_BYTES,
-            zmq.RECONNECT_IVL: _RECONNECT_MS,
-            zmq.RECONNECT_IVL_MAX: _RECONNECT_MAX_MS,
-            zmq.HEARTBEAT_IVL: _HEARTBEAT_MS,
-            zmq.HEARTBEAT_TIMEOUT: _HEARTBEAT_TIMEOUT_MS,
-            zmq.IPV6: "[" in source.endpoint,
-        }
-        for option, value in options.items():
-            self._socket.setsockopt(option, value)
-        self._socket.setsockopt(zmq.SUBSCRIBE, source.topic.encode())
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+    async def _stay_connected(self) -> None:
+        pause_s = _RECONNECT_S
+        while True:
+            if await self._follow_one():
+                pause_s = _RECONNECT_S
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _RECONNECT_MAX_S)
+
+    async def _follow_one(self) -> bool:
+        """One connection from its beginning until the last message of it was taken; whether it came to be."""
+        happened = asyncio.Event()
+
+        def changed() -> None:
+            happened.set()
+            self._wake.set()
+
+        memory = ReceiveMemory(limit_bytes=AHEAD_BYTES, connection_bytes=AHEAD_BYTES)
+        connection = _connection(b"SUB", changed, memory)
         try:
-            self._socket.connect(source.endpoint)
-        except BaseException:
-            self._socket.disable_monitor()
-            self._monitor.close(linger=0)
-            raise
-
-
-class ReplayMemory:
-    """Bytes of replays that were read ahead, over all streams that share it; each may hold one message more.
-
-    They are read ahead since a replay comes as fast as the engine can send, and what does not fit its queue is dropped.
-    """
-
-    def __init__(self, *, limit_bytes: int = 256 << 20, stream_bytes: int = 64 << 20) -> None:
-        self.held_bytes = 0
-        self._limit_bytes = limit_bytes
-        self._stream_bytes = stream_bytes
-
-    def has_room(self, own_bytes: int) -> bool:
-        """Whether a stream that holds `own_bytes` may read on."""
-        return own_bytes < self._stream_bytes and self.held_bytes < self._limit_bytes
-
-
-class _ReadAhead:
-    """One replay's messages, taken from ZMQ as soon as there is room for them."""
-
-    def __init__(self, socket: zmq.asyncio.Socket, memory: ReplayMemory) -> None:
-        self._socket = socket
-        self._plain: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
-        self._memory = memory
-        self._messages: deque[list[bytes]] = deque()
-        self._bytes = 0
-
-    async def next(self, *, within_s: float) -> list[bytes] | None:
-        """The next message; None when there is none for `within_s`."""
-        self._fill()
-        while not self._messages:
-            if not await self._socket.poll(max(1, round(within_s * 1000))):
-                return None
-            self._fill()
-        frames = self._messages.popleft()
-        self._hold(-sum(map(len, frames)))
-        return frames
-
-    def close(self) -> None:
-        """Gives back what is held."""
-        self._messages.clear()
-        self._hold(-self._bytes)
-
-    def _fill(self) -> None:
-        for _ in range(_READ_AT_ONCE):
-            if self._messages and not self._memory.has_room(self._bytes):
-                return
-            frames = _message(self._plain)
-            if frames is None:
-                return
-            self._messages.append(frames)
-            self._hold(sum(map(len, frames)))
-
-    def _hold(self, more: int) -> None:
-        self._bytes += more
-        self._memory.held_bytes += more
-
-
-def _message(socket: zmq.Socket[bytes]) -> list[bytes] | None:
-    """The next message, if there is one; of one with more frames than any engine sends, a few at a time."""
-    try:
-        frames = [socket.recv(zmq.NOBLOCK)]
-    except zmq.Again:
-        return None
-    while len(frames) < _MAX_FRAMES and socket.getsockopt(zmq.RCVMORE):
-        frames.append(socket.recv())
-    return frames
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                await open_connection(self._source.endpoint, connection)
+                while not (connection.ready or connection.lost):
+                    happened.clear()
+                    await happened.wait()
+        except (OSError, UnicodeError):  # a timeout among them; names that cannot be looked up
+            connection.close()
+            return False
+        if not connection.ready:
+            connection.close()
+            return False
+        self._connection = connection
+        connection.send([b"\x01" + self._source.topic.encode()])
+        self._changes.append(True)
+        self._wake.set()
+        while not connection.lost:
+            happened.clear()
+            await happened.wait()
+        self._taken.clear()
+        self._changes.append(False)
+        self._wake.set()
+        if connection.has_message:
+            await self._taken.wait()
+        return True
 
 
 async def replayed(
-    context: zmq.asyncio.Context,
-    address: str,
-    start: int,
-    *,
-    idle_timeout_s: float,
-    memory: ReplayMemory | None = None,
+    address: str, start: int, *, idle_timeout_s: float, memory: ReceiveMemory | None = None
 ) -> AsyncGenerator[list[bytes], None]:
     """Messages of a replay from batch `start` on, the end marker last.
 
-    Raises ClientTimeout when nothing comes for `idle_timeout_s`, BadResponse when it has no end.
+    They are read ahead within `memory`, since a replay comes as fast as the engine can send, and what does not fit its
+    queue is dropped. Raises ClientTimeout when nothing comes for `idle_timeout_s`, BadResponse when it has no end.
     """
-    socket = context.socket(zmq.DEALER)
-    ahead = _ReadAhead(socket, memory or ReplayMemory())
+    happened = asyncio.Event()
+    connection = _connection(b"DEALER", happened.set, memory or ReceiveMemory())
+
+    async def until_something(what: str) -> None:
+        happened.clear()
+        try:
+            async with asyncio.timeout(idle_timeout_s):
+                await happened.wait()
+        except TimeoutError:
+            raise ClientTimeout(f"kv events: replay {what} for {idle_timeout_s:g} s") from None
+
     try:
-        socket.setsockopt(zmq.RCVHWM, QUEUED_BATCHES)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
-        socket.setsockopt(zmq.IPV6, "[" in address)
-        socket.connect(address)
-        await socket.send_multipart([b"", start.to_bytes(8, "big")])
+        await _connect(address, connection, idle_timeout_s)
+        while not connection.ready and not connection.lost:
+            await until_something("not connected")
+        connection.send([b"", start.to_bytes(8, "big")])
         for _ in range(MAX_REPLAYED_BATCHES):
-            frames = await ahead.next(within_s=idle_timeout_s)
-            if frames is None:
-                raise ClientTimeout(f"kv events: replay silent for {idle_timeout_s:g} s")
+            while (frames := connection.message()) is None:
+                if connection.lost:
+                    raise BadResponse(f"kv events: the replay broke off: {connection.error or 'closed'}")
+                await until_something("silent")
             yield frames
             if len(frames) > 1 and frames[-2] == END_OF_REPLAY:
                 return
         raise BadResponse("kv events: a replay without end")
     finally:
-        ahead.close()
-        socket.close(linger=0)
+        connection.close()
+
+
+async def _connect(address: str, connection: ZmtpConnection, within_s: float) -> None:
+    """Tries until it succeeds; ClientTimeout after `within_s`."""
+    try:
+        async with asyncio.timeout(within_s):
+            while True:
+                try:
+                    await open_connection(address, connection)
+                except (OSError, UnicodeError):
+                    await asyncio.sleep(_RECONNECT_S)
+                else:
+                    return
+    except TimeoutError:
+        raise ClientTimeout(f"kv events: replay not connected for {within_s:g} s") from None
+
+
+def _connection(socket_type: bytes, changed: Callable[[], None], memory: ReceiveMemory) -> ZmtpConnection:
+    return ZmtpConnection(
+        socket_type, changed=changed, memory=memory, max_message_bytes=_MAX_MESSAGE_BYTES, max_frames=_MAX_FRAMES
+    )

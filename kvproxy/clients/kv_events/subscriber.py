@@ -7,15 +7,13 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol, Self
 
-import zmq
-import zmq.asyncio
-
 from kvproxy.background_task import BackgroundTask
 from kvproxy.clients.kv_events.events import KvEvent
 from kvproxy.clients.kv_events.follower import StreamFollower
-from kvproxy.clients.kv_events.sockets import ReplayMemory, Subscription, replayed
+from kvproxy.clients.kv_events.sockets import Subscription, replayed
 from kvproxy.clients.kv_events.source import KvEventSource
 from kvproxy.clients.kv_events.status import StreamHealth, StreamMeter, StreamState, StreamStatus
+from kvproxy.clients.kv_events.zmtp import ReceiveMemory
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.types import Clock, EndpointId
 
@@ -60,7 +58,6 @@ class KvEventSubscriber(BackgroundTask):
         source: KvEventSource,
         *,
         consumer: KvEventConsumer,
-        context: zmq.asyncio.Context,
         metrics: Metrics,
         clock: Clock,
         wall_clock: Clock,
@@ -69,12 +66,11 @@ class KvEventSubscriber(BackgroundTask):
         silence_s: float = 30.0,
         block_tokens: int = 128,
         retry_s: float = _BACKOFF_S,
-        replay_memory: ReplayMemory | None = None,
+        replay_memory: ReceiveMemory | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.source = source
         self._consumer = consumer
-        self._context = context
         self._replay_timeout_s = replay_timeout_s
         self._retry_s = retry_s
         self._replay_memory = replay_memory
@@ -134,7 +130,7 @@ class KvEventSubscriber(BackgroundTask):
 
     async def _follow(self) -> None:
         """Serves one subscription; ends only by an error."""
-        subscription = Subscription(self._context, self.source)
+        subscription = Subscription(self.source)
         self._unbroken_bytes = 0
         retry_at: float | None = None
         pause_s = self._retry_s
@@ -184,9 +180,7 @@ class KvEventSubscriber(BackgroundTask):
     def _replay(self, start: int) -> AsyncGenerator[list[bytes], None]:
         address = self.source.replay_endpoint
         assert address is not None
-        return replayed(
-            self._context, address, start, idle_timeout_s=self._replay_timeout_s, memory=self._replay_memory
-        )
+        return replayed(address, start, idle_timeout_s=self._replay_timeout_s, memory=self._replay_memory)
 
     def _state_changed(self, status: StreamStatus) -> None:
         self._meter.state(status)

@@ -8,17 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import import_module
-from typing import Self
-
-import zmq.asyncio
 
 from kvproxy.background_task import BackgroundTask
 from kvproxy.clients.kv_events.events import BlockStored, KvEvent
-from kvproxy.clients.kv_events.sockets import ReplayMemory
 from kvproxy.clients.kv_events.source import KvEventSource, stated_sources
 from kvproxy.clients.kv_events.status import StreamState, StreamStatus
 from kvproxy.clients.kv_events.subscriber import KvEventSubscriber
+from kvproxy.clients.kv_events.zmtp import ReceiveMemory
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.cluster_schema import EventSources
@@ -123,21 +119,12 @@ class EventStreams(BackgroundTask):
         self._sleep = sleep
         self._streams: dict[Endpoint, tuple[str, AsyncExitStack, tuple[KvEventSubscriber, ...]]] = {}
         self._without: set[Endpoint] = set()
-        self._context: zmq.asyncio.Context | None = None
-        self._replay_memory = ReplayMemory()
-
-    async def __aenter__(self) -> Self:
-        # Takes a while: not when the first event comes, and not while a reload serves requests.
-        await asyncio.to_thread(import_module, "kvproxy.prefix.precise.block_table")
-        self._context = zmq.asyncio.Context()
-        return await super().__aenter__()
+        self._replay_memory = ReceiveMemory()
 
     async def __aexit__(self, *exc_info: object) -> None:
         await super().__aexit__(*exc_info)
         for endpoint in list(self._streams):
             await self._end(endpoint)
-        if self._context is not None:
-            self._context.destroy(linger=0)
         for consumer in self._consumers.values():
             await consumer.sweep()
 
@@ -198,12 +185,10 @@ class EventStreams(BackgroundTask):
         self._streams[endpoint] = (cluster, stack, tuple(subscribers))
 
     def _subscriber(self, endpoint: Endpoint, cluster: str, source: KvEventSource) -> KvEventSubscriber:
-        assert self._context is not None
         return KvEventSubscriber(
             endpoint.id,
             source,
             consumer=self._consumers[cluster],
-            context=self._context,
             metrics=self._metrics,
             clock=self._clock,
             wall_clock=self._wall_clock,

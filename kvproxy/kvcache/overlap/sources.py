@@ -26,7 +26,7 @@ from kvproxy.routing.policy import FactSource, OverlapFacts
 from kvproxy.types import Clock, EndpointId, InferenceRequest
 
 #: Rows of the precise index with their share of its tables, as benchmarks/prefix_index.py measures them.
-PRECISE_ROW_BYTES = 80
+PRECISE_ROW_BYTES = 100
 
 #: Label values, and a value.
 Series = Iterable[tuple[tuple[str, ...], float]]

@@ -62,17 +62,19 @@ class Heat:
         """Decayed requests for the last block of the run."""
         return run.heat * exp((run.counted_at - self._requests) / self._window)
 
-    def hot_blocks(self, run: HeatedRun) -> int:
-        """Leading blocks of the run that are hot."""
-        threshold = HOT_REQUESTS_PER_ENDPOINT * max(1, self.endpoints)
-        if run.heat < threshold and run.steps is None:
+    def hot_blocks(self, run: HeatedRun, *, asking: int = 0) -> int:
+        """Leading blocks of the run that are hot, `asking` requests for it included that are not counted yet."""
+        endpoints = max(1, self.endpoints)
+        enough = HOT_REQUESTS_PER_ENDPOINT * endpoints - asking
+        if run.heat < enough and run.steps is None:
             return 0  # heat only decays: no need to work out by how much
-        heat = self.requests(run)
-        if heat >= threshold:
+        now, window = self._requests + asking, WINDOW_REQUESTS_PER_ENDPOINT * endpoints
+        heat = run.heat * exp((run.counted_at - now) / window)
+        if heat >= enough:
             return len(run.hashes)
         for end, more, since in reversed(run.steps or ()):
-            heat += more * exp((since - self._requests) / self._window)
-            if heat >= threshold:
+            heat += more * exp((since - now) / window)
+            if heat >= enough:
                 return end
         return 0
 

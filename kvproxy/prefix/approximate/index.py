@@ -78,15 +78,17 @@ class ApproximateIndex:
         return found
 
     def hot_blocks(self, cursor: PrefixCursor[Run]) -> int:
-        """Leading blocks that are hot."""
+        """Leading blocks that are hot, this request included."""
         self._tree.renew(cursor)
-        hot = 0
+        hot, asking = 0, 0 if cursor.counted else 1
         for run in cursor.path:
-            blocks = self.heat.hot_blocks(run)
+            blocks = self.heat.hot_blocks(run, asking=asking)
             hot += blocks
             if blocks < len(run.hashes):
                 return hot
-        return hot if cursor.partial is None else hot + min(cursor.inside, self.heat.hot_blocks(cursor.partial))
+        if cursor.partial is not None:
+            hot += min(cursor.inside, self.heat.hot_blocks(cursor.partial, asking=asking))
+        return hot
 
     @property
     def entries(self) -> int:

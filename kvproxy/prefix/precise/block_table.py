@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping
 
-from kvproxy.prefix.precise.run import Run
-from kvproxy.prefix.precise.runs import MAX_RUNS, Place, Runs
+from kvproxy.prefix.precise.runs import Place, Run, Runs
 
 
 class BlockTable:
@@ -15,13 +13,13 @@ class BlockTable:
 
     def __init__(self, block_size: int, *, max_rows: int, max_ghosts: int) -> None:
         self.block_size = block_size
-        self._max_rows = min(max_rows, MAX_RUNS - 2)  # a run a block at worst, and one while another is cut
+        self._max_rows = max_rows
         self._max_ghosts = max_ghosts
         self._runs = Runs()
-        self.firsts: Mapping[int, Run] = self._runs.firsts  # by our hash of the run's first block
+        self.match = self._runs.match
         self._ghosts: OrderedDict[int, int] = OrderedDict()  # removed blocks: children may still come
         self._aliases: dict[int, int] = {}  # a block's further engine hashes: the one its run has
-        self._names: dict[int, dict[int, int]] = {}  # of our blocks with several: tiers of each, as bits
+        self._several: dict[int, dict[int, int]] = {}  # of our blocks with several: tiers of each, as bits
 
     def __len__(self) -> int:
         """Rows: engine hashes of blocks that are there."""
@@ -35,7 +33,7 @@ class BlockTable:
             return None if named is None else self._runs.find(named)
         return place
 
-    def former(self, key: int) -> int | None:
+    def removed_block(self, key: int) -> int | None:
         """Our hash of a block with this engine hash that was removed not long ago."""
         return self._ghosts.get(key)
 
@@ -63,9 +61,9 @@ class BlockTable:
         while done < len(keys):
             place = None if above is None else self._above(above)
             here = self._runs.locate(blocks[done], place)
-            known = 0 if here is None or self._names else _equal(here, keys, blocks, done)
+            known = 0 if here is None or self._several else _equal(here, keys, blocks, done)
             if here is not None and known:
-                here[0].add(here[1], here[1] + known, bit)
+                here[0].add_tier(here[1], here[1] + known, bit)
                 done += known
             elif self._store_one(keys[done], blocks[done], above, bit):
                 done += 1
@@ -80,8 +78,8 @@ class BlockTable:
         if place is None:
             return False
         run, at = place
-        tiers, bit = run.on(at), 1 << tier
-        names = self._names.get(run.blocks[at]) if self._names else None
+        tiers, bit = run.tiers_at(at), 1 << tier
+        names = self._several.get(run.blocks[at]) if self._several else None
         if not (tiers if names is None else names[key]) & bit:
             return False
         if names is not None:
@@ -91,14 +89,14 @@ class BlockTable:
         if tiers == bit:
             self._vanish(run, at)
         else:
-            run.put(at, at + 1, tiers ^ bit)
+            run.set_tiers(at, at + 1, tiers ^ bit)
         return True
 
     def sweep(self, rows: int) -> int:
-        """Give up about so many rows of a table nobody uses any more; returns rows left."""
+        """Give up about so many rows of a table in use no more. Returns how many more could have been given up: 0 or
+        less until nothing is left."""
         self._aliases.clear()
-        self._runs.sweep(rows)
-        return self._runs.blocks
+        return self._runs.sweep(rows)
 
     def _above(self, key: int) -> Place | None:
         """Where a parent is. One removed under this name may be there under another: rare enough to look everywhere."""
@@ -121,16 +119,16 @@ class BlockTable:
         run, at = here
         if named is None:
             self._aliases[key] = run.keys[at]
-            self._names.setdefault(block, {run.keys[at]: run.on(at)})[key] = 0
-        if block in self._names:
-            self._names[block][key] |= bit
-        run.add(at, at + 1, bit)
+            self._several.setdefault(block, {run.keys[at]: run.tiers_at(at)})[key] = 0
+        if block in self._several:
+            self._several[block][key] |= bit
+        run.add_tier(at, at + 1, bit)
         return True
 
     def _forget(self, key: int, run: Run, at: int) -> None:
         """The engine gives an old hash to another block: under this name, the old block is gone."""
         block = run.blocks[at]
-        names = self._names.get(block)
+        names = self._several.get(block)
         if names is None:
             self._vanish(run, at)
             return
@@ -145,16 +143,16 @@ class BlockTable:
         for each in names.values():
             tiers |= each
         if len(names) == 1:
-            del self._names[block]
+            del self._several[block]
         if tiers:
-            run.put(at, at + 1, tiers)
+            run.set_tiers(at, at + 1, tiers)
         else:
             self._vanish(run, at)
 
     def _vanish(self, run: Run, at: int) -> None:
         """The block is on no tier any more."""
         block = run.blocks[at]
-        names = self._names.pop(block, None) if self._names else None
+        names = self._several.pop(block, None) if self._several else None
         for key in (run.keys[at],) if names is None else names:
             self._aliases.pop(key, None)
             self._ghosts.pop(key, None)

@@ -7,29 +7,27 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
+from xxhash import xxh3_64_intdigest
 
-from kvproxy.clients.kv_events.events import FULL_ATTENTION, BlockRemoved, BlockStored, KvEvent
-from kvproxy.prefix.hashing import root_seed
-from kvproxy.prefix.precise.pending_blocks import PendingBlock, PendingBlocks
-from kvproxy.prefix.precise.prefix_match import match
-from kvproxy.prefix.precise.reported import blocks_of, name_of, reported
-from kvproxy.prefix.precise.run import MAX_TIERS, Run
+from kvproxy.clients.kv_events.events import FULL_ATTENTION, BlockRemoved, BlockStored, EngineHash, KvEvent
+from kvproxy.prefix.hashing import mix_keys, root_seed, token_blocks
+from kvproxy.prefix.precise.block_table import BlockTable
+from kvproxy.prefix.precise.pending_blocks import PendingBlocks, ReportedBlocks
+from kvproxy.prefix.precise.runs import KEY_BITS, MAX_TIERS
 from kvproxy.types import EndpointId
-
-if TYPE_CHECKING:
-    from kvproxy.prefix.precise.block_table import BlockTable
 
 #: Rows of sources that were cleared or left, given up per operation.
 STEP_ROWS = 1024
 
 #: Adapters whose chains were begun of late.
 _REMEMBERED_ROOTS = 1024
+_KEY = 2**KEY_BITS - 1
 
 
 class PreciseMatch(msgspec.Struct, frozen=True):
@@ -52,9 +50,9 @@ class PreciseCounts:
     stored: int = 0
     removed: int = 0
     removed_unknown: int = 0
-    orphaned: int = 0
-    adopted: int = 0
-    orphans_dropped: int = 0
+    buffered: int = 0  # before their parent
+    attached: int = 0  # once it came
+    buffer_dropped: int = 0
     over_bound: int = 0
     malformed: int = 0
     other_groups: int = 0
@@ -68,29 +66,29 @@ class _Followed(NamedTuple):
     """What is known of one source."""
 
     table: BlockTable
-    orphans: PendingBlocks
+    pending: PendingBlocks
 
 
-#: A source's rank, block size and runs by their first blocks, and whether its endpoint has no other source.
-_Asked = tuple[_Rank, int, Mapping[int, Run], bool]
+#: A source's rank, block size and table's `match`, and whether its endpoint has no other source.
+_Asked = tuple[_Rank, int, Callable[["array[int]", int], tuple[int, int, int]], bool]
 
 
 class PreciseIndex:
     """Bounded by `max_blocks` rows a source (endpoint, data-parallel rank, KV cache group) and `max_sources`."""
 
     def __init__(
-        self, *, max_blocks: int = 4_000_000, max_orphan_blocks: int = 16_384, max_ghosts: int = 16_384,
+        self, *, max_blocks: int = 4_000_000, max_pending_blocks: int = 16_384, max_ghosts: int = 16_384,
         max_sources: int = 4096,
     ) -> None:  # fmt: skip
         self.counts = PreciseCounts()
         self._max_blocks = max_blocks
-        self._max_orphan_blocks = max_orphan_blocks
+        self._max_pending_blocks = max_pending_blocks
         self._max_ghosts = max_ghosts
         self._max_sources = max_sources
         self._tiers = {"GPU": 0}  # by medium; 0 is the engine's own memory
         self._followed: dict[_Source, _Followed] = {}
         self._sizes: Counter[int] = Counter()  # sources by block size
-        self._asked: list[_Asked] | None = None  # None: to be worked out anew
+        self._asked: list[_Asked] | None = None  # None: to be worked out again
         self._swept: deque[BlockTable] = deque()
         self._root = lru_cache(_REMEMBERED_ROOTS)(precise_root)
 
@@ -119,10 +117,8 @@ class PreciseIndex:
     def sweep(self, rows: int = STEP_ROWS) -> bool:
         """Give up at most so many rows of retired sources; True when nothing is left to sweep."""
         while self._swept and rows > 0:
-            before = len(self._swept[0])
-            left = self._swept[0].sweep(rows)
-            rows -= max(1, before - left)
-            if not left:
+            rows = self._swept[0].sweep(rows)
+            if rows > 0:
                 self._swept.popleft()
         return not self._swept
 
@@ -134,9 +130,9 @@ class PreciseIndex:
         return frozenset(self._sizes)
 
     @property
-    def orphan_blocks(self) -> int:
-        """Blocks parked until their parent comes."""
-        return sum(len(each.orphans) for each in self._followed.values())
+    def pending_blocks(self) -> int:
+        """Blocks buffered until their parent comes."""
+        return sum(len(each.pending) for each in self._followed.values())
 
     def rows(self, endpoint: EndpointId) -> int:
         """Blocks kept for the endpoint, over ranks and groups."""
@@ -152,11 +148,11 @@ class PreciseIndex:
         parting = 0
         if self._asked is None:
             self._asked = self._to_ask()
-        for rank, size, firsts, alone in self._asked:
+        for rank, size, match, alone in self._asked:
             hashes = hashed.get(size)
             if hashes is None:
                 hashes = hashed[size] = hashes_at(size)
-            device, total, parting = match(firsts, hashes, parting)
+            device, total, parting = match(hashes, parting)
             if not alone:
                 least = several.get(rank)
                 here = total * size, device * size
@@ -190,9 +186,9 @@ class PreciseIndex:
             if followed is None:
                 self.counts.over_bound += event.blocks
                 return
-        run = reported(event, tier)
-        if self._place(followed, run) and followed.orphans:
-            self._adopt(followed, run)
+        reported = reported_blocks(event, tier)
+        if self._place(followed, reported) and followed.pending:
+            self._attach_pending(followed, reported)
         if self._swept:
             self.sweep()
 
@@ -201,71 +197,67 @@ class PreciseIndex:
         if followed is None or tier is None:
             self.counts.removed_unknown += event.blocks
             return
-        table, orphans = followed
-        for each in event.block_hashes:
-            key = name_of(each)
-            if table.remove(key, tier) or (len(orphans) and orphans.remove(key, tier)):
+        table, pending = followed
+        for key in keys_of(event.block_hashes):
+            if table.remove(key, tier) or (pending and pending.remove(key, tier)):
                 self.counts.removed += 1
             else:
                 self.counts.removed_unknown += 1
 
-    def _place(self, followed: _Followed, run: PendingBlock) -> bool:
-        """Store the run, or park it; False when it is malformed or was parked."""
-        table, orphans = followed
+    def _place(self, followed: _Followed, reported: ReportedBlocks) -> bool:
+        """Store the blocks, or buffer them; False when they are malformed or were buffered."""
+        table, pending = followed
         size, above = table.block_size, None
         seed: int | None
-        if run.parent is None:
-            seed = self._root(size, lora=run.lora)
+        if reported.parent is None:
+            seed = self._root(size, lora=reported.lora)
         else:
-            above = table.place(run.parent)
-            seed = table.former(run.parent) if above is None else above[0].blocks[above[1]]
-        blocks = None if seed is None else blocks_of(run, size, seed)
-        placed = run.parent is None or above is not None
-        if blocks is not None and placed and table.store_new(run.keys, blocks, above, run.tier):
+            above = table.place(reported.parent)
+            seed = table.removed_block(reported.parent) if above is None else above[0].blocks[above[1]]
+        keys = reported.keys
+        blocks = None if seed is None else blocks_of(reported, size, seed)
+        placed = reported.parent is None or above is not None
+        if blocks is not None and placed and table.store_new(keys, blocks, above, reported.tier):
             self.counts.stored += len(blocks)
             return True
-        names = set(run.keys)
-        if len(names) != len(run.keys) or run.parent in names:  # a block twice, or below itself
+        different = set(keys)
+        if len(different) != len(keys) or reported.parent in different:  # a block twice, or below itself
             self.counts.malformed += 1
             return False
         if blocks is None:
-            self.counts.orphaned += len(run.keys)
-            self.counts.orphans_dropped += orphans.park(run)
+            self.counts.buffered += len(keys)
+            self.counts.buffer_dropped += pending.buffer(reported)
             return False
-        stored = table.store(run.keys, blocks, run.parent, run.tier)
+        stored = table.store(keys, blocks, reported.parent, reported.tier)
         self.counts.stored += stored
-        self.counts.over_bound += len(run.keys) - stored
+        self.counts.over_bound += len(keys) - stored
         return True
 
-    def _adopt(self, followed: _Followed, run: PendingBlock) -> None:
-        """Store the runs that waited for a block of this one, and those that waited for them."""
-        todo = followed.orphans.claim(run.keys)
+    def _attach_pending(self, followed: _Followed, reported: ReportedBlocks) -> None:
+        """Store what waited for one of these blocks, and what waited for that."""
+        todo = followed.pending.take(reported.keys)
         while todo:
-            run = todo.pop()
-            self.counts.adopted += len(run.keys)
-            if self._place(followed, run):
-                todo += followed.orphans.claim(run.keys)
+            reported = todo.pop()
+            self.counts.attached += len(reported.keys)
+            if self._place(followed, reported):
+                todo += followed.pending.take(reported.keys)
 
     def _to_ask(self) -> list[_Asked]:
         """What a lookup needs of each source, worked out when one came or left."""
         sources = Counter(endpoint for endpoint, _, _ in self._followed)
         return [
-            ((endpoint, dp_rank), table.block_size, table.firsts, sources[endpoint] == 1)
+            ((endpoint, dp_rank), table.block_size, table.match, sources[endpoint] == 1)
             for (endpoint, dp_rank, _), (table, _) in self._followed.items()
         ]
 
     def _begin(self, source: _Source, block_size: int) -> _Followed | None:
-        """Follow a source anew; None when there are too many."""
-        from kvproxy.prefix.precise.block_table import (
-            BlockTable,  # with numpy: 15 MB that only followers of events need
-        )
-
+        """Follow a source from nothing; None when there are too many."""
         if source in self._followed:  # the engine was restarted with another block size
             self._retire(source)
         if len(self._followed) + len(self._swept) >= self._max_sources:
             return None
         table = BlockTable(block_size, max_rows=self._max_blocks, max_ghosts=self._max_ghosts)
-        followed = _Followed(table, PendingBlocks(max_blocks=self._max_orphan_blocks))
+        followed = _Followed(table, PendingBlocks(max_blocks=self._max_pending_blocks))
         self._followed[source] = followed
         self._asked = None
         self._sizes[block_size] += 1
@@ -292,3 +284,31 @@ class PreciseIndex:
 def precise_root(block_size: int, *, lora: str = "", cache_salt: str | None = None) -> int:
     """Where a prompt's chain starts, so that it meets the blocks engines report for it."""
     return root_seed(block_size=block_size, lora=lora, cache_salt=cache_salt)
+
+
+def reported_blocks(event: BlockStored, tier: int) -> ReportedBlocks:
+    """What the event says, in keys."""
+    parent = None if event.parent is None else keys_of((event.parent,))[0]
+    lora = event.lora_name or (f"lora_id {event.lora_id}" if event.lora_id is not None else "")
+    return ReportedBlocks(parent, keys_of(event.block_hashes), event.token_ids, event.extra, lora, tier)
+
+
+def keys_of(engine_hashes: Sequence[EngineHash]) -> array[int]:
+    """Engines publish 64-bit integers (old ones signed) or whole digests."""
+    try:
+        return array("Q", [each & _KEY for each in engine_hashes])
+    except TypeError:
+        return keys_of([each if isinstance(each, int) else xxh3_64_intdigest(each) for each in engine_hashes])
+
+
+def blocks_of(reported: ReportedBlocks, block_size: int, seed: int) -> array[int]:
+    """Our hashes of the reported blocks."""
+    if reported.extra is None:
+        return token_blocks(reported.token_ids, block_size, seed)
+    blocks = array("Q")
+    for index, keys in enumerate(reported.extra):
+        if keys:  # the LoRA's name is in the root already, and older engines do not list it here
+            seed = mix_keys(seed, (key for key in keys if key != reported.lora))
+        seed = token_blocks(reported.token_ids[index * block_size : (index + 1) * block_size], block_size, seed)[0]
+        blocks.append(seed)
+    return blocks

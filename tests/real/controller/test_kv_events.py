@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 import pytest
-import zmq.asyncio
 
 from kvproxy.clients.kv_events.events import KvEvent
 from kvproxy.clients.kv_events.status import StreamState, StreamStatus
@@ -58,23 +57,21 @@ class Follower:
 async def following(servers: dict[str, Vllm]) -> AsyncIterator[Follower]:
     """Subscribed to what each server says its event stream is, history included."""
     follower = Follower()
-    with zmq.asyncio.Context() as context:
-        async with contextlib.AsyncExitStack() as stack:
-            for name, server in servers.items():
-                async with engine_client(server) as engine:
-                    (source,) = await engine.kv_event_sources()
-                subscriber = KvEventSubscriber(
-                    EndpointId(name),
-                    source,
-                    consumer=follower,
-                    context=context,
-                    metrics=Metrics(),
-                    clock=time.monotonic,
-                    wall_clock=time.time,  # noqa: TID251 - events carry the engine's wall clock
-                )
-                await stack.enter_async_context(subscriber)
-            await until(lambda: len(follower.exact) == len(servers) and all(follower.exact.values()))
-            yield follower
+    async with contextlib.AsyncExitStack() as stack:
+        for name, server in servers.items():
+            async with engine_client(server) as engine:
+                (source,) = await engine.kv_event_sources()
+            subscriber = KvEventSubscriber(
+                EndpointId(name),
+                source,
+                consumer=follower,
+                metrics=Metrics(),
+                clock=time.monotonic,
+                wall_clock=time.time,  # noqa: TID251 - events carry the engine's wall clock
+            )
+            await stack.enter_async_context(subscriber)
+        await until(lambda: len(follower.exact) == len(servers) and all(follower.exact.values()))
+        yield follower
 
 
 async def tokens_of(server: Vllm, body: dict[str, Any]) -> array[int]:

@@ -1,12 +1,20 @@
-"""What the engines had cached of the last requests: hit ratios that follow the present instead of the whole past."""
+"""Figures of the present, worked out here: hit ratios over the last requests, and how late the event loop is."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from kvproxy.background_task import BackgroundTask
+from kvproxy.metrics.collectors import Histogram
+from kvproxy.types import Clock, Sleep
+
 #: Requests a ratio is taken over.
 WINDOW = 1000
+
+#: Between two looks at the event loop.
+INTERVAL_S = 0.25
 
 
 class HitWindow:
@@ -69,3 +77,21 @@ class HitWindows:
                 yield (name, "requests"), shown(window.hits / len(window))
             if window.prompt_tokens:
                 yield (name, "tokens"), shown(window.cached_tokens / window.prompt_tokens)
+
+
+class LoopLag(BackgroundTask):
+    """Owns one task that sleeps and observes how much longer that took: what every request waits for when something
+    holds the loop it was entered on."""
+
+    task_name = "event loop lag"
+
+    def __init__(self, lag: Histogram, *, clock: Clock, sleep: Sleep = asyncio.sleep) -> None:
+        self._lag = lag
+        self._clock = clock
+        self._sleep = sleep
+
+    async def _run(self) -> None:
+        while True:
+            began = self._clock()
+            await self._sleep(INTERVAL_S)
+            self._lag.observe(max(0.0, self._clock() - began - INTERVAL_S))

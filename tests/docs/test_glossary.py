@@ -1,0 +1,70 @@
+"""The code speaks the glossary's language."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.docs.blocks import ROOT
+
+#: Former names of things that have a better one; parts of identifiers, and words of docstrings.
+RETIRED = frozenset(
+    {
+        *("witness", "onlooker", "deciders", "appointing", "clientele", "outlook", "waitingroom"),
+        *("upkeep", "succession", "departure", "mend"),
+    }
+)
+#: A docstring's subject is the thing, not a person.
+PERSONS = frozenset({"nobody", "somebody", "whoever", "everybody", "anew"})
+#: Docstrings that still have one, by room. Nothing is added here.
+WITH_PERSONS: dict[str, int] = {}
+
+
+def _files() -> list[Path]:
+    return sorted((ROOT / "kvproxy").rglob("*.py"))
+
+
+def _identifiers(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.arg):
+            yield node.arg
+
+
+def _words(identifier: str) -> set[str]:
+    return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", identifier)}
+
+
+def _docstrings(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""
+
+
+def test_no_name_is_a_retired_word() -> None:
+    """A word that has another name now does not come back."""
+    wrong = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in _files()
+        for name in _identifiers(ast.parse(path.read_text()))
+        if _words(name) & RETIRED or name.lower().replace("_", "") in RETIRED
+    }
+    assert not wrong
+
+
+def test_docstrings_speak_of_things() -> None:
+    """The endpoint, the request, the connection: not nobody, whoever or everybody."""
+    found: dict[str, list[str]] = {}
+    for path in _files():
+        room = path.relative_to(ROOT / "kvproxy").parts[0].removesuffix(".py")
+        for text in _docstrings(ast.parse(path.read_text())):
+            if persons := PERSONS & set(re.findall(r"[a-z]+", text.lower())):
+                found.setdefault(room, []).append(f"{path.relative_to(ROOT)}: {sorted(persons)}")
+    assert {room: wrong for room, wrong in found.items() if len(wrong) > WITH_PERSONS.get(room, 0)} == {}
