@@ -98,7 +98,6 @@ WITHOUT_README = frozenset[str](
         "config",
         "filters",
         "forward",
-        "kvcache",
         "listener",
         "metrics",
         "prefix",
