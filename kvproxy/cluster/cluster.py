@@ -176,7 +176,8 @@ class Cluster:
     def decide(self, request: PickRequest, now: float) -> Decision[Endpoint] | Refusal:
         """Where the request would go; changes nothing. A preferred endpoint is taken if it may serve; otherwise the
         policy chooses."""
-        pool, asked = self._screening.pool(request.model, now), self.policies.find(request.policy)
+        pool, policies = self._screening.pool(request.model, now), self.policies
+        asked = policies.find(request.policy) if request.policy else policies.own
         decision = selector.decide(
             request,
             pool.usable,
@@ -184,7 +185,7 @@ class Cluster:
             now,
             name=asked.name,
             panic=pool.panic,
-            speeds=self.speeds,
+            speeds=policies.speeds,
             why_skipped=self._why_skipped,
         )
         return refusal_of(request, self.endpoints, now) if decision is None else decision

@@ -9,10 +9,8 @@ from typing import Protocol
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.resilience.breaker import BreakerState, Permit
 from kvproxy.routing.load import Reservation
-from kvproxy.routing.policy import NO_FACTS, Overlap, PickRequest
+from kvproxy.routing.policy import NO_FACTS, PickRequest
 from kvproxy.routing.selector import Decision
-
-_NOTHING_HELD = Overlap(device_tokens=0)
 
 
 class AttemptOutcome(StrEnum):
@@ -140,7 +138,9 @@ def reserve(endpoint: Endpoint, request: PickRequest, now: float) -> Reservation
     facts, hidden = request.facts, not request.streams
     if facts is NO_FACTS:
         return endpoint.load.reserve(0, 0, now, hidden=hidden)
-    overlap = facts.by_endpoint.get(endpoint.id, _NOTHING_HELD)
+    overlap = facts.by_endpoint.get(endpoint.id)
+    if overlap is None:
+        return endpoint.load.reserve(facts.prompt_tokens, 0, now, hidden=hidden)
     cached = min(overlap.tokens, facts.prompt_tokens)
     lower = min(overlap.lower_tokens, cached)
     return endpoint.load.reserve(facts.prompt_tokens - cached, cached, now, lower_tokens=lower, hidden=hidden)

@@ -35,7 +35,7 @@ class NamedPolicy:
         counter = self._counts.get(reason)
         if counter is None:
             counter = self._counts[reason] = self._picks(reason)
-        counter.inc()
+        counter.value += 1.0
 
 
 class PolicySet:
@@ -70,13 +70,9 @@ class PolicySet:
         self._learners: Sequence[Policy] = ()  # of these, each model of speeds once
         #: What the policies that decide have learned of the engines' speeds; None where none of them learns any.
         self.deciding_speeds: SpeedModel | None = None
+        #: The same, or what the shadow has learned.
+        self.speeds: SpeedModel | None = None
         self._list_policies()
-
-    @property
-    def speeds(self) -> SpeedModel | None:
-        """The same, or what the shadow has learned."""
-        shadow = None if self.shadow is None else self.shadow.policy.speeds
-        return self.deciding_speeds or shadow
 
     def reconfigure(self, before: ClusterSettings, after: ClusterSettings) -> None:
         """The settings were `before`, and are `after` from now on."""
@@ -94,11 +90,12 @@ class PolicySet:
 
     def find(self, name: str) -> NamedPolicy:
         """The policy that a request asks for, where that is on offer; otherwise the cluster's own."""
-        return self.named.get(name, self.own) if name else self.own
+        return self.named.get(name, self.own)
 
     def placed(self, decision: Decision[Endpoint], now: float) -> None:
         """The decision takes effect: it is counted, compared with the shadow's, and every policy hears of it."""
-        self.find(decision.request.policy).count(decision.reason)
+        asked = decision.request.policy
+        (self.find(asked) if asked else self.own).count(decision.reason)
         if decision.preference is not None:
             self._count_preference(decision.preference)
         if self.shadow is not None:
@@ -141,7 +138,9 @@ class PolicySet:
         self._learners = tuple(
             policy for policy in self._deciding if policy.speeds is None or sharing[id(policy.speeds)] is policy
         )
+        shadow = None if self.shadow is None else self.shadow.policy.speeds
         self.deciding_speeds = next((policy.speeds for policy in self._deciding if policy.speeds is not None), None)
+        self.speeds = self.deciding_speeds or shadow
 
     def _counted(self, name: PolicyName, policy: Policy) -> NamedPolicy:
         return NamedPolicy(name.value, policy, cluster=self._cluster, metrics=self._metrics)
@@ -150,7 +149,7 @@ class PolicySet:
         counter = self._preferences.get(result)
         if counter is None:
             counter = self._preferences[result] = self._metrics.request.preferences.labels(result)
-        counter.inc()
+        counter.value += 1.0
 
     def _taught(self, policy: Policy) -> Policy:
         """With a copy of what is known of speeds, since policy and shadow each learn from every sample."""

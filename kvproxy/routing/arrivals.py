@@ -29,13 +29,19 @@ class ArrivalStats:
     def __init__(self, *, memory_s: float = 20.0) -> None:
         self._memory_s = memory_s
         self._by_endpoint: dict[EndpointId, EndpointArrivals] = {}
+        self._oldest_at = -math.inf  # of all entries
 
     def estimate(
         self, endpoints: Sequence[EndpointId], waits_s: Sequence[float], now: float
     ) -> tuple[list[EndpointArrivals], dict[EndpointId, EndpointArrivals]]:
         """The past of each up to about `now`, when a prefill would wait so long there; and those of them that were not
         up to date, for `update`. To be read only."""
-        known, memory_s, found, renewed = self._by_endpoint, self._memory_s, [], {}
+        known, memory_s = self._by_endpoint, self._memory_s
+        if now - self._oldest_at < REFRESH_S:
+            present = [known.get(endpoint) for endpoint in endpoints]
+            if None not in present:
+                return present, {}  # type: ignore[return-value]
+        found, renewed = [], {}
         at, keep = now, 1.0
         for endpoint, wait_s in zip(endpoints, waits_s, strict=True):
             past = known.get(endpoint)
@@ -52,7 +58,9 @@ class ArrivalStats:
 
     def update(self, renewed: Mapping[EndpointId, EndpointArrivals]) -> None:
         """What `estimate` brought up to date stands from now on."""
-        self._by_endpoint.update(renewed)
+        if renewed:
+            self._by_endpoint.update(renewed)
+            self._oldest_at = min([past.at for past in self._by_endpoint.values()])
 
     def record_arrival(self, endpoint: EndpointId) -> None:
         """A request goes there, now, that would have cost much more elsewhere; nothing to count before an `update`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvproxy.routing.load import features_of, seconds_of
+from kvproxy.routing.load import prefill_s
 from kvproxy.routing.policy import Candidate, OverlapFacts
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import EndpointId
@@ -12,10 +12,12 @@ from kvproxy.types import EndpointId
 
 def own_s(facts: OverlapFacts, endpoint: EndpointId, speeds: SpeedModel) -> float:
     """Pooled prefill seconds of a request on one endpoint once it begins, lower tiers brought up included."""
-    overlap = facts.by_endpoint.get(endpoint)
-    matched = facts.matched_tokens(endpoint)
-    lower = 0 if overlap is None else min(overlap.lower_tokens, matched)
-    return seconds_of(features_of(facts.prompt_tokens - matched, matched, lower), speeds.seconds)
+    overlap, prompt = facts.by_endpoint.get(endpoint), facts.prompt_tokens
+    if overlap is None:
+        return prefill_s(prompt, 0, 0, speeds.seconds)
+    lower = overlap.lower_tokens
+    matched = min(overlap.device_tokens + lower, prompt)
+    return prefill_s(prompt - matched, matched, min(lower, matched), speeds.seconds)
 
 
 def least_own_s(facts: OverlapFacts, candidates: Sequence[Candidate], speeds: SpeedModel) -> float:

@@ -22,14 +22,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from random import Random
-from typing import NamedTuple
+from typing import cast
 
 from kvproxy.config.policy_schema import KvAwareSettings
 from kvproxy.routing.arrivals import ArrivalStats, EndpointArrivals
 from kvproxy.routing.forecast import own_s
 from kvproxy.routing.least import least
-from kvproxy.routing.load import Features, features_of, seconds_of
-from kvproxy.routing.policy import Candidate, Choice, PickRequest, Policy
+from kvproxy.routing.load import NO_WORK, Features, prefill_s
+from kvproxy.routing.policy import Candidate, Choice, OverlapFacts, PickRequest, Policy
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.routing.utilisation import Utilisation
 from kvproxy.types import EndpointId
@@ -40,12 +40,31 @@ MAX_KAPPA = 9.0
 #: A request that takes under this share of the time it would take elsewhere is bound to its endpoint.
 BOUND_BELOW = 0.5
 
+#: What a choice has for the placement that may follow: the most tokens that another candidate holds, and the arrivals
+#: that were brought up to date.
+_Notes = tuple[int, Mapping[EndpointId, EndpointArrivals]]
 
-class _Notes(NamedTuple):
-    """What a choice has for the placement that may follow it."""
+#: In a pool of so many candidates a choice takes speeds of at most TICK_S ago: what was worked out of an endpoint whose
+#: load did not change stands until then.
+LARGE = 32
+TICK_S = 0.02
 
-    held_elsewhere: int  # the most tokens that another candidate holds
-    arrivals: Mapping[EndpointId, EndpointArrivals]  # brought up to date
+
+class _Pool:
+    """One set of candidates by columns, and the speeds that choices among them go by."""
+
+    __slots__ = ("at", "candidates", "ids", "index_of", "loads", "seconds", "slowness", "speeds", "weights")
+
+    def __init__(self, candidates: Sequence[Candidate]) -> None:
+        self.candidates = candidates
+        self.ids = [candidate.id for candidate in candidates]
+        self.loads = [candidate.load for candidate in candidates]
+        self.weights = [candidate.weight for candidate in candidates]
+        self.index_of = {endpoint: index for index, endpoint in enumerate(self.ids)}
+        self.speeds: SpeedModel | None = None
+        self.at = 0.0  # when the speeds were asked for
+        self.seconds: Features = NO_WORK
+        self.slowness: Sequence[float] = ()
 
 
 class KvAware(Policy):
@@ -68,51 +87,78 @@ class KvAware(Policy):
         self.speeds = SpeedModel() if speeds is None else speeds
         self.utilisation = Utilisation()
         self.arrivals = ArrivalStats()
+        self._pool: _Pool | None = None  # of the latest candidates
 
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
-        facts, settings = request.facts, self.settings
-        by_endpoint, prompt = facts.by_endpoint, facts.prompt_tokens
-        hot = min(facts.hot_tokens, prompt)
-        slowness_of, seconds = self.speeds.slowness, self.speeds.seconds
-        request_s, token_s, attention_s, lower_s = seconds
-        stall, saving = settings.stall, 1.0 - settings.hot_discount
-        ids, held, owns, waits, ends, costs = [], [], [], [], [], []
-        for candidate in candidates:
-            endpoint, load = candidate.id, candidate.load
-            overlap = by_endpoint.get(endpoint)
-            if overlap is None:
-                matched = lower = 0
-            else:
-                lower = overlap.lower_tokens
-                matched = overlap.device_tokens + lower
-                if matched > prompt:
-                    matched = prompt
+        facts, settings, pool = request.facts, self.settings, self._pool_of(candidates, now)
+        seconds, count = pool.seconds, len(pool.ids)
+        owns, held = self._own_s(facts, pool)
+        waits = [load.wait_s(seconds, slowness, now) for load, slowness in zip(pool.loads, pool.slowness, strict=True)]
+        crowding, congestion = self._delayed_per_s(now)
+        delayed = (settings.kappa or 0.0) + min(MAX_KAPPA, congestion * sum(waits) / count)
+        stall, foresight = settings.stall, settings.foresight
+        arrivals, renewed = self.arrivals.estimate(pool.ids, waits, now)
+        costs = [
+            (
+                wait
+                + own * (slowness + stall * load.in_flight)
+                + own
+                * (
+                    delayed
+                    + (
+                        bound
+                        if (bound := crowding * past.bound_per_s * (wait + 0.5 * slowness * own)) < MAX_KAPPA
+                        else MAX_KAPPA
+                    )
+                )
+                + foresight * past.usual_wait_s
+            )
+            / weight
+            for wait, own, slowness, load, past, weight in zip(
+                waits, owns, pool.slowness, pool.loads, arrivals, pool.weights, strict=True
+            )
+        ]
+        index = least(costs, self._rng)
+        elsewhere = max([tokens for other, tokens in held.items() if other != index], default=0) if held else 0
+        return Choice(index, reason_of(held, index), costs, (elsewhere, renewed))
+
+    def _own_s(self, facts: OverlapFacts, pool: _Pool) -> tuple[list[float], Mapping[int, int]]:
+        """Pooled seconds of the request's own prefill by candidate, and the tokens held by those that hold any."""
+        request_s, token_s, attention_s, lower_s = pool.seconds
+        prompt = facts.prompt_tokens
+        hot, saving = min(facts.hot_tokens, prompt), 1.0 - self.settings.hot_discount
+        own = request_s + prompt * (token_s + attention_s * (0.5 * prompt))
+        if hot > 0:
+            own *= 1.0 - saving * hot / prompt
+        owns, held = [own] * len(pool.ids), {}  # most endpoints hold nothing, and are alike in that
+        for endpoint, overlap in facts.by_endpoint.items():
+            index = pool.index_of.get(endpoint)
+            if index is None:
+                continue
+            lower = overlap.lower_tokens
+            matched = overlap.device_tokens + lower
+            if matched > prompt:
+                matched = prompt
             uncached = prompt - matched
             own = request_s + uncached * (token_s + attention_s * (matched + 0.5 * uncached))
             if hot > matched:
                 own *= 1.0 - saving * (hot - matched) / uncached
             if lower:
                 own += lower_s * min(lower, matched)
-            slowness = slowness_of(endpoint, now)
-            wait = load.wait_s(seconds, slowness, now)
-            ids.append(endpoint)
-            held.append(matched)
-            owns.append(own)
-            waits.append(wait)
-            ends.append(wait + 0.5 * slowness * own)
-            costs.append(wait + own * (slowness + stall * load.in_flight))
-        crowding, congestion = self._delayed_per_s(now)
-        everywhere = (settings.kappa or 0.0) + min(MAX_KAPPA, congestion * sum(waits) / len(waits))
-        foresight = settings.foresight
-        arrivals, renewed = self.arrivals.estimate(ids, waits, now)
-        for index, past in enumerate(arrivals):
-            bound = crowding * past.bound_per_s * ends[index]
-            delayed = everywhere + (bound if bound < MAX_KAPPA else MAX_KAPPA)
-            cost = costs[index] + owns[index] * delayed + foresight * past.usual_wait_s
-            costs[index] = cost / candidates[index].weight
-        index = least(costs, self._rng)
-        notes = _Notes(max(held[:index] + held[index + 1 :], default=0), renewed)
-        return Choice(index, reason_of(held, index), costs, notes)
+            owns[index], held[index] = own, matched
+        return owns, held
+
+    def _pool_of(self, candidates: Sequence[Candidate], now: float) -> _Pool:
+        """What choices need of these candidates; of a large pool with speeds of at most `TICK_S` ago."""
+        pool, speeds = self._pool, self.speeds
+        if pool is None or pool.candidates is not candidates:
+            pool = _Pool(candidates)
+            if isinstance(candidates, tuple):  # the same one is the same endpoints, with the same weights
+                self._pool = pool
+        if len(pool.ids) < LARGE or pool.speeds is not speeds or not 0.0 <= now - pool.at < TICK_S:
+            pool.speeds, pool.at = speeds, now
+            pool.seconds, pool.slowness = speeds.seconds, speeds.slowness_of_all(pool.ids, now)
+        return pool
 
     def placed(
         self, request: PickRequest, candidates: Sequence[Candidate], index: int, now: float, *, choice: Choice | None
@@ -120,34 +166,34 @@ class KvAware(Policy):
         """Count the work towards the pool's utilisation, and the request among those bound to its endpoint if it is."""
         facts, endpoint = request.facts, candidates[index].id
         if choice is not None:
-            assert isinstance(choice.notes, _Notes)
-            elsewhere, renewed = choice.notes
+            elsewhere, renewed = cast("_Notes", choice.notes)
             self.arrivals.update(renewed)
         else:
             others = (facts.matched_tokens(other) for other in facts.by_endpoint if other != endpoint)
             elsewhere = max(others, default=0)
         own = own_s(facts, endpoint, self.speeds)
         self.utilisation.add(own, len(candidates), now)
-        if len(candidates) > 1 and own < BOUND_BELOW * seconds_of(
-            features_of(facts.prompt_tokens - elsewhere, elsewhere), self.speeds.seconds
+        if len(candidates) > 1 and own < BOUND_BELOW * prefill_s(
+            facts.prompt_tokens - elsewhere, elsewhere, 0, self.speeds.seconds
         ):
             self.arrivals.record_arrival(endpoint)
 
     def _delayed_per_s(self, now: float) -> tuple[float, float]:
         """How many of each bound request a second, and how many altogether, a second of backlog delays; none where
         kappa is constant."""
-        settings, pool = self.settings, self.utilisation
+        settings = self.settings
         if settings.kappa is not None:
             return 0.0, 0.0
-        idle = 1.0 - pool.rho(now)
-        return settings.crowding / idle, settings.congestion * pool.arrivals_per_s(now) / idle
+        rho, arrivals_per_s = self.utilisation.rates(now)
+        idle = 1.0 - rho
+        return settings.crowding / idle, settings.congestion * arrivals_per_s / idle
 
     def estimates(self, now: float) -> Mapping[str, object]:
-        known = self.arrivals.known()
+        known, (rho, arrivals_per_s) = self.arrivals.known(), self.utilisation.rates(now)
         return {
             **asdict(self.speeds.estimates(now)),
-            "rho": self.utilisation.rho(now),
-            "arrivals_per_s": self.utilisation.arrivals_per_s(now),
+            "rho": rho,
+            "arrivals_per_s": arrivals_per_s,
             "bound_per_s": {endpoint: past.bound_per_s for endpoint, past in known.items()},
             "usual_wait_s": {endpoint: past.usual_wait_s for endpoint, past in known.items()},
         }
@@ -160,11 +206,13 @@ class KvAware(Policy):
     def forget(self, endpoint: EndpointId) -> None:
         self.speeds.forget(endpoint)
         self.arrivals.forget(endpoint)
+        self._pool = None
 
 
-def reason_of(held: Sequence[int], index: int) -> str:
-    """How the choice stands to what is cached: `overlap` (none holds more), `load` (one does), `no_overlap`."""
-    best = max(held)
+def reason_of(held: Mapping[int, int], index: int) -> str:
+    """How the choice stands to what is cached, by candidate: `overlap` (none holds more), `load` (one does),
+    `no_overlap`."""
+    best = max(held.values()) if held else 0
     if best == 0:
         return "no_overlap"
-    return "overlap" if held[index] == best else "load"
+    return "overlap" if held.get(index) == best else "load"

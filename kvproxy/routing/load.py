@@ -40,6 +40,13 @@ def features_of(uncached_tokens: float, cached_tokens: float, lower_tokens: floa
     return (1.0, uncached_tokens, uncached_tokens * (cached_tokens + uncached_tokens * 0.5), lower_tokens)
 
 
+def prefill_s(uncached_tokens: float, cached_tokens: float, lower_tokens: float, seconds: Features) -> float:
+    """Time of one request's prefill: `seconds_of(features_of(...), seconds)`, written out for every pick."""
+    request_s, token_s, attention_s, lower_s = seconds
+    attention = uncached_tokens * (cached_tokens + uncached_tokens * 0.5)
+    return request_s + uncached_tokens * token_s + attention * attention_s + lower_tokens * lower_s
+
+
 def seconds_of(work: Features, seconds: Features) -> float:
     """Time of `work` when each unit of it takes `seconds`."""
     return work[0] * seconds[0] + work[1] * seconds[1] + work[2] * seconds[2] + work[3] * seconds[3]
@@ -70,8 +77,9 @@ class Reservation:
 
     @property
     def features(self) -> Features:
-        """This request's prefill work."""
-        return features_of(self.uncached_tokens, self.cached_tokens, self.lower_tokens)
+        """This request's prefill work: features_of its tokens."""
+        uncached = self.uncached_tokens
+        return (1.0, uncached, uncached * (self.cached_tokens + uncached * 0.5), self.lower_tokens)
 
 
 class Backlog(msgspec.Struct, frozen=True):
@@ -102,14 +110,18 @@ class EndpointLoad:
 
     __slots__ = (
         "_anchor",
+        "_asked_seconds",
+        "_asked_slowness",
         "_begun",
         "_done",
         "_head",
-        "_hidden",
         "_last",
         "_pending",
         "_presumed",
+        "_progress_s",
+        "_whole_s",
         "_work",
+        "hidden_requests",
         "in_flight",
         "on_sample",
         "pending_tokens",
@@ -124,17 +136,18 @@ class EndpointLoad:
         self._pending: dict[Reservation, Features] = {}
         self._work = NO_WORK  # of everything pending
         self._head: Features | None = NO_WORK  # of the oldest pending requests; None: to be summed again
-        self._hidden = 0  # of the pending requests
+        self.hidden_requests = 0  # pending ones whose first token will not be seen
         self._done = NO_WORK  # of first tokens in the open sample
         self._presumed = NO_WORK  # of hidden ones since the last first token; joins the sample with the next one
         self._anchor = 0.0  # when the open sample's work began
         self._last = 0.0  # the latest first token, or when work began
         self._begun = 0.0  # when the engine began with the oldest pending request, as far as is known
-
-    @property
-    def hidden_requests(self) -> int:
-        """Requests in flight that are not taken as prefilled yet and whose first token will not be seen."""
-        return self._hidden
+        # The latest answer's parts, until the pending work changes: of a large pool most endpoints are asked again
+        # before it does.
+        self._asked_seconds: Features | None = None
+        self._asked_slowness = 0.0
+        self._whole_s = 0.0
+        self._progress_s = 0.0
 
     @property
     def pending_requests(self) -> int:
@@ -164,10 +177,10 @@ class EndpointLoad:
         if not self._pending:
             self._anchor = self._last = self._begun = now
             self._work = self._done = self._presumed = NO_WORK  # also ends the drift of adding and subtracting floats
-        self._hidden += hidden
+        self.hidden_requests += hidden
         work = self._pending[reservation] = reservation.features
         self._work = sum_of(self._work, work)
-        self._head = None
+        self._head = self._asked_seconds = None
         return reservation
 
     def first_token(self, reservation: Reservation, now: float) -> None:
@@ -205,17 +218,19 @@ class EndpointLoad:
         """
         if not self._pending:
             return 0.0
-        if self._hidden:
+        if self.hidden_requests:
             return self.backlog(seconds, slowness, now).wait_s(seconds, slowness)
-        head, work = self._head, self._work
-        if head is None:
-            head = self.head()
-        a, b, c, d = seconds  # not seconds_of: this runs for every endpoint of every pick
-        progress = MAX_PROGRESS * slowness * (head[0] * a + head[1] * b + head[2] * c + head[3] * d)
-        elapsed = now - self._begun
+        if self._asked_seconds is not seconds or self._asked_slowness != slowness:
+            self._asked_seconds, self._asked_slowness = seconds, slowness
+            a, b, c, d = seconds  # not seconds_of: this runs for every endpoint of every pick
+            p, q, r, s = self._work
+            self._whole_s = slowness * (p * a + q * b + r * c + s * d)
+            p, q, r, s = self._head or self.head()
+            self._progress_s = MAX_PROGRESS * slowness * (p * a + q * b + r * c + s * d)
+        progress, elapsed = self._progress_s, now - self._begun
         if elapsed < progress:
             progress = elapsed if elapsed > 0.0 else 0.0
-        wait = slowness * (work[0] * a + work[1] * b + work[2] * c + work[3] * d) - progress
+        wait = self._whole_s - progress
         return wait if wait > 0.0 else 0.0
 
     def backlog(self, seconds: Features | None, slowness: float, now: float) -> Backlog:
@@ -224,7 +239,7 @@ class EndpointLoad:
         if not pending:
             return IDLE
         work, begun, overdue = self._work, self._begun, 0
-        if self._hidden and seconds is not None:
+        if self.hidden_requests and seconds is not None:
             for reservation, own in pending.items():
                 due_at = begun + slowness * seconds_of(own, seconds)
                 if not reservation.hidden or now < due_at:
@@ -238,7 +253,7 @@ class EndpointLoad:
     def advance(self, seconds: Features, slowness: float, now: float) -> None:
         """Take out the hidden requests that are due: engines prefill in order of arrival, so the oldest one is when its
         own time has passed since the engine began with it. For the cluster alone, before a request is placed."""
-        while self._hidden:
+        while self.hidden_requests:
             oldest, work = next(iter(self._pending.items()))
             due_at = self._begun + slowness * seconds_of(work, seconds)
             if not oldest.hidden or now < due_at:
@@ -268,10 +283,10 @@ class EndpointLoad:
         """Takes a request out of the pending ones; None when it is none."""
         work = self._pending.pop(reservation, None)
         if work is not None:
-            self._hidden -= reservation.hidden
+            self.hidden_requests -= reservation.hidden
             self.pending_tokens -= reservation.uncached_tokens
             self._work = _difference(self._work, work)
-            self._head = None
+            self._head = self._asked_seconds = None
         return work
 
     def _close_sample(self, ended_at: float, now: float) -> None:

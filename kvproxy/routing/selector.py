@@ -31,17 +31,13 @@ class Decision(msgspec.Struct, Generic[CandidateT], frozen=True):
     request: PickRequest
     candidates: Sequence[CandidateT]
     index: int
+    endpoint: CandidateT  # the chosen one
     reason: str  # the policy's own, PREFERRED or PANIC; a metric label
     policy: str  # its name in the configuration
     decided_by: Policy
     choice: Choice | None = None  # the policy's; None where a preference was followed
     preference: str | None = None  # what became of a preferred endpoint; None when there was none
     speeds: SpeedModel | None = None  # learned in this cluster, if something learns them
-
-    @property
-    def endpoint(self) -> CandidateT:
-        """The chosen one."""
-        return self.candidates[self.index]
 
     @property
     def costs(self) -> Sequence[float]:
@@ -74,11 +70,12 @@ def decide(
         for index, candidate in enumerate(candidates):
             if candidate.id == request.preferred:
                 reason = PANIC if panic else PREFERRED
-                return Decision(request, candidates, index, reason, name, policy, None, FOLLOWED, speeds)
+                return Decision(request, candidates, index, candidate, reason, name, policy, None, FOLLOWED, speeds)
         preference = why_skipped(request, now)
     choice = policy.choose(request, candidates, now)
     reason = PANIC if panic else choice.reason
-    return Decision(request, candidates, choice.index, reason, name, policy, choice, preference, speeds)
+    index = choice.index
+    return Decision(request, candidates, index, candidates[index], reason, name, policy, choice, preference, speeds)
 
 
 class _Ledgered(Protocol):

@@ -8,7 +8,7 @@ little and never breaks them.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvproxy.routing.load import Features
@@ -103,6 +103,16 @@ class SpeedModel:
         if factor is None:
             return 1.0
         return math.exp((factor.log - self._recentred) * 0.5 ** ((now - factor.at) / self._half_life_s))
+
+    def slowness_of_all(self, endpoints: Sequence[EndpointId], now: float) -> list[float]:
+        """`slowness` of each."""
+        factors, recentred, half_life_s, exp = self._factors, self._recentred, self._half_life_s, math.exp
+        return [
+            1.0
+            if (factor := factors.get(endpoint)) is None
+            else exp((factor.log - recentred) * 0.5 ** ((now - factor.at) / half_life_s))
+            for endpoint in endpoints
+        ]
 
     def observe(
         self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool = False

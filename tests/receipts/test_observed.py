@@ -98,8 +98,7 @@ def test_a_decision_that_cannot_be_noted_harms_no_request(clock: FakeClock, capl
     pool, observed = cluster(clock, 2, "round_robin"), AttemptLog()
     shadowed = pool.settings.model_copy(update={"shadow_policy": PolicyName.KV_AWARE})
     pool.reconfigure(shadowed, probe=None)
-    assert pool.policies.shadow is not None
-    pool.policies.shadow.policy.speeds = SimpleNamespace(requests_without_sample=0)  # type: ignore[assignment]
+    pool.policies.speeds = SimpleNamespace(requests_without_sample=0)  # type: ignore[assignment]
     assert Told(observed).pick(pool, clock()) is not None
     assert observed.decisions == []
     assert "an observer of requests failed: AttemptLog at `placed`" in caplog.text

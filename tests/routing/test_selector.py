@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from random import Random
-from typing import Any
 
 import pytest
 
 from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
 from kvproxy.routing import selector
+from kvproxy.routing.kv_aware import LARGE
+from kvproxy.routing.load import features_of
 from kvproxy.routing.policy import Candidate, Choice, PickRequest, Policy
 from kvproxy.routing.registry import POLICIES, make_policy
 from kvproxy.routing.speeds import SpeedModel
@@ -61,33 +61,28 @@ def test_without_candidates_there_is_no_decision() -> None:
     assert selector.decide(PickRequest(excluded=frozenset({A, B})), fleet(2), policy, 0.0) is None
 
 
+@pytest.mark.parametrize("count", [3, LARGE])
 @pytest.mark.parametrize("name", PolicyName)
-def test_choosing_changes_nothing(name: PolicyName) -> None:
-    """Whatever was placed and learned before: only draws of chance move on, and the loads stay as they are."""
-    policy, candidates = make_policy(name, ClusterSettings(policy=name), rng=Random(1)), fleet(3)
-    for candidate in candidates:
-        candidate.load.reserve(500, 0, 0.0, hidden=True)
-    for second in range(5):
-        place(policy, ask(3000, {"e0": 2000}), candidates, float(second))
-    policy.choose(ask(3000), candidates, 100.0)  # what is only remembered of the candidates is there by now
-    before = state_of(policy), [state_of(one.load) for one in candidates]
-    for second in range(101, 160, 7):
-        policy.choose(ask(3000, {"e0": 2000, "e1": 100}), candidates, float(second))
-    assert (state_of(policy), [state_of(one.load) for one in candidates]) == before
-
-
-def state_of(thing: Any) -> object:
-    """Everything it holds, deeply, but chance."""
-    if isinstance(thing, Random) or callable(thing):
-        return None
-    if isinstance(thing, dict):
-        return {repr(key): state_of(value) for key, value in thing.items()}
-    if isinstance(thing, list | tuple):
-        return [state_of(each) for each in thing]
-    names = [*getattr(thing, "__dict__", {}), *getattr(type(thing), "__slots__", ())]
-    if not names or isinstance(thing, str | int | float):
-        return copy.deepcopy(thing)
-    return {name: state_of(getattr(thing, name)) for name in names}
+def test_choosing_changes_nothing(name: PolicyName, count: int) -> None:
+    """Of two worlds alike, one is asked again and again in between: it decides as the other does, at the same costs."""
+    rng = Random(1)
+    worlds = [(make_policy(name, ClusterSettings(policy=name), rng=rng), tuple(fleet(count))) for _ in range(2)]
+    for step in range(40):
+        request, now, decided = ask(3000, {f"e{step % count}": 2000, "e1": 100}, hot=step), 7.0 * step, []
+        for policy, candidates in worlds:
+            rng.seed(step)
+            if policy is worlds[0][0]:
+                for later in (0.0, 0.01, 5.0):
+                    policy.choose(ask(50 * step, {"e2": 40}), candidates, now + later - 5.0)
+                rng.seed(step)
+            choice = place(policy, request, candidates, now)
+            load = candidates[choice.index].load
+            load.reserve(500, 0, now, hidden=step % 3 > 0)
+            policy.observe_sample(candidates[choice.index].id, features_of(700, 100), 0.2 + 0.01 * step, now)
+            decided.append((choice.index, choice.reason, list(choice.costs)))
+            decided.append(policy.estimates(now))
+            decided.append([(one.load.pending_requests, one.load.pending_tokens) for one in candidates])
+        assert decided[:3] == decided[3:]
 
 
 def test_ledgers_are_brought_up_to_date_before_a_placement() -> None:
