@@ -514,7 +514,7 @@ async def test_an_error_of_the_body_is_the_requests_error() -> None:
 
 
 async def test_a_body_that_is_cancelled_fails_the_request() -> None:
-    """An iterator cancelled from elsewhere leaves nobody waiting."""
+    """An iterator cancelled from elsewhere leaves no task waiting."""
 
     async def cancelled() -> AsyncIterator[bytes]:
         yield b"a"
