@@ -97,7 +97,7 @@ async def _log() -> str:
 
 
 async def _decision_header() -> str:
-    async with serve(FakeEngine("a")) as url, running_proxy({"a": url}) as running:
+    async with serve(FakeEngine("a")) as url, running_proxy({"a": url}, policy="kv_aware") as running:
         answer = await running.client.post("/v1/chat/completions", json=chat(), headers={"x-kvproxy-debug": "1"})
     return f"x-kvproxy-decision: {answer.headers['x-kvproxy-decision']}"
 
