@@ -45,9 +45,9 @@ The approximate index is told whole prompts, each routed and confirmed. The prec
 prompt's new blocks in one event. Ours gets it parsed and hashes the 16 tokens of each block; the second figure includes
 reading the msgpack in which engines publish it. The peer gets block hashes without tokens, as JSON that it parses.
 
-Where the precise index misses its limit: names of engines are entered together, in dozens of calls into numpy, and an
-event of 200 blocks spreads that less than one of 2 000; below 32 blocks they are entered one by one, and what an event
-costs by itself weighs as much. Runs of four blocks do not spread what a run takes besides its blocks.
+Where the precise index misses its limits: each block has a key in a plain dict, which costs some hundred bytes and some
+hundred nanoseconds; what an event costs by itself, and a run besides its blocks, weighs as much where runs are short
+(kvproxy/prefix/README.md, benchmarks/precise_index.py).
 """
 _NAMES = [EndpointId(f"endpoint-{n}") for n in range(data.ENDPOINTS)]
 _BLOCK_TOKENS = 16

@@ -78,12 +78,11 @@ class AccessLogFilter(Step):
             end=end,
             word=self._word,
         )
-        self._lines.add(self._written(line, now))
-
-    def _written(self, line: Mapping[str, Value], now: float) -> str:
         if self._json:
-            return as_json(line, self._wall_clock())
-        return console_line(self._time_at(now), "INFO", as_text(line)) if self._stamped else as_text(line)
+            self._lines.add(as_json(line, self._wall_clock()))
+        else:
+            text = as_text(line)
+            self._lines.add(console_line(self._time_at(now), "INFO", text) if self._stamped else text)
 
     def _time_at(self, now: float) -> str:
         """The time as text, worked out once for all lines of a millisecond."""
@@ -112,7 +111,7 @@ class LineBatch:
 
     @property
     def wanted(self) -> bool:
-        """Whether anybody will see a line."""
+        """Whether a line will be written anywhere."""
         return self._logger.isEnabledFor(logging.INFO)
 
     def add(self, line: str) -> None:
@@ -131,7 +130,7 @@ class LineBatch:
         if self._lines:
             text = "\n".join(self._lines)
             self._lines.clear()
-            # Logger.info would look for its caller, who is always this line.
+            # Logger.info would look for its caller, which is always this line.
             record = self._logger.makeRecord(self._logger.name, logging.INFO, __file__, 0, text, (), None)
             self._logger.handle(record)
 

@@ -1,4 +1,4 @@
-"""Filter `auth`: only clients with a known API key get through; and keys: where they come from, whose one is."""
+"""Filter `auth`: only clients with a known API key get through; and the keys: their source, and the owner of one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _name = TypeAdapter(Name)
 
 
 class Owner(NamedTuple):
-    """Whose a key is, and what it may do besides."""
+    """The tenant a key belongs to, and its further rights."""
 
     name: str
     debug: bool = False
@@ -41,7 +41,7 @@ class Owner(NamedTuple):
 class KeyRing:
     """Finds the owner of a key in the same time for every key, known or not, however many there are.
 
-    Keys are kept as digests under a secret of this process: nobody outside can choose or predict a digest, so how long
+    Keys are kept as digests under a secret of this process: no client can choose or predict a digest, so how long
     a lookup takes says nothing about any key.
     """
 

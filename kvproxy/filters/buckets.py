@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import islice
 
-from cachetools import LRUCache
+from kvproxy.bounded import BoundedMapping
 
 #: A bucket goes no deeper into debt than so many times what it holds.
 MAX_DEBT = 5.0
@@ -58,7 +58,7 @@ class Limit:
 
     @property
     def capacity(self) -> float:
-        """A bucket holds at least one unit, or nobody would ever be let in."""
+        """A bucket holds at least one unit, or no request would ever be let in."""
         return max(1.0, self.per_minute * self.burst_minutes)
 
 
@@ -73,7 +73,7 @@ class Buckets:
     def __init__(self, limits: tuple[Limit, ...], max_keys: int, *, former: Buckets | None = None) -> None:
         self.limits = limits
         self.max_keys = max_keys
-        self._held: LRUCache[str, tuple[TokenBucket, ...]] = LRUCache(max_keys)
+        self._held = BoundedMapping[str, tuple[TokenBucket, ...]](max_keys)
         self._before: dict[str, dict[str, TokenBucket]] = {} if former is None else former._known()
 
     def __len__(self) -> int:

@@ -35,7 +35,7 @@ WallClock = Callable[[], datetime]
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """The long-lived things a terminal filter forwards with; whoever composes the proxy owns their lives."""
+    """The long-lived things a terminal filter forwards with; the application owns their lives."""
 
     clusters: Mapping[str, Cluster]
     routes: Routes
@@ -63,7 +63,7 @@ class FilterContext:
     left: dict[str, list[object]] = field(default_factory=dict)
     #: What those of the configuration before this one left.
     inherited: Mapping[str, Sequence[object]] = field(default_factory=dict)
-    #: Hear of every request that reaches the router.
+    #: Observe every request that reaches the router.
     observers: list[RequestObserver] = field(default_factory=list)
 
     def heir(self, name: str) -> object | None:
@@ -72,7 +72,7 @@ class FilterContext:
         return inherited[place] if place < len(inherited) else None
 
     def leave(self, name: str, what: object) -> None:
-        """Keep this for whoever takes the place of the filter that is being built, the next one of its name."""
+        """Keep this for the filter that takes the place of the one being built, the next one of its name."""
         self.left.setdefault(name, []).append(what)
 
 
@@ -107,7 +107,7 @@ def build_chain(
             app = _build_one(specs[index], app, context, types)
         except ConfigError as error:
             problems += [Problem(_join(where, p.path), p.message, p.hint) for p in error.problems]
-        except Exception as error:  # noqa: BLE001 - other people's code: whatever it raises is a problem of that filter
+        except Exception as error:  # noqa: BLE001 - foreign code: whatever it raises is a problem of that filter
             problems.append(Problem(where, f"cannot be built: {type(error).__name__}: {error}"))
         if isinstance(app, Step):
             app = joined(app)

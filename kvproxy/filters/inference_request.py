@@ -50,9 +50,9 @@ class InferenceRequestFilter(Step):
         if kind is None:
             return None
         length, encoded, session = self._headers(scope["headers"])
-        self._reader.check_length(length)
         body = downstream.take_body()
         if body is None:
+            self._reader.check_length(length)
             return self._read(exchange, downstream, None if encoded else kind, session)
         self._reader.accept(body)
         return self._parse(exchange, downstream, body, None if encoded else kind, session)
@@ -74,7 +74,7 @@ class InferenceRequestFilter(Step):
     ) -> Awaitable[None] | None:
         exchange.body = body
         exchange.held_bytes += len(body)
-        downstream.replay(body)
+        downstream.replayed = body
         if kind is None:
             return None
         exchange.inference = decode_body(kind, body, session)

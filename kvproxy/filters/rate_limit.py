@@ -35,7 +35,7 @@ class RateLimitFilter(Step):
     """Refuses with 429 and `retry-after` what is over a limit.
 
     A request costs one request at once. Its tokens are charged when it is over, by the engine's count or else an
-    estimate, so that a bucket may go into debt, and nobody gets in before the debt is paid.
+    estimate, so that a bucket may go into debt, and no request gets in before the debt is paid.
     """
 
     def __init__(self, app: ASGIApp, *, buckets: Buckets, metrics: Metrics, clock: Clock) -> None:
@@ -139,7 +139,7 @@ def tokens_used(exchange: Exchange, answered: int, sent_bytes: int) -> int:
 
 
 def bucket_key(tenant: str, scope: Scope) -> str:
-    """Whom a request counts for: its tenant, or its IPv4 address or IPv6 network of 64 bits (one customer's)."""
+    """What a request counts for: its tenant, or its IPv4 address or IPv6 network of 64 bits (one customer's)."""
     if tenant:
         return f"tenant {tenant}"
     client = scope.get("client")

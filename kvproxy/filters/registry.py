@@ -1,4 +1,4 @@
-"""Every filter by name: those shipped here, and other people's from the entry-point group `kvproxy.filters`."""
+"""Every filter by name: those shipped here, and other distributions' from the entry-point group `kvproxy.filters`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _installed() -> Iterable[metadata.EntryPoint]:
 def discover(
     wanted: Collection[str] | None = None, *, installed: Callable[[], Iterable[metadata.EntryPoint]] = _installed
 ) -> dict[str, FilterType]:
-    """Other people's filters by name; with `wanted`, only those are imported, so that an unused one cannot do harm.
+    """Other distributions' filters by name; with `wanted`, only those are imported, so that an unused one does no harm.
 
     Raises ConfigError that names the distribution of every filter that cannot be loaded, is not a FilterType, or
     takes a name that is taken.
@@ -68,6 +68,6 @@ def _load(entry: metadata.EntryPoint) -> FilterType | str:
     """The filter type an entry point names, or what is wrong with it."""
     try:
         loaded = entry.load()
-    except Exception as error:  # noqa: BLE001 - other people's code: whatever its import raises is that filter's problem
+    except Exception as error:  # noqa: BLE001 - foreign code: whatever its import raises is that filter's problem
         return f"cannot be loaded: {type(error).__name__}: {error}"
     return loaded if isinstance(loaded, FilterType) else f"{entry.value} is not a FilterType"

@@ -54,7 +54,7 @@ class RequestIdFilter(Step):
         scope["headers"] = [*kept, (header, exchange.request_id.encode("latin-1"))]
 
     def response_started(self, exchange: Exchange, status: int, headers: Headers) -> None:
-        """The client is told the id, whatever an engine says."""
+        """The client gets the id, whatever an engine says."""
         header = self._header
         for name, _ in headers:
             if name == header:

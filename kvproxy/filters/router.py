@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -133,40 +134,45 @@ class RouterFilter:
         self._parts = parts
         self._clock = parts.forwarder.clock
         self._observers = (parts.metrics, *parts.observers)
+        self._routed_paths = frozenset(path for path in parts.public.exact if not path.startswith(model_list.PATH))
         self._arming = new_arming()
         self._pace = asyncio.Lock()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
         if scope["type"] != "http":
-            return
-        parts, path = self._parts, scope["path"]
+            return _nothing()
         exchange: Exchange = scope.get(SCOPE_KEY) or Exchange.of(scope, now=self._clock())
         downstream = Downstream.of(exchange, scope, receive, send)
+        if scope["path"] in self._routed_paths:
+            return self._route(exchange, downstream)  # as it is: a coroutine around it would be resumed with it
+        return self._answer(exchange, downstream)
+
+    async def _answer(self, exchange: Exchange, downstream: Downstream) -> None:
+        """A path that not every request asks for: a page of the proxy's own, the models, or routed after all."""
+        parts, scope = self._parts, downstream.scope
+        path: str = scope["path"]
         if path not in parts.public.exact and await parts.public.answered(scope, downstream.send):
             parts.metrics.observe_end(exchange)
             notify(RequestObserver.finished, exchange, self._clock())
         elif path.startswith(model_list.PATH) and model_list.is_asked_for(scope):
             await self._list_models(scope, downstream)
         else:
-            exchange.attach(*self._observers)
-            exchange.trusted = exchange.trusted or parts.trust_clients
-            if "received" in exchange.hooks:
-                notify(RequestObserver.received, exchange, self._clock())
-            try:
-                await self._route(exchange, downstream)
-            finally:
-                notify(RequestObserver.finished, exchange, self._clock())
+            await self._route(exchange, downstream)
 
     async def _route(self, exchange: Exchange, downstream: Downstream) -> None:
         """Forwards the request, or answers in place of an engine."""
-        scope, body = downstream.scope, None
+        parts, scope, body = self._parts, downstream.scope, None
+        exchange.attach(*self._observers)
+        exchange.trusted = exchange.trusted or parts.trust_clients
+        if "received" in exchange.hooks:
+            notify(RequestObserver.received, exchange, self._clock())
         watcher = DisconnectWatcher(scope, downstream.receive, self._arming)
         try:
             target = self._target(exchange, scope)
-            body = RequestBody(downstream.receive, scope["headers"], whole=exchange.body, uploads=self._parts.uploads)
+            body = RequestBody(downstream.receive, scope["headers"], whole=exchange.body, uploads=parts.uploads)
             forwarding = self._forwarding(exchange, downstream, target, body)
             whole = body.whole
-            if whole is None or target.upstream_model or not self._parts.guard.passes(whole, exchange):
+            if whole is None or target.upstream_model or not parts.guard.passes(whole, exchange):
                 await self._make_ready(body, exchange, target, scope["headers"])
             if body.consumed:
                 watcher.arm()
@@ -195,6 +201,7 @@ class RouterFilter:
             watcher.disarm()
             if body is not None:
                 body.end()
+            notify(RequestObserver.finished, exchange, self._clock())
 
     def _forwarding(
         self, exchange: Exchange, downstream: Downstream, target: RouteTarget, body: RequestBody
@@ -262,6 +269,10 @@ class RouterFilter:
     async def _refuse(self, why: LocalReply, downstream: Downstream) -> None:
         metrics = self._parts.metrics.catalog
         await refuse(why, downstream.scope, downstream.receive, downstream.send, metrics=metrics)
+
+
+async def _nothing() -> None:
+    """The answer to a scope of another type than http."""
 
 
 def _queue_full(error: QueueFull) -> LocalReply:

@@ -121,7 +121,8 @@ class StepRun:
                     after(exchange, downstream)
                 except Exception:
                     logger.exception("a filter failed after a request: %s", type(self.steps[at]).__name__)
-        downstream.end(crash)
+        if "ended" in exchange.hooks:
+            downstream.end(crash)
 
     async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:
         for step in self.steps:

@@ -255,7 +255,7 @@ class TraceExport:
             self._provider.shutdown()
             try:
                 loop.call_soon_threadsafe(ended.set)
-            except RuntimeError:  # the loop was closed: nobody waits any more
+            except RuntimeError:  # the loop was closed: no task waits any more
                 logger.debug("the trace exporter ended after the proxy")
 
         threading.Thread(target=shut_down, name="trace export shutdown", daemon=True).start()

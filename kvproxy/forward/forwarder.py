@@ -59,7 +59,7 @@ class HeldReply:
 
 
 class GaveUp(Exception):
-    """No endpoint delivered; nothing was sent downstream. `why` is the last failure, or why nobody could be tried."""
+    """No endpoint delivered; nothing was sent downstream. `why`: the last failure, or why none could be tried."""
 
     def __init__(self, why: UpstreamError | HeldReply | Refusal) -> None:
         super().__init__("no endpoint delivered")
@@ -115,7 +115,7 @@ class Forwarding:
         self._debug = debug
         self._earlier: Attempts | None = None  # once one failed
         self._last: UpstreamError | HeldReply | Refusal = Refusal.NO_ENDPOINTS
-        self._suspects: list[tuple[Pick, str]] = []  # failed attempts, and how, until it is known who is to blame
+        self._suspects: list[tuple[Pick, str]] = []  # failed attempts, and how, until it is known what is to blame
         self._task: asyncio.Task[object] | None = None
         self._given_back: str | None = None  # by an unhealthy endpoint: "" to be retried, else why it is not
 
@@ -136,7 +136,7 @@ class Forwarding:
                     if pause_s is None:
                         raise GaveUp(self._last)
                 else:
-                    self._note(pick)
+                    self._record_pick(pick)
                     verdict = await self._attempt(pick)
                     if verdict is _Next.DELIVERED:
                         return
@@ -156,7 +156,7 @@ class Forwarding:
         return await queue.wait(request, self._place_refreshed, tenant=self._exchange.tenant, priority=priority)
 
     def _place(self, request: PickRequest, now: float) -> Pick | None:
-        """Decide, tell, do: no await between them, so that nothing comes between a choice and its load."""
+        """Decide, notify, reserve: no await between them, so that nothing comes between a choice and its load."""
         decision = self._cluster.decide(request, now)
         if isinstance(decision, Refusal):
             self._cluster.refuse(request, decision)
@@ -193,7 +193,7 @@ class Forwarding:
             policy=exchange.policy,
         )
 
-    def _note(self, pick: Pick) -> None:
+    def _record_pick(self, pick: Pick) -> None:
         outcome = self._exchange.outcome
         outcome.attempts += 1
         outcome.endpoint = pick.endpoint.id
@@ -236,9 +236,9 @@ class Forwarding:
         except UpstreamError as error:
             return self._failed(pick, error)
         except asyncio.CancelledError:
-            if not self._was_given_back():
+            if not self._interrupted_by_give_back():
                 raise
-            return self._leave(pick)
+            return self._move_away(pick)
         finally:
             if response is not None:
                 response.abort()
@@ -310,11 +310,11 @@ class Forwarding:
             self._given_back = refusal
             self._task.cancel()
 
-    def _was_given_back(self) -> bool:
+    def _interrupted_by_give_back(self) -> bool:
         """Whether the cancellation just caught is that of `_give_back` alone."""
         return self._given_back is not None and self._task is not None and self._task.uncancel() == 0
 
-    def _leave(self, pick: Pick) -> _Next:
+    def _move_away(self, pick: Pick) -> _Next:
         pick.settle(AttemptOutcome.CANCELLED, now=self._shared.clock())  # its probes have judged the endpoint
         self._last = error = EndpointUnhealthy(f"{pick.endpoint.id} became unhealthy before it answered")
         pick.endpoint.metrics.attempt_failure(error.reason)

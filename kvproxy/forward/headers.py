@@ -31,7 +31,8 @@ _TRACE_PARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"
 _CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
 _USUAL_CONNECTION = frozenset({b"keep-alive", b"close", b"Keep-Alive", b"Close"})
 
-#: What proxies and schedulers tell engines and their sidecars: which rank serves, whose KV is pulled, who prefills.
+#: What proxies and schedulers tell engines and their sidecars: the rank that serves, the engine that prefills, the one
+#: that KV is pulled from.
 ENGINE_HEADERS = frozenset(
     {
         b"x-data-parallel-rank",
@@ -165,7 +166,7 @@ def with_trace_parent(headers: Headers, trace_parent: bytes) -> Headers:
 
 
 def response_headers(received: Headers, *, endpoint: bytes, origin: Origin | None = None) -> Headers:
-    """The engine's headers without hop-by-hop ones and its own secrets, plus who served.
+    """The engine's headers without hop-by-hop ones and its own secrets, plus the endpoint that served.
 
     A redirect into the engine at `origin`, or to an address of a private network, becomes one on the client's own host.
     """

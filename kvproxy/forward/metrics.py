@@ -11,6 +11,7 @@ from kvproxy.metrics.catalog import Metrics
 from kvproxy.metrics.collectors import CounterCell
 from kvproxy.request.exchange import RESULTS, Exchange, Outcome, result_of
 from kvproxy.request.observer import RequestObserver
+from kvproxy.routing.policy import Overlap
 from kvproxy.routing.speeds import SpeedModel
 
 #: Pairs of model and tenant told apart; further ones are counted together.
@@ -85,7 +86,7 @@ class RouteMetrics(RequestObserver):
         return model if known or self._served(model) else OTHER
 
     def _time(self, exchange: Exchange, cluster: Cluster | None, model: str, now: float) -> None:
-        """How long it took, where it went; a request that went nowhere took no time of anybody."""
+        """How long it took, where it went; a request that went nowhere took no time on an endpoint."""
         outcome = exchange.outcome
         endpoint = None if cluster is None or outcome.endpoint is None else cluster.endpoint(outcome.endpoint)
         latency = None if endpoint is None else endpoint.metrics.latency(model)
@@ -107,8 +108,11 @@ class RouteMetrics(RequestObserver):
         self, exchange: Exchange, series: _ClusterSeries, cluster: Cluster | None, model: str, now: float
     ) -> None:
         outcome = exchange.outcome
-        if outcome.ttft_s is not None and exchange.facts is not None:
-            _count_tiers(series, exchange)
+        facts, endpoint = exchange.facts, outcome.endpoint
+        if outcome.ttft_s is not None and facts is not None and endpoint is not None:
+            held = facts.by_endpoint.get(endpoint)
+            if held is not None:
+                _count_tiers(series, held)
         prompt, cached = outcome.prompt_tokens, outcome.cached_tokens
         if outcome.completion_tokens:
             series.completion_tokens.value += outcome.completion_tokens
@@ -124,11 +128,7 @@ class RouteMetrics(RequestObserver):
             self._savings.add(outcome, model=model, tenant=exchange.tenant, speeds=speeds, now=now)
 
 
-def _count_tiers(series: _ClusterSeries, exchange: Exchange) -> None:
-    facts, endpoint = exchange.facts, exchange.outcome.endpoint
-    held = None if facts is None or endpoint is None else facts.by_endpoint.get(endpoint)
-    if held is None:
-        return
+def _count_tiers(series: _ClusterSeries, held: Overlap) -> None:
     if held.device_tokens:
         series.device_hits.value += 1.0
         series.device_tokens.value += held.device_tokens
@@ -138,7 +138,7 @@ def _count_tiers(series: _ClusterSeries, exchange: Exchange) -> None:
 
 
 class Savings:
-    """What cached prompts spared the engines, for those who pay: tokens and seconds of prefill by model and tenant.
+    """What cached prompts spared the engines: tokens and seconds of prefill by model and tenant.
 
     Counted for the requests whose engine said that it had some of the prompt cached."""
 

@@ -19,13 +19,13 @@ _TELLING = (b"application/json", b"text/event-stream")
 
 
 class Relay:
-    """Sends one response down. From the first byte on nothing is retried: a break is told, never hidden.
+    """Sends one response down. From the first byte on nothing is retried: a break is reported, never hidden.
 
     A piece in the middle of a stream goes on in the call that brings it, without waking this request's task, as long as
     the client takes what it gets.
     """
 
-    __slots__ = ("_downstream", "_exchange", "_failure", "_first", "_last", "_post", "_response")
+    __slots__ = ("_downstream", "_exchange", "_failure", "_first", "_last", "_plain", "_post", "_response")
 
     def __init__(
         self, exchange: Exchange, response: UpstreamResponse, *, downstream: Downstream, post: bool = False
@@ -33,13 +33,14 @@ class Relay:
         self._exchange = exchange
         self._response = response
         self._downstream = downstream
+        self._plain = "body_piece" not in exchange.hooks
         self._post = post
         self._first = b""
         self._last = deque[bytes](maxlen=_LAST_PIECES)
         self._failure: Exception | None = None  # of a piece that could not be passed on
 
     async def run(self, headers: Headers, first: bytes) -> UpstreamError | None:
-        """The failure that cut the response short; None when it was complete. The client has been told either way."""
+        """The failure that cut the response short; None when it was complete. The client knows either way."""
         response, downstream, outcome = self._response, self._downstream, self._exchange.outcome
         status = outcome.status = response.status
         chunk = self._first = first
@@ -80,7 +81,11 @@ class Relay:
         if piece:
             self._last.append(piece)
             try:
-                self._downstream.write_now(piece)
+                if self._plain:
+                    connection.write(piece, more=True)
+                    self._downstream.sent_bytes += len(piece)
+                else:
+                    self._downstream.write_now(piece)
             except Exception as error:  # noqa: BLE001 - the task that waits raises it, as if it had written
                 self._failure = error
                 self._response.abort()
@@ -92,7 +97,7 @@ class Relay:
             if self._post and _may_tell_usage(headers):  # no body hides it
                 self._read_usage(self._tail(), None)
             return None
-        tail = self._tail()
+        tail = self._last[0] if len(self._last) == 1 else self._tail()
         if status == 200 and (reported := error_status(tail)) is not None:
             if reported >= 500:  # else a client's mistake, found late
                 outcome.end = "engine_error"
@@ -101,8 +106,6 @@ class Relay:
         return None
 
     def _tail(self) -> bytes:
-        if len(self._last) == 1:
-            return self._last[0]
         *earlier, last = self._last or (b"",)
         return b"".join(earlier)[-_TAIL_BYTES:] + last
 

@@ -119,7 +119,8 @@ class RequestBody:
     def end(self) -> None:
         """Gives back what the body holds."""
         self.on_consumed = None
-        self._end_stream()
+        if self._streaming:
+            self._end_stream()
         if self._held_bytes:
             self._uploads.held.give_back(self._held_bytes)
             self._held_bytes = 0

@@ -1,4 +1,4 @@
-"""What a client may ask for by header: a policy, a priority in the queue, and to be told of the decision."""
+"""What a client may ask for by header: a policy, a priority in the queue, and to see the decision."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Attempts:
         return 0.0 if own is None or own.fallback else None
 
     def next_round(self) -> float | None:
-        """Nobody untried is left: seconds to pause (full jitter) before all are eligible again, None if all were."""
+        """All endpoints were tried: seconds to pause (full jitter) until all are eligible again, None if they are."""
         if not self._tried:
             return None
         self._tried.clear()

@@ -12,7 +12,7 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.kvcache.overlap.sources import PRECISE_ROW_BYTES
 from kvproxy.kvcache.service import KvCache
-from kvproxy.prefix.approximate.endpoint_lru import Run
+from kvproxy.prefix.approximate.heat import Run
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
 
 #: The worst stream decides what an endpoint's index is worth.

@@ -12,7 +12,8 @@ import msgspec
 
 from kvproxy.clients.kv_events import events as wire
 from kvproxy.kvcache.overlap.indexes import IndexState, LocalIndexes
-from kvproxy.prefix.approximate.endpoint_lru import Run, SpeculativeEntry
+from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
+from kvproxy.prefix.approximate.heat import Run
 from kvproxy.prefix.approximate.radix import PrefixCursor
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.replay.settings import IndexMode, ReplayFleet

@@ -93,8 +93,10 @@ class BodyReader:
 
     def accept(self, body: bytes) -> None:
         """Counts a whole body that is there already, until `release`. Raises BodyRefused's kinds."""
-        self.check_length(len(body))
-        self._held.take(len(body))
+        size = len(body)
+        if size > self.limit_bytes:
+            raise BodyTooLarge(self.limit_bytes)
+        self._held.take(size)
 
     async def read(self, receive: Receive) -> bytes:
         """The whole body, to be given back with `release`. Raises BodyRefused's kinds or ClientLeft."""
@@ -109,7 +111,8 @@ class BodyReader:
                 if message["type"] == "http.disconnect":
                     raise ClientLeft
                 piece: bytes = message.get("body", b"")
-                self.check_length(size + len(piece))
+                if size + len(piece) > self.limit_bytes:
+                    raise BodyTooLarge(self.limit_bytes)
                 self._held.take(len(piece))
                 size += len(piece)
                 more = message.get("more_body", False)

@@ -26,13 +26,13 @@ class Downstream:
     __slots__ = (
         "_follows",
         "_receive",
-        "_replayed",
         "_send",
         "complete",
         "connection",
         "exchange",
         "further_headers",
         "hooks",
+        "replayed",
         "scope",
         "sent_bytes",
         "status",
@@ -49,7 +49,8 @@ class Downstream:
         self.complete = False  # its end was sent
         self._receive = receive
         self._send = send
-        self._replayed: bytes | None = None
+        #: A body that was read and goes to the app behind once more; what `receive` gives next comes after it.
+        self.replayed: bytes | None = None
         connection: ClientConnection | None = scope.get(CONNECTION)
         wrapped = connection is None or (
             getattr(send, "__self__", None) is not connection or getattr(receive, "__self__", None) is not connection
@@ -75,18 +76,14 @@ class Downstream:
 
     def take_body(self) -> bytes | None:
         """The whole request body, once, if all of it is there; None: `receive` it."""
-        body = self._replayed
+        body = self.replayed
         if body is not None:
-            self._replayed = None
+            self.replayed = None
         elif self.connection is not None:
             body = self.connection.take_body()
             if body is not None and self._follows:
                 self.exchange.received_bytes += len(body)
         return body
-
-    def replay(self, body: bytes) -> None:
-        """Hand this body, which was read, to the app behind; what `receive` gives next comes after it."""
-        self._replayed = body
 
     def replay_messages(self, messages: Sequence[Message]) -> None:
         """Hand these messages, which were received, to the app behind; what `receive` gives next comes after them."""
@@ -99,9 +96,9 @@ class Downstream:
 
     async def receive(self) -> Message:
         """ASGI's receive, for the app behind."""
-        body = self._replayed
+        body = self.replayed
         if body is not None:
-            self._replayed = None
+            self.replayed = None
             return {"type": "http.request", "body": body, "more_body": False}
         message = await self._receive()
         if self._follows:
@@ -118,11 +115,11 @@ class Downstream:
             if not connection.writable:
                 await connection.drain()
             connection.start(status, headers, piece, more=more)
+            self.status = status
         else:
             await self._send({"type": "http.response.start", "status": status, "headers": headers})
             self.status = status
             await self._send({"type": "http.response.body", "body": piece, "more_body": more})
-        self.status = status
         self._count(piece, more=more)
 
     async def write(self, piece: bytes, *, more: bool) -> None:
@@ -158,7 +155,7 @@ class Downstream:
 
     def end(self, crash: str) -> None:
         """The filters of this segment are through with the request."""
-        if self._follows and "ended" in self.exchange.hooks:
+        if self._follows:
             notify(RequestObserver.ended, self.exchange, self.status, crash)
 
     def _head(self, status: int, headers: Headers) -> Headers:

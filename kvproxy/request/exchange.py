@@ -52,7 +52,7 @@ class HasHooks(Protocol):
 class Outcome:
     """What really happened to a forwarded request; filled in by the router filter."""
 
-    endpoint: EndpointId | None = None  # who served (or failed last)
+    endpoint: EndpointId | None = None  # that served (or failed last)
     cluster: str = ""
     policy: str = ""
     pick_reason: str = ""  # why that endpoint: the policy's reason, "preferred", or why the preference was passed over
@@ -121,7 +121,7 @@ class Exchange:
         self.debug = False  # the client asked for x-kvproxy-decision
         self.trace_id = ""  # W3C, 32 hex digits; "" without `tracing`
         self.trace_parent = b""  # W3C `traceparent` of the present attempt; b"": the one in the headers
-        self.followed = False  # the observers hear of its response already
+        self.followed = False  # a Downstream notifies the observers of its response already
         self.outcome = Outcome()
         #: What hears of this request's stages, in this order (`attach`), and the hooks that some of it has.
         self.observers: tuple[HasHooks, ...] = ()

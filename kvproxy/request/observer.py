@@ -1,4 +1,4 @@
-"""How everything that watches a request hears of it: one base class, one call.
+"""The one way to watch a request: a base class with a hook for each stage, and the call of a hook.
 
 Metrics, kvcache learning, receipts, tracing, recent decisions and rate limits are observers.
 """

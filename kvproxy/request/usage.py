@@ -1,5 +1,5 @@
 """What an answer says of itself at its end, read once and never per chunk: the engine's token counts, and the error
-events of streams (also those that the client of a broken stream is told)."""
+events of streams (also those that the client of a broken stream gets)."""
 
 from __future__ import annotations
 
@@ -88,8 +88,9 @@ class _Answer(msgspec.Struct):
         said = self.usage or self.meta_info
         if said is None or self.index is not None:
             return None
-        counts = (said.prompt_tokens, said.completion_tokens, said.input_tokens, said.output_tokens)
-        return None if counts == _NO_COUNTS else said
+        if said.prompt_tokens is None and said.completion_tokens is None:
+            return None if said.input_tokens is None and said.output_tokens is None else said
+        return said
 
 
 class _Wrapped(msgspec.Struct):
@@ -108,7 +109,6 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 _NOTHING = _Usage()
-_NO_COUNTS = (None, None, None, None)
 _INVALID = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _answer = msgspec.json.Decoder(_Answer)
 _answers = msgspec.json.Decoder(list[_Answer])

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import anyio
 import httpx
 import pytest
 
+from kvproxy.metrics.catalog import Metrics
 from tests.docs.blocks import block, blocks
 from tests.docs.world import MODEL, world
 from tests.kvcache.support import long_text
+from tests.support.asgi import Inner, call, http_scope
+from tests.support.clock import FakeClock
 from tests.support.loopback import serve
 
 #: Page, and a text of its program; the filter's is installed and run by tests/filters/test_documented_filter.
@@ -21,9 +25,21 @@ PROGRAMS = {
 }
 
 
+STEP = ("docs/filters/README.md", "class Maintenance(Step)")
+
+
 def test_there_are_no_others() -> None:
     """A new program needs a test."""
-    assert sorted(block.page for block in blocks("python")) == sorted(PROGRAMS)
+    assert sorted(block.page for block in blocks("python")) == sorted([*PROGRAMS, STEP[0]])
+
+
+async def test_the_step_of_the_page_refuses_as_it_says() -> None:
+    """A filter of a few lines."""
+    names: dict[str, Any] = {}
+    exec(compile(block(*STEP), "step", "exec"), names)
+    app = names["Maintenance"](Inner(), metrics=Metrics(), clock=FakeClock())
+    reply = await call(app, http_scope())
+    assert (reply.status, reply.json["error"]["code"], reply.headers[b"retry-after"]) == (503, "maintenance", b"60")
 
 
 async def test_a_client_needs_nothing_but_the_url(tmp_path: Path) -> None:

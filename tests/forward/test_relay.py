@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import pytest
 from starlette.types import Message
 
+from kvproxy.errors import UpstreamDisconnected, UpstreamError
 from kvproxy.forward.relay import Relay
 from kvproxy.request.downstream import Downstream
 from kvproxy.request.exchange import Exchange
+from kvproxy.types import CONNECTION, Headers
 from kvproxy.upstream.response import UpstreamResponse
 from tests.support.asgi import http_scope
 
@@ -58,3 +61,124 @@ async def test_usage_is_found_however_the_last_events_are_cut(end: tuple[bytes, 
     relay = Relay(exchange, Arriving(*rest, *end).response, downstream=downstream, post=True)
     assert await relay.run(headers, first) is None
     assert (exchange.outcome.prompt_tokens, exchange.outcome.completion_tokens) == (1000, 500)
+
+
+class Flowing:
+    """A stream whose pieces come while the relay waits."""
+
+    def __init__(self) -> None:
+        self.response = UpstreamResponse(self, asyncio.get_running_loop())
+        self.response.status = 200
+        self.waiting: list[bytes] = []
+        self.cancelled = False
+
+    def take(self) -> bytes | None:
+        return self.waiting.pop(0) if self.waiting else None
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self.response.fail(UpstreamDisconnected("given up"), rest=b"")
+
+    def comes(self, piece: bytes) -> None:
+        """A piece arrives."""
+        self.waiting.append(piece)
+        self.response.arrived()
+
+    def ends(self) -> None:
+        """The stream is complete."""
+        self.response.finish(b"")
+
+
+class Client:
+    """Takes pieces, until it is told not to."""
+
+    def __init__(self) -> None:
+        self.writable = True
+        self.pieces: list[bytes] = []
+        self.error: Exception | None = None
+        self.drained = asyncio.Event()
+
+    def start(self, status: int, headers: Headers, first_piece: bytes = b"", *, more: bool) -> None:
+        self.pieces.append(first_piece)
+
+    def write(self, piece: bytes, *, more: bool) -> None:
+        if self.error is not None:
+            raise self.error
+        self.pieces.append(piece)
+
+    async def drain(self) -> None:
+        await self.drained.wait()
+        self.writable = True
+
+    async def send(self, message: Message) -> None:
+        raise AssertionError(message)
+
+    async def receive(self) -> Message:
+        raise AssertionError
+
+
+@pytest.fixture
+async def flow() -> AsyncIterator[tuple[Flowing, Client, asyncio.Task[UpstreamError | None], Exchange]]:
+    """A stream of which the first piece has gone down."""
+    engine, client = Flowing(), Client()
+    scope = http_scope(**{CONNECTION: client})
+    exchange = Exchange.of(scope, now=0.0)
+    downstream = Downstream(exchange, scope, client.receive, client.send)
+    relay = Relay(exchange, engine.response, downstream=downstream, post=True)
+    task = asyncio.create_task(relay.run([(b"content-type", b"text/event-stream")], b"first"))
+    await asyncio.sleep(0)
+    assert client.pieces == [b"first"]
+    yield engine, client, task, exchange
+    task.cancel()
+
+
+Flow = tuple[Flowing, Client, "asyncio.Task[UpstreamError | None]", Exchange]
+
+
+async def test_a_piece_goes_on_in_the_call_that_brings_it(flow: Flow) -> None:
+    """The request's task sleeps until the end."""
+    engine, client, task, exchange = flow
+    engine.comes(b"second")
+    assert client.pieces == [b"first", b"second"]
+    engine.ends()
+    assert await task is None
+    assert client.pieces == [b"first", b"second", b""]
+    assert exchange.outcome.end == "completed"
+    assert engine.response.on_piece is None
+
+
+async def test_a_client_that_takes_no_more_holds_the_engine_back(flow: Flow) -> None:
+    """What comes then is left where it is until the client takes more; nothing is lost or reordered."""
+    engine, client, task, _ = flow
+    client.writable = False
+    engine.comes(b"second")
+    await asyncio.sleep(0)
+    engine.comes(b"third")
+    assert (client.pieces, engine.waiting) == ([b"first"], [b"third"])
+    client.drained.set()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert client.pieces == [b"first", b"second", b"third"]
+    engine.ends()
+    assert await task is None
+
+
+async def test_a_piece_that_cannot_be_written_ends_the_request_as_if_its_task_had_written_it(flow: Flow) -> None:
+    """The engine's response is given up, and the error is the listener's, not the engine's."""
+    engine, client, task, _ = flow
+    client.error = RuntimeError("longer than its content-length")
+    engine.comes(b"second")
+    with pytest.raises(RuntimeError, match="longer"):
+        await task
+    assert engine.cancelled
+
+
+async def test_an_engine_that_dies_behind_passed_pieces_is_told_to_the_client(flow: Flow) -> None:
+    """By an error event, after everything that came."""
+    engine, client, task, exchange = flow
+    engine.comes(b"data: x\n\n")
+    engine.response.fail(UpstreamDisconnected("gone"), rest=b"")
+    assert isinstance(await task, UpstreamDisconnected)
+    assert client.pieces[:2] == [b"first", b"data: x\n\n"]
+    assert b'"error"' in client.pieces[2]
+    assert exchange.outcome.end == "upstream_died"

@@ -11,7 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
-from kvproxy.prefix.approximate.endpoint_lru import Run, SpeculativeEntry
+from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
+from kvproxy.prefix.approximate.heat import Run
 from kvproxy.prefix.approximate.index import ApproximateIndex
 from kvproxy.prefix.approximate.radix import PrefixCursor
 from kvproxy.types import EndpointId

@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from kvproxy.prefix.approximate.capacities import Capacities
+from kvproxy.prefix.approximate.capacity import Capacities
 from kvproxy.prefix.approximate.index import ApproximateIndex
 from kvproxy.simulator.block_cache import BlockCache
 from kvproxy.simulator.kv_event import BlockStored

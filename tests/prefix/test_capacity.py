@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.prefix.approximate.capacity import MOST_BLOCKS, LearnedCapacity
-from kvproxy.prefix.approximate.reuse_histogram import ReuseHistogram, capacity_of
+from kvproxy.prefix.approximate.capacity import MOST_BLOCKS, LearnedCapacity, ReuseHistogram, capacity_of
 
 
 def kept(under_test: LearnedCapacity, age: int, times: int = 1) -> None:
@@ -168,14 +167,14 @@ def test_an_engine_that_caches_nothing_teaches_nothing() -> None:
     assert under_test.blocks == 1000
 
 
-def test_fates_fade_for_ever() -> None:
+def test_outcomes_fade_for_ever() -> None:
     """Weights grow instead of all counts shrinking; the numbers stay small."""
-    fates = ReuseHistogram()
+    reuses = ReuseHistogram()
     for _ in range(20_000):
-        fates.gone(8)
+        reuses.add_evicted(8)
     for _ in range(20_000):
-        fates.kept(8)
-    assert fates.gone_from(0) == pytest.approx(0.0, abs=1e-6)
-    assert fates.seen(8, 9) == pytest.approx(1 / (1 - 1 / 1.003), rel=0.01)
-    assert fates.best(0, 20, near=3)[0] == 9
+        reuses.add_hit(8)
+    assert reuses.evicted_from(0) == pytest.approx(0.0, abs=1e-6)
+    assert reuses.count(8, 9) == pytest.approx(1 / (1 - 1 / 1.003), rel=0.01)
+    assert reuses.best(0, 20, near=3)[0] == 9
     assert capacity_of(16) == 4

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvproxy.prefix.hashing import token_blocks
-from kvproxy.prefix.tokens.hashed_tokens import MAX_WAYS, HashedTokens
+from kvproxy.prefix.tokens.token_memory import MAX_WAYS, HashedTokens
 
 TOKENS = array("I", range(1000))
 

@@ -12,9 +12,10 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.kvcache.overlap.merge import HolderOverlap
-from kvproxy.prefix.approximate.endpoint_lru import Run, SpeculativeEntry
+from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
+from kvproxy.prefix.approximate.heat import Run
 from kvproxy.prefix.approximate.radix import PrefixCursor
-from kvproxy.prefix.tokens.hashed_tokens import HashedTokens
+from kvproxy.prefix.tokens.token_memory import HashedTokens
 from kvproxy.routing.policy import NO_FACTS, OverlapFacts
 from kvproxy.types import EndpointId, InferenceRequest
 

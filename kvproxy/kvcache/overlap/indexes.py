@@ -9,15 +9,15 @@ from functools import lru_cache
 from kvproxy.bounded import BoundedMapping
 from kvproxy.clients.tokens import TokenIds
 from kvproxy.kvcache.overlap.merge import NOTHING, HolderOverlap, is_contradicted, merge_overlaps
-from kvproxy.prefix.approximate.capacities import Capacities
-from kvproxy.prefix.approximate.endpoint_lru import Run, SpeculativeEntry
-from kvproxy.prefix.approximate.heat import Heat
+from kvproxy.prefix.approximate.capacity import Capacities
+from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
+from kvproxy.prefix.approximate.heat import Heat, Run
 from kvproxy.prefix.approximate.index import ApproximateIndex
 from kvproxy.prefix.approximate.radix import PrefixCursor
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, message_chain, root_seed, token_blocks
 from kvproxy.prefix.precise.index import PreciseIndex, PreciseMatch, precise_root
-from kvproxy.prefix.tokens.hashed_tokens import HashedTokens
 from kvproxy.prefix.tokens.session_hashes import SessionHashes
+from kvproxy.prefix.tokens.token_memory import HashedTokens
 from kvproxy.routing.policy import FactSource, Overlap
 from kvproxy.routing.trust import Trust
 from kvproxy.types import EndpointId, InferenceRequest

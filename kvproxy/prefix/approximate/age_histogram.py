@@ -1,4 +1,4 @@
-"""How much an endpoint was asked for since something was: its blocks counted by when each was asked for last. Pure."""
+"""An endpoint's blocks counted by when each was asked for last. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AgeHistogram:
 
     def __init__(self) -> None:
         self._first = [0]  # touch each generation begins with, rising
-        self._blocks = [0]  # whose latest touch falls into it
+        self._blocks = [0]  # with their latest touch in it
 
     def touch(self, runs: Sequence[N], stamps: dict[N, int], touch: int, span: int) -> None:
         """All blocks of these runs are touched now, as number `touch`; `stamps` has each run's latest touch. A
@@ -59,7 +59,7 @@ class AgeHistogram:
         return sum(blocks[at:]) + blocks[at - 1] // 2
 
     def renumber(self, kept: Sequence[int]) -> None:
-        """Touches are numbered anew: `kept[n]` becomes n, the others had no block left."""
+        """Give touches new numbers: `kept[n]` becomes n, the others had no block left."""
         self._first = [bisect_left(kept, touch) for touch in self._first]
 
     def _begin(self, touch: int, span: int) -> None:

@@ -8,8 +8,9 @@ from typing import Generic, TypeVar
 M = TypeVar("M", bound=Hashable)
 V = TypeVar("V")
 
-#: Bits that are looked up one by one.
-_FEW = 6
+#: Bits that are looked up one by one; the owners of more are remembered by mask, of so many masks. Of a large fleet
+#: nearly all hold a common prefix, and mostly all but the few that hold more of a chat.
+_FEW, _KNOWN_MASKS = 6, 1024
 
 
 def slots_of(mask: int) -> Iterator[int]:
@@ -29,7 +30,7 @@ class BitAllocator(Generic[M]):
         self._slot: dict[M, int] = {}
         self._members: list[M | None] = []
         self._free: list[int] = []
-        self._groups: dict[int, tuple[M, ...]] = {}  # owners by eight slots and which of them; while none changes
+        self._known_masks: dict[int, tuple[M, ...]] = {}  # as long as no slot changes its owner
 
     def __len__(self) -> int:
         return len(self._slot)
@@ -44,12 +45,6 @@ class BitAllocator(Generic[M]):
         """The member's slot."""
         return self._slot.get(member)
 
-    def member(self, slot: int) -> M:
-        """The owner of an active slot."""
-        member = self._members[slot]
-        assert member is not None
-        return member
-
     def members(self, mask: int) -> list[M]:
         """The owners of these active slots."""
         found = []
@@ -62,22 +57,19 @@ class BitAllocator(Generic[M]):
         return found
 
     def assign_all(self, values: dict[M, V], mask: int, value: V) -> None:
-        """Set `value` for the owners of these active slots.
-
-        Many bits are looked up eight at a time, since nearly all members of a large fleet hold a common prefix.
-        """
+        """Set `value` for the owners of these active slots."""
         if mask.bit_count() <= _FEW:
             while mask:
                 low = mask & -mask
                 values[self._members[low.bit_length() - 1]] = value  # type: ignore[index]
                 mask ^= low
             return
-        for group, byte in enumerate(mask.to_bytes((mask.bit_length() + 7) // 8, "little")):
-            if byte:
-                members = self._groups.get(group << 8 | byte)
-                if members is None:
-                    members = self._groups[group << 8 | byte] = tuple(self.members(byte << 8 * group))
-                values.update(dict.fromkeys(members, value))
+        members = self._known_masks.get(mask)
+        if members is None:
+            if len(self._known_masks) >= _KNOWN_MASKS:
+                self._known_masks.clear()
+            members = self._known_masks[mask] = tuple(self.members(mask))
+        values.update(dict.fromkeys(members, value))
 
     def assign(self, member: M) -> int | None:
         """The member's slot, a fresh one if it has none; None when all are taken or not yet released."""
@@ -91,7 +83,7 @@ class BitAllocator(Generic[M]):
             self._members.append(None)
         else:
             return None
-        self._groups.clear()
+        self._known_masks.clear()
         self._slot[member] = slot
         self._members[slot] = member
         self.active |= 1 << slot
@@ -101,7 +93,7 @@ class BitAllocator(Generic[M]):
         """Take the member's bit out of `active` and return its slot; `release` it once the bit is set nowhere."""
         slot = self._slot.pop(member, None)
         if slot is not None:
-            self._groups.clear()
+            self._known_masks.clear()
             self._members[slot] = None
             self.active &= ~(1 << slot)
         return slot

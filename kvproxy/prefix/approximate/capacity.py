@@ -1,7 +1,7 @@
 """How many blocks an engine really keeps, learned from what it reused of what was routed to it. Pure.
 
 A configured or scraped capacity is often off: other clients share the cache, answers take room too, bytes only estimate
-tokens. Each response tells one thing more: a prefix that was last asked for so many blocks ago (its age) was still
+tokens. Each response says one thing more: a prefix that was last asked for so many blocks ago (its age) was still
 there, so there is room for more, or was gone, so there is room for less. The estimate is the capacity that contradicts
 the fewest of these, which other reasons for a loss do not move as long as most prefixes of that age are still there.
 """
@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import math
 
-from kvproxy.prefix.approximate.reuse_histogram import PER_OCTAVE, ReuseHistogram, age_bin, capacity_bin, capacity_of
+from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
+from kvproxy.prefix.approximate.index import ApproximateIndex
+from kvproxy.types import EndpointId
 
+#: Bins of an octave.
+PER_OCTAVE = 8
 #: How far the estimate may get from what was reported, either way, and how many blocks it never exceeds on its own.
 MOST_FACTOR = 8
 MOST_BLOCKS = 1 << 20
 #: Contradictions that another capacity must spare before it is taken.
 _MARGIN = 2.5
-#: Prefixes still there at the far end before more is tried, and fates beyond it that are answer enough.
+#: Prefixes still there at the far end before more is tried, and outcomes beyond it that are answer enough.
 _TRY_AFTER, _TRIED = 2, 1.5
 #: Bins that are added at once, and as many before the end are the far end.
 _STEP = _FAR = PER_OCTAVE // 4
@@ -27,6 +31,61 @@ _LOST, _LOST_YOUNG = 8, 3
 _SLACK_BLOCKS = 2
 #: A held prefix shorter than this says nothing.
 _LEAST_BLOCKS = 3
+#: An index this full has forgotten something its endpoint was asked for.
+_FULL = 0.9
+
+_BINS = 40 * PER_OCTAVE
+#: Each outcome weighs so much more than the one before: about the last 300 count.
+_GROWTH = 1.003
+_WEIGHT_BOUND = 1e9
+
+
+class Capacities:
+    """Sizes the index. Without `learning` an endpoint's capacity is what was reported."""
+
+    def __init__(self, index: ApproximateIndex, *, learning: bool = True) -> None:
+        self.learning = learning
+        self._index = index
+        self._learned: dict[EndpointId, LearnedCapacity] = {}  # no more than the index has endpoints
+
+    def set_reported(self, endpoint: EndpointId, blocks: int) -> None:
+        """The endpoint's capacity as its engine's metrics say."""
+        known = self._known(endpoint)
+        known.set_reported(blocks)
+        self._index.set_capacity(endpoint, known.blocks)
+
+    def observe(self, entry: SpeculativeEntry, reused_blocks: int) -> bool:
+        """The response to this entry's request reused so many leading blocks; before the entry is settled. True: the
+        engine lost what it held, and so did the index."""
+        lru = entry.lru
+        if not self.learning or lru is None or not lru.capacity:  # settled, void, or nothing to learn
+            return False
+        endpoint = entry.endpoint
+        known = self._learned.get(endpoint) or self._known(endpoint)
+        held = len(entry.hashes) - entry.new_blocks
+        full = reused_blocks > held and lru.blocks >= _FULL * lru.capacity
+        before = known.blocks
+        lost = known.observe(age_blocks=entry.age_blocks, known_blocks=held, reused_blocks=reused_blocks, full=full)
+        if known.blocks != before:
+            self._index.set_capacity(endpoint, known.blocks)
+        if lost:
+            self._index.clear(endpoint)
+        return lost
+
+    def reported(self, endpoint: EndpointId) -> int:
+        """Blocks the endpoint has room for by what its engine reported."""
+        known = self._learned.get(endpoint)
+        return self._index.capacity(endpoint) if known is None else known.reported
+
+    def forget(self, endpoint: EndpointId) -> None:
+        """The endpoint left, or is another engine now."""
+        self._learned.pop(endpoint, None)
+
+    def _known(self, endpoint: EndpointId) -> LearnedCapacity:
+        known = self._learned.get(endpoint)
+        if known is None:
+            known = self._learned[endpoint] = LearnedCapacity(self._index.capacity(endpoint))
+        return known
 
 
 class LearnedCapacity:
@@ -36,13 +95,13 @@ class LearnedCapacity:
         self.reported = reported
         self.blocks = reported
         self.least = _least(reported)
-        self._forget()
+        self._reset()
 
     def set_reported(self, blocks: int) -> None:
         """The capacity as configured, or as the engine's metrics say. What was learned stays, unless this is another
         cache altogether."""
         if not blocks or not 0.5 <= self.reported / blocks <= 2.0:
-            self._forget()
+            self._reset()
             self.blocks = blocks
         elif self.blocks == self.reported:
             self.blocks = blocks
@@ -62,9 +121,9 @@ class LearnedCapacity:
         slack = (known_blocks >> 3) + _SLACK_BLOCKS
         if age_blocks is not None and known_blocks >= _LEAST_BLOCKS:
             if reused_blocks + slack < known_blocks or not reused_blocks:
-                return self._gone(age_blocks)
+                return self._observe_evicted(age_blocks)
             if age_blocks >= self.least:  # no capacity there can be is less
-                self._kept(age_blocks)
+                self._observe_hit(age_blocks)
             elif self._losses:
                 self._losses.clear()
         if full and reused_blocks > known_blocks + slack:
@@ -72,44 +131,44 @@ class LearnedCapacity:
             self._try_more(capacity_bin(self.blocks))
         return False
 
-    def _kept(self, age: int) -> None:
+    def _observe_hit(self, age: int) -> None:
         self._losses.clear()
         at, current = age_bin(age), capacity_bin(self.blocks)
-        self._fates.kept(at)
+        self._reuses.add_hit(at)
         if at >= current:
-            self._settle(current)
+            self._reconsider(current)
         if at >= current - _FAR:
             self._try_more(current)
 
-    def _gone(self, age: int) -> bool:
+    def _observe_evicted(self, age: int) -> bool:
         del self._losses[: 1 - 2 * _LOST]
         self._losses.append(age)
         if len(self._losses) >= _LOST and sum(each < self.least for each in self._losses) >= _LOST_YOUNG:
             for each in self._losses:
-                self._fates.pardon(age_bin(each))
+                self._reuses.discount(age_bin(each))
             self._losses.clear()
             return True
         if age >= self.least:
             at, current = age_bin(age), capacity_bin(self.blocks)
-            self._fates.gone(at)
+            self._reuses.add_evicted(at)
             if at >= current - _FAR:
                 self._far -= 1
-            self._settle(current)
+            self._reconsider(current)
         return False
 
-    def _settle(self, current: int) -> None:
-        best, spared = self._fates.best(capacity_bin(self.least), capacity_bin(self._most), near=current)
+    def _reconsider(self, current: int) -> None:
+        best, spared = self._reuses.best(capacity_bin(self.least), capacity_bin(self._most), near=current)
         if spared >= _MARGIN:
-            self._take(capacity_of(best))
+            self._set_blocks(capacity_of(best))
 
     def _try_more(self, current: int) -> None:
         """The oldest prefixes there are, or ones the index had forgotten, were still there: is there more room?"""
         self._far += 1
-        if self._far >= _TRY_AFTER and self._fates.seen(current, current + _STEP) < _TRIED:
-            doubtless = self._forgotten and self._fates.gone_from(current - PER_OCTAVE) < 1.0
-            self._take(round(self.blocks * math.exp2((2 if doubtless else 1) * _STEP / PER_OCTAVE)))
+        if self._far >= _TRY_AFTER and self._reuses.count(current, current + _STEP) < _TRIED:
+            doubtless = self._forgotten and self._reuses.evicted_from(current - PER_OCTAVE) < 1.0
+            self._set_blocks(round(self.blocks * math.exp2((2 if doubtless else 1) * _STEP / PER_OCTAVE)))
 
-    def _take(self, blocks: int) -> None:
+    def _set_blocks(self, blocks: int) -> None:
         self.blocks = self._bounded(blocks)
         self._far = self._forgotten = 0
 
@@ -120,11 +179,80 @@ class LearnedCapacity:
     def _most(self) -> int:
         return max(self.reported, min(self.reported * MOST_FACTOR, MOST_BLOCKS))
 
-    def _forget(self) -> None:
-        self._fates = ReuseHistogram()
-        self._losses: list[int] = []  # ages of what was gone since anything was still there, the latest 16
-        self._far = 0  # kept at the far end since the estimate changed, less what was gone there
+    def _reset(self) -> None:
+        self._reuses = ReuseHistogram()
+        self._losses: list[int] = []  # ages of what was evicted since the last hit, the latest 16
+        self._far = 0  # hits at the far end since the estimate changed, less what was evicted there
         self._forgotten = 0  # of these, what the index had forgotten
+
+
+class ReuseHistogram:
+    """Reused prefixes by their age: still there (a hit), or evicted. The latest counts 1 and older ones fade.
+
+    Ages are in bins of an eighth of an octave of blocks; a capacity that begins with bin n keeps what is in lower ones.
+    """
+
+    def __init__(self) -> None:
+        self._hit = [0.0] * _BINS
+        self._evicted = [0.0] * _BINS
+        self._weight = 1.0  # of the latest; older ones stay as they are
+
+    def add_hit(self, at: int) -> None:
+        """A prefix of this age was still there."""
+        self._age()
+        self._hit[at] += self._weight
+
+    def add_evicted(self, at: int) -> None:
+        """A prefix of this age was evicted."""
+        self._age()
+        self._evicted[at] += self._weight
+
+    def discount(self, at: int) -> None:
+        """One of the latest that were evicted was lost for another reason."""
+        self._evicted[at] = max(0.0, self._evicted[at] - self._weight)
+
+    def count(self, start: int, stop: int) -> float:
+        """Prefixes of these ages, from `start` to before `stop`."""
+        return sum(self._hit[start:stop] + self._evicted[start:stop]) / self._weight
+
+    def evicted_from(self, at: int) -> float:
+        """Prefixes of this age or older that were evicted."""
+        return sum(self._evicted[at:]) / self._weight
+
+    def best(self, low: int, high: int, *, near: int) -> tuple[int, float]:
+        """The capacity from `low` to `high` that contradicts the fewest of them, of several the one nearest to `near`;
+        and how many fewer than `near` does."""
+        wrong = sum(self._hit[low:])
+        best, least, there = near, math.inf, 0.0
+        for at in range(low, high + 1):
+            if at == near:
+                there = wrong
+            if (wrong, abs(at - near)) < (least, abs(best - near)):
+                best, least = at, wrong
+            wrong += self._evicted[at] - self._hit[at]
+        return best, (there - least) / self._weight
+
+    def _age(self) -> None:
+        self._weight *= _GROWTH
+        if self._weight > _WEIGHT_BOUND:
+            for bins in (self._hit, self._evicted):
+                bins[:] = [each / self._weight for each in bins]
+            self._weight = 1.0
+
+
+def age_bin(blocks: int) -> int:
+    """The bin an age falls into."""
+    return int(PER_OCTAVE * math.log2(blocks)) if blocks > 1 else 0
+
+
+def capacity_bin(blocks: int) -> int:
+    """The bin that a capacity begins with, or nearly so."""
+    return round(PER_OCTAVE * math.log2(blocks)) if blocks > 1 else 0
+
+
+def capacity_of(at: int) -> int:
+    """Blocks of a capacity that begins with this bin."""
+    return round(math.exp2(at / PER_OCTAVE))
 
 
 def _least(reported: int) -> int:

@@ -8,20 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvproxy.prefix.approximate.age_histogram import GENERATIONS, AgeHistogram
-from kvproxy.prefix.approximate.heat import HeatedRun
+from kvproxy.prefix.approximate.heat import Run
 from kvproxy.prefix.approximate.radix import PrefixCursor
 from kvproxy.types import EndpointId
-
-
-class Run(HeatedRun):
-    """A run of blocks, with the endpoints that hold all of it and those with a request for all of it in flight."""
-
-    __slots__ = ("held_by", "in_flight_at")
-
-    def __init__(self, hashes: array[int]) -> None:
-        super().__init__(hashes)
-        self.held_by = 0  # bits of endpoints
-        self.in_flight_at = 0
 
 
 class EndpointLru:
@@ -73,10 +62,12 @@ class EndpointLru:
     def merge(self, run: Run, leaf: Run) -> None:
         """`leaf`, perhaps new, becomes the end of `run`; a touch follows."""
         self.flights.pop(leaf, None)  # as those of the run
-        stamp = self.stamps.pop(leaf, None)
+        stamp, above = self.stamps.pop(leaf, None), self.stamps[run]
+        if stamp == above:
+            return
         if stamp is not None:
             self._ages.change(stamp, -len(leaf.hashes))
-        self._ages.change(self.stamps[run], len(leaf.hashes))
+        self._ages.change(above, len(leaf.hashes))
 
     def split(self, head: Run, tail: Run) -> None:
         """`head` was split off `tail`, which is held: same recency, same requests that vouch for it."""

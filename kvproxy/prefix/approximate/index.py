@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 
 from kvproxy.prefix.approximate.bit_allocator import BitAllocator, slots_of
-from kvproxy.prefix.approximate.endpoint_lru import EndpointLru, Run, SpeculativeEntry
-from kvproxy.prefix.approximate.heat import Heat
+from kvproxy.prefix.approximate.endpoint_lru import EndpointLru, SpeculativeEntry
+from kvproxy.prefix.approximate.heat import Heat, Run
 from kvproxy.prefix.approximate.radix import PrefixCursor, RadixTree
 from kvproxy.types import EndpointId
 
@@ -37,6 +37,7 @@ class ApproximateIndex:
         self._tree: RadixTree[Run] = RadixTree(Run)
         self._slots: BitAllocator[EndpointId] = BitAllocator(limit=max_endpoints)
         self._lrus: dict[int, EndpointLru] = {}  # by slot, retired ones too while their bits remain
+        self._present: dict[EndpointId, EndpointLru] = {}
         self._retired: deque[EndpointLru] = deque()
         self._routed = 0
 
@@ -57,7 +58,8 @@ class ApproximateIndex:
         return self._leading_blocks(cursor, _IN_FLIGHT_AT)
 
     def _leading_blocks(self, cursor: PrefixCursor[Run], bits_of: Callable[[Run], int]) -> dict[EndpointId, int]:
-        self._tree.renew(cursor)
+        if cursor.edits != self._tree.edits:
+            self._tree.renew(cursor)
         found: dict[EndpointId, int] = {}
         alive, depth = self._slots.active, 0
         for run in cursor.path:
@@ -79,16 +81,9 @@ class ApproximateIndex:
 
     def hot_blocks(self, cursor: PrefixCursor[Run]) -> int:
         """Leading blocks that are hot, this request included."""
-        self._tree.renew(cursor)
-        hot, asking = 0, 0 if cursor.counted else 1
-        for run in cursor.path:
-            blocks = self.heat.hot_blocks(run, asking=asking)
-            hot += blocks
-            if blocks < len(run.hashes):
-                return hot
-        if cursor.partial is not None:
-            hot += min(cursor.inside, self.heat.hot_blocks(cursor.partial, asking=asking))
-        return hot
+        if cursor.edits != self._tree.edits:
+            self._tree.renew(cursor)
+        return self.heat.hot_blocks(cursor)
 
     @property
     def entries(self) -> int:
@@ -123,18 +118,18 @@ class ApproximateIndex:
 
     def held_blocks(self, endpoint: EndpointId) -> int:
         """Blocks the endpoint is believed to hold."""
-        lru = self._known(endpoint)
+        lru = self._present.get(endpoint)
         return 0 if lru is None else lru.blocks
 
     def capacity(self, endpoint: EndpointId) -> int:
         """The endpoint's capacity in blocks."""
-        lru = self._known(endpoint)
+        lru = self._present.get(endpoint)
         return self.default_capacity if lru is None else lru.capacity
 
     def younger_blocks(self, endpoint: EndpointId, cursor: PrefixCursor[Run], block: int) -> int | None:
         """Blocks the endpoint was asked for since it was last asked for `hashes[block]`, to within a 16th of its
         capacity; None if it is not held. An engine that has evicted that block has room for at most so many."""
-        lru, (run, _) = self._known(endpoint), self._run_at(cursor, block)
+        lru, (run, _) = self._present.get(endpoint), self._run_at(cursor, block)
         if lru is None or run is None or run not in lru.stamps:
             return None
         return lru.younger_blocks(run)
@@ -142,7 +137,7 @@ class ApproximateIndex:
     def newest_first(self, endpoint: EndpointId) -> Iterator[Run | None]:
         """Ends of the confirmed paths the endpoint holds, as `EndpointLru.newest_first`; the index may change
         meanwhile."""
-        lru = self._known(endpoint)
+        lru = self._present.get(endpoint)
         return iter(()) if lru is None else lru.newest_first()
 
     def all_runs(self) -> list[Run]:
@@ -166,7 +161,7 @@ class ApproximateIndex:
         often a request is routed, its cursor counts once for the heat of its blocks.
         """
         self._routed += 1
-        lru = self._lru(endpoint)
+        lru = self._present.get(endpoint) or self._enter(endpoint)
         if lru is None or not cursor.hashes:
             return SpeculativeEntry(endpoint, cursor, 0, self._routed, None)
         before = lru.blocks
@@ -189,19 +184,20 @@ class ApproximateIndex:
             self.heat.count(path)
         entry = SpeculativeEntry(endpoint, cursor, lru.blocks - before, self._routed, lru, age, in_flight)
         lru.touch(path)
-        self._step(lru)
+        if self._retired or lru.blocks > lru.capacity:
+            self._step(lru)
         return entry
 
     def confirm(self, entry: SpeculativeEntry) -> None:
         """The engine answered: it does hold the prompt now. Idempotent."""
         lru, entry.lru = entry.lru, None
-        if lru is not None and self._known(entry.endpoint) is lru:
+        if lru is not None and self._present.get(entry.endpoint) is lru:
             self._insert(lru, entry.cursor, asked_for=True, flight=entry.number if entry.in_flight else 0)
 
     def rollback(self, entry: SpeculativeEntry) -> None:
         """The request failed: forget what it inserted and no other request vouches for. Idempotent."""
         lru, entry.lru = entry.lru, None
-        if lru is None or self._known(entry.endpoint) is not lru:
+        if lru is None or self._present.get(entry.endpoint) is not lru:
             return
         self._tree.renew(entry.cursor)
         path = entry.cursor.path
@@ -217,7 +213,7 @@ class ApproximateIndex:
 
     def insert(self, endpoint: EndpointId, cursor: PrefixCursor[Run]) -> None:
         """The endpoint is known to hold these blocks."""
-        lru = self._lru(endpoint)
+        lru = self._enter(endpoint)
         if lru is not None and cursor.hashes:
             self._insert(lru, cursor)
 
@@ -227,7 +223,7 @@ class ApproximateIndex:
         An engine evicts from the end, so what extends a missing block is missing too. Where the request itself was
         served, a `confirm` afterwards re-enters its own prompt.
         """
-        lru, (run, start) = self._known(endpoint), self._run_at(cursor, cached_blocks)
+        lru, (run, start) = self._present.get(endpoint), self._run_at(cursor, cached_blocks)
         if lru is None or run is None or not run.held_by & lru.bit:
             return 0
         before = lru.blocks
@@ -240,7 +236,7 @@ class ApproximateIndex:
 
     def set_capacity(self, endpoint: EndpointId, blocks: int) -> None:
         """The engine's capacity as now known; what is over it is given up step by step, oldest first."""
-        lru = self._lru(endpoint)
+        lru = self._enter(endpoint)
         if lru is not None:
             lru.capacity = max(0, blocks)
             self._step(lru)
@@ -255,7 +251,7 @@ class ApproximateIndex:
         """The endpoint left. Its entries mean nothing at once and are swept step by step."""
         slot = self._slots.retire(endpoint)
         if slot is not None:
-            lru = self._lrus[slot]
+            lru = self._present.pop(endpoint)
             lru.capacity = 0
             self._retired.append(lru)
             for run in lru.end_all_flights():
@@ -274,18 +270,13 @@ class ApproximateIndex:
 
     # how
 
-    def _known(self, endpoint: EndpointId) -> EndpointLru | None:
-        slot = self._slots.get(endpoint)
-        return None if slot is None else self._lrus[slot]
-
-    def _lru(self, endpoint: EndpointId) -> EndpointLru | None:
-        """The endpoint's, made where there is none; None where there is no room."""
-        slot = self._slots.assign(endpoint)
-        if slot is None:
-            return None
-        lru = self._lrus.get(slot)
+    def _enter(self, endpoint: EndpointId) -> EndpointLru | None:
+        """The endpoint's LRU, made where there is none; None where there is no room."""
+        lru = self._present.get(endpoint)
         if lru is None:
-            lru = self._lrus[slot] = EndpointLru(slot, self.default_capacity)
+            slot = self._slots.assign(endpoint)
+            if slot is not None:
+                lru = self._present[endpoint] = self._lrus[slot] = EndpointLru(slot, self.default_capacity)
         return lru
 
     def _insert(self, lru: EndpointLru, cursor: PrefixCursor[Run], *, asked_for: bool = False, flight: int = 0) -> None:
@@ -301,13 +292,14 @@ class ApproximateIndex:
                 lru.add(run)
             elif lru.unconfirmed:
                 lru.unconfirmed.pop(run, None)
-        while len(path) > 1 and self._is_mergeable(path[-2], path[-1], lru):
+        while len(path) > 1 and path[-2].held_by == lru.bit and self._is_mergeable(path[-2], path[-1], lru):
             leaf = path.pop()
             lru.merge(path[-1], leaf)
             self.heat.absorb(path[-1], leaf)
             self._tree.absorb(path[-1], leaf)
         lru.touch(path)
-        self._step(lru)
+        if self._retired or lru.blocks > lru.capacity:
+            self._step(lru)
 
     def _is_mergeable(self, run: Run, leaf: Run, lru: EndpointLru) -> bool:
         """Only this endpoint holds them and nothing else branches off: a chat that grew."""
@@ -323,7 +315,8 @@ class ApproximateIndex:
 
     def _cover(self, cursor: PrefixCursor[Run]) -> list[Run]:
         """Runs that cover exactly the cursor's hashes, split and grown as needed."""
-        self._tree.renew(cursor)
+        if cursor.edits != self._tree.edits:
+            self._tree.renew(cursor)
         if cursor.depth < len(cursor.hashes):
             partial = cursor.partial
             self._tree.extend(cursor, None if partial is None else self._split(partial, cursor.inside))

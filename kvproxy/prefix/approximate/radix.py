@@ -33,7 +33,7 @@ class PrefixCursor(Generic[N]):
     The tree may change between two uses; `RadixTree.renew` walks again only if it did so on this path.
     """
 
-    __slots__ = ("_edits", "_splits", "counted", "depth", "hashes", "inside", "partial", "path")
+    __slots__ = ("counted", "depth", "edits", "hashes", "inside", "partial", "path", "splits")
 
     def __init__(self, hashes: array[int]) -> None:
         self.hashes = hashes  # not to be changed
@@ -42,7 +42,7 @@ class PrefixCursor(Generic[N]):
         self.partial: N | None = None  # a node that follows and matches in part,
         self.inside = 0  # with so many blocks
         self.counted = False  # among the requests for these blocks
-        self._edits = self._splits = -1
+        self.edits = self.splits = -1  # of the tree, when it was renewed last
 
 
 class RadixTree(Generic[N]):
@@ -51,7 +51,7 @@ class RadixTree(Generic[N]):
     def __init__(self, make: Callable[[array[int]], N]) -> None:
         self._make = make
         self._by_first: dict[int, N] = {}
-        self._edits = self._splits = 0  # changes of structure, and those of them that lengthen the path to a node
+        self.edits = self.splits = 0  # changes of structure so far, and those of them that lengthen the path to a node
         self.blocks = 0
 
     def __len__(self) -> int:
@@ -60,26 +60,21 @@ class RadixTree(Generic[N]):
     def locate(self, hashes: array[int]) -> PrefixCursor[N]:
         """Where these hashes lead now."""
         cursor: PrefixCursor[N] = PrefixCursor(hashes)
-        self._walk(cursor)
+        self.renew(cursor)
         return cursor
 
     def renew(self, cursor: PrefixCursor[N]) -> None:
-        """Make the cursor say where its hashes lead now.
+        """Make the cursor say where its hashes lead now. Not needed while its `edits` are the tree's.
 
         The nodes above a live one never change but by a split. So a path that covered all hashes is the same as long
         as its last node is there, ends with the same block, and nothing was split.
         """
-        if cursor._edits == self._edits:
-            return
-        if cursor._splits == self._splits and cursor.path and cursor.depth == len(cursor.hashes):
-            last = cursor.path[-1]
-            if last.hashes[-1] == cursor.hashes[-1] and self._by_first.get(last.hashes[0]) is last:
-                cursor._edits = self._edits
-                return
-        self._walk(cursor)
-
-    def _walk(self, cursor: PrefixCursor[N]) -> None:
         hashes, by_first = cursor.hashes, self._by_first
+        if cursor.splits == self.splits and cursor.path and cursor.depth == len(hashes):
+            last = cursor.path[-1]
+            if last.hashes[-1] == hashes[-1] and by_first.get(last.hashes[0]) is last:
+                cursor.edits = self.edits
+                return
         path: list[N] = []
         partial, inside = None, 0
         depth, n = 0, len(hashes)
@@ -95,7 +90,7 @@ class RadixTree(Generic[N]):
             path.append(node)
             depth = end
         cursor.path, cursor.depth, cursor.partial, cursor.inside = path, depth, partial, inside
-        cursor._edits, cursor._splits = self._edits, self._splits
+        cursor.edits, cursor.splits = self.edits, self.splits
 
     def has(self, node: N) -> bool:
         """Whether the node is still part of the tree."""
@@ -127,11 +122,11 @@ class RadixTree(Generic[N]):
         if depth < len(hashes):
             path.append(self.grow(path[-1] if path else None, hashes[depth:]))
         cursor.depth = len(hashes)
-        cursor._edits, cursor._splits = self._edits, self._splits
+        cursor.edits, cursor.splits = self.edits, self.splits
 
     def grow(self, parent: N | None, hashes: array[int]) -> N:
         """A new leaf under `parent` (None: at the root)."""
-        self._edits += 1
+        self.edits += 1
         node = self._make(hashes)
         self._link(node, parent)
         self._by_first[hashes[0]] = node
@@ -140,8 +135,8 @@ class RadixTree(Generic[N]):
 
     def split(self, node: N, at: int) -> N:
         """Cut `node` after `at` blocks; returns the new head, `node` keeps its identity as the tail."""
-        self._edits += 1
-        self._splits += 1
+        self.edits += 1
+        self.splits += 1
         head = self._make(node.hashes[:at])
         parent = node.parent
         self._unlink(node)
@@ -154,20 +149,20 @@ class RadixTree(Generic[N]):
 
     def cut(self, leaf: N, keep: int) -> None:
         """Forget the blocks of a leaf after the first `keep` (at least one)."""
-        self._edits += 1
+        self.edits += 1
         self.blocks -= len(leaf.hashes) - keep
         del leaf.hashes[keep:]
 
     def remove(self, leaf: N) -> None:
         """Forget a leaf. It keeps its parent, so that its last holder can climb."""
-        self._edits += 1
+        self.edits += 1
         del self._by_first[leaf.hashes[0]]
         self.blocks -= len(leaf.hashes)
         self._unlink(leaf)
 
     def absorb(self, node: N, leaf: N) -> None:
         """Append the only child `leaf` to `node`."""
-        self._edits += 1
+        self.edits += 1
         del self._by_first[leaf.hashes[0]]
         self._unlink(leaf)
         node.hashes.extend(leaf.hashes)

@@ -1,4 +1,4 @@
-"""The approximate index as plain columns and back, for a warm restart. Who keeps them is the caller's business.
+"""The approximate index as plain columns and back, for a warm restart. Keeping them is the caller's business.
 
 Both ways go path by path, so that the caller may do something else between two steps.
 """
@@ -12,12 +12,12 @@ from itertools import accumulate
 
 import msgspec
 
-from kvproxy.prefix.approximate.endpoint_lru import Run
+from kvproxy.prefix.approximate.heat import Run
 from kvproxy.prefix.approximate.index import ApproximateIndex
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, little_endian, root_seed, text_blocks
 from kvproxy.types import EndpointId, Prompt
 
-#: Hashes are handed out in pieces of about this size, so that nobody has to copy all of them at once.
+#: Hashes are handed out in pieces of about this size, so that no step copies all of them.
 CHUNK_BYTES = 256 * 1024
 _RUN_BYTES = 8  # parent and length
 _PATH_BYTES = 4

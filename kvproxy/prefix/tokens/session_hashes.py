@@ -15,7 +15,8 @@ class SessionHashes:
     """Text blocks by message prefix, bounded by bytes, the longest unused first out. Holds no prompt text.
 
     A key names all the text it stands for (seed, shape and messages), so what is found under it needs no comparing.
-    The entries are a dict in order of use: a cachetools cache takes longer than the hashing it would spare.
+    The entries are a dict in order of use: every request comes by, and a BoundedMapping takes a third longer (4.1 us
+    against 3.1 for a chat's next turn, 35 calls against 26).
     """
 
     def __init__(self, *, max_bytes: int = 64 * 1024 * 1024) -> None:

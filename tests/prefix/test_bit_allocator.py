@@ -16,7 +16,7 @@ def test_a_member_keeps_its_slot() -> None:
     slots: BitAllocator[str] = BitAllocator(limit=4)
     assert slots.assign("a") == slots.assign("a") == slots.get("a") == 0
     assert slots.assign("b") == 1
-    assert (slots.active, len(slots), list(slots), slots.member(1)) == (0b11, 2, ["a", "b"], "b")
+    assert (slots.active, len(slots), list(slots), slots.members(0b10)) == (0b11, 2, ["a", "b"], ["b"])
 
 
 def test_a_retired_bit_is_not_reused_before_its_release() -> None:
@@ -55,3 +55,20 @@ def test_five_hundred_and_twelve_members() -> None:
     slots: BitAllocator[int] = BitAllocator(limit=512)
     assert [slots.assign(member) for member in range(512)] == list(range(512))
     assert slots.assign(512) is None
+
+
+def test_a_value_is_set_for_the_owners_of_a_mask() -> None:
+    """However many there are; once a slot changes its owner, the new one gets it."""
+    slots: BitAllocator[str] = BitAllocator(limit=20)
+    for member in "abcdefghijkl":
+        slots.assign(member)
+    values = {"z": 1}
+    slots.assign_all(values, 0b101, 2)
+    assert values == {"z": 1, "a": 2, "c": 2}
+    slots.assign_all(values, slots.active & ~1, 3)
+    assert values == {"z": 1, "a": 2} | dict.fromkeys("bcdefghijkl", 3)
+    slots.release(slots.retire("b") or 0)
+    slots.assign("m")
+    again: dict[str, int] = {}
+    slots.assign_all(again, slots.active & ~1, 4)
+    assert again == dict.fromkeys("cdefghijklm", 4)

@@ -1,0 +1,83 @@
+"""The precise index beside that of another checkout, interleaved in one run, as ratios.
+
+    python -m benchmarks.precise_index OTHER_CHECKOUT [--entries 400000] [--rounds 5]
+
+The other checkout has a virtual environment in `.venv`. Every measurement is a process of its own, the two in turn;
+ratios are this one's to the other's, medians over rounds. Below 1 is better but for `blocks_per_s`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks import prefix_data
+
+HERE = Path(__file__).parents[1]
+_LOOKUPS = """
+import json, sys, time
+from array import array
+from kvproxy.clients.kv_events.events import BlockStored
+from kvproxy.prefix.hashing import token_blocks
+try:
+    from kvproxy.prefix.precise.index import PreciseIndex, precise_root
+except ImportError:
+    from kvproxy.prefix.precise import PreciseIndex, precise_root
+found = {}
+for endpoints in (2, 128):
+    index, tokens = PreciseIndex(), array("I", range(256 * 16))
+    for number in range(endpoints):
+        held = 256 - number % 64
+        names = tuple(range(number * 1000, number * 1000 + held))
+        index.apply(f"e{number}", 0, [BlockStored(names, None, tokens[: held * 16], 16)])
+    blocks = token_blocks(tokens, 16, precise_root(16))
+    took = []
+    for _ in range(400):
+        start = time.perf_counter()
+        index.lookup(lambda size: blocks)
+        took.append(1e6 * (time.perf_counter() - start))
+    found[f"lookup of 256 blocks at {endpoints} endpoints, us"] = sorted(took)[100]
+print(json.dumps(found))
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("other", type=Path)
+    parser.add_argument("--entries", type=int, default=400_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    ratios: dict[str, list[tuple[float, float]]] = {}
+    for _ in range(arguments.rounds):
+        ours, others = (_figures(each, arguments.entries) for each in (HERE, arguments.other))
+        for name, figure in ours.items():
+            ratios.setdefault(name, []).append((figure, others[name]))
+    print("| figure | here | there | ratio |\n|---|---|---|---|")
+    for name, pairs in ratios.items():
+        here, there = (statistics.median(each) for each in zip(*pairs, strict=True))
+        print(f"| {name} | {here:.4g} | {there:.4g} | {statistics.median(a / b for a, b in pairs):.2f} |")
+    return 0
+
+
+def _figures(checkout: Path, entries: int) -> dict[str, float]:
+    found = {}
+    for shape in prefix_data.shapes(entries):
+        row = _run(checkout, "--entries", str(entries), "--child", "precise", shape.name)
+        found |= {f"{shape.name}, {name}": row[name] for name in ("blocks_per_s", "bytes_per_entry", "lookup_p50_us")}
+    return found | _run(checkout, "--steady") | _run(checkout)
+
+
+def _run(checkout: Path, *arguments: str) -> dict[str, float]:
+    python = str(checkout / ".venv" / "bin" / "python") if checkout != HERE else sys.executable
+    program = ("-m", "benchmarks.prefix_index", *arguments) if arguments else ("-c", _LOOKUPS)
+    done = subprocess.run([python, *program], cwd=checkout, capture_output=True, text=True, check=True)
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
