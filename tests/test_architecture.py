@@ -71,8 +71,8 @@ THIN = frozenset[str](
     {
         "kvproxy.admin.speeds",
         "kvproxy.clients.kv_events.sequence",
-        "kvproxy.cluster.http_probe",
-        "kvproxy.cluster.learned",
+        "kvproxy.cluster.prober",
+        "kvproxy.cluster.status",
         "kvproxy.forward.alias",
         "kvproxy.forward.decision",
         "kvproxy.forward.policy_choice",
@@ -83,7 +83,7 @@ THIN = frozenset[str](
         "kvproxy.metrics.loop_lag",
         "kvproxy.prefix.precise.reported",
         "kvproxy.replay.prompts",
-        "kvproxy.routing.onboarding",
+        "kvproxy.routing.speeds",
     }
 )
 

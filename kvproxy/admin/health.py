@@ -8,7 +8,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from kvproxy.admin.operated import AdminTarget
-from kvproxy.cluster.readiness import clusters_without_endpoint
+from kvproxy.cluster.status import clusters_without_endpoint
 from kvproxy.metrics.exposition import exposition
 
 

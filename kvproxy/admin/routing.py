@@ -17,7 +17,7 @@ from kvproxy.config.fields import nearest
 from kvproxy.config.model import Model
 from kvproxy.errors import ConfigError, Problem
 from kvproxy.routing.policy import Policy
-from kvproxy.routing.tuning import ranges, tuned
+from kvproxy.routing.registry import ranges, tuned
 
 
 def routing_status(cluster: Cluster, now: float) -> dict[str, object]:

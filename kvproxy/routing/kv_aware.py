@@ -25,13 +25,11 @@ from random import Random
 from typing import cast
 
 from kvproxy.config.policy_schema import KvAwareSettings
-from kvproxy.routing.arrivals import ArrivalStats, EndpointArrivals
-from kvproxy.routing.forecast import own_s
-from kvproxy.routing.least import least
+from kvproxy.routing.costs import least, own_s
 from kvproxy.routing.load import NO_WORK, Features, prefill_s
 from kvproxy.routing.policy import Candidate, Choice, OverlapFacts, PickRequest, Policy
 from kvproxy.routing.speeds import SpeedModel
-from kvproxy.routing.utilisation import Utilisation
+from kvproxy.routing.traffic import ArrivalStats, EndpointArrivals, Utilisation
 from kvproxy.types import EndpointId
 
 #: Work is believed to delay at most this many of those bound to the endpoint, and as many of all.
