@@ -1,4 +1,4 @@
-"""Endpoints over the admin listener: who there is and how they are, and what an operator may change about them."""
+"""Endpoints over the admin listener: which there are and how they are, and what an operator may change about them."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class EndpointRoutes:
 
 
 def _decoded(body: dict[str, Any]) -> EndpointSettings:
-    """The endpoint; Refused with every problem. Files are named in the configuration only: whoever may talk to this
+    """The endpoint; Refused with every problem. Files are named in the configuration only: a client of this
     listener must not learn by it what other files hold."""
     problems = [
         Problem(key, "files cannot be named here", "write it out, or add the endpoint to the configuration")

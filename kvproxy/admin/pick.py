@@ -1,4 +1,4 @@
-"""The proxy as a picker: it says where a request should go, and somebody else carries it there."""
+"""The proxy as a picker: it says where a request should go, and its caller carries it there."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def _later(delay_s: float, callback: Callable[[], None]) -> Timer:
 
 @dataclass(slots=True)
 class Reservation:
-    """One place, and whom to tell what became of it."""
+    """One place, and what is told what became of it."""
 
     id: str
     cluster: Cluster
@@ -56,7 +56,7 @@ class Ended:
 
 
 class Reservations:
-    """Bounded; ids cannot be guessed. A lease that ran out blames nobody, and nothing is learned of it."""
+    """Bounded; ids cannot be guessed. A lease that ran out blames no endpoint, and nothing is learned of it."""
 
     def __init__(self, *, metrics: Metrics, clock: Clock, later: Later = _later, limit: int = MAX_RESERVATIONS) -> None:
         self._clock = clock

@@ -85,7 +85,7 @@ class Prober:
         self.follow(endpoints)
 
     def follow(self, endpoints: Iterable[Endpoint]) -> None:
-        """Probe these from now on, and nobody else."""
+        """Probe these from now on, and no others."""
         self._endpoints = list(endpoints)
         if self._probe is None:
             return

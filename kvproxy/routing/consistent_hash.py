@@ -88,8 +88,8 @@ class HashRing:
     def follow(self, candidates: Sequence[Candidate]) -> dict[EndpointId, int]:
         """Index of every candidate by id, all of them now on the ring.
 
-        Who is no candidate at the moment stays on it and is passed over by the caller, which has the same effect as
-        leaving and spares a rebuild for each request that excludes somebody.
+        A member that is no candidate at the moment stays on it and is passed over by the caller, which has the same
+        effect as leaving and spares a rebuild for each request that excludes an endpoint.
         """
         weights = self._weights
         changed = False
