@@ -162,7 +162,7 @@ class World:
         result = Result(pick.endpoint.id, True, len(tokens), min(cached, len(tokens) - 1))
         began = perf_counter()
         pick.settle(AttemptOutcome.SUCCESS, now)
-        self.cluster.reused(pick, cached, now)
+        self.cluster.observe_reuse(pick, cached, now)
         self.kv.finished(facts, result)
         self._settled(decided, 1e6 * (perf_counter() - began))
         if self.events:

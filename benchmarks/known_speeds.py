@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from kvproxy.replay.pooled import true_seconds
-from kvproxy.replay.settings import FleetSettings
+from kvproxy.replay.pooled import average_seconds
+from kvproxy.replay.settings import ReplayFleet
 from kvproxy.replay.view import endpoint_id
 from kvproxy.routing.kv_aware import KvAware
 from kvproxy.routing.load import Features
@@ -31,7 +31,7 @@ class KnownSpeeds(SpeedModel):
         """It knows better."""
 
 
-def knowing(fleet: FleetSettings, duration_s: float, *, rng: Random) -> KvAware:
+def knowing(fleet: ReplayFleet, duration_s: float, *, rng: Random) -> KvAware:
     """The policy with the fleet's true speeds."""
-    timings = {endpoint_id(i): fleet.engine(512, i, duration_s).timing for i in range(fleet.instances)}
-    return KvAware(rng=rng, speeds=KnownSpeeds(true_seconds(fleet), timings))
+    timings = {endpoint_id(i): fleet.engine_settings(512, i, duration_s).timing for i in range(fleet.instances)}
+    return KvAware(rng=rng, speeds=KnownSpeeds(average_seconds(fleet), timings))

@@ -24,10 +24,10 @@ from typing import Any
 
 from benchmarks import routing_report
 from benchmarks.known_speeds import knowing
-from kvproxy.replay.outcome import summarise
-from kvproxy.replay.pooled import Bound, paced_bound
-from kvproxy.replay.scenario import PolicySpec, play
-from kvproxy.replay.settings import FleetSettings, IndexMode
+from kvproxy.replay.pooled import Bound, measure_bound
+from kvproxy.replay.results import summarize_outcomes
+from kvproxy.replay.scenario import PolicySpec, play_policy
+from kvproxy.replay.settings import IndexMode, ReplayFleet
 from kvproxy.replay.trace import Trace, read_trace
 
 ROOT = Path(__file__).parents[1]
@@ -99,10 +99,10 @@ def cells(*, quick: bool) -> list[Cell]:
     return plain + disturbed
 
 
-def fleet_of(cell: Cell) -> FleetSettings:
+def fleet_of(cell: Cell) -> ReplayFleet:
     """The engines of a cell."""
     changes = {key: value for key, value in VARIANTS[cell.variant].items() if key not in ("priors", "known")}
-    plain = FleetSettings(instances=cell.instances, capacity_tokens=CAPACITY_TOKENS.get(cell.trace, 819_200))
+    plain = ReplayFleet(instances=cell.instances, capacity_tokens=CAPACITY_TOKENS.get(cell.trace, 819_200))
     return replace(plain, **changes)
 
 
@@ -117,7 +117,7 @@ def bound_of(cell: Cell, work: Path) -> Bound:
     if path.exists():
         loaded: Bound = pickle.loads(path.read_bytes())
         return loaded
-    bound = paced_bound(trace_of(cell.trace), fleet_of(cell).undisturbed(), cell.load)
+    bound = measure_bound(trace_of(cell.trace), fleet_of(cell).undisturbed(), cell.load)
     path.with_suffix(f".{os.getpid()}").write_bytes(pickle.dumps(bound))
     path.with_suffix(f".{os.getpid()}").rename(path)
     return bound
@@ -133,10 +133,10 @@ def run_cell(job: tuple[Cell, Path]) -> dict[str, Any]:
     policy = spec.make(rng=Random(1), prior_factor=changes.get("priors", 1.0))
     if "known" in changes:
         policy = knowing(fleet, bound.pace.duration_s(bound.trace), rng=Random(1))
-    outcomes = play(bound.trace, bound.pace, fleet, policy, queue=spec.queue)
+    outcomes = play_policy(bound.trace, bound.pace, fleet, policy, queue=spec.queue)
     return {
         **asdict(cell),
-        **asdict(summarise(outcomes, fleet.instances)),
+        **asdict(summarize_outcomes(outcomes, fleet.instances)),
         "bound_ttft_mean_s": bound.ttft_mean_s,
         "bound_ttft_p99_s": bound.ttft_p99_s,
         "bound_hit_rate": bound.hit_rate,

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.admin.app import admin_app
 from kvproxy.admin.history import History
-from kvproxy.admin.operated import ConfigReloader, FindingLike, Reloaded
+from kvproxy.admin.operated import ConfigReloader, OperatorFinding, Reloaded
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routes import Routes
 from kvproxy.cluster.status import show_learned
@@ -22,7 +22,7 @@ from kvproxy.filters.chain import FilterType, WallClock
 from kvproxy.kvcache.service import KvCache
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.metrics.present import LoopLag
-from kvproxy.receipts.recorder import recorder_of
+from kvproxy.receipts.recorder import make_recorder
 from kvproxy.request.body import HeldBodies
 from kvproxy.request.observer import RequestObserver
 from kvproxy.request.recent import RecentDecisions
@@ -57,7 +57,7 @@ class Proxy:
         self.clock = clock
         self.wall_clock = wall_clock
         self.recent = RecentDecisions()
-        self.findings: Sequence[FindingLike] = ()  # what the operator should know, shown on the live page
+        self.findings: Sequence[OperatorFinding] = ()  # what the operator should know, shown on the live page
         self.public_url = ""  # where clients connect, told by whoever listens
         self.reloader: ConfigReloader | None = None  # reads the configuration anew; None: there is no file
         pool = config.pool
@@ -70,7 +70,7 @@ class Proxy:
             metrics=self.metrics,
         )
         self._probes = UpstreamPool(max_connections=4, max_idle=0, clock=clock)  # a full pool must not starve probes
-        self._recorder = recorder_of(self, config.receipts)
+        self._recorder = make_recorder(self, config.receipts)
         self._shared = Shared(
             self.metrics,
             clock,

@@ -1,4 +1,4 @@
-"""The command line: argument parsing and output only."""
+"""The command line: parsing arguments; each command is a `module:function` that takes them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     try:
-        status: int = args.run(args)
+        status = _load(args.run)(args)
         sys.stdout.flush()
     except ConfigError as error:
         for problem in error.problems:
@@ -40,6 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return status
+
+
+def _load(target: str) -> Callable[[argparse.Namespace], int]:
+    """The function that `module:name` names; only the command that is called gets imported, since --help must be
+    quick."""
+    module, _, name = target.partition(":")
+    function: Callable[[argparse.Namespace], int] = getattr(import_module(f"kvproxy.{module}"), name)
+    return function
 
 
 class _Parser(argparse.ArgumentParser):
@@ -68,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_reload(commands)
     _add_replay(commands)
     _add_demo(commands)
-    _add_completion(commands)
+    _add_completion(commands, parser)
     return parser
 
 
@@ -93,16 +102,6 @@ def _admin_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--token-file", metavar="FILE", help="file with the admin token (else $KVPROXY_ADMIN_TOKEN)")
 
 
-def _file_of(args: argparse.Namespace) -> str | None:
-    """The file that is named, or the usual one when neither a file nor endpoints are."""
-    from kvproxy.commands.configuration import usual_file
-
-    if args.config is not None or args.endpoint:
-        named: str | None = args.config
-        return named
-    return usual_file(sys.stderr)
-
-
 def _add_init(commands: _Commands[argparse.ArgumentParser]) -> None:
     init = commands.add_parser(
         "init",
@@ -115,14 +114,7 @@ def _add_init(commands: _Commands[argparse.ArgumentParser]) -> None:
     init.add_argument("-o", "--output", metavar="FILE", default="config.yaml", help="file to write (%(default)s)")
     init.add_argument("-y", "--yes", action="store_true", help="ask nothing: take what is given and the defaults")
     init.add_argument("--force", action="store_true", help="replace the file if there is one")
-    init.set_defaults(run=_init)
-
-
-def _init(args: argparse.Namespace) -> int:
-    from kvproxy.commands import init
-
-    options = init.InitOptions(args.engine, args.lmcache, args.listen, Path(args.output), args.yes, args.force)
-    return init.run(options, stdin=sys.stdin, out=sys.stdout, err=sys.stderr)
+    init.set_defaults(run="commands.init:main")
 
 
 def _add_serve(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -133,23 +125,7 @@ def _add_serve(commands: _Commands[argparse.ArgumentParser]) -> None:
     serve.add_argument("--endpoint", action="append", default=[], metavar="ID=URL", help="an engine; repeat for more")
     serve.add_argument("--policy", help="balancing policy (with --endpoint)")
     serve.add_argument("--no-admin", action="store_true", help="no admin listener (with --endpoint)")
-    serve.set_defaults(run=_serve)
-
-
-def _serve(args: argparse.Namespace) -> int:
-    from kvproxy.commands import serve
-    from kvproxy.commands.configuration import Source
-
-    source = Source(
-        path=_file_of(args),
-        endpoints=args.endpoint,
-        host=args.host,
-        port=args.port,
-        policy=args.policy,
-        admin=not args.no_admin,
-        lenient=args.lenient,
-    )
-    return serve.run(source)
+    serve.set_defaults(run="commands.serve:main")
 
 
 def _add_check(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -162,20 +138,7 @@ def _add_check(commands: _Commands[argparse.ArgumentParser]) -> None:
     check.add_argument("file", nargs="?", metavar="FILE", help="else $KVPROXY_CONFIG or ./config.yaml")
     check.add_argument("--schema", action="store_true", help="print the JSON Schema of the native dialect instead")
     _lenient_option(check)
-    check.set_defaults(run=_check)
-
-
-def _check(args: argparse.Namespace) -> int:
-    from kvproxy.commands import check
-    from kvproxy.commands.configuration import usual_file
-
-    if args.schema:
-        return check.print_schema(sys.stdout)
-    file = args.file or usual_file(sys.stderr)
-    if not file:
-        print("kvproxy check: a FILE (or --schema) is required, there is no ./config.yaml", file=sys.stderr)
-        return 2
-    return check.run(file, lenient=args.lenient, out=sys.stdout)
+    check.set_defaults(run="commands.configuration:main_check")
 
 
 def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -191,16 +154,7 @@ def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
     doctor.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     doctor.add_argument("--strict", action="store_true", help="exit with 2 when there are only warnings")
     doctor.add_argument("-v", "--verbose", action="store_true", help="list the checks that passed, too")
-    doctor.set_defaults(run=_doctor)
-
-
-def _doctor(args: argparse.Namespace) -> int:
-    from kvproxy.commands import doctor
-
-    options = doctor.DoctorOptions(
-        _file_of(args), args.endpoint, args.timeout, args.json, args.strict, args.lenient, args.verbose
-    )
-    return doctor.run(options, out=sys.stdout, err=sys.stderr)
+    doctor.set_defaults(run="commands.doctor:main")
 
 
 def _add_status(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -208,14 +162,7 @@ def _add_status(commands: _Commands[argparse.ArgumentParser]) -> None:
     _admin_options(status)
     status.add_argument("--watch", action="store_true", help="every second, until Ctrl-C")
     status.add_argument("--json", action="store_true", help="what /live answers, one JSON object a line")
-    status.set_defaults(run=_status)
-
-
-def _status(args: argparse.Namespace) -> int:
-    from kvproxy.commands import status
-
-    options = status.StatusOptions(args.url, args.token_file, args.watch, args.json)
-    return status.run(options, out=sys.stdout, err=sys.stderr)
+    status.set_defaults(run="commands.status:main")
 
 
 def _add_explain(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -229,16 +176,7 @@ def _add_explain(commands: _Commands[argparse.ArgumentParser]) -> None:
     explain.add_argument("--file", type=Path, help="receipts, rotated ones included (else ./receipts.jsonl)")
     _admin_options(explain)
     explain.add_argument("--json", action="store_true", help="the receipt itself")
-    explain.set_defaults(run=_explain)
-
-
-def _explain(args: argparse.Namespace) -> int:
-    from kvproxy.commands import explain
-    from kvproxy.commands.admin_client import AdminAddress
-
-    address = AdminAddress(args.url, args.token_file)
-    options = explain.ExplainOptions(args.request_id, args.file, address, args.json)
-    return explain.run(options, out=sys.stdout, err=sys.stderr)
+    explain.set_defaults(run="commands.explain:main")
 
 
 def _add_drain(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -251,30 +189,14 @@ def _add_drain(commands: _Commands[argparse.ArgumentParser]) -> None:
         drain.add_argument("endpoint", metavar="ENDPOINT", help="its id")
         drain.add_argument("--cluster", help="its cluster, where several have an endpoint with this id")
         _admin_options(drain)
-        drain.set_defaults(run=_drain, draining=name == "drain")
-
-
-def _drain(args: argparse.Namespace) -> int:
-    from kvproxy.commands import operate
-    from kvproxy.commands.admin_client import AdminAddress
-
-    address = AdminAddress(args.url, args.token_file)
-    where = {"cluster": args.cluster, "draining": args.draining}
-    return operate.drain(address, args.endpoint, **where, out=sys.stdout, err=sys.stderr)
+        drain.set_defaults(run="commands.operate:main_drain", draining=name == "drain")
 
 
 def _add_reload(commands: _Commands[argparse.ArgumentParser]) -> None:
     text = "have a running proxy read its configuration file again"
     reload = commands.add_parser("reload", help=text, description=f"{text[0].upper()}{text[1:]}.")
     _admin_options(reload)
-    reload.set_defaults(run=_reload)
-
-
-def _reload(args: argparse.Namespace) -> int:
-    from kvproxy.commands import operate
-    from kvproxy.commands.admin_client import AdminAddress
-
-    return operate.reload(AdminAddress(args.url, args.token_file), out=sys.stdout, err=sys.stderr)
+    reload.set_defaults(run="commands.operate:main_reload")
 
 
 def _add_replay(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -282,13 +204,7 @@ def _add_replay(commands: _Commands[argparse.ArgumentParser]) -> None:
 
     replay = commands.add_parser("replay", help="routing policies side by side on a trace, in virtual time or live")
     add_arguments(replay)
-    replay.set_defaults(run=_replay)
-
-
-def _replay(args: argparse.Namespace) -> int:
-    from kvproxy.replay import command
-
-    return command.run(args, out=sys.stdout, err=sys.stderr)
+    replay.set_defaults(run="replay.command:main")
 
 
 def _add_demo(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -297,7 +213,7 @@ def _add_demo(commands: _Commands[argparse.ArgumentParser]) -> None:
     demo.add_argument("--sessions", type=_count, default=15, help="conversations (default 15)")
     demo.add_argument("--turns", type=_count, default=5, help="turns of each (default 5)")
     demo.add_argument("--stay", action="store_true", help="leave everything running until Ctrl-C")
-    demo.set_defaults(run=_demo)
+    demo.set_defaults(run="commands.demo:main")
 
 
 def _count(text: str) -> int:
@@ -306,20 +222,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _demo(args: argparse.Namespace) -> int:
-    from kvproxy.commands import demo
-
-    return demo.run(engines=args.engines, sessions=args.sessions, turns=args.turns, stay=args.stay, out=sys.stdout)
-
-
-def _add_completion(commands: _Commands[argparse.ArgumentParser]) -> None:
+def _add_completion(commands: _Commands[argparse.ArgumentParser], parser: argparse.ArgumentParser) -> None:
     completion = commands.add_parser("completion", help="a script that completes commands and options in your shell")
     completion.add_argument("shell", choices=("bash", "zsh", "fish"))
-    completion.set_defaults(run=_completion)
-
-
-def _completion(args: argparse.Namespace) -> int:
-    from kvproxy.commands import completion
-
-    sys.stdout.write(completion.script(args.shell, _parser()))
-    return 0
+    completion.set_defaults(run="commands.completion:main", parser=parser)

@@ -22,37 +22,6 @@ Sleep = Callable[[float], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 
-#: Key of an ASGI start message whose first body message follows at once: our listener writes both together.
-BODY_FOLLOWS = "kvproxy.body_follows"
-
-
-#: Scope key of the request's `Departure`, where our listener serves it.
-DISCONNECT_SIGNAL = "kvproxy.departure"
-
-
-class DisconnectSignal:
-    """Calls back when the client leaves before its response is complete: the disconnect message without a task that
-    waits for it. One watcher at a time."""
-
-    __slots__ = ("_callback", "_happened")
-
-    def __init__(self) -> None:
-        self._callback: Callable[[], None] | None = None
-        self._happened = False
-
-    def watch(self, callback: Callable[[], None] | None) -> None:
-        """Call this one (at once, if it happened already), or nobody any more."""
-        self._callback = callback
-        if self._happened and callback is not None:
-            callback()
-
-    def tell(self) -> None:
-        """It happened."""
-        self._happened = True
-        if self._callback is not None:
-            self._callback()
-
-
 #: Scope key of the request's ClientConnection, where our listener serves it.
 CONNECTION = "kvproxy.connection"
 

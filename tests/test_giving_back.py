@@ -213,7 +213,7 @@ async def test_an_unhealthy_engine_that_is_removed_gives_back_too() -> None:
         await until(lambda: hung.calls)
         hung.healthy = False
         await become(proxy, "a", Condition.UNHEALTHY)
-        proxy.proxy.clusters["default"].dismiss(EndpointId("a"))
+        proxy.proxy.clusters["default"].remove(EndpointId("a"))
         assert not answer.done()
         other.healthy = True
         assert (await answer).json()["served_by"] == "other"
@@ -230,7 +230,7 @@ async def test_a_removed_engine_that_is_well_finishes_what_it_has() -> None:
     slow = FakeEngine("slow", late)
     async with beside_a_good_one(slow) as proxy:
         answers = await both_ask(proxy, slow)
-        proxy.proxy.clusters["default"].dismiss(EndpointId("a"))
+        proxy.proxy.clusters["default"].remove(EndpointId("a"))
         go_on.set()
         assert sorted([(await answer).json()["served_by"] for answer in answers]) == ["good", "slow"]
 

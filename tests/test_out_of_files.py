@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvproxy.cluster.prober import ProbeOutcome
-from kvproxy.commands.serve import fitting_connections
+from kvproxy.commands.serve import fit_connections
 from kvproxy.listener.server import serve
 from tests.support.fake_engine import FakeEngine
 from tests.support.proxy import chat, running_proxy
@@ -83,6 +83,6 @@ def test_client_connections_leave_room_for_the_engines(
 ) -> None:
     """Two sockets a request, some for refusals, and 64 files for all else; said once at the start."""
     with caplog.at_level(logging.WARNING):
-        assert fitting_connections(wanted, open_files=open_files) == fit
+        assert fit_connections(wanted, open_files=open_files) == fit
     assert bool(caplog.records) == (fit < wanted)
     assert fit == 1 or fit == wanted or 2 * fit + fit // 8 + 64 <= open_files

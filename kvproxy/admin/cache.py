@@ -8,9 +8,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvproxy.admin.counts import by_label
-from kvproxy.admin.operated import AdminTarget, FindingLike
-from kvproxy.admin.replies import Refused, limit_of, reply
+from kvproxy.admin.history import count_by_label
+from kvproxy.admin.operated import AdminTarget, OperatorFinding
+from kvproxy.admin.replies import RequestRefused, limit_of, reply
 from kvproxy.errors import Problem
 from kvproxy.kvcache.service import KvCache
 from kvproxy.kvcache.status import cache_status, hot_prefixes, leases
@@ -35,17 +35,17 @@ class CacheRoutes:
     async def _status(self, request: Request) -> Response:
         metrics = self._operated.metrics
         predictions = {
-            "predicted_tokens": by_label(metrics.kvcache.predicted_tokens, "source"),
-            "reused_tokens": by_label(metrics.kvcache.reused_tokens, "source"),
-            "results": by_label(metrics.kvcache.predictions, "result"),
+            "predicted_tokens": count_by_label(metrics.kvcache.predicted_tokens, "source"),
+            "reused_tokens": count_by_label(metrics.kvcache.reused_tokens, "source"),
+            "results": count_by_label(metrics.kvcache.predictions, "result"),
             "alarms": [{"where": one.where, "what": one.what, "fix": one.fix} for one in self._alarms()],
         }
         return reply(
             {
                 **cache_status(self._service()),
-                "lookups": by_label(metrics.kvcache.lookups, "outcome"),
-                "tokenizes": by_label(metrics.kvcache.tokenizes, "outcome"),
-                "actions": by_label(metrics.holdings.actions, "result"),
+                "lookups": count_by_label(metrics.kvcache.lookups, "outcome"),
+                "tokenizes": count_by_label(metrics.kvcache.tokenizes, "outcome"),
+                "actions": count_by_label(metrics.holdings.actions, "result"),
                 "predictions": predictions,
             }
         )
@@ -57,12 +57,12 @@ class CacheRoutes:
     async def _leases(self, request: Request) -> Response:
         return reply({"leases": leases(self._service(), self._operated.clock())})
 
-    def _alarms(self) -> Sequence[FindingLike]:
+    def _alarms(self) -> Sequence[OperatorFinding]:
         return self._service().state.predictions.alarms()
 
     def _service(self) -> KvCache:
         kvcache = self._operated.kvcache
         if kvcache is None:
             fix = "put `kvcache` into `filters`, or leave `filters` out"
-            raise Refused(404, Problem("filters", "there is no kvcache filter, or it is off", fix))
+            raise RequestRefused(404, Problem("filters", "there is no kvcache filter, or it is off", fix))
         return kvcache

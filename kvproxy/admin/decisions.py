@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvproxy.admin.operated import AdminTarget
-from kvproxy.admin.replies import Refused, limit_of, reply
+from kvproxy.admin.replies import RequestRefused, limit_of, reply
 from kvproxy.errors import Problem
 from kvproxy.request.exchange import RESULTS
 from kvproxy.request.recent import Decision
@@ -92,7 +92,7 @@ class DecisionRoutes:
     async def _decisions(self, request: Request) -> Response:
         limit, result = limit_of(request, default=100, most=MAX_LIMIT), request.query_params.get("result", "")
         if result and result not in RESULTS:
-            raise Refused(400, Problem("result", "there is no such result", f"allowed: {', '.join(RESULTS)}"))
+            raise RequestRefused(400, Problem("result", "there is no such result", f"allowed: {', '.join(RESULTS)}"))
         return reply({"decisions": last_decisions(self._operated, limit, result=result)})
 
     async def _decision(self, request: Request) -> Response:
@@ -100,5 +100,5 @@ class DecisionRoutes:
         decision = self._operated.recent.numbered(int(number)) if _NUMBER.fullmatch(number) else None
         if decision is None:
             fix = f"the last {MAX_LIMIT} are kept; receipts keep more (docs/receipts.md)"
-            raise Refused(404, Problem("number", "this decision is not kept any more", fix))
+            raise RequestRefused(404, Problem("number", "this decision is not kept any more", fix))
         return reply({**_shown(self._operated, decision), "candidates": _candidates(decision)})

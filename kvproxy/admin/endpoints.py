@@ -1,4 +1,4 @@
-"""Endpoints over the admin listener: which there are and how they are, and what an operator may change about them."""
+"""Endpoints over the admin listener: which there are, how they are, and what an operator may change about them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvproxy.admin.audit import Audit
 from kvproxy.admin.operated import AdminTarget
-from kvproxy.admin.replies import Refused, json_object, reply
+from kvproxy.admin.replies import Audit, RequestRefused, json_object, reply
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.addresses import url_fault
@@ -66,9 +65,11 @@ class EndpointRoutes:
         cluster = self._cluster(body.pop("cluster", None))
         endpoint = _decoded(body)
         if cluster.endpoint(EndpointId(endpoint.id)) is not None:
-            raise Refused(409, Problem("id", f"{cluster.name} has an endpoint {endpoint.id!r}", "remove it first"))
+            raise RequestRefused(
+                409, Problem("id", f"{cluster.name} has an endpoint {endpoint.id!r}", "remove it first")
+            )
         if not cluster.add(endpoint):
-            raise Refused(409, Problem("id", "too many endpoints were added already", "remove some"))
+            raise RequestRefused(409, Problem("id", "too many endpoints were added already", "remove some"))
         self._audit.write(request, "endpoint.add", cluster=cluster.name, endpoint=endpoint.id, url=endpoint.url)
         return self._status_of(cluster, endpoint.id, 201)
 
@@ -89,7 +90,7 @@ class EndpointRoutes:
         if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 < weight <= 1000:
             unknown.append(Problem("weight", "must be a number", "allowed: more than 0, at most 1000"))
         if unknown:
-            raise Refused(422, *unknown)
+            raise RequestRefused(422, *unknown)
         assert isinstance(weight, int | float)
         before = endpoint.configured_weight
         cluster.reweight(endpoint.id, float(weight))
@@ -106,14 +107,16 @@ class EndpointRoutes:
         return reply({"removed": endpoint.id, "cluster": cluster.name, "in_flight": in_flight})
 
     def _cluster(self, name: Any) -> Cluster:
-        """The named cluster, or the only one; Refused when there is none."""
+        """The named cluster, or the only one; RequestRefused when there is none."""
         clusters = self._operated.clusters
         if name is None and len(clusters) == 1:
             return next(iter(clusters.values()))
         cluster = clusters.get(name) if isinstance(name, str) else None
         if cluster is None:
             what = "required, since there are several" if name is None else "there is no such cluster"
-            raise Refused(422 if name is None else 404, Problem("cluster", what, f"clusters: {', '.join(clusters)}"))
+            raise RequestRefused(
+                422 if name is None else 404, Problem("cluster", what, f"clusters: {', '.join(clusters)}")
+            )
         return cluster
 
     def _endpoint(self, request: Request) -> tuple[Cluster, Endpoint]:
@@ -122,7 +125,7 @@ class EndpointRoutes:
         endpoint = cluster.endpoint(EndpointId(name))
         if endpoint is None:
             known = nearest(name, [each.id for each in cluster.endpoints])
-            raise Refused(404, Problem("id", f"{cluster.name} has no endpoint {name[:128]!r}", known))
+            raise RequestRefused(404, Problem("id", f"{cluster.name} has no endpoint {name[:128]!r}", known))
         return cluster, endpoint
 
     def _status_of(self, cluster: Cluster, name: str, status: int = 200) -> Response:
@@ -132,7 +135,7 @@ class EndpointRoutes:
 
 
 def _decoded(body: dict[str, Any]) -> EndpointSettings:
-    """The endpoint; Refused with every problem. Files are named in the configuration only: a client of this
+    """The endpoint; RequestRefused with every problem. Files are named in the configuration only: a caller of this
     listener must not learn by it what other files hold."""
     problems = [
         Problem(key, "files cannot be named here", "write it out, or add the endpoint to the configuration")
@@ -140,12 +143,12 @@ def _decoded(body: dict[str, Any]) -> EndpointSettings:
         if isinstance(body.get(key), dict) or (key == "ca_file" and body.get(key))
     ]
     if problems:
-        raise Refused(422, *problems)
+        raise RequestRefused(422, *problems)
     decoded = decode(EndpointSettings, body, dotted)
     endpoint: EndpointSettings | None = decoded.value
     problems = decoded.problems
     if not problems and endpoint is not None and (fault := url_fault(endpoint.url)):
         problems = [Problem("url", fault, "http://host:port")]
     if problems or endpoint is None:
-        raise Refused(422, *problems)
+        raise RequestRefused(422, *problems)
     return endpoint

@@ -11,18 +11,34 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
-from kvproxy.admin.counts import total
 from kvproxy.background_task import BackgroundTask
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.metrics.collectors import Counter
 from kvproxy.request.recent import RecentDecisions, Tally
 from kvproxy.types import Clock, Sleep
 
 log = logging.getLogger(__name__)
-
 INTERVAL_S = 1.0
 KEPT = 300
 #: Samples that become one of the hour, and how many of those are kept.
 COARSE, HOUR_KEPT = 10, 360
+
+
+def count_by_label(counter: Counter, label: str) -> dict[str, float]:
+    """The counter's value by one label, added up over the others."""
+    found: dict[str, float] = {}
+    for metric in counter.collect():
+        for sample in metric.samples:
+            if sample.name.endswith("_total"):
+                key = sample.labels[label]
+                found[key] = found.get(key, 0.0) + sample.value
+    return found
+
+
+def count_total(counter: Counter) -> float:
+    """The counter's value over all labels."""
+    samples = (sample for metric in counter.collect() for sample in metric.samples)
+    return sum(sample.value for sample in samples if sample.name.endswith("_total"))
 
 
 class Sampled(Protocol):
@@ -37,7 +53,7 @@ class Sampled(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class HistorySample:
     """What happened between the sample before and `at`."""
 
     at: float
@@ -56,8 +72,8 @@ class History(BackgroundTask):
     task_name = "admin history"
 
     def __init__(self, sampled: Sampled, *, sleep: Sleep = asyncio.sleep) -> None:
-        self.samples: deque[Sample] = deque(maxlen=KEPT)
-        self.hour: deque[Sample] = deque(maxlen=HOUR_KEPT)
+        self.samples: deque[HistorySample] = deque(maxlen=KEPT)
+        self.hour: deque[HistorySample] = deque(maxlen=HOUR_KEPT)
         self.on_sample: list[Callable[[float], object]] = []
         self._sampled = sampled
         self._sleep = sleep
@@ -69,11 +85,11 @@ class History(BackgroundTask):
         while True:
             await self._sleep(INTERVAL_S)
             try:
-                self.take()
+                self.take_sample()
             except Exception:
                 log.exception("a sample for the live page is lost")
 
-    def take(self) -> None:
+    def take_sample(self) -> None:
         """One sample, of all since the one before."""
         recent, metrics, now = self._sampled.recent, self._sampled.metrics, self._sampled.clock()
         p50, p95 = _quantiles(recent.ttfts_since(self._last_at))
@@ -83,15 +99,15 @@ class History(BackgroundTask):
             metrics.kvcache.predicted_tokens,
             metrics.cache.saved_seconds,
         )
-        counts = [total(counter) for counter in counters]
+        counts = [count_total(counter) for counter in counters]
         prompt, cached, predicted, saved = (after - before for after, before in zip(counts, self._last, strict=True))
         self._last_at, self._last = now, counts
-        self.samples.append(Sample(now, recent.take_tally(), p50, p95, prompt, cached, predicted, saved))
+        self.samples.append(HistorySample(now, recent.take_tally(), p50, p95, prompt, cached, predicted, saved))
         self._taken += 1
         if self._taken % COARSE == 0:
             self._take_coarse(now)
-        for tell in self.on_sample:
-            tell(now)
+        for on_sample in self.on_sample:
+            on_sample(now)
 
     def _take_coarse(self, now: float) -> None:
         fine = list(islice(reversed(self.samples), COARSE))
@@ -101,9 +117,9 @@ class History(BackgroundTask):
             sum(getattr(one, name) for one in fine)
             for name in ("prompt_tokens", "cached_tokens", "predicted_tokens", "saved_s")
         )
-        self.hour.append(Sample(now, added(one.tally for one in fine), p50, p95, *sums))
+        self.hour.append(HistorySample(now, add_tallies(one.tally for one in fine), p50, p95, *sums))
 
-    def last_minute(self, now: float) -> list[Sample]:
+    def last_minute(self, now: float) -> list[HistorySample]:
         """The samples of the last 60 s, the newest first."""
         found = []
         for sample in reversed(self.samples):
@@ -113,7 +129,7 @@ class History(BackgroundTask):
         return found
 
 
-def added(tallies: Iterable[Tally]) -> Tally:
+def add_tallies(tallies: Iterable[Tally]) -> Tally:
     """Requests by cluster, endpoint and result over all of them."""
     counts: Tally = {}
     for tally in tallies:
@@ -122,11 +138,11 @@ def added(tallies: Iterable[Tally]) -> Tally:
     return counts
 
 
-def quantile(ordered: Sequence[float], share: float) -> float | None:
+def find_quantile(ordered: Sequence[float], share: float) -> float | None:
     """The nearest rank; None of nothing."""
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
 
 
 def _quantiles(values: Iterable[float]) -> tuple[float | None, float | None]:
     ordered = sorted(values)
-    return quantile(ordered, 0.5), quantile(ordered, 0.95)
+    return find_quantile(ordered, 0.5), find_quantile(ordered, 0.95)

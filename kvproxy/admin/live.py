@@ -1,8 +1,9 @@
-"""Everything the live page and `kvproxy status` show, in one answer. Put together only while a viewer asks."""
+"""The live page: its files, and `/live`, what it draws."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from importlib.resources import files
 
 import msgspec
 from starlette.requests import Request
@@ -12,12 +13,20 @@ from starlette.routing import Route
 from kvproxy import __version__
 from kvproxy.admin.decisions import last_decisions
 from kvproxy.admin.endpoints import endpoint_status
-from kvproxy.admin.health import readiness
-from kvproxy.admin.history import History, Sample, added
+from kvproxy.admin.history import History, HistorySample, add_tallies
 from kvproxy.admin.operated import AdminTarget
-from kvproxy.admin.replies import Refused
+from kvproxy.admin.process import check_readiness
+from kvproxy.admin.replies import RequestRefused
 from kvproxy.admin.routing import routing_status
-from kvproxy.admin.troubles import DOWN, FAILED_LEAST, FAILED_MOST, FAILED_SHARE, Troubles, by_cluster, by_endpoint
+from kvproxy.admin.troubles import (
+    DOWN,
+    FAILED_LEAST,
+    FAILED_MOST,
+    FAILED_SHARE,
+    Troubles,
+    count_by_cluster,
+    count_by_endpoint,
+)
 from kvproxy.cluster.endpoint import Condition
 from kvproxy.config.schema import ListenerSettings
 from kvproxy.errors import Problem
@@ -25,12 +34,34 @@ from kvproxy.kvcache.status import hot_prefixes, leases, running_jobs
 from kvproxy.request.exchange import FAILED
 from kvproxy.request.recent import Tally
 
+_SCRIPTS = ("page", "parts", "table", "charts", "endpoints", "decisions")
+FILES = {
+    "/": ("page.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    **{f"/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8") for name in _SCRIPTS},
+}
 DECISIONS = 15
 HOT = 8
 #: Viewers within this time share one answer, and the search for hot prefixes is repeated no more often than that.
 SHARED_S, HOT_AGAIN_S = 0.5, 5.0
 #: What `?span=` may ask for: five minutes by the second, or an hour by ten.
 SPANS = ("5m", "1h")
+
+
+class PageFiles:
+    """`/` and what it loads."""
+
+    def __init__(self) -> None:
+        folder = files("kvproxy.admin") / "static"
+        self._files = {path: ((folder / name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
+
+    def routes(self) -> list[Route]:
+        """Their paths."""
+        return [Route(path, self._file, methods=["GET"]) for path in self._files]
+
+    async def _file(self, request: Request) -> Response:
+        body, kind = self._files[request.url.path]
+        return Response(body, headers={"content-type": kind, "cache-control": "no-cache"})
 
 
 class LiveView:
@@ -44,7 +75,7 @@ class LiveView:
         self._answers: dict[str, tuple[float, bytes]] = {}  # by span
         self._hot: list[dict[str, object]] = []
         self._hot_at = -HOT_AGAIN_S
-        history.on_sample.append(lambda now: self._troubles.look(now, self._minute(now)))
+        history.on_sample.append(lambda now: self._troubles.update(now, self._minute(now)))
 
     def routes(self) -> list[Route]:
         """Its path."""
@@ -53,7 +84,7 @@ class LiveView:
     async def _live(self, request: Request) -> Response:
         now, span = self._operated.clock(), request.query_params.get("span", SPANS[0])
         if span not in SPANS:
-            raise Refused(400, Problem("span", "there is no such span", f"allowed: {', '.join(SPANS)}"))
+            raise RequestRefused(400, Problem("span", "there is no such span", f"allowed: {', '.join(SPANS)}"))
         made_at, body = self._answers.get(span, (now - SHARED_S, b""))
         if now - made_at >= SHARED_S:
             await self._refresh_hot(now)
@@ -64,7 +95,7 @@ class LiveView:
     def snapshot(self, now: float, span: str = SPANS[0]) -> dict[str, object]:
         """All of it but for hot prefixes, which are as of the last look."""
         operated = self._operated
-        ready, why = readiness(operated)
+        ready, why = check_readiness(operated)
         minute = self._minute(now)
         state, text = self._state(now, minute, ready=ready, why=why)
         return {
@@ -77,7 +108,7 @@ class LiveView:
             "public_url": operated.public_url or _url_of(operated.config.listen),
             "endpoints": self._endpoints(minute),
             "last_minute": {**_counted(minute), "saved_prefill_s": self._saved_s(now)},
-            "clusters": {name: _counts(*found) for name, found in by_cluster(minute).items()},
+            "clusters": {name: _counts(*found) for name, found in count_by_cluster(minute).items()},
             "history": _series(self._history.samples if span == SPANS[0] else self._history.hour, now),
             "routing": {name: routing_status(one, now) for name, one in operated.clusters.items()},
             "cache": self._cache(now),
@@ -85,12 +116,12 @@ class LiveView:
             "failed_decisions": last_decisions(operated, DECISIONS, result=FAILED),
             "findings": [
                 {"severity": one.severity, "where": one.where, "what": one.what, "fix": one.fix, "age_s": now - since}
-                for one, since in self._troubles.look(now, minute)
+                for one, since in self._troubles.update(now, minute)
             ],
         }
 
     def _minute(self, now: float) -> Tally:
-        return added(one.tally for one in self._history.last_minute(now))
+        return add_tallies(one.tally for one in self._history.last_minute(now))
 
     def _state(self, now: float, minute: Tally, *, ready: bool, why: str) -> tuple[str, str]:
         """One word for all of it: `good`, `warn` or `down`, and what to say."""
@@ -114,7 +145,7 @@ class LiveView:
         return sum(sample.saved_s for sample in self._history.last_minute(now))
 
     def _endpoints(self, minute: Tally) -> list[dict[str, object]]:
-        operated, routed = self._operated, by_endpoint(minute)
+        operated, routed = self._operated, count_by_endpoint(minute)
         return [
             {
                 "cluster": name,
@@ -144,7 +175,7 @@ class LiveView:
             self._hot = await hot_prefixes(kvcache, HOT)
 
 
-def _series(samples: Iterable[Sample], now: float) -> dict[str, Sequence[float | None]]:
+def _series(samples: Iterable[HistorySample], now: float) -> dict[str, Sequence[float | None]]:
     """One value a sample, the oldest first; `ago_s` says when."""
     kept = list(samples)
     return {

@@ -17,7 +17,7 @@ from kvproxy.request.recent import RecentDecisions
 from kvproxy.types import Clock
 
 
-class FindingLike(Protocol):
+class OperatorFinding(Protocol):
     """Something an operator should know: of the configuration, or of a check of the engines."""
 
     @property
@@ -31,7 +31,7 @@ class FindingLike(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ConfigFinding:
     """One FindingLike. `severity` is `note`, `ok`, `warning` or `problem`."""
 
     severity: str
@@ -41,7 +41,7 @@ class Finding:
 
 
 class ConfigReloader(Protocol):
-    """Reads the configuration file anew and applies it."""
+    """Reads the configuration file again and applies it."""
 
     async def __call__(self) -> Reloaded: ...
 
@@ -57,7 +57,7 @@ class Reloaded:
 
 
 class AdminTarget(Protocol):
-    """Asked anew for every request: a reload may have replaced any part."""
+    """Asked again for every request: a reload may have replaced any part."""
 
     @property
     def config(self) -> Config: ...
@@ -68,7 +68,7 @@ class AdminTarget(Protocol):
     @property
     def kvcache(self) -> KvCache | None: ...
     @property
-    def findings(self) -> Sequence[FindingLike]: ...
+    def findings(self) -> Sequence[OperatorFinding]: ...
     @property
     def recent(self) -> RecentDecisions: ...
     @property

@@ -1,4 +1,4 @@
-"""The proxy as a picker: it says where a request should go, and its caller carries it there."""
+"""The proxy as a picker: it says where a request should go, and another program carries it there."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from starlette.routing import Route
 
 from kvproxy.admin.operated import AdminTarget
 from kvproxy.admin.pick_request import Question, question_of, report_of
-from kvproxy.admin.replies import Refused, json_object, reply
-from kvproxy.admin.reservations import Reservation, Reservations
+from kvproxy.admin.replies import RequestRefused, json_object, reply
+from kvproxy.admin.reservations import PickReservation, Reservations
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routes import RouteTarget
@@ -46,12 +46,16 @@ class PickRoutes:
         question, body, inference = await question_of(request, most_bytes=operated.config.limits.body)
         target = operated.routes.resolve(question.path, inference.model)
         if target is None:
-            raise Refused(404, Problem("request.model", "no route leads there", "GET /endpoints shows the clusters"))
+            raise RequestRefused(
+                404, Problem("request.model", "no route leads there", "GET /endpoints shows the clusters")
+            )
         _check_policy(question, target.cluster)
         facts = await self._facts_for(inference, body, target)
         asked = self._pick_request(question, inference, target, facts)
         if question.reserve and self._held.full:
-            raise Refused(429, Problem("reserve", "too many reservations are open", "settle them with /pick/ID/done"))
+            raise RequestRefused(
+                429, Problem("reserve", "too many reservations are open", "settle them with /pick/ID/done")
+            )
         cluster, now = target.cluster, operated.clock()
         decision = cluster.decide(asked, now)
         if isinstance(decision, Refusal):
@@ -95,7 +99,7 @@ class PickRoutes:
 
     async def _done(self, request: Request) -> Response:
         ended = await report_of(request)
-        held: Reservation | None = self._held.end(request.path_params["id"], ended)
+        held: PickReservation | None = self._held.end(request.path_params["id"], ended)
         if held is None:
             raise _unknown()
         return reply({"endpoint": held.pick.endpoint.id, "outcome": ended.outcome.value})
@@ -109,18 +113,18 @@ def _check_policy(question: Question, cluster: Cluster) -> None:
             if offered
             else "clusters.NAME.client_policies lists what may be asked for"
         )
-        raise Refused(422, Problem("policy", "this cluster does not offer that policy", fix))
+        raise RequestRefused(422, Problem("policy", "this cluster does not offer that policy", fix))
 
 
-def _refused(refusal: Refusal) -> Refused:
+def _refused(refusal: Refusal) -> RequestRefused:
     status = 404 if refusal is Refusal.MODEL_NOT_SERVED else 503
-    return Refused(
-        status, Problem("endpoint", f"nobody can take this request: {refusal.value}", "GET /endpoints says why")
+    return RequestRefused(
+        status, Problem("endpoint", f"no endpoint can take this request: {refusal.value}", "GET /endpoints says why")
     )
 
 
-def _unknown() -> Refused:
-    return Refused(404, Problem("id", "there is no such reservation", "it was settled, or its lease ran out"))
+def _unknown() -> RequestRefused:
+    return RequestRefused(404, Problem("id", "there is no such reservation", "it was settled, or its lease ran out"))
 
 
 def _shown(decision: Decision[Endpoint], cluster: Cluster) -> dict[str, object]:

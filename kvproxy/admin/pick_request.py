@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
-from kvproxy.admin.replies import Refused, body_of
+from kvproxy.admin.replies import RequestRefused, body_of
 from kvproxy.admin.reservations import Ended
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.config.fields import nearest
@@ -46,17 +46,19 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
 
 
 async def question_of(request: Request, *, most_bytes: int) -> tuple[Question, bytes, InferenceRequest]:
-    """The question, the raw inference body in it, and that parsed. Refused with what is wrong."""
+    """The question, the raw inference body in it, and that parsed. RequestRefused with what is wrong."""
     question, body = await _question(await body_of(request, most=most_bytes))
     kind = KIND_OF_PATH.get(question.path)
     if kind is None:
         hint = nearest(question.path, KIND_OF_PATH) or f"known: {', '.join(KIND_OF_PATH)}"
-        raise Refused(422, Problem("path", "not an inference path", hint))
+        raise RequestRefused(422, Problem("path", "not an inference path", hint))
     if not 0 < question.lease_s <= MAX_LEASE_S:
-        raise Refused(422, Problem("lease_s", "not a possible lease", f"allowed: more than 0, at most {MAX_LEASE_S:g}"))
+        raise RequestRefused(
+            422, Problem("lease_s", "not a possible lease", f"allowed: more than 0, at most {MAX_LEASE_S:g}")
+        )
     inference = await read_body(kind, body, session=question.session, pace=asyncio.Lock())
     if inference is None:
-        raise Refused(422, Problem("request", "not a body of this path", "what the engine would be sent"))
+        raise RequestRefused(422, Problem("request", "not a body of this path", "what the engine would be sent"))
     return question, body, inference
 
 
@@ -69,17 +71,19 @@ async def _question(body: bytes) -> tuple[Question, bytes]:
     try:
         found = (await in_turns(members(body, "request".__eq__), pace)).found
     except Unreadable as broken:
-        raise Refused(400, Problem("(body)", str(broken), _form(Question))) from None
+        raise RequestRefused(400, Problem("(body)", str(broken), _form(Question))) from None
     rest = await in_turns(edited(body, [Edit(*each.value, b"null") for each in found]), pace)
     if len(rest) > _MAX_REST_BYTES:
-        raise Refused(413, Problem("(body)", f"larger than {_MAX_REST_BYTES} bytes without `request`", "send less"))
+        raise RequestRefused(
+            413, Problem("(body)", f"larger than {_MAX_REST_BYTES} bytes without `request`", "send less")
+        )
     question = _decoded(rest, Question)
     start, end = found[-1].value
     return question, await in_turns(edited(body, [Edit(0, start), Edit(end, len(body))]), pace)
 
 
 async def report_of(request: Request) -> Ended:
-    """How the request went; an empty body is a good answer. Refused with what is wrong."""
+    """How the request went; an empty body is a good answer. RequestRefused with what is wrong."""
     report = _decoded(await body_of(request) or b"{}", Report)
     problems = [
         Problem(name, "not a number of tokens", "a whole number from 0 on")
@@ -87,7 +91,7 @@ async def report_of(request: Request) -> Ended:
         if not 0 <= (getattr(report, name) or 0) <= MAX_COUNT
     ]
     if problems:
-        raise Refused(422, *problems)
+        raise RequestRefused(422, *problems)
     return Ended(_outcome(report), report.prompt_tokens, report.cached_tokens)
 
 
@@ -105,7 +109,7 @@ def _decoded(body: bytes, kind: type[Any]) -> Any:
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as broken:
-        raise Refused(400, Problem("(body)", str(broken), _form(kind))) from None
+        raise RequestRefused(400, Problem("(body)", str(broken), _form(kind))) from None
 
 
 def _form(kind: type[Any]) -> str:

@@ -1,7 +1,8 @@
-"""JSON in and out of the admin listener: bounded bodies, and errors that say what, where and what to do."""
+"""JSON in and out of the admin listener: bounded bodies, errors that say what, where and what to do; the audit log."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,15 +12,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvproxy.errors import Problem
+from kvproxy.log_lines import log_fields
 from kvproxy.request.body import Pieces
 
 MAX_BODY_BYTES = 64 * 1024
-
 #: Answers hold live state and, maybe, addresses: no cache may keep them.
 _NO_STORE = {"cache-control": "no-store"}
+log = logging.getLogger("kvproxy.audit")
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """The request cannot be done; every problem with it."""
 
     def __init__(self, status: int, *problems: Problem) -> None:
@@ -42,8 +44,8 @@ def error(status: int, problems: Sequence[Problem], *, headers: Mapping[str, str
 
 
 async def on_refused(request: Request, refused: Exception) -> Response:
-    """Starlette's handler for Refused."""
-    assert isinstance(refused, Refused)
+    """Starlette's handler for RequestRefused."""
+    assert isinstance(refused, RequestRefused)
     return error(refused.status, refused.problems)
 
 
@@ -62,33 +64,45 @@ async def on_http_error(request: Request, raised: Exception) -> Response:
 
 
 async def body_of(request: Request, *, most: int = MAX_BODY_BYTES) -> bytes:
-    """The request's body, of at most `most` bytes; Refused otherwise."""
+    """The request's body, of at most `most` bytes; RequestRefused otherwise."""
     pieces, size = Pieces(), 0
     async for chunk in request.stream():
         size += len(chunk)
         if size > most:
-            raise Refused(413, Problem("(body)", f"larger than {most} bytes", "send less"))
+            raise RequestRefused(413, Problem("(body)", f"larger than {most} bytes", "send less"))
         pieces.append(chunk)
     return pieces.joined()
 
 
 async def json_object(request: Request, *, optional: bool = False) -> dict[str, Any]:
-    """The request's body, a JSON object of at most 64 KiB; Refused otherwise. `optional`: an empty body is {}."""
+    """The body, a JSON object of at most 64 KiB; RequestRefused otherwise. `optional`: an empty body is {}."""
     body = await body_of(request)
     if not body and optional:
         return {}
     try:
         data = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as broken:
-        raise Refused(400, Problem("(body)", f"not JSON: {broken}", "send a JSON object")) from None
+        raise RequestRefused(400, Problem("(body)", f"not JSON: {broken}", "send a JSON object")) from None
     if not isinstance(data, dict):
-        raise Refused(400, Problem("(body)", "not a JSON object", 'send {"name": value, ...}'))
+        raise RequestRefused(400, Problem("(body)", "not a JSON object", 'send {"name": value, ...}'))
     return data
 
 
 def limit_of(request: Request, *, default: int, most: int) -> int:
-    """The query's `limit`; Refused unless it is a whole number from 1 to `most`."""
+    """The query's `limit`; RequestRefused unless it is a whole number from 1 to `most`."""
     text = request.query_params.get("limit", str(default))
     if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= most):
-        raise Refused(400, Problem("limit", "not a possible number", f"allowed: 1 to {most}"))
+        raise RequestRefused(400, Problem("limit", "not a possible number", f"allowed: 1 to {most}"))
     return int(text)
+
+
+class Audit:
+    """Writes to the logger `kvproxy.audit`, one line a change, never a secret, whatever the log level is."""
+
+    def __init__(self) -> None:
+        log.setLevel(logging.INFO)
+
+    def write(self, request: Request, action: str, **what: Any) -> None:
+        """`request` changed something; `what` says what, with plain values."""
+        origin = request.client.host if request.client else "unknown"
+        log_fields(log, "admin", {"action": action, "from": origin, **what})

@@ -35,8 +35,8 @@ def _later(delay_s: float, callback: Callable[[], None]) -> Timer:
 
 
 @dataclass(slots=True)
-class Reservation:
-    """One place, and what is told what became of it."""
+class PickReservation:
+    """One place, and the pick that learns what became of it."""
 
     id: str
     cluster: Cluster
@@ -56,13 +56,13 @@ class Ended:
 
 
 class Reservations:
-    """Bounded; ids cannot be guessed. A lease that ran out blames no endpoint, and nothing is learned of it."""
+    """Bounded; ids cannot be guessed. A lease that ran out is no failure, and nothing is learned of it."""
 
     def __init__(self, *, metrics: Metrics, clock: Clock, later: Later = _later, limit: int = MAX_RESERVATIONS) -> None:
         self._clock = clock
         self._later = later
         self._limit = limit
-        self._held: dict[str, Reservation] = {}
+        self._held: dict[str, PickReservation] = {}
         self._results = metrics.request.pick_reservations
         metrics.bounds.queue_depth.labels(QUEUE).set_function(lambda: len(self._held))
         metrics.bounds.queue_limit.labels(QUEUE).set(limit)
@@ -77,11 +77,11 @@ class Reservations:
 
     def hold(
         self, cluster: Cluster, pick: Pick, *, service: KvCache | None, facts: RequestFacts | None, lease_s: float
-    ) -> Reservation:
+    ) -> PickReservation:
         """Keep this pick until it is settled, at most `lease_s`."""
         name = secrets.token_hex(12)
         timer = self._later(lease_s, lambda: self._expire(name))
-        held = self._held[name] = Reservation(name, cluster, pick, service, facts, timer)
+        held = self._held[name] = PickReservation(name, cluster, pick, service, facts, timer)
         if service is not None and facts is not None:
             service.placed(facts, pick.endpoint.id)
         self._results.labels("made").inc()
@@ -94,7 +94,7 @@ class Reservations:
             held.pick.first_token(self._clock())
         return held is not None
 
-    def end(self, name: str, ended: Ended) -> Reservation | None:
+    def end(self, name: str, ended: Ended) -> PickReservation | None:
         """The request is over; None when there is no such reservation (any more)."""
         held = self._held.pop(name, None)
         if held is not None:
@@ -109,7 +109,7 @@ class Reservations:
             self._settle(held, Ended(AttemptOutcome.CANCELLED))
             self._results.labels("expired").inc()
 
-    def _settle(self, held: Reservation, ended: Ended) -> None:
+    def _settle(self, held: PickReservation, ended: Ended) -> None:
         now, pick = self._clock(), held.pick
         well = ended.outcome is AttemptOutcome.SUCCESS
         pick.settle(ended.outcome, now)

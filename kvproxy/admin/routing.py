@@ -9,9 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvproxy.admin.audit import Audit
 from kvproxy.admin.operated import AdminTarget
-from kvproxy.admin.replies import Refused, json_object, reply
+from kvproxy.admin.replies import Audit, RequestRefused, json_object, reply
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.config.fields import nearest
 from kvproxy.config.model import Model
@@ -63,7 +62,7 @@ class RoutingRoutes:
                 at = f"clusters.{name}.parameters"
                 problems += [Problem(f"{at}.{one.path}", one.message, one.hint) for one in error.problems]
         if problems:
-            raise Refused(422, *problems)
+            raise RequestRefused(422, *problems)
         for name, policy, before, after in planned:
             policy.settings = after
             old, new = before.model_dump(), after.model_dump()

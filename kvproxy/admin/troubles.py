@@ -1,14 +1,13 @@
-"""What an operator should know, in the order of what hurts: endpoints down, sources of facts down, requests that fail,
+"""What an operator should know, in the order of urgency: endpoints down, sources of facts down, requests that fail,
 and the rest. Each with its age."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from kvproxy.admin.operated import AdminTarget, FindingLike
-from kvproxy.admin.speeds import unlearned
+from kvproxy.admin.operated import AdminTarget, ConfigFinding, OperatorFinding
 from kvproxy.clients.kv_events.status import StreamState
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition, Endpoint
@@ -16,6 +15,12 @@ from kvproxy.kvcache.overlap.kv_event_streams import EventStreams
 from kvproxy.request.exchange import FAILED
 from kvproxy.request.recent import Tally
 
+#: So many placements without one sample are no accident.
+NOTABLE_REQUESTS = 500
+_FIX = (
+    "stream answers, or let the kvcache filter read the engines' own counters: engine_metrics_interval above 0, "
+    "SGLang with --enable-metrics and without other clients"
+)
 #: Out of the rotation by its own fault. An endpoint that an operator drains is not.
 DOWN = frozenset({Condition.UNHEALTHY, Condition.EJECTED, Condition.BREAKER_OPEN})
 #: A share of failed requests from here on is a finding (and so many of them), and from there on a problem. The alert
@@ -25,10 +30,22 @@ FAILED_SHARE, FAILED_LEAST, FAILED_MOST = 0.05, 3, 0.5
 _STREAM_PATIENCE_S = 10.0
 #: Named one by one; of more in a cluster there is one finding.
 _NAMED = 3
-
 _PROBE = {"unreachable": "it cannot be reached", "timeout": "no answer in time", "failed": "it answers, with an error"}
 _DOCTOR = "read the engine's log, or run `kvproxy doctor`"
 _SEVERITIES = ("problem", "error", "warning", "note", "ok")
+
+
+def find_unlearned(clusters: Mapping[str, Cluster]) -> Iterable[ConfigFinding]:
+    """A finding for every cluster that decides by speeds and has seen none for long."""
+    for name, cluster in clusters.items():
+        speeds = cluster.speeds
+        if speeds is None or speeds.requests_without_sample < NOTABLE_REQUESTS:
+            continue
+        believed = (
+            "speeds are the defaults, alike for all" if speeds.learning else "what was learned of slow ones fades"
+        )
+        what = f"no sample of the engines' speeds in {speeds.requests_without_sample:,} requests: {believed}"
+        yield ConfigFinding("warning", f"clusters.{name}", what, _FIX)
 
 
 class Rank(IntEnum):
@@ -60,7 +77,7 @@ class Troubles:
         self._operated = operated
         self._since: dict[tuple[str, ...], float] = {}
 
-    def look(self, now: float, minute: Tally) -> list[tuple[Trouble, float]]:
+    def update(self, now: float, minute: Tally) -> list[tuple[Trouble, float]]:
         """All there are, each with when it was seen first, the worst first."""
         present = [*self._endpoints(now, minute), *self._sources(now), *_failing(minute), *self._rest()]
         self._since = {one.key: self._since.get(one.key, now) for one in present}
@@ -92,8 +109,8 @@ class Troubles:
 
     def _rest(self) -> Iterator[Trouble]:
         kvcache = self._operated.kvcache
-        alarms: Sequence[FindingLike] = () if kvcache is None else kvcache.state.predictions.alarms()
-        unknown = unlearned(self._operated.clusters)
+        alarms: Sequence[OperatorFinding] = () if kvcache is None else kvcache.state.predictions.alarms()
+        unknown = find_unlearned(self._operated.clusters)
         for kind, found in (("alarm", alarms), ("speeds", unknown), ("finding", self._operated.findings)):
             for one in found:
                 # Alarms and speeds count in their text; findings of one place may be several.
@@ -124,7 +141,7 @@ def _who_took_over(name: str, cluster: Cluster, minute: Tally, now: float) -> st
     up = [one for one in cluster.endpoints if one.condition(now) in (Condition.UP, Condition.SATURATED)]
     if not up:
         return "no endpoint of the cluster is up, so all are tried"
-    requests = by_endpoint(minute)
+    requests = count_by_endpoint(minute)
     busy = sorted((one for one in up if (name, str(one.id)) in requests), key=lambda e: -requests[name, str(e.id)])
     return f"{_names(busy)} took over" if busy else f"{_names(up)} would take its requests"
 
@@ -154,7 +171,7 @@ def _streams(streams: EventStreams | None, name: str, cluster: Cluster, now: flo
 
 
 def _failing(minute: Tally) -> Iterator[Trouble]:
-    for name, (requests, failed) in by_cluster(minute).items():
+    for name, (requests, failed) in count_by_cluster(minute).items():
         if failed >= FAILED_LEAST and failed / requests >= FAILED_SHARE:
             what = f"{failed / requests:.0%} of {requests:,} requests failed in the last minute ({failed:,})"
             severity = "problem" if failed / requests >= FAILED_MOST else "warning"
@@ -162,7 +179,7 @@ def _failing(minute: Tally) -> Iterator[Trouble]:
             yield Trouble(("failed", name), Rank.FAILED, severity, name or "no cluster", what, fix)
 
 
-def by_cluster(tally: Tally) -> dict[str, tuple[int, int]]:
+def count_by_cluster(tally: Tally) -> dict[str, tuple[int, int]]:
     """Requests, and the failed among them, by cluster ("": none was found)."""
     found: dict[str, tuple[int, int]] = {}
     for (cluster, _, result), count in tally.items():
@@ -171,7 +188,7 @@ def by_cluster(tally: Tally) -> dict[str, tuple[int, int]]:
     return found
 
 
-def by_endpoint(tally: Tally) -> Mapping[tuple[str, str], int]:
+def count_by_endpoint(tally: Tally) -> Mapping[tuple[str, str], int]:
     """Requests by cluster and endpoint."""
     found: dict[tuple[str, str], int] = {}
     for (cluster, endpoint, _), count in tally.items():

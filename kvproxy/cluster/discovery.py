@@ -23,8 +23,14 @@ from kvproxy.errors import DiscoveryError
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.types import Sleep
 
+log = logging.getLogger(__name__)
+
 #: Larger endpoint files are refused unread.
 MAX_FILE_BYTES = 4 * 1024 * 1024
+#: A source that takes longer to answer is asked again later.
+POLL_TIMEOUT_S = 10.0
+#: No source is asked more often, whatever its interval says.
+MIN_INTERVAL_S = 0.05
 
 _ENDPOINTS = TypeAdapter(tuple[EndpointSettings, ...])
 
@@ -139,23 +145,9 @@ class DnsDiscovery:
 
 def sources_of(settings: DiscoverySettings) -> list[Source]:
     """The sources a cluster's configuration names."""
-    sources: list[Source] = []
-    if settings.file is not None:
-        sources.append(Source("file", FileDiscovery(settings.file.path), settings.file.interval))
-    if settings.dns is not None:
-        sources.append(Source("dns", DnsDiscovery(settings.dns), settings.dns.interval))
-    return sources
-
-
-log = logging.getLogger(__name__)
-
-#: A source that takes longer to answer is asked again later.
-POLL_TIMEOUT_S = 10.0
-
-#: No source is asked more often, whatever its interval says.
-MIN_INTERVAL_S = 0.05
-
-OnUpdate = Callable[[str, Sequence[EndpointSettings]], None]
+    file, dns = settings.file, settings.dns
+    sources = [] if file is None else [Source("file", FileDiscovery(file.path), file.interval)]
+    return sources if dns is None else [*sources, Source("dns", DnsDiscovery(dns), dns.interval)]
 
 
 class Poller:
@@ -170,7 +162,7 @@ class Poller:
         cluster: str,
         sources: Sequence[Source],
         *,
-        on_update: OnUpdate,
+        on_update: Callable[[str, Sequence[EndpointSettings]], None],
         metrics: Metrics,
         sleep: Sleep = asyncio.sleep,
     ) -> None:

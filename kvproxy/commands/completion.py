@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -48,13 +49,19 @@ class Command:
         return any(argument.files for argument in self.arguments)
 
 
-def script(shell: str, parser: argparse.ArgumentParser) -> str:
+def main(args: argparse.Namespace) -> int:
+    """`kvproxy completion`; `args.parser` is the whole command line's."""
+    sys.stdout.write(write_script(args.shell, args.parser))
+    return 0
+
+
+def write_script(shell: str, parser: argparse.ArgumentParser) -> str:
     """The completion script of one of SHELLS."""
-    found = list(commands(parser))
+    found = list(list_commands(parser))
     return {"bash": _bash, "zsh": _zsh, "fish": _fish}[shell](found)
 
 
-def commands(parser: argparse.ArgumentParser) -> Iterator[Command]:
+def list_commands(parser: argparse.ArgumentParser) -> Iterator[Command]:
     """Every command of the parser."""
     for action in parser._actions:
         if not isinstance(action, argparse._SubParsersAction):

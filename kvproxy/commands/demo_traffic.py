@@ -25,7 +25,7 @@ _TRICKLE, _TRICKLE_PAUSE_S = 3, 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class DemoReply:
     """One answered request, as its client saw it."""
 
     turn: int
@@ -56,7 +56,7 @@ class Mix:
         return self.sessions * self.turns
 
 
-async def run_mix(mix: Mix, client: httpx.AsyncClient, *, on_reply: Callable[[Reply], None]) -> list[Reply]:
+async def run_mix(mix: Mix, client: httpx.AsyncClient, *, on_reply: Callable[[DemoReply], None]) -> list[DemoReply]:
     """Play every conversation. Raises httpx.HTTPError when a request fails."""
     async with asyncio.TaskGroup() as group:
         tasks = [
@@ -67,7 +67,7 @@ async def run_mix(mix: Mix, client: httpx.AsyncClient, *, on_reply: Callable[[Re
 
 
 @contextlib.asynccontextmanager
-async def trickle(mix: Mix, client: httpx.AsyncClient) -> AsyncIterator[None]:
+async def keep_trickling(mix: Mix, client: httpx.AsyncClient) -> AsyncIterator[None]:
     """While inside, a few conversations at a time, about one request a second in all."""
     slow = replace(mix, pause_s=_TRICKLE_PAUSE_S)
     numbers = itertools.count(mix.sessions)
@@ -88,8 +88,8 @@ async def trickle(mix: Mix, client: httpx.AsyncClient) -> AsyncIterator[None]:
 
 
 async def _conversation(
-    mix: Mix, number: int, client: httpx.AsyncClient, on_reply: Callable[[Reply], None]
-) -> list[Reply]:
+    mix: Mix, number: int, client: httpx.AsyncClient, on_reply: Callable[[DemoReply], None]
+) -> list[DemoReply]:
     """One chat about a document of its own; every fourth goes to /v1/completions as one growing text."""
     rng = random.Random(mix.seed * 1000 + number)
     role = _ROLES[number % len(_ROLES)]
@@ -126,7 +126,7 @@ def _request(
     return "/v1/chat/completions", body | {"messages": messages}
 
 
-async def _streamed(client: httpx.AsyncClient, path: str, body: dict[str, Any], turn: int) -> tuple[Reply, str]:
+async def _streamed(client: httpx.AsyncClient, path: str, body: dict[str, Any], turn: int) -> tuple[DemoReply, str]:
     started = time.perf_counter()
     ttft_s = 0.0
     usage: dict[str, Any] = {}
@@ -143,7 +143,7 @@ async def _streamed(client: httpx.AsyncClient, path: str, body: dict[str, Any], 
     return _reply(response, usage, ttft_s, turn=turn, streamed=True), "".join(parts)
 
 
-async def _whole(client: httpx.AsyncClient, path: str, body: dict[str, Any], turn: int) -> tuple[Reply, str]:
+async def _whole(client: httpx.AsyncClient, path: str, body: dict[str, Any], turn: int) -> tuple[DemoReply, str]:
     """Without a stream the first token cannot be told from the last: the time is the whole answer's."""
     started = time.perf_counter()
     response = await client.post(path, json=body)
@@ -153,9 +153,9 @@ async def _whole(client: httpx.AsyncClient, path: str, body: dict[str, Any], tur
     return reply, _text_of(answer["choices"][0])
 
 
-def _reply(response: httpx.Response, usage: dict[str, Any], ttft_s: float, *, turn: int, streamed: bool) -> Reply:
+def _reply(response: httpx.Response, usage: dict[str, Any], ttft_s: float, *, turn: int, streamed: bool) -> DemoReply:
     details = usage.get("prompt_tokens_details") or {}
-    return Reply(
+    return DemoReply(
         turn=turn,
         endpoint=response.headers.get("x-kvproxy-endpoint", "?"),
         streamed=streamed,

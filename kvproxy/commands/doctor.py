@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from kvproxy.commands.configuration import named_file
 from kvproxy.commands.serve import run_loop
 from kvproxy.config.load import check_config, from_endpoints
 from kvproxy.config.model import parse_duration_s
 from kvproxy.config.schema import Config
 from kvproxy.doctor.report import print_json, print_table
-from kvproxy.doctor.tools import Timeouts, Tools
+from kvproxy.doctor.tools import Tools, VisitTimeouts
 from kvproxy.doctor.visit import diagnose
 from kvproxy.errors import ConfigError, Problem
 from kvproxy.filters.registry import discover
@@ -33,13 +36,21 @@ class DoctorOptions:
     verbose: bool = False
 
 
+def main(args: argparse.Namespace) -> int:
+    """`kvproxy doctor`."""
+    options = DoctorOptions(
+        named_file(args), args.endpoint, args.timeout, args.json, args.strict, args.lenient, args.verbose
+    )
+    return run(options, out=sys.stdout, err=sys.stderr)
+
+
 def run(options: DoctorOptions, *, out: TextIO, err: TextIO) -> int:
     """Print the verdict; 0 fine, 1 problems, 2 only warnings with `strict`. Raises ConfigError for a wrong command."""
     timeout_s = _timeout_s(options.timeout)
     config, problems = load(options)
 
     async def visit() -> int:
-        report = await diagnose(config, problems, tools=Tools(timeouts=Timeouts(exchange_s=timeout_s)))
+        report = await diagnose(config, problems, tools=Tools(timeouts=VisitTimeouts(exchange_s=timeout_s)))
         if options.as_json:
             print_json(report, out)
         else:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 import httpx
 
-from kvproxy.commands.admin_client import AdminAddress, AdminRefused, ask
+from kvproxy.commands.operate import AdminAddress, AdminRefused, ask_admin
 from kvproxy.filters.access_log import printable
 from kvproxy.receipts.explain import explain, explain_decision
-from kvproxy.receipts.reading import Ambiguous, Reading
+from kvproxy.receipts.files import Ambiguous, ReceiptReader
 from kvproxy.receipts.receipt import Receipt, encode
 
 DEFAULT_FILE = "receipts.jsonl"
@@ -29,12 +31,19 @@ class ExplainOptions:
     as_json: bool = False
 
 
+def main(args: argparse.Namespace) -> int:
+    """`kvproxy explain`."""
+    address = AdminAddress(args.url, args.token_file)
+    options = ExplainOptions(args.request_id, args.file, address, args.json)
+    return run(options, out=sys.stdout, err=sys.stderr)
+
+
 def run(options: ExplainOptions, *, out: TextIO, err: TextIO, transport: httpx.BaseTransport | None = None) -> int:
     """0 when the request is known, 1 when not. OSError when a file that was named cannot be read."""
     wanted = options.request_id.rstrip("….")
     file = options.file or Path(DEFAULT_FILE)
     try:
-        found = Reading(file).find(wanted) if options.file is not None or file.exists() else []
+        found = ReceiptReader(file).find(wanted) if options.file is not None or file.exists() else []
         if found:
             _print_receipts(found, as_json=options.as_json, out=out, err=err)
             return 0
@@ -59,8 +68,8 @@ def _print_receipts(found: list[Receipt], *, as_json: bool, out: TextIO, err: Te
 
 def _remembered(wanted: str, address: AdminAddress, transport: httpx.BaseTransport | None) -> dict[str, Any]:
     """The newest decision with this id. Raises AdminRefused when the proxy does not know it."""
-    with address.client(transport=transport) as client:
-        answer = ask(client, address.url, "/decisions?limit=1000")
+    with address.connect(transport=transport) as client:
+        answer = ask_admin(client, address.url, "/decisions?limit=1000")
     decisions = [one for one in answer.get("decisions", ()) if isinstance(one.get("request_id"), str)]
     exact = [one for one in decisions if one["request_id"] == wanted]
     starting = [one for one in decisions if one["request_id"].startswith(wanted)]
@@ -77,6 +86,6 @@ def _with_candidates(
     decision: dict[str, Any], address: AdminAddress, transport: httpx.BaseTransport | None
 ) -> dict[str, Any]:
     """The same decision with what each candidate would have cost, unless the proxy has forgotten it meanwhile."""
-    with address.client(transport=transport) as client, contextlib.suppress(AdminRefused):
-        return ask(client, address.url, f"/decisions/{decision['number']}")
+    with address.connect(transport=transport) as client, contextlib.suppress(AdminRefused):
+        return ask_admin(client, address.url, f"/decisions/{decision['number']}")
     return decision

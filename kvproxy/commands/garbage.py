@@ -1,4 +1,4 @@
-"""When the garbage collector of a `kvproxy serve` process looks at what: never for long while requests wait.
+"""What the garbage collector of a `kvproxy serve` process looks at, and when: never for long while requests wait.
 
 Requests leave no cycles, so nearly all memory comes back without it. Python's own rule would look at every object, the
 whole index of KV events among them, whenever there are a quarter more: nearly a second where engines hold a million
@@ -32,7 +32,7 @@ LOOK_S = 1.0
 _THRESHOLDS = YOUNG_OBJECTS, YOUNG_ROUNDS, _NEVER
 
 
-class Collections(BackgroundTask):
+class GarbageCollections(BackgroundTask):
     """The policy of the process, from entering to leaving. Enter it once everything is built: that is never looked at
     again.
 

@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
+import argparse
+import asyncio
+import json
 import os
+import re
 import shlex
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from kvproxy.commands.init_file import config_text
-from kvproxy.commands.init_probe import Seen, SeenLmCache, look
+import httpx
+
+from kvproxy.clients.lmcache.controller import LMCacheControllerClient
+from kvproxy.clients.lmcache.coordinator import LMCacheCoordinatorClient
+from kvproxy.clients.tokens import token_array
+from kvproxy.clients.vllm import VllmClient
 from kvproxy.commands.serve import run_loop
-from kvproxy.config.addresses import base_of_copied, url_fault
+from kvproxy.config.addresses import base_of_copied, split_address, url_fault
 from kvproxy.config.load import check_config
 from kvproxy.config.shorthand import endpoint_of
-from kvproxy.errors import ConfigError, Problem
+from kvproxy.errors import ClientError, ConfigError, Problem
+from kvproxy.kvcache.providers import is_coordinator
 
 _DEFAULT_ENGINE = "http://127.0.0.1:8000"
 _DEFAULT_LISTEN = "127.0.0.1:8888"
+_TIMEOUT_S = 3.0
+_WORDS = {
+    "ConnectError": "it cannot be connected to",
+    "ConnectTimeout": "no connection in time",
+    "ReadTimeout": "nothing came in time",
+    "RemoteProtocolError": "it does not speak plain http",
+}
+_HEAD = """\
+# Written by `kvproxy init`. Every setting: docs/configuration.md. After a change: kvproxy check
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +72,12 @@ class _Answers:
         return line.strip() or default
 
 
+def main(args: argparse.Namespace) -> int:
+    """`kvproxy init`."""
+    options = InitOptions(args.engine, args.lmcache, args.listen, Path(args.output), args.yes, args.force)
+    return run(options, stdin=sys.stdin, out=sys.stdout, err=sys.stderr)
+
+
 def run(options: InitOptions, *, stdin: TextIO, out: TextIO, err: TextIO) -> int:
     """Write the file; 1 when it is not written. Raises ConfigError for addresses that are none."""
     answers = _Answers(stdin, out, asking=stdin.isatty() and not options.yes)
@@ -75,18 +101,18 @@ def run(options: InitOptions, *, stdin: TextIO, out: TextIO, err: TextIO) -> int
 
 
 def _finish(options: InitOptions, engines: dict[str, str], lmcache: str, listen: str, out: TextIO) -> int:
-    """Look, write, and tell what comes next."""
-    found: list[tuple[list[Seen], SeenLmCache | None]] = []
+    """Look, write, and say what comes next."""
+    found: list[tuple[list[SeenEngine], SeenLmCache | None]] = []
 
     async def visit() -> int:
-        found.append(await look(engines, lmcache))
+        found.append(await look_at_all(engines, lmcache))
         return 0
 
     run_loop(visit)
     seen, controller = found[0]
     for one in (*seen, *([controller] if controller is not None else ())):
-        print(f"  {one.words()}", file=out)
-    text = config_text(seen, controller, listen=listen)
+        print(f"  {one.describe()}", file=out)
+    text = write_config(seen, controller, listen=listen)
     _, problems = check_config(text, env={})
     errors = [problem for problem in problems if problem.severity == "error"]
     if errors:
@@ -139,3 +165,153 @@ def _write(path: Path, text: str) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, slots=True)
+class SeenEngine:
+    """One engine as it presented itself. `trouble`: why it did not."""
+
+    id: str
+    url: str
+    models: tuple[str, ...] = ()
+    health_path: str = "/health"
+    events: bool = False
+    trouble: str = ""
+
+    def describe(self) -> str:
+        """One line for a person."""
+        if self.trouble:
+            return f"{self.id}  {self.url}: {self.trouble}; written all the same"
+        events = "publishes KV events" if self.events else "publishes no KV events"
+        health = "" if self.health_path == "/health" else f"; no /health, so {self.health_path} is probed"
+        return f"{self.id}  {self.url}: serves {', '.join(self.models) or 'no model'}; {events}{health}"
+
+
+@dataclass(frozen=True, slots=True)
+class SeenLmCache:
+    """LMCache's service."""
+
+    url: str
+    kind: str = ""
+    trouble: str = ""
+
+    def describe(self) -> str:
+        """One line for a person."""
+        return f"LMCache  {self.url}: {self.trouble or f'answers as the {self.kind}'}"
+
+
+async def look_at_all(engines: Mapping[str, str], lmcache: str) -> tuple[list[SeenEngine], SeenLmCache | None]:
+    """All of them at the same time, each within a few seconds; never raises for what they do."""
+    async with httpx.AsyncClient(trust_env=False, timeout=_TIMEOUT_S) as http:
+        seen = await asyncio.gather(*(_engine(http, name, url) for name, url in engines.items()))
+        controller = await _lmcache(http, lmcache) if lmcache else None
+    return list(seen), controller
+
+
+async def _engine(http: httpx.AsyncClient, name: str, url: str) -> SeenEngine:
+    client = VllmClient(http, url, timeout_s=_TIMEOUT_S)
+    try:
+        models = tuple(model.id for model in await client.models())
+    except ClientError as error:
+        return SeenEngine(name, url, trouble=f"no answer on /v1/models ({_short(error)})")
+    try:
+        events = bool(await client.kv_event_sources())
+    except ClientError:
+        events = False
+    path = "/health" if await _answers(http, f"{url}/health") else "/v1/models"
+    return SeenEngine(name, url, models, path, events)
+
+
+def _short(error: ClientError) -> str:
+    """Without the path, which is named already, and in words."""
+    why = str(error).rpartition(": ")[2]
+    return _WORDS.get(why, why)
+
+
+async def _answers(http: httpx.AsyncClient, url: str) -> bool:
+    try:
+        return (await http.get(url)).is_success
+    except httpx.HTTPError:
+        return False
+
+
+async def _lmcache(http: httpx.AsyncClient, url: str) -> SeenLmCache:
+    try:
+        if await is_coordinator(LMCacheCoordinatorClient(http, url, lookup_timeout_s=_TIMEOUT_S)):
+            return SeenLmCache(url, "coordinator")
+        await LMCacheControllerClient(http, url, lookup_timeout_s=_TIMEOUT_S).lookup(token_array([]))
+    except ClientError as error:
+        return SeenLmCache(url, trouble=f"no answer as LMCache's ({_short(error)}); written all the same")
+    return SeenLmCache(url, "controller")
+
+
+def write_config(seen: Sequence[SeenEngine], lmcache: SeenLmCache | None, *, listen: str) -> str:
+    """One cluster for engines that serve the same models; else one for each, with routes by model."""
+    clusters = _clusters(seen)
+    lines = [_HEAD + f"listen: {json.dumps(listen)}", f"admin: 127.0.0.1:{_admin_port(listen)}    # the live page", ""]
+    if len(clusters) == 1:
+        lines += ["policy: kv_aware", *_endpoints(seen, "")]
+    else:
+        lines.append("clusters:")
+        for name, members in clusters.items():
+            lines += [f"  {name}:    # {_model(members)}", "    policy: kv_aware", *_endpoints(members, "    ")]
+        lines += ["", "routes:"]
+        lines += [
+            f"  - {{model: {json.dumps(model)}, cluster: {name}}}"
+            for name, members in clusters.items()
+            for model in dict.fromkeys(model for one in members for model in one.models)
+        ]
+    if lmcache is not None:
+        lines += _filters(lmcache)
+    return "\n".join(lines) + "\n"
+
+
+def _clusters(seen: Sequence[SeenEngine]) -> dict[str, list[SeenEngine]]:
+    """By the models they serve; engines that said nothing go with the first."""
+    groups: dict[frozenset[str], list[SeenEngine]] = {}
+    for one in seen:
+        if one.models:
+            groups.setdefault(frozenset(one.models), []).append(one)
+    silent = [one for one in seen if not one.models]
+    members = list(groups.values()) or [[]]
+    members[0] = [*members[0], *silent]
+    names: dict[str, list[SeenEngine]] = {}
+    for number, group in enumerate(members, start=1):
+        slug = re.sub(r"[^a-z0-9]+", "-", _model(group).rpartition("/")[2].casefold()).strip("-")[:40]
+        name = slug or f"cluster-{number}"
+        names[f"{name}-{number}" if name in names else name] = group
+    return names
+
+
+def _model(members: Sequence[SeenEngine]) -> str:
+    return next((model for one in members for model in one.models), "")
+
+
+def _endpoints(members: Sequence[SeenEngine], indent: str) -> Iterator[str]:
+    paths = {one.health_path for one in members if one.models}
+    if paths and paths != {"/health"}:
+        yield f"{indent}health: {{path: /v1/models}}    # there is no /health"
+    yield f"{indent}endpoints:"
+    for one in members:
+        yield f"{indent}  {json.dumps(one.id) if not one.id[0].isalpha() else one.id}: {json.dumps(one.url)}"
+
+
+def _filters(lmcache: SeenLmCache) -> list[str]:
+    return [
+        "",
+        "filters:",
+        "  - request_id",
+        "  - access_log",
+        "  - inference_request",
+        f"  - kvcache: {{lmcache_endpoint: {json.dumps(lmcache.url)}}}",
+        "  - router",
+    ]
+
+
+def _admin_port(listen: str) -> int:
+    """The next one; 8889 where the listener's port is not known; a free one beside a free one."""
+    try:
+        port = split_address(listen)[1]
+    except ValueError:
+        return 8889
+    return port + 1 if 0 < port < 65535 else 0 if port == 0 else 8889

@@ -1,4 +1,4 @@
-"""The process log: records are formatted and written by a thread of its own, so that a slow terminal blocks nobody."""
+"""The process log: a thread formats and writes its records, so that a slow terminal blocks no request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvproxy.config.schema import LogSettings
 from kvproxy.log_lines import FIELDS, console_line, stamp
 
 _MAX_WAITING_RECORDS = 10_000
-#: How long the end waits for what is not written yet; the rest is lost when nobody reads the log any more.
+#: How long the end waits for what is not written yet; the rest is lost when the log is no longer read.
 END_S = 1.0
 _STEP_MS = 100
 #: Its records hold several lines, each with the time its request ended.
@@ -79,8 +79,8 @@ class _DroppingQueueHandler(logging.handlers.QueueHandler):
             self.dropped += 1
 
 
-class Output:
-    """A stream whose writer is never stuck in it.
+class LogOutput:
+    """A stream that its writer is never stuck in.
 
     A pipe or terminal that takes nothing is waited for in steps, until `give_up` is set: a thread stuck in a write
     would hold the stream's lock, and the interpreter could not end.
@@ -122,7 +122,7 @@ class Output:
 class _Writer(logging.handlers.QueueListener):
     """Ends although its queue is full, and although its output takes nothing."""
 
-    def __init__(self, waiting: queue.Queue[Any], handler: logging.Handler, output: Output) -> None:
+    def __init__(self, waiting: queue.Queue[Any], handler: logging.Handler, output: LogOutput) -> None:
         super().__init__(waiting, handler)
         self._waiting = waiting
         self._output = output
@@ -152,10 +152,10 @@ class _Writer(logging.handlers.QueueListener):
 
 
 @contextlib.contextmanager
-def logging_to(settings: LogSettings, *, stream: TextIO = sys.stderr) -> Iterator[None]:
+def log_to(settings: LogSettings, *, stream: TextIO = sys.stderr) -> Iterator[None]:
     """Log to `stream` for the length of the block; what waits is written before it ends, or what END_S suffices for."""
     waiting: queue.Queue[logging.LogRecord] = queue.Queue(_MAX_WAITING_RECORDS)
-    output = Output(stream)
+    output = LogOutput(stream)
     writer: logging.Handler = logging.StreamHandler(output)
     writer.setFormatter(JsonFormatter() if settings.format == "json" else ConsoleFormatter())
     listener = _Writer(waiting, writer, output)

@@ -1,15 +1,100 @@
-"""`kvproxy drain`, `undrain` and `reload`: changes to a running proxy through its admin listener."""
+"""Operating a running proxy through its admin listener: the client, and `kvproxy drain`, `undrain` and `reload`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import quote
 
 import httpx
 
-from kvproxy.commands.admin_client import AdminAddress, AdminRefused, ask
 from kvproxy.config.fields import nearest
+from kvproxy.errors import ConfigError, KvproxyError, Problem
+
+#: Holds the admin token where no file is named.
+TOKEN_VARIABLE = "KVPROXY_ADMIN_TOKEN"
+_TIMEOUT_S = 5.0
+
+
+class AdminRefused(KvproxyError):
+    """The admin listener did not do or say it; the text says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdminAddress:
+    """Where the listener is, and the file with its token."""
+
+    url: str
+    token_file: str | None = None
+
+    def connect(
+        self, *, transport: httpx.BaseTransport | None = None, env: Mapping[str, str] = os.environ
+    ) -> httpx.Client:
+        """A client that carries the token. Raises ConfigError when there is none where one is named."""
+        token = self._token(env)
+        headers = {} if token is None else {"authorization": f"Bearer {token}"}
+        return httpx.Client(headers=headers, timeout=_TIMEOUT_S, trust_env=False, transport=transport)
+
+    def _token(self, env: Mapping[str, str]) -> str | None:
+        if self.token_file is None and not env.get(TOKEN_VARIABLE):
+            return None
+        where = TOKEN_VARIABLE if self.token_file is None else "--token-file"
+        text = (env[TOKEN_VARIABLE] if self.token_file is None else Path(self.token_file).read_text("utf-8")).strip()
+        if not text or not text.isascii() or not text.isprintable():
+            raise ConfigError([Problem(where, "holds no token", "one line of printable ASCII")])
+        return text
+
+
+def ask_admin(client: httpx.Client, url: str, path: str, *, method: str = "GET") -> dict[str, Any]:
+    """The JSON object of one answer. Raises AdminRefused with what the operator should do."""
+    try:
+        answer = client.request(method, f"{url.rstrip('/')}{path}", json={} if method == "POST" else None)
+        data = answer.json()
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol):
+        raise AdminRefused(f"{url} is no URL like http://127.0.0.1:8889 (--url)") from None
+    except httpx.HTTPError as error:
+        why = re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or "no answer in time"
+        raise AdminRefused(f"nothing answers at {url} ({why}): is it the admin listener?") from None
+    except ValueError:
+        raise AdminRefused(f"{url} is not an admin listener of kvproxy (--url)") from None
+    if answer.status_code == 401:
+        how = f"--token-file FILE, or {TOKEN_VARIABLE}"
+        raise AdminRefused(f"the admin listener requires a token, and this is not the one ({how})")
+    if not isinstance(data, dict):
+        raise AdminRefused(f"{url} answers {answer.status_code} (--url)")
+    if answer.status_code != 200:
+        raise AdminRefused(_refusal(url, answer.status_code, data))
+    return data
+
+
+def _refusal(url: str, status: int, data: dict[str, Any]) -> str:
+    """Every problem the listener named, each on a line of its own."""
+    problems = [one for one in data.get("problems") or () if isinstance(one, dict)]
+    if not problems:
+        return f"{url} answers {status} {data.get('error', '')}".rstrip() + " (--url)"
+    return "\n".join(
+        ": ".join(part for part in (one.get("where"), one.get("what")) if part)
+        + (f" ({one['fix']})" if one.get("fix") else "")
+        for one in problems
+    )
+
+
+def main_drain(args: argparse.Namespace) -> int:
+    """`kvproxy drain` and `kvproxy undrain`."""
+    address = AdminAddress(args.url, args.token_file)
+    where = {"cluster": args.cluster, "draining": args.draining}
+    return drain(address, args.endpoint, **where, out=sys.stdout, err=sys.stderr)
+
+
+def main_reload(args: argparse.Namespace) -> int:
+    """`kvproxy reload`."""
+    return reload(AdminAddress(args.url, args.token_file), out=sys.stdout, err=sys.stderr)
 
 
 def drain(
@@ -24,11 +109,11 @@ def drain(
 ) -> int:
     """Take an endpoint out of, or back into, rotation; 1 when that was not done."""
     action = "drain" if draining else "undrain"
-    with address.client(transport=transport) as client:
+    with address.connect(transport=transport) as client:
         try:
-            place = _cluster_of(ask(client, address.url, "/endpoints"), endpoint, cluster)
+            place = _cluster_of(ask_admin(client, address.url, "/endpoints"), endpoint, cluster)
             path = f"/endpoints/{quote(place, safe='')}/{quote(endpoint, safe='/:@')}/{action}"
-            status = ask(client, address.url, path, method="POST")
+            status = ask_admin(client, address.url, path, method="POST")
         except AdminRefused as error:
             print(f"kvproxy {action}: {error}", file=err)
             return 1
@@ -39,10 +124,10 @@ def drain(
 
 
 def reload(address: AdminAddress, *, out: TextIO, err: TextIO, transport: httpx.BaseTransport | None = None) -> int:
-    """Have the configuration file read anew; 1, and every problem, when it was not applied."""
-    with address.client(transport=transport) as client:
+    """Have the configuration file read again; 1, and every problem, when it was not applied."""
+    with address.connect(transport=transport) as client:
         try:
-            answer = ask(client, address.url, "/reload", method="POST")
+            answer = ask_admin(client, address.url, "/reload", method="POST")
         except AdminRefused as error:
             print(f"kvproxy reload: not reloaded, the old configuration stays\n{error}", file=err)
             return 1

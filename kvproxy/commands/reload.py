@@ -1,4 +1,4 @@
-"""Hot reload: the configuration file is read anew on SIGHUP, when it changed, or when the operator asks."""
+"""Hot reload: the configuration file is read again on SIGHUP, when it changed, or when the operator asks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import asyncio
 import logging
 import os
 
-from kvproxy.admin.operated import Finding, Reloaded
+from kvproxy.admin.operated import ConfigFinding, Reloaded
 from kvproxy.app import Proxy
-from kvproxy.commands.configuration import Source
+from kvproxy.commands.configuration import ConfigSource
 from kvproxy.config.changes import summary
 from kvproxy.errors import ConfigError, Problem
 
@@ -23,7 +23,7 @@ class FileReloader:
     While entered it watches the file, every `interval_s` (0: never).
     """
 
-    def __init__(self, proxy: Proxy, source: Source, *, interval_s: float) -> None:
+    def __init__(self, proxy: Proxy, source: ConfigSource, *, interval_s: float) -> None:
         self._proxy = proxy
         self._source = source
         self._interval_s = interval_s
@@ -56,7 +56,7 @@ class FileReloader:
             except Exception as error:  # a part that cannot start: whatever it raises, the old ones still run
                 logger.exception("the new configuration cannot be started")
                 return self._refused([Problem("", f"a part cannot be started: {type(error).__name__}: {error}")])
-            self._proxy.findings = findings_of(problems)
+            self._proxy.findings = convert_problems(problems)
             self._proxy.metrics.process.reloads.labels("applied").inc()
             later = ", ".join(reloaded.after_restart)
             changed = summary(before, config)
@@ -90,6 +90,6 @@ class FileReloader:
         return (stat.st_mtime_ns, stat.st_size, stat.st_ino)
 
 
-def findings_of(problems: list[Problem]) -> list[Finding]:
+def convert_problems(problems: list[Problem]) -> list[ConfigFinding]:
     """Problems of a configuration as the live page shows them."""
-    return [Finding(one.severity, one.path, one.message, one.hint) for one in problems]
+    return [ConfigFinding(one.severity, one.path, one.message, one.hint) for one in problems]

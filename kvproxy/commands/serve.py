@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import logging
@@ -17,10 +18,10 @@ from prometheus_client import ProcessCollector
 from kvproxy import __version__
 from kvproxy.admin.operated import Reloaded
 from kvproxy.app import Proxy
-from kvproxy.commands.configuration import Source
-from kvproxy.commands.garbage import Collections
-from kvproxy.commands.logging_setup import logging_to
-from kvproxy.commands.reload import FileReloader, findings_of
+from kvproxy.commands.configuration import ConfigSource, named_file
+from kvproxy.commands.garbage import GarbageCollections
+from kvproxy.commands.logging_setup import log_to
+from kvproxy.commands.reload import FileReloader, convert_problems
 from kvproxy.config.schema import Config
 from kvproxy.doctor.report import DoctorReport
 from kvproxy.doctor.visit import StartupDiagnosis
@@ -35,10 +36,24 @@ logger = logging.getLogger("kvproxy")
 _OTHER_FILES = 64
 
 
-def run(source: Source) -> int:
+def main(args: argparse.Namespace) -> int:
+    """`kvproxy serve`."""
+    source = ConfigSource(
+        path=named_file(args),
+        endpoints=args.endpoint,
+        host=args.host,
+        port=args.port,
+        policy=args.policy,
+        admin=not args.no_admin,
+        lenient=args.lenient,
+    )
+    return run(source)
+
+
+def run(source: ConfigSource) -> int:
     """Serve until a signal; 0 after a graceful end. Warnings and notes about the configuration are logged once."""
     config, problems = source.load()
-    with logging_to(config.log):
+    with log_to(config.log):
         for problem in problems:
             logger.log(logging.WARNING if problem.severity == "warning" else logging.INFO, "%s", problem.located())
         _raise_open_files()
@@ -55,13 +70,13 @@ def run_loop(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
         return runner.run(main())
 
 
-async def serve_until_signal(config: Config, problems: list[Problem], source: Source) -> int:
+async def serve_until_signal(config: Config, problems: list[Problem], source: ConfigSource) -> int:
     """The proxy's whole life. A second signal ends the drain at once. `problems` are shown on the live page."""
-    signals = Signals(config.shutdown.drain)
+    signals = ProcessSignals(config.shutdown.drain)
     open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    connections = fitting_connections(config.limits.connections, open_files=open_files)
+    connections = fit_connections(config.limits.connections, open_files=open_files)
     async with Proxy(config) as proxy, AsyncExitStack() as listeners:
-        proxy.findings = findings_of(problems)
+        proxy.findings = convert_problems(problems)
         reloader = FileReloader(proxy, source, interval_s=config.reload.interval if config.reload.watch else 0.0)
         signals.install(reloader)
         if config.admin.enabled:
@@ -81,7 +96,7 @@ async def serve_until_signal(config: Config, problems: list[Problem], source: So
         await listeners.enter_async_context(public)
         _show_process(proxy.metrics, public, limit=connections)
         await listeners.enter_async_context(
-            Collections(is_quiet=lambda: not proxy.running, replaced=lambda: proxy.replaced)
+            GarbageCollections(is_quiet=lambda: not proxy.running, replaced=lambda: proxy.replaced)
         )
         proxy.public_url = public.url
         _announce(proxy, public.url)
@@ -97,8 +112,8 @@ async def serve_until_signal(config: Config, problems: list[Problem], source: So
     return 0
 
 
-class Signals:
-    """SIGTERM and SIGINT end the proxy, a second one at once; SIGHUP reads the configuration anew."""
+class ProcessSignals:
+    """SIGTERM and SIGINT end the proxy, a second one at once; SIGHUP reads the configuration again."""
 
     def __init__(self, drain_s: float) -> None:
         self.stop = asyncio.Event()
@@ -133,11 +148,11 @@ def _raise_open_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def fitting_connections(wanted: int, *, open_files: int) -> int:
+def fit_connections(wanted: int, *, open_files: int) -> int:
     """How many client connections there are sockets for, `wanted` at most; `open_files` below 0 is no limit.
 
-    Every request in flight holds two, and one client in eight is still told that there is no place: beyond that the
-    system would reset clients without a word, and engines could not be reached.
+    Every request in flight holds two, and one client in eight still gets the answer that there is no place:
+    beyond that the system would reset clients without a word, and engines could not be reached.
     """
     fit = max(1, (open_files - _OTHER_FILES) * 8 // 17)
     if open_files < 0 or fit >= wanted:

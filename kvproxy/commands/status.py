@@ -1,33 +1,52 @@
-"""`kvproxy status`: what the admin listener's live page shows, in the terminal."""
+"""`kvproxy status`: what the admin listener's live page shows, as text for a terminal."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
 import httpx
 
-from kvproxy.commands.admin_client import AdminAddress, AdminRefused, ask
-from kvproxy.commands.status_table import render
+from kvproxy.commands.operate import AdminAddress, AdminRefused, ask_admin
 
 INTERVAL_S = 1.0
 #: The terminal's other screen without a cursor, and back.
 _OTHER_SCREEN, _BACK = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
+_COLOURS = {"good": "32", "warn": "33", "down": "31;1", "quiet": "2"}
+#: Findings that change nothing tonight.
+_FOLDED = frozenset({"note", "ok"})
+_DOWN = frozenset({"unhealthy", "ejected", "breaker_open"})
+_DECISIONS = 8
+#: A learned cache size this far from what the engine says is shown.
+_NOTABLE = 1.5
+Cell = tuple[str, str]  # text, colour name or ""
+_ENDPOINT_HEADS = ("ENDPOINT", "STATE", "REQ/MIN", "IN FLIGHT", "PENDING", "KV", "QUEUE", "SPEED", "KV EVENTS")
+_QUEUE_HEADS = ("ROUTER QUEUE", "STATE", "WAITING", "OLDEST", "IN TURN", "AT BOUND", "LEFT", "NO ENDPOINT", "REFUSED")
+_RESULTS = {"ok": "good", "failed": "down", "client_error": "warn", "client_left": "quiet"}
+_DECISION_HEADS = ("ENDED", "REQUEST", "MODEL", "ENDPOINT", "WHY", "PROMPT", "PREDICTED", "REUSED", "FIRST BYTE", "END")
 
 
 @dataclass(frozen=True, slots=True)
 class StatusOptions:
-    """Whom to ask, and how often."""
+    """The listener to ask, and how often."""
 
     url: str
     token_file: str | None = None
     watch: bool = False
     as_json: bool = False
+
+
+def main(args: argparse.Namespace) -> int:
+    """`kvproxy status`."""
+    options = StatusOptions(args.url, args.token_file, args.watch, args.json)
+    return run(options, out=sys.stdout, err=sys.stderr)
 
 
 def run(
@@ -38,9 +57,9 @@ def run(
     sleep: Callable[[float], None] = time.sleep,
     transport: httpx.BaseTransport | None = None,
 ) -> int:
-    """Show it once, or again and again until Ctrl-C. 1 when nobody answers the only time it is asked."""
+    """Show it once, or again and again until Ctrl-C. 1 when the only attempt gets no answer."""
     colour = out.isatty() and "NO_COLOR" not in os.environ
-    with AdminAddress(options.url, options.token_file).client(transport=transport) as client:
+    with AdminAddress(options.url, options.token_file).connect(transport=transport) as client:
 
         def shown() -> str:
             live = _ask(client, options.url)
@@ -83,7 +102,219 @@ def _over(text: str) -> str:
 
 
 def _ask(client: httpx.Client, url: str) -> dict[str, Any]:
-    data = ask(client, url, "/live")
+    data = ask_admin(client, url, "/live")
     if "endpoints" not in data:
         raise AdminRefused(f"{url} answers 200 (--url)")
     return data
+
+
+def render(live: Mapping[str, Any], *, colour: bool = False) -> str:
+    """The whole screen. Control characters in names that clients chose are shown as `?`."""
+    blocks = [
+        [_headline(live)],
+        _findings(live["findings"]),
+        _table(_ENDPOINT_HEADS, [_endpoint(live, one) for one in live["endpoints"]], colour=colour),
+        [_routing(live, name, one) for name, one in live["routing"].items()],
+        _table(_QUEUE_HEADS, _queues(live["routing"]), colour=colour),
+        [_learned(one) for one in live["endpoints"] if _unlike_told(one)],
+        _cache(live["cache"]),
+        _table(_DECISION_HEADS, [_decision(one) for one in live["decisions"][:_DECISIONS]], colour=colour),
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+
+
+def _headline(live: Mapping[str, Any]) -> str:
+    minute, history = live["last_minute"], live["history"]
+    ttft = next((value for value in reversed(history["ttft_p50_s"]) if value is not None), None)
+    prompt, cached = sum(history["prompt_tokens"]), sum(history["cached_tokens"])
+    predicted = sum(history["predicted_tokens"])
+    parts = [
+        f"kvproxy {live['version']} {live['state']['text']}, up {_span(live['uptime_s'])}",
+        f"last minute {minute['requests']:,} requests, {minute['failed']:,} failed",
+        f"first byte {_seconds(ttft)}",
+    ]
+    if prompt:
+        parts.append(f"from cache {_percent(cached / prompt)} (predicted {_percent(predicted / prompt)})")
+    if (saved := minute.get("saved_prefill_s")) is not None:
+        parts.append(f"{_seconds(saved)} of prefill saved")
+    return _plain(" | ".join(parts))
+
+
+def _findings(findings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """In the order of the live page, which is that of what hurts; notes are only counted."""
+    lines = [_finding(one) for one in findings if one["severity"] not in _FOLDED]
+    if notes := sum(one["severity"] in _FOLDED for one in findings):
+        lines.append(f"{notes} {'note' if notes == 1 else 'notes'} more: on the live page, or `kvproxy check`")
+    return lines
+
+
+def _finding(one: Mapping[str, Any]) -> str:
+    fix = f" ({one['fix']})" if one["fix"] else ""
+    age = f" [{_span(one['age_s'])}]" if "age_s" in one else ""
+    return _plain(f"{one['severity']}: {one['where']}: {one['what']}{fix}{age}")
+
+
+def _endpoint(live: Mapping[str, Any], one: Mapping[str, Any]) -> list[Cell]:
+    engine, cache = one.get("engine") or {}, one.get("cache") or {}
+    learned = live["routing"].get(one["cluster"], {}).get("learned", {})
+    slowness = learned.get("slowness", {}).get(one["id"])
+    waiting = engine.get("waiting")
+    return [
+        (one["id"], ""),
+        _state(one),
+        (str(one["requests_last_minute"]), ""),
+        (str(one["in_flight"]), ""),
+        (str(one["pending_tokens"]), ""),
+        ("-" if engine.get("kv_usage") is None else _percent(engine["kv_usage"]), ""),
+        ("-" if waiting is None else f"{waiting}+{engine.get('running') or 0}", ""),
+        (f"{1 / slowness:.2f}x" if slowness else "-", ""),
+        (_events(one, cache), ""),
+    ]
+
+
+def _events(one: Mapping[str, Any], cache: Mapping[str, Any]) -> str:
+    """Without streams nothing is wrong: most engines publish no events. What a dead engine held is of no use."""
+    if not cache:
+        return "-"
+    if not cache["streams"]:
+        return "not followed"
+    return "not used" if one["condition"] in _DOWN else str(cache["state"])
+
+
+def _state(one: Mapping[str, Any]) -> Cell:
+    condition = one["condition"]
+    if condition in _DOWN:
+        return condition.replace("_", " "), "down"
+    if condition != "up":
+        return condition, "warn"
+    if one["probes_in_doubt"]:
+        return "not answering", "down"
+    return ("failing", "warn") if one["failures_in_a_row"] else ("up", "good")
+
+
+def _routing(live: Mapping[str, Any], name: str, one: Mapping[str, Any]) -> str:
+    learned, minute = one["learned"], live["clusters"].get(name, {"requests": 0, "failed": 0})
+    facts = [f"{name}: {one['policy']}"]
+    if len(live["routing"]) > 1:
+        facts.append(f"{minute['requests']:,} requests in the last minute, {minute['failed']:,} failed")
+    if learned.get("samples") == 0:
+        without = learned.get("requests_without_sample")
+        facts.append(f"learning: no sample {f'in {without:,} requests ' if without else ''}yet")
+    elif "samples" in learned:
+        facts.append(f"{learned['tokens_per_s']:,.0f} tokens/s prefill after {_samples(learned)}")
+        if "rho" in learned:
+            facts.append(f"rho {learned['rho']:.2f}")
+    return _plain(", ".join(facts))
+
+
+def _samples(learned: Mapping[str, Any]) -> str:
+    kinds = learned.get("samples_by_kind", {})
+    by = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items() if count)
+    return f"{learned['samples']:,} samples" + (f" ({by})" if by else "")
+
+
+def _queues(routing: Mapping[str, Any]) -> list[list[Cell]]:
+    return [_queue(name, one["queue"]) for name, one in routing.items() if one.get("queue")]
+
+
+def _queue(name: str, queue: Mapping[str, Any]) -> list[Cell]:
+    depth, limit, oldest, released = queue["depth"], queue["limit"], queue["oldest_wait_s"], queue["released"]
+    state: Cell = ("holds requests", "good") if depth else ("empty", "")
+    if depth >= limit:
+        state = ("full", "down")
+    elif depth and oldest >= queue["max_wait_s"] / 2:
+        state = ("long waits", "warn")
+    ways = ("turn", "max_wait", "client_left", "no_endpoint")
+    return [
+        (name, ""),
+        state,
+        (f"{depth:,} of {limit:,}", ""),
+        (_seconds(oldest) if depth else "-", ""),
+        *((f"{released[way]:,}", "") for way in ways),
+        (f"{queue['refused']:,}", "warn" if queue["refused"] else ""),
+    ]
+
+
+def _unlike_told(one: Mapping[str, Any]) -> bool:
+    cache = one.get("cache") or {}
+    told, learned = cache.get("told_capacity_blocks", 0), cache.get("approximate_capacity_blocks", 0)
+    return bool(told) and not 1 / _NOTABLE < learned / told < _NOTABLE
+
+
+def _learned(one: Mapping[str, Any]) -> str:
+    cache = one["cache"]
+    ratio = cache["approximate_capacity_blocks"] / cache["told_capacity_blocks"]
+    foreign = (cache.get("hit_ratio") or {}).get("foreign")
+    others = f"; {_percent(foreign)} of what it looks up is sent by others" if foreign else ""
+    return _plain(f"{one['id']} keeps {_percent(ratio)} of what its cache size promises (learned){others}")
+
+
+def _cache(cache: Mapping[str, Any] | None) -> list[str]:
+    if cache is None:
+        return []
+    running = ", ".join(one["about"] for one in cache["running"]) or "nothing"
+    lines = [f"cache work: {running} running, {cache['waiting']} waiting, {cache['leases']} pinned prefixes"]
+    shut = [f"{name} {state}" for name, state in cache["breakers"].items() if state != "closed"]
+    if shut:
+        lines.append(f"breakers: {', '.join(shut)}")
+    return [_plain(line) for line in lines]
+
+
+def _decision(one: Mapping[str, Any]) -> list[Cell]:
+    end = str(one["status"]) if one["end"] == "completed" else f"{one['status']} {one['end'].replace('_', ' ')}"
+    retries = f" +{one['retries']}" if one["retries"] else ""
+    return [
+        (f"{_span(one['ago_s'])} ago", "quiet"),
+        (one["request_id"][:13] or "-", ""),
+        (one["model"][:24] or "-", ""),
+        (one["endpoint"] or "-", ""),
+        (one["reason"] or "-", ""),
+        (_number(one["prompt_tokens"]), ""),
+        (_number(one["matched_tokens"]), ""),
+        (_number(one["cached_tokens"]), ""),
+        (_seconds(one["ttft_s"]), ""),
+        (end + retries, _RESULTS[one["result"]]),
+    ]
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[Cell]], *, colour: bool) -> list[str]:
+    if not rows:
+        return []
+    plain = [[(_plain(text), kind) for text, kind in row] for row in rows]
+    widths = [max(len(head), *(len(row[i][0]) for row in plain)) for i, head in enumerate(heads)]
+    lines = ["  ".join(head.ljust(width) for head, width in zip(heads, widths, strict=True)).rstrip()]
+    for row in plain:
+        cells = [_painted(cell, width, colour=colour) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _painted(cell: Cell, width: int, *, colour: bool) -> str:
+    text, kind = cell
+    padded = text.ljust(width)
+    return f"\x1b[{_COLOURS[kind]}m{padded}\x1b[0m" if colour and kind else padded
+
+
+def _plain(text: str) -> str:
+    return "".join(each if each.isprintable() else "?" for each in text)
+
+
+def _number(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}"
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value * 1000:.0f}ms" if value < 1 else f"{value:.1f}s"
+
+
+def _span(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f}{unit}"
+    return f"{seconds:.0f}s"

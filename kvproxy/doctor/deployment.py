@@ -145,3 +145,19 @@ def _tokenizer(kvcache: KvCacheSettings | None, tools: Tools) -> EngineFacts | N
     return EngineFacts(
         endpoint, cluster="", health_path="/health", tools=tools, plan=TrialPlan(), label="vllm_endpoint of kvcache"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterCheck:
+    """What the checks of one cluster share."""
+
+    deployment: Deployment
+    cluster: str
+
+    @property
+    def where(self) -> str:
+        return f"cluster {self.cluster}"
+
+    @property
+    def engines(self) -> tuple[EngineFacts, ...]:
+        return dict(self.deployment.clusters())[self.cluster]

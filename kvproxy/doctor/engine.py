@@ -77,6 +77,10 @@ class EngineFacts:
         timeout_s = self.tools.timeouts.exchange_s
         return await self.tools.answers.ask_once(f"{self._key} link", lambda: connect(self.origin, timeout_s=timeout_s))
 
+    async def is_reachable(self) -> bool:
+        """Whether connecting worked; why not is the connection check's business."""
+        return (await self.link()).error is None
+
     async def speaks_tls(self) -> bool:
         """Whether it needs https although its url says http; asked only after http failed."""
         if self.origin.scheme != "http":
@@ -159,8 +163,7 @@ class EngineFacts:
 
     async def _fact(self, name: str, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """No check waits again for an engine that cannot be connected to."""
-        link = await self.link()
-        if link.error is not None:
+        if not await self.is_reachable():
             raise ClientUnavailable(f"{self.where} cannot be connected to")
         return await self.tools.answers.ask_once(f"{self._key} {name}", ask)
 

@@ -48,7 +48,7 @@ class StreamObservation:
         self._skipped.counts["malformed"] = 0
 
 
-class EventStreams:
+class WatchedStreams:
     """Open subscriptions to every data-parallel rank of one engine."""
 
     def __init__(self, *, clock: Clock, wall_clock: Clock) -> None:
@@ -114,9 +114,9 @@ class EventStreams:
 
 
 @asynccontextmanager
-async def open_streams(*, clock: Clock, wall_clock: Clock) -> AsyncIterator[EventStreams]:
+async def open_streams(*, clock: Clock, wall_clock: Clock) -> AsyncIterator[WatchedStreams]:
     """Closes every subscription at the end."""
-    opened = EventStreams(clock=clock, wall_clock=wall_clock)
+    opened = WatchedStreams(clock=clock, wall_clock=wall_clock)
     try:
         yield opened
     finally:

@@ -161,3 +161,14 @@ class LmcacheFacts:
     async def _in_directory(self, tokens: TokenIds, model: str) -> LookupAnswer:
         answer = await self._coordinator.directory_lookup(CacheScope(model), tokens)
         return LookupAnswer(tuple(answer.by_instance), model, answer.chunk_tokens, answer.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class LmcacheCheck:
+    """What the checks of the service share."""
+
+    lmcache: LmcacheFacts
+
+    @property
+    def where(self) -> str:
+        return self.lmcache.where

@@ -54,7 +54,7 @@ def utc_seconds() -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Timeouts:
+class VisitTimeouts:
     """Seconds. `exchange_s` for one call; `event_s` for KV events to arrive after an answer, `late_s` before another
     prompt is sent because a subscription may not have been in force for the first.
 
@@ -74,12 +74,12 @@ class Tools:
     def __init__(
         self,
         *,
-        timeouts: Timeouts | None = None,
+        timeouts: VisitTimeouts | None = None,
         clock: Clock = time.monotonic,
         wall_clock: Clock = utc_seconds,
         rng: random.Random | None = None,
     ) -> None:
-        self.timeouts = timeouts or Timeouts()
+        self.timeouts = timeouts or VisitTimeouts()
         self.clock = clock
         self.wall_clock = wall_clock
         self.rng = rng or random.Random()

@@ -12,7 +12,7 @@ from kvproxy.clients.api import Api
 from kvproxy.clients.engine_metrics import EngineMetrics
 from kvproxy.clients.kv_events.source import KvEventSource
 from kvproxy.clients.vllm import ModelInfo, VllmClient
-from kvproxy.doctor.listening import EventStreams, StreamObservation, open_streams
+from kvproxy.doctor.listening import StreamObservation, WatchedStreams, open_streams
 from kvproxy.doctor.tools import Tools
 from kvproxy.errors import ClientError, Refused
 
@@ -132,7 +132,7 @@ async def run_trial(target: TrialTarget, plan: TrialPlan) -> Trial:
     return Trial(target.model.id, chat, tokenized, first, second, tokenize_s, before, after, observed)
 
 
-async def _listen_again(target: TrialTarget, listening: EventStreams, words: int, *, chat: bool) -> None:
+async def _listen_again(target: TrialTarget, listening: WatchedStreams, words: int, *, chat: bool) -> None:
     """A publisher that has not yet taken note of a subscription drops what it publishes: once more, with another
     prompt."""
     text = make_prompt(target.tools.rng, words=words // 2)

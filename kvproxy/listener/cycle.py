@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from kvproxy.listener.response_head import encode_head
-from kvproxy.types import BODY_FOLLOWS
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +26,7 @@ class Connection(Protocol):
     loop: asyncio.AbstractEventLoop
     tasks: set[asyncio.Task[None]]
     reading_paused: bool
+    waiters: list[asyncio.Future[None]]
 
     def pause_reading(self) -> None:
         """A slow app has enough of the request body."""
@@ -122,12 +122,14 @@ class RequestCycle:
         self._buffered_bytes += size_bytes
         if self._buffered_bytes > HIGH_WATER_BYTES:
             self._connection.pause_reading()
-        self._connection.wake()
+        if self._connection.waiters:
+            self._connection.wake()
 
     def body_ended(self) -> None:
         """The request is complete."""
         self.body_complete = True
-        self._connection.wake()
+        if self._connection.waiters:
+            self._connection.wake()
 
     def client_left(self) -> None:
         """The response has no reader any more."""
@@ -150,8 +152,6 @@ class RequestCycle:
         self._on_disconnect = callback
         if self.disconnected and callback is not None:
             callback()
-
-    watch = on_disconnect
 
     def start(
         self, status: int, headers: Iterable[tuple[bytes, bytes]], first_piece: bytes = b"", *, more: bool
@@ -202,8 +202,7 @@ class RequestCycle:
             if self.response_started:
                 raise RuntimeError("the response has started already")
             self._start(message["status"], message.get("headers", ()))
-            if BODY_FOLLOWS not in message:
-                self._connection.loop.call_soon(self._flush_head)
+            self._connection.loop.call_soon(self._flush_head)
 
     # the parts
 
@@ -255,7 +254,8 @@ class RequestCycle:
             self._connection.transport.write(head + piece)
         if not more:
             self.response_complete = True
-            self._connection.wake()
+            if self._connection.waiters:
+                self._connection.wake()
             self._connection.response_ended(self)
 
     def _write_chunk(self, head: bytes, piece: bytes, *, more: bool) -> None:

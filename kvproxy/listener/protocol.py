@@ -15,8 +15,8 @@ from kvproxy.listener.cycle import RequestCycle
 from kvproxy.listener.limits import ListenerLimits
 from kvproxy.listener.linger import LONGEST_S, Linger
 from kvproxy.listener.parser import BadRequest, RequestParser, Scope
-from kvproxy.listener.response_head import error_body, error_headers, raw_error
-from kvproxy.types import CONNECTION, DISCONNECT_SIGNAL
+from kvproxy.listener.response_head import error_response, raw_error
+from kvproxy.types import CONNECTION
 
 #: Of a body that goes on after its answer; one that does not end there costs its connection.
 MAX_UNWANTED_BYTES = 1024 * 1024
@@ -49,6 +49,7 @@ class ClientProtocol(asyncio.Protocol):
         self.loop = _loop or asyncio.get_running_loop()
         self.tasks = server_state.tasks
         self.reading_paused = False
+        self.waiters: list[asyncio.Future[None]] = []  # apps that wait for more of a body, or until more is taken
         self.transport: asyncio.Transport
         self._config = config
         self._app: Any = config.loaded_app
@@ -62,7 +63,6 @@ class ClientProtocol(asyncio.Protocol):
         self._unparsed = memoryview(b"")  # arrived, and not its turn yet
         self._unwanted_bytes = 0  # of the body that is being read, since its answer went out
         self._writable = True
-        self._waiters: list[asyncio.Future[None]] = []
         self._head_since = 0.0  # the head that is being read began, or the connection did
         self._idle_since = 0.0  # the last response went out; 0: no request came yet
         self._linger: Linger | None = None  # the last answer is out, the client still sends
@@ -157,7 +157,7 @@ class ClientProtocol(asyncio.Protocol):
         )
         self._unwanted_bytes = 0
         scope["state"] = self._app_state.copy()
-        scope[CONNECTION] = scope[DISCONNECT_SIGNAL] = cycle
+        scope[CONNECTION] = cycle
         if self._running is not None:
             self._queue.append((cycle, scope))
             self.pause_reading()
@@ -187,15 +187,14 @@ class ClientProtocol(asyncio.Protocol):
 
     async def wait(self) -> None:
         waiter = self.loop.create_future()
-        self._waiters.append(waiter)
+        self.waiters.append(waiter)
         await waiter
 
     def wake(self) -> None:
-        if self._waiters:
-            waiters, self._waiters = self._waiters, []
-            for waiter in waiters:
-                if not waiter.done():
-                    waiter.set_result(None)
+        waiters, self.waiters = self.waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
     def response_ended(self, cycle: RequestCycle) -> None:
         self._server_state.total_requests += 1
@@ -316,6 +315,8 @@ def _address(info: Any) -> tuple[str, int | None] | None:
 async def _no_place(scope: Any, receive: Any, send: Any) -> None:
     """The app of a connection beyond the bound."""
     status = HTTPStatus.SERVICE_UNAVAILABLE
-    body = error_body(status, "every client connection is taken", kind="overloaded_error")
-    await send({"type": "http.response.start", "status": status.value, "headers": error_headers(status, body)})
+    headers, body = error_response(
+        status, "every client connection is taken", reason="connections_full", path=scope["path"]
+    )
+    await send({"type": "http.response.start", "status": status.value, "headers": headers})
     await send({"type": "http.response.body", "body": body})

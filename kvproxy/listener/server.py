@@ -38,7 +38,7 @@ def require_uvicorn(version: str) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers and its ticking: who starts it decides when it ends."""
+    """uvicorn without its signal handlers and its ticking: `stop` ends it."""
 
     def __init__(
         self, config: uvicorn.Config, *, drain_s: float, cut_grace_s: float, hurry: asyncio.Event | None
@@ -81,7 +81,7 @@ class _Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         end = loop.time() + limit_s
         while (state.connections or state.tasks) and loop.time() < end and not hurry.is_set():  # noqa: ASYNC110
-            await asyncio.sleep(_LOOK_AGAIN_S)  # since uvicorn tells nobody when a connection ends
+            await asyncio.sleep(_LOOK_AGAIN_S)  # uvicorn's sets of connections and tasks tell no one
 
 
 class Server:
@@ -123,7 +123,7 @@ class Server:
             "log_config": None,
             "server_header": False,
             "date_header": False,
-            "proxy_headers": False,  # the router filter decides whom to believe
+            "proxy_headers": False,  # the router filter decides which to believe
         }
         config = uvicorn.Config(app, host=host, port=port, **(defaults | options))
         self._server = _Server(config, drain_s=drain_s, cut_grace_s=cut_grace_s, hurry=hurry)

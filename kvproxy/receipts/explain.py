@@ -7,7 +7,7 @@ from typing import Any
 
 from kvproxy.filters.access_log import printable
 from kvproxy.receipts.forecast import matched_tokens, prefill_s
-from kvproxy.receipts.receipt import Attempt, Candidate, Receipt
+from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate
 from kvproxy.routing import selector
 from kvproxy.routing.registry import POLICIES
 
@@ -96,7 +96,7 @@ def _attempt(receipt: Receipt, attempt: Attempt, number: int) -> Iterator[str]:
         yield f"  It failed: {attempt.failure}."
 
 
-def _row(receipt: Receipt, attempt: Attempt, candidate: Candidate) -> Sequence[str]:
+def _row(receipt: Receipt, attempt: Attempt, candidate: ReceiptCandidate) -> Sequence[str]:
     held = receipt.facts.get(candidate.id)
     cached = str(matched_tokens(receipt, candidate.id)) if receipt.prompt_tokens is not None else "-"
     if held is not None and held.lower_tokens:
@@ -114,7 +114,7 @@ def _row(receipt: Receipt, attempt: Attempt, candidate: Candidate) -> Sequence[s
     )
 
 
-def _alternatives(attempt: Attempt, ordered: Sequence[Candidate]) -> Iterator[str]:
+def _alternatives(attempt: Attempt, ordered: Sequence[ReceiptCandidate]) -> Iterator[str]:
     """How the choice compares, by the policy's own costs."""
     chosen = next((one for one in ordered if one.id == attempt.endpoint), None)
     others = [one for one in ordered if one.id != attempt.endpoint and one.cost is not None]
@@ -157,7 +157,7 @@ def _outcome(receipt: Receipt) -> Iterator[str]:
     yield f"  cached by the engine's count: {receipt.cached_tokens} of {prompt or '?'} tokens (predicted {expected})"
 
 
-def _prefill_s(receipt: Receipt, attempt: Attempt, candidate: Candidate) -> float | None:
+def _prefill_s(receipt: Receipt, attempt: Attempt, candidate: ReceiptCandidate) -> float | None:
     if attempt.seconds is None or candidate.slowness is None or receipt.prompt_tokens is None:
         return None
     return prefill_s(receipt, candidate.id, attempt.seconds, candidate.slowness)

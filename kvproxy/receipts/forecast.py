@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvproxy.receipts.receipt import Candidate, Receipt
+from kvproxy.receipts.receipt import Receipt, ReceiptCandidate
 from kvproxy.routing.load import Backlog, Features, features_of, seconds_of
 from kvproxy.types import EndpointId
 
@@ -21,12 +21,12 @@ def own_work(receipt: Receipt, endpoint: EndpointId) -> Features:
     return features_of((receipt.prompt_tokens or 0) - matched, matched, lower)
 
 
-def first_token_s(receipt: Receipt, candidate: Candidate, seconds: Features, slowness: float) -> float:
+def first_token_s(receipt: Receipt, candidate: ReceiptCandidate, seconds: Features, slowness: float) -> float:
     """From the decision to the first token there, at these speeds."""
     return wait_s(candidate, seconds, slowness) + prefill_s(receipt, candidate.id, seconds, slowness)
 
 
-def wait_s(candidate: Candidate, seconds: Features, slowness: float) -> float:
+def wait_s(candidate: ReceiptCandidate, seconds: Features, slowness: float) -> float:
     """Until it would begin."""
     if not candidate.pending_requests:
         return 0.0

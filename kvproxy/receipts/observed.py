@@ -8,7 +8,7 @@ from heapq import nsmallest
 import msgspec
 
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.receipts.receipt import Candidate
+from kvproxy.receipts.receipt import ReceiptCandidate
 from kvproxy.request.exchange import Exchange
 from kvproxy.request.observer import RequestObserver
 from kvproxy.routing.load import Features
@@ -32,7 +32,7 @@ class Placed(msgspec.Struct):
     reason: str
     preference: str | None
     seconds: Features | None
-    candidates: list[Candidate]
+    candidates: list[ReceiptCandidate]
     left_out: int
     failure: str | None = None
 
@@ -98,11 +98,11 @@ def _recorded(decision: Decision[Endpoint]) -> Sequence[int]:
     return sorted([*best, index])
 
 
-def _candidate(endpoint: Endpoint, cost: float | None, speeds: SpeedModel | None, now: float) -> Candidate:
+def _candidate(endpoint: Endpoint, cost: float | None, speeds: SpeedModel | None, now: float) -> ReceiptCandidate:
     load = endpoint.load
     slowness = None if speeds is None else speeds.slowness(endpoint.id, now)
     backlog = load.backlog(None if speeds is None else speeds.seconds, slowness or 1.0, now)
-    return Candidate(
+    return ReceiptCandidate(
         endpoint.id,
         load.in_flight,
         load.pending_requests,

@@ -17,7 +17,7 @@ from kvproxy.types import EndpointId
 VERSION = 1
 
 
-class Candidate(msgspec.Struct, omit_defaults=True):
+class ReceiptCandidate(msgspec.Struct, omit_defaults=True):
     """An endpoint that could have taken the request, as it stood just before the decision."""
 
     id: EndpointId
@@ -41,7 +41,7 @@ class Attempt(msgspec.Struct, frozen=True, omit_defaults=True):
     endpoint: EndpointId
     policy: str
     reason: str
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[ReceiptCandidate, ...]
     left_out: int = 0  # candidates beyond those recorded
     preference: str | None = None  # what became of a preferred endpoint
     seconds: Features | None = None  # the pool's learned time for one unit of each kind of work
@@ -67,8 +67,8 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True):
     hot_tokens: int = 0
     facts: Mapping[EndpointId, Overlap] = {}
     attempts: tuple[Attempt, ...] = ()
-    refusals: tuple[str, ...] = ()  # why nobody could be picked, each time it was tried
-    endpoint: EndpointId | None = None  # who answered, or failed last
+    refusals: tuple[str, ...] = ()  # why no endpoint could be picked, each time it was tried
+    endpoint: EndpointId | None = None  # the one that answered, or failed last
     status: int = 0
     ttft_s: float | None = None
     engine_prompt_tokens: int | None = None

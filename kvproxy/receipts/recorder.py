@@ -1,30 +1,107 @@
-"""Follows a share of the requests and hands their receipts to the writer: what the application puts in place."""
+"""Receipts of requests: chosen by chance, followed, composed and handed to the writer once a request is over."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import random
-from datetime import timedelta
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol, Self
 
 from kvproxy.config.schema import ReceiptSettings
 from kvproxy.filters.chain import WallClock
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.receipts.compose import Finished, compose, keyed_hash
 from kvproxy.receipts.files import RotatingFile
-from kvproxy.receipts.observed import AttemptLog
-from kvproxy.receipts.receipt import encode
+from kvproxy.receipts.forecast import wait_s
+from kvproxy.receipts.observed import AttemptLog, Placed
+from kvproxy.receipts.receipt import Attempt, Receipt, encode
 from kvproxy.receipts.writer import Writer
-from kvproxy.request.exchange import Exchange
+from kvproxy.request.exchange import Exchange, Outcome
 from kvproxy.request.observer import RequestObserver
-from kvproxy.types import Clock
+from kvproxy.types import Clock, RequestKind
 
+#: Hides a session key or a prompt's head behind a key that dies with the proxy: the hash of a name is easily guessed.
+Hash = Callable[[bytes], str]
 QUEUE = "receipts"
-
 #: Shutdown waits no longer for a slow disk.
 _CLOSE_S = 5.0
+
+
+def keyed_hash(key: bytes) -> Hash:
+    """A hash that cannot be reproduced without `key`; "" of nothing."""
+    return lambda data: blake2b(data, digest_size=8, key=key).hexdigest() if data else ""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequest:
+    """A request that is over. Holds neither its body nor its prompt."""
+
+    request_id: str
+    tenant: str
+    model: str
+    kind: RequestKind | None
+    stream: bool
+    session_key: str | None
+    received_at: float
+    ended_at: float
+    outcome: Outcome
+    observed: AttemptLog
+
+
+def compose_receipt(over: FinishedRequest, *, ended: datetime, hashed: Hash) -> Receipt:
+    """Its receipt; `ended` is the wall clock's time of its end."""
+    outcome, observed = over.outcome, over.observed
+    facts = observed.facts
+    return Receipt(
+        time=ended.astimezone(UTC).isoformat(timespec="milliseconds"),
+        request_id=over.request_id,
+        end=outcome.end,
+        duration_s=_rounded(over.ended_at - over.received_at),
+        kind="" if over.kind is None else over.kind.value,
+        model=over.model,
+        tenant=over.tenant,
+        session=hashed((over.session_key or "").encode("utf-8", "surrogatepass")),
+        head=hashed(observed.head),
+        stream=over.stream,
+        cluster=outcome.cluster,
+        prompt_tokens=facts.prompt_tokens or None,
+        hot_tokens=facts.hot_tokens,
+        facts=facts.by_endpoint,
+        attempts=tuple([_attempt(placed, over.received_at) for placed in observed.decisions]),
+        refusals=tuple(observed.refusals),
+        endpoint=outcome.endpoint,
+        status=outcome.status,
+        ttft_s=None if outcome.ttft_s is None else _rounded(outcome.ttft_s),
+        engine_prompt_tokens=outcome.prompt_tokens,
+        cached_tokens=outcome.cached_tokens,
+        completion_tokens=outcome.completion_tokens,
+    )
+
+
+def _attempt(placed: Placed, received_at: float) -> Attempt:
+    if placed.seconds is not None:
+        for candidate in placed.candidates:
+            candidate.wait_s = _rounded(wait_s(candidate, placed.seconds, candidate.slowness or 1.0))
+    return Attempt(
+        at_s=_rounded(placed.at - received_at),
+        endpoint=placed.endpoint,
+        policy=placed.policy,
+        reason=placed.reason,
+        candidates=tuple(placed.candidates),
+        left_out=placed.left_out,
+        preference=placed.preference,
+        seconds=placed.seconds,
+        failure=placed.failure,
+    )
+
+
+def _rounded(seconds: float) -> float:
+    """Microseconds are enough, and half as long on the line."""
+    return round(seconds, 6)
 
 
 class Recorder(RequestObserver):
@@ -42,7 +119,7 @@ class Recorder(RequestObserver):
         written, dropped, failed = (
             metrics.bounds.receipts.labels(result) for result in ("written", "dropped", "failed")
         )
-        self._writer: Writer[Finished] = Writer(
+        self._writer: Writer[FinishedRequest] = Writer(
             file, self._line, limit=settings.max_queue, written=written, dropped=dropped, failed=failed
         )
         metrics.bounds.queue_depth.labels(QUEUE).set_function(lambda: self._writer.waiting)
@@ -63,7 +140,7 @@ class Recorder(RequestObserver):
     def _write(self, exchange: Exchange, log: AttemptLog, now: float) -> None:
         inference = exchange.inference
         self._writer.put(
-            Finished(
+            FinishedRequest(
                 request_id=exchange.request_id,
                 tenant=exchange.tenant,
                 model="" if inference is None else inference.model,
@@ -77,12 +154,12 @@ class Recorder(RequestObserver):
             )
         )
 
-    def _line(self, over: Finished) -> bytes:
+    def _line(self, over: FinishedRequest) -> bytes:
         ended = self._wall_clock() - timedelta(seconds=self._clock() - over.ended_at)
-        return encode(compose(over, ended=ended, hashed=self._hash))
+        return encode(compose_receipt(over, ended=ended, hashed=self._hash))
 
 
-class Composed(Protocol):
+class RecorderTarget(Protocol):
     """The application, as far as a recorder needs it."""
 
     @property
@@ -93,7 +170,7 @@ class Composed(Protocol):
     def wall_clock(self) -> WallClock: ...
 
 
-def recorder_of(proxy: Composed, settings: ReceiptSettings) -> Recorder | None:
+def make_recorder(proxy: RecorderTarget, settings: ReceiptSettings) -> Recorder | None:
     """The recorder these settings ask for."""
     if not settings.path:
         return None

@@ -5,26 +5,31 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
 from typing import TextIO
 
 import httpx
 
 from kvproxy.errors import KvproxyError, plain
-from kvproxy.receipts.reading import Reading
-from kvproxy.replay.compare import Plan, compare
+from kvproxy.receipts.files import ReceiptReader
+from kvproxy.replay.compare import ComparisonPlan, ProgressBar, compare
 from kvproxy.replay.decided import decide_again
 from kvproxy.replay.live import LiveReplay, LiveSettings
-from kvproxy.replay.live_report import ROW, LiveReport, report_of
+from kvproxy.replay.live_report import ROW, LiveReport, report_live
 from kvproxy.replay.options import DEFAULT_POLICIES
-from kvproxy.replay.plot import as_html
-from kvproxy.replay.progress import ProgressBar
+from kvproxy.replay.plot import render_html
 from kvproxy.replay.scenario import PolicySpec
-from kvproxy.replay.settings import FleetSettings, Pace
+from kvproxy.replay.settings import Pace, ReplayFleet
 from kvproxy.replay.trace import Trace, read_trace
 from kvproxy.simulator.timing import EngineTiming
 
 #: As shells have it for a program that Ctrl-C ended.
 INTERRUPTED = 130
+
+
+def main(args: argparse.Namespace) -> int:
+    """`kvproxy replay`."""
+    return run(args, out=sys.stdout, err=sys.stderr)
 
 
 def run(
@@ -37,18 +42,18 @@ def run(
         if args.receipts or not args.trace:
             return _receipts(args, out)
         trace = read_trace(args.trace)
-        trace = trace.first(args.requests) if args.requests else trace
+        trace = trace.cut(args.requests) if args.requests else trace
         if args.url:
             return _live(trace, args, out, err, transport=transport)
         comparison = compare(trace, _plan(args), err=err)
     except (KvproxyError, OSError, ValueError, httpx.HTTPError) as error:
         print(f"kvproxy replay: {plain(error) if isinstance(error, OSError) else error}", file=err)
         return 1
-    print(comparison.report.as_table(), file=out)
+    print(comparison.report.render_table(), file=out)
     if args.json:
         args.json.write_text(json.dumps(comparison.report.as_json(), indent=2) + "\n")
     if args.plot:
-        args.plot.write_text(as_html(comparison.report, comparison.ttft_s))
+        args.plot.write_text(render_html(comparison.report, comparison.ttft_s))
     return 0
 
 
@@ -59,14 +64,14 @@ def _receipts(args: argparse.Namespace, out: TextIO) -> int:
     policies = [spec for spec in wanted if not spec.queue]
     if len(policies) < len(wanted) and args.policy != DEFAULT_POLICIES:
         raise ValueError("receipts tell where requests went, not when: the router queue cannot be replayed from them")
-    review = decide_again(Reading(args.receipts), policies, limit=args.requests)
-    print(review.as_table(), file=out)
+    review = decide_again(ReceiptReader(args.receipts), policies, limit=args.requests)
+    print(review.render_table(), file=out)
     if args.json:
         args.json.write_text(json.dumps(review.as_json(), indent=2) + "\n")
     return 0
 
 
-def _plan(args: argparse.Namespace) -> Plan:
+def _plan(args: argparse.Namespace) -> ComparisonPlan:
     policies = [PolicySpec.parse(text) for text in args.policy.split(",")]
     if args.baseline and args.baseline not in map(str, policies):
         raise ValueError(f"the baseline {args.baseline} is not among the policies")
@@ -79,7 +84,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         quadratic_tokens=args.quadratic_tokens,
         decode_step_s=args.decode_step,
     )
-    fleet = FleetSettings(
+    fleet = ReplayFleet(
         instances=args.instances,
         capacity_tokens=args.capacity_tokens,
         timing=timing,
@@ -91,7 +96,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         learn_capacity=not args.fixed_capacity,
         wrong_share=args.wrong,
     )
-    return Plan(fleet, policies, load=args.load, baseline=args.baseline, seeds=args.seeds,
+    return ComparisonPlan(fleet, policies, load=args.load, baseline=args.baseline, seeds=args.seeds,
                 closed_loop=not args.open_loop, prior_factor=args.prior_factor, streamed=args.streamed)  # fmt: skip
 
 
@@ -120,7 +125,7 @@ def _live(
         interrupted = True
     finally:
         bar.close()
-    report = report_of(trace, replay, settings, pace, interrupted=interrupted)
+    report = report_live(trace, replay, settings, pace, interrupted=interrupted)
     _write_live(report, args, out, [each.ttft_s for each in replay.outcomes if each.ttft_s is not None])
     if report.summary.requests == report.summary.failed:
         print("kvproxy replay: no request was answered", file=err)
@@ -129,8 +134,8 @@ def _live(
 
 
 def _write_live(report: LiveReport, args: argparse.Namespace, out: TextIO, ttft_s: list[float]) -> None:
-    print(report.as_table(), file=out)
+    print(report.render_table(), file=out)
     if args.json:
         args.json.write_text(json.dumps(report.as_json(), indent=2) + "\n")
     if args.plot:
-        args.plot.write_text(as_html(report.plotted(), {ROW: sorted(ttft_s)}))
+        args.plot.write_text(render_html(report.plotted(), {ROW: sorted(ttft_s)}))

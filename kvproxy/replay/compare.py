@@ -1,4 +1,4 @@
-"""Several policies on one paced trace, each over several seeds."""
+"""Several policies on one paced trace, each over several seeds, with a progress bar."""
 
 from __future__ import annotations
 
@@ -7,28 +7,74 @@ from dataclasses import asdict, dataclass
 from random import Random
 from typing import TextIO
 
-from kvproxy.replay.outcome import Summary, summarise
-from kvproxy.replay.pooled import Bound, paced_bound
-from kvproxy.replay.progress import ProgressBar, announce
-from kvproxy.replay.report import Report, mean_of
-from kvproxy.replay.scenario import PolicySpec, play
-from kvproxy.replay.settings import FleetSettings
+from kvproxy.replay.pooled import Bound, measure_bound
+from kvproxy.replay.results import ReplayReport, Summary, average_summaries, summarize_outcomes
+from kvproxy.replay.scenario import PolicySpec, play_policy
+from kvproxy.replay.settings import ReplayFleet
 from kvproxy.replay.trace import Trace
+
+_WIDTH = 30
+
+
+def announce_part(what: str, out: TextIO) -> None:
+    """A part without figures begins; on a terminal the bar takes the line over."""
+    out.write(f"\r\033[K{what} ..." if out.isatty() else f"{what} ...\n")
+    out.flush()
+
+
+class ProgressBar:
+    """One line, redrawn at most a hundred times."""
+
+    def __init__(self, total: int, *, out: TextIO) -> None:
+        self._total = max(1, total)
+        self._out = out if out.isatty() else None
+        self._plain = None if out.isatty() else out
+        self._drawn = -1
+        self._label = ""
+        self._before = 0
+
+    def begin(self, label: str) -> None:
+        """A part of the work begins; `advance` counts within it."""
+        self._label = label
+        self._drawn = -1
+        if self._plain is not None:
+            announce_part(f"replaying {label}", self._plain)
+        self.advance(0)
+
+    def advance(self, done: int) -> None:
+        """`done` of this part is finished."""
+        percent = min(100, 100 * (self._before + done) // self._total)
+        if self._out is None or percent == self._drawn:
+            return
+        self._drawn = percent
+        filled = percent * _WIDTH // 100
+        self._out.write(f"\r\033[K[{'#' * filled}{'.' * (_WIDTH - filled)}] {percent:3d} %  {self._label}")
+        self._out.flush()
+
+    def end(self, done: int) -> None:
+        """The part is finished."""
+        self._before += done
+
+    def close(self) -> None:
+        """Takes the bar away."""
+        if self._out is not None:
+            self._out.write("\r\033[K")
+            self._out.flush()
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """The report, and every request's time to first token by policy (first seed), sorted."""
 
-    report: Report
+    report: ReplayReport
     ttft_s: dict[str, list[float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ComparisonPlan:
     """What to compare. The load is a share of the pooled cache's saturated throughput on an undisturbed fleet."""
 
-    fleet: FleetSettings
+    fleet: ReplayFleet
     policies: Sequence[PolicySpec]
     load: float = 0.7
     baseline: str = ""  # the first policy unless given
@@ -38,11 +84,11 @@ class Plan:
     streamed: float = 1.0  # share of the answers
 
 
-def compare(trace: Trace, plan: Plan, *, err: TextIO, bound: Bound | None = None) -> Comparison:
-    """Plays every policy; `bound` spares calibrating the pace anew."""
+def compare(trace: Trace, plan: ComparisonPlan, *, err: TextIO, bound: Bound | None = None) -> Comparison:
+    """Plays every policy; with `bound` the pace is not calibrated again."""
     if bound is None:
-        announce("calibrating the load on one pooled cache", err)
-        bound = paced_bound(trace, plan.fleet.undisturbed(), plan.load, closed_loop=plan.closed_loop)
+        announce_part("calibrating the load on one pooled cache", err)
+        bound = measure_bound(trace, plan.fleet.undisturbed(), plan.load, closed_loop=plan.closed_loop)
     requests = bound.trace.requests
     bar = ProgressBar(requests * plan.seeds * len(plan.policies), out=err)
     summaries: dict[str, Summary] = {}
@@ -52,7 +98,7 @@ def compare(trace: Trace, plan: Plan, *, err: TextIO, bound: Bound | None = None
         runs = []
         for seed in range(1, plan.seeds + 1):
             policy = spec.make(rng=Random(seed), prior_factor=plan.prior_factor)
-            outcomes = play(
+            outcomes = play_policy(
                 bound.trace,
                 bound.pace,
                 plan.fleet,
@@ -63,15 +109,15 @@ def compare(trace: Trace, plan: Plan, *, err: TextIO, bound: Bound | None = None
                 progress=bar.advance,
             )
             bar.end(requests)
-            runs.append(summarise(outcomes, plan.fleet.instances))
+            runs.append(summarize_outcomes(outcomes, plan.fleet.instances))
             ttft_s.setdefault(str(spec), sorted(each.ttft_s for each in outcomes if each.ttft_s is not None))
-        summaries[str(spec)] = mean_of(runs)
+        summaries[str(spec)] = average_summaries(runs)
     bar.close()
     return Comparison(_report(trace, plan, bound, summaries), ttft_s)
 
 
-def _report(trace: Trace, plan: Plan, bound: Bound, summaries: dict[str, Summary]) -> Report:
-    return Report(
+def _report(trace: Trace, plan: ComparisonPlan, bound: Bound, summaries: dict[str, Summary]) -> ReplayReport:
+    return ReplayReport(
         trace=trace.name,
         instances=plan.fleet.instances,
         load=plan.load,

@@ -6,32 +6,148 @@ policy would have done in its place and not what a fleet under it would have bec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from heapq import heappop, heappush
 from itertools import islice
 from random import Random
 
-from kvproxy.receipts.forecast import first_token_s, matched_tokens
-from kvproxy.receipts.reading import Reading
+from kvproxy.receipts.files import ReceiptReader
+from kvproxy.receipts.forecast import first_token_s, matched_tokens, own_work
+from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate
 from kvproxy.replay.decided_report import Recorded, Review, Verdict, mean
-from kvproxy.replay.outcome import percentile
-from kvproxy.replay.recorded import Decision, Lesson, decisions_of
+from kvproxy.replay.results import percentile
 from kvproxy.replay.scenario import PolicySpec
-from kvproxy.routing.policy import Policy
+from kvproxy.routing.load import Backlog, Features
+from kvproxy.routing.policy import OverlapFacts, PickRequest, Policy
 from kvproxy.routing.speeds import SpeedModel
+from kvproxy.types import EndpointId
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedLoad:
+    """A load as a receipt has it."""
+
+    in_flight: int
+    pending_requests: int
+    pending_tokens: int
+    resident_tokens: int
+    backlog: Backlog
+
+    def wait_s(self, seconds: Features, slowness: float, now: float) -> float:
+        """As of EndpointLoad, at the moment of the decision."""
+        return self.backlog.wait_s(seconds, slowness)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCandidate:
+    """A candidate as a receipt has it."""
+
+    id: EndpointId
+    weight: float
+    load: RecordedLoad
+
+
+@dataclass(frozen=True, slots=True)
+class FeedbackSample:
+    """What the proxy could learn from a request: work done in so many busy seconds, tokens predicted and cached."""
+
+    at: float
+    endpoint: EndpointId
+    work: Features | None  # None: its first token could not be seen
+    busy_s: float
+    predicted_tokens: int
+    cached_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedDecision:
+    """One placement. `index` is that of the endpoint it went to."""
+
+    at: float  # seconds since the epoch
+    receipt: Receipt
+    attempt: Attempt
+    index: int
+    request: PickRequest
+    candidates: tuple[RecordedCandidate, ...]
+    sample: FeedbackSample | None
+
+    @property
+    def answered(self) -> bool:
+        """Whether its own first token was seen: streamed, and not an attempt that failed."""
+        return self.receipt.stream and self.attempt.failure is None and self.receipt.ttft_s is not None
+
+
+def read_decisions(receipts: Iterable[Receipt]) -> list[RecordedDecision]:
+    """Every placement on the receipts, in the order they were made."""
+    found = [
+        _decision(receipt, attempt, index)
+        for receipt in receipts
+        for attempt in receipt.attempts
+        for index, candidate in enumerate(attempt.candidates)
+        if candidate.id == attempt.endpoint
+    ]
+    return sorted(found, key=lambda decision: decision.at)
+
+
+def _decision(receipt: Receipt, attempt: Attempt, index: int) -> RecordedDecision:
+    received = datetime.fromisoformat(receipt.time).timestamp() - receipt.duration_s
+    request = PickRequest(
+        model=receipt.model,
+        session_key=receipt.session or None,
+        facts=OverlapFacts(receipt.prompt_tokens or 0, receipt.facts, receipt.hot_tokens),
+        streams=receipt.stream,
+        prompt_head=receipt.head.encode(),
+    )
+    candidates = tuple([_candidate(one) for one in attempt.candidates])
+    return RecordedDecision(
+        at=received + attempt.at_s,
+        receipt=receipt,
+        attempt=attempt,
+        index=index,
+        request=request,
+        candidates=candidates,
+        sample=None
+        if attempt.failure is not None
+        else _feedback_sample(receipt, attempt, attempt.candidates[index], received),
+    )
+
+
+def _feedback_sample(receipt: Receipt, attempt: Attempt, chosen: ReceiptCandidate, received: float) -> FeedbackSample:
+    """The engine was busy with what was pending, and with this request, from its latest first token to this one's."""
+    shown = receipt.stream and receipt.ttft_s is not None and receipt.prompt_tokens is not None
+    first_token_s = receipt.duration_s if receipt.ttft_s is None else receipt.ttft_s
+    own = own_work(receipt, chosen.id)
+    work = (chosen.work[0] + own[0], chosen.work[1] + own[1], chosen.work[2] + own[2], chosen.work[3] + own[3])
+    return FeedbackSample(
+        at=received + first_token_s,
+        endpoint=chosen.id,
+        work=work if shown else None,
+        busy_s=max(0.0, first_token_s - attempt.at_s) + max(0.0, chosen.elapsed_s),
+        predicted_tokens=matched_tokens(receipt, chosen.id),
+        cached_tokens=receipt.cached_tokens,
+    )
+
+
+def _candidate(one: ReceiptCandidate) -> RecordedCandidate:
+    backlog = Backlog(one.work, one.head, one.elapsed_s)
+    load = RecordedLoad(one.in_flight, one.pending_requests, one.pending_tokens, one.resident_tokens, backlog)
+    return RecordedCandidate(one.id, one.weight, load)
+
 
 #: Seconds from a decision to its first token, had it gone to the candidate of this index.
-Expect = Callable[[Decision, int], float]
+Expect = Callable[[RecordedDecision, int], float]
 
 
-def decide_again(reading: Reading, specs: Sequence[PolicySpec], *, limit: int = 0) -> Review:
+def decide_again(reading: ReceiptReader, specs: Sequence[PolicySpec], *, limit: int = 0) -> Review:
     """Every decision on the receipts (of the first `limit` requests, if that is given) by each policy.
 
     ValueError when there is none. Each policy learns as it goes, from what the proxy saw; what they differ by is judged
     by speeds learned from all the receipts, in hindsight.
     """
     receipts = reading.oldest_first()
-    decisions = decisions_of(islice(receipts, limit) if limit else receipts)
+    decisions = read_decisions(islice(receipts, limit) if limit else receipts)
     if not decisions:
         raise ValueError(f"no decisions in {reading.path}")
     expect = _hindsight(decisions)
@@ -39,31 +155,31 @@ def decide_again(reading: Reading, specs: Sequence[PolicySpec], *, limit: int = 
     return Review(str(reading.path), reading.broken, _recorded(decisions, expect), verdicts)
 
 
-def _hindsight(decisions: Sequence[Decision]) -> Expect:
+def _hindsight(decisions: Sequence[RecordedDecision]) -> Expect:
     speeds = SpeedModel()
     for decision in decisions:
-        lesson = decision.lesson
-        if lesson is not None and lesson.work is not None:
-            speeds.observe(lesson.endpoint, lesson.work, lesson.busy_s, lesson.at)
+        sample = decision.sample
+        if sample is not None and sample.work is not None:
+            speeds.observe(sample.endpoint, sample.work, sample.busy_s, sample.at)
     end = decisions[-1].at
     ids = {one.id for decision in decisions for one in decision.attempt.candidates}
     slowness = {endpoint: speeds.slowness(endpoint, end) for endpoint in ids}
 
-    def expect(decision: Decision, index: int) -> float:
+    def expect(decision: RecordedDecision, index: int) -> float:
         candidate = decision.attempt.candidates[index]
         return first_token_s(decision.receipt, candidate, speeds.seconds, slowness[candidate.id])
 
     return expect
 
 
-def _verdict(policy: Policy, decisions: Sequence[Decision], expect: Expect) -> Verdict:
-    school = _School(policy)
+def _verdict(policy: Policy, decisions: Sequence[RecordedDecision], expect: Expect) -> Verdict:
+    feedback = _DelayedFeedback(policy)
     regrets, first_tokens, matched, different = [], [], 0, 0
     for decision in decisions:
-        school.until(decision.at)
+        feedback.apply_until(decision.at)
         choice = policy.choose(decision.request, decision.candidates, decision.at)
         policy.placed(decision.request, decision.candidates, choice.index, decision.at, choice=choice)
-        school.later(decision.lesson)
+        feedback.schedule(decision.sample)
         different += choice.index != decision.index
         if choice.costs:
             regrets.append(choice.costs[decision.index] - choice.costs[choice.index])
@@ -83,7 +199,7 @@ def _verdict(policy: Policy, decisions: Sequence[Decision], expect: Expect) -> V
     )
 
 
-def _recorded(decisions: Sequence[Decision], expect: Expect) -> Recorded:
+def _recorded(decisions: Sequence[RecordedDecision], expect: Expect) -> Recorded:
     matched = sum(matched_tokens(one.receipt, one.attempt.endpoint) for one in decisions)
     seen = [
         one.receipt.ttft_s - one.attempt.at_s for one in decisions if one.answered and one.receipt.ttft_s is not None
@@ -98,29 +214,29 @@ def _recorded(decisions: Sequence[Decision], expect: Expect) -> Recorded:
     )
 
 
-def _prompt_tokens(decisions: Sequence[Decision]) -> int:
+def _prompt_tokens(decisions: Sequence[RecordedDecision]) -> int:
     return sum(one.receipt.prompt_tokens or 0 for one in decisions)
 
 
-class _School:
-    """Teaches a policy what the proxy learned, when it learned it."""
+class _DelayedFeedback:
+    """Gives a policy the samples of the recorded proxy at the times at which it got them."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._coming: list[tuple[float, int, Lesson]] = []
+        self._coming: list[tuple[float, int, FeedbackSample]] = []
         self._count = 0
 
-    def later(self, lesson: Lesson | None) -> None:
+    def schedule(self, sample: FeedbackSample | None) -> None:
         """What a decision will have taught."""
-        if lesson is not None:
+        if sample is not None:
             self._count += 1
-            heappush(self._coming, (lesson.at, self._count, lesson))
+            heappush(self._coming, (sample.at, self._count, sample))
 
-    def until(self, now: float) -> None:
+    def apply_until(self, now: float) -> None:
         """Everything learned by then."""
         while self._coming and self._coming[0][0] <= now:
-            lesson = heappop(self._coming)[2]
-            if lesson.work is not None:
-                self._policy.observe_sample(lesson.endpoint, lesson.work, lesson.busy_s, lesson.at)
-            if lesson.cached_tokens is not None:
-                self._policy.observe_reuse(lesson.endpoint, lesson.predicted_tokens, lesson.cached_tokens, lesson.at)
+            sample = heappop(self._coming)[2]
+            if sample.work is not None:
+                self._policy.observe_sample(sample.endpoint, sample.work, sample.busy_s, sample.at)
+            if sample.cached_tokens is not None:
+                self._policy.observe_reuse(sample.endpoint, sample.predicted_tokens, sample.cached_tokens, sample.at)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvproxy.replay.report import aligned
+from kvproxy.replay.results import align_columns
 
 _COLUMNS = ("policy", "differs", "regret mean", "p50", "p99", "TTFT", "difference", "hit")
 
@@ -51,7 +51,7 @@ class Review:
         """The whole review."""
         return asdict(self)
 
-    def as_table(self) -> str:
+    def render_table(self) -> str:
         """For a terminal: seconds, shares, regret in each policy's own unit."""
         recorded = self.recorded
         title = (
@@ -61,7 +61,7 @@ class Review:
         if self.broken_lines:
             title += f"; {self.broken_lines} lines are no receipts"
         first = ["as recorded", "", "", "", "", f"{recorded.ttft_mean_s:.3f}", "", f"{recorded.hit_rate:.3f}"]
-        lines = aligned([_COLUMNS, first, *(_row(name, verdict) for name, verdict in self.policies.items())])
+        lines = align_columns([_COLUMNS, first, *(_row(name, verdict) for name, verdict in self.policies.items())])
         lines.append("Regret is in each policy's own unit of cost: compare it along a row only. TTFT is seconds.")
         if recorded.real_ttft_mean_s is not None:
             lines.append(

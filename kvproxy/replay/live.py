@@ -12,14 +12,109 @@ import httpx
 import msgspec
 
 from kvproxy.errors import KvproxyError
-from kvproxy.replay.live_request import RequestFailed, Sent, follow
-from kvproxy.replay.outcome import Outcome
-from kvproxy.replay.prompts import prompt_text
+from kvproxy.replay.results import ReplayOutcome
 from kvproxy.replay.settings import Pace
 from kvproxy.replay.trace import Trace, Turn
 from kvproxy.types import Clock
 
+#: Common English words, each one token (with its space) to most tokenizers.
+_WORDS = (  # noqa: SIM905 - a list literal would be 60 lines
+    "time year people way day man thing woman life child world school state family student group country problem hand "
+    "part place case week company system program question work number night point home water room mother area money "
+    "story fact month lot right study book eye job word business issue side kind head house service friend father power"
+).split()
+_DATA, _DONE = "data:", "[DONE]"
 _CONNECT_TIMEOUT_S = 10.0
+
+
+def make_prompt(turn: Turn, block_size: int) -> str:
+    """About `turn.prompt_tokens` tokens: a text for each whole block, then a tail no other request has."""
+    pieces = [make_block(block, block_size) for block in turn.blocks]
+    rest = turn.prompt_tokens - len(turn.blocks) * block_size
+    if rest > 0:
+        last = turn.blocks[-1] if turn.blocks else 0
+        pieces.append(make_block((last << 20) + turn.prompt_tokens, rest))
+    return " ".join(pieces)
+
+
+def make_block(block: int, tokens: int) -> str:
+    """The same words for the same block, its id spelled out first so that no two blocks are alike."""
+    base = len(_WORDS)
+    state, digits, left = block, [], block
+    while left:
+        digits.append(left % base)
+        left //= base
+    words = [_WORDS[digit] for digit in (len(digits), *digits)]  # no id's spelling begins another's
+    while len(words) < tokens:
+        state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
+        words.append(_WORDS[(state >> 33) % base])
+    return " ".join(words[: max(1, tokens)])
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[msgspec.Raw] = []
+    usage: _Usage | None = None
+    error: object = None
+
+
+class RequestFailed(Exception):
+    """It was not answered as it should be; the text is a short reason to count by."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutgoingRequest:
+    """What goes out: the body and the session it belongs to."""
+
+    body: dict[str, object]
+    session: str
+
+
+async def follow_request(
+    client: httpx.AsyncClient, sent: OutgoingRequest, outcome: ReplayOutcome, *, endpoint_header: str, clock: Clock
+) -> str:
+    """Fills in `outcome`; the name of the endpoint that answered ("" when the server does not say). RequestFailed."""
+    headers = {"x-session-id": sent.session}
+    decoder = msgspec.json.Decoder(_Event)
+    try:
+        async with client.stream("POST", "/v1/completions", json=sent.body, headers=headers) as response:
+            if response.status_code != httpx.codes.OK:
+                raise RequestFailed(f"status {response.status_code}")
+            async for line in response.aiter_lines():
+                if line.startswith(_DATA) and not line.endswith(_DONE):
+                    _note(decoder.decode(line[len(_DATA) :]), outcome, clock)
+            if outcome.first_token_at is None:
+                raise RequestFailed("empty answer")
+            outcome.finished_at = clock()
+            return str(response.headers.get(endpoint_header, ""))
+    except httpx.TimeoutException:
+        raise RequestFailed("timeout") from None
+    except httpx.ConnectError:
+        raise RequestFailed("no connection") from None
+    except httpx.HTTPError:
+        raise RequestFailed("broken off") from None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise RequestFailed("unreadable answer") from None
+
+
+def _note(event: _Event, outcome: ReplayOutcome, clock: Clock) -> None:
+    """An event with choices is a token; the last one may carry the counts alone."""
+    if event.error is not None:
+        raise RequestFailed("error event")
+    if event.choices and outcome.first_token_at is None:
+        outcome.first_token_at = clock()
+    if event.usage is not None:
+        outcome.prompt_tokens = event.usage.prompt_tokens or outcome.prompt_tokens
+        details = event.usage.prompt_tokens_details
+        outcome.cached_tokens = 0 if details is None else details.cached_tokens or 0
 
 
 class NoServer(KvproxyError):
@@ -80,7 +175,7 @@ class LiveReplay:
         )
         self._endpoints: dict[str, int] = {}
         self._model = settings.model
-        self.outcomes: list[Outcome] = []  # of requests that are over, in the order they ended
+        self.outcomes: list[ReplayOutcome] = []  # of requests that are over, in the order they ended
         self.failures: Counter[str] = Counter()  # by reason
         self.held_back = 0  # requests that had to wait here for others to end: they came later than they should
 
@@ -89,7 +184,7 @@ class LiveReplay:
         """Names of the endpoints that answered, in the order of their numbers; "" for a server that names none."""
         return tuple(self._endpoints)
 
-    async def run(self) -> list[Outcome]:
+    async def run(self) -> list[ReplayOutcome]:
         """Every request's outcome. Raises NoServer before anything was sent."""
         async with self._client:
             self._model = self._model or await self._first_model()
@@ -134,16 +229,16 @@ class LiveReplay:
     async def _ask(self, turn: Turn, session: int) -> None:
         body = {
             "model": self._model,
-            "prompt": prompt_text(turn, self._trace.block_size),
+            "prompt": make_prompt(turn, self._trace.block_size),
             "max_tokens": turn.output_tokens,
             "stream": True,
             "stream_options": {"include_usage": True},
             "ignore_eos": True,
         }
-        outcome, sent = Outcome(self._clock(), turn.prompt_tokens), Sent(body, f"replay-{session}")
+        outcome, sent = ReplayOutcome(self._clock(), turn.prompt_tokens), OutgoingRequest(body, f"replay-{session}")
         header = self._settings.endpoint_header
         try:
-            name = await follow(self._client, sent, outcome, endpoint_header=header, clock=self._clock)
+            name = await follow_request(self._client, sent, outcome, endpoint_header=header, clock=self._clock)
             outcome.endpoint = self._endpoints.setdefault(name, len(self._endpoints))
         except RequestFailed as failed:
             self.failures[str(failed)] += 1

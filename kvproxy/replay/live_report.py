@@ -8,8 +8,7 @@ from typing import Any
 import httpx
 
 from kvproxy.replay.live import LiveReplay, LiveSettings
-from kvproxy.replay.outcome import Outcome, Summary, summarise
-from kvproxy.replay.report import Report, aligned
+from kvproxy.replay.results import ReplayOutcome, ReplayReport, Summary, align_columns, summarize_outcomes
 from kvproxy.replay.settings import Pace
 from kvproxy.replay.trace import Trace
 
@@ -45,12 +44,22 @@ class LiveReport:
             "policies": {ROW: asdict(self.summary)},
         }
 
-    def plotted(self) -> Report:
+    def plotted(self) -> ReplayReport:
         """The same for a plot, which knows no more than what both kinds of replay have."""
-        return Report(self.trace, len(self.endpoints), 0.0, self.summary.requests, self.hit_ceiling, 0.0, 0.0, ROW,
-                      {ROW: self.summary}, self.settings)  # fmt: skip
+        return ReplayReport(
+            trace=self.trace,
+            instances=len(self.endpoints),
+            load=0.0,
+            requests=self.summary.requests,
+            hit_ceiling=self.hit_ceiling,
+            bound_ttft_mean_s=0.0,
+            bound_ttft_p99_s=0.0,
+            baseline=ROW,
+            policies={ROW: self.summary},
+            settings=self.settings,
+        )
 
-    def as_table(self) -> str:
+    def render_table(self) -> str:
         """For a terminal."""
         summary = self.summary
         ended = f"{summary.requests} of {self.wanted} requests" if self.interrupted else f"{summary.requests} requests"
@@ -60,9 +69,9 @@ class LiveReport:
         times = (summary.ttft_mean_s, summary.ttft_p50_s, summary.ttft_p90_s, summary.ttft_p99_s, summary.e2e_mean_s)
         name = ROW + (f" ({summary.failed} failed)" if summary.failed else "")
         row = [name, *(f"{value:.3f}" for value in times), f"{summary.hit_rate:.3f}", f"{summary.imbalance:.2f}"]
-        lines += aligned([header, row])
+        lines += align_columns([header, row])
         rows = [[each, *map(str, counts.values())] for each, counts in self.endpoints.items()]
-        lines += ["", *aligned([["endpoint", "requests", "prompt tokens", "cached"], *rows])] if rows else []
+        lines += ["", *align_columns([["endpoint", "requests", "prompt tokens", "cached"], *rows])] if rows else []
         lines += [f"failed: {count} x {reason}" for reason, count in self.failures.items()]
         if self.held_back:
             lines.append(f"{self.held_back} requests were held back by --concurrency: later than the trace has them")
@@ -71,7 +80,9 @@ class LiveReport:
         return "\n".join(lines)
 
 
-def report_of(trace: Trace, replay: LiveReplay, settings: LiveSettings, pace: Pace, *, interrupted: bool) -> LiveReport:
+def report_live(
+    trace: Trace, replay: LiveReplay, settings: LiveSettings, pace: Pace, *, interrupted: bool
+) -> LiveReport:
     """Whatever the replay has by now."""
     outcomes = replay.outcomes
     shown = replace(settings, api_key="", url=str(httpx.URL(settings.url).copy_with(username=None, password=None)))
@@ -79,7 +90,7 @@ def report_of(trace: Trace, replay: LiveReplay, settings: LiveSettings, pace: Pa
         trace=trace.name,
         wanted=trace.requests,
         hit_ceiling=trace.hit_ceiling(),
-        summary=summarise(outcomes, max(1, len(replay.endpoints))),
+        summary=summarize_outcomes(outcomes, max(1, len(replay.endpoints))),
         endpoints={
             name or "(not named)": _counts([each for each in outcomes if each.endpoint == number])
             for number, name in enumerate(replay.endpoints)
@@ -91,7 +102,7 @@ def report_of(trace: Trace, replay: LiveReplay, settings: LiveSettings, pace: Pa
     )
 
 
-def _counts(outcomes: list[Outcome]) -> dict[str, int]:
+def _counts(outcomes: list[ReplayOutcome]) -> dict[str, int]:
     return {
         "requests": len(outcomes),
         "prompt_tokens": sum(each.prompt_tokens for each in outcomes),

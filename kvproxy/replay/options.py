@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kvproxy.replay.settings import FleetSettings, IndexMode
+from kvproxy.replay.settings import IndexMode, ReplayFleet
 from kvproxy.simulator.timing import EngineTiming
 
 DEFAULT_POLICIES = "dynamo,lmetric,least_ttft,kv_aware,kv_aware+queue"
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_engine_options(group: argparse._ArgumentGroup) -> None:
     timing = EngineTiming()
-    group.add_argument("--capacity-tokens", type=int, default=FleetSettings().capacity_tokens, metavar="N",
+    group.add_argument("--capacity-tokens", type=int, default=ReplayFleet().capacity_tokens, metavar="N",
                        help="KV cache of each (default %(default)s)")  # fmt: skip
     group.add_argument("--prefill-tokens-per-s", type=float, default=timing.prefill_tokens_per_s, metavar="X")
     group.add_argument("--quadratic-tokens", type=float, default=timing.quadratic_tokens, metavar="X",

@@ -6,7 +6,7 @@ import html
 import math
 from collections.abc import Mapping, Sequence
 
-from kvproxy.replay.report import Report
+from kvproxy.replay.results import ReplayReport
 
 #: Distinguishable without hue too (lightness differs), on light and dark.
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999", "#b8a800")
@@ -24,7 +24,7 @@ svg { max-width: 100%; height: auto; } text { fill: var(--ink); font-size: 13px;
 """
 
 
-def as_html(report: Report, ttft_s: Mapping[str, Sequence[float]]) -> str:
+def render_html(report: ReplayReport, ttft_s: Mapping[str, Sequence[float]]) -> str:
     """The page. `ttft_s` holds every request's time to first token by policy, sorted."""
     title = html.escape(f"{report.trace}, {report.instances} instances, load {report.load:g}")
     return "\n".join(
@@ -44,7 +44,7 @@ def as_html(report: Report, ttft_s: Mapping[str, Sequence[float]]) -> str:
     )
 
 
-def _bars(report: Report) -> str:
+def _bars(report: ReplayReport) -> str:
     means = {name: summary.ttft_mean_s for name, summary in report.policies.items()}
     longest = max(max(means.values()), report.bound_ttft_mean_s, 1e-9)
     scale = (_WIDTH - _LABEL - 70) / longest

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from kvproxy.errors import KvproxyError
-from kvproxy.replay.outcome import Outcome, percentile
+from kvproxy.replay.results import ReplayOutcome, percentile
 from kvproxy.replay.router import SimEndpoint, VirtualRouter
-from kvproxy.replay.settings import FleetSettings, Pace
+from kvproxy.replay.settings import Pace, ReplayFleet
 from kvproxy.replay.trace import Trace, Turn
 from kvproxy.replay.view import Settle, endpoint_id
 from kvproxy.replay.virtual_time import VirtualTime
@@ -41,8 +41,8 @@ class NothingFits(KvproxyError):
 class PooledFleet:
     """Engines over one cache, and what a router over them knows: everything."""
 
-    def __init__(self, fleet: FleetSettings, block_size: int, *, duration_s: float = math.inf) -> None:
-        settings = [fleet.engine(block_size, index, duration_s) for index in range(fleet.instances)]
+    def __init__(self, fleet: ReplayFleet, block_size: int, *, duration_s: float = math.inf) -> None:
+        settings = [fleet.engine_settings(block_size, index, duration_s) for index in range(fleet.instances)]
         self._cache = PooledCache(settings[0].capacity_blocks * fleet.instances)
         self._block_size = block_size
         self._ids = [endpoint_id(index) for index in range(fleet.instances)]
@@ -71,8 +71,8 @@ class PooledFleet:
 class ExactLeastWork(Policy):
     """Least wait and own time by the engines' true speeds."""
 
-    def __init__(self, fleet: FleetSettings, *, rng: Random) -> None:
-        self.seconds = true_seconds(fleet)
+    def __init__(self, fleet: ReplayFleet, *, rng: Random) -> None:
+        self.seconds = average_seconds(fleet)
         self._slowness = {endpoint_id(index): factor for index, factor in enumerate(fleet.slowness)}
         super().__init__(rng=rng)
 
@@ -100,19 +100,19 @@ class Bound:
     hit_rate: float
 
 
-def true_seconds(fleet: FleetSettings) -> Features:
+def average_seconds(fleet: ReplayFleet) -> Features:
     """Seconds for one unit of each feature on an average engine; a decode step accompanies each prefill."""
     timing = fleet.timing
     token_s = 1 / timing.prefill_tokens_per_s
     return (timing.prefill_step_s + timing.decode_step_s, token_s, token_s / timing.quadratic_tokens, 0.0)
 
 
-def saturated_throughput(trace: Trace, fleet: FleetSettings) -> float:
+def measure_throughput(trace: Trace, fleet: ReplayFleet) -> float:
     """Requests a second when there is always one more: first tokens of the whole trace over the time they took.
     Raises NothingFits when there is none.
     """
     pool = PooledFleet(fleet, trace.block_size)
-    seconds = true_seconds(fleet)
+    seconds = average_seconds(fleet)
     engines = [endpoint.engine for endpoint in pool.endpoints]
     turns = [turn for _, turn in reversed(trace.turns_in_nominal_order(service_s=5.0))]
     pending_s = [0.0] * len(engines)
@@ -143,7 +143,7 @@ def saturated_throughput(trace: Trace, fleet: FleetSettings) -> float:
     return served / now
 
 
-def _why_nothing_fits(trace: Trace, fleet: FleetSettings) -> str:
+def _why_nothing_fits(trace: Trace, fleet: ReplayFleet) -> str:
     least = min(turn.prompt_tokens + turn.output_tokens for session in trace.sessions for turn in session.turns)
     return (
         f"no request of the trace fits an engine's cache of {fleet.capacity_tokens} tokens, and the shortest has "
@@ -151,20 +151,20 @@ def _why_nothing_fits(trace: Trace, fleet: FleetSettings) -> str:
     )
 
 
-def paced_bound(trace: Trace, fleet: FleetSettings, load: float, *, closed_loop: bool = True) -> Bound:
+def measure_bound(trace: Trace, fleet: ReplayFleet, load: float, *, closed_loop: bool = True) -> Bound:
     """Paces the trace to `load` and plays it on the pool.
 
     A closed loop is adjusted until the pool's arrivals are right; sessions are cloned where too few would be under way.
     """
-    capacity = saturated_throughput(trace, fleet)
+    capacity = measure_throughput(trace, fleet)
     wanted = load * capacity
     closed_loop = closed_loop and trace.has_sessions
     if closed_loop:
-        trace = trace.cloned(_copies_for(trace, wanted))
+        trace = trace.clone(_copies_for(trace, wanted))
     pace = Pace(_first_scale(trace, wanted), closed_loop)
     for _ in range(_CALIBRATION_RUNS):
         outcomes = play_on_pool(trace, pace, fleet)
-        rate = offered_rate(outcomes) if trace.has_sessions else wanted
+        rate = measure_offered_rate(outcomes) if trace.has_sessions else wanted
         if abs(rate / wanted - 1.0) < _RATE_TOLERANCE:
             break
         pace = replace(pace, scale=pace.scale * max(0.25, min(4.0, rate / wanted)))
@@ -173,14 +173,14 @@ def paced_bound(trace: Trace, fleet: FleetSettings, load: float, *, closed_loop:
     return Bound(trace, pace, capacity, sum(ttft) / len(ttft), percentile(ttft, 0.99), hit)
 
 
-def play_on_pool(trace: Trace, pace: Pace, fleet: FleetSettings) -> Sequence[Outcome]:
+def play_on_pool(trace: Trace, pace: Pace, fleet: ReplayFleet) -> Sequence[ReplayOutcome]:
     """One run of the pool."""
     pool = PooledFleet(fleet, trace.block_size, duration_s=pace.duration_s(trace))
     router = VirtualRouter(pool.endpoints, ExactLeastWork(fleet, rng=Random(1)), pool)
     return VirtualTime(trace, pace, router, pool, sharing=pool.endpoints).run()
 
 
-def offered_rate(outcomes: Sequence[Outcome]) -> float:
+def measure_offered_rate(outcomes: Sequence[ReplayOutcome]) -> float:
     """Arrivals a second between the first tenth and the last fifth, where sessions neither start up nor run out."""
     arrivals = sorted(outcome.arrived_at for outcome in outcomes)
     first, last = len(arrivals) // 10, len(arrivals) * 8 // 10

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvproxy.replay.outcome import Outcome
+from kvproxy.replay.results import ReplayOutcome
 from kvproxy.replay.trace import Turn
 from kvproxy.replay.view import CacheView, Settle
 from kvproxy.routing import selector
@@ -50,7 +50,7 @@ class LiveRequest:
     session: int
     number: int  # of its turn
     turn: Turn
-    outcome: Outcome
+    outcome: ReplayOutcome
     name: str = ""
     streams: bool = True  # its first token is seen when it comes
 

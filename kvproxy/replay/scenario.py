@@ -10,9 +10,9 @@ from random import Random
 from kvproxy.config.cluster_schema import POLICY_ALIASES, ClusterSettings, PolicyName
 from kvproxy.config.fields import nearest
 from kvproxy.errors import KvproxyError
-from kvproxy.replay.outcome import Outcome
+from kvproxy.replay.results import ReplayOutcome
 from kvproxy.replay.router import SimEndpoint, VirtualRouter
-from kvproxy.replay.settings import FleetSettings, Pace
+from kvproxy.replay.settings import Pace, ReplayFleet
 from kvproxy.replay.trace import Trace
 from kvproxy.replay.view import IndexView, endpoint_id
 from kvproxy.replay.virtual_time import VirtualTime
@@ -66,22 +66,22 @@ class PolicySpec:
         return policy
 
 
-def play(
+def play_policy(
     trace: Trace,
     pace: Pace,
-    fleet: FleetSettings,
+    fleet: ReplayFleet,
     policy: Policy,
     *,
     queue: bool = False,
     seed: int = 1,
     streamed: float = 1.0,
     progress: Callable[[int], None] = lambda finished: None,
-) -> Sequence[Outcome]:
+) -> Sequence[ReplayOutcome]:
     """Every request of the trace, as its client saw it. The policy is a fresh one: it learns as it goes; `streamed` is
     the share of requests whose first token it sees."""
     duration_s = pace.duration_s(trace)
     endpoints = [
-        SimEndpoint(endpoint_id(index), index, Engine(fleet.engine(trace.block_size, index, duration_s)))
+        SimEndpoint(endpoint_id(index), index, Engine(fleet.engine_settings(trace.block_size, index, duration_s)))
         for index in range(fleet.instances)
     ]
     view = IndexView(fleet, trace.block_size, rng=Random(seed + 1))

@@ -22,7 +22,7 @@ class IndexMode(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class FleetSettings:
+class ReplayFleet:
     """The simulated engines and what the router sees of them."""
 
     instances: int = 8
@@ -32,15 +32,15 @@ class FleetSettings:
     slow_middle: float = 1.0  # the first endpoint's slowness during the middle third of the run
     index: IndexMode = IndexMode.EVENTS
     index_delay_s: float = 0.0
-    index_capacity: float = 1.0  # what the approximate index is told of the true capacity
+    index_capacity: float = 1.0  # share of the true capacity that the approximate index is given
     learn_capacity: bool = True  # correct it by what engines reuse; only without events, as in the proxy
     wrong_share: float = 0.0  # of predictions that claim a prefix the endpoint does not hold
 
-    def undisturbed(self) -> FleetSettings:
+    def undisturbed(self) -> ReplayFleet:
         """The same fleet with every engine alike and always as fast: what loads are stated for."""
-        return FleetSettings(instances=self.instances, capacity_tokens=self.capacity_tokens, timing=self.timing)
+        return ReplayFleet(instances=self.instances, capacity_tokens=self.capacity_tokens, timing=self.timing)
 
-    def engine(self, block_size: int, index: int, duration_s: float) -> EngineSettings:
+    def engine_settings(self, block_size: int, index: int, duration_s: float) -> EngineSettings:
         """Settings of one engine; the trace's blocks are the engine's."""
         timing = replace(self.timing, slowness=self.slowness[index] if index < len(self.slowness) else 1.0)
         if index == 0 and self.slow_middle != 1.0:

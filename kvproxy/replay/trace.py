@@ -30,7 +30,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class TraceSession:
     """Turns that follow each other. A trace without sessions has one turn in each."""
 
     start_s: float
@@ -43,7 +43,7 @@ class Trace:
 
     name: str
     block_size: int
-    sessions: tuple[Session, ...]
+    sessions: tuple[TraceSession, ...]
 
     @property
     def requests(self) -> int:
@@ -76,18 +76,18 @@ class Trace:
             seen.update(turn.blocks)
         return hits / tokens if tokens else 0.0
 
-    def first(self, requests: int) -> Trace:
+    def cut(self, requests: int) -> Trace:
         """The trace cut after so many requests, whole turns of the earliest sessions."""
-        sessions: list[Session] = []
+        sessions: list[TraceSession] = []
         left = requests
         for session in self.sessions:
             if left <= 0:
                 break
-            sessions.append(Session(session.start_s, session.turns[:left]))
+            sessions.append(TraceSession(session.start_s, session.turns[:left]))
             left -= len(session.turns)
         return Trace(self.name, self.block_size, tuple(sessions))
 
-    def cloned(self, copies: int) -> Trace:
+    def clone(self, copies: int) -> Trace:
         """`copies` of every session, their starts spread evenly over what lies between two of them. Blocks that several
         sessions share stay shared; those of one session alone get fresh ids in each copy, as other users' text would.
         """
@@ -96,7 +96,7 @@ class Trace:
         shared, highest = self._shared_blocks()
         gap_s = (self.sessions[-1].start_s / len(self.sessions)) / copies
         sessions = [
-            Session(
+            TraceSession(
                 session.start_s + copy * gap_s,
                 tuple(_moved(turn, copy * (highest + 1), shared) for turn in session.turns),
             )
@@ -162,7 +162,7 @@ def _unroll(runs: Sequence[int]) -> Iterator[int]:
         yield from range(start, start + length)
 
 
-def _sessions(rows: list[tuple[dict[str, Any], Turn]]) -> tuple[Session, ...]:
+def _sessions(rows: list[tuple[dict[str, Any], Turn]]) -> tuple[TraceSession, ...]:
     starts: dict[object, float] = {}
     turns: dict[object, list[Turn]] = {}
     for number, (row, turn) in enumerate(rows):
@@ -171,7 +171,7 @@ def _sessions(rows: list[tuple[dict[str, Any], Turn]]) -> tuple[Session, ...]:
             starts.setdefault(key, float(row["timestamp"]) / 1000)
         turns.setdefault(key, []).append(turn)
     first = min(starts.values(), default=0.0)
-    sessions = [Session(starts.get(key, first) - first, tuple(each)) for key, each in turns.items()]
+    sessions = [TraceSession(starts.get(key, first) - first, tuple(each)) for key, each in turns.items()]
     return tuple(sorted(sessions, key=lambda session: session.start_s))
 
 

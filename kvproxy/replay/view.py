@@ -15,7 +15,7 @@ from kvproxy.kvcache.overlap.indexes import IndexState, LocalIndexes
 from kvproxy.prefix.approximate.endpoint_lru import Run, SpeculativeEntry
 from kvproxy.prefix.approximate.radix import PrefixCursor
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
-from kvproxy.replay.settings import FleetSettings, IndexMode
+from kvproxy.replay.settings import IndexMode, ReplayFleet
 from kvproxy.replay.trace import Turn
 from kvproxy.routing.policy import Overlap, OverlapFacts
 from kvproxy.simulator.kv_event import BlockRemoved, BlockStored, KvEvent
@@ -50,7 +50,7 @@ class IndexView:
     `approximate` mode what was routed, with the engines' capacity, is all.
     """
 
-    def __init__(self, fleet: FleetSettings, block_size: int, *, rng: Random) -> None:
+    def __init__(self, fleet: ReplayFleet, block_size: int, *, rng: Random) -> None:
         self._block_size = block_size
         self._ids = [endpoint_id(index) for index in range(fleet.instances)]
         self._events = fleet.index is IndexMode.EVENTS

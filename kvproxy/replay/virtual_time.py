@@ -12,7 +12,7 @@ from enum import IntEnum
 from random import Random
 from typing import Any
 
-from kvproxy.replay.outcome import Outcome
+from kvproxy.replay.results import ReplayOutcome
 from kvproxy.replay.router import LiveRequest, Placement, SimEndpoint, VirtualRouter
 from kvproxy.replay.settings import Pace
 from kvproxy.replay.trace import Trace
@@ -62,11 +62,11 @@ class VirtualTime:
         self._events: list[tuple[float, int, _Kind, Any]] = []
         self._count = 0
         self._placed: dict[str, Placement] = {}
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[ReplayOutcome] = []
         self._finished = 0
         self._queue_due = 0.0
 
-    def run(self) -> Sequence[Outcome]:
+    def run(self) -> Sequence[ReplayOutcome]:
         """Plays the whole trace; outcomes in order of arrival."""
         for at, session, number in self._pace.arrivals(self._trace, jitter=self._jitter):
             self._push(at, _Kind.ARRIVAL, (session, number))
@@ -91,7 +91,7 @@ class VirtualTime:
     def _arrive(self, turn_of_session: tuple[int, int], now: float) -> None:
         session, number = turn_of_session
         turn = self._trace.sessions[session].turns[number]
-        request = LiveRequest(session, number, turn, Outcome(now, turn.prompt_tokens))
+        request = LiveRequest(session, number, turn, ReplayOutcome(now, turn.prompt_tokens))
         request.name, request.streams = str(len(self._outcomes)), self._streams()
         self._outcomes.append(request.outcome)
         placement = self._router.arrive(request, now)

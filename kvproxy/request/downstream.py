@@ -12,7 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kvproxy.request.exchange import Exchange
 from kvproxy.request.observer import RequestObserver, notify
-from kvproxy.types import BODY_FOLLOWS, CONNECTION, ClientConnection, Headers
+from kvproxy.types import CONNECTION, ClientConnection, Headers
 
 #: Looks at (and may change, in place) the head of a response before it goes out.
 HeadHook = Callable[[Exchange, int, Headers], None]
@@ -109,8 +109,7 @@ class Downstream:
                 await connection.drain()
             connection.start(status, headers, piece, more=more)
         else:
-            start = {"type": "http.response.start", "status": status, "headers": headers, BODY_FOLLOWS: True}
-            await self._send(start)
+            await self._send({"type": "http.response.start", "status": status, "headers": headers})
             self.status = status
             await self._send({"type": "http.response.body", "body": piece, "more_body": more})
         self.status = status

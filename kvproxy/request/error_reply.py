@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.request.exchange import SCOPE_KEY
-from kvproxy.types import DISCONNECT_SIGNAL
+from kvproxy.types import CONNECTION
 
 _OPENAI_TYPES = {
     401: "authentication_error",
@@ -96,7 +96,7 @@ async def local_reply(
     if unread is not None:
         head.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": status, "headers": head})
-    if unread is not None and DISCONNECT_SIGNAL not in scope:
+    if unread is not None and CONNECTION not in scope:
         await send({"type": "http.response.body", "body": body, "more_body": True})
         await _linger(unread, linger_s)
         body = b""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Protocol, cast
 
 from kvproxy.errors import FirstByteTimeout, IdleTimeout, UpstreamDisconnected, UpstreamError, UpstreamProtocolError
 from kvproxy.upstream.parser import ResponseParser
+from kvproxy.upstream.request import WireRequest, send_body
 from kvproxy.upstream.response import UpstreamResponse
-from kvproxy.upstream.timer import IdleTimer
-from kvproxy.upstream.upload import send_body
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +23,7 @@ class Timeouts:
 
 
 class Owner(Protocol):
-    """Who keeps a connection between two requests."""
+    """The pool a connection belongs to."""
 
     def release(self, connection: Connection) -> None:
         """It is at a message boundary and may serve another request."""
@@ -39,17 +38,76 @@ class Owner(Protocol):
         ...
 
 
+class IdleTimer:
+    """Calls `on_idle` once nothing was heard for the limit; `start`, `touch` and `stop` cost no timer of the loop.
+
+    A pending loop timer is kept across requests and looks again when it fires, since arming and cancelling one for
+    every request costs more than the rest of the bookkeeping together.
+    """
+
+    __slots__ = ("_handle", "_last", "_limit_s", "_loop", "_on_idle")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_idle: Callable[[], None]) -> None:
+        self._loop = loop
+        self._on_idle = on_idle
+        self._limit_s = 0.0
+        self._last = 0.0
+        self._handle: asyncio.TimerHandle | None = None
+
+    def start(self, limit_s: float) -> None:
+        """Silence is counted from now; 0 stops."""
+        self._limit_s = limit_s
+        if not limit_s:
+            return
+        self._last = self._loop.time()
+        due = self._last + limit_s
+        if self._handle is not None:
+            if self._handle.when() <= due:
+                return
+            self._handle.cancel()
+        self._handle = self._loop.call_at(due, self._fire)
+
+    def touch(self) -> None:
+        """Something was heard."""
+        self._last = self._loop.time()
+
+    def stop(self) -> None:
+        """Silence is no longer counted."""
+        self._limit_s = 0.0
+
+    def close(self) -> None:
+        """Gives the pending loop timer back."""
+        self._limit_s = 0.0
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+    def _fire(self) -> None:
+        self._handle = None
+        if not self._limit_s:
+            return
+        due = self._last + self._limit_s
+        if due > self._loop.time():
+            self._handle = self._loop.call_at(due, self._fire)
+            return
+        self._limit_s = 0.0
+        self._on_idle()
+
+
 class Connection(asyncio.Protocol):
     """The asyncio protocol of one upstream connection. Nothing here waits except `write`."""
 
-    def __init__(self, *, loop: asyncio.AbstractEventLoop, high_water_bytes: int) -> None:
+    def __init__(
+        self, *, loop: asyncio.AbstractEventLoop, high_water_bytes: int, uploads: set[asyncio.Task[None]] | None = None
+    ) -> None:
         self.closed = False  # no further request: closing, closed, or the peer said so
         self.lost = False  # the socket is gone
         self.owner: Owner | None = None
         self._loop = loop
+        self._uploads = set[asyncio.Task[None]]() if uploads is None else uploads  # of all connections, while they run
         self._high_water_bytes = high_water_bytes
         self._parser = ResponseParser()
-        self._timer = IdleTimer(loop, self._silence)
+        self._timer = IdleTimer(loop, self._timed_out)
         self._response: UpstreamResponse | None = None
         self._timeouts = Timeouts()
         self._streaming = False  # the first body byte came
@@ -64,25 +122,30 @@ class Connection(asyncio.Protocol):
         """Any byte came in answer to the present request."""
         return self._parser.heard
 
-    def send(self, method: bytes, data: bytes, *, timeouts: Timeouts) -> UpstreamResponse:
-        """Sends a whole request (or its head, with `send_body_from` to follow)."""
-        self._parser.expect(method)
+    def send(self, request: WireRequest, timeouts: Timeouts) -> UpstreamResponse:
+        """Sends a request, the part of its body that is not there yet while the response may already come."""
+        self._parser.expect(request.method)
         self._timeouts = timeouts
         self._streaming = False
         self._buffered_bytes = 0
         self._response = response = UpstreamResponse(self, self._loop)
-        self._timer.start(timeouts.first_byte_s)
-        self._transport.write(data)
+        buffers = request.buffers
+        if len(buffers) == 1:
+            self._transport.write(buffers[0])
+        else:
+            self._transport.writelines(buffers)
+        body = request.upload()
+        if body is None:
+            self._timer.start(timeouts.first_byte_s)
+        else:  # the timer starts when it is sent: until then the client may be the slow one
+            self._timer.stop()
+            upload = self._loop.create_task(self._send_body(body, request.length_bytes), name="upstream upload")
+            self._upload = upload
+            self._uploads.add(upload)
+            upload.add_done_callback(self._upload_done)
         return response
 
-    def send_body_from(self, body: AsyncIterator[bytes], length_bytes: int | None) -> asyncio.Task[None]:
-        """Sends the body piece by piece (chunked when its length is unknown) while the response may already come."""
-        self._timer.stop()  # until it is sent the client may be the slow one
-        self._upload = upload = asyncio.create_task(self._send_body(body, length_bytes), name="upstream upload")
-        upload.add_done_callback(self._upload_done)
-        return upload
-
-    async def write(self, data: bytes) -> None:
+    async def write(self, data: bytes | memoryview) -> None:
         """Writes once the engine takes more; it has the first-byte timeout to do so."""
         if self._writable is not None:
             if not self._streaming:
@@ -109,7 +172,7 @@ class Connection(asyncio.Protocol):
         self._fail(UpstreamDisconnected("given up by the proxy"))
 
     def close(self) -> None:
-        """Closes at once; whoever still waits for a response gets UpstreamDisconnected."""
+        """Closes at once; a reader that waits for a response gets UpstreamDisconnected."""
         self.cancel()
         self._shut()
 
@@ -120,7 +183,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         response = self._response
-        if response is None:  # nobody asked: whatever it is, the next response could not be told from it
+        if response is None:  # no request asked for it: the next response could not be told from it
             self._shut()
             return
         parser = self._parser
@@ -130,12 +193,16 @@ class Connection(asyncio.Protocol):
             self._fail(error)
             return
         if parser.head_complete and not response.status:
-            response.begin(parser.status, reason=parser.reason, headers=parser.headers)
+            response.status = parser.status
+            response.reason = parser.reason
+            response.headers = parser.headers
         if parser.complete:
             self._finish(response)
         elif parser.body:
             self._body_arrived(len(data))
             response.arrived()
+        elif parser.head_complete:
+            response.wake()
 
     def eof_received(self) -> bool:
         response = self._response
@@ -208,7 +275,7 @@ class Connection(asyncio.Protocol):
             response.fail(error, rest=self._parser.drain())
 
     def _shut(self) -> None:
-        """Closes the socket, unsent bytes and all: what is left of this exchange interests nobody."""
+        """Closes the socket, unsent bytes and all: what is left of this exchange has no reader."""
         if self._upload is not None:
             self._upload.cancel()
         if not self.closed:
@@ -217,7 +284,7 @@ class Connection(asyncio.Protocol):
                 self.owner.retire(self)
             self._transport.abort()
 
-    def _silence(self) -> None:
+    def _timed_out(self) -> None:
         error: UpstreamError
         if self._streaming:
             error = IdleTimeout(f"silent for {self._timeouts.idle_s:g} s in the middle of a response")
@@ -225,7 +292,7 @@ class Connection(asyncio.Protocol):
             error = FirstByteTimeout(f"no body byte within {self._timeouts.first_byte_s:g} s")
         self._fail(error)
 
-    async def _send_body(self, body: AsyncIterator[bytes], length_bytes: int | None) -> None:
+    async def _send_body(self, body: AsyncIterator[bytes | memoryview], length_bytes: int | None) -> None:
         await send_body(self.write, body, length_bytes=length_bytes)
         self._upload = None  # here and not in the task's callback, which the engine's response may well precede
         if self._response is not None and not self._streaming:
@@ -233,6 +300,7 @@ class Connection(asyncio.Protocol):
 
     def _upload_done(self, upload: asyncio.Task[None]) -> None:
         """Of an upload that came to its end nothing is left to say; the connection may carry another request by now."""
+        self._uploads.discard(upload)
         if self._upload is not upload:
             return
         self._upload = None

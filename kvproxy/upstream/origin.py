@@ -15,8 +15,8 @@ class Origin:
     """One engine's address. Equal origins share connections, so everything that shapes a connection is part of it.
 
     `host` has no brackets (IPv6 included); `base_path` goes before every request target and has no trailing slash.
-    `server_name` is who is expected to answer at an address: its certificate is verified for that name, and the Host
-    header says it.
+    `server_name` is the name expected to answer at an address: its certificate is verified for it, and the Host header
+    says it.
     """
 
     scheme: str

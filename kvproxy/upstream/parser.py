@@ -130,7 +130,7 @@ class ResponseParser:
                 framed = True
             elif name == b"transfer-encoding":
                 if chunked or value.strip().lower() != b"chunked":  # the header is dropped, so the coding must be ours
-                    raise UpstreamProtocolError("a transfer coding nobody asked for")
+                    raise UpstreamProtocolError("a transfer coding that was not asked for")
                 chunked = framed = True
         if not self.reusable and self._parser.get_http_version() not in ("1.0", "1.1"):
             raise UpstreamProtocolError("not HTTP/1")
@@ -148,4 +148,4 @@ def _explain(error: Exception) -> str:
     cause = error.__context__
     if isinstance(cause, UpstreamProtocolError):
         return str(cause)
-    return f"not HTTP: {error}" if isinstance(error, httptools.HttpParserError) else "an upgrade nobody asked for"
+    return f"not HTTP: {error}" if isinstance(error, httptools.HttpParserError) else "an upgrade that was not asked for"

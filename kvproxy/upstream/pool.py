@@ -7,18 +7,15 @@ import errno
 import logging
 import math
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
 
 from kvproxy.errors import ConnectError, ConnectTimeout, NoDescriptors, UpstreamDisconnected
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.types import Clock, Headers
 from kvproxy.upstream.connection import Connection, Timeouts
-from kvproxy.upstream.head import encode_head
-from kvproxy.upstream.lane import LaneLimits, OriginPool
 from kvproxy.upstream.origin import Origin
+from kvproxy.upstream.origin_pool import OriginPool, PoolLimits
+from kvproxy.upstream.request import Body, encode_request
 from kvproxy.upstream.response import UpstreamResponse
-from kvproxy.upstream.upload import LAST_CHUNK, SLICE_BYTES, chunked, in_slices
 
 __all__ = ["Timeouts", "UpstreamPool", "UpstreamResponse"]
 
@@ -26,20 +23,7 @@ logger = logging.getLogger(__name__)
 
 #: The machine's or the process's own want, not the engine's fault.
 _OUT_OF_SOCKETS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-_SAY_AGAIN_S = 60.0
-
-Body = bytes | AsyncIterator[bytes] | None
-
-
-@dataclass(slots=True)  # not frozen, which would triple the cost of making one
-class _Message:
-    """A request as it goes on the wire: what can be sent (and sent again) at once, and the rest of its body."""
-
-    method: bytes
-    data: bytes
-    rest: AsyncIterator[bytes] | None
-    rest_bytes: int | None
-    large: bytes | None = None  # a body that is there, and sent in slices
+_WARN_AGAIN_S = 60.0
 
 
 class UpstreamPool:
@@ -60,17 +44,17 @@ class UpstreamPool:
         metrics: Metrics | None = None,
     ) -> None:
         kept = max_idle if idle_timeout_s > 0 else 0
-        self._limits = LaneLimits(max_connections, kept, idle_timeout_s, max_waiting)
+        self._limits = PoolLimits(max_connections, kept, idle_timeout_s, max_waiting)
         self._high_water_bytes = high_water_bytes
         self._clock = clock
-        self._lanes: dict[Origin, OriginPool] = {}
+        self._pools: dict[Origin, OriginPool] = {}
         self._uploads: set[asyncio.Task[None]] = set()
         self._closed = True
         self._silent_until = -math.inf
         self._replays = None if metrics is None else metrics.upstream.replays
         self._connects = None if metrics is None else metrics.upstream.connects
         if metrics is not None:
-            self._show(metrics)
+            self._register_gauges(metrics)
 
     async def __aenter__(self) -> UpstreamPool:
         self._closed = False
@@ -78,26 +62,25 @@ class UpstreamPool:
 
     async def __aexit__(self, *_: object) -> None:
         self._closed = True
-        lanes = list(self._lanes.values())
         uploads = list(self._uploads)
-        for lane in lanes:
-            await lane.close(ConnectError("the pool is closed"))
+        for pool in list(self._pools.values()):
+            await pool.close(ConnectError("the pool is closed"))
         await asyncio.gather(*uploads, return_exceptions=True)
 
     @property
     def open(self) -> int:
         """Connections open or being opened."""
-        return sum(lane.open for lane in self._lanes.values())
+        return sum(pool.open for pool in self._pools.values())
 
     @property
     def idle(self) -> int:
         """Connections kept without a request."""
-        return sum(lane.idle for lane in self._lanes.values())
+        return sum(pool.idle for pool in self._pools.values())
 
     @property
     def waiting(self) -> int:
         """Requests waiting for a connection."""
-        return sum(lane.waiting for lane in self._lanes.values())
+        return sum(pool.waiting for pool in self._pools.values())
 
     async def request(
         self, origin: Origin, method: bytes, target: bytes, headers: Headers, body: Body, *, timeouts: Timeouts
@@ -108,72 +91,63 @@ class UpstreamPool:
         that dies before any byte of the response is replaced once, when the body is bytes. Raises UpstreamError's
         kinds, UnsafeRequest before anything was sent, and whatever an iterated body raises.
         """
-        message = _encode(origin, method, target=target, headers=headers, body=body)
-        lane = self._lane(origin)
-        connection = lane.take_idle()
+        request = encode_request(origin, method, target=target, headers=headers, body=body)
+        pool = self._pools.get(origin) or self._new_pool(origin)
+        connection = pool.acquire_idle()
+        kept = connection is not None
         if connection is None:
-            connection, kept = await self._acquire(lane, timeouts.connect_s)
-        else:
-            kept = True
-        try:
-            return await self._exchange(connection, message, timeouts=timeouts)
-        except UpstreamDisconnected:
-            if not kept or connection.heard or message.rest is not None or self._closed:
+            connection, kept = await self._acquire(pool, timeouts.connect_s)
+        while True:
+            response = connection.send(request, timeouts)
+            try:
+                await response.started()
+            except UpstreamDisconnected:
+                response.abort()
+                if not kept or connection.heard or not request.replayable or self._closed:
+                    raise
+            except BaseException:
+                response.abort()
                 raise
-        if self._replays is not None:
-            self._replays.inc()
-        lane = self._lane(origin)
-        lane.make_room()
-        connection, _ = await self._acquire(lane, timeouts.connect_s)
-        return await self._exchange(connection, message, timeouts=timeouts)
+            else:
+                return response
+            if self._replays is not None:
+                self._replays.inc()
+            pool = self._pools.get(origin) or self._new_pool(origin)
+            pool.make_room()
+            connection, _ = await self._acquire(pool, timeouts.connect_s)
+            kept = False
 
-    async def _exchange(self, connection: Connection, message: _Message, *, timeouts: Timeouts) -> UpstreamResponse:
-        response = connection.send(message.method, message.data, timeouts=timeouts)
-        rest = message.rest if message.large is None else in_slices(message.large)
-        if rest is not None:
-            upload = connection.send_body_from(rest, message.rest_bytes)
-            self._uploads.add(upload)
-            upload.add_done_callback(self._uploads.discard)
-        try:
-            await response.started()
-        except BaseException:
-            response.abort()
-            raise
-        return response
+    def _new_pool(self, origin: Origin) -> OriginPool:
+        if self._closed:
+            raise ConnectError("the pool is closed")
+        pool = self._pools[origin] = OriginPool(origin, self._limits, clock=self._clock, on_empty=self._forget)
+        return pool
 
-    def _lane(self, origin: Origin) -> OriginPool:
-        lane = self._lanes.get(origin)
-        if lane is None:
-            if self._closed:
-                raise ConnectError("the pool is closed")
-            lane = self._lanes[origin] = OriginPool(origin, self._limits, clock=self._clock, on_empty=self._forget)
-        return lane
+    def _forget(self, pool: OriginPool) -> None:
+        if self._pools.get(pool.origin) is pool:
+            del self._pools[pool.origin]
 
-    def _forget(self, lane: OriginPool) -> None:
-        if self._lanes.get(lane.origin) is lane:
-            del self._lanes[lane.origin]
-
-    async def _acquire(self, lane: OriginPool, timeout_s: float) -> tuple[Connection, bool]:
+    async def _acquire(self, pool: OriginPool, timeout_s: float) -> tuple[Connection, bool]:
         """A connection for one request, and whether it served others before."""
-        while not lane.reserve():
-            connection = await lane.wait(timeout_s)
+        while not pool.reserve():
+            connection = await pool.wait(timeout_s)
             if connection is None:  # the slot is ours
                 break
             if not connection.closed:
                 return connection, True
-        return await self._connect(lane, timeout_s), False
+        return await self._connect(pool, timeout_s), False
 
-    async def _connect(self, lane: OriginPool, timeout_s: float) -> Connection:
+    async def _connect(self, pool: OriginPool, timeout_s: float) -> Connection:
         """Opens a connection in a slot already reserved; the slot is freed when that fails."""
         try:
-            connection = await self._open_connection(lane.origin, timeout_s)
+            connection = await self._open_connection(pool.origin, timeout_s)
         except BaseException as error:
-            lane.free_slot()
+            pool.free_slot()
             self._count_connect(error.reason if isinstance(error, ConnectError | NoDescriptors) else "cancelled")
             raise
-        if not lane.adopt(connection) or self._closed:
+        if not pool.adopt(connection) or self._closed:
             connection.close()
-            raise ConnectError("the pool is closed" if self._closed else f"{lane.origin} closed at once")
+            raise ConnectError("the pool is closed" if self._closed else f"{pool.origin} closed at once")
         self._count_connect("ok")
         return connection
 
@@ -182,7 +156,7 @@ class UpstreamPool:
         try:
             async with asyncio.timeout(timeout_s or None):
                 _, connection = await loop.create_connection(
-                    lambda: Connection(loop=loop, high_water_bytes=self._high_water_bytes),
+                    lambda: Connection(loop=loop, high_water_bytes=self._high_water_bytes, uploads=self._uploads),
                     origin.host,
                     origin.port,
                     ssl=origin.ssl_context,
@@ -192,17 +166,17 @@ class UpstreamPool:
             raise ConnectTimeout(f"no connection to {origin} within {timeout_s:g} s") from None
         except OSError as error:
             if error.errno in _OUT_OF_SOCKETS:
-                self._say_out_of_sockets(error)
+                self._warn_out_of_sockets(error)
                 raise NoDescriptors(f"no socket for {origin}: {error}") from error
             raise ConnectError(f"{origin}: {error}") from error
         except ValueError as error:  # a host name or certificate file that cannot be used
             raise ConnectError(f"{origin}: {error}") from error
         return connection
 
-    def _say_out_of_sockets(self, error: OSError) -> None:
+    def _warn_out_of_sockets(self, error: OSError) -> None:
         now = self._clock()
         if now >= self._silent_until:
-            self._silent_until = now + _SAY_AGAIN_S
+            self._silent_until = now + _WARN_AGAIN_S
             logger.warning(
                 "no socket to an engine: %s (raise the limit on open files: `ulimit -n`, LimitNOFILE)", error
             )
@@ -211,28 +185,9 @@ class UpstreamPool:
         if self._connects is not None:
             self._connects.labels(outcome).inc()
 
-    def _show(self, metrics: Metrics) -> None:
+    def _register_gauges(self, metrics: Metrics) -> None:
         """Gauges are read when they are scraped, so they cost a request nothing."""
         metrics.upstream.connections.labels("open").set_function(lambda: self.open)
         metrics.upstream.connections.labels("idle").set_function(lambda: self.idle)
         metrics.bounds.queue_depth.labels("upstream").set_function(lambda: self.waiting)
         metrics.bounds.queue_limit.labels("upstream").set(self._limits.max_waiting)
-
-
-def _encode(origin: Origin, method: bytes, *, target: bytes, headers: Headers, body: Body) -> _Message:
-    if body is None or isinstance(body, bytes):
-        size = 0 if body is None else len(body)
-        head, length = encode_head(
-            origin, method, target=target, headers=headers, body_bytes=size, has_body=body is not None
-        )
-        if not body:
-            data = head if length is not None else head + LAST_CHUNK
-        elif length is None:
-            data = head + chunked(body) + LAST_CHUNK
-        elif size > SLICE_BYTES:
-            return _Message(method, head, None, length, body)
-        else:
-            data = head + body
-        return _Message(method, data, None, None)
-    head, length = encode_head(origin, method, target=target, headers=headers, body_bytes=None, has_body=True)
-    return _Message(method, head, body, length)

@@ -24,21 +24,12 @@ class Source(Protocol):
 class UpstreamResponse:
     """`status`, `headers` (lower-case names) and `reason` are there once `UpstreamPool.request` returned it.
 
-    One reader at a time. Whoever does not read to the end calls `abort()`; both are idempotent.
+    One reader at a time; one that does not read to the end calls `abort()`.
     """
 
     __slots__ = (
-        "_complete",
-        "_error",
-        "_loop",
-        "_rest",
-        "_source",
-        "_waiter",
-        "headers",
-        "on_piece",
-        "reason",
-        "status",
-    )
+        "_complete", "_error", "_loop", "_rest", "_source", "_waiter", "headers", "on_piece", "reason", "status",
+    )  # fmt: skip
 
     def __init__(self, source: Source, loop: asyncio.AbstractEventLoop) -> None:
         self.status = 0
@@ -101,20 +92,13 @@ class UpstreamResponse:
 
     # called by the connection
 
-    def begin(self, status: int, *, reason: bytes, headers: Headers) -> None:
-        """The head is there."""
-        self.status = status
-        self.reason = reason
-        self.headers = headers
-        self.wake()
-
     def arrived(self) -> None:
         """A part of the body is there."""
         if self._waiter is None or self.on_piece is None or not self.on_piece():
             self.wake()
 
     def finish(self, rest: bytes) -> None:
-        """The end is there; `rest` is what nobody took yet. The source is let go."""
+        """The end is there; `rest` is what was not taken yet. The source is let go."""
         self._source = None
         self._rest = rest
         self._complete = True

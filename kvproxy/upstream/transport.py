@@ -19,7 +19,8 @@ from kvproxy.errors import (
 )
 from kvproxy.types import Headers
 from kvproxy.upstream.origin import Origin
-from kvproxy.upstream.pool import Body, Timeouts, UpstreamPool, UpstreamResponse
+from kvproxy.upstream.pool import Timeouts, UpstreamPool, UpstreamResponse
+from kvproxy.upstream.request import Body
 
 _MAX_ORIGINS = 1024
 
@@ -40,7 +41,7 @@ class PoolTransport(httpx.AsyncBaseTransport):
     """Sends httpx requests through `pool`, streaming both ways; closing the client leaves the pool open.
 
     `timeouts` apply where a request brings none of its own (httpx: connect; read for first byte and silence).
-    `server_name` is who is expected to answer, where URLs hold addresses.
+    `server_name` is the name expected to answer, where URLs hold addresses.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from kvproxy.admin.access import Access
+from kvproxy.admin.app import AccessControl
 from kvproxy.listener.server import Server
 from tests.admin.support import admin_of, problems_of, proxy_of
 from tests.support.asgi import http_scope
@@ -79,7 +79,7 @@ async def test_one_page_is_put_together_in_a_turn_of_the_loop() -> None:
     async def send(message: Message) -> None:
         raise AssertionError("nothing is to be refused")
 
-    access = Access(app, token=lambda: None)
+    access = AccessControl(app, token=lambda: None)
     counting = asyncio.create_task(count_turns())
     scopes = [http_scope(path, headers=[(b"host", b"127.0.0.1")]) for path in turns for _ in range(9)]
     await asyncio.gather(*(access(scope, receive, send) for scope in scopes))

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvproxy.admin.app import admin_app
-from kvproxy.admin.history import COARSE, HOUR_KEPT, INTERVAL_S, KEPT, History, quantile
+from kvproxy.admin.history import COARSE, HOUR_KEPT, INTERVAL_S, KEPT, History, find_quantile
 from kvproxy.admin.live import HOT_AGAIN_S
-from kvproxy.admin.operated import Finding
+from kvproxy.admin.operated import ConfigFinding
 from kvproxy.app import Proxy
 from kvproxy.listener.server import serve
 from kvproxy.request.exchange import Exchange, Outcome
@@ -45,12 +45,12 @@ async def live_of(proxy: Proxy, history: History) -> dict[str, Any]:
 async def test_everything_the_page_shows(clock: FakeClock) -> None:
     """State, shares of the last minute, series, routing and decisions; failures count apart from clients that left."""
     proxy = proxy_of(clock=clock)
-    proxy.findings = [Finding("warning", "endpoints[0]", "sent in clear text", "use https")]
+    proxy.findings = [ConfigFinding("warning", "endpoints[0]", "sent in clear text", "use https")]
     history = History(proxy)
     clock.advance(1.0)
     for end in ("completed", "client_disconnected", "upstream_died"):
         ended(proxy, clock, end=end)
-    history.take()
+    history.take_sample()
     live = await live_of(proxy, history)
     assert (live["ready"], live["readiness"], live["time"]) == (True, "ready", "2026-01-02T12:00:00+00:00")
     assert live["last_minute"] == {"requests": 3, "failed": 1, "saved_prefill_s": None}
@@ -71,7 +71,7 @@ async def test_the_last_minute_ends(clock: FakeClock) -> None:
     proxy = proxy_of(clock=clock)
     history = History(proxy)
     ended(proxy, clock)
-    history.take()
+    history.take_sample()
     clock.advance(59.0)
     assert [sum(one.tally.values()) for one in history.last_minute(clock())] == [1]
     clock.advance(1.0)
@@ -86,7 +86,7 @@ async def test_samples_are_differences_and_bounded(clock: FakeClock) -> None:
         proxy.metrics.latency.prompt_tokens.labels("default").inc(total)
         proxy.metrics.latency.cached_tokens.labels("default").inc(1)
         clock.advance(1.0)
-        history.take()
+        history.take_sample()
     assert len(history.samples) == KEPT
     last = history.samples[-1]
     assert (last.prompt_tokens, last.cached_tokens, last.predicted_tokens) == (KEPT + 2, 1, 0)
@@ -95,9 +95,9 @@ async def test_samples_are_differences_and_bounded(clock: FakeClock) -> None:
 
 def test_quantiles_of_few() -> None:
     """The nearest rank."""
-    assert quantile([], 0.5) is None
-    assert quantile([1.0], 0.95) == 1.0
-    assert [quantile([1.0, 2.0, 3.0, 4.0], share) for share in (0.0, 0.5, 0.95, 1.0)] == [1.0, 3.0, 4.0, 4.0]
+    assert find_quantile([], 0.5) is None
+    assert find_quantile([1.0], 0.95) == 1.0
+    assert [find_quantile([1.0, 2.0, 3.0, 4.0], share) for share in (0.0, 0.5, 0.95, 1.0)] == [1.0, 3.0, 4.0, 4.0]
 
 
 async def test_the_sampler_goes_on_after_a_mistake(clock: FakeClock) -> None:
@@ -193,7 +193,7 @@ async def test_the_hour_is_kept_by_ten_seconds(clock: FakeClock) -> None:
         ended(proxy, clock, status=500 if second < COARSE else 200, ttft_s=second / 10)
         proxy.metrics.latency.prompt_tokens.labels("default").inc(7)
         clock.advance(1.0)
-        history.take()
+        history.take_sample()
     async with admin_of(proxy) as client:
         hour = (await client.get("/live", params={"span": "1h"})).json()["history"]
         minutes = (await client.get("/live")).json()["history"]
@@ -209,7 +209,7 @@ async def test_prefill_saved_is_not_invented(clock: FakeClock) -> None:
     proxy = proxy_of(clock=clock, policy="kv_aware")
     history = History(proxy)
     proxy.metrics.cache.saved_seconds.labels("m", "").inc(4.5)
-    history.take()
+    history.take_sample()
     assert (await live_of(proxy, history))["last_minute"]["saved_prefill_s"] is None
     speeds = proxy.clusters["default"].speeds
     assert speeds is not None

@@ -12,7 +12,7 @@ import pytest
 from starlette.applications import Starlette
 
 from kvproxy.admin.pick import PickRoutes
-from kvproxy.admin.replies import Refused, on_refused
+from kvproxy.admin.replies import RequestRefused, on_refused
 from kvproxy.admin.reservations import Reservations
 from kvproxy.app import Proxy
 from kvproxy.json_scan import MAX_DECODED_BYTES
@@ -156,7 +156,9 @@ async def test_too_many_open_reservations_are_refused() -> None:
     """Questions are still answered."""
     proxy = proxy_of(endpoints=ENDPOINTS, policy="kv_aware")
     held = Reservations(metrics=proxy.metrics, clock=proxy.clock, limit=1)
-    app = Starlette(routes=PickRoutes(proxy, reservations=held).routes(), exception_handlers={Refused: on_refused})
+    app = Starlette(
+        routes=PickRoutes(proxy, reservations=held).routes(), exception_handlers={RequestRefused: on_refused}
+    )
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         asked = question(reserve=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvproxy.admin.reservations import Reservation, Reservations
+from kvproxy.admin.reservations import PickReservation, Reservations
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.routing.policy import PickRequest
 from tests.admin.support import proxy_of
@@ -34,7 +34,7 @@ class Timers:
         return self.started[-1]
 
 
-def held(reservations: Reservations, cluster: Cluster) -> Reservation:
+def held(reservations: Reservations, cluster: Cluster) -> PickReservation:
     """One more reservation for a minute."""
     pick = cluster.pick(PickRequest(), now=0.0)
     assert pick is not None

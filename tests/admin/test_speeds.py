@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvproxy.admin.speeds import NOTABLE_REQUESTS, unlearned
-from kvproxy.commands.status_table import render
+from kvproxy.admin.troubles import NOTABLE_REQUESTS, find_unlearned
+from kvproxy.commands.status import render
 from kvproxy.routing.load import features_of
 from kvproxy.routing.policy import PickRequest
 from kvproxy.types import EndpointId
@@ -27,9 +27,9 @@ def test_many_requests_without_a_sample_are_a_finding(policy: str) -> None:
     """Defaults that look like knowledge are worse than none."""
     proxy = proxy_of(policy=policy)
     placed(proxy, NOTABLE_REQUESTS - 1)
-    assert list(unlearned(proxy.clusters)) == []
+    assert list(find_unlearned(proxy.clusters)) == []
     placed(proxy, 1)
-    (finding,) = unlearned(proxy.clusters)
+    (finding,) = find_unlearned(proxy.clusters)
     assert (finding.severity, finding.where) == ("warning", "clusters.default")
     assert "no sample of the engines' speeds in 500 requests: speeds are the defaults" in finding.what
     assert "engine_metrics_interval" in finding.fix
@@ -40,9 +40,9 @@ def test_a_sample_ends_it_until_there_are_none_again() -> None:
     proxy = proxy_of(policy="kv_aware")
     placed(proxy, NOTABLE_REQUESTS)
     proxy.clusters["default"].policy.observe_sample(EndpointId("a"), features_of(1000, 0), 0.1, proxy.clock())
-    assert list(unlearned(proxy.clusters)) == []
+    assert list(find_unlearned(proxy.clusters)) == []
     placed(proxy, NOTABLE_REQUESTS)
-    (finding,) = unlearned(proxy.clusters)
+    (finding,) = find_unlearned(proxy.clusters)
     assert "fades" in finding.what
 
 
@@ -50,7 +50,7 @@ def test_a_policy_without_speeds_has_none_to_learn() -> None:
     """round_robin does not care."""
     proxy = proxy_of(policy="round_robin")
     placed(proxy, NOTABLE_REQUESTS)
-    assert list(unlearned(proxy.clusters)) == []
+    assert list(find_unlearned(proxy.clusters)) == []
 
 
 async def test_page_and_status_say_it() -> None:

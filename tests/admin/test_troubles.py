@@ -8,7 +8,7 @@ import pytest
 
 from kvproxy.admin.app import admin_app
 from kvproxy.admin.history import History
-from kvproxy.admin.operated import Finding
+from kvproxy.admin.operated import ConfigFinding
 from kvproxy.app import Proxy
 from kvproxy.clients.kv_events.status import StreamReason, StreamState, StreamStatus
 from kvproxy.cluster.endpoint import Endpoint
@@ -44,7 +44,7 @@ class Place:
             exchange = Exchange(received_at=self.clock())
             exchange.outcome = Outcome(EndpointId(endpoint), "default", status=status, end=end)
             self.proxy.recent.finished(exchange, self.clock())
-        self.history.take()
+        self.history.take_sample()
 
     async def live(self) -> dict[str, Any]:
         async with admin_of(self.proxy) as client:
@@ -79,7 +79,7 @@ async def test_a_clients_mistakes_are_no_failures(clock: FakeClock) -> None:
 async def test_a_dead_engine_comes_first_with_its_age(clock: FakeClock) -> None:
     """Before failing requests and warnings of the configuration: since when, why, and who took over."""
     place = Place(clock)
-    place.proxy.findings = [Finding("note", "log", "small"), Finding("warning", "endpoints", "clear text")]
+    place.proxy.findings = [ConfigFinding("note", "log", "small"), ConfigFinding("warning", "endpoints", "clear text")]
     place.answer(0)
     clock.advance(90.0)
     place.probe_fails("a")
@@ -145,7 +145,7 @@ async def test_a_controller_that_is_down_is_a_finding(clock: FakeClock) -> None:
 async def test_ages_end_with_their_trouble(clock: FakeClock) -> None:
     """What comes back begins anew, and nothing is remembered of what is over."""
     place = Place(clock)
-    place.proxy.findings = [Finding("warning", "endpoints", "clear text")]
+    place.proxy.findings = [ConfigFinding("warning", "endpoints", "clear text")]
     place.answer(0)
     clock.advance(100.0)
     found, place.proxy.findings = place.proxy.findings, []

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvproxy.commands.admin_client import TOKEN_VARIABLE, AdminAddress, AdminRefused, ask
+from kvproxy.commands.operate import TOKEN_VARIABLE, AdminAddress, AdminRefused, ask_admin
 from kvproxy.errors import ConfigError
 
 URL = "http://127.0.0.1:8889"
@@ -22,7 +22,7 @@ def answering(answer: httpx.Response) -> httpx.Client:
     [
         (
             httpx.Response(401, json={}),
-            "the admin listener wants a token, and this is not the one (--token-file FILE, or KVPROXY_ADMIN_TOKEN)",
+            "the admin listener requires a token, and this is not the one (--token-file FILE, or KVPROXY_ADMIN_TOKEN)",
         ),
         (httpx.Response(200, json=[]), f"{URL} answers 200 (--url)"),
         (httpx.Response(200, text="<html>"), f"{URL} is not an admin listener of kvproxy (--url)"),
@@ -38,15 +38,15 @@ def answering(answer: httpx.Response) -> httpx.Client:
 def test_refusals_say_what_to_do(answer: httpx.Response, told: str) -> None:
     """All problems the listener named, or how the listener is found."""
     with answering(answer) as client, pytest.raises(AdminRefused) as refused:
-        ask(client, URL, "/status")
+        ask_admin(client, URL, "/status")
     assert str(refused.value) == told
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:port", "ftp://127.0.0.1", "127.0.0.1:8889"])
 def test_what_is_no_url(url: str) -> None:
     """It is named with an example of one."""
-    with AdminAddress(url).client(env={}) as client, pytest.raises(AdminRefused, match="is no URL like http://127"):
-        ask(client, url, "/status")
+    with AdminAddress(url).connect(env={}) as client, pytest.raises(AdminRefused, match="is no URL like http://127"):
+        ask_admin(client, url, "/status")
 
 
 def test_a_listener_that_does_not_answer() -> None:
@@ -59,7 +59,7 @@ def test_a_listener_that_does_not_answer() -> None:
         httpx.Client(transport=httpx.MockTransport(refuse)) as client,
         pytest.raises(AdminRefused, match=r"nothing answers at .* \(no answer in time\): is it the admin listener"),
     ):
-        ask(client, URL, "/status")
+        ask_admin(client, URL, "/status")
 
 
 @pytest.mark.parametrize("text", ["", " \n", "gr\u00fcn", "two\nlines"])
@@ -68,7 +68,7 @@ def test_a_file_without_a_token(tmp_path: Path, text: str) -> None:
     file = tmp_path / "token"
     file.write_text(text, "utf-8")
     with pytest.raises(ConfigError) as wrong:
-        AdminAddress(URL, str(file)).client(env={})
+        AdminAddress(URL, str(file)).connect(env={})
     (problem,) = wrong.value.problems
     assert (problem.path, problem.message) == ("--token-file", "holds no token")
 
@@ -83,5 +83,5 @@ def test_a_file_goes_over_the_environment(tmp_path: Path) -> None:
         (AdminAddress(URL), env, "Bearer theirs"),
         (AdminAddress(URL), {}, None),
     ):
-        with address.client(env=given) as client:
+        with address.connect(env=given) as client:
             assert client.headers.get("authorization") == sent

@@ -13,7 +13,7 @@ import pytest
 
 from kvproxy import __version__
 from kvproxy.cli import main
-from kvproxy.commands.check import line_of
+from kvproxy.commands.configuration import format_problem
 from kvproxy.errors import Problem
 
 GOOD = "endpoints:\n  a: http://127.0.0.1:8000\n"
@@ -67,8 +67,8 @@ def test_check_says_where_as_compilers_do(tmp_path: Path, capsys: pytest.Capture
 def test_colour_is_for_terminals() -> None:
     """The severity alone, and the text is the same."""
     problem = Problem("polcy", "unknown key", file="c.yaml", line=3, column=1)
-    assert line_of(problem, colour=True) == "c.yaml:3:1: \x1b[31merror\x1b[0m: polcy: unknown key"
-    assert line_of(problem) == "c.yaml:3:1: error: polcy: unknown key"
+    assert format_problem(problem, colour=True) == "c.yaml:3:1: \x1b[31merror\x1b[0m: polcy: unknown key"
+    assert format_problem(problem) == "c.yaml:3:1: error: polcy: unknown key"
 
 
 def test_serve_shows_the_place_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,8 +11,8 @@ import sys
 import httpx
 import openai
 
-from kvproxy.commands.demo_report import Progress, print_table
-from kvproxy.commands.demo_traffic import Reply
+from kvproxy.commands.demo import TrafficProgress, print_table
+from kvproxy.commands.demo_traffic import DemoReply
 
 
 async def _until_a_trickle(page: str) -> None:
@@ -33,9 +33,9 @@ def test_progress_ends_at_the_end() -> None:
     """A few lines where the output is no terminal, whatever the number; the last one is all of it."""
     for total in (1, 3, 75, 100):
         out = io.StringIO()
-        with Progress(total, out) as progress:
+        with TrafficProgress(total, out) as progress:
             for _ in range(total):
-                progress.step(Reply(1, "a", True, 0.1, 10, 5))
+                progress.step(DemoReply(1, "a", True, 0.1, 10, 5))
         assert f"{total}/{total}" in out.getvalue().splitlines()[-1]
         assert len(out.getvalue().splitlines()) == min(total, 4)
 
@@ -43,7 +43,7 @@ def test_progress_ends_at_the_end() -> None:
 def test_nothing_streamed_is_no_traceback() -> None:
     """One conversation may have only whole answers: there is no first token to compare then."""
     out = io.StringIO()
-    whole = [Reply(1, "a", False, 0.1, 10, 5)]
+    whole = [DemoReply(1, "a", False, 0.1, 10, 5)]
     print_table({"round_robin": whole, "kv_aware": whole}, ["a"], out)
     assert "0 of 2 requests were streamed" in out.getvalue()
     assert "nan" not in out.getvalue()

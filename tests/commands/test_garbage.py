@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import pytest
 
-from kvproxy.commands.configuration import Source
+from kvproxy.commands.configuration import ConfigSource
 from kvproxy.commands.garbage import (
     AT_LATEST_S,
     EVERY_S,
@@ -20,7 +20,7 @@ from kvproxy.commands.garbage import (
     SHORT_S,
     YOUNG_OBJECTS,
     YOUNG_ROUNDS,
-    Collections,
+    GarbageCollections,
 )
 from kvproxy.commands.serve import serve_until_signal
 from kvproxy.prefix.precise.index import PreciseIndex
@@ -40,7 +40,7 @@ class Machine:
         self.replaced = 0
         self.looked_at: list[float] = []
         self.ends_at = 0.0
-        self.policy = Collections(
+        self.policy = GarbageCollections(
             is_quiet=lambda: self.quiet,
             replaced=lambda: self.replaced,
             clock=lambda: self.now,
@@ -141,7 +141,7 @@ async def test_a_replaced_configuration_is_collected_soon(machine: Machine) -> N
 async def test_leaving_puts_back_what_was() -> None:
     """And entering sets what the process keeps to."""
     before = gc.get_threshold()
-    async with Collections(is_quiet=lambda: True) as policy:
+    async with GarbageCollections(is_quiet=lambda: True) as policy:
         assert gc.get_threshold()[:2] == (YOUNG_OBJECTS, YOUNG_ROUNDS)
         assert gc.get_threshold()[2] > 1_000_000
         assert policy._timed in gc.callbacks
@@ -179,7 +179,7 @@ def test_serve_keeps_to_it() -> None:
 
 async def _serve() -> list[tuple[int, int, int]]:
     gc.set_threshold(700, 10, 10)
-    source = Source(endpoints=("http://127.0.0.1:1",), host="127.0.0.1", port=0, admin=False)
+    source = ConfigSource(endpoints=("http://127.0.0.1:1",), host="127.0.0.1", port=0, admin=False)
     config, problems = source.load()
     serving = asyncio.create_task(serve_until_signal(config, problems, source))
     while gc.get_threshold()[0] == 700:

@@ -9,9 +9,7 @@ import pytest
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from kvproxy.commands.init import InitOptions, run
-from kvproxy.commands.init_file import config_text
-from kvproxy.commands.init_probe import Seen, SeenLmCache, look
+from kvproxy.commands.init import InitOptions, SeenEngine, SeenLmCache, look_at_all, run, write_config
 from kvproxy.config.load import load_config
 from kvproxy.errors import ConfigError
 from kvproxy.simulator.kv_event_publisher import PublisherSettings
@@ -38,13 +36,13 @@ def init(options: InitOptions, typed: str | None = None) -> tuple[int, str, str]
 async def test_what_it_sees() -> None:
     """Models, events and LMCache's service of what runs; what does not answer is said so."""
     async with simulated(engine={"kv_events": PublisherSettings()}) as place:
-        seen, lmcache = await look({"a": place.engines["a"], "b": GONE}, place.lmcache)
+        seen, lmcache = await look_at_all({"a": place.engines["a"], "b": GONE}, place.lmcache)
     assert (seen[0].models, seen[0].events, seen[0].health_path) == (("tiny",), True, "/health")
-    assert "serves tiny; publishes KV events" in seen[0].words()
+    assert "serves tiny; publishes KV events" in seen[0].describe()
     assert seen[1].trouble
-    assert "written all the same" in seen[1].words()
+    assert "written all the same" in seen[1].describe()
     assert lmcache is not None
-    assert lmcache.words().endswith("answers as the controller")
+    assert lmcache.describe().endswith("answers as the controller")
 
 
 def test_without_a_terminal_nothing_is_asked(tmp_path: Path) -> None:
@@ -112,11 +110,11 @@ def test_what_cannot_be_written(
 def test_two_models_are_two_clusters() -> None:
     """With a route for each; an engine without /health is probed where it answers."""
     seen = [
-        Seen("a", "http://h:1", ("org/Llama-3", "lora")),
-        Seen("b", "http://h:2", ("qwen",), health_path="/v1/models"),
-        Seen("c", "http://h:3", trouble="no answer"),
+        SeenEngine("a", "http://h:1", ("org/Llama-3", "lora")),
+        SeenEngine("b", "http://h:2", ("qwen",), health_path="/v1/models"),
+        SeenEngine("c", "http://h:3", trouble="no answer"),
     ]
-    config = load_config(config_text(seen, SeenLmCache("http://h:9"), listen="127.0.0.1:8888"), env={})
+    config = load_config(write_config(seen, SeenLmCache("http://h:9"), listen="127.0.0.1:8888"), env={})
     assert {name: [one.id for one in cluster.endpoints] for name, cluster in config.clusters.items()} == {
         "llama-3": ["a", "c"],
         "qwen": ["b"],
@@ -131,7 +129,7 @@ def test_two_models_are_two_clusters() -> None:
 
 async def test_an_engine_that_does_not_answer_is_said_in_words() -> None:
     """Not by the name of an exception."""
-    seen, _ = await look({"b": GONE}, "")
+    seen, _ = await look_at_all({"b": GONE}, "")
     assert seen[0].trouble == "no answer on /v1/models (it cannot be connected to)"
 
 
@@ -146,9 +144,9 @@ async def test_engines_of_all_kinds_are_looked_at() -> None:
         await answer(scope, receive, send)
 
     async with serve(engine) as url:
-        (seen, absent), controller = await look({"a": url, "b": "http://127.0.0.1:1"}, url)
+        (seen, absent), controller = await look_at_all({"a": url, "b": "http://127.0.0.1:1"}, url)
     assert (seen.models, seen.health_path, seen.events) == (("tiny",), "/v1/models", False)
     assert "no answer on /v1/models" in absent.trouble
     assert controller is not None
-    assert controller.trouble in controller.words()
+    assert controller.trouble in controller.describe()
     assert controller.trouble

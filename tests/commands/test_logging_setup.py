@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.commands.logging_setup import Output, logging_to
+from kvproxy.commands.logging_setup import LogOutput, log_to
 from kvproxy.config.schema import LogSettings
 from kvproxy.log_lines import log_fields
 
 
 def logged(settings: LogSettings, *records: tuple[str, int, str]) -> list[str]:
     out = io.StringIO()
-    with logging_to(settings, stream=out):
+    with log_to(settings, stream=out):
         for logger, level, message in records:
             logging.getLogger(logger).log(level, message)
     return out.getvalue().splitlines()
@@ -43,7 +43,7 @@ def test_audit_lines_look_like_the_others(form: str) -> None:
     out = io.StringIO()
     fields = {"action": "endpoint.drain", "endpoint": "a b\n", "was": False, "more": {"x": 1}}
     logging.getLogger("kvproxy.audit").setLevel(logging.INFO)
-    with logging_to(LogSettings.model_validate({"format": form}), stream=out):
+    with log_to(LogSettings.model_validate({"format": form}), stream=out):
         log_fields(logging.getLogger("kvproxy.audit"), "admin", fields)
     [line] = out.getvalue().splitlines()
     if form == "json":
@@ -74,7 +74,7 @@ def test_json_lines_are_objects() -> None:
 def test_an_exception_is_part_of_its_record() -> None:
     """With its traceback, still on one line."""
     out = io.StringIO()
-    with logging_to(LogSettings.model_validate({"format": "json"}), stream=out):
+    with log_to(LogSettings.model_validate({"format": "json"}), stream=out):
         try:
             raise ZeroDivisionError("boom")
         except ZeroDivisionError:
@@ -106,7 +106,7 @@ class Stuck(io.StringIO):
 def test_a_stuck_terminal_loses_records_and_says_how_many() -> None:
     """Whoever logs is never held up."""
     out = Stuck()
-    with logging_to(LogSettings(), stream=out):
+    with log_to(LogSettings(), stream=out):
         for _ in range(10_100):
             logging.getLogger("kvproxy").warning("x")
         out.let_go.set()
@@ -118,9 +118,9 @@ def test_a_log_reader_that_is_stuck_does_not_keep_the_process() -> None:
     """A full pipe that nobody empties: the block ends in time, and so does the interpreter after it."""
     script = """
 import logging, sys
-from kvproxy.commands.logging_setup import logging_to
+from kvproxy.commands.logging_setup import log_to
 from kvproxy.config.schema import LogSettings
-with logging_to(LogSettings()):
+with log_to(LogSettings()):
     for number in range(3000):
         logging.getLogger("kvproxy").warning("x" * 100)
 """
@@ -139,9 +139,9 @@ def test_a_file_gets_every_line_whole(tmp_path: Path) -> None:
     path = tmp_path / "log"
     with path.open("w") as out:
         out.write("before\n")
-        with logging_to(LogSettings(), stream=out):
+        with log_to(LogSettings(), stream=out):
             logging.getLogger("kvproxy.access").info("a" * 200_000)
-        Output(out).write("\udc80 é\n")
+        LogOutput(out).write("\udc80 é\n")
     assert path.read_text().splitlines() == ["before", "a" * 200_000, "\\udc80 é"]
 
 
@@ -156,7 +156,7 @@ def test_a_pipe_gets_every_line_whole() -> None:
 
     reader = threading.Thread(target=read)
     reader.start()
-    with open(writable, "w") as out, logging_to(LogSettings(), stream=out):
+    with open(writable, "w") as out, log_to(LogSettings(), stream=out):
         logging.getLogger("kvproxy.access").info("a" * 300_000)
     reader.join(10)
     assert got == [b"a" * 300_000 + b"\n"]
@@ -166,5 +166,5 @@ def test_a_reader_that_left_hurts_nobody() -> None:
     """A broken pipe loses the log, and nothing else."""
     readable, writable = os.pipe()
     os.close(readable)
-    with open(writable, "w") as out, logging_to(LogSettings(), stream=out):
+    with open(writable, "w") as out, log_to(LogSettings(), stream=out):
         logging.getLogger("kvproxy").warning("x")

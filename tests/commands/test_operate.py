@@ -13,11 +13,10 @@ import pytest
 
 from kvproxy.app import Proxy
 from kvproxy.cli import main
-from kvproxy.commands.admin_client import AdminAddress
-from kvproxy.commands.configuration import Source
+from kvproxy.commands.configuration import ConfigSource
 from kvproxy.commands.explain import ExplainOptions
 from kvproxy.commands.explain import run as explain
-from kvproxy.commands.operate import drain
+from kvproxy.commands.operate import AdminAddress, drain
 from kvproxy.commands.operate import reload as reload_config
 from kvproxy.commands.reload import FileReloader
 from kvproxy.listener.server import Server
@@ -39,7 +38,7 @@ async def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     file = tmp_path / "config.yaml"
     async with serve(FakeEngine("a")) as engine:
         file.write_text(FILE.format(url=engine))
-        source = Source(path=str(file))
+        source = ConfigSource(path=str(file))
         async with (
             Proxy(source.load()[0]) as proxy,
             Server(proxy.admin, drain_s=0.2) as admin,

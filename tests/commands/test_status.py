@@ -14,8 +14,7 @@ from kvproxy.admin.app import admin_app
 from kvproxy.admin.history import History
 from kvproxy.app import Proxy
 from kvproxy.cli import main
-from kvproxy.commands.status import StatusOptions, run
-from kvproxy.commands.status_table import render
+from kvproxy.commands.status import StatusOptions, render, run
 from kvproxy.errors import ConfigError
 from kvproxy.request.exchange import Exchange, Outcome
 from kvproxy.types import EndpointId, InferenceRequest, Prompt, RequestKind
@@ -35,7 +34,7 @@ async def live_of(proxy: Proxy) -> dict[str, Any]:
     proxy.recent.finished(exchange, proxy.clock())
     proxy.metrics.latency.prompt_tokens.labels("default").inc(100)
     proxy.metrics.latency.cached_tokens.labels("default").inc(60)
-    history.take()
+    history.take_sample()
     proxy.admin = admin_app(proxy, history)
     async with admin_of(proxy) as client:
         answer: dict[str, Any] = (await client.get("/live")).json()

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvproxy.commands.check import line_of
-from kvproxy.commands.logging_setup import logging_to
+from kvproxy.commands.configuration import format_problem
+from kvproxy.commands.logging_setup import log_to
 from kvproxy.config.changes import summary
 from kvproxy.config.load import check_config, load_config
 from kvproxy.config.schema import LogSettings
@@ -20,9 +20,9 @@ from kvproxy.doctor.report import DoctorReport, Finding, Severity, SkippedCheck,
 from kvproxy.filters.access_log import as_text, fields
 from kvproxy.log_lines import log_fields
 from kvproxy.receipts.explain import explain
-from kvproxy.receipts.receipt import Attempt, Candidate, Receipt
+from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate
 from kvproxy.replay.live_report import LiveReport
-from kvproxy.replay.outcome import Summary
+from kvproxy.replay.results import Summary
 from kvproxy.request.exchange import Exchange
 from kvproxy.routing.policy import FactSource, Overlap
 from kvproxy.types import EndpointId
@@ -49,7 +49,7 @@ async def _check() -> str:
     text = "listen: 127.0.0.1:8888\nadmin: 127.0.0.1:8889\npolcy: kv_aware\nendpoints:\n"
     text += "  a: http://10.0.0.1:8000\n  b: http://10.0.0.2:8000/v1\n"
     _, problems = check_config(text, env={})
-    return "".join(f"{line_of(replace(one, file='config.yaml'))}\n" for one in problems)
+    return "".join(f"{format_problem(replace(one, file='config.yaml'))}\n" for one in problems)
 
 
 async def _doctor() -> str:
@@ -67,8 +67,8 @@ async def _doctor() -> str:
 
 
 async def _explained() -> str:
-    busy = Candidate(A, in_flight=9, pending_tokens=16384, cost=2.31, slowness=1.0, wait_s=2.1)
-    idle = Candidate(B, in_flight=3, cost=1.104, slowness=1.0, wait_s=0.0)
+    busy = ReceiptCandidate(A, in_flight=9, pending_tokens=16384, cost=2.31, slowness=1.0, wait_s=2.1)
+    idle = ReceiptCandidate(B, in_flight=3, cost=1.104, slowness=1.0, wait_s=0.0)
     decided = Attempt(0.0004, B, "kv_aware", "load", (busy, idle), seconds=(0.0, 0.52 / 4096, 0.0, 0.0))
     return explain(
         Receipt(
@@ -88,7 +88,7 @@ async def _log() -> str:
     out = io.StringIO()
     logger = logging.getLogger("kvproxy.audit")
     logger.setLevel(logging.INFO)
-    with logging_to(LogSettings(), stream=out):
+    with log_to(LogSettings(), stream=out):
         logger.warning("%s/%s is unhealthy: probe %s", "default", "a", "unreachable")
         log_fields(logger, "admin", {**drained, "was_draining": False})
         logger.info("configuration reloaded: %s", summary(before, after))
@@ -108,7 +108,7 @@ async def _live_replay() -> str:
         name: {"requests": requests, "prompt_tokens": prompt, "cached_tokens": cached}
         for name, requests, prompt, cached in [("vllm-a", 611, 7912344, 3391200), ("vllm-b", 577, 7466120, 3242880)]
     }
-    return LiveReport("conv", 1200, 0.47, summary, endpoints, {"status 429": 12}, 0, False, {}).as_table()
+    return LiveReport("conv", 1200, 0.47, summary, endpoints, {"status 429": 12}, 0, False, {}).render_table()
 
 
 async def _pixius_checks() -> str:

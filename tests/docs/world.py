@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 
 from kvproxy.app import Proxy
-from kvproxy.commands.configuration import Source
+from kvproxy.commands.configuration import ConfigSource
 from kvproxy.commands.reload import FileReloader
 from kvproxy.listener.server import Server
 from tests.docs.blocks import ROOT, block
@@ -62,7 +62,7 @@ async def world(folder: Path, *, own_gateway: bool = False) -> AsyncIterator[Wor
         (folder / "token").write_text("secret\n")
         receipts = f"receipts: {{path: {folder}/receipts.jsonl}}\n"
         (folder / "proxy.yaml").write_text(text + receipts)
-        source = Source(path=str(folder / "proxy.yaml"))
+        source = ConfigSource(path=str(folder / "proxy.yaml"))
         proxy = await stack.enter_async_context(Proxy(source.load()[0]))
         await stack.enter_async_context(FileReloader(proxy, source, interval_s=0.0))
         public, admin = Server(proxy, drain_s=0.2), Server(proxy.admin, drain_s=0.2)

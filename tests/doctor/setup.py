@@ -11,7 +11,7 @@ from typing import Any
 from kvproxy.config.load import check_config
 from kvproxy.config.schema import Config
 from kvproxy.doctor.report import DoctorReport, Finding
-from kvproxy.doctor.tools import Timeouts, Tools
+from kvproxy.doctor.tools import Tools, VisitTimeouts
 from kvproxy.doctor.visit import diagnose
 from kvproxy.simulator.engine_io import EngineSettings
 from kvproxy.simulator.fleet import Fleet, FleetSettings
@@ -26,8 +26,8 @@ FAST = EngineSettings(512, 16, token_outputs=True, timing=EngineTiming(time_scal
 ENGINE = VllmSettings(model="sim", root="sim", max_model_len=8192, engine=FAST, kv_events=PublisherSettings())
 
 #: Nothing here waits for nothing for long; exchanges have time, since they end by themselves.
-TIMEOUTS = Timeouts(exchange_s=20.0, event_s=20.0, lookup_tries=2, lookup_pause_s=0.001)
-SHORT = Timeouts(exchange_s=20.0, event_s=0.05, lookup_tries=2, lookup_pause_s=0.001)
+TIMEOUTS = VisitTimeouts(exchange_s=20.0, event_s=20.0, lookup_tries=2, lookup_pause_s=0.001)
+SHORT = VisitTimeouts(exchange_s=20.0, event_s=0.05, lookup_tries=2, lookup_pause_s=0.001)
 
 #: A budget that no machine misses: how long lookups take is tested apart.
 BUDGET = {"lookup_routing_timeout": "60s", "request_timeout": "60s"}
@@ -82,7 +82,7 @@ def parsed(raw: Mapping[str, Any]) -> Config:
     return config
 
 
-async def visit(raw: Mapping[str, Any], *, timeouts: Timeouts = TIMEOUTS, **tools: Any) -> DoctorReport:
+async def visit(raw: Mapping[str, Any], *, timeouts: VisitTimeouts = TIMEOUTS, **tools: Any) -> DoctorReport:
     """What `kvproxy doctor` finds."""
     config, problems = check_config(dict(raw), env={})
     given = Tools(timeouts=timeouts, rng=random.Random(7), **tools)

@@ -13,7 +13,7 @@ import pytest
 from kvproxy.clients.kv_events.source import KvEventSource
 from kvproxy.doctor.listening import StreamObservation
 from kvproxy.doctor.report import DoctorReport, Severity
-from kvproxy.doctor.tools import Timeouts
+from kvproxy.doctor.tools import VisitTimeouts
 from kvproxy.simulator.fleet import Fleet, FleetSettings
 from kvproxy.simulator.kv_event_publisher import EventEncoding, PublisherSettings
 from tests.doctor.setup import ENGINE, SHORT, cluster, only, visit
@@ -270,7 +270,7 @@ async def test_an_engine_that_takes_the_prompt_and_never_answers() -> None:
     """It lists its models and is well, but its core is stuck."""
     async with cluster({"a": PLAIN}, controller=None) as site:
         site.fleet.engines["a"].state.faults.update({"stall_head_s": 60.0})
-        report = await visit({"endpoints": site.urls, **QUIET}, timeouts=Timeouts(exchange_s=1.0))
+        report = await visit({"endpoints": site.urls, **QUIET}, timeouts=VisitTimeouts(exchange_s=1.0))
         site.fleet.engines["a"].state.faults.update({"reset": True})
     found = next(one for one in report.findings if one.check == "generate")
     assert found.severity is Severity.PROBLEM

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvproxy.doctor.report import DoctorReport, Severity
-from kvproxy.doctor.tools import Timeouts
+from kvproxy.doctor.tools import VisitTimeouts
 from kvproxy.simulator.http_call import JsonApp, Request, detail_error
 from kvproxy.simulator.lmcache_controller import ControllerSettings
 from kvproxy.simulator.lmcache_coordinator import CoordinatorSettings
@@ -196,7 +196,7 @@ async def test_a_service_that_connects_and_says_nothing() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    timeouts = Timeouts(exchange_s=0.09, event_s=0.05, lookup_tries=1)
+    timeouts = VisitTimeouts(exchange_s=0.09, event_s=0.05, lookup_tries=1)
     async with serve(silent) as url:
         raw = {
             "endpoints": {"a": url},

@@ -1,25 +1,30 @@
-"""The client left: noticed through our listener's departure, and through `receive` under any other server."""
+"""The client left: noticed through our listener's connection, and through `receive` under any other server."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from starlette.types import Message
 
 from kvproxy.forward.disconnect import DisconnectWatcher, new_arming
-from kvproxy.types import CONNECTION, DisconnectSignal
+from kvproxy.types import CONNECTION
 
 
 class Server:
-    """Makes scopes as ours does (with a departure) or as others do, and lets clients leave."""
+    """Makes scopes as ours does (with a connection) or as others do, and lets clients leave."""
 
     def __init__(self, *, ours: bool) -> None:
-        self.departure = DisconnectSignal()
-        self.on_disconnect = self.departure.watch
+        self._callback: Callable[[], None] | None = None
         self.scope: dict[str, Any] = {"type": "http", **({CONNECTION: self} if ours else {})}
         self._gone = asyncio.Event()
+
+    def on_disconnect(self, callback: Callable[[], None] | None) -> None:
+        self._callback = callback
+        if callback is not None and self._gone.is_set():
+            callback()
 
     async def receive(self) -> Message:
         await self._gone.wait()
@@ -27,7 +32,8 @@ class Server:
 
     def client_leaves(self) -> None:
         self._gone.set()
-        self.departure.tell()
+        if self._callback is not None:
+            self._callback()
 
 
 async def forever(watcher: DisconnectWatcher, armed: asyncio.Event) -> str:

@@ -22,7 +22,7 @@ class Arriving:
 
     def __init__(self, *pieces: bytes) -> None:
         self.response = UpstreamResponse(self, asyncio.get_running_loop())
-        self.response.begin(200, reason=b"OK", headers=[])
+        self.response.status = 200
         self._pieces = list(pieces)
 
     def take(self) -> bytes:

@@ -12,7 +12,7 @@ from kvproxy.kvcache.overlap.indexes import IndexState, LocalIndexes
 from kvproxy.kvcache.overlap.merge import is_contradicted, merge_overlaps
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.prefix.precise.index import PreciseMatch
-from kvproxy.replay.settings import FleetSettings
+from kvproxy.replay.settings import ReplayFleet
 from kvproxy.replay.trace import Turn
 from kvproxy.replay.view import IndexView, endpoint_id
 from kvproxy.routing.policy import FactSource, Overlap
@@ -172,7 +172,7 @@ def test_a_replay_believes_what_the_proxy_believes() -> None:
     """The same story told to both: evicted, another prompt under way, this one under way, over."""
     turn = Turn(0.0, 6 * 512 + 100, 1, array("Q", range(6)))
     other = Turn(0.0, 3 * 512, 1, array("Q", range(500, 503)))
-    view = IndexView(FleetSettings(instances=1), 512, rng=Random(1))
+    view = IndexView(ReplayFleet(instances=1), 512, rng=Random(1))
 
     def blocks() -> int:
         return view.facts(turn).matched_tokens(endpoint_id(0)) // 512

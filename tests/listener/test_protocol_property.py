@@ -33,7 +33,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 
 def run(work: Coroutine[Any, Any, None], quiet: pytest.LogCaptureFixture) -> None:
-    """On a loop of its own; an exception nobody caught, or a line in the log, is a failure."""
+    """On a loop of its own; an exception that was not caught, or a line in the log, is a failure."""
     problems: list[Any] = []
 
     async def watched() -> None:

@@ -57,7 +57,7 @@ async def test_idle_connections_end_at_once() -> None:
 
 
 async def test_running_requests_finish_and_say_close() -> None:
-    """Nobody new is let in, who is in gets the whole response, and `connection: close` with it."""
+    """No new client is let in; a response under way is completed, with `connection: close`."""
     held = Held()
     server = Server(held, drain_s=60)
     await server.__aenter__()
@@ -80,7 +80,7 @@ async def test_running_requests_finish_and_say_close() -> None:
 
 @pytest.mark.parametrize("how", ["time", "hurry"])
 async def test_what_does_not_end_is_cut(how: str, caplog: pytest.LogCaptureFixture) -> None:
-    """After drain_s, or at once when somebody is in a hurry; the app is told through receive()."""
+    """After drain_s, or at once in a hurry; the app is told through receive()."""
     ended: list[str] = []
     running = asyncio.Event()
 

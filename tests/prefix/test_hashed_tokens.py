@@ -57,3 +57,11 @@ def test_the_work_is_done_once() -> None:
     assert earlier.blocks(16, 3) is blocks
     grown = HashedTokens(TOKENS, grown_from=earlier)
     assert list(grown._blocks) == [(16, 3)]
+
+
+def test_the_work_is_done_once_with_another_generation_prompt() -> None:
+    """Tokens that are given up may differ without the rest being hashed again."""
+    earlier = HashedTokens(TOKENS[:312] + array("I", [7] * 8))
+    earlier.blocks(16, 3)
+    grown = HashedTokens(TOKENS, grown_from=earlier, given_up=8)
+    assert list(grown._blocks) == [(16, 3)]

@@ -124,7 +124,9 @@ def test_entries_age(memory: TokenMemory, clock: FakeClock) -> None:
     """A template may have changed since."""
     memory.remember(keys(chat(HELLO)), TOKENS)
     clock.advance(61)
+    assert memory.held_bytes > 0
     assert memory.recall(keys(chat(HELLO))) is None
+    assert memory.held_bytes == 0
 
 
 def test_bytes_and_entries_are_bounded(clock: FakeClock) -> None:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvproxy.receipts.explain import explain
-from kvproxy.receipts.receipt import Attempt, Candidate, Receipt, decode, encode
+from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate, decode, encode
 from kvproxy.routing.policy import FactSource, Overlap
 from kvproxy.types import EndpointId
 
@@ -15,9 +15,9 @@ IDLE = (0.0, 0.0, 0.0, 0.0)
 BUSY = (1.0, 2000.0, 0.0, 0.0)
 
 
-def candidate(endpoint: EndpointId, **fields: object) -> Candidate:
+def candidate(endpoint: EndpointId, **fields: object) -> ReceiptCandidate:
     """An idle one unless it says otherwise."""
-    return msgspec.structs.replace(Candidate(endpoint, 0, 0, 0, 0, IDLE, IDLE, 0.0), **fields)
+    return msgspec.structs.replace(ReceiptCandidate(endpoint, 0, 0, 0, 0, IDLE, IDLE, 0.0), **fields)
 
 
 def receipt(*attempts: Attempt, **fields: object) -> Receipt:
@@ -28,7 +28,7 @@ def receipt(*attempts: Attempt, **fields: object) -> Receipt:
     return msgspec.structs.replace(plain, **{"status": 200, **fields})
 
 
-def attempt(endpoint: EndpointId, *candidates: Candidate, **fields: object) -> Attempt:
+def attempt(endpoint: EndpointId, *candidates: ReceiptCandidate, **fields: object) -> Attempt:
     """By kv_aware."""
     return msgspec.structs.replace(Attempt(0.001, endpoint, "kv_aware", "load", candidates), **fields)
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.receipts.files import RotatingFile, existing
-from kvproxy.receipts.reading import Reading
+from kvproxy.receipts.files import ReceiptReader, RotatingFile, list_files
 from kvproxy.receipts.receipt import Receipt, encode
 
 
@@ -25,7 +24,7 @@ def test_full_files_move_back_and_the_oldest_goes(tmp_path: Path) -> None:
         file.write([b"line %05d\n" % number])  # 11 bytes: two to a file
     file.close()
     assert names(tmp_path) == ["r", "r.1", "r.2"]
-    assert [each.read_bytes().split() for each in existing(path)] == [
+    assert [each.read_bytes().split() for each in list_files(path)] == [
         [b"line", b"00010", b"line", b"00011"],
         [b"line", b"00008", b"line", b"00009"],
         [b"line", b"00006", b"line", b"00007"],
@@ -37,7 +36,7 @@ def test_one_write_may_fill_several_files(tmp_path: Path) -> None:
     path = tmp_path / "r"
     file = RotatingFile(path, max_bytes=20, max_files=10)
     file.write([b"1" * 15 + b"\n", b"2" * 40 + b"\n", b"3\n", b"4\n"])
-    assert [each.read_bytes() for each in existing(path)] == [b"3\n4\n", b"2" * 40 + b"\n", b"1" * 15 + b"\n"]
+    assert [each.read_bytes() for each in list_files(path)] == [b"3\n4\n", b"2" * 40 + b"\n", b"1" * 15 + b"\n"]
     file.close()
     file.close()
 
@@ -76,7 +75,7 @@ def test_a_line_torn_by_a_full_disk_spoils_only_itself(tmp_path: Path, monkeypat
             file.write(lines[1:2])
     file.write(lines[2:])
     file.close()
-    reading = Reading(path)
+    reading = ReceiptReader(path)
     assert [one.request_id for one in reading.oldest_first()] == ["a", "c"]
     assert reading.broken == 1
 
@@ -94,8 +93,8 @@ def test_reading_goes_through_the_rotated_files(tmp_path: Path) -> None:
         file.write([encode(Receipt(time=str(number), request_id=name, end="completed", duration_s=1.0))])
     file.close()
     assert len(names(tmp_path)) > 1
-    assert [one.request_id for one in Reading(path).oldest_first()] == ids
-    assert [one.time for one in Reading(path).find('b"\\')] == ["3", "1"]
-    assert Reading(path).find("nobody") == []
+    assert [one.request_id for one in ReceiptReader(path).oldest_first()] == ids
+    assert [one.time for one in ReceiptReader(path).find('b"\\')] == ["3", "1"]
+    assert ReceiptReader(path).find("nobody") == []
     with pytest.raises(FileNotFoundError):
-        list(existing(tmp_path / "none"))
+        list(list_files(tmp_path / "none"))

@@ -10,7 +10,7 @@ import pytest
 from starlette.types import Send
 
 from kvproxy.cli import main
-from kvproxy.receipts.reading import Reading
+from kvproxy.receipts.files import ReceiptReader
 from kvproxy.receipts.receipt import Receipt
 from tests.support.fake_engine import Call, FakeEngine, answer_ok, event, start_stream
 from tests.support.loopback import serve
@@ -44,7 +44,7 @@ async def record(path: Path, requests: int = 6, **config: object) -> None:
 
 def receipts_in(path: Path) -> list[Receipt]:
     """All of them, the oldest first."""
-    return list(Reading(path).oldest_first())
+    return list(ReceiptReader(path).oldest_first())
 
 
 async def test_a_receipt_says_what_was_known_decided_and_done(tmp_path: Path) -> None:

@@ -15,12 +15,11 @@ import httpx
 import pytest
 
 from kvproxy.replay.command import run
+from kvproxy.replay.compare import ProgressBar
 from kvproxy.replay.decided_report import Recorded, Review, Verdict
 from kvproxy.replay.options import add_arguments
-from kvproxy.replay.outcome import summarise
-from kvproxy.replay.plot import as_html
-from kvproxy.replay.progress import ProgressBar
-from kvproxy.replay.report import Report
+from kvproxy.replay.plot import render_html
+from kvproxy.replay.results import ReplayReport, summarize_outcomes
 from tests.replay.test_live import FakeServer
 from tests.replay.traces import lines
 
@@ -257,17 +256,17 @@ def test_the_table_says_its_units_and_what_was_repeated(tmp_path: Path) -> None:
 def test_no_sign_without_a_figure(seconds: float, shown: str) -> None:
     """-0.000 is not a difference."""
     verdict = Verdict(0, 0.0, None, None, None, 1.0, seconds, 0.5)
-    table = Review("r", 0, Recorded(1, 1, ("random",), 1.0, None, 0.5), {"kv_aware": verdict}).as_table()
+    table = Review("r", 0, Recorded(1, 1, ("random",), 1.0, None, 0.5), {"kv_aware": verdict}).render_table()
     assert table.splitlines()[3].split()[-2] == shown
 
 
 def test_the_plot_loads_nothing_and_survives_empty_runs() -> None:
     """One file, inline SVG; names are escaped."""
-    report = Report("<b>", 2, 0.7, 0, 0.0, 0.0, 0.0, "none", {"none": summarise([], 2)}, {})
+    report = ReplayReport("<b>", 2, 0.7, 0, 0.0, 0.0, 0.0, "none", {"none": summarize_outcomes([], 2)}, {})
     page = Tags()
-    page.feed(as_html(report, {"none": []}))
+    page.feed(render_html(report, {"none": []}))
     assert page.loads == []
     assert "svg" in page.seen
     assert "b" not in page.seen
-    text = as_html(report, {"none": []})
+    text = render_html(report, {"none": []})
     assert all(f">{share}%<" in text for share in (0, 25, 50, 75, 100))

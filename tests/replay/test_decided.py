@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.receipts.reading import Reading
-from kvproxy.receipts.receipt import Attempt, Candidate, Receipt, encode
+from kvproxy.receipts.files import ReceiptReader
+from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate, encode
 from kvproxy.replay.decided import decide_again
 from kvproxy.replay.decided_report import Review
 from kvproxy.replay.scenario import PolicySpec
@@ -20,14 +20,14 @@ NOON = datetime(2026, 1, 2, 12, tzinfo=UTC)
 IDLE = (0.0, 0.0, 0.0, 0.0)
 
 
-def candidate(endpoint: EndpointId, pending_tokens: int = 0) -> Candidate:
+def candidate(endpoint: EndpointId, pending_tokens: int = 0) -> ReceiptCandidate:
     """With this much to prefill before it."""
     pending = int(pending_tokens > 0)
     work = (float(pending), float(pending_tokens), 0.0, 0.0)
-    return Candidate(endpoint, pending, pending, pending_tokens, pending_tokens, work, work, 0.0)
+    return ReceiptCandidate(endpoint, pending, pending, pending_tokens, pending_tokens, work, work, 0.0)
 
 
-def receipt(number: int, endpoint: EndpointId, *candidates: Candidate, **fields: object) -> Receipt:
+def receipt(number: int, endpoint: EndpointId, *candidates: ReceiptCandidate, **fields: object) -> Receipt:
     """A streamed request each second, of 1000 tokens at 1000 tokens a second, of which `a` holds 900."""
     attempt = Attempt(0.0, endpoint, "round_robin", "round_robin", candidates)
     known: dict[str, object] = {
@@ -44,7 +44,7 @@ def review(tmp_path: Path, receipts: list[Receipt], *policies: str, limit: int =
     """Decided again from a file."""
     path = tmp_path / "receipts.jsonl"
     path.write_bytes(b"".join(map(encode, receipts)))
-    return decide_again(Reading(path), [PolicySpec.parse(name) for name in policies], limit=limit)
+    return decide_again(ReceiptReader(path), [PolicySpec.parse(name) for name in policies], limit=limit)
 
 
 def test_regret_is_what_the_recorded_choices_cost_more(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_hidden_first_tokens_are_no_times(tmp_path: Path) -> None:
     ]
     found = review(tmp_path, receipts, "kv_aware", "least_ttft")
     assert found.recorded.real_ttft_mean_s is None
-    assert "really it was" not in found.as_table()
+    assert "really it was" not in found.render_table()
 
 
 def test_the_first_so_many_requests(tmp_path: Path) -> None:
@@ -106,9 +106,9 @@ def test_the_first_so_many_requests(tmp_path: Path) -> None:
     path = tmp_path / "receipts.jsonl"
     good = encode(receipt(0, A, candidate(A)))
     path.write_bytes(b"broken\n\n" + good + good)
-    found = decide_again(Reading(path), [PolicySpec.parse("random")], limit=1)
+    found = decide_again(ReceiptReader(path), [PolicySpec.parse("random")], limit=1)
     assert found.recorded.decisions == 1
-    assert "1 lines are no receipts" in found.as_table()
+    assert "1 lines are no receipts" in found.render_table()
     path.write_bytes(b"")
     with pytest.raises(ValueError, match="no decisions"):
-        decide_again(Reading(path), [])
+        decide_again(ReceiptReader(path), [])

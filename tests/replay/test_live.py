@@ -9,9 +9,8 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from kvproxy.replay.live import LiveReplay, LiveSettings, NoServer
-from kvproxy.replay.outcome import Outcome, summarise
-from kvproxy.replay.prompts import block_text, prompt_text
+from kvproxy.replay.live import LiveReplay, LiveSettings, NoServer, make_block, make_prompt
+from kvproxy.replay.results import ReplayOutcome, summarize_outcomes
 from kvproxy.replay.settings import Pace
 from tests.replay.traces import chat_trace, shared_prefix_trace
 
@@ -74,7 +73,7 @@ class FakeServer(httpx.AsyncBaseTransport):
         yield f"data: {json.dumps({'choices': [], 'usage': usage})}\n\ndata: [DONE]\n\n".encode()
 
 
-async def played(server: FakeServer, **settings: str) -> tuple[LiveReplay, list[Outcome]]:
+async def played(server: FakeServer, **settings: str) -> tuple[LiveReplay, list[ReplayOutcome]]:
     """A few sessions at once, without the trace's pauses."""
     replay = LiveReplay(chat_trace(sessions=3, turns=2), Pace(scale=0.0), LiveSettings("http://proxy/", **settings),
                         transport=server)  # fmt: skip
@@ -94,7 +93,7 @@ async def test_every_turn_is_one_streamed_completion() -> None:
 async def test_figures_come_from_the_servers_usage() -> None:
     """Its own count of prompt and cached tokens."""
     _, outcomes = await played(FakeServer())
-    summary = summarise(outcomes, 2)
+    summary = summarize_outcomes(outcomes, 2)
     assert (summary.hit_rate, summary.failed) == (0.4, 0)
     assert all(outcome.ttft_s is not None and outcome.ttft_s >= 0 for outcome in outcomes)
 
@@ -107,7 +106,7 @@ async def test_figures_come_from_the_servers_usage() -> None:
 async def test_what_fails_is_counted_and_the_rest_goes_on(trouble: str, reason: str) -> None:
     """By its reason, however far it came; a stream that tells of an error is no answer."""
     replay, outcomes = await played(FakeServer(trouble=trouble))
-    assert summarise(outcomes, 2).failed == 1
+    assert summarize_outcomes(outcomes, 2).failed == 1
     assert len(outcomes) == 6
     assert replay.failures == {reason: 1}
 
@@ -176,8 +175,8 @@ async def test_progress_counts_requests() -> None:
 
 def test_equal_blocks_are_equal_text_and_others_differ_at_once() -> None:
     """So that a tokenizer's blocks line up like the trace's."""
-    assert block_text(7, 64) == block_text(7, 64)
-    texts = [block_text(block, 64) for block in range(5000)]
+    assert make_block(7, 64) == make_block(7, 64)
+    texts = [make_block(block, 64) for block in range(5000)]
     assert len({" ".join(text.split()[:4]) for text in texts}) == 5000
     assert {len(text.split()) for text in texts} == {64}
 
@@ -187,7 +186,7 @@ def test_prompts_share_exactly_their_common_blocks() -> None:
     turns = [session.turns[0] for session in shared_prefix_trace().sessions]
     first = turns[0]
     second = next(turn for turn in turns[1:] if turn.blocks[0] == first.blocks[0])
-    one, two = prompt_text(first, 512).split(), prompt_text(second, 512).split()
+    one, two = make_prompt(first, 512).split(), make_prompt(second, 512).split()
     assert len(one) == first.prompt_tokens
     common = next(index for index, pair in enumerate(zip(one, two, strict=True)) if pair[0] != pair[1])
     assert 5 * 512 <= common < 5 * 512 + 8

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvproxy.replay.live import LiveReplay, LiveSettings
-from kvproxy.replay.live_report import report_of
+from kvproxy.replay.live_report import report_live
 from kvproxy.replay.settings import Pace
 from kvproxy.replay.trace import Trace, parse_trace
 from kvproxy.simulator.engine_io import EngineSettings
@@ -71,7 +71,7 @@ async def test_through_a_proxy_the_table_is_what_the_engines_counted(engines: En
         settings = LiveSettings(running.url)
         replay = LiveReplay(tiny_trace(), Pace(), settings)
         await replay.run()
-    report = report_of(tiny_trace(), replay, settings, Pace(), interrupted=False)
+    report = report_live(tiny_trace(), replay, settings, Pace(), interrupted=False)
     assert (report.summary.requests, report.summary.failed) == (12, 0)
     counted = {name: await engines.counted(name) for name in engines.urls}
     assert {name: tuple(row.values()) for name, row in report.endpoints.items()} == counted
@@ -85,7 +85,7 @@ async def test_a_single_engine_is_asked_directly(engines: Engines) -> None:
     settings = LiveSettings(engines.urls["sim-0"] + "/v1")
     replay = LiveReplay(tiny_trace(), Pace(closed_loop=False, service_s=0.01), settings)
     await replay.run()
-    report = report_of(tiny_trace(), replay, settings, Pace(), interrupted=False)
+    report = report_live(tiny_trace(), replay, settings, Pace(), interrupted=False)
     assert tuple(report.endpoints["(not named)"].values()) == await engines.counted("sim-0")
     assert await engines.counted("sim-1") == (0, 0, 0)
 

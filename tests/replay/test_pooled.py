@@ -8,20 +8,20 @@ from random import Random
 import pytest
 
 from kvproxy.config.cluster_schema import PolicyName
-from kvproxy.replay.outcome import summarise
-from kvproxy.replay.pooled import offered_rate, paced_bound, play_on_pool, saturated_throughput
-from kvproxy.replay.scenario import PolicySpec, play
-from kvproxy.replay.settings import FleetSettings
+from kvproxy.replay.pooled import measure_bound, measure_offered_rate, measure_throughput, play_on_pool
+from kvproxy.replay.results import summarize_outcomes
+from kvproxy.replay.scenario import PolicySpec, play_policy
+from kvproxy.replay.settings import ReplayFleet
 from kvproxy.replay.trace import Trace, parse_trace
 from tests.replay.traces import chat_trace, lines, shared_prefix_trace
 
-FLEET = FleetSettings(instances=3, capacity_tokens=100_000)
+FLEET = ReplayFleet(instances=3, capacity_tokens=100_000)
 
 
 def test_more_engines_saturate_later() -> None:
     """Throughput grows with the fleet."""
     trace = shared_prefix_trace(requests=300)
-    one, three = (saturated_throughput(trace, replace(FLEET, instances=count)) for count in (1, 3))
+    one, three = (measure_throughput(trace, replace(FLEET, instances=count)) for count in (1, 3))
     assert 2.0 * one < three < 4.5 * one
 
 
@@ -29,7 +29,7 @@ def test_more_engines_saturate_later() -> None:
 def test_an_open_loop_is_paced_to_the_load(load: float) -> None:
     """Requests over the time they come in."""
     trace = shared_prefix_trace(requests=300)
-    bound = paced_bound(trace, FLEET, load)
+    bound = measure_bound(trace, FLEET, load)
     arrivals = [at for at, _, _ in bound.pace.arrivals(bound.trace)]
     assert (len(arrivals) - 1) / arrivals[-1] == pytest.approx(load * bound.capacity_per_s, rel=0.01)
     assert not bound.pace.closed_loop
@@ -38,25 +38,27 @@ def test_an_open_loop_is_paced_to_the_load(load: float) -> None:
 def test_a_closed_loop_is_cloned_and_paced_until_its_arrivals_are_right() -> None:
     """A handful of sessions cannot load an engine: there are as many as it takes."""
     trace = chat_trace(sessions=8)
-    bound = paced_bound(trace, FLEET, 0.5)
+    bound = measure_bound(trace, FLEET, 0.5)
     assert bound.pace.closed_loop
     assert bound.trace.requests > trace.requests
-    rate = offered_rate(play_on_pool(bound.trace, bound.pace, FLEET))
+    rate = measure_offered_rate(play_on_pool(bound.trace, bound.pace, FLEET))
     assert rate == pytest.approx(0.5 * bound.capacity_per_s, rel=0.25)
 
 
 def test_no_router_beats_the_pool() -> None:
     """What every engine holds for every other cannot be matched by any placement."""
-    bound = paced_bound(shared_prefix_trace(requests=400), FLEET, 0.8)
+    bound = measure_bound(shared_prefix_trace(requests=400), FLEET, 0.8)
     for name in (PolicyName.KV_AWARE, PolicyName.LMETRIC, PolicyName.ROUND_ROBIN):
-        summary = summarise(play(bound.trace, bound.pace, FLEET, PolicySpec(name).make(rng=Random(1))), FLEET.instances)
+        summary = summarize_outcomes(
+            play_policy(bound.trace, bound.pace, FLEET, PolicySpec(name).make(rng=Random(1))), FLEET.instances
+        )
         assert summary.ttft_mean_s > 0.98 * bound.ttft_mean_s
         assert summary.hit_rate <= bound.hit_rate + 0.01
 
 
 def test_nothing_offered_is_no_rate() -> None:
     """Of no outcomes."""
-    assert offered_rate([]) == 0.0
+    assert measure_offered_rate([]) == 0.0
 
 
 def tight_trace(requests: int = 60) -> Trace:
@@ -72,8 +74,8 @@ def tight_trace(requests: int = 60) -> Trace:
 def test_an_engine_that_waits_for_blocks_goes_on_when_another_frees_them(instances: int) -> None:
     """Every request of a trace that fits is served, however small the pool."""
     trace = tight_trace()
-    fleet = FleetSettings(instances=instances, capacity_tokens=15 * 512)
-    bound = paced_bound(trace, fleet, 0.9)
+    fleet = ReplayFleet(instances=instances, capacity_tokens=15 * 512)
+    bound = measure_bound(trace, fleet, 0.9)
     outcomes = play_on_pool(bound.trace, bound.pace, fleet)
     assert len(outcomes) == trace.requests
     assert all(each.first_token_at is not None and each.finished_at is not None for each in outcomes)
@@ -85,8 +87,8 @@ def test_what_no_engine_holds_is_rejected_by_the_pool_as_well() -> None:
         {"timestamp": 500 * number, "input_length": size, "output_length": 10, "hash_runs": [100 * (number + 1), 1]}
         for number, size in enumerate((600, 40 * 512, 700))
     ]
-    fleet = FleetSettings(instances=8, capacity_tokens=20 * 512)
+    fleet = ReplayFleet(instances=8, capacity_tokens=20 * 512)
     trace = parse_trace(lines(*rows), name="one too long")
-    bound = paced_bound(trace, fleet, 0.5)
+    bound = measure_bound(trace, fleet, 0.5)
     outcomes = play_on_pool(bound.trace, bound.pace, fleet)
     assert [each.first_token_at is not None for each in outcomes] == [True, False, True]

@@ -81,20 +81,20 @@ def test_the_ceiling_is_what_one_endless_cache_would_hit() -> None:
 
 def test_cutting_keeps_the_first_sessions() -> None:
     """Whole sessions, the last one possibly shortened."""
-    trace = chat_trace(sessions=3, turns=4).first(6)
+    trace = chat_trace(sessions=3, turns=4).cut(6)
     assert [len(session.turns) for session in trace.sessions] == [4, 2]
 
 
 def test_clones_share_what_sessions_share_and_nothing_else() -> None:
     """A copy is another user: the system prompt is common, the conversation is not."""
     trace = chat_trace(sessions=20, turns=2)
-    cloned = trace.cloned(3)
+    cloned = trace.clone(3)
     assert cloned.requests == 3 * trace.requests
     lasts = [session.turns[-1].blocks for session in cloned.sessions]
     assert {blocks[0] for blocks in lasts} == {0}
     assert len({blocks[1] for blocks in lasts}) == 60
     assert cloned.hit_ceiling() == pytest.approx(trace.hit_ceiling(), rel=0.05)
-    assert trace.cloned(1) is trace
+    assert trace.clone(1) is trace
 
 
 def test_open_loop_fixes_every_arrival_closed_loop_the_first() -> None:

@@ -9,11 +9,11 @@ from random import Random
 
 import pytest
 
-from kvproxy.replay.compare import Plan, compare
-from kvproxy.replay.outcome import Outcome, summarise
-from kvproxy.replay.pooled import Bound, paced_bound
-from kvproxy.replay.scenario import PolicySpec, play
-from kvproxy.replay.settings import JITTER_S, FleetSettings, Pace
+from kvproxy.replay.compare import ComparisonPlan, compare
+from kvproxy.replay.pooled import Bound, measure_bound
+from kvproxy.replay.results import ReplayOutcome, summarize_outcomes
+from kvproxy.replay.scenario import PolicySpec, play_policy
+from kvproxy.replay.settings import JITTER_S, Pace, ReplayFleet
 from kvproxy.replay.trace import read_trace
 from kvproxy.routing.kv_aware import KvAware
 from kvproxy.routing.speeds import SpeedEstimates
@@ -22,26 +22,26 @@ from tests.replay.traces import shared_prefix_trace
 TRACES = Path(__file__).parents[2] / "benchmarks/traces"
 SEEDS = (1, 2)
 #: Half of the engines at 0.4 of the others' speed.
-HALF_SLOW = FleetSettings(instances=4, slowness=(2.5, 2.5))
+HALF_SLOW = ReplayFleet(instances=4, slowness=(2.5, 2.5))
 
 
 @pytest.fixture(scope="module")
 def paced() -> Bound:
     """Real conversations at a load that this fleet can carry."""
-    trace = read_trace(TRACES / "conv_dev.jsonl.gz").first(1200)
-    return paced_bound(trace, HALF_SLOW.undisturbed(), 0.4, closed_loop=True)
+    trace = read_trace(TRACES / "conv_dev.jsonl.gz").cut(1200)
+    return measure_bound(trace, HALF_SLOW.undisturbed(), 0.4, closed_loop=True)
 
 
 def run(paced: Bound, *, streamed: float, seed: int = 1) -> tuple[float, SpeedEstimates]:
     """Mean time to first token, and what was learned."""
     policy = KvAware(rng=Random(seed))
-    outcomes = play(paced.trace, paced.pace, HALF_SLOW, policy, seed=seed, streamed=streamed)
-    return summarise(outcomes, HALF_SLOW.instances).ttft_mean_s, policy.speeds.estimates(last(outcomes))
+    outcomes = play_policy(paced.trace, paced.pace, HALF_SLOW, policy, seed=seed, streamed=streamed)
+    return summarize_outcomes(outcomes, HALF_SLOW.instances).ttft_mean_s, policy.speeds.estimates(last(outcomes))
 
 
 def last(outcomes: object) -> float:
     assert isinstance(outcomes, list)
-    return max(one.arrived_at for one in outcomes if isinstance(one, Outcome))
+    return max(one.arrived_at for one in outcomes if isinstance(one, ReplayOutcome))
 
 
 def test_unary_traffic_is_routed_as_well_as_streamed(paced: Bound) -> None:
@@ -75,7 +75,7 @@ def test_seeds_are_other_runs_of_the_same_trace() -> None:
     ]
     assert 0.0 <= min(later) < max(later) <= JITTER_S
     means = {
-        summarise(play(trace, Pace(), HALF_SLOW, KvAware(rng=Random(seed)), seed=seed), 4).ttft_mean_s
+        summarize_outcomes(play_policy(trace, Pace(), HALF_SLOW, KvAware(rng=Random(seed)), seed=seed), 4).ttft_mean_s
         for seed in (1, 2, 3)
     }
     assert len(means) == 3
@@ -83,10 +83,10 @@ def test_seeds_are_other_runs_of_the_same_trace() -> None:
 
 def test_the_table_tells_how_far_seeds_differ() -> None:
     """Standard deviation of the mean; a single run has none."""
-    plan = Plan(HALF_SLOW, [PolicySpec.parse("kv_aware")], seeds=3)
+    plan = ComparisonPlan(HALF_SLOW, [PolicySpec.parse("kv_aware")], seeds=3)
     report = compare(shared_prefix_trace(), plan, err=StringIO()).report
     spread = report.policies["kv_aware"].ttft_mean_sd_s
     assert spread > 0.0
-    assert f"±{spread:.3f}" in report.as_table()
+    assert f"±{spread:.3f}" in report.render_table()
     single = compare(shared_prefix_trace(), replace(plan, seeds=1), err=StringIO()).report
-    assert "±" not in single.as_table()
+    assert "±" not in single.render_table()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from random import Random
 
-from kvproxy.replay.settings import FleetSettings, IndexMode
+from kvproxy.replay.settings import IndexMode, ReplayFleet
 from kvproxy.replay.trace import Turn
 from kvproxy.replay.view import IndexView, endpoint_id
 from kvproxy.simulator.kv_event import AllBlocksCleared, BlockRemoved, BlockStored
@@ -16,7 +16,7 @@ BLOCKS = tuple(TURN.blocks)
 
 
 def view(mode: IndexMode = IndexMode.EVENTS, **settings: float) -> IndexView:
-    return IndexView(FleetSettings(instances=2, index=mode, **settings), 512, rng=Random(1))  # type: ignore[arg-type]
+    return IndexView(ReplayFleet(instances=2, index=mode, **settings), 512, rng=Random(1))  # type: ignore[arg-type]
 
 
 def held(subject: IndexView) -> list[int]:

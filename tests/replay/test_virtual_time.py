@@ -9,24 +9,26 @@ from random import Random
 import pytest
 
 from kvproxy.config.cluster_schema import PolicyName
-from kvproxy.replay.outcome import Outcome, Summary, percentile, rate_of, summarise
-from kvproxy.replay.scenario import PolicySpec, UnknownPolicy, play
-from kvproxy.replay.settings import FleetSettings, IndexMode, Pace
+from kvproxy.replay.results import ReplayOutcome, Summary, compute_rate, percentile, summarize_outcomes
+from kvproxy.replay.scenario import PolicySpec, UnknownPolicy, play_policy
+from kvproxy.replay.settings import IndexMode, Pace, ReplayFleet
 from kvproxy.replay.trace import Trace, parse_trace
 from kvproxy.simulator.timing import EngineTiming
 from tests.replay.traces import chat_trace, lines, shared_prefix_trace
 
-FLEET = FleetSettings(instances=3)
+FLEET = ReplayFleet(instances=3)
 KV_AWARE = PolicySpec(PolicyName.KV_AWARE)
 ROUND_ROBIN = PolicySpec(PolicyName.ROUND_ROBIN)
 
 
-def outcomes_of(trace: Trace, pace: Pace, fleet: FleetSettings, spec: PolicySpec, seed: int = 1) -> Sequence[Outcome]:
-    return play(trace, pace, fleet, spec.make(rng=Random(seed)), queue=spec.queue, seed=seed)
+def outcomes_of(
+    trace: Trace, pace: Pace, fleet: ReplayFleet, spec: PolicySpec, seed: int = 1
+) -> Sequence[ReplayOutcome]:
+    return play_policy(trace, pace, fleet, spec.make(rng=Random(seed)), queue=spec.queue, seed=seed)
 
 
-def figures(trace: Trace, fleet: FleetSettings = FLEET, spec: PolicySpec = KV_AWARE, pace: Pace = Pace()) -> Summary:
-    return summarise(outcomes_of(trace, pace, fleet, spec), fleet.instances)
+def figures(trace: Trace, fleet: ReplayFleet = FLEET, spec: PolicySpec = KV_AWARE, pace: Pace = Pace()) -> Summary:
+    return summarize_outcomes(outcomes_of(trace, pace, fleet, spec), fleet.instances)
 
 
 @pytest.mark.parametrize(
@@ -106,9 +108,9 @@ def test_a_slow_engine_gets_less_work() -> None:
 
 def test_an_engine_that_slows_down_for_a_while_is_avoided_for_a_while() -> None:
     """The middle third of the run."""
-    settings = replace(FLEET, slow_middle=3.0).engine(512, 0, 90.0)
+    settings = replace(FLEET, slow_middle=3.0).engine_settings(512, 0, 90.0)
     assert settings.timing.slowness_changes == ((30.0, 3.0), (60.0, 1.0))
-    assert replace(FLEET, slow_middle=3.0).engine(512, 1, 90.0).timing.slowness_changes == ()
+    assert replace(FLEET, slow_middle=3.0).engine_settings(512, 1, 90.0).timing.slowness_changes == ()
 
 
 def test_a_prompt_no_engine_can_hold_fails_and_the_session_goes_on() -> None:
@@ -136,7 +138,7 @@ def test_the_queue_holds_requests_back_when_all_are_busy() -> None:
 def test_progress_is_reported() -> None:
     """Once for every finished request."""
     seen: list[int] = []
-    play(chat_trace(), Pace(), FLEET, ROUND_ROBIN.make(rng=Random(1)), progress=seen.append)
+    play_policy(chat_trace(), Pace(), FLEET, ROUND_ROBIN.make(rng=Random(1)), progress=seen.append)
     assert seen == list(range(1, 49))
 
 
@@ -164,6 +166,6 @@ def test_unknown_policies_are_refused(text: str, match: str) -> None:
 def test_figures_of_nothing_are_zero() -> None:
     """An empty run has no percentiles and no rate."""
     assert percentile([], 0.5) == 0.0
-    assert rate_of([1.0]) == 0.0
-    assert rate_of([1.0, 1.0]) == 0.0
-    assert summarise([], 2).ttft_mean_s == 0.0
+    assert compute_rate([1.0]) == 0.0
+    assert compute_rate([1.0, 1.0]) == 0.0
+    assert summarize_outcomes([], 2).ttft_mean_s == 0.0

@@ -15,7 +15,7 @@ import pytest
 from starlette.types import Send
 
 from kvproxy.app import Proxy
-from kvproxy.commands.configuration import Source
+from kvproxy.commands.configuration import ConfigSource
 from kvproxy.commands.reload import FileReloader
 from kvproxy.config.load import load_config
 from kvproxy.config.schema import Config
@@ -165,7 +165,7 @@ async def test_the_file_reloader_says_why_and_changes_nothing(tmp_path: Path) ->
     file = tmp_path / "config.yaml"
     async with two_engines() as (a, b):
         file.write_text(f"endpoints: {{a: '{a}'}}\n")
-        source = Source(path=str(file))
+        source = ConfigSource(path=str(file))
         async with Proxy(source.load()[0]) as proxy, FileReloader(proxy, source, interval_s=0.01) as reload:
             assert proxy.reloader is reload
             file.write_text("endpoints: {a: nonsense}\npolcy: x\n")

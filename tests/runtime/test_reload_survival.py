@@ -14,7 +14,7 @@ from starlette.types import Send
 from kvproxy.app import Proxy
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.pick import AttemptOutcome
-from kvproxy.commands.configuration import Source
+from kvproxy.commands.configuration import ConfigSource
 from kvproxy.commands.reload import FileReloader
 from kvproxy.config.load import load_config
 from kvproxy.kvcache.service import KvCache
@@ -206,7 +206,7 @@ async def test_runtime_changes_of_routing(
         file.write_text(f"endpoints: {{a: 'http://127.0.0.1:9'}}\npolicy: {policy}\nhealth: {{active: false}}\n{extra}")
 
     write("kv_aware")
-    source = Source(path=str(file))
+    source = ConfigSource(path=str(file))
     async with Proxy(source.load()[0]) as proxy, FileReloader(proxy, source, interval_s=0), admin_of(proxy) as admin:
         change = {"clusters": {"default": {"parameters": {"stall": 0.5}}}}
         assert (await admin.patch("/routing", json=change)).status_code == 200

@@ -129,6 +129,19 @@ async def test_silence_in_the_middle() -> None:
             await response.chunk()
 
 
+async def test_silence_after_a_slow_reader_is_the_engines_again() -> None:
+    """Once the reader has taken what stopped the reading, idle_s runs as before."""
+    body = HEAD_ONLY + b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
+    async with scripted(say(body)) as upstream, UpstreamPool(high_water_bytes=1024) as pool:
+        response = await post(pool, upstream.origin, timeouts=Timeouts(first_byte_s=60, idle_s=0.1))
+        async with asyncio.timeout(30):
+            taken = 0
+            while taken < 0x10000:
+                taken += len(await response.chunk())
+            with pytest.raises(IdleTimeout):
+                await response.chunk()
+
+
 async def test_zero_is_no_timeout() -> None:
     """0 switches each of them off."""
     go = asyncio.Event()
@@ -501,7 +514,7 @@ async def test_an_error_of_the_body_is_the_requests_error() -> None:
 
 
 async def test_a_body_that_is_cancelled_fails_the_request() -> None:
-    """An iterator cancelled from elsewhere leaves nobody waiting."""
+    """An iterator cancelled from elsewhere leaves no task waiting."""
 
     async def cancelled() -> AsyncIterator[bytes]:
         yield b"a"

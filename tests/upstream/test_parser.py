@@ -54,6 +54,12 @@ def test_a_valid_response_is_complete_at_its_end(raw: bytes, method: bytes, body
     assert seen[3:] == (body, True, reusable)
 
 
+def test_what_an_interim_response_says_is_not_the_responses() -> None:
+    """Status, reason and fields are those of the last head alone."""
+    raw, method, _, _ = VALID["interim"]
+    assert read(raw, method=method)[:3] == (200, b"OK", [(b"content-length", b"1")])
+
+
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_cuts_change_nothing(data: st.DataObject) -> None:
@@ -127,7 +133,7 @@ def test_endless_interim_responses_are_bounded() -> None:
 @pytest.mark.parametrize("extra", [b"x", b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n", b"HTT"])
 @pytest.mark.parametrize("method", [b"POST", b"HEAD"])
 def test_bytes_after_the_end_spoil_reuse_only(extra: bytes, method: bytes) -> None:
-    """The response stands, the connection does not: its next bytes would be read as somebody else's response."""
+    """The response stands, the connection does not: its next bytes would be read as another request's response."""
     body = b"abc" if method == b"POST" else b""
     head = OK + b"content-length: 3\r\n\r\n"
     assert read(head + body + extra, method=method)[3:] == (body, True, False)

@@ -1,4 +1,4 @@
-"""Which connection serves a request, how many there may be, and who waits."""
+"""Which connection serves a request, how many there may be, and which requests wait."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvproxy.errors import ConnectError, ConnectTimeout, PoolFull, UnsafeRequest
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.upstream.origin import Origin
 from kvproxy.upstream.pool import Timeouts, UpstreamPool
-from kvproxy.upstream.upload import SLICE_BYTES, in_slices
+from kvproxy.upstream.request import SLICE_BYTES, encode_request
 from tests.support.clock import FakeClock
 from tests.support.scripted import Peer, answer, scripted
 from tests.upstream.calls import HEAD_ONLY, OK, PATIENT, fetch, pieces, post, read, until
@@ -44,7 +44,7 @@ async def test_a_response_is_returned_to_the_pool_before_it_is_read() -> None:
         response = await post(pool, upstream.origin)
         assert response.complete
         assert pool.idle == 1
-        response.abort()  # must not hurt the connection, which is somebody else's now
+        response.abort()  # must not hurt the connection, which is another request's now
         assert await fetch(pool, upstream.origin) == b"ok"
         assert await read(response) == b"ok"
         assert len(upstream.peers) == 1
@@ -201,7 +201,9 @@ async def test_other_tasks_have_their_turn_between_slices() -> None:
             await asyncio.sleep(0)
 
     counting = asyncio.create_task(count())
-    slices = [(len(piece), turns) async for piece in in_slices(body)]
+    upload = encode_request(Origin("http", "x", 1), b"POST", target=b"/", headers=[], body=body).upload()
+    assert upload is not None
+    slices = [(len(piece), turns) async for piece in upload]
     counting.cancel()
     assert [size for size, _ in slices] == [SLICE_BYTES] * 4 + [1]
     assert [turn for _, turn in slices] == sorted({turn for _, turn in slices})
@@ -301,7 +303,7 @@ async def test_a_full_line_refuses() -> None:
 
 
 async def test_waiting_is_bounded_by_the_connect_timeout() -> None:
-    """Who waits for a connection waits as long as for connecting, then PoolFull."""
+    """A request waits for a connection as long as for connecting, then gets PoolFull."""
     async with scripted(answer(HEAD_ONLY)) as upstream, UpstreamPool(max_connections=1) as pool:
         busy = await post(pool, upstream.origin)
         with pytest.raises(PoolFull, match=r"within 0\.02 s"):
@@ -433,8 +435,8 @@ async def test_nagle_is_off() -> None:
     """TCP_NODELAY: without it a head followed by a body waits 40 ms for the peer's delayed acknowledgement."""
     async with scripted(answer(OK)) as upstream, UpstreamPool() as pool:
         await fetch(pool, upstream.origin)
-        (lane,) = pool._lanes.values()
-        connection = lane.take_idle()
+        (origin_pool,) = pool._pools.values()
+        connection = origin_pool.acquire_idle()
         assert connection is not None
         sock = connection._transport.get_extra_info("socket")
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
@@ -457,7 +459,7 @@ async def test_a_small_request_goes_out_in_one_piece() -> None:
 
 
 def unused_port() -> int:
-    """A port nobody listens on."""
+    """A port without a listener."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]

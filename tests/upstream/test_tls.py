@@ -34,7 +34,7 @@ async def test_a_trusted_certificate_is_accepted(certificate: Certificate) -> No
 
 
 async def test_an_unknown_authority_is_refused(certificate: Certificate) -> None:
-    """Nothing is sent to an engine that cannot prove who it is."""
+    """Nothing is sent to an engine that cannot prove its name."""
     url = "https://127.0.0.1"
     async with (
         scripted(answer(OK), tls=certificate.server_context(), url=url) as upstream,

@@ -47,7 +47,7 @@ const ENDPOINT_COLUMNS = [
 let tell = () => {};
 let again = () => {};
 
-// `trouble` shows a message, `poll` asks for the state anew.
+// `trouble` shows a message, `poll` asks for the state again.
 export function connect(trouble, poll) {
   tell = trouble;
   again = poll;

@@ -9,7 +9,7 @@ from kvproxy.config.kvcache_schema import CacheStrategySettings, Provider
 from kvproxy.doctor.checks.trial import TRIAL_CALLS
 from kvproxy.doctor.deployment import Deployment, gather_facts
 from kvproxy.doctor.engine import EngineFacts
-from kvproxy.doctor.lmcache import LmcacheFacts
+from kvproxy.doctor.lmcache import LmcacheCheck, LmcacheFacts
 from kvproxy.doctor.report import Finding, ok, problem, warning
 from kvproxy.errors import BadResponse, ClientError, NotSupported
 
@@ -17,17 +17,11 @@ _LOCATIONS = ("LocalCPUBackend", "LocalDiskBackend")
 
 
 @dataclass(frozen=True, slots=True)
-class ServiceCheck:
+class ServiceCheck(LmcacheCheck):
     """Controller or coordinator."""
-
-    lmcache: LmcacheFacts
 
     name = "lmcache"
     calls = 4
-
-    @property
-    def where(self) -> str:
-        return self.lmcache.where
 
     async def find(self) -> Sequence[Finding]:
         if (await self.lmcache.link()).error is not None:
@@ -73,7 +67,7 @@ class InstancesCheck:
         unregistered = [
             engine
             for engine in self.deployment.engines
-            if engine.instance_id not in registered and (await engine.link()).error is None
+            if engine.instance_id not in registered and await engine.is_reachable()
         ]
         names: dict[EngineFacts, str] = {}
         if self.trial and registered:
@@ -128,17 +122,11 @@ def _unregistered(engine: EngineFacts, name: str, free: Sequence[str]) -> Findin
 
 
 @dataclass(frozen=True, slots=True)
-class ActionsCheck:
+class ActionsCheck(LmcacheCheck):
     """Strategies against the routes that this service has."""
-
-    lmcache: LmcacheFacts
 
     name = "actions"
     calls = 5
-
-    @property
-    def where(self) -> str:
-        return self.lmcache.where
 
     async def find(self) -> Sequence[Finding]:
         strategy = self.lmcache.settings.cache_strategy

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from kvproxy.doctor.checks.trial import TRIAL_CALLS
-from kvproxy.doctor.deployment import Deployment, gather_facts, routed_models
+from kvproxy.doctor.deployment import ClusterCheck, Deployment, gather_facts, routed_models
 from kvproxy.doctor.engine import EngineCheck, EngineFacts
 from kvproxy.doctor.exposition import Counters, parse_counters
 from kvproxy.doctor.report import Finding, ok, problem, warning
@@ -20,21 +20,14 @@ Window = tuple[Counters, Counters]
 
 
 @dataclass(frozen=True, slots=True)
-class ModelsCheck:
+class ModelsCheck(ClusterCheck):
     """One cluster: declared names, routed names, and what engines without a declaration must have in common."""
-
-    deployment: Deployment
-    cluster: str
 
     name = "models"
     calls = 3
 
-    @property
-    def where(self) -> str:
-        return f"cluster {self.cluster}"
-
     async def find(self) -> Sequence[Finding]:
-        engines = dict(self.deployment.clusters())[self.cluster]
+        engines = self.engines
         listed = await gather_facts(engines, lambda engine: engine.models())
         if not listed:
             return []
@@ -97,22 +90,14 @@ def _list(names: set[str] | frozenset[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class VersionCheck:
+class VersionCheck(ClusterCheck):
     """One cluster's engines; those that do not report one are left out."""
-
-    deployment: Deployment
-    cluster: str
 
     name = "version"
     calls = 3
 
-    @property
-    def where(self) -> str:
-        return f"cluster {self.cluster}"
-
     async def find(self) -> Sequence[Finding]:
-        engines = dict(self.deployment.clusters())[self.cluster]
-        versions = await gather_facts(engines, lambda engine: engine.version())
+        versions = await gather_facts(self.engines, lambda engine: engine.version())
         reported = {engine.endpoint.id: version for engine, version in versions.items()}
         if not reported:
             return []
@@ -124,21 +109,14 @@ class VersionCheck:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenizersCheck:
+class TokenizersCheck(ClusterCheck):
     """One cluster: engines whose model has the same name, and the engine that tokenizes for all where there is one."""
-
-    deployment: Deployment
-    cluster: str
 
     name = "tokenizers"
     calls = 4
 
-    @property
-    def where(self) -> str:
-        return f"cluster {self.cluster}"
-
     async def find(self) -> Sequence[Finding]:
-        engines = [*dict(self.deployment.clusters())[self.cluster], *filter(None, [self.deployment.tokenizer])]
+        engines = [*self.engines, *filter(None, [self.deployment.tokenizer])]
         samples = await gather_facts(engines, _sampled)
         by_model: dict[str, dict[EngineFacts, tuple[int, ...]]] = {}
         for engine, (model, tokens) in samples.items():

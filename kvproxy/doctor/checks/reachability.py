@@ -54,8 +54,7 @@ class HealthCheck(EngineCheck):
     calls = 4
 
     async def find(self) -> Sequence[Finding]:
-        link = await self.engine.link()
-        if link.error is not None:
+        if not await self.engine.is_reachable():
             return []
         try:
             status = (await self.engine.health_reply()).status
@@ -87,8 +86,7 @@ class ApiCheck(EngineCheck):
     calls = 4
 
     async def find(self) -> Sequence[Finding]:
-        link = await self.engine.link()
-        if link.error is not None:
+        if not await self.engine.is_reachable():
             return []
         try:
             models = await self.engine.models()

@@ -1,4 +1,4 @@
-"""The effective configuration without its secrets, reading it anew, and the log level."""
+"""The process over the admin listener: health, metrics, the effective configuration, reload and the log level."""
 
 from __future__ import annotations
 
@@ -7,32 +7,65 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from kvproxy.admin.audit import Audit
 from kvproxy.admin.operated import AdminTarget
-from kvproxy.admin.replies import Refused, json_object, reply
+from kvproxy.admin.replies import Audit, RequestRefused, json_object, reply
+from kvproxy.cluster.status import clusters_without_endpoint
 from kvproxy.config.fields import nearest
 from kvproxy.config.schema import LogLevel
 from kvproxy.errors import Problem
+from kvproxy.metrics.exposition import exposition
 
 REDACTED = "**********"
-
 #: Settings of other people's filters are plain data: whatever is called like a secret is taken for one.
 _SECRET = re.compile(r"(?i)(key|token|secret|password|passwd|credential|authorization)s?$")
-
 #: Values under such a name that are plainly counts or switches.
 _HARMLESS = (int, float, bool, type(None))
 
 
-def redacted(data: Any, *, name: str = "") -> Any:
+def check_readiness(operated: AdminTarget) -> tuple[bool, str]:
+    """Ready while not draining and while some endpoint of every cluster takes traffic; and why not."""
+    if operated.draining:
+        return False, "draining"
+    without = clusters_without_endpoint(operated.clusters, operated.clock())
+    return (False, f"no endpoint in {', '.join(without)}") if without else (True, "ready")
+
+
+class HealthRoutes:
+    """`/healthz`, `/readyz` and `/metrics`, as plain text."""
+
+    def __init__(self, operated: AdminTarget) -> None:
+        self._operated = operated
+
+    def routes(self) -> list[Route]:
+        """Their paths."""
+        return [
+            Route("/healthz", self._healthz, methods=["GET"]),
+            Route("/readyz", self._readyz, methods=["GET"]),
+            Route("/metrics", self._metrics, methods=["GET"]),
+        ]
+
+    async def _healthz(self, request: Request) -> Response:
+        return PlainTextResponse("ok\n")
+
+    async def _readyz(self, request: Request) -> Response:
+        ready, text = check_readiness(self._operated)
+        return PlainTextResponse(f"{text}\n", 200 if ready else 503)
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(await exposition(self._operated.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def redact(data: Any, *, name: str = "") -> Any:
     """Plain data without secrets, by the names they stand under."""
     if isinstance(data, dict):
-        return {key: redacted(value, name=str(key)) for key, value in data.items()}
+        return {key: redact(value, name=str(key)) for key, value in data.items()}
     if isinstance(data, list | tuple):
-        return [redacted(value, name=name) for value in data]
+        return [redact(value, name=name) for value in data]
     if _SECRET.search(name) and not isinstance(data, _HARMLESS) and data:
         return REDACTED
     return data
@@ -55,20 +88,20 @@ class SettingsRoutes:
         ]
 
     async def _config(self, request: Request) -> Response:
-        return reply(redacted(self._operated.config.model_dump(mode="json")))
+        return reply(redact(self._operated.config.model_dump(mode="json")))
 
     async def _reload(self, request: Request) -> Response:
-        """Read the configuration file anew and apply it; 422 with every problem when it cannot be."""
+        """Read the configuration file again and apply it; 422 with every problem when it cannot be."""
         reloader = self._operated.reloader
         if reloader is None:
-            raise Refused(409, Problem("", "the proxy was not started from a file", "start it with -c FILE"))
+            raise RequestRefused(409, Problem("", "the proxy was not started from a file", "start it with -c FILE"))
         reloaded = await reloader()
         if reloaded.errors:
             self._audit.write(request, "reload", before="", after="refused")
-            raise Refused(422, *reloaded.errors)
-        told = {"after_restart": list(reloaded.after_restart), "lost": reloaded.lost}
-        self._audit.write(request, "reload", before="", after="applied", **told)
-        return reply({"reloaded": True, **told})
+            raise RequestRefused(422, *reloaded.errors)
+        outcome = {"after_restart": list(reloaded.after_restart), "lost": reloaded.lost}
+        self._audit.write(request, "reload", before="", after="applied", **outcome)
+        return reply({"reloaded": True, **outcome})
 
     async def _log(self, request: Request) -> Response:
         if request.method == "PATCH":
@@ -81,7 +114,7 @@ class SettingsRoutes:
         if level not in list(LogLevel):
             problems.append(Problem("level", "not a log level", f"allowed: {', '.join(LogLevel)}"))
         if problems:
-            raise Refused(422, *problems)
+            raise RequestRefused(422, *problems)
         before = _level()
         self._set_level(str(level).upper())
         self._audit.write(request, "log.level", before=before, after=level)

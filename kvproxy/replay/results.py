@@ -1,4 +1,4 @@
-"""Policies side by side: the figures, as a table and as JSON."""
+"""What became of the requests of a replay: policies side by side, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass
 from statistics import stdev
 from typing import Any
 
-from kvproxy.replay.outcome import Summary
-
 _LEGEND = (
     "TTFT (with its p50, p90, p99) and e2e are seconds; hit is the share of prompt tokens found in cache; imbalance",
     "the busiest engine against the mean; the last two are mean TTFT against the pooled cache's and the baseline's.",
@@ -16,8 +14,86 @@ _LEGEND = (
 _COLUMNS = ("policy", "TTFT mean", "p50", "p90", "p99", "e2e", "hit", "imbalance", "vs bound", "vs ")
 
 
+@dataclass(slots=True)
+class ReplayOutcome:
+    """One request as its client saw it. Times are seconds; None: it never came so far."""
+
+    arrived_at: float
+    prompt_tokens: int
+    endpoint: int = -1
+    predicted_tokens: int = 0
+    cached_tokens: int = 0
+    first_token_at: float | None = None
+    finished_at: float | None = None
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to first token, the router's queue included."""
+        return None if self.first_token_at is None else self.first_token_at - self.arrived_at
+
+
 @dataclass(frozen=True, slots=True)
-class Report:
+class Summary:
+    """One policy on one trace. `imbalance` is the busiest endpoint's computed tokens against the mean; `hit_rate` the
+    share of prompt tokens served from caches; `wrong_share` of the predicted ones not served."""
+
+    requests: int
+    failed: int
+    ttft_mean_s: float
+    ttft_p50_s: float
+    ttft_p90_s: float
+    ttft_p99_s: float
+    e2e_mean_s: float
+    hit_rate: float
+    imbalance: float
+    wrong_share: float
+    requests_per_s: float
+    ttft_mean_sd_s: float = 0.0  # over seeds, of the mean; 0 of a single run
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """Nearest-rank percentile of sorted values; 0 of none."""
+    if not ordered:
+        return 0.0
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def summarize_outcomes(outcomes: Sequence[ReplayOutcome], instances: int) -> Summary:
+    """Figures over every request that finished."""
+    done = [outcome for outcome in outcomes if outcome.first_token_at is not None]
+    ttft = sorted(each.ttft_s for each in done if each.ttft_s is not None)
+    e2e = [each.finished_at - each.arrived_at for each in done if each.finished_at is not None]
+    computed = [0] * instances
+    for each in done:
+        computed[each.endpoint] += each.prompt_tokens - each.cached_tokens
+    prompt = sum(each.prompt_tokens for each in done)
+    predicted = sum(each.predicted_tokens for each in done)
+    missing = sum(max(0, each.predicted_tokens - each.cached_tokens) for each in done)
+    return Summary(
+        requests=len(outcomes),
+        failed=len(outcomes) - len(done),
+        ttft_mean_s=sum(ttft) / len(ttft) if ttft else 0.0,
+        ttft_p50_s=percentile(ttft, 0.5),
+        ttft_p90_s=percentile(ttft, 0.9),
+        ttft_p99_s=percentile(ttft, 0.99),
+        e2e_mean_s=sum(e2e) / len(e2e) if e2e else 0.0,
+        hit_rate=sum(each.cached_tokens for each in done) / prompt if prompt else 0.0,
+        imbalance=max(computed) * instances / sum(computed) if sum(computed) else 1.0,
+        wrong_share=missing / predicted if predicted else 0.0,
+        requests_per_s=compute_rate([outcome.arrived_at for outcome in outcomes]),
+    )
+
+
+def compute_rate(arrivals: Sequence[float]) -> float:
+    """Arrivals a second over the whole run."""
+    if len(arrivals) < 2:
+        return 0.0
+    span = max(arrivals) - min(arrivals)
+    return (len(arrivals) - 1) / span if span > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayReport:
     """What one replay found. `bound_ttft_mean_s` is the pooled cache's, 0 when there is none (a live run)."""
 
     trace: str
@@ -59,7 +135,7 @@ class Report:
             },
         }
 
-    def as_table(self) -> str:
+    def render_table(self) -> str:
         """For a terminal: what was played, the rows, what the columns are."""
         return "\n".join([self.title(), *self.rows(), *(_LEGEND if self.bound_ttft_mean_s else ())])
 
@@ -77,7 +153,7 @@ class Report:
         """The table alone."""
         rows = [self._row(name, summary) for name, summary in self.policies.items()]
         header = [*_COLUMNS[:-1], _COLUMNS[-1] + self.baseline]
-        return aligned([header, *rows])
+        return align_columns([header, *rows])
 
     def _row(self, name: str, summary: Summary) -> list[str]:
         times = (summary.ttft_mean_s, summary.ttft_p50_s, summary.ttft_p90_s, summary.ttft_p99_s, summary.e2e_mean_s)
@@ -92,7 +168,7 @@ class Report:
         ]
 
 
-def mean_of(summaries: Sequence[Summary]) -> Summary:
+def average_summaries(summaries: Sequence[Summary]) -> Summary:
     """The mean over seeds, figure by figure, and how far the mean TTFT differs between them."""
     rows = [asdict(summary) for summary in summaries]
     means = {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
@@ -101,7 +177,7 @@ def mean_of(summaries: Sequence[Summary]) -> Summary:
     return Summary(**{**means, **counts, "ttft_mean_sd_s": spread})
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Columns of equal width; the first to the left, the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+
 import pytest
 
 from kvproxy.errors import UnsafeRequest
 from kvproxy.types import Headers
-from kvproxy.upstream.head import encode_head
 from kvproxy.upstream.origin import Origin
+from kvproxy.upstream.request import SLICE_BYTES, encode_head, encode_request
 
 ORIGIN = Origin("http", "engine", 8000, b"/base")
 
@@ -94,3 +96,38 @@ def test_chunked_without_a_body_is_refused() -> None:
 def test_tabs_and_latin_values_pass() -> None:
     """Field values may hold what RFC 9110 5.5 lets them hold."""
     assert b"a: b\tc \xe9\r\n" in encode([(b"a", b"b\tc \xe9")])[0]
+
+
+@pytest.mark.parametrize("size", [1, 5000, 64 * 1024, SLICE_BYTES, SLICE_BYTES + 1])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_large_body_is_not_copied(size: int, chunked: bool) -> None:
+    """It goes to the kernel as the object it is, behind its head or piece by piece."""
+    body = b"x" * size
+    headers = [(b"transfer-encoding", b"chunked")] if chunked else []
+    request = encode_request(ORIGIN, b"POST", target=b"/", headers=headers, body=body)
+    assert request.replayable
+    whole = b"".join(request.buffers).partition(b"\r\n\r\n")[2]
+    if chunked:
+        assert whole == b"%x\r\n%b\r\n0\r\n\r\n" % (size, body)
+        assert request.length_bytes is None
+    elif size <= SLICE_BYTES:
+        assert whole == body
+        assert request.length_bytes == size
+    else:
+        assert whole == b""
+        assert request.upload() is not None
+    assert any(piece is body for piece in request.buffers) == (chunked or 16 * 1024 < size <= SLICE_BYTES)
+
+
+async def test_a_body_on_its_way_cannot_be_sent_again() -> None:
+    """Its pieces are gone once they were sent."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"abc"
+
+    request = encode_request(ORIGIN, b"POST", target=b"/", headers=[], body=pieces())
+    assert not request.replayable
+    assert request.length_bytes is None
+    upload = request.upload()
+    assert upload is not None
+    assert [piece async for piece in upload] == [b"abc"]

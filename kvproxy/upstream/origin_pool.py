@@ -1,4 +1,4 @@
-"""The connections to one origin: which are idle, how many may be open, who waits. Decides; opens and sends nothing."""
+"""The connections to one origin: idle ones, how many may be open, requests that wait. Opens and sends nothing."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvproxy.upstream.origin import Origin
 
 
 @dataclass(frozen=True, slots=True)
-class LaneLimits:
-    """Bounds of each lane."""
+class PoolLimits:
+    """Bounds of each origin's pool."""
 
     max_connections: int
     max_idle: int
@@ -27,11 +27,11 @@ class OriginPool:
     """Counts slots from before a connection is opened until its socket is gone.
 
     Whatever becomes free goes to the longest waiting request first, so connections are idle and slots unused only
-    while nobody waits. `on_empty` is called when nothing is left.
+    while no request waits. `on_empty` is called when nothing is left.
     """
 
     def __init__(
-        self, origin: Origin, limits: LaneLimits, *, clock: Clock, on_empty: Callable[[OriginPool], None]
+        self, origin: Origin, limits: PoolLimits, *, clock: Clock, on_empty: Callable[[OriginPool], None]
     ) -> None:
         self.origin = origin
         self.open = 0  # slots taken: idle, busy and still connecting
@@ -54,7 +54,7 @@ class OriginPool:
         """Requests in the waiting line."""
         return len(self._waiting)
 
-    def take_idle(self) -> Connection | None:
+    def acquire_idle(self) -> Connection | None:
         """The connection used last, if any was used recently enough."""
         if not self._idle:
             return None
@@ -97,10 +97,10 @@ class OriginPool:
             async with asyncio.timeout(timeout_s or None):
                 return await waiter
         except TimeoutError:
-            self._leave(waiter)
+            self._abandon(waiter)
             raise PoolFull(f"no free connection to {self.origin} within {timeout_s:g} s") from None
         except BaseException:
-            self._leave(waiter)
+            self._abandon(waiter)
             raise
 
     def adopt(self, connection: Connection) -> bool:
@@ -124,7 +124,7 @@ class OriginPool:
             connection.close()
 
     async def close(self, error: Exception) -> None:
-        """Closes every connection and waits until their sockets are gone; who waits in line gets the error."""
+        """Closes every connection and waits until their sockets are gone; requests in line get the error."""
         while self._waiting:
             waiter = self._waiting.popleft()
             if not waiter.done():
@@ -163,7 +163,7 @@ class OriginPool:
             self._emptied.set_result(None)
         self.free_slot()
 
-    def _leave(self, waiter: asyncio.Future[Connection | None]) -> None:
+    def _abandon(self, waiter: asyncio.Future[Connection | None]) -> None:
         """A waiter gives up; what it was handed in the same moment goes to the next."""
         if not waiter.done() or waiter.cancelled() or waiter.exception() is not None:
             waiter.cancel()

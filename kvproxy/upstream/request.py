@@ -1,0 +1,151 @@
+"""A request on the wire: its head, refused when it could be read as anything but one request, and how its body goes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from kvproxy.errors import UnsafeRequest
+from kvproxy.types import Headers
+from kvproxy.upstream.origin import Origin
+
+_TOKEN = b"!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_VISIBLE = bytes(range(0x21, 0x7F)) + bytes(range(0x80, 0x100))
+_HEAD = b"\r\n\t " + _VISIBLE
+_WANTS_LENGTH = frozenset({b"POST", b"PUT", b"PATCH"})
+_LAST_CHUNK = b"0\r\n\r\n"
+
+#: A smaller body is copied behind its head, which costs less than another buffer of a write.
+_JOINED_BYTES = 16 * 1024
+#: The kernel takes what it is given in one go: 31 MiB would hold the event loop for 20 ms.
+SLICE_BYTES = 1024 * 1024
+
+Body = bytes | AsyncIterator[bytes] | None
+Write = Callable[[bytes | memoryview], Awaitable[None]]
+
+
+class WireRequest:
+    """One request encoded: `buffers` are written at once; a body that is longer or still on its way is uploaded."""
+
+    __slots__ = ("_body", "buffers", "length_bytes", "method")
+
+    def __init__(self, method: bytes, buffers: tuple[bytes, ...], body: Body, length_bytes: int | None) -> None:
+        self.method = method
+        self.buffers = buffers
+        self.length_bytes = length_bytes  # of the body; None: chunked
+        self._body = body  # what `buffers` do not hold of it
+
+    @property
+    def replayable(self) -> bool:
+        """The same bytes can be sent a second time."""
+        return self._body is None or isinstance(self._body, bytes)
+
+    def upload(self) -> AsyncIterator[bytes | memoryview] | None:
+        """The body piece by piece, where it does not go with the head."""
+        return _slices(self._body) if isinstance(self._body, bytes) else self._body
+
+
+def encode_request(origin: Origin, method: bytes, *, target: bytes, headers: Headers, body: Body) -> WireRequest:
+    """The request for the wire; a body of bytes is not copied unless it is small. Raises UnsafeRequest."""
+    if body is not None and not isinstance(body, bytes):
+        head, length_bytes = encode_head(origin, method, target=target, headers=headers, body_bytes=None, has_body=True)
+        return WireRequest(method, (head,), body, length_bytes)
+    size_bytes = len(body) if body else 0
+    head, length_bytes = encode_head(
+        origin, method, target=target, headers=headers, body_bytes=size_bytes, has_body=body is not None
+    )
+    if length_bytes is None:
+        chunk = (b"%x\r\n" % size_bytes, body, b"\r\n" + _LAST_CHUNK) if body else (_LAST_CHUNK,)
+        return WireRequest(method, (head, *chunk), None, None)
+    if size_bytes > SLICE_BYTES:
+        return WireRequest(method, (head,), body, length_bytes)
+    if size_bytes > _JOINED_BYTES:
+        return WireRequest(method, (head, body), None, length_bytes)  # type: ignore[arg-type]  # no None is that long
+    return WireRequest(method, (head + body if body else head,), None, length_bytes)
+
+
+def encode_head(
+    origin: Origin, method: bytes, *, target: bytes, headers: Headers, body_bytes: int | None, has_body: bool
+) -> tuple[bytes, int | None]:
+    """The head of one request, and how the body after it is framed: its length, or chunked when that is None.
+
+    Host and the framing header are added when `headers` has none. `body_bytes` is the body's size, None while it is not
+    known. Raises UnsafeRequest for CR, LF, NUL or other controls, for what is not a token where one belongs, and for
+    framing headers that contradict the body.
+    """
+    names = [name for name, _ in headers]
+    lines = [b"%b %b%b HTTP/1.1" % (method, origin.base_path, target)]
+    if b"host" not in names:
+        lines.append(b"host: " + origin.host_header)
+    elif names.count(b"host") > 1:
+        raise UnsafeRequest("more than one host")
+    lines += map(b": ".join, headers)
+    if b"content-length" in names or b"transfer-encoding" in names:
+        length_bytes = _stated_length(headers, names, body_bytes=body_bytes, has_body=has_body)
+    elif has_body and body_bytes is None:
+        length_bytes = None
+        lines.append(b"transfer-encoding: chunked")
+    else:
+        length_bytes = body_bytes or 0
+        if length_bytes or method in _WANTS_LENGTH:
+            lines.append(b"content-length: %d" % length_bytes)
+    lines.append(b"\r\n")
+    head = b"\r\n".join(lines)
+    # One look at everything joined costs a tenth of a check per field.
+    if not method or b"".join((method, *names)).translate(None, _TOKEN) or b"" in names:
+        raise UnsafeRequest("a method or header name that is not a token")
+    if head.translate(None, _HEAD) or not head.count(b"\r\n") == len(lines) == head.count(b"\r") == head.count(b"\n"):
+        raise UnsafeRequest("a control character in a header value or in the request target")
+    if target[:1] not in (b"/", b"*") or target.translate(None, _VISIBLE):
+        raise UnsafeRequest("a request target with spaces or control characters, or not starting with a slash")
+    return head, length_bytes
+
+
+def _stated_length(headers: Headers, names: list[bytes], *, body_bytes: int | None, has_body: bool) -> int | None:
+    """The framing the caller's own headers state, held against the body."""
+    codings = names.count(b"transfer-encoding")
+    if names.count(b"content-length") + codings > 1:
+        raise UnsafeRequest("more than one content-length or transfer-encoding")
+    if codings:
+        coding = headers[names.index(b"transfer-encoding")][1]
+        if coding.lower() != b"chunked" or not has_body:
+            raise UnsafeRequest("a transfer-encoding other than chunked, or without a body")
+        return None
+    stated = headers[names.index(b"content-length")][1]
+    if not stated.isdigit() or len(stated) > 18:
+        raise UnsafeRequest("a content-length that is not a number")
+    length_bytes = int(stated)
+    if body_bytes is not None and body_bytes != length_bytes:
+        raise UnsafeRequest(f"content-length {length_bytes} for a body of {body_bytes} bytes")
+    return length_bytes
+
+
+async def send_body(write: Write, body: AsyncIterator[bytes | memoryview], *, length_bytes: int | None) -> None:
+    """Writes the whole body, chunked when `length_bytes` is None.
+
+    Raises UnsafeRequest when the body turns out longer or shorter than was announced: the connection must then be
+    closed, since the engine would read the next request as the rest of this one.
+    """
+    sent_bytes = 0
+    async for piece in body:
+        if not piece:
+            continue
+        sent_bytes += len(piece)
+        if length_bytes is None:
+            await write(b"%x\r\n%b\r\n" % (len(piece), bytes(piece)))
+        elif sent_bytes > length_bytes:
+            raise UnsafeRequest(f"a body longer than its content-length {length_bytes}")
+        else:
+            await write(piece)
+    if length_bytes is None:
+        await write(_LAST_CHUNK)
+    elif sent_bytes != length_bytes:
+        raise UnsafeRequest(f"a body of {sent_bytes} bytes with content-length {length_bytes}")
+
+
+async def _slices(body: bytes) -> AsyncIterator[memoryview]:
+    """A long body uncopied, with a turn of the loop for others after each slice."""
+    view = memoryview(body)
+    for start in range(0, len(body), SLICE_BYTES):
+        yield view[start : start + SLICE_BYTES]
+        await asyncio.sleep(0)
