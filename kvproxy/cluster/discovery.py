@@ -34,8 +34,7 @@ MIN_INTERVAL_S = 0.05
 
 _ENDPOINTS = TypeAdapter(tuple[EndpointSettings, ...])
 
-#: loop.getaddrinfo's shape.
-Resolve = Callable[..., Awaitable[Sequence[tuple[Any, ...]]]]
+Resolve = Callable[..., Awaitable[Sequence[tuple[Any, ...]]]]  # loop.getaddrinfo's shape
 
 
 class Discovery(Protocol):
@@ -125,8 +124,8 @@ class DnsDiscovery:
         try:
             found = await resolve(settings.host, settings.port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
         except socket.gaierror as error:
-            what = f"the name {settings.host!r} cannot be resolved: {error.strerror or error}"
-            raise DiscoveryError(what) from error
+            why = error.strerror or error
+            raise DiscoveryError(f"the name {settings.host!r} cannot be resolved: {why}") from error
         addresses = sorted({str(entry[4][0]) for entry in found})
         return tuple(self._endpoint(address) for address in addresses)
 
