@@ -10,9 +10,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
-from kvproxy.config.decode import problem_of
+from kvproxy.config.decode import describe_problem
 from kvproxy.config.model import Model
-from kvproxy.config.paths import dotted
+from kvproxy.config.paths import dotted_path
 from kvproxy.errors import ConfigError
 from kvproxy.routing.consistent_hash import ConsistentHash
 from kvproxy.routing.dynamo import Dynamo
@@ -78,7 +78,7 @@ def tuned(settings: Model, changes: Mapping[str, Any]) -> Model:
     try:
         return kind.model_validate({**settings.model_dump(), **changes}, strict=True)
     except ValidationError as error:
-        found = [problem_of(kind, detail, dotted) for detail in error.errors(include_url=False)]
+        found = [describe_problem(kind, detail, dotted_path) for detail in error.errors(include_url=False)]
         allowed = ranges(settings)
         hints = [one.hint or f"allowed: {allowed[one.path]}" for one in found]
         raise ConfigError([replace(one, hint=hint) for one, hint in zip(found, hints, strict=True)]) from None
