@@ -64,7 +64,7 @@ SIMULATOR_MAY_IMPORT = {"simulator", "prefix", "types", "errors"}
 REGISTRIES = {"kvproxy.filters.registry", "kvproxy.routing.registry", "kvproxy.cli"}
 
 #: Short files with one importer that are still to be merged into it. Nothing is added here.
-THIN = frozenset[str]({"kvproxy.cluster.http_probe", "kvproxy.cluster.learned", "kvproxy.routing.onboarding"})
+THIN = frozenset[str]()
 
 HEADINGS = ("What it does", "Contracts", "How to add one")
 #: Rooms whose README.md is still to be written. Nothing is added here.

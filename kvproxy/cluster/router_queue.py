@@ -13,8 +13,8 @@ from enum import StrEnum
 from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.config.cluster_schema import RouterQueueSettings
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.routing.costs import least_own_s, least_wait_s
 from kvproxy.routing.fair_queue import FairQueue, QueueSettings, Ticket
-from kvproxy.routing.forecast import least_own_s, least_wait_s
 from kvproxy.routing.policy import Candidate, PickRequest, Policy
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import Clock
