@@ -151,13 +151,16 @@ async def test_a_full_queue_refuses_and_says_when_to_come_back(clock: FakeClock)
 
 async def test_nobody_waits_longer_than_the_bound(clock: FakeClock) -> None:
     """Then it goes out although nothing became free."""
-    cluster = cluster_of(clock, max_wait="5s")
+    metrics = Metrics()
+    cluster = cluster_of(clock, metrics=metrics, max_wait="5s")
     await fill(cluster, 80_000)
     waiting = enter(cluster, 5_000)
     await until(lambda: len(room_of(cluster)) == 1)
     clock.advance(5.0)
     room_of(cluster).on_load_decrease()
     await placed(waiting)
+    held = metrics.request.router_queue_wait.labels("c")
+    assert (sum(held.counts), held.total) == (1, 5.0)
 
 
 async def test_time_alone_lets_somebody_in(clock: FakeClock) -> None:
