@@ -98,6 +98,7 @@ class KVCacheMiddleware:
             endpoints = [EndpointSettings(id=name, url=url) for name, url in endpoints.items()]
         cluster = ClusterSettings(endpoints=tuple(endpoints))
         self._cluster = Cluster(_CLUSTER, cluster, metrics=self.metrics, clock=clock, rng=rng)
+        self._cluster.show()
         self.service = KvCache(settings, clusters={_CLUSTER: self._cluster}, metrics=self.metrics, clock=clock, rng=rng)
         self._header = settings.preference_header.lower().encode()
         self._enabled = settings.enabled
@@ -112,6 +113,7 @@ class KVCacheMiddleware:
         async with self._starting:
             if not self._started:
                 await self.service.__aenter__()
+                self.service.show()
                 self._started = True
         return self
 
