@@ -14,8 +14,8 @@ from kvproxy.admin.app import admin_app
 from kvproxy.admin.history import History
 from kvproxy.admin.operated import ConfigReloader, OperatorFinding, Reloaded
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.learned import show_learned
 from kvproxy.cluster.routes import Routes
+from kvproxy.cluster.status import show_learned
 from kvproxy.config.schema import Config
 from kvproxy.filters.chain import FilterType, WallClock
 from kvproxy.kvcache.service import KvCache

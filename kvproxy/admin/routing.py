@@ -16,7 +16,7 @@ from kvproxy.config.fields import spelling_hint
 from kvproxy.config.model import Model
 from kvproxy.errors import ConfigError, Problem
 from kvproxy.routing.policy import Policy
-from kvproxy.routing.tuning import ranges, tuned
+from kvproxy.routing.registry import ranges, tuned
 
 
 def routing_status(cluster: Cluster, now: float) -> dict[str, object]:

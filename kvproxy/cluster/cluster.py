@@ -11,12 +11,11 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Self
 
-from kvproxy.cluster.discovery import Source, sources_of
+from kvproxy.cluster.discovery import Poller, Source, sources_of
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.membership import STATIC, Membership
 from kvproxy.cluster.pick import AttemptOutcome, Pick, reserve
 from kvproxy.cluster.policies import PolicySet
-from kvproxy.cluster.poller import Poller
 from kvproxy.cluster.prober import Probe, ProbeOutcome, Prober
 from kvproxy.cluster.router_queue import RouterQueue
 from kvproxy.cluster.screening import Refusal, Screening, may_eject, refusal_of, skip_reason

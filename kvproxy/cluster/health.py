@@ -41,7 +41,7 @@ class Health:
         self._back_at = -math.inf
 
     def reconfigure(self, settings: HealthCheckSettings) -> None:
-        """Other bounds from now on. Verdicts stay, save that of probes which nobody sends any more."""
+        """Other bounds from now on. Verdicts stay, save that of probes that are not sent any more."""
         self._settings = settings
         if not settings.active:
             self._healthy, self._streak = True, 0

@@ -14,10 +14,9 @@ from kvproxy.metrics.catalog import Metrics
 from kvproxy.metrics.collectors import CounterCell
 from kvproxy.routing.load import Features
 from kvproxy.routing.policy import Policy
-from kvproxy.routing.registry import configured, make_policy
+from kvproxy.routing.registry import configured, make_policy, merge_config
 from kvproxy.routing.selector import Decision
 from kvproxy.routing.speeds import SpeedModel
-from kvproxy.routing.tuning import merge_config
 from kvproxy.types import EndpointId
 
 

@@ -1,4 +1,4 @@
-"""Active health probes: each endpoint at its own jittered pace, a few at a time."""
+"""Active health probes: each endpoint at its own jittered pace, a few at a time; and the one all engines understand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Self
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.cluster_schema import HealthCheckSettings
 from kvproxy.errors import ConnectTimeout, FirstByteTimeout, IdleTimeout, KvproxyError, NoDescriptors
-from kvproxy.types import Sleep
+from kvproxy.types import Headers, Sleep
+from kvproxy.upstream.pool import Timeouts, UpstreamPool
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class Prober:
         self.follow(endpoints)
 
     def follow(self, endpoints: Iterable[Endpoint]) -> None:
-        """Probe these from now on, and nobody else."""
+        """Probe these from now on, and no others."""
         self._endpoints = list(endpoints)
         if self._probe is None:
             return
@@ -121,3 +122,26 @@ class Prober:
         except Exception:  # a probe written elsewhere must not end the probing of its endpoint
             log.exception("the probe of %s/%s is broken", self._cluster, endpoint.id)
             return ProbeOutcome.FAILED
+
+
+class HttpProbe:
+    """Any 2xx is well. Carries the endpoint's own credential, for gateways that ask for it.
+
+    `pool` is best one of its own that keeps no connections: where requests fill every connection a probe would wait for
+    one, and a busy endpoint would look dead; and a kept connection does not show that new ones are still accepted.
+    """
+
+    def __init__(self, pool: UpstreamPool, settings: HealthCheckSettings) -> None:
+        self._pool = pool
+        self._target = settings.path.encode("utf-8")
+        self._timeouts = Timeouts(settings.timeout, settings.timeout, settings.timeout)
+
+    async def __call__(self, endpoint: Endpoint) -> bool:
+        headers: Headers = [(b"user-agent", b"kvproxy-health")]
+        if endpoint.authorization:
+            headers.append((b"authorization", endpoint.authorization))
+        response = await self._pool.request(
+            endpoint.origin, b"GET", self._target, headers, None, timeouts=self._timeouts
+        )
+        response.abort()  # the status says it all
+        return 200 <= response.status < 300

@@ -14,7 +14,7 @@ from kvproxy.config.verify_filters import find_chain_faults
 from kvproxy.config.verify_findings import Finding, error, missing_file, warning
 
 #: Policies the router queue can stand in front of.
-_FORECASTING = frozenset({PolicyName.KV_AWARE, PolicyName.LEAST_TTFT})
+FORECASTING = frozenset({PolicyName.KV_AWARE, PolicyName.LEAST_TTFT})
 _CLUSTERS_ARE_FROM: tuple[Path, ...] = (("clusters",), ("endpoints",), ("discovery",), ("policy",))
 
 
@@ -61,7 +61,7 @@ def _clusters(config: Config) -> Iterator[Finding]:
             yield error((*at, "endpoints"), "the cluster has no endpoints and no discovery", absence=True)
         yield from _endpoints(cluster, (*at, "endpoints"))
         yield from _loops(config, cluster, (*at, "endpoints"))
-        if cluster.queue.enabled and cluster.policy not in _FORECASTING:
+        if cluster.queue.enabled and cluster.policy not in FORECASTING:
             hint = "use kv_aware or least_ttft, or leave the queue out"
             yield error((*at, "queue"), f"{cluster.policy} does not know how long a prefill takes", hint)
         if cluster.discovery.file is not None and not FilePath(cluster.discovery.file.path).is_file():

@@ -4,15 +4,16 @@ answers, never raises, and waits only for a configured lookup service, within it
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Collection, Mapping
+from typing import Protocol
 
 import msgspec
 from starlette.types import ASGIApp, Scope
 
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.cluster.routes import Routes
-from kvproxy.config.cluster_schema import PolicyName
+from kvproxy.cluster.routes import RouteTarget
+from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.filters.chain import FilterContext
 from kvproxy.filters.step import Step
@@ -26,7 +27,7 @@ from kvproxy.request.exchange import Exchange
 from kvproxy.request.observer import RequestObserver, notify
 from kvproxy.routing.registry import POLICIES
 from kvproxy.routing.selector import Decision
-from kvproxy.types import Clock, EndpointId
+from kvproxy.types import Clock, EndpointId, InferenceRequest
 
 log = logging.getLogger("kvproxy.kvcache")
 
@@ -41,16 +42,36 @@ def prefers(settings: KvCacheSettings, policy: PolicyName) -> bool:
     return bool(settings.lmcache_endpoint) and not POLICIES[policy].uses_overlap
 
 
+def needs_facts(settings: KvCacheSettings, cluster: ClusterSettings) -> bool:
+    """Whether something makes use of what endpoints hold: a policy (the cluster's own, its shadow, one that clients may
+    ask for), a preference, a header that names it, LMCache, KV events, or a snapshot. (Receipts do as well.)"""
+    policies = (cluster.policy, cluster.shadow_policy, *cluster.client_policies)
+    return (
+        any(POLICIES[policy].uses_overlap for policy in policies if policy is not None)
+        or any(prefers(settings, policy) for policy in policies if policy is not None)
+        or bool(settings.preference_header or settings.lmcache_endpoint or settings.snapshot.path)
+        or settings.kv_events
+    )
+
+
+class ResolvesRoutes(Protocol):
+    """The routes, as far as the filter needs them."""
+
+    def resolve(self, path: str, model: str) -> RouteTarget | None: ...
+
+
 class KvCacheFilter(Step):
-    """Puts facts and preference into the exchange, and an observer that tells what became of the request."""
+    """Puts facts and preference into the exchange, and an observer that tells what became of the request. Requests to
+    clusters in `idle` pass without: nothing there makes use of facts."""
 
     def __init__(
         self,
         app: ASGIApp,
         service: KvCache,
         *,
-        routes: Routes,
+        routes: ResolvesRoutes,
         prefer: Mapping[str, bool],
+        idle: Collection[str] = (),
         metrics: Metrics,
         clock: Clock,
     ) -> None:
@@ -58,6 +79,7 @@ class KvCacheFilter(Step):
         self._service = service
         self._routes = routes
         self._prefer = prefer  # by cluster
+        self._idle = idle
         self._header = service.settings.preference_header.lower().encode()
 
     def before(self, exchange: Exchange, downstream: Downstream) -> Awaitable[None] | None:
@@ -65,16 +87,19 @@ class KvCacheFilter(Step):
         scope = downstream.scope
         if self._header:  # no client can set it, whatever becomes of the request
             scope["headers"] = [pair for pair in scope["headers"] if pair[0] != self._header]
-        if exchange.inference is None or exchange.body is None:
+        request = exchange.inference
+        if request is None or exchange.body is None:
             return None
-        if "facts_began" in exchange.hooks:
-            notify(RequestObserver.facts_began, exchange)
         try:
-            facts = self._gather(exchange, scope["path"])
-            if facts is not None:
-                if facts.wants_lookup:
-                    return self._look_up(facts, exchange, scope)
-                self._hand_over(facts, exchange, scope)
+            target = self._routes.resolve(scope["path"], request.model)
+            if target is None or target.cluster.name in self._idle:
+                return None
+            if "facts_began" in exchange.hooks:
+                notify(RequestObserver.facts_began, exchange)
+            facts = self._gather(exchange, request, exchange.body, target)
+            if facts.wants_lookup:
+                return self._look_up(facts, exchange, scope)
+            self._hand_over(facts, exchange, scope)
         except Exception:
             log.exception("[kvcache] no facts for this request")
         if "facts_known" in exchange.hooks:
@@ -99,16 +124,10 @@ class KvCacheFilter(Step):
         exchange.facts_source = learning.refresh
         exchange.attach(learning)
 
-    def _gather(self, exchange: Exchange, path: str) -> RequestFacts | None:
-        request, body = exchange.inference, exchange.body
-        assert request is not None
-        assert body is not None
+    def _gather(self, exchange: Exchange, request: InferenceRequest, body: bytes, target: RouteTarget) -> RequestFacts:
         if exchange.isolated:
             salt = tenant_salt(exchange.tenant, request.cache_salt)
             request = msgspec.structs.replace(request, cache_salt=salt)
-        target = self._routes.resolve(path, request.model)
-        if target is None:
-            return None
         return self._service.gather(request, body, cluster=target.cluster, model=target.upstream_model)
 
 
@@ -146,7 +165,7 @@ class KvCacheLearning(RequestObserver):
 
 
 def announce(scope: Scope, preferred: EndpointId | None, *, header: bytes) -> None:
-    """Tell the apps behind which endpoint holds most, if any, in a header too (b"": none); no client can set it."""
+    """Tell the apps behind which endpoint holds most, if any, also in a header (b"": none); no client can set it."""
     if header:
         scope["headers"] = [pair for pair in scope["headers"] if pair[0] != header]
     if preferred is not None:
@@ -190,8 +209,16 @@ def build(app: ASGIApp, settings: KvCacheSettings, context: FilterContext) -> AS
     context.lifetimes.append(service)
     context.kvcaches.append(service)
     context.on_serving.append(service.show)
-    policies = {name: one.policy for name, one in context.config.clusters.items()}  # the clusters may have older ones
-    prefer = {name: prefers(settings, policy) for name, policy in policies.items()}
+    configured = context.config.clusters  # the clusters may still have older policies
+    prefer = {name: prefers(settings, one.policy) for name, one in configured.items()}
+    recorded = bool(context.config.receipts.path)
+    idle = frozenset(name for name, one in configured.items() if not (recorded or needs_facts(settings, one)))
     return KvCacheFilter(
-        app, service, routes=context.services.routes, prefer=prefer, metrics=context.metrics, clock=context.clock
+        app,
+        service,
+        routes=context.services.routes,
+        prefer=prefer,
+        idle=idle,
+        metrics=context.metrics,
+        clock=context.clock,
     )

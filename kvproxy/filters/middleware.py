@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
-from collections import deque
-from collections.abc import Mapping, MutableMapping, Sequence
-from types import TracebackType
+from collections.abc import Awaitable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol, Self
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.routes import RouteTarget
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.config.kvcache_schema import KvCacheSettings
-from kvproxy.filters.inference_request import KIND_OF_PATH
-from kvproxy.filters.kvcache import STATE_KEY, announce
-from kvproxy.kvcache.overlap.facts import RequestFacts, Result
+from kvproxy.filters.inference_request import KIND_OF_PATH, InferenceRequestFilter
+from kvproxy.filters.kvcache import STATE_KEY, KvCacheFilter
 from kvproxy.kvcache.service import KvCache
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.request.body import BodiesFull, HeldBodies, Pieces, replay
-from kvproxy.request.parse import read_body
+from kvproxy.request.body import BodiesFull, BodyReader, BodyRefused, ClientLeft, HeldBodies
+from kvproxy.request.downstream import Downstream
+from kvproxy.request.exchange import SCOPE_KEY, Exchange
+from kvproxy.request.observer import RequestObserver, notify
 from kvproxy.request.usage import read_usage
-from kvproxy.types import Clock, EndpointId, RequestKind
+from kvproxy.types import Clock, EndpointId, Headers, RequestKind
 
 log = logging.getLogger("kvproxy.kvcache")
 
@@ -34,6 +35,7 @@ _SERVED_HEADER = b"x-kvproxy-endpoint"
 _CLUSTER = "default"
 _TAIL_BYTES = 16 * 1024
 _KEPT_BYTES = 256 * 1024  # of a piece of the answer
+_PATIENCE_S = 7 * 86400.0  # for a body: how long the client may take is the app's business
 
 
 class HasScope(Protocol):
@@ -96,18 +98,27 @@ class KVCacheMiddleware:
             settings = KvCacheSettings.model_validate(settings or {})
         if isinstance(endpoints, Mapping):
             endpoints = [EndpointSettings(id=name, url=url) for name, url in endpoints.items()]
-        cluster = ClusterSettings(endpoints=tuple(endpoints))
-        self._cluster = Cluster(_CLUSTER, cluster, metrics=self.metrics, clock=clock, rng=rng)
-        self._cluster.show()
-        self.service = KvCache(settings, clusters={_CLUSTER: self._cluster}, metrics=self.metrics, clock=clock, rng=rng)
-        self._header = settings.preference_header.lower().encode()
+        members = ClusterSettings(endpoints=tuple(endpoints))
+        cluster = Cluster(_CLUSTER, members, metrics=self.metrics, clock=clock, rng=rng)
+        cluster.show()
+        self.service = KvCache(settings, clusters={_CLUSTER: cluster}, metrics=self.metrics, clock=clock, rng=rng)
+        filtered = KvCacheFilter(
+            self._behind_the_filters,
+            self.service,
+            routes=_OneCluster(cluster),
+            prefer={_CLUSTER: False},
+            metrics=self.metrics,
+            clock=clock,
+        )
+        held = HeldBodies(limit_all_bytes, metrics=self.metrics)
+        reader = BodyReader(limit_bytes=limit_bytes, timeout_s=_PATIENCE_S, held=held)
+        self._filters = _ReadIfPossible(
+            filtered, session_header=session_header, reader=reader, held=held, metrics=self.metrics, clock=clock
+        )
+        self._clock = clock
         self._enabled = settings.enabled
-        self._session_header = session_header.lower().encode()
-        self._limit_bytes = limit_bytes
-        self._held = HeldBodies(limit_all_bytes, metrics=self.metrics)
         self._started = False
         self._starting = asyncio.Lock()
-        self._pace = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         async with self._starting:
@@ -117,40 +128,39 @@ class KVCacheMiddleware:
                 self._started = True
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         async with self._starting:
             if self._started:
                 self._started = False
-                await self.service.__aexit__(kind, error, tb)
+                await self.service.__aexit__()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._lifespan(scope, receive, send)
             return
-        kind = KIND_OF_PATH.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
-        if kind is None or not self._enabled:
+        known = scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in KIND_OF_PATH
+        if not (known and self._enabled and await self._running()):
             await self._app(scope, receive, send)
             return
-        held = _Held(self._held)
-        try:
-            await self._with_facts(kind, held, scope, receive, send)
-        finally:
-            held.give_back()
-
-    async def _with_facts(self, kind: RequestKind, held: _Held, scope: Scope, receive: Receive, send: Send) -> None:
-        body, receive = await self._read(scope, receive, held)
-        facts = None if body is None else await self._facts(kind, body, scope)
-        if facts is None:
-            await self._app(scope, receive, send)
-            return
-        answer = _Answer(send, kind)
         scope.setdefault("state", {})  # here, so that copies of the scope further in share it
-        try:
-            await self._app(scope, receive, answer.send)
-        finally:
-            self._finish(facts, answer, scope)
+        own = {key: value for key, value in scope.items() if key != SCOPE_KEY}
+        await self._filters(own, receive, send)
+
+    async def _behind_the_filters(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The app. Its own kvproxy filters, if it has any, begin with an exchange of theirs."""
+        exchange: Exchange = scope.pop(SCOPE_KEY)
+        if exchange.facts is not None and exchange.inference is not None:
+            exchange.attach(_UsageTap(exchange.inference.kind, scope["state"], self._clock))
+        await self._app(scope, receive, send)
+
+    async def _running(self) -> bool:
+        """Whether the service runs; under a server without lifespan events the first request starts it."""
+        if not self._started:
+            try:
+                await self.__aenter__()
+            except Exception:
+                log.exception("[kvcache] no facts: the service cannot start")
+        return self._started
 
     async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Start when the app has started, end when it has ended."""
@@ -159,121 +169,92 @@ class KVCacheMiddleware:
             if message["type"] == "lifespan.startup.complete":
                 await self.__aenter__()
             elif message["type"] in ("lifespan.shutdown.complete", "lifespan.shutdown.failed"):
-                await self.__aexit__(None, None, None)
+                await self.__aexit__()
             await send(message)
 
         await self._app(scope, receive, send_after)
 
-    async def _read(self, scope: Scope, receive: Receive, held: _Held) -> tuple[bytes | None, Receive]:
-        """The whole body, and a receive that hands out everything again. None: over a limit, encoded, or cut off."""
-        headers = dict(scope["headers"])
-        length = headers.get(b"content-length", b"")
-        if headers.get(b"content-encoding", b"identity") != b"identity" or (
-            length.isdigit() and int(length) > self._limit_bytes
-        ):
-            return None, receive
-        seen: deque[Message] = deque()
-        pieces = Pieces()
-        size = 0
-        while True:
-            message = await receive()
-            seen.append(message)
-            piece: bytes = message.get("body", b"")
-            size += len(piece)
-            if message["type"] != "http.request" or size > self._limit_bytes or not held.take(len(piece)):
-                return None, _again(seen, receive)
-            pieces.append(piece)
-            if not message.get("more_body", False):
-                body = pieces.joined()
-                return body, replay(body, receive)
 
-    async def _facts(self, kind: RequestKind, body: bytes, scope: Scope) -> RequestFacts | None:
-        try:
-            if not self._started:
-                await self.__aenter__()
-            session = dict(scope["headers"]).get(self._session_header, b"").decode("latin-1")
-            request = await read_body(kind, body, session=session, pace=self._pace)
-            if request is None:
-                return None
-            facts = await self.service.facts_for(request, body, cluster=self._cluster)
-        except Exception:
-            log.exception("[kvcache] no facts for this request")
+class _OneCluster:
+    """Routes that all lead to one cluster."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._target = RouteTarget(cluster)
+
+    def resolve(self, path: str, model: str) -> RouteTarget:
+        return self._target
+
+
+class _ReadIfPossible(InferenceRequestFilter):
+    """Hands on what the filter of the proxy would refuse: a body that is encoded, over a limit or cut off is the app's
+    business."""
+
+    def __init__(self, app: ASGIApp, *, held: HeldBodies, reader: BodyReader, **options: Any) -> None:
+        super().__init__(app, reader=reader, **options)
+        self._held = held
+
+    def before(self, exchange: Exchange, downstream: Downstream) -> Awaitable[None] | None:
+        length, encoded, session = self._headers(downstream.scope["headers"])
+        if encoded or length > self._reader.limit_bytes:
             return None
-        announce(scope, facts.preferred, header=self._header)
-        return facts
+        return self._read(exchange, downstream, KIND_OF_PATH[downstream.scope["path"]], session)
 
-    def _finish(self, facts: RequestFacts, answer: _Answer, scope: Scope) -> None:
-        served = scope.get("state", {}).get(SERVED_KEY) or answer.endpoint
+    async def _read(self, exchange: Exchange, downstream: Downstream, kind: RequestKind | None, session: str) -> None:
+        seen: list[Message] = []
+
+        async def receive() -> Message:
+            message = await downstream.receive()
+            seen.append(message)
+            return message
+
         try:
-            self.service.finished(facts, answer.result(EndpointId(served) if served else None))
-        except Exception:
-            log.exception("[kvcache] nothing learned from this request")
+            body = await self._reader.read(receive)
+        except (BodyRefused, ClientLeft):
+            downstream.replay_messages(seen)
+            self._hold(exchange, seen)
+            return
+        seen.clear()
+        waits = self._parse(exchange, downstream, body, kind, session)
+        if waits is not None:
+            await waits
+
+    def _hold(self, exchange: Exchange, seen: Sequence[Message]) -> None:
+        """Count what is kept for the app, as far as the bound goes."""
+        with contextlib.suppress(BodiesFull):
+            for message in seen:
+                size = len(message.get("body", b""))
+                self._held.take(size)
+                exchange.held_bytes += size
 
 
-class _Held:
-    """What one request holds of all bodies."""
+class _UsageTap(RequestObserver):
+    """Stands in for the router: fills in the outcome by what the app sends, and says when the request is over."""
 
-    __slots__ = ("_all", "_bytes")
+    __slots__ = ("_clock", "_endpoint", "_first", "_kind", "_last", "_previous", "_state")
 
-    def __init__(self, held: HeldBodies) -> None:
-        self._all = held
-        self._bytes = 0
-
-    def take(self, size_bytes: int) -> bool:
-        """Hold that much more; False when it would be too much for all together."""
-        try:
-            self._all.take(size_bytes)
-        except BodiesFull:
-            return False
-        self._bytes += size_bytes
-        return True
-
-    def give_back(self) -> None:
-        """Hold nothing any more."""
-        self._all.give_back(self._bytes)
-        self._bytes = 0
-
-
-class _Answer:
-    """What the app sends, passed on, with an eye on its head and its end."""
-
-    def __init__(self, send: Send, kind: RequestKind) -> None:
-        self._send = send
+    def __init__(self, kind: RequestKind, state: Mapping[str, Any], clock: Clock) -> None:
         self._kind = kind
-        self._status = 0
-        self._begun = False
-        self._first = b""
-        self._previous = b""
-        self._last = b""
-        self.endpoint = ""
+        self._state = state  # of the scope, which the app may write to
+        self._clock = clock
+        self._endpoint = ""
+        self._first = self._previous = self._last = b""
 
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self._status = message["status"]
-            named = (value.decode("latin-1") for name, value in message.get("headers", ()) if name == _SERVED_HEADER)
-            self.endpoint = next(named, "")
-        elif message["type"] == "http.response.body" and (body := message.get("body", b"")):
-            self._begun = True
-            if self._kind is RequestKind.MESSAGES and not self._first:
-                self._first = bytes(body[:_KEPT_BYTES])
-            self._previous, self._last = self._last, bytes(body[-_KEPT_BYTES:])
-        await self._send(message)
+    def response_started(self, exchange: Exchange, status: int, headers: Headers) -> None:
+        exchange.outcome.status = status
+        named = (value.decode("latin-1") for name, value in headers if name == _SERVED_HEADER)
+        self._endpoint = next(named, "")
 
-    def result(self, endpoint: EndpointId | None) -> Result:
-        """How the request went, as far as the answer tells."""
+    def body_piece(self, exchange: Exchange, piece: bytes) -> None:
+        if exchange.outcome.ttft_s is None:
+            exchange.outcome.ttft_s = self._clock() - exchange.received_at
+            if self._kind is RequestKind.MESSAGES:  # whose first event counts the prompt
+                self._first = bytes(piece[:_KEPT_BYTES])
+        self._previous, self._last = self._last, bytes(piece[-_KEPT_BYTES:])
+
+    def ended(self, exchange: Exchange, status: int, crash: str) -> None:
+        outcome, served = exchange.outcome, self._state.get(SERVED_KEY) or self._endpoint
+        outcome.endpoint = EndpointId(served) if served else None
         usage = read_usage(self._previous[-_TAIL_BYTES:] + self._last, self._first)
-        return Result(
-            endpoint,
-            prefilled=self._begun and 200 <= self._status < 300,
-            prompt_tokens=usage.prompt_tokens if usage else None,
-            cached_tokens=usage.cached_tokens if usage else None,
-        )
-
-
-def _again(seen: deque[Message], receive: Receive) -> Receive:
-    """Hands out what was read, in order, and then what comes next."""
-
-    async def receive_again() -> Message:
-        return seen.popleft() if seen else await receive()
-
-    return receive_again
+        if usage is not None:
+            outcome.prompt_tokens, outcome.cached_tokens = usage.prompt_tokens, usage.cached_tokens
+        notify(RequestObserver.finished, exchange, self._clock())

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.kvcache_schema import KvCacheSettings, TokenCacheSettings
 from kvproxy.kvcache.actions.hotness import Hotness
-from kvproxy.kvcache.feedback.bytes_per_token import BytesPerToken
-from kvproxy.kvcache.feedback.hit_ratios import HitRatioStats
 from kvproxy.kvcache.feedback.prediction_stats import PredictionStats
+from kvproxy.kvcache.feedback.token_counts import BytesPerToken, HitRatioStats
 from kvproxy.kvcache.overlap.indexes import IndexState
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.prefix.tokens.token_memory import TokenMemory

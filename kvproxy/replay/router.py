@@ -10,9 +10,9 @@ from kvproxy.replay.results import ReplayOutcome
 from kvproxy.replay.trace import Turn
 from kvproxy.replay.view import CacheView, Settle
 from kvproxy.routing import selector
+from kvproxy.routing.costs import least_own_s, least_wait_s
 from kvproxy.routing.engine_samples import NOTHING_READ, EndedWork, Reading
 from kvproxy.routing.fair_queue import FairQueue, QueueSettings
-from kvproxy.routing.forecast import least_own_s, least_wait_s
 from kvproxy.routing.load import EndpointLoad, Reservation
 from kvproxy.routing.policy import PickRequest, Policy
 from kvproxy.simulator.engine import Engine

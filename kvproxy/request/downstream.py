@@ -6,6 +6,7 @@ that wraps `receive` or `send` and has to see their messages, they are ASGI's.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from starlette.types import Message, Receive, Scope, Send
@@ -83,6 +84,15 @@ class Downstream:
             if body is not None and self._follows:
                 self.exchange.received_bytes += len(body)
         return body
+
+    def replay_messages(self, messages: Sequence[Message]) -> None:
+        """Hand these messages, which were received, to the app behind; what `receive` gives next comes after them."""
+        again, receive = deque(messages), self._receive
+
+        async def receive_again() -> Message:
+            return again.popleft() if again else await receive()
+
+        self._receive = receive_again
 
     async def receive(self) -> Message:
         """ASGI's receive, for the app behind."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from random import Random
 
 from kvproxy.config.policy_schema import DynamoSettings
-from kvproxy.routing.least import LOWEST_COST, least
+from kvproxy.routing.costs import LOWEST_COST, least
 from kvproxy.routing.policy import Candidate, Choice, Overlap, PickRequest, Policy
 
 _NOTHING_HELD = Overlap(device_tokens=0)

@@ -36,7 +36,7 @@ NOTHING_READ = Reading(0, 0.0)
 
 
 class EndedWork:
-    """The requests that ended at one endpoint since a reading that agreed with them. Samples go to whoever hears those
+    """The requests that ended at one endpoint since a reading that agreed with them. Samples go where those
     of its `load`."""
 
     __slots__ = ("_before", "_hidden", "_load", "_readings", "_work")

@@ -2,7 +2,7 @@
 
 A request placed on an engine cannot be overtaken any more; one held here goes out in the order that keeps the mean time
 to first token short, onto whichever endpoint has become free. Pure: the time is an argument, and waiting is up to the
-caller, who offers a request when it comes and polls when an endpoint's load fell or `next_poll_at` has come.
+caller, which offers a request when it comes and polls when an endpoint's load fell or `next_poll_at` has come.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class FairQueue(Generic[ItemT]):
         return max(0.0, now - self._arrivals[0].queued_at)
 
     def reconfigure(self, settings: QueueSettings) -> None:
-        """Other bounds and another order from now on. Whoever waits stays, also beyond a smaller limit."""
+        """Other bounds and another order from now on. Requests that wait stay, also beyond a smaller limit."""
         shift = settings.ageing - self.settings.ageing
         self.settings = settings
         if shift:

@@ -6,9 +6,9 @@
 `wait` is the pending prefill there, `own` the prefill this request would add: uncached tokens with the attention work
 behind them, and bringing lower-tier tokens up. A greedy router stops at wait + slowness * own and is myopic by it:
 
-- Own work delays those who come to the endpoint because it holds their prefix (bound_per_s), for as long as its backlog
-  then takes to be over; a long prompt weighs more than its length.
-- Where every endpoint has a backlog, it delays all who come, wherever they go (mean_wait).
+- Own work delays requests that come to the endpoint because it holds their prefix (bound_per_s), for as long as its
+  backlog then takes to be over; a long prompt weighs more than its length.
+- Where every endpoint has a backlog, it delays all that come, wherever they go (mean_wait).
 - It stalls the sequences decoding there (stall).
 - The session comes back to where it went, and finds what is usual there (usual_wait): others may have to leave an
   endpoint that is always busy.
@@ -25,13 +25,11 @@ from random import Random
 from typing import cast
 
 from kvproxy.config.policy_schema import KvAwareSettings
-from kvproxy.routing.arrivals import ArrivalStats, EndpointArrivals
-from kvproxy.routing.forecast import own_s
-from kvproxy.routing.least import least
+from kvproxy.routing.costs import least, own_s
 from kvproxy.routing.load import NO_WORK, Features, prefill_s
 from kvproxy.routing.policy import Candidate, Choice, OverlapFacts, PickRequest, Policy
 from kvproxy.routing.speeds import SpeedModel
-from kvproxy.routing.utilisation import Utilisation
+from kvproxy.routing.traffic import ArrivalStats, EndpointArrivals, Utilisation
 from kvproxy.types import EndpointId
 
 #: Work is believed to delay at most this many of those bound to the endpoint, and as many of all.

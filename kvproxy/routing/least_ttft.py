@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from random import Random
 
-from kvproxy.routing.forecast import own_s
-from kvproxy.routing.least import LOWEST_COST, least
+from kvproxy.routing.costs import LOWEST_COST, least, own_s
 from kvproxy.routing.load import Features
 from kvproxy.routing.policy import Candidate, Choice, PickRequest, Policy
 from kvproxy.routing.speeds import SpeedModel

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from random import Random
 
 from kvproxy.config.policy_schema import LlmDSettings
-from kvproxy.routing.least import least
+from kvproxy.routing.costs import least
 from kvproxy.routing.policy import Candidate, Choice, PickRequest, Policy
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvproxy.routing.least import LOWEST_COST, least
+from kvproxy.routing.costs import LOWEST_COST, least
 from kvproxy.routing.policy import Candidate, Choice, PickRequest, Policy
 
 

@@ -104,8 +104,8 @@ IDLE = Backlog(NO_WORK, NO_WORK, 0.0)
 class EndpointLoad:
     """What is in flight on one endpoint.
 
-    Whoever learns from it sets `on_sample`. A request that leaves before its first token voids the open sample: the
-    engine may have worked for it, and nobody knows how much.
+    What learns from it is set as `on_sample`. A request that leaves before its first token voids the open sample: the
+    engine may have worked for it, and there is no telling how much.
     """
 
     __slots__ = (
@@ -262,7 +262,7 @@ class EndpointLoad:
             self._presume(oldest)
 
     def _void(self, reservation: Reservation, now: float) -> None:
-        """Takes a request out whose first token nobody saw, and with it the open sample."""
+        """Takes a request out whose first token was not seen, and with it the open sample."""
         if self._settle(reservation) is not None:
             self._done = self._presumed = NO_WORK
             self._anchor = self._last = self._begun = now

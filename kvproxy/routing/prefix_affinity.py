@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from random import Random
 
 from kvproxy.config.policy_schema import PrefixAffinitySettings
-from kvproxy.routing.least import least, least_loaded
+from kvproxy.routing.costs import least, least_loaded
 from kvproxy.routing.policy import Candidate, Choice, PickRequest, Policy
 
 

@@ -1,12 +1,19 @@
-"""Every policy by its name in the configuration."""
+"""Every policy by its name in the configuration, and its parameters: as configured, and as changed while it runs."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pydantic import ValidationError
 
 from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
+from kvproxy.config.decode import describe_problem
 from kvproxy.config.model import Model
+from kvproxy.config.paths import dotted_path
+from kvproxy.errors import ConfigError
 from kvproxy.routing.consistent_hash import ConsistentHash
 from kvproxy.routing.dynamo import Dynamo
 from kvproxy.routing.kv_aware import KvAware
@@ -44,3 +51,45 @@ def configured(settings: ClusterSettings, name: PolicyName) -> Model | None:
     """The parameters that a policy of this name begins with in this cluster; None: it has none."""
     parameters: Model | None = getattr(settings.parameters, name.value, None)
     return parameters
+
+
+def runtime_overrides(policy: Policy, configured: Model | None) -> dict[str, object]:
+    """Parameters that an operator changed while it ran: those that differ from what the configuration gives it."""
+    if policy.settings is None or configured is None:
+        return {}
+    first, present = configured.model_dump(), policy.settings.model_dump()
+    return {name: value for name, value in present.items() if value != first[name]}
+
+
+def merge_config(policy: Policy, before: Model | None, after: Model | None) -> None:
+    """The configuration gives it other parameters than before: it takes those that changed there. What an operator
+    changed while it ran stays otherwise; so do settings of another type than the configuration's."""
+    if before is None or after is None:
+        return
+    if policy.settings is not None and isinstance(policy.settings, type(after)):
+        old, new = before.model_dump(), after.model_dump()
+        changed = {name: value for name, value in new.items() if value != old[name]}
+        policy.settings = policy.settings.model_copy(update=changed)
+
+
+def tuned(settings: Model, changes: Mapping[str, Any]) -> Model:
+    """`settings` with the changes; ConfigError with every problem (unknown name, wrong type, out of range), by name."""
+    kind = type(settings)
+    try:
+        return kind.model_validate({**settings.model_dump(), **changes}, strict=True)
+    except ValidationError as error:
+        found = [describe_problem(kind, detail, dotted_path) for detail in error.errors(include_url=False)]
+        allowed = ranges(settings)
+        hints = [one.hint or f"allowed: {allowed[one.path]}" for one in found]
+        raise ConfigError([replace(one, hint=hint) for one, hint in zip(found, hints, strict=True)]) from None
+
+
+def ranges(settings: Model) -> dict[str, str]:
+    """What each parameter may be, for people: `0 to 1`, `0 to 10 or null`."""
+    return {name: _range(about) for name, about in type(settings).model_json_schema()["properties"].items()}
+
+
+def _range(about: Mapping[str, Any]) -> str:
+    choices = about.get("anyOf", [about])
+    numbers = [f"{one['minimum']:g} to {one['maximum']:g}" for one in choices if "minimum" in one]
+    return " or ".join([*numbers, *("null" for one in choices if one.get("type") == "null")])

@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from kvproxy.routing.consistent_hash import totals
-from kvproxy.routing.hash_ring import HashRing
-from kvproxy.routing.least import least_loaded
+from kvproxy.routing.consistent_hash import HashRing, totals
+from kvproxy.routing.costs import least_loaded
 from kvproxy.routing.policy import Candidate, Choice, PickRequest, Policy
 from kvproxy.routing.simple import Choices
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from kvproxy.routing.least import least_loaded
+from kvproxy.routing.costs import least_loaded
 from kvproxy.routing.policy import Candidate, Choice, PickRequest, Policy
 from kvproxy.types import EndpointId
 

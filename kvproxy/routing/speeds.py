@@ -1,8 +1,8 @@
-"""How fast the engines of one pool prefill, learned from what a router sees.
+"""How fast the engines of one pool prefill, learned from what a router sees; plain data that survives the process.
 
 Pooled weighted least squares over three features (requests, uncached tokens, attention work), and for each endpoint one
 log factor against the pool. Every sample is clipped, so that a wrong cache prediction or a pause moves the estimates a
-little and never breaks them.
+little and never breaks them. What bringing tokens up from host memory or disk costs is learned beside it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from kvproxy.routing.load import Features
-from kvproxy.routing.onboarding import OnboardingCost
-from kvproxy.routing.speed_state import FactorState, SpeedState, checked
 from kvproxy.types import EndpointId
 
 _DIMENSIONS = range(3)
@@ -251,3 +251,73 @@ class SpeedModel:
 
 def _flat(rows: list[list[float]]) -> tuple[float, ...]:
     return tuple(value for row in rows for value in row)
+
+
+class OnboardingCost:
+    """Seconds a token, as a decayed ratio of sums that starts from nothing known: 0.
+
+    The prior counts as tokens that came for free, and no token is believed dearer than computing it, because a price
+    four times too high costs several times what one four times too low does.
+    """
+
+    def __init__(self, *, decay: float = 0.99, prior_tokens: float = 65_536.0) -> None:
+        self._decay = decay
+        self._prior_tokens = prior_tokens
+        self._seconds = 0.0
+        self._tokens = 0.0
+
+    @property
+    def seconds_per_token(self) -> float:
+        """The present estimate."""
+        return max(0.0, self._seconds) / (self._tokens + self._prior_tokens)
+
+    @property
+    def sums(self) -> tuple[float, float]:
+        """Seconds and tokens it rests on."""
+        return self._seconds, self._tokens
+
+    def resume(self, sums: tuple[float, float]) -> None:
+        """Go on from the `sums` of an earlier life."""
+        self._seconds, self._tokens = sums
+
+    def observe(self, lower_tokens: float, extra_s: float, bound_s: float) -> None:
+        """A sample took `extra_s` longer than its prefill; computing its `lower_tokens` would have taken `bound_s`."""
+        self._seconds = self._decay * self._seconds + min(bound_s, max(-bound_s, extra_s))
+        self._tokens = self._decay * self._tokens + lower_tokens
+
+
+class FactorState(msgspec.Struct, array_like=True, frozen=True):
+    """One endpoint's log factor against the pool."""
+
+    log: float
+    samples: int
+    age_s: float  # of its last sample
+
+
+class SpeedState(msgspec.Struct, array_like=True, frozen=True):
+    """Coefficients are relative to `scale` (seconds for one unit of each feature)."""
+
+    scale: tuple[float, float, float]
+    theta: tuple[float, ...]
+    gram: tuple[float, ...]  # row by row
+    moment: tuple[float, ...]
+    onboarding: tuple[float, float]  # seconds, tokens
+    samples: int
+    factors: dict[str, FactorState]
+    scraped: int = 0  # of the samples
+
+
+def checked(state: SpeedState, *, scale: tuple[float, float, float]) -> None:
+    """Raises ValueError for a state no model of this scale could have been in."""
+    if state.scale != scale:
+        raise ValueError("learned from other priors")
+    if (len(state.theta), len(state.gram), len(state.moment)) != (3, 9, 3):
+        raise ValueError("of another shape")
+    numbers = (*state.theta, *state.gram, *state.moment, *state.onboarding)
+    logs = (value for one in state.factors.values() for value in (one.log, one.age_s))
+    if not all(map(math.isfinite, (*numbers, *logs))):
+        raise ValueError("not finite")
+    if min(state.theta) <= 0 or min(*state.gram, *state.moment, state.onboarding[1]) < 0:
+        raise ValueError("a negative time")
+    if state.samples and min(state.gram[0], sum(state.moment)) <= 0:
+        raise ValueError("samples without weight")

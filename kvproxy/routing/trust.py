@@ -21,7 +21,7 @@ class _Record:
 class Trust:
     """Starts with full trust, loses it within a few wrong claims, and regains it as they age.
 
-    Every response counts towards ageing, so that an endpoint whose claims nobody follows any more is tried again.
+    Every response counts towards ageing, so that an endpoint whose claims no request follows any more is tried again.
     """
 
     def __init__(self, *, prior_claims: float = 2.0, decay: float = 0.998, max_endpoints: int = 4096) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.http_probe import HttpProbe
+from kvproxy.cluster.prober import HttpProbe
 from kvproxy.cluster.routes import Routes
 from kvproxy.config.cluster_schema import ClusterSettings
 from kvproxy.config.filter_schema import DEFAULT_FILTERS
@@ -23,8 +23,7 @@ from kvproxy.metrics.catalog import Metrics
 from kvproxy.request.body import HeldBodies
 from kvproxy.request.error_reply import local_reply
 from kvproxy.request.observer import RequestObserver
-from kvproxy.routing.registry import configured
-from kvproxy.routing.tuning import runtime_overrides
+from kvproxy.routing.registry import configured, runtime_overrides
 from kvproxy.runtime.state import StateStore
 from kvproxy.types import Clock
 from kvproxy.upstream.pool import UpstreamPool

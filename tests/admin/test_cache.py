@@ -21,7 +21,7 @@ from tests.support.proxy import chat, running_proxy
 async def test_status_after_requests() -> None:
     """Sizes, each endpoint's part and worth, counters by outcome, breakers and queues."""
     engine = FakeEngine("a")
-    async with serve(engine) as url, running_proxy({"a": url}) as running:
+    async with serve(engine) as url, running_proxy({"a": url}, policy="kv_aware") as running:
         for _ in range(2):
             await running.client.post("/v1/chat/completions", json=chat("x" * 4000))
         async with admin_of(running.proxy) as client:
@@ -47,7 +47,7 @@ async def test_hot_prefixes_are_hashes_with_their_holders() -> None:
         await reply(send, 200, b"{}")  # without a count of reused tokens, which would contradict what is believed
 
     engine = FakeEngine("a", behave)
-    async with serve(engine) as url, running_proxy({"a": url}) as running:
+    async with serve(engine) as url, running_proxy({"a": url}, policy="kv_aware") as running:
         for tail in ("one", "two", "three"):
             content = "shared " * 400 + tail * 300
             await running.client.post("/v1/chat/completions", json=chat(content))

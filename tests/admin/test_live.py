@@ -140,7 +140,7 @@ async def test_viewers_share_an_answer(clock: FakeClock) -> None:
 async def test_the_cache_is_part_of_it(clock: FakeClock) -> None:
     """Hot prefixes with who holds them; looked for again only after some seconds. Without the filter there is none."""
     engine = FakeEngine("a")
-    async with serve(engine) as url, running_proxy({"a": url}) as running:
+    async with serve(engine) as url, running_proxy({"a": url}, policy="kv_aware") as running:
         for _ in range(3):
             await running.client.post("/v1/chat/completions", json=chat("x" * 2000))
         running.proxy.clock = clock
@@ -162,7 +162,7 @@ async def test_the_cache_is_part_of_it(clock: FakeClock) -> None:
 async def test_decisions_are_listed_newest_first() -> None:
     """Through a real request: reason, tokens predicted and reused, and no more than asked for."""
     engine = FakeEngine("a")
-    async with serve(engine) as url, running_proxy({"a": url}) as running:
+    async with serve(engine) as url, running_proxy({"a": url}, policy="kv_aware") as running:
         for _ in range(3):
             await running.client.post("/v1/chat/completions", json=chat("x" * 2000))
         async with admin_of(running.proxy) as client:
@@ -170,7 +170,7 @@ async def test_decisions_are_listed_newest_first() -> None:
     assert len(decisions) == 2
     newest = decisions[0]
     assert (newest["endpoint"], newest["model"], newest["status"], newest["end"]) == ("a", "m", 200, "completed")
-    assert (newest["policy"], newest["cached_tokens"], newest["retries"]) == ("round_robin", 4, 0)
+    assert (newest["policy"], newest["cached_tokens"], newest["retries"]) == ("kv_aware", 4, 0)
     assert newest["matched_tokens"] > 0
     assert newest["ttft_s"] <= newest["duration_s"]
     assert "xxxx" not in str(decisions)

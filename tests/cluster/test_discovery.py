@@ -18,11 +18,11 @@ from kvproxy.cluster.discovery import (
     MAX_FILE_BYTES,
     DnsDiscovery,
     FileDiscovery,
+    Poller,
     Source,
     parse_endpoints,
     sources_of,
 )
-from kvproxy.cluster.poller import Poller
 from kvproxy.config.cluster_schema import (
     ClusterSettings,
     DiscoverySettings,

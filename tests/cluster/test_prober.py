@@ -10,8 +10,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from kvproxy.cluster.endpoint import Condition, Endpoint
-from kvproxy.cluster.http_probe import HttpProbe
-from kvproxy.cluster.prober import FIRST_PROBES_S, MAX_CONCURRENT, ProbeOutcome, Prober
+from kvproxy.cluster.prober import FIRST_PROBES_S, MAX_CONCURRENT, HttpProbe, ProbeOutcome, Prober
 from kvproxy.config.cluster_schema import EndpointSettings, HealthCheckSettings
 from kvproxy.errors import ConnectError, FirstByteTimeout, NoDescriptors
 from kvproxy.upstream.pool import UpstreamPool

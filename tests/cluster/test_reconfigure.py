@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvproxy.cluster.discovery import Source
+from kvproxy.cluster.discovery import Poller, Source
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.pick import AttemptOutcome
-from kvproxy.cluster.poller import Poller
 from kvproxy.config.cluster_schema import (
     BreakerSettings,
     ClusterSettings,

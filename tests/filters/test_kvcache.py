@@ -12,10 +12,11 @@ import httpx
 import pytest
 
 from kvproxy.cluster.routes import Routes
-from kvproxy.config.cluster_schema import PolicyName
+from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
+from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.config.schema import Config
 from kvproxy.filters.chain import FilterContext
-from kvproxy.filters.kvcache import STATE_KEY, KvCacheFilter, build, prefers
+from kvproxy.filters.kvcache import STATE_KEY, KvCacheFilter, build, needs_facts, prefers
 from kvproxy.kvcache.overlap.facts import RequestFacts
 from kvproxy.kvcache.service import KvCache
 from kvproxy.request.exchange import Exchange
@@ -189,11 +190,42 @@ def test_which_policies_a_preference_overrules() -> None:
 
 
 async def test_round_robin_stays_round_robin_without_a_lookup_service() -> None:
-    """The filter is in the default chain: it informs, and changes nothing nobody asked for."""
-    async with simulated() as place, running_proxy(place.engines) as proxy:
+    """The filter is in the default chain: it informs, and changes nothing that was not asked for."""
+    async with simulated() as place, running_proxy(place.engines, shadow_policy="kv_aware") as proxy:
         assert [await ask(proxy, TURN) for _ in range(4)] == ["a", "b", "a", "b"]
         answer = await proxy.client.post("/v1/chat/completions", json=body(TURN), headers={"x-kvproxy-debug": "1"})
         assert "/approximate" in answer.headers["x-kvproxy-decision"]
+
+
+async def test_facts_that_nothing_would_use_are_not_gathered() -> None:
+    """Under a policy that weighs no overlap the default chain neither hashes nor learns."""
+    async with simulated() as place, running_proxy(place.engines) as proxy:
+        assert [await ask(proxy, TURN) for _ in range(2)] == ["a", "b"]
+        assert service(proxy).overlap.indexes["default"].approximate.entries == 0
+        assert proxy.metric("kvproxy_kvcache_facts_seconds_count") == 0
+
+
+@pytest.mark.parametrize(
+    ("kvcache", "cluster", "needed"),
+    [
+        ({}, {}, False),
+        ({"prefer": False}, {}, False),
+        ({}, {"policy": "power_of_two", "shadow_policy": "random"}, False),
+        ({}, {"policy": "kv_aware"}, True),
+        ({}, {"policy": "prefix_affinity"}, True),
+        ({}, {"shadow_policy": "kv_aware"}, True),
+        ({}, {"client_policies": ["least_request", "lmetric"]}, True),
+        ({"prefer": True}, {}, True),
+        ({"preference_header": "x-preferred"}, {}, True),
+        ({"lmcache_endpoint": NOWHERE}, {}, True),
+        ({"kv_events": True}, {}, True),
+        ({"snapshot": {"path": "/kept"}}, {}, True),
+    ],
+)
+def test_what_needs_facts(kvcache: dict[str, Any], cluster: dict[str, Any], needed: bool) -> None:
+    """Any policy that may decide, look on or be asked for, and everything that is made of facts besides."""
+    chosen = ClusterSettings.model_validate({"policy": "round_robin", **cluster})
+    assert needs_facts(KvCacheSettings.model_validate(kvcache), chosen) is needed
 
 
 async def test_kv_aware_weighs_the_facts_itself() -> None:
@@ -210,7 +242,7 @@ async def test_a_retry_is_told_of_as_a_pick_of_its_own() -> None:
         raise RuntimeError("down")
 
     bad, good = FakeEngine("bad", broken), FakeEngine("good", answer_ok)
-    async with serve(bad) as a, serve(good) as b, running_proxy({"a": a, "b": b}) as proxy:
+    async with serve(bad) as a, serve(good) as b, running_proxy({"a": a, "b": b}, shadow_policy="kv_aware") as proxy:
         assert await ask(proxy, TURN) == "b"
         local = service(proxy).overlap.indexes["default"].approximate
         assert local.held_blocks(EndpointId("a")) == 0
@@ -293,7 +325,7 @@ async def test_a_pick_that_cannot_be_counted_harms_nothing(caplog: pytest.LogCap
             raise RuntimeError("a mistake")
 
     engine = FakeEngine("only")
-    async with serve(engine) as url, running_proxy({"a": url}) as proxy:
+    async with serve(engine) as url, running_proxy({"a": url}, policy="kv_aware") as proxy:
         service(proxy).__class__ = Stumbling
         assert await ask(proxy, TURN) == "a"
     assert "KvCacheLearning at `placed`" in caplog.text

@@ -28,8 +28,8 @@ from kvproxy.config.filter_schema import TracingSettings
 from kvproxy.config.load import load_config
 from kvproxy.errors import ConfigError
 from kvproxy.filters import tracing
-from kvproxy.filters.trace_attributes import server_attributes
-from kvproxy.filters.trace_spans import TraceExport, TracingFilter
+from kvproxy.filters.trace_attributes import TraceExport, server_attributes
+from kvproxy.filters.trace_spans import TracingFilter
 from kvproxy.listener.server import Server, serve
 from kvproxy.metrics.catalog import Metrics
 from tests.support.asgi import Inner, call, http_scope
@@ -61,6 +61,10 @@ class Traced:
         return sum(span.kind is SpanKind.SERVER for span in self._exporter.get_finished_spans())
 
 
+#: Round robin tries the engines in order; the shadow needs facts, so that these have a span.
+LOOKED_ON = {"policy": "round_robin", "shadow_policy": "kv_aware"}
+
+
 @contextlib.asynccontextmanager
 async def traced(*engines: FakeEngine, sampler: Sampler | None = None, **config: Any) -> AsyncIterator[Traced]:
     """The whole proxy in front of these engines, tried in this order, behind the filter."""
@@ -69,7 +73,7 @@ async def traced(*engines: FakeEngine, sampler: Sampler | None = None, **config:
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     async with contextlib.AsyncExitStack() as stack:
         urls = {engine.name: await stack.enter_async_context(serve(engine)) for engine in engines}
-        raw = {"endpoints": urls, "policy": "round_robin", "health": {"active": False}, "filters": DEFAULT, **config}
+        raw = {"endpoints": urls, "health": {"active": False}, "filters": DEFAULT, **LOOKED_ON, **config}
         proxy = await stack.enter_async_context(Proxy(load_config(raw)))
         app = TracingFilter(
             proxy,
@@ -385,7 +389,7 @@ async def test_spans_reach_a_collector(monkeypatch: pytest.MonkeyPatch, named: s
         if named:
             monkeypatch.setenv("OTEL_SERVICE_NAME", named)
         filters = [{"tracing": {"service_name": "gateway"}}, *DEFAULT]
-        async with running_proxy({"a": url}, filters=filters) as proxy:
+        async with running_proxy({"a": url}, filters=filters, **LOOKED_ON) as proxy:
             await proxy.client.post(CHAT, json=chat())
     assert collector.spans() == dict.fromkeys([f"POST {CHAT}", "facts", "decision", "chat m"], service)
 

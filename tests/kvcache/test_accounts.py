@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvproxy.clients.engine_metrics import EngineMetrics
-from kvproxy.kvcache.feedback.hit_ratios import SCRAPES, CacheUse, HitRatioStats
+from kvproxy.kvcache.feedback.token_counts import SCRAPES, CacheUse, HitRatioStats
 from tests.kvcache.support import A, B
 
 AT = ("default", A)

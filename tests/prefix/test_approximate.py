@@ -181,3 +181,26 @@ def test_five_hundred_and_twelve_endpoints() -> None:
     for endpoint in endpoints[:500]:
         index.remove(endpoint)
     assert len(index.lookup(index.locate(chained(range(600))))) == 12
+
+
+def test_a_cursor_follows_what_changes_on_its_path() -> None:
+    """Split above its end, grown at its end, given up and taken in again: it answers as a new one does."""
+    index = ApproximateIndex(capacity_blocks=30)
+    cursor = index.locate(chained(PROMPT))
+    index.confirm(index.route(A, cursor))
+    index.insert(A, index.locate(chained((*PROMPT, 77))))
+    assert index.lookup(cursor) == {A: 10}
+    index.insert(B, index.locate(chained((*PROMPT[:4], 99))))
+    assert index.lookup(cursor) == {A: 10, B: 4}
+    index.insert(C, index.locate(chained(PROMPT)))
+    index.insert(C, index.locate(chained((*PROMPT, 77))))
+    assert index.lookup(cursor) == {A: 10, B: 4, C: 10}
+    for endpoint in (A, C):
+        index.contradict(endpoint, index.locate(chained(PROMPT)), 6)
+    assert index.lookup(cursor) == {A: 6, B: 4, C: 6}
+    index.confirm(index.route(B, cursor))
+    index.remove(B)
+    assert index.lookup(cursor) == {A: 6, C: 6}
+    index.insert(B, index.locate(chained(PROMPT)))
+    index.insert(B, index.locate(chained((*PROMPT, 5))))
+    assert index.lookup(cursor) == {A: 6, C: 6, B: 10}

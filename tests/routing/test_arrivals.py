@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from kvproxy.routing.arrivals import ArrivalStats, EndpointArrivals
+from kvproxy.routing.traffic import ArrivalStats, EndpointArrivals
 from kvproxy.types import EndpointId
 
 HERE, THERE = EndpointId("e0"), EndpointId("e1")

@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
+from kvproxy.config.verify import FORECASTING
 from kvproxy.routing import selector
 from kvproxy.routing.kv_aware import LARGE
 from kvproxy.routing.load import features_of
@@ -119,3 +120,8 @@ def test_a_reason_means_one_thing() -> None:
     for kind in POLICIES.values():
         for reason, meaning in kind.reasons.items():
             assert meanings.setdefault(reason, meaning) == meaning
+
+
+def test_the_configuration_knows_which_policies_learn_speeds() -> None:
+    """It stands below the policies and cannot ask them, so its own list must agree with the classes."""
+    assert {name for name, kind in POLICIES.items() if kind.learns_speeds} == FORECASTING

@@ -9,9 +9,7 @@ import msgspec
 import pytest
 
 from kvproxy.routing.load import features_of, seconds_of
-from kvproxy.routing.onboarding import OnboardingCost
-from kvproxy.routing.speed_state import FactorState, SpeedState
-from kvproxy.routing.speeds import SpeedModel, SpeedPriors
+from kvproxy.routing.speeds import FactorState, OnboardingCost, SpeedModel, SpeedPriors, SpeedState
 from kvproxy.types import EndpointId
 
 TRUTH = (0.02, 1 / 10_000, 1 / (10_000 * 32_000), 0.0)

@@ -10,8 +10,7 @@ import pytest
 from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
 from kvproxy.config.policy_schema import DynamoSettings, KvAwareSettings, PolicyParameters
 from kvproxy.errors import ConfigError
-from kvproxy.routing.registry import configured, make_policy
-from kvproxy.routing.tuning import merge_config, ranges, runtime_overrides, tuned
+from kvproxy.routing.registry import configured, make_policy, merge_config, ranges, runtime_overrides, tuned
 
 
 def test_a_change_keeps_the_rest() -> None:

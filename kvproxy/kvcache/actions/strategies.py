@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
-from cachetools import LRUCache
-
+from kvproxy.bounded import BoundedMapping
 from kvproxy.config.kvcache_schema import CacheStrategySettings
 from kvproxy.kvcache.actions.hotness import EDGE_PREFIXES, Hotness, KnownPrefix
 from kvproxy.kvcache.actions.signals import Pressure
@@ -165,7 +164,7 @@ class Compress:
     def __init__(self, settings: CacheStrategySettings, hotness: Hotness) -> None:
         self._settings = settings
         self._hotness = hotness
-        self.compressed: LRUCache[tuple[str, int], KnownPrefix] = LRUCache(MAX_REMEMBERED)
+        self.compressed: BoundedMapping[tuple[str, int], KnownPrefix] = BoundedMapping(MAX_REMEMBERED)
 
     def plan(self, served: Served, pressure: PressureOf, taken: set[int], now: float) -> list[Action]:
         instance = self._settings.compress_instance_id or served.instance_id

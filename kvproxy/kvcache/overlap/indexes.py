@@ -6,8 +6,7 @@ from array import array
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 
-from cachetools import LRUCache
-
+from kvproxy.bounded import BoundedMapping
 from kvproxy.clients.tokens import TokenIds
 from kvproxy.kvcache.overlap.merge import NOTHING, HolderOverlap, is_contradicted, merge_overlaps
 from kvproxy.prefix.approximate.capacity import Capacities
@@ -75,7 +74,7 @@ class LocalIndexes:
         self._lookups = lookups
         self.precise = PreciseIndex()
         self.exact: Collection[EndpointId] = frozenset()
-        self.loras: LRUCache[str, None] = LRUCache(MAX_LORAS)  # adapters that events spoke of
+        self.loras: BoundedMapping[str, None] = BoundedMapping(MAX_LORAS)  # adapters that events spoke of
         self.capacities.learning = learn_capacity
         self._seed = lru_cache(_REMEMBERED_SEEDS)(_seed)
         self._precise_root = lru_cache(_REMEMBERED_SEEDS)(precise_root)

@@ -11,7 +11,7 @@ import msgspec
 from xxhash import xxh3_64
 
 from kvproxy.prefix.approximate.snapshot import IndexColumns, fingerprint
-from kvproxy.routing.speed_state import SpeedState
+from kvproxy.routing.speeds import SpeedState
 
 _MAGIC = b"kvpxwarm"
 #: Of the layout and of what is hashed (how a request becomes a prompt): raise it when either changes.

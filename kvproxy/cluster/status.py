@@ -1,12 +1,24 @@
-"""What the clusters' policies have learned about their engines, as metrics."""
+"""What all clusters say together: whether each can serve, and what their policies learned of engines, as metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import Condition
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.types import Clock
+
+TAKING = (Condition.UP, Condition.SATURATED)
+
+
+def clusters_without_endpoint(clusters: Mapping[str, Cluster], now: float) -> list[str]:
+    """Names of the clusters in which no endpoint takes traffic."""
+    return sorted(name for name, cluster in clusters.items() if not _available(cluster, now))
+
+
+def _available(cluster: Cluster, now: float) -> bool:
+    return any(endpoint.condition(now) in TAKING for endpoint in cluster.endpoints)
 
 
 def show_learned(metrics: Metrics, clusters: Callable[[], Iterable[Cluster]], *, clock: Clock) -> None:

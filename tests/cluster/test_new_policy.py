@@ -1,0 +1,54 @@
+"""A new policy is a file and a line in the registry: everything else asks its class."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+
+from kvproxy.admin.routing import routing_status
+from kvproxy.config.cluster_schema import PolicyName
+from kvproxy.config.kvcache_schema import KvCacheSettings
+from kvproxy.filters.kvcache import prefers
+from kvproxy.replay.scenario import PolicySpec
+from kvproxy.routing import registry
+from kvproxy.routing.policy import Candidate, Choice, PickRequest, Policy
+from kvproxy.routing.speeds import SpeedModel
+from tests.cluster.conftest import MakeCluster
+
+
+class Newcomer(Policy):
+    """The last candidate; learns speeds for the queue's sake."""
+
+    uses_overlap = True
+    learns_speeds = True
+    reasons = {"newest": "it came last"}
+
+    def __init__(self, *, rng: Random) -> None:
+        super().__init__(rng=rng)
+        self.speeds = SpeedModel()
+
+    def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
+        return Choice(len(candidates) - 1, "newest")
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> PolicyName:
+    """Under a name that the configuration has."""
+    name = PolicyName.LMETRIC
+    monkeypatch.setitem(registry.POLICIES, name, Newcomer)  # type: ignore[arg-type]
+    return name
+
+
+async def test_one_line_in_the_registry_is_all(make_cluster: MakeCluster, registered: PolicyName) -> None:
+    """It decides, may be asked for, shadows, gets a queue, is shown, and preferences do not overrule it."""
+    bench = make_cluster("a", "b", policy=registered, shadow_policy=registered, queue={})
+    assert (bench.picked().endpoint.id, bench.picked().reason) == ("b", "newest")
+    assert bench.sample("kvproxy_shadow_decisions_total", cluster="c", policy="lmetric", result="same") == 2
+    assert bench.cluster.queue is not None
+    assert routing_status(bench.cluster, bench.clock())["policy"] == "lmetric"
+    asked = make_cluster("a", "b", client_policies=[registered]).picked(policy="lmetric")
+    assert (asked.policy, asked.reason) == ("lmetric", "newest")
+    assert not prefers(KvCacheSettings(lmcache_endpoint="http://127.0.0.1:1"), registered)
+    assert isinstance(PolicySpec.parse("lmetric+queue").make(rng=Random(1)), Newcomer)
