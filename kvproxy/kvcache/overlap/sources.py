@@ -43,6 +43,7 @@ class OverlapSources:
         clusters: Mapping[str, Cluster],
         engines: Engines,
         breakers: OperationBreakers,
+        streams: EventStreams | None,
         metrics: Metrics,
         clock: Clock,
     ) -> None:
@@ -54,6 +55,7 @@ class OverlapSources:
         self.indexes: Mapping[str, LocalIndexes] = {
             name: LocalIndexes(
                 state.index(name, endpoints=len(cluster.endpoints)),
+                None if streams is None else streams.followed[name],
                 learn_capacity=settings.learn_capacity,
                 follows_events=settings.kv_events,
                 lookups=bool(settings.lmcache_endpoint),
@@ -73,16 +75,7 @@ class OverlapSources:
             metrics=metrics,
             clock=clock,
         )
-        self.streams: EventStreams | None = None
-        if settings.kv_events:
-            self.streams = EventStreams(
-                clusters=clusters,
-                local=self.indexes,
-                engines=engines,
-                metrics=metrics,
-                clock=clock,
-                stated=settings.kv_event_sources,
-            )
+        self.streams = streams
         self._uses_tokens = bool(settings.lmcache_endpoint) or settings.kv_events
         self._facts_seconds = metrics.kvcache.facts_seconds.labels()
         self._running = AsyncExitStack()
@@ -94,8 +87,6 @@ class OverlapSources:
             starting.push_async_callback(self._lookup_task.close)
             if self._settings.lmcache_endpoint:
                 self._connect(starting)
-            if self.streams is not None:
-                await starting.enter_async_context(self.streams)
             self._running = starting.pop_all()
         self._entered = True
         return self
