@@ -18,7 +18,7 @@ from kvproxy.kvcache.engines import Engines
 from kvproxy.kvcache.feedback.predictions import PredictionFeedback
 from kvproxy.kvcache.metrics_scraper import MetricsScraper
 from kvproxy.kvcache.overlap.facts import RequestFacts, Result
-from kvproxy.kvcache.overlap.kv_event_streams import EventStreams, follow_events, utc_seconds
+from kvproxy.kvcache.overlap.kv_event_streams import EventStreams, utc_seconds
 from kvproxy.kvcache.overlap.sources import OverlapSources
 from kvproxy.kvcache.snapshot.restart import warm_restart
 from kvproxy.kvcache.state import CacheState
@@ -58,9 +58,6 @@ class KvCache:
         self._pool = UpstreamPool(max_connections=settings.max_connections, clock=clock)
         self._engines = Engines(self._pool, timeout_s=settings.request_timeout, tokenizer_url=settings.vllm_endpoint)
         self.breakers = OperationBreakers(settings.circuit_breaker, clock=clock, metrics=metrics)
-        self._own_streams: EventStreams | None = None
-        if settings.kv_events and streams is None:
-            streams = self._own_streams = follow_events(settings, clusters, metrics, clock)
         self.overlap = OverlapSources(
             settings,
             state=self.state,
@@ -106,8 +103,6 @@ class KvCache:
             if self.snapshot is not None:
                 await starting.enter_async_context(self.snapshot)
             self.state.fresh = False
-            if self._own_streams is not None:
-                await starting.enter_async_context(self._own_streams)
             for part in (self._pool, self._engines, self.overlap, self.actions, self.scraper):
                 await starting.enter_async_context(part)
             self._running = starting.pop_all()
