@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import cast
 
 _MORE, _LONG, _COMMAND = 1, 2, 4
 
@@ -142,9 +143,8 @@ class ZmtpConnection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.write(_GREETING)
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by its class
+        self._transport.write(_GREETING)
         self._look_later()
 
     def data_received(self, data: bytes) -> None:

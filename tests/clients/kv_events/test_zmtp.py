@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import pairwise
 
 import pytest
+import uvloop
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
@@ -310,3 +311,24 @@ async def test_a_flood_of_commands_is_obeyed_in_steps_and_answered_within_a_boun
         hungry.set()
         for writer in peer.writers:
             writer.close()
+
+
+def test_the_loop_of_serve_carries_it_too() -> None:
+    """uvloop's transports are no asyncio.Transport by class."""
+
+    async def exchange() -> list[bytes] | None:
+        with (
+            zmq.Context() as context,
+            publisher(context, 0) as engine,
+            subscribed(engine.getsockopt_string(zmq.LAST_ENDPOINT)) as subscription,
+        ):
+            await until(until_a_message(subscription, engine))
+            engine.send_multipart([b"kv", b"1", b"x"])
+            await until(lambda: subscription._connection is not None and subscription._connection.has_message)
+            last = None
+            while (found := subscription.message()) is not None:
+                last = found
+            return last
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(exchange()) in ([b"kv", b"1", b"x"], [b"kv", b"first"])
