@@ -39,7 +39,7 @@ def _utc_now() -> datetime:
 class Proxy:
     """The proxy as an ASGI app and an async context manager: inside it, probes and pools run.
 
-    Under somebody else's server the ASGI lifespan enters it. `admin` is the operator's app, for a listener of its own.
+    Under another server the ASGI lifespan enters it. `admin` is the operator's app, for a listener of its own.
     """
 
     def __init__(
