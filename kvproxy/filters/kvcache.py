@@ -20,6 +20,7 @@ from kvproxy.filters.step import Step
 from kvproxy.forward.body_guard import tenant_salt
 from kvproxy.kvcache.overlap.facts import RequestFacts, Result
 from kvproxy.kvcache.service import KvCache
+from kvproxy.kvcache.state import CacheState
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.request.downstream import Downstream
 from kvproxy.request.exchange import Exchange
@@ -191,21 +192,23 @@ def build(app: ASGIApp, settings: KvCacheSettings, context: FilterContext) -> AS
     if not settings.enabled:
         return app
     clusters: Mapping[str, Cluster] = context.services.clusters
-    former = next((one for one in context.former if one not in context.kvcaches), None)
-    if former is not None and former.settings == settings and former.clusters == clusters:
-        service = former
-    else:
-        service = KvCache(
+    state = context.states.next_of(CacheState, lambda: CacheState.empty(metrics=context.metrics, clock=context.clock))
+    service = context.states.get(
+        KvCache,  # the running one where nothing changed for it, so that its event streams and leases go on
+        (state, settings, frozenset(clusters.items())),
+        lambda: KvCache(
             settings,
             clusters=clusters,
             metrics=context.metrics,
             clock=context.clock,
             wall_clock=lambda: context.wall_clock().timestamp(),
             rng=context.rng,
-            state=None if former is None else former.state,
-        )
+            state=state,
+        ),
+    )
     context.lifetimes.append(service)
     context.kvcaches.append(service)
+    context.on_serving.append(service.show)
     configured = context.config.clusters  # the clusters may still have older policies
     prefer = {name: prefers(settings, one.policy) for name, one in configured.items()}
     recorded = bool(context.config.receipts.path)

@@ -32,8 +32,9 @@ class KvCache:
     done about it) and `snapshot`. Enter it before the first request; its tasks end with it.
 
     For each request: `gather` at once, `look_up` if the facts want it, `placed` for each attempt, `finished` exactly
-    once. None of them raises for a request's sake, and none fails one. A `state` of an earlier service, which may still
-    run, goes on where that one is; without one it begins empty, or with the snapshot.
+    once. None of them raises for a request's sake, and none fails one. A `state` that an earlier service uses, which
+    may still run, goes on where that one is; without one it begins empty, or with the snapshot. Making it has no effect
+    on anything else: `show` binds the gauges, once it is this service that counts.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class KvCache:
     ) -> None:
         self.settings = settings
         self.clusters = clusters
+        self._metrics = metrics
         self.state = CacheState.empty(metrics=metrics, clock=clock) if state is None else state
         self._pool = UpstreamPool(max_connections=settings.max_connections, clock=clock)
         self._engines = Engines(self._pool, timeout_s=settings.request_timeout, tokenizer_url=settings.vllm_endpoint)
@@ -63,7 +65,7 @@ class KvCache:
             metrics=metrics,
             clock=clock,
         )
-        self.feedback = PredictionFeedback(state=self.state, lookups=self.overlap.lookups, metrics=metrics, clock=clock)
+        self.feedback = PredictionFeedback(state=self.state, lookups=self.overlap.lookups, clock=clock)
         self.scraper = MetricsScraper(
             settings,
             clusters=clusters,
@@ -73,7 +75,6 @@ class KvCache:
             lookups=self.overlap.lookups,
             sample_host=sample_host,
             on_round=self._tick,
-            metrics=metrics,
             clock=clock,
         )
         self.actions = StrategyRunner(
@@ -106,6 +107,15 @@ class KvCache:
 
     async def __aexit__(self, *_: object) -> None:
         await self._running.aclose()
+
+    def show(self) -> None:
+        """The gauges read this service from now on, and no earlier one."""
+        self.overlap.show(self._metrics)
+        self.feedback.show(self._metrics)
+        self.scraper.show(self._metrics)
+        self.actions.jobs.show(self._metrics)
+        if self.snapshot is not None:
+            self.snapshot.show(self._metrics)
 
     def gather(self, request: InferenceRequest, body: bytes, *, cluster: Cluster, model: str = "") -> RequestFacts:
         """What our own sources know, at once. `model` is what the engines call it, where that differs."""

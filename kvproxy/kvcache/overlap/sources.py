@@ -87,7 +87,6 @@ class OverlapSources:
         self._facts_seconds = metrics.kvcache.facts_seconds.labels()
         self._running = AsyncExitStack()
         self._entered = False
-        self._show(metrics)
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as starting:
@@ -198,8 +197,10 @@ class OverlapSources:
 
         starting.push_async_callback(stop)
 
-    def _show(self, metrics: Metrics) -> None:
-        """Sizes are read when the metrics are."""
+    def show(self, metrics: Metrics) -> None:
+        """The gauges read it from now on."""
+        self.tokens.show(metrics)
+        self._lookup_task.show(metrics)
         indexes = self.indexes.values()
         blocks = metrics.holdings.index_blocks
         blocks.labels("approximate").set_function(lambda: sum(one.approximate.entries for one in indexes))
