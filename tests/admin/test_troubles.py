@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvproxy.admin.app import admin_app
+from kvproxy.admin.app import build_admin_app
 from kvproxy.admin.history import History
 from kvproxy.admin.operated import ConfigFinding
 from kvproxy.app import Proxy
@@ -29,7 +29,7 @@ class Place:
         self.clock = clock
         self.proxy: Proxy = proxy_of(clock=clock, **{"endpoints": THREE, **config})
         self.history = History(self.proxy)
-        self.proxy.admin = admin_app(self.proxy, self.history)
+        self.proxy.admin = build_admin_app(self.proxy, self.history)
 
     def probe_fails(self, name: str) -> None:
         """Once is enough for an endpoint that was never well."""

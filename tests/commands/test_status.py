@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.admin.app import admin_app
+from kvproxy.admin.app import build_admin_app
 from kvproxy.admin.history import History
 from kvproxy.app import Proxy
 from kvproxy.cli import main
@@ -35,7 +35,7 @@ async def live_of(proxy: Proxy) -> dict[str, Any]:
     proxy.metrics.latency.prompt_tokens.labels("default").inc(100)
     proxy.metrics.latency.cached_tokens.labels("default").inc(60)
     history.take_sample()
-    proxy.admin = admin_app(proxy, history)
+    proxy.admin = build_admin_app(proxy, history)
     async with admin_of(proxy) as client:
         answer: dict[str, Any] = (await client.get("/live")).json()
     return answer

@@ -110,5 +110,5 @@ async def test_a_websocket_without_a_key_is_closed() -> None:
 
 def test_no_key_is_a_configuration_error() -> None:
     """An auth filter nobody can pass is a mistake."""
-    with pytest.raises(ConfigError, match="nobody could call"):
+    with pytest.raises(ConfigError, match="no client could call"):
         build(Inner(), AuthSettings(), filter_context())
