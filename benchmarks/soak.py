@@ -53,7 +53,7 @@ FAULT_EVERY_S = 7.0
 SAMPLE_EVERY_S = 15.0
 SETTLE_S = 45.0
 #: Counters that tell what the proxy did about the faults.
-TOLD = re.compile(r"^kvproxy_(local_replies|retries|retries_refused|attempt_failures|request_ends)_total\{")
+TOLD = re.compile(r"^kvproxy_(local_replies|retries|retries_refused|attempt_failures|request_ends|kv_event_batches)_total\{")
 #: Gauges that must be zero once the load has ended and the engines are well again.
 ZERO = re.compile(
     r"^(kvproxy_in_flight(?:_requests)?|kvproxy_pending_prompt_tokens|kvproxy_resident_tokens|kvproxy_bodies_held_bytes"
@@ -379,7 +379,7 @@ def report(soak: Soak, left: dict[str, float], about: dict[str, str]) -> str:
 
 
 def main() -> int:
-    """Run it, write the report; 0 when nothing was left over."""
+    """Run it, write the report; 0 when nothing was left over and no error was logged with its stack."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--rate", type=float, default=25.0, help="exchanges a second")
@@ -406,7 +406,7 @@ def main() -> int:
     print(text)
     if "Traceback" in log:
         print(json.dumps(log[log.index("Traceback") :][:3000]))
-    return 1 if left else 0
+    return 1 if left or "Traceback" in log else 0
 
 
 if __name__ == "__main__":

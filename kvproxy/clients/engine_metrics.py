@@ -1,7 +1,4 @@
-"""What engines say of their load: `/metrics` (vLLM's, and what SGLang's says alike) and the ORCA response header. Pure.
-
-A scrape is 50 kB, so one quick pass.
-"""
+"""What engines say of their load: `/metrics` (vLLM or SGLang, 50 kB in one quick pass) and the ORCA header. Pure."""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ def build(
     if problems:
         raise ConfigError(problems)
     try:
-        from kvproxy.filters.trace_spans import TraceExport, TracingFilter
+        from kvproxy.filters.trace_attributes import TraceExport
+        from kvproxy.filters.trace_spans import TracingFilter
     except ImportError as error:
         text = f"needs OpenTelemetry, which is not installed: {error}"
         raise ConfigError([Problem("", text, "pip install 'kvproxy[otel]'")]) from error

@@ -117,6 +117,14 @@ async def test_changes_must_be_json(kind: str) -> None:
     assert not proxy.clusters["default"].endpoints[0].draining
 
 
+async def test_a_form_without_fields_is_a_form() -> None:
+    """A foreign page can send one, body or not."""
+    proxy = proxy_of()
+    async with admin_of(proxy, **{"content-type": "text/plain"}) as client:
+        assert (await client.post("/endpoints/default/a/drain")).status_code == 415
+    assert not proxy.clusters["default"].endpoints[0].draining
+
+
 async def test_a_change_without_a_body_needs_no_content_type() -> None:
     """`curl -X POST .../drain` works; a browser's foreign page names its origin and is refused all the same."""
     proxy = proxy_of()

@@ -59,6 +59,17 @@ def test_a_lease_that_runs_out_frees_the_place_and_blames_nobody() -> None:
     assert value == 1.0
 
 
+def test_a_lease_that_runs_out_speaks_for_nobody_either() -> None:
+    """An endpoint that failed before has not served a request for it."""
+    proxy, timers = proxy_of(), Timers()
+    cluster = proxy.clusters["default"]
+    reservations = Reservations(metrics=proxy.metrics, clock=proxy.clock, later=timers.later)
+    held(reservations, cluster)
+    cluster.endpoints[0].health.failure(proxy.clock())
+    timers.started[0].callback()
+    assert cluster.endpoints[0].health.failures == 1
+
+
 def test_reservations_are_bounded_and_seen() -> None:
     """Depth and bound are gauges; ids differ."""
     proxy = proxy_of()

@@ -107,6 +107,22 @@ async def test_short_requests_overtake_long_ones_when_load_falls(clock: FakeCloc
     await placed(long)
 
 
+async def test_an_error_in_placing_one_request_is_its_own(clock: FakeClock) -> None:
+    """The others that wait are placed as if it had not been there."""
+
+    def broken() -> PickRequest:
+        raise ValueError("no facts")
+
+    cluster = cluster_of(clock)
+    first, _ = await fill(cluster)
+    bad, good = enter(cluster, 100, again=broken), enter(cluster, 200)
+    await until(lambda: len(room_of(cluster)) == 2)
+    first.settle(AttemptOutcome.SUCCESS, clock())
+    with pytest.raises(ValueError, match="no facts"):
+        await asyncio.wait_for(bad, 60)
+    assert (await placed(good)).endpoint is first.endpoint
+
+
 async def test_a_higher_priority_goes_first(clock: FakeClock) -> None:
     """Whatever its length."""
     cluster = cluster_of(clock)
@@ -135,13 +151,16 @@ async def test_a_full_queue_refuses_and_says_when_to_come_back(clock: FakeClock)
 
 async def test_nobody_waits_longer_than_the_bound(clock: FakeClock) -> None:
     """Then it goes out although nothing became free."""
-    cluster = cluster_of(clock, max_wait="5s")
+    metrics = Metrics()
+    cluster = cluster_of(clock, metrics=metrics, max_wait="5s")
     await fill(cluster, 80_000)
     waiting = enter(cluster, 5_000)
     await until(lambda: len(room_of(cluster)) == 1)
     clock.advance(5.0)
     room_of(cluster).on_load_decrease()
     await placed(waiting)
+    held = metrics.request.router_queue_wait.labels("c")
+    assert (sum(held.counts), held.total) == (1, 5.0)
 
 
 async def test_time_alone_lets_somebody_in(clock: FakeClock) -> None:

@@ -220,6 +220,18 @@ async def test_a_refusal_for_tokens_costs_no_request() -> None:
     assert replies[-1].headers[b"x-ratelimit-remaining-requests"] == b"9"
 
 
+async def test_of_two_limits_the_longer_wait_is_told() -> None:
+    """A client that comes back earlier would only be refused again."""
+    context = filter_context()
+    engine = Engine(prompt_tokens=300, completion_tokens=0)
+    app = filter_around(engine, context, requests_per_minute=1, tokens_per_minute=60)
+    assert (await call(app, http_scope())).status == 200
+    reply = await call(app, http_scope())
+    assert (reply.status, reply.headers[b"retry-after"]) == (429, b"241")
+    assert "60 tokens per minute" in reply.json["error"]["message"]
+    assert counted(context, "kvproxy_rate_limited_total", kind="tokens") == 1
+
+
 async def test_a_tiny_burst_still_lets_one_in() -> None:
     """A bucket always holds at least one request."""
     app = filter_around(Inner(), filter_context(), requests_per_minute=1, burst=0.01)

@@ -28,8 +28,8 @@ from kvproxy.config.filter_schema import TracingSettings
 from kvproxy.config.load import load_config
 from kvproxy.errors import ConfigError
 from kvproxy.filters import tracing
-from kvproxy.filters.trace_attributes import server_attributes
-from kvproxy.filters.trace_spans import TraceExport, TracingFilter
+from kvproxy.filters.trace_attributes import TraceExport, server_attributes
+from kvproxy.filters.trace_spans import TracingFilter
 from kvproxy.listener.server import Server, serve
 from kvproxy.metrics.catalog import Metrics
 from tests.support.asgi import Inner, call, http_scope

@@ -82,7 +82,15 @@ def test_a_valid_trace_parent_passes_with_its_state() -> None:
     assert headers[b"tracestate"] == b"a=1"
 
 
-@pytest.mark.parametrize("given", [None, b"garbage", b"00-xyz-b7ad6b7169203331-01"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        None,
+        b"garbage",
+        b"00-xyz-b7ad6b7169203331-01",
+        b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01-more",
+    ],
+)
 def test_a_missing_or_bad_trace_parent_is_begun_anew(given: bytes | None) -> None:
     """And then the client's trace state means nothing any more."""
     headers = built([(b"tracestate", b"a=1")] + ([(b"traceparent", given)] if given else []))

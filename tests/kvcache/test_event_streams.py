@@ -16,6 +16,7 @@ import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.clients.kv_events.events import BlockStored
+from kvproxy.clients.kv_events.status import StreamReason, StreamState, StreamStatus
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.kvcache.engines import Engines
@@ -228,6 +229,19 @@ async def test_a_mistake_while_following_is_logged_and_tried_again(
             await naps.acquire()
             await naps.acquire()
     assert caplog.text.count("cannot be followed") >= 2
+
+
+def test_an_endpoint_is_exact_only_while_every_rank_is() -> None:
+    """A prompt may be on any of its ranks, so one that misses events makes the whole endpoint a guess."""
+    local = LocalIndexes(IndexState())
+    consumer = _Consumer(local)
+    following = StreamStatus(StreamState.EXACT, StreamReason.FOLLOWING)
+    consumer.state_changed(A, 0, following)
+    assert set(local.exact) == {A}
+    consumer.state_changed(A, 1, StreamStatus(StreamState.DEGRADED, StreamReason.LOST_EVENTS))
+    assert set(local.exact) == set()
+    consumer.state_changed(A, 1, following)
+    assert set(local.exact) == {A}
 
 
 async def test_an_index_of_streams_that_ended_is_given_back_by_and_by(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import cast
 
 _MORE, _LONG, _COMMAND = 1, 2, 4
 
@@ -19,6 +20,9 @@ _GREETING = b"\xff" + 8 * b"\0" + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0
 #: A peer that sent nothing for this long is asked for a sign of life; without one for the second, it is lost.
 PING_AFTER_S, LOST_AFTER_S = 5.0, 15.0
 _PING, _PONG = b"\x04PING", b"\x04PONG"
+
+#: Commands obeyed before others run; answers to them that a peer may leave unread.
+_COMMANDS_AT_ONCE, _MAX_UNSENT_BYTES = 64, 1 << 16
 
 
 class ZmtpError(Exception):
@@ -139,9 +143,8 @@ class ZmtpConnection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.write(_GREETING)
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by its class
+        self._transport.write(_GREETING)
         self._look_later()
 
     def data_received(self, data: bytes) -> None:
@@ -169,15 +172,18 @@ class ZmtpConnection(asyncio.Protocol):
             return False
 
     def message(self) -> list[bytes] | None:
-        """The next whole message, if there is one; commands of the peer are obeyed on the way."""
+        """The next whole message, if there is one; commands of the peer are obeyed on the way, a few at a time."""
         found = None
         try:
-            while found is None and (taken := self._buffer.take()) is not None:
+            for _ in range(_COMMANDS_AT_ONCE):
+                taken = self._buffer.take()
+                if taken is None:
+                    break
                 is_command, frames = taken
-                if is_command:
-                    self._obey(frames[0])
-                else:
+                if not is_command:
                     found = frames
+                    break
+                self._obey(frames[0])
         except ZmtpError as error:
             self._fail(error)
         self._count()
@@ -251,14 +257,19 @@ class ZmtpConnection(asyncio.Protocol):
         """A connection that is not read on purpose tells nothing about its peer."""
         self._silent_s = 0.0 if self._heard or self._paused else self._silent_s + PING_AFTER_S
         self._heard = False
-        if self._silent_s >= LOST_AFTER_S:
-            self._fail(ZmtpError(f"silent for {LOST_AFTER_S:g} s"))
-        elif self._silent_s and self.ready:
-            self._write(_frame(_PING + b"\0\0", _COMMAND))
+        try:
+            if self._silent_s >= LOST_AFTER_S:
+                raise ZmtpError(f"silent for {LOST_AFTER_S:g} s")
+            if self._silent_s and self.ready:
+                self._write(_frame(_PING + b"\0\0", _COMMAND))
+        except ZmtpError as error:
+            self._fail(error)
         self._look_later()
 
     def _write(self, data: bytes) -> None:
         if self._transport is not None and not self._transport.is_closing():
+            if self._transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
+                raise ZmtpError("the peer takes nothing")
             self._transport.write(data)
 
     def _fail(self, error: ZmtpError) -> None:

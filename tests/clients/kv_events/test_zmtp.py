@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import pairwise
 
 import pytest
+import uvloop
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
@@ -282,3 +283,52 @@ async def test_a_connection_holds_no_more_than_its_share() -> None:
                 taken += 1
         assert memory.held_bytes == 0
         connection.close()
+
+
+async def test_a_flood_of_commands_is_obeyed_in_steps_and_answered_within_a_bound() -> None:
+    """Nothing but PINGs, from a peer that takes none of the answers."""
+    ping = encoded([b"\x04PING\x00\x0a" + b"x" * 16], flags=4)
+    peer = Peer(GREETING, READY, *[ping * 10_000] * 40)
+    hungry = asyncio.Event()
+
+    async def deaf(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer.connections += 1
+        peer.writers.append(writer)
+        for one in peer.said:
+            writer.write(one)
+        await hungry.wait()
+
+    server = await asyncio.start_server(deaf, "127.0.0.1", 0)
+    async with server:
+        address = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        with subscribed(address) as subscription:
+
+            def left() -> bool:
+                assert subscription.message() is None
+                return peer.connections >= 2
+
+            await until(left)
+        hungry.set()
+        for writer in peer.writers:
+            writer.close()
+
+
+def test_the_loop_of_serve_carries_it_too() -> None:
+    """uvloop's transports are no asyncio.Transport by class."""
+
+    async def exchange() -> list[bytes] | None:
+        with (
+            zmq.Context() as context,
+            publisher(context, 0) as engine,
+            subscribed(engine.getsockopt_string(zmq.LAST_ENDPOINT)) as subscription,
+        ):
+            await until(until_a_message(subscription, engine))
+            engine.send_multipart([b"kv", b"1", b"x"])
+            await until(lambda: subscription._connection is not None and subscription._connection.has_message)
+            last = None
+            while (found := subscription.message()) is not None:
+                last = found
+            return last
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(exchange()) in ([b"kv", b"1", b"x"], [b"kv", b"first"])
