@@ -53,7 +53,9 @@ FAULT_EVERY_S = 7.0
 SAMPLE_EVERY_S = 15.0
 SETTLE_S = 45.0
 #: Counters that tell what the proxy did about the faults.
-TOLD = re.compile(r"^kvproxy_(local_replies|retries|retries_refused|attempt_failures|request_ends|kv_event_batches)_total\{")
+TOLD = re.compile(
+    r"^kvproxy_(local_replies|retries|retries_refused|attempt_failures|request_ends|kv_event_batches)_total\{"
+)
 #: Gauges that must be zero once the load has ended and the engines are well again.
 ZERO = re.compile(
     r"^(kvproxy_in_flight(?:_requests)?|kvproxy_pending_prompt_tokens|kvproxy_resident_tokens|kvproxy_bodies_held_bytes"

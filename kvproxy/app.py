@@ -6,7 +6,6 @@ import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from datetime import UTC, datetime
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -28,6 +27,7 @@ from kvproxy.request.observer import RequestObserver
 from kvproxy.request.recent import RecentDecisions
 from kvproxy.runtime.generation import Generation, Shared, needs_restart
 from kvproxy.runtime.reload import Reloader
+from kvproxy.runtime.state import StateStore
 from kvproxy.types import Clock
 from kvproxy.upstream.pool import UpstreamPool
 
@@ -39,7 +39,7 @@ def _utc_now() -> datetime:
 class Proxy:
     """The proxy as an ASGI app and an async context manager: inside it, probes and pools run.
 
-    Under somebody else's server the ASGI lifespan enters it. `admin` is the operator's app, for a listener of its own.
+    Under another server the ASGI lifespan enters it. `admin` is the operator's app, for a listener of its own.
     """
 
     def __init__(
@@ -82,8 +82,9 @@ class Proxy:
             tuple(self._observers(config)),
             HeldBodies(config.limits.bodies, metrics=self.metrics),
         )
-        self._generation = Generation(config, self._shared)
-        self._succession = Reloader(clock=clock, patience_s=config.shutdown.drain)
+        self._states = StateStore()
+        self._generation = Generation(config, self._shared, self._states)
+        self._reloader = Reloader(clock=clock, patience_s=config.shutdown.drain)
         show_learned(self.metrics, lambda: self.clusters.values(), clock=clock)
         self._history = History(self)
         self.admin: ASGIApp = admin_app(self, self._history)
@@ -118,7 +119,7 @@ class Proxy:
     @property
     def replaced(self) -> int:
         """Configurations that were replaced and have ended."""
-        return self._succession.ended
+        return self._reloader.ended
 
     @property
     def kvcache(self) -> KvCache | None:
@@ -132,14 +133,11 @@ class Proxy:
         connections, rate limits. Raises ConfigError, and whatever a new part raises when it is started; then nothing
         has changed.
         """
-        before = self._generation
-        rehearsal = replace(self._shared, metrics=Metrics())
-        Generation(config, rehearsal)  # all that can be wrong with it is found without touching what runs
-        after = Generation(config, self._shared, before=before)
-        await self._succession.begin(after)
-        lost = after.take_over()
+        before, after = self._generation, Generation(config, self._shared, self._states)
+        await self._reloader.begin(after)
+        lost = after.serve()
         self._generation = after
-        self._succession.retire(before, after)
+        self._reloader.retire(before)
         return Reloaded(after_restart=tuple(needs_restart(before.config, config)), lost=lost)
 
     async def __aenter__(self) -> Proxy:
@@ -148,8 +146,9 @@ class Proxy:
         await self._running.enter_async_context(self._probes)
         if self._recorder is not None:
             await self._running.enter_async_context(self._recorder)
-        await self._running.enter_async_context(self._succession)
-        await self._succession.begin(self._generation)
+        await self._running.enter_async_context(self._reloader)
+        await self._reloader.begin(self._generation)
+        self._generation.serve()
         if self.config.admin.enabled:
             await self._running.enter_async_context(self._history)
         return self

@@ -19,7 +19,10 @@ class BoundedMapping(LRUCache[K, V]):
 
     Beside the same thing written by hand on an OrderedDict (Python 3.11, 1,000 entries, ns): a hit 200 against 125, a
     miss 82 against 87, a new entry that evicts one 830 against 230. A request makes a handful of these, so the
-    library's bookkeeping costs it about one microsecond, and no room needs an order of use of its own.
+    library's bookkeeping costs it about one microsecond. A plain dict's hit takes no Python call and a sixth of the
+    time of one here (four calls): maps that are read for every endpoint or KV event are dicts, and say so. So are those
+    whose entries grow while they are held, because a size is taken once. A pure function remembers its results by
+    `functools.lru_cache`.
     """
 
     def __init__(

@@ -107,7 +107,6 @@ def parse_engine_metrics(text: bytes) -> EngineMetrics:
                 configs.append(dict(_LABEL.findall(line)))
         elif (value := _value(line)) is not None:
             samples.setdefault(name, []).append(value)
-    cache = _cache_config(configs)
     return EngineMetrics(
         kv_usage=_fold(samples, "kv_usage", max),
         waiting=_total(samples, "waiting"),
@@ -121,7 +120,7 @@ def parse_engine_metrics(text: bytes) -> EngineMetrics:
         prefills=_total(samples, "prefills"),
         prefill_s=_fold(samples, "prefill_s", math.fsum),
         prefill_tokens=_total(samples, "prefill_tokens"),
-        cache=cache,
+        cache=_cache_config(configs),
         started_at=_started_at(text),
     )
 
@@ -196,8 +195,7 @@ def _number(config: dict[bytes, bytes], label: bytes) -> int:
 ORCA_REQUEST_HEADER = (b"endpoint-load-metrics-format", b"JSON")
 ORCA_RESPONSE_HEADER = b"endpoint-load-metrics"
 
-_MAX_ORCA_BYTES = 4096
-_ORCA_PREFIX = "named_metrics."
+_MAX_ORCA_BYTES, _ORCA_PREFIX = 4096, "named_metrics."
 
 
 @dataclass(frozen=True, slots=True)

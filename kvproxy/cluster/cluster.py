@@ -69,6 +69,7 @@ class Cluster:
         self._poller = Poller(name, sources, on_update=self._update, metrics=metrics, sleep=sleep)
         self._shared_failures: dict[str, float] = {}  # when a request last failed alike on several endpoints
         self._running = AsyncExitStack()
+        self._shown = False
         self._hiding: set[Endpoint] = set()  # with requests under way whose first token cannot be seen
         self.policies = PolicySet(name, settings, metrics=metrics, rng=rng, policy=policy)
         #: Where requests wait; None: none does.
@@ -137,6 +138,15 @@ class Cluster:
             self._poller.reconfigure(sources_of(settings.discovery))
         self.apply(settings.endpoints)
         self._arrange_queue()
+
+    def show(self) -> None:
+        """The gauges read it from now on, with all that comes into it. Not before it serves: a configuration that names
+        it may still be refused."""
+        self._shown = True
+        for endpoint in self._members.all_endpoints():
+            endpoint.show(self._metrics)
+        if self.queue is not None:
+            self.queue.show()
 
     def close(self) -> None:
         """The cluster is no more: requests that wait are refused, and its endpoints take their metric series along."""
@@ -324,6 +334,8 @@ class Cluster:
             clock=self._clock,
             on_change=self._screening.invalidate,
         )
+        if self._shown:
+            endpoint.show(self._metrics)
         endpoint.load.on_sample = partial(self.policies.observe_sample, endpoint.id)
         return endpoint
 
@@ -360,6 +372,8 @@ class Cluster:
                 metrics=self._metrics,
                 clock=self._clock,
             )
+            if self._shown:
+                self.queue.show()
 
     def _close_queue(self) -> None:
         if self.queue is not None:

@@ -169,7 +169,7 @@ class Poller:
         self._sources = sources
         self._on_update = on_update
         self._sleep = sleep
-        self._outcomes = {o: metrics.endpoint.discovery.labels(cluster, o) for o in ("changed", "unchanged", "failed")}
+        self._updates = metrics.endpoint.discovery
         self._answers: dict[str, tuple[EndpointSettings, ...]] = {}
         self._complaints: dict[str, str] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -237,12 +237,12 @@ class Poller:
             self._failed(source, repr(error))
             return
         self._answers[source.name] = answer
-        self._outcomes["changed" if changed else "unchanged"].inc()
+        self._updates.labels(self._cluster, "changed" if changed else "unchanged").inc()
         if self._complaints.pop(source.name, None) is not None:
             log.info("discovery %s/%s answers again", self._cluster, source.name)
 
     def _failed(self, source: Source, reason: str) -> None:
-        self._outcomes["failed"].inc()
+        self._updates.labels(self._cluster, "failed").inc()
         if self._complaints.get(source.name) != reason:
             self._complaints[source.name] = reason
             log.warning("discovery %s/%s: %s; its last endpoints stay", self._cluster, source.name, reason)

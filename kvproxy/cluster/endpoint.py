@@ -38,8 +38,10 @@ class Endpoint:
     """
 
     __slots__ = (
+        "_clock",
         "_draining",
         "_on_change",
+        "_shown",
         "authorization",
         "breaker",
         "configured_weight",
@@ -83,8 +85,9 @@ class Endpoint:
         self._draining = False
         self._on_change = on_change
         self.metrics = EndpointMetrics(metrics, cluster, self.id)
+        self._clock = clock
+        self._shown = False
         self.configure(config)
-        self._watch(metrics, clock)
 
     def __repr__(self) -> str:
         return f"<Endpoint {self.id} {self.origin} in_flight={self.load.in_flight}>"
@@ -164,8 +167,12 @@ class Endpoint:
             self.metrics.ejection(Condition.BREAKER_OPEN.value)
         self._on_change()
 
-    def _watch(self, metrics: Metrics, clock: Clock) -> None:
-        taking = (Condition.UP, Condition.SATURATED)
+    def show(self, metrics: Metrics) -> None:
+        """The gauges read it from now on. Idempotent; nothing once it is gone."""
+        if self._shown or self.metrics.closed:
+            return
+        self._shown = True
+        clock, taking = self._clock, (Condition.UP, Condition.SATURATED)
         load, breaker = self.load, self.breaker
         for gauge in (metrics.endpoint.in_flight, metrics.endpoint.in_flight_formerly):
             self.metrics.gauge(gauge, lambda: load.in_flight)

@@ -13,6 +13,7 @@ from enum import StrEnum
 from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.config.cluster_schema import RouterQueueSettings
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.metrics.collectors import CounterCell
 from kvproxy.routing.costs import least_own_s, least_wait_s
 from kvproxy.routing.fair_queue import FairQueue, QueueSettings, Ticket
 from kvproxy.routing.policy import Candidate, PickRequest, Policy
@@ -81,13 +82,7 @@ class RouterQueue:
         self._load_decreased = asyncio.Event()
         self._cluster = cluster
         self._name = f"router/{cluster}"
-        metrics.bounds.queue_limit.labels(self._name).set(settings.limit)
-        metrics.bounds.queue_depth.labels(self._name).set_function(lambda: len(self._queue))
-        metrics.request.router_queue_oldest.labels(cluster).set_function(lambda: self._queue.oldest_wait_s(clock()))
-        self._waited = metrics.request.router_queue_wait.labels(cluster)
-        self._exits = {
-            exit_: metrics.request.router_queue_exits.labels(cluster, exit_.value) for exit_ in ReleaseReason
-        }
+        self._shown = False
 
     def __len__(self) -> int:
         """Requests waiting."""
@@ -96,7 +91,7 @@ class RouterQueue:
     def status(self, now: float) -> dict[str, object]:
         """For people: what waits against what may, and what became of all requests since the start."""
         settings = self._queue.settings
-        exits = {exit_.value: int(tally.value) for exit_, tally in self._exits.items()}
+        exits = {reason.value: int(self._exit_count(reason).value) for reason in ReleaseReason}
         refused = exits.pop(ReleaseReason.REFUSED.value)
         return {
             "depth": len(self._queue),
@@ -119,7 +114,7 @@ class RouterQueue:
         own_s = least_own_s(request.facts, self._candidates(request.model, now), self._speeds)
         ticket = self._queue.offer(queued, own_s, now, priority=priority, tenant=tenant)
         if ticket is None:
-            self._exits[ReleaseReason.REFUSED].inc()
+            self._exit_count(ReleaseReason.REFUSED).inc()
             raise QueueFull(self._queue.retry_after_s(now))
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._release_in_turn(), name=f"router queue {self._cluster}")
@@ -128,7 +123,7 @@ class RouterQueue:
         except asyncio.CancelledError:
             self._abandon(ticket)
             raise
-        self._waited.observe(self._clock() - now)
+        self._metrics.request.router_queue_wait.labels(self._cluster).observe(self._clock() - now)
         return pick
 
     def on_load_decrease(self) -> None:
@@ -137,10 +132,23 @@ class RouterQueue:
 
     def reconfigure(self, settings: RouterQueueSettings, policy: Policy) -> None:
         """Other bounds, and maybe another policy. Requests go on waiting, by the new ones."""
+        # Kept over a reload with the task that places them: requests of both generations wait in one line.
         self._queue.reconfigure(_bounds(settings))
         self._policy = policy
-        self._metrics.bounds.queue_limit.labels(self._name).set(settings.limit)
+        if self._shown:
+            self.show()
         self._load_decreased.set()
+
+    def show(self) -> None:
+        """The gauges read it from now on."""
+        self._shown = True
+        bounds, clock = self._metrics.bounds, self._clock
+        bounds.queue_limit.labels(self._name).set(self._queue.settings.limit)
+        bounds.queue_depth.labels(self._name).set_function(lambda: len(self._queue))
+        oldest = self._metrics.request.router_queue_oldest.labels(self._cluster)
+        oldest.set_function(lambda: self._queue.oldest_wait_s(clock()))
+        for reason in ReleaseReason:
+            self._exit_count(reason)  # from 0 on, so that the first of a kind is an increase
 
     def close(self) -> None:
         """Place all requests now, and show no queue any more."""
@@ -148,9 +156,10 @@ class RouterQueue:
         while (ticket := self._queue.poll(-math.inf, now)) is not None:
             self._place(ticket, ReleaseReason.QUEUE_OFF, now)
         self._load_decreased.set()  # nothing waits: the task ends
-        self._metrics.bounds.queue_limit.remove(self._name)
-        self._metrics.bounds.queue_depth.remove(self._name)
-        self._metrics.request.router_queue_oldest.remove(self._cluster)
+        if self._shown:
+            self._metrics.bounds.queue_limit.remove(self._name)
+            self._metrics.bounds.queue_depth.remove(self._name)
+            self._metrics.request.router_queue_oldest.remove(self._cluster)
 
     @property
     def _speeds(self) -> SpeedModel:
@@ -184,14 +193,14 @@ class RouterQueue:
     def _place(self, ticket: Ticket[_QueuedRequest], why: ReleaseReason, now: float) -> None:
         queued = ticket.item
         if queued.placed.done():  # cancelled, and its own task has not noticed yet
-            self._exits[ReleaseReason.CLIENT_LEFT].inc()
+            self._exit_count(ReleaseReason.CLIENT_LEFT).inc()
             return
         try:
             pick = queued.place(now)
         except Exception as error:  # noqa: BLE001 - it belongs to the request, not to the others that wait
             queued.placed.set_exception(error)
             return
-        self._exits[ReleaseReason.NO_ENDPOINT if pick is None else why].inc()
+        self._exit_count(ReleaseReason.NO_ENDPOINT if pick is None else why).inc()
         queued.placed.set_result(pick)
 
     def _least_wait_s(self, now: float) -> float:
@@ -199,11 +208,14 @@ class RouterQueue:
         candidates = self._candidates("", now)
         return least_wait_s(candidates, self._speeds, now) if candidates else 0.0
 
+    def _exit_count(self, reason: ReleaseReason) -> CounterCell:
+        return self._metrics.request.router_queue_exits.labels(self._cluster, reason.value)
+
     def _abandon(self, ticket: Ticket[_QueuedRequest]) -> None:
         """The client is gone; maybe its turn had come in the same moment."""
         queued = ticket.item
         if not ticket.released:
-            self._exits[ReleaseReason.CLIENT_LEFT].inc()
+            self._exit_count(ReleaseReason.CLIENT_LEFT).inc()
             self._queue.cancel(ticket)
             self._load_decreased.set()  # the next request may be another one, and the task ends with the last
         if queued.placed.done() and not queued.placed.cancelled() and queued.placed.exception() is None:

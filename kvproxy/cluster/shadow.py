@@ -34,12 +34,7 @@ class Shadow:
         self.policy = policy
         self.name = name
         self._cluster = cluster
-        decisions = metrics.request.shadow_decisions
-        self._same, self._different, self._errors, self._skipped = (
-            decisions.labels(cluster, name, result) for result in ("same", "different", "error", "skipped")
-        )
-        differences = metrics.request.shadow_cost_difference
-        self._by_shadow, self._by_live = (differences.labels(cluster, name, by) for by in ("shadow", "live"))
+        self._metrics = metrics.request
         self._errors_in_a_row = 0
         self._window_at, self._in_window = 0.0, 0
 
@@ -53,7 +48,7 @@ class Shadow:
         if self.given_up:
             return
         if not self._has_time(now):
-            self._skipped.inc()
+            self._count("skipped")
             return
         if self._safely("decide", partial(self._compare, live, now)):
             self._errors_in_a_row = 0
@@ -82,13 +77,19 @@ class Shadow:
             raise IndexError(f"{self.name} chose candidate {choice.index} of {len(candidates)}")
         self.policy.placed(request, candidates, choice.index, now, choice=choice)  # as far as it knows
         if choice.index == live.index:
-            self._same.inc()
+            self._count("same")
             return
-        self._different.inc()
+        self._count("different")
         if choice.costs:
-            self._by_shadow.observe(choice.costs[live.index] - choice.costs[choice.index])
+            self._observe_difference("shadow", choice.costs[live.index] - choice.costs[choice.index])
         if live.costs:
-            self._by_live.observe(live.costs[choice.index] - live.costs[live.index])
+            self._observe_difference("live", live.costs[choice.index] - live.costs[live.index])
+
+    def _count(self, result: str) -> None:
+        self._metrics.shadow_decisions.labels(self._cluster, self.name, result).inc()
+
+    def _observe_difference(self, by: str, cost: float) -> None:
+        self._metrics.shadow_cost_difference.labels(self._cluster, self.name, by).observe(cost)
 
     def _has_time(self, now: float) -> bool:
         if now - self._window_at >= 1.0:
@@ -101,7 +102,7 @@ class Shadow:
         try:
             call()
         except Exception as error:
-            self._errors.inc()
+            self._count("error")
             self._errors_in_a_row += 1
             if self._errors_in_a_row == 1:
                 log.error("shadow policy %s of %s cannot %s", self.name, self._cluster, what, exc_info=error)

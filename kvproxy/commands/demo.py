@@ -159,9 +159,7 @@ class TrafficProgress:
     def __init__(self, total: int, out: TextIO) -> None:
         self._total = total
         self._out = out
-        self._done = 0
-        self._cached = 0
-        self._prompt = 0
+        self._done = self._cached = self._prompt = 0
         self._live = out.isatty()
 
     def __enter__(self) -> TrafficProgress:
@@ -201,16 +199,13 @@ def print_table(results: Mapping[str, Sequence[DemoReply]], endpoints: Sequence[
         shares = " ".join(f"{name}:{sum(r.endpoint == name for r in replies)}" for name in endpoints)
         cached = sum(r.cached_tokens for r in replies) / max(1, sum(r.prompt_tokens for r in replies))
         times = sorted(r.ttft_s for r in replies if r.streamed)
-        mean, p50, p99 = (
-            _ms(value) for value in (_mean_ttft_s(replies), _quantile(times, 0.5), _quantile(times, 0.99))
-        )
+        mean, p50, p99 = map(_ms, (_mean_ttft_s(replies), _quantile(times, 0.5), _quantile(times, 0.99)))
         print(f"{policy:<14}{shares:<32}{cached:>8.0%}{mean:>12}{p50:>9}{p99:>9}", file=out)
     first, *others = results
     for policy in others:
         ratio = _mean_ttft_s(results[policy]) / _mean_ttft_s(results[first])
-        if math.isnan(ratio):
-            continue
-        print(f"\n{policy}: mean time to first token {ratio:.2f} x {first}'s, on the same conversations.", file=out)
+        if not math.isnan(ratio):
+            print(f"\n{policy}: mean time to first token {ratio:.2f} x {first}'s, on the same conversations.", file=out)
     streamed = sum(r.streamed for replies in results.values() for r in replies)
     total = sum(len(replies) for replies in results.values())
     print(f"{streamed} of {total} requests were streamed; TTFT is theirs, as the client saw it.", file=out)
@@ -250,6 +245,4 @@ def _quantile(values: Sequence[float], q: float) -> float:
 
 
 def _ms(seconds: float) -> str:
-    if math.isnan(seconds):
-        return "-"
-    return f"{seconds * 1000:.0f} ms"
+    return "-" if math.isnan(seconds) else f"{seconds * 1000:.0f} ms"

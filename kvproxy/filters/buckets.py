@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
-from itertools import islice
 
 from kvproxy.bounded import BoundedMapping
 
@@ -62,46 +62,40 @@ class Limit:
         return max(1.0, self.per_minute * self.burst_minutes)
 
 
+class BucketTable(BoundedMapping[str, tuple[tuple[Limit, ...], tuple[TokenBucket, ...]]]):
+    """Every key's buckets with the limits they are for, the longest unused first: what outlives a reload."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.maxsize)  # `Buckets` bounds it, by its own settings
+
+
 class Buckets:
     """A bucket a limit for each of at most `max_keys` keys; the longest unused goes first.
 
-    Made after a `former` one with other limits it takes over a key's buckets of that moment when the key comes next,
-    each as full (or as deep in debt) as it was for its size. They are the same objects, so that requests which began
-    under the former limits are charged here too. A limit the former had not starts full.
+    What the `table` holds for other limits is taken over when its key comes next, each bucket as full (or as deep in
+    debt) as it was for its size. They are the same objects, so that requests which began under the other limits are
+    charged here too. A limit that had no bucket starts full.
     """
 
-    def __init__(self, limits: tuple[Limit, ...], max_keys: int, *, former: Buckets | None = None) -> None:
+    def __init__(self, limits: tuple[Limit, ...], max_keys: int, table: BucketTable) -> None:
         self.limits = limits
         self.max_keys = max_keys
-        self._held = BoundedMapping[str, tuple[TokenBucket, ...]](max_keys)
-        self._before: dict[str, dict[str, TokenBucket]] = {} if former is None else former._known()
+        self._table = table
 
     def __len__(self) -> int:
         """Keys that have buckets."""
-        return len(self._held)
-
-    def same(self, limits: tuple[Limit, ...], max_keys: int) -> bool:
-        """Whether these would be the same buckets."""
-        return (limits, max_keys) == (self.limits, self.max_keys)
+        return len(self._table)
 
     def of(self, key: str, now: float) -> tuple[TokenBucket, ...]:
         """A key's buckets, one a limit."""
-        try:
-            return self._held[key]
-        except KeyError:
-            buckets = self._held[key] = self._made(key, now)
-            return buckets
-
-    def _made(self, key: str, now: float) -> tuple[TokenBucket, ...]:
-        known = self._before.pop(key, {})
-        return tuple(_bucket(limit, known.get(limit.kind), now) for limit in self.limits)
-
-    def _known(self) -> dict[str, dict[str, TokenBucket]]:
-        """Every key's buckets by what they limit, the present ones and as many earlier ones as there is room for."""
-        kinds = [limit.kind for limit in self.limits]
-        held = {key: dict(zip(kinds, buckets, strict=True)) for key, buckets in self._held.items()}
-        room = self.max_keys - len(held)
-        return {**dict(islice(self._before.items(), room)), **held}
+        limits, buckets = self._table.get(key, ((), ()))
+        if limits is not self.limits:
+            known = {limit.kind: bucket for limit, bucket in zip(limits, buckets, strict=True)}
+            buckets = tuple(_bucket(limit, known.get(limit.kind), now) for limit in self.limits)
+            self._table[key] = (self.limits, buckets)
+            while len(self._table) > self.max_keys:
+                self._table.popitem()
+        return buckets
 
 
 def _bucket(limit: Limit, known: TokenBucket | None, now: float) -> TokenBucket:

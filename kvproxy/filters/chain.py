@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import difflib
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pydantic import ValidationError
 from starlette.types import ASGIApp
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from kvproxy.request.body import HeldBodies
     from kvproxy.upstream.pool import UpstreamPool
 
+T = TypeVar("T")
+
 #: The current moment as an aware datetime.
 WallClock = Callable[[], datetime]
 
@@ -43,6 +45,17 @@ class Services:
     bodies: HeldBodies
 
 
+class States(Protocol):
+    """What outlives a reload: each configuration finds what the ones before it made, as long as one of them serves."""
+
+    def get(self, kind: type[T], name: Hashable, make: Callable[[], T]) -> T:
+        """The state of this kind and name; made without any effect beyond itself where there is none."""
+
+    def next_of(self, kind: type[T], make: Callable[[], T]) -> T:
+        """The state of the next filter that asks for this kind: of several in a chain each finds that of the one which
+        had its place, counted from the innermost."""
+
+
 @dataclass(frozen=True, slots=True)
 class FilterContext:
     """What every filter may use besides its own settings."""
@@ -53,27 +66,15 @@ class FilterContext:
     wall_clock: WallClock  # for log lines and `created` fields only
     rng: random.Random
     services: Services
+    states: States  # what outlives a reload
     #: What filters bring that must be entered before the first request and left after the last, in order.
     lifetimes: list[AbstractAsyncContextManager[object]] = field(default_factory=list)
     #: The services behind `kvcache` filters, for status.
     kvcaches: list[KvCache] = field(default_factory=list)
-    #: Such services of the configuration before this one, still running: taken over if equal, else followed.
-    former: tuple[KvCache, ...] = ()
-    #: What filters leave to those that take their places at the next reload, by filter name, the innermost first.
-    left: dict[str, list[object]] = field(default_factory=dict)
-    #: What those of the configuration before this one left.
-    inherited: Mapping[str, Sequence[object]] = field(default_factory=dict)
+    #: Called when the chain begins to serve: gauges are bound there, since a chain that is built may still be refused.
+    on_serving: list[Callable[[], None]] = field(default_factory=list)
     #: Observe every request that reaches the router.
     observers: list[RequestObserver] = field(default_factory=list)
-
-    def heir(self, name: str) -> object | None:
-        """What the filter left that was called so and had this place among its like; None: there was none."""
-        inherited, place = self.inherited.get(name, ()), len(self.left.get(name, ()))
-        return inherited[place] if place < len(inherited) else None
-
-    def leave(self, name: str, what: object) -> None:
-        """Keep this for the filter that takes the place of the one being built, the next one of its name."""
-        self.left.setdefault(name, []).append(what)
 
 
 @dataclass(frozen=True, slots=True)

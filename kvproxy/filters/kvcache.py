@@ -19,7 +19,9 @@ from kvproxy.filters.chain import FilterContext
 from kvproxy.filters.step import Step
 from kvproxy.forward.body_guard import tenant_salt
 from kvproxy.kvcache.overlap.facts import RequestFacts, Result
+from kvproxy.kvcache.overlap.kv_event_streams import EventStreams, follow_events
 from kvproxy.kvcache.service import KvCache
+from kvproxy.kvcache.state import CacheState
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.request.downstream import Downstream
 from kvproxy.request.exchange import Exchange
@@ -191,21 +193,33 @@ def build(app: ASGIApp, settings: KvCacheSettings, context: FilterContext) -> AS
     if not settings.enabled:
         return app
     clusters: Mapping[str, Cluster] = context.services.clusters
-    former = next((one for one in context.former if one not in context.kvcaches), None)
-    if former is not None and former.settings == settings and former.clusters == clusters:
-        service = former
-    else:
-        service = KvCache(
+    state = context.states.next_of(CacheState, lambda: CacheState.empty(metrics=context.metrics, clock=context.clock))
+    served = frozenset(clusters.items())
+    streams = None
+    if settings.kv_events:  # the same ones while nothing about them changes, since the engines would repeat everything
+        streams = context.states.get(
+            EventStreams,
+            (state, settings.kv_event_sources, settings.request_timeout, served),
+            lambda: follow_events(settings, clusters, context.metrics, context.clock),
+        )
+        context.lifetimes.append(streams)
+    service = context.states.get(
+        KvCache,  # the same one while nothing changes for it
+        (state, settings, served),
+        lambda: KvCache(
             settings,
             clusters=clusters,
             metrics=context.metrics,
             clock=context.clock,
             wall_clock=lambda: context.wall_clock().timestamp(),
             rng=context.rng,
-            state=None if former is None else former.state,
-        )
+            state=state,
+            streams=streams,
+        ),
+    )
     context.lifetimes.append(service)
     context.kvcaches.append(service)
+    context.on_serving.append(service.show)
     configured = context.config.clusters  # the clusters may still have older policies
     prefer = {name: prefers(settings, one.policy) for name, one in configured.items()}
     recorded = bool(context.config.receipts.path)

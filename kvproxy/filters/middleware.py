@@ -100,6 +100,7 @@ class KVCacheMiddleware:
             endpoints = [EndpointSettings(id=name, url=url) for name, url in endpoints.items()]
         members = ClusterSettings(endpoints=tuple(endpoints))
         cluster = Cluster(_CLUSTER, members, metrics=self.metrics, clock=clock, rng=rng)
+        cluster.show()
         self.service = KvCache(settings, clusters={_CLUSTER: cluster}, metrics=self.metrics, clock=clock, rng=rng)
         filtered = KvCacheFilter(
             self._behind_the_filters,
@@ -123,6 +124,7 @@ class KVCacheMiddleware:
         async with self._starting:
             if not self._started:
                 await self.service.__aenter__()
+                self.service.show()
                 self._started = True
         return self
 

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Scope
 
 from kvproxy.config.filter_schema import RateLimitSettings
 from kvproxy.errors import ConfigError, Problem
-from kvproxy.filters.buckets import Buckets, Limit, TokenBucket
+from kvproxy.filters.buckets import Buckets, BucketTable, Limit, TokenBucket
 from kvproxy.filters.chain import FilterContext
 from kvproxy.filters.step import Step
 from kvproxy.metrics.catalog import Metrics
@@ -42,8 +42,12 @@ class RateLimitFilter(Step):
         super().__init__(app, metrics=metrics, clock=clock)
         self._limits = buckets.limits
         self._buckets = buckets
-        metrics.bounds.queue_depth.labels("rate_limit").set_function(lambda: len(buckets))
-        metrics.bounds.queue_limit.labels("rate_limit").set(buckets.max_keys)
+
+    def show(self) -> None:
+        """The gauges read it from now on."""
+        bounds, buckets = self.metrics.bounds, self._buckets
+        bounds.queue_depth.labels("rate_limit").set_function(lambda: len(buckets))
+        bounds.queue_limit.labels("rate_limit").set(buckets.max_keys)
 
     def before(self, exchange: Exchange, downstream: Downstream) -> None:
         """The request is counted, or refused."""
@@ -152,18 +156,13 @@ def bucket_key(tenant: str, scope: Scope) -> str:
 
 
 def build(app: ASGIApp, settings: RateLimitSettings, context: FilterContext) -> ASGIApp:
-    """The filter around `app`, with the buckets of the one before it at a reload. Raises ConfigError when nothing is
-    limited."""
+    """The filter around `app`. Raises ConfigError when nothing is limited."""
     rates = (("requests", settings.requests_per_minute), ("tokens", settings.tokens_per_minute))
     limits = tuple(Limit(kind, rate, settings.burst) for kind, rate in rates if rate)
     if not limits:
         hint = "set requests_per_minute or tokens_per_minute"
         raise ConfigError([Problem("", "nothing is limited", hint)])
-    former = context.heir("rate_limit")
-    assert former is None or isinstance(former, Buckets)
-    if former is not None and former.same(limits, settings.max_keys):
-        buckets = former
-    else:
-        buckets = Buckets(limits, settings.max_keys, former=former)
-    context.leave("rate_limit", buckets)
-    return RateLimitFilter(app, buckets=buckets, metrics=context.metrics, clock=context.clock)
+    buckets = Buckets(limits, settings.max_keys, context.states.next_of(BucketTable, BucketTable))
+    under_limits = RateLimitFilter(app, buckets=buckets, metrics=context.metrics, clock=context.clock)
+    context.on_serving.append(under_limits.show)
+    return under_limits

@@ -50,7 +50,6 @@ class MetricsScraper(BackgroundTask):
         lookups: LookupClient,
         sample_host: Callable[[], HostUse],
         on_round: Callable[[], None],
-        metrics: Metrics,
         clock: Clock,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
@@ -68,6 +67,9 @@ class MetricsScraper(BackgroundTask):
         self._sleep = sleep
         self._present = state.present
         self._slots = asyncio.Semaphore(MAX_CONCURRENT)
+
+    def show(self, metrics: Metrics) -> None:
+        """The gauges read it from now on."""
         metrics.holdings.engine_kv_usage.read(self._kv_usage)
         metrics.holdings.engine_requests.read(self._engine_requests)
 

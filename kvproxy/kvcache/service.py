@@ -18,7 +18,7 @@ from kvproxy.kvcache.engines import Engines
 from kvproxy.kvcache.feedback.predictions import PredictionFeedback
 from kvproxy.kvcache.metrics_scraper import MetricsScraper
 from kvproxy.kvcache.overlap.facts import RequestFacts, Result
-from kvproxy.kvcache.overlap.kv_event_streams import utc_seconds
+from kvproxy.kvcache.overlap.kv_event_streams import EventStreams, utc_seconds
 from kvproxy.kvcache.overlap.sources import OverlapSources
 from kvproxy.kvcache.snapshot.restart import warm_restart
 from kvproxy.kvcache.state import CacheState
@@ -32,8 +32,10 @@ class KvCache:
     done about it) and `snapshot`. Enter it before the first request; its tasks end with it.
 
     For each request: `gather` at once, `look_up` if the facts want it, `placed` for each attempt, `finished` exactly
-    once. None of them raises for a request's sake, and none fails one. A `state` of an earlier service, which may still
-    run, goes on where that one is; without one it begins empty, or with the snapshot.
+    once. None of them raises for a request's sake, and none fails one. A `state` that an earlier service uses, which
+    may still run, goes on where that one is; without one it begins empty, or with the snapshot. `streams` are run by
+    their owner, and by the service itself where there are none. Making it has no effect
+    on anything else: `show` binds the gauges, once it is this service that counts.
     """
 
     def __init__(
@@ -47,9 +49,11 @@ class KvCache:
         rng: random.Random | None = None,
         sample_host: Callable[[], HostUse] = signals.sample_host,
         state: CacheState | None = None,
+        streams: EventStreams | None = None,
     ) -> None:
         self.settings = settings
         self.clusters = clusters
+        self._metrics = metrics
         self.state = CacheState.empty(metrics=metrics, clock=clock) if state is None else state
         self._pool = UpstreamPool(max_connections=settings.max_connections, clock=clock)
         self._engines = Engines(self._pool, timeout_s=settings.request_timeout, tokenizer_url=settings.vllm_endpoint)
@@ -60,10 +64,11 @@ class KvCache:
             clusters=clusters,
             engines=self._engines,
             breakers=self.breakers,
+            streams=streams,
             metrics=metrics,
             clock=clock,
         )
-        self.feedback = PredictionFeedback(state=self.state, lookups=self.overlap.lookups, metrics=metrics, clock=clock)
+        self.feedback = PredictionFeedback(state=self.state, lookups=self.overlap.lookups, clock=clock)
         self.scraper = MetricsScraper(
             settings,
             clusters=clusters,
@@ -73,7 +78,6 @@ class KvCache:
             lookups=self.overlap.lookups,
             sample_host=sample_host,
             on_round=self._tick,
-            metrics=metrics,
             clock=clock,
         )
         self.actions = StrategyRunner(
@@ -106,6 +110,15 @@ class KvCache:
 
     async def __aexit__(self, *_: object) -> None:
         await self._running.aclose()
+
+    def show(self) -> None:
+        """The gauges read this service from now on, and no earlier one."""
+        self.overlap.show(self._metrics)
+        self.feedback.show(self._metrics)
+        self.scraper.show(self._metrics)
+        self.actions.jobs.show(self._metrics)
+        if self.snapshot is not None:
+            self.snapshot.show(self._metrics)
 
     def gather(self, request: InferenceRequest, body: bytes, *, cluster: Cluster, model: str = "") -> RequestFacts:
         """What our own sources know, at once. `model` is what the engines call it, where that differs."""

@@ -16,7 +16,7 @@ from kvproxy.prefix.tokens.token_memory import TokenMemory
 from kvproxy.types import Clock
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class CacheState:
     """Two services may share one for a while: the one that drains and the one that follows on it.
 

@@ -61,7 +61,9 @@ class _Family(Collector, Generic[S]):
 
     kind: str
 
-    def __init__(self, name: str, documentation: str, labelnames: Sequence[str], registry: CollectorRegistry) -> None:
+    def __init__(
+        self, name: str, documentation: str, labelnames: Sequence[str] = (), *, registry: CollectorRegistry
+    ) -> None:
         self.name = name
         self._documentation = documentation
         self._labelnames = tuple(labelnames)
@@ -133,11 +135,6 @@ class Counter(_Family[CounterCell]):
 
     kind = "counter"
 
-    def __init__(
-        self, name: str, documentation: str, labelnames: Sequence[str] = (), *, registry: CollectorRegistry
-    ) -> None:
-        super().__init__(name, documentation, labelnames, registry)
-
     def inc(self, amount: float = 1.0) -> None:
         """Count up the only series of a counter without labels."""
         self.labels().inc(amount)
@@ -178,7 +175,7 @@ class Histogram(_Family[HistogramCell]):
     ) -> None:
         self._bounds = tuple(buckets)
         self._bound_names = [floatToGoString(bound) for bound in (*buckets, float("inf"))]  # type: ignore[no-untyped-call]
-        super().__init__(name, documentation, labelnames, registry)
+        super().__init__(name, documentation, labelnames, registry=registry)
 
     def observe(self, value: float) -> None:
         """Add to the only series of a histogram without labels."""

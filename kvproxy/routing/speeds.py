@@ -83,7 +83,7 @@ class SpeedModel:
         self._clip = clip
         self._half_life_s = half_life_s
         self._max_endpoints = max_endpoints
-        self._factors: dict[EndpointId, _Factor] = {}
+        self._factors: dict[EndpointId, _Factor] = {}  # a dict: each decision reads one an endpoint
         self._logs = 0.0  # their sum
         self._recentred = 0.0  # what was taken out of every one of them so far
         self._onboarding = OnboardingCost()

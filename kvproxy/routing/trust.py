@@ -28,7 +28,7 @@ class Trust:
         self._prior_claims = prior_claims
         self._decay = decay
         self._max_endpoints = max_endpoints
-        self._records: dict[EndpointId, _Record] = {}
+        self._records: dict[EndpointId, _Record] = {}  # a dict: each decision reads one an endpoint
 
     def __contains__(self, endpoint: object) -> bool:
         """Whether an unbacked claim about it was ever put to the test."""

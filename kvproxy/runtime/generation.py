@@ -1,4 +1,4 @@
-"""What one configuration made: clusters, services and the chain. The next one takes over what did not change."""
+"""What one configuration is built into: clusters, services and the chain."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from functools import partial
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -23,6 +24,7 @@ from kvproxy.request.body import HeldBodies
 from kvproxy.request.error_reply import local_reply
 from kvproxy.request.observer import RequestObserver
 from kvproxy.routing.registry import configured, runtime_overrides
+from kvproxy.runtime.state import StateStore
 from kvproxy.types import Clock
 from kvproxy.upstream.pool import UpstreamPool
 
@@ -43,15 +45,20 @@ class Shared:
 
 
 class Generation:
-    """Built whole or not at all (ConfigError); serves once `parts` are entered. `running` counts its open requests."""
+    """What one configuration makes of the states there are, whole or not at all (ConfigError).
 
-    def __init__(self, config: Config, shared: Shared, *, before: Generation | None = None) -> None:
+    Making it has no effect. It serves once its `states` are kept, its `parts` entered and `serve` was called. `running`
+    counts its open requests.
+    """
+
+    def __init__(self, config: Config, shared: Shared, store: StateStore) -> None:
         self.config = config
         self._shared = shared
         self.running = 0
-        kept = {} if before is None else before.clusters
+        self.states = store.draft()
         self.clusters: dict[str, Cluster] = {
-            name: kept.get(name) or self._cluster(name, config.clusters[name]) for name in config.clusters
+            name: self.states.get(Cluster, name, partial(self._cluster, name, settings), close=Cluster.close)
+            for name, settings in config.clusters.items()
         }
         routes = self.routes = Routes.from_config(config, self.clusters)
         context = FilterContext(
@@ -61,8 +68,7 @@ class Generation:
             shared.wall_clock,
             shared.rng,
             Services(self.clusters, routes, shared.pool, shared.bodies),
-            former=() if before is None else tuple(before.kvcaches),
-            inherited={} if before is None else before.left,
+            self.states,
             observers=list(shared.observers),
         )
         specs = config.filters or tuple(FilterSpec(name=name) for name in DEFAULT_FILTERS)
@@ -70,20 +76,25 @@ class Generation:
         types = {**(discover({spec.name for spec in specs}) if extra is None else extra), **FILTERS}
         self._chain: ASGIApp = build_chain(specs, self._not_found, context=context, types=types)
         self.kvcaches: list[KvCache] = context.kvcaches
-        self.left: dict[str, list[object]] = context.left  # by filters, to their successors
+        self._on_serving = context.on_serving
         #: In the order they are entered; some may be running already, in the generation before.
         self.parts: list[AbstractAsyncContextManager[object]] = [*self.clusters.values(), *context.lifetimes]
 
-    def take_over(self) -> dict[str, dict[str, object]]:
-        """Clusters that stay get the settings of this configuration. Answers with the routing parameters that are lost
-        by it, by cluster: those an operator changed about a policy that another one replaces."""
+    def serve(self) -> dict[str, dict[str, object]]:
+        """From now on this is the configuration: clusters get its settings, and gauges read what it uses. Answers with
+        the routing parameters that are lost by it, by cluster: those an operator changed about a policy that another
+        one replaces."""
         lost: dict[str, dict[str, object]] = {}
         for name, cluster in self.clusters.items():
             settings, policy = self.config.clusters[name], cluster.policy
             changed = runtime_overrides(policy, configured(cluster.settings, cluster.settings.policy))
-            cluster.reconfigure(settings, probe=self._probe(settings))
+            if settings != cluster.settings:
+                cluster.reconfigure(settings, probe=self._probe(settings))
+            cluster.show()
             if changed and cluster.policy is not policy:
                 lost[name] = changed
+        for show in self._on_serving:
+            show()
         return lost
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -115,6 +126,6 @@ class Generation:
 
 
 def needs_restart(old: Config, new: Config) -> list[str]:
-    """Settings whose change takes effect only when the process starts anew, by path."""
+    """Settings whose change takes effect only at the next start of the process, by path."""
     names = ("listen", "admin", "limits", "pool", "shutdown", "log", "receipts")
     return [name for name in names if getattr(old, name) != getattr(new, name)]

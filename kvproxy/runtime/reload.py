@@ -1,4 +1,4 @@
-"""One generation follows another: new parts start before it, needless ones end after their last request."""
+"""One generation follows another: its parts start before it serves, and end when no living generation needs them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import logging
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
-from kvproxy.cluster.cluster import Cluster
 from kvproxy.runtime.generation import Generation
 from kvproxy.types import Clock
 
@@ -24,6 +23,7 @@ class Reloader:
         self.ended = 0  # generations
         self._clock = clock
         self._patience_s = patience_s
+        self._living: list[Generation] = []
         self._alive: dict[Part, AsyncExitStack] = {}
         self._retiring: set[asyncio.Task[None]] = set()
 
@@ -37,35 +37,38 @@ class Reloader:
         await self._end(list(self._alive))
 
     async def begin(self, generation: Generation) -> None:
-        """Start the parts that do not run yet; if one cannot start, end those again and raise its error."""
-        begun: list[Part] = []
+        """Keep its states and start those of its parts that do not run yet; if one cannot start, undo it and raise its
+        error."""
+        generation.states.keep()  # at once: the end of an earlier one, meanwhile, must not close what this one found
+        self._living.append(generation)
         try:
             for part in generation.parts:
                 if part not in self._alive:
                     stack = AsyncExitStack()
                     await stack.enter_async_context(part)
                     self._alive[part] = stack
-                    begun.append(part)
         except BaseException:
-            await self._end(begun)
+            await self._forget(generation)
             raise
 
-    def retire(self, before: Generation, after: Generation) -> None:
-        """End what only `before` needed, once its last request is over or patience is."""
-        task = asyncio.create_task(self._retire(before, after), name="retire generation")
+    def retire(self, generation: Generation) -> None:
+        """End what only this one needs, once its last request is over or patience is."""
+        task = asyncio.create_task(self._retire(generation), name="retire generation")
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)
 
-    async def _retire(self, before: Generation, after: Generation) -> None:
+    async def _retire(self, generation: Generation) -> None:
         give_up_at = self._clock() + self._patience_s
-        while before.running and self._clock() < give_up_at:  # noqa: ASYNC110 - a count kept on the hot path
+        while generation.running and self._clock() < give_up_at:  # noqa: ASYNC110 - a count kept on the hot path
             await asyncio.sleep(_LOOK_AGAIN_S)
-        needless = [part for part in before.parts if part not in after.parts]
-        await self._end(needless)
-        for part in needless:
-            if isinstance(part, Cluster) and part.name not in after.clusters:
-                part.close()
+        await self._forget(generation)
         self.ended += 1
+
+    async def _forget(self, generation: Generation) -> None:
+        self._living.remove(generation)
+        needed = [part for other in self._living for part in other.parts]
+        await self._end([part for part in generation.parts if part not in needed])
+        generation.states.release()
 
     async def _end(self, parts: list[Part]) -> None:
         for part in reversed(parts):

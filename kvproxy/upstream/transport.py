@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import httpx
 
+from kvproxy.bounded import BoundedMapping
 from kvproxy.errors import (
     ConnectError,
     ConnectTimeout,
@@ -58,7 +59,7 @@ class PoolTransport(httpx.AsyncBaseTransport):
         self._ca_file = ca_file
         self._insecure = insecure
         self._server_name = server_name
-        self._origins: dict[tuple[str, str, int | None], Origin] = {}
+        self._origins: BoundedMapping[tuple[str, str, int | None], Origin] = BoundedMapping(_MAX_ORIGINS)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         with _as_httpx(request):
@@ -89,8 +90,6 @@ class PoolTransport(httpx.AsyncBaseTransport):
         if origin is None:
             if url.scheme not in ("http", "https"):
                 raise httpx.UnsupportedProtocol(f"http or https, not {url.scheme!r}")
-            if len(self._origins) >= _MAX_ORIGINS:
-                self._origins.clear()
             port = url.port or (443 if url.scheme == "https" else 80)
             host = url.raw_host.decode("ascii").strip("[]")
             origin = Origin(url.scheme, host, port, b"", self._ca_file, self._insecure, self._server_name)

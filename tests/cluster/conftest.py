@@ -88,6 +88,7 @@ def make_cluster(clock: FakeClock) -> MakeCluster:
         cluster = Cluster(
             "c", ClusterSettings(**settings), metrics=metrics, clock=clock, rng=random.Random(1), **(with_ or {})
         )
+        cluster.show()
         return Bench(cluster, clock, metrics)
 
     return make

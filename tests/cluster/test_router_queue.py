@@ -39,7 +39,9 @@ def settings_of(policy: PolicyName = PolicyName.KV_AWARE, **queue: Any) -> Clust
 
 def cluster_of(clock: FakeClock, *, metrics: Metrics | None = None, **queue: Any) -> Cluster:
     settings = settings_of(**queue)
-    return Cluster("c", settings, metrics=metrics or Metrics(), clock=clock, rng=random.Random(1))
+    cluster = Cluster("c", settings, metrics=metrics or Metrics(), clock=clock, rng=random.Random(1))
+    cluster.show()
+    return cluster
 
 
 def request(tokens: int) -> PickRequest:
@@ -121,6 +123,21 @@ async def test_an_error_in_placing_one_request_is_its_own(clock: FakeClock) -> N
     with pytest.raises(ValueError, match="no facts"):
         await asyncio.wait_for(bad, 60)
     assert (await placed(good)).endpoint is first.endpoint
+
+
+async def test_a_place_given_to_a_client_that_leaves_in_the_same_turn_is_given_back(clock: FakeClock) -> None:
+    """Its endpoint would count it for ever."""
+    cluster = cluster_of(clock)
+    first, _ = await fill(cluster)
+    waiting = enter(cluster, 200)
+    await until(lambda: len(room_of(cluster)) == 1)
+    first.settle(AttemptOutcome.SUCCESS, clock())
+    while len(room_of(cluster)):  # noqa: ASYNC110 - the very turn in which it is placed
+        await asyncio.sleep(0)
+    assert sum(endpoint.load.in_flight for endpoint in cluster.endpoints) == 2
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert sum(endpoint.load.in_flight for endpoint in cluster.endpoints) == 1
 
 
 async def test_a_higher_priority_goes_first(clock: FakeClock) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from kvproxy.config.filter_schema import RateLimitSettings
-from kvproxy.filters.buckets import Buckets, Limit, TokenBucket
+from kvproxy.filters.buckets import Buckets, BucketTable, Limit, TokenBucket
 from kvproxy.filters.rate_limit import build
+from kvproxy.runtime.state import StateStore
 from tests.support.asgi import Inner, call, http_scope
 from tests.support.clock import FakeClock
 from tests.support.filter_context import counted, filter_context
@@ -41,36 +42,37 @@ def test_time_under_the_former_rate_counts_by_it() -> None:
 
 def test_other_limits_take_the_buckets_over() -> None:
     """By what they limit: one that is new starts full, and who never came before starts full as well."""
-    former = Buckets((REQUESTS, TOKENS), 10)
-    for bucket in former.of("a", 0.0):
+    table = BucketTable()
+    for bucket in Buckets((REQUESTS, TOKENS), 10, table).of("a", 0.0):
         bucket.charge(30.0, 0.0)
-    tokens_only = Buckets((Limit("tokens", 1200, 1.0),), 10, former=former)
+    tokens_only = Buckets((Limit("tokens", 1200, 1.0),), 10, table)
     assert levels(tokens_only, "a") == [570.0 * 2]
     assert levels(tokens_only, "b") == [1200.0]
-    both = Buckets((Limit("requests", 6, 1.0), Limit("tokens", 1200, 1.0)), 10, former=tokens_only)
+    both = Buckets((Limit("requests", 6, 1.0), Limit("tokens", 1200, 1.0)), 10, table)
     assert levels(both, "a") == [6.0, 1140.0]
 
 
 def test_who_began_before_the_change_is_charged_after_it() -> None:
     """A running request holds the bucket it will be charged to."""
-    former = Buckets((TOKENS,), 10)
-    running = former.of("a", 0.0)[0]
-    after = Buckets((Limit("tokens", 1200, 1.0),), 10, former=former)
+    table = BucketTable()
+    running = Buckets((TOKENS,), 10, table).of("a", 0.0)[0]
+    after = Buckets((Limit("tokens", 1200, 1.0),), 10, table)
     assert levels(after, "a") == [1200.0]
     running.charge(200.0, 0.0)
     assert levels(after, "a") == [1000.0]
 
 
 def test_a_key_that_comes_only_after_two_changes_is_still_known() -> None:
-    """Within the bound on keys, those in use first."""
-    first = Buckets((REQUESTS,), 2)
+    """Within the bound on keys, those in use first; a smaller bound counts as soon as the next key comes."""
+    table = BucketTable()
+    first = Buckets((REQUESTS,), 2, table)
     for key in ("a", "b"):
         first.of(key, 0.0)[0].charge(60.0, 0.0)
-    second = Buckets((Limit("requests", 120, 1.0),), 2, former=first)
+    second = Buckets((Limit("requests", 120, 1.0),), 2, table)
     assert levels(second, "b") == [0.0]
-    third = Buckets((Limit("requests", 240, 1.0),), 2, former=second)
+    third = Buckets((Limit("requests", 240, 1.0),), 2, table)
     assert levels(third, "a") == [0.0]
-    fourth = Buckets((REQUESTS,), 1, former=Buckets((REQUESTS,), 1, former=third))
+    fourth = Buckets((REQUESTS,), 1, table)
     assert sorted(levels(fourth, "a") + levels(fourth, "b")) == [0.0, 60.0]
 
 
@@ -81,11 +83,12 @@ def settings(**changes: Any) -> RateLimitSettings:
 async def test_a_reload_gives_nobody_a_fresh_start() -> None:
     """Unchanged, the buckets are the same; changed, they are as empty as before."""
     clock = FakeClock()
-    before = filter_context(clock=clock)
+    store = StateStore()
+    before = filter_context(clock=clock, store=store)
     app = build(Inner(), settings(), before)
     assert [(await call(app, http_scope())).status for _ in range(3)] == [200, 200, 429]
-    for changes, left in (({}, before.left), ({"requests_per_minute": 100}, before.left)):
-        after = filter_context(clock=clock, inherited=left)
+    for changes in ({}, {"requests_per_minute": 100}):
+        after = filter_context(clock=clock, store=store)
         app = build(Inner(), settings(**changes), after)
         assert (await call(app, http_scope())).status == 429
     assert counted(after, "kvproxy_queue_depth", queue="rate_limit") == 1
@@ -95,11 +98,12 @@ async def test_a_reload_gives_nobody_a_fresh_start() -> None:
 
 async def test_two_limiters_keep_their_own() -> None:
     """Each takes over from the one that had its place; one that is new has nobody before it."""
-    before = filter_context()
+    store = StateStore()
+    before = filter_context(store=store)
     inner = build(Inner(), settings(), before)
     outer = build(inner, settings(requests_per_minute=50), before)
     assert [(await call(outer, http_scope())).status for _ in range(3)] == [200, 200, 429]
-    after = filter_context(inherited=before.left)
+    after = filter_context(store=store)
     apps = [build(Inner(), settings(), after), build(Inner(), settings(requests_per_minute=50), after)]
     apps.append(build(Inner(), settings(), after))
     assert [(await call(app, http_scope())).status for app in apps] == [429, 200, 200]

@@ -174,3 +174,9 @@ def test_locations_tell_no_address_of_an_engine(location: bytes, seen: bytes) ->
     origin = Origin.parse("http://engine:8000/base")
     for name in (b"location", b"content-location"):
         assert (name, seen) in response_headers([(name, location)], endpoint=b"a", origin=origin)
+
+
+def test_an_engine_cannot_speak_as_the_proxy() -> None:
+    """`x-kvproxy-*` in an answer is ours alone, so that a client may rely on it."""
+    received = [(b"x-kvproxy-decision", b"forged"), (b"x-kvproxy-endpoint", b"other"), (b"x-own", b"1")]
+    assert response_headers(received, endpoint=b"a") == [(b"x-own", b"1"), (b"x-kvproxy-endpoint", b"a")]

@@ -21,6 +21,7 @@ from kvproxy.kvcache.actions.signals import HostUse
 from kvproxy.kvcache.overlap.facts import RequestFacts, Result
 from kvproxy.kvcache.overlap.kv_event_streams import utc_seconds
 from kvproxy.kvcache.service import KvCache
+from kvproxy.kvcache.state import CacheState
 from kvproxy.listener.server import serve
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.request.parse import parse_body
@@ -181,9 +182,9 @@ async def running(
     clock: Clock = time.monotonic,
     wall_clock: Clock = utc_seconds,
     host: HostUse = HostUse(0.0, 0.0),
-    former: Service | None = None,
+    state: CacheState | None = None,
 ) -> AsyncIterator[Service]:
-    """A service, entered."""
+    """A service, entered, and read by its gauges; `state` may be that of an earlier one."""
     metrics = Metrics()
     kv = KvCache(
         config,
@@ -191,11 +192,12 @@ async def running(
         metrics=metrics,
         clock=clock,
         wall_clock=wall_clock,
-        state=None if former is None else former.kv.state,
+        state=state,
         rng=random.Random(1),
         sample_host=lambda: host,
     )
     async with kv:
+        kv.show()
         yield Service(kv, cluster, metrics)
 
 

@@ -38,7 +38,10 @@ class Work:
 
 
 def background(metrics: Metrics | None = None, **changes: float) -> JobQueue:
-    return JobQueue(schema.BackgroundSettings.model_validate({"drain": 0.05, **changes}), metrics=metrics or Metrics())
+    metrics = metrics or Metrics()
+    queue = JobQueue(schema.BackgroundSettings.model_validate({"drain": 0.05, **changes}), metrics=metrics)
+    queue.show(metrics)
+    return queue
 
 
 def counted(metrics: Metrics, result: str) -> float:

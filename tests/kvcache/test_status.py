@@ -33,7 +33,9 @@ def service_of(clock: FakeClock, *, metrics: Metrics | None = None, **settings: 
     cluster = Cluster(
         "c", ClusterSettings(endpoints=endpoints), metrics=metrics, clock=clock, rng=random.Random(1), sources=()
     )
-    return KvCache(KvCacheSettings(**settings), clusters={"c": cluster}, metrics=metrics, clock=clock)  # type: ignore[arg-type]
+    kv = KvCache(KvCacheSettings(**settings), clusters={"c": cluster}, metrics=metrics, clock=clock)  # type: ignore[arg-type]
+    kv.show()
+    return kv
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,12 @@ def test_late_events_cost_little() -> None:
     assert late.hit_rate == pytest.approx(figures(trace).hit_rate, abs=0.05)
 
 
+def test_events_that_come_too_late_for_any_request_help_none() -> None:
+    """The delay is one in virtual time: nothing is known but what is in flight."""
+    trace = shared_prefix_trace()
+    assert figures(trace, replace(FLEET, index_delay_s=1e6)).hit_rate < figures(trace).hit_rate
+
+
 def test_false_entries_make_predictions_wrong() -> None:
     """And a contradicted one is taken out, so that the run still ends with hits."""
     trace = shared_prefix_trace()

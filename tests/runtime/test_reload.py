@@ -95,6 +95,42 @@ async def test_a_bad_configuration_changes_nothing() -> None:
         assert await served_by(running.client) == "a"
 
 
+async def test_a_configuration_that_is_refused_shows_nothing() -> None:
+    """Whatever was built of it before its fault was found: no gauge reads it."""
+    async with two_engines() as (a, b), running_proxy({"a": a}) as running:
+        proxy = running.proxy
+        await served_by(running.client)
+
+        def shown() -> set[tuple[str, str]]:
+            return {
+                (sample.name, str(sample.labels))
+                for family in proxy.metrics.registry.collect()
+                for sample in family.samples
+            }
+
+        before = shown()
+        clusters = {"other": {"endpoints": {"b": b}, "policy": "kv_aware", "queue": {}, "shadow_policy": "dynamo"}}
+        bad = load_config({"clusters": clusters, "filters": [{"rate_limit": {"requests_per_minute": 1}}, "router"]})
+        with pytest.raises(ConfigError):
+            await proxy.reload(bad.model_copy(update={"filters": (*bad.filters[1:], *bad.filters)}))
+        assert shown() == before
+
+
+async def test_a_cluster_that_comes_back_at_once_is_the_same_one() -> None:
+    """While a request of the configuration that had it still runs; and its metrics stay when that has ended."""
+    async with two_engines() as (a, b):
+        one = {"one": {"endpoints": {"a": a}}}
+        both = load_config({"clusters": {**one, "two": {"endpoints": {"b": b}}}, "routes": [{"cluster": "one"}]})
+        async with Proxy(both) as proxy:
+            two = proxy.clusters["two"]
+            await proxy.reload(load_config({"clusters": one}))
+            await proxy.reload(both)
+            assert proxy.clusters["two"] is two
+            await until(lambda: proxy.replaced == 2)
+            up = proxy.metrics.registry.get_sample_value
+            assert up("kvproxy_endpoint_up", {"cluster": "two", "endpoint": "b"}) == 1
+
+
 class WillNotStart:
     """A part of somebody's filter."""
 

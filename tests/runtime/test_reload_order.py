@@ -6,8 +6,11 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any, Self, cast
 
+import pytest
+
 from kvproxy.runtime.generation import Generation
 from kvproxy.runtime.reload import Reloader
+from kvproxy.runtime.state import StateStore
 from tests.support.clock import FakeClock
 from tests.support.until import until
 
@@ -27,7 +30,7 @@ class Part:
 
 
 def generation(*parts: Part, running: int = 0) -> Any:
-    return cast("Generation", SimpleNamespace(parts=list(parts), clusters={}, running=running))
+    return cast("Generation", SimpleNamespace(parts=list(parts), states=StateStore().draft(), running=running))
 
 
 async def settle() -> None:
@@ -40,9 +43,10 @@ async def test_requests_of_an_earlier_generation_finish_first(clock: FakeClock) 
     """Its own parts stay until then; shared ones stay anyway."""
     old, shared = Part(), Part()
     before, after = generation(old, shared, running=1), generation(shared)
-    async with Reloader(clock=clock, patience_s=10) as succession:
-        await succession.begin(before)
-        succession.retire(before, after)
+    async with Reloader(clock=clock, patience_s=10) as reloader:
+        await reloader.begin(before)
+        await reloader.begin(after)
+        reloader.retire(before)
         await settle()
         assert old.running
         before.running = 0
@@ -54,10 +58,40 @@ async def test_patience_has_an_end(clock: FakeClock) -> None:
     """A stream that never ends does not keep a configuration for ever."""
     old = Part()
     before = generation(old, running=1)
-    async with Reloader(clock=clock, patience_s=10) as succession:
-        await succession.begin(before)
-        succession.retire(before, generation())
+    async with Reloader(clock=clock, patience_s=10) as reloader:
+        await reloader.begin(before)
+        reloader.retire(before)
         await settle()
         assert old.running
         clock.advance(10.0)
         await until(lambda: not old.running)
+
+
+async def test_a_part_that_a_later_generation_takes_up_again_goes_on(clock: FakeClock) -> None:
+    """Though the one between them did without it."""
+    part = Part()
+    first, between, third = generation(part, running=1), generation(), generation(part)
+    async with Reloader(clock=clock, patience_s=10) as reloader:
+        for each in (first, between, third):
+            await reloader.begin(each)
+        reloader.retire(first)
+        reloader.retire(between)
+        first.running = 0
+        await until(lambda: reloader.ended == 2)
+        assert part.running
+    assert not part.running
+
+
+async def test_a_generation_that_cannot_start_ends_what_it_had_started(clock: FakeClock) -> None:
+    """And leaves what another one runs."""
+
+    class Unlucky(Part):
+        async def __aenter__(self) -> Self:
+            raise RuntimeError("no luck today")
+
+    own, shared = Part(), Part()
+    async with Reloader(clock=clock, patience_s=10) as reloader:
+        await reloader.begin(generation(shared))
+        with pytest.raises(RuntimeError):
+            await reloader.begin(generation(shared, own, Unlucky()))
+        assert (shared.running, own.running) == (True, False)

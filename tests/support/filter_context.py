@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
 from kvproxy.cluster.routes import Routes
@@ -11,6 +10,7 @@ from kvproxy.config.schema import Config, LimitSettings, LogSettings
 from kvproxy.filters.chain import FilterContext, Services
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.request.body import HeldBodies
+from kvproxy.runtime.state import StateStore
 from kvproxy.upstream.pool import UpstreamPool
 from tests.support.clock import FakeClock
 
@@ -22,9 +22,11 @@ def filter_context(
     clock: FakeClock | None = None,
     limits: LimitSettings | None = None,
     log: LogSettings | None = None,
-    inherited: Mapping[str, Sequence[object]] | None = None,
+    store: StateStore | None = None,
 ) -> FilterContext:
-    """A context whose wall clock stands at NOON; `inherited` is what filters of an earlier one left."""
+    """A context whose wall clock stands at NOON; its states live from now on in `store`."""
+    states = (store or StateStore()).draft()
+    states.keep()
     config, metrics = Config(limits=limits or LimitSettings(), log=log or LogSettings()), Metrics()
     return FilterContext(
         config=config,
@@ -38,10 +40,12 @@ def filter_context(
             pool=UpstreamPool(),
             bodies=HeldBodies(config.limits.bodies, metrics=metrics),
         ),
-        inherited=inherited or {},
+        states=states,
     )
 
 
 def counted(context: FilterContext, name: str, **labels: str) -> float:
-    """A sample of the context's metrics; 0 when it was never counted."""
+    """A sample of the context's metrics, once its chain serves; 0 when it was never counted."""
+    for show in context.on_serving:
+        show()
     return context.metrics.registry.get_sample_value(name, labels) or 0.0

@@ -55,7 +55,8 @@ class Hotness:
         self._max_records = max_records
         self._max_keys = max_keys
         self._max_tokens = max_token_bytes // 4
-        self._prefixes: OrderedDict[int, KnownPrefix] = OrderedDict()  # least recently used first
+        #: Least recently used first. No BoundedMapping: tokens of a prefix come and go while it is held.
+        self._prefixes: OrderedDict[int, KnownPrefix] = OrderedDict()
         self._tokens = 0
 
     def __len__(self) -> int:

@@ -53,8 +53,11 @@ class JobQueue:
         self._open = False
         self._idle = asyncio.Event()
         self._idle.set()
+
+    def show(self, metrics: Metrics) -> None:
+        """The gauges read it from now on."""
         metrics.bounds.queue_depth.labels(QUEUE).set_function(lambda: self._waiting)
-        metrics.bounds.queue_limit.labels(QUEUE).set(settings.max_queue)
+        metrics.bounds.queue_limit.labels(QUEUE).set(self._settings.max_queue)
 
     @property
     def waiting(self) -> int:

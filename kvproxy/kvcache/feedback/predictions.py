@@ -32,7 +32,6 @@ class PredictionFeedback:
         *,
         state: CacheState,
         lookups: LookupClient,
-        metrics: Metrics,
         clock: Clock,
     ) -> None:
         self._bytes_per_token = state.bytes_per_token
@@ -40,6 +39,9 @@ class PredictionFeedback:
         self._empty = EmptyLookups(clock=clock)
         self.predictions = state.predictions
         self.hit_ratios = state.hit_ratios
+
+    def show(self, metrics: Metrics) -> None:
+        """The gauges read it from now on."""
         metrics.kvcache.prediction_alarm.read(self.predictions.alarm_series)
         metrics.holdings.endpoint_hit_ratio.read(self.hit_ratios.hit_series)
         metrics.holdings.engine_foreign_ratio.read(self.hit_ratios.foreign_series)

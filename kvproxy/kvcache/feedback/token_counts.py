@@ -21,7 +21,8 @@ _WEIGHT = 0.05
 class BytesPerToken:
     """One ratio a model, an average that follows the traffic. Bounded: the model least recently answered is forgotten.
 
-    A dict in the order of the answers, because two look-ups in a cachetools cache cost more than hashing the prompt.
+    A dict in the order of the answers: a BoundedMapping takes eight Python calls for each answer instead of one, more
+    than hashing a short prompt.
     """
 
     def __init__(self, *, max_models: int = 256) -> None:

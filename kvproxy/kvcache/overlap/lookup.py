@@ -44,6 +44,7 @@ class LookupClient:
         self._seconds = metrics.kvcache.lookup_seconds
         self._unknown = metrics.kvcache.unknown_instances
         self._warned: set[str] = set()
+        #: A TTLCache: an engine that was wrong about a prompt once may compute it meanwhile.
         self._distrusted: TTLCache[tuple[EndpointId, int], int] = TTLCache(_DISTRUSTED, _DISTRUST_S, timer=clock)
 
     @property

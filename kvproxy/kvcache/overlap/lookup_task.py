@@ -67,6 +67,9 @@ class LookupTask:
         self._outcomes = metrics.kvcache.lookups
         self._tasks: dict[_Question, asyncio.Task[_Answer]] = {}
         self._held_bytes = 0
+
+    def show(self, metrics: Metrics) -> None:
+        """The gauges read it from now on."""
         metrics.bounds.queue_depth.labels(QUEUE).set_function(lambda: len(self._tasks))
         metrics.bounds.queue_limit.labels(QUEUE).set(MAX_LOOKUPS)
 

@@ -54,11 +54,14 @@ class TokenSource:
         self._tasks: dict[int, asyncio.Task[TokenIds | None]] = {}
         self._outcomes = metrics.kvcache.tokenizes
         self._seconds = metrics.kvcache.tokenize_seconds
+
+    def show(self, metrics: Metrics) -> None:
+        """The gauges read it from now on."""
+        memory, results = self.memory, ("exact", "prefix", "missed")
         metrics.bounds.queue_depth.labels("kvcache_tokenize").set_function(lambda: len(self._tasks))
-        metrics.bounds.queue_limit.labels("kvcache_tokenize").set(settings.tokenize.max_concurrent)
+        metrics.bounds.queue_limit.labels("kvcache_tokenize").set(self._settings.tokenize.max_concurrent)
         metrics.holdings.token_memory_entries.set_function(lambda: len(memory))
         metrics.holdings.token_memory_bytes.set_function(lambda: memory.held_bytes)
-        results = ("exact", "prefix", "missed")
         metrics.holdings.recalls.read(lambda: [((result,), float(getattr(memory.stats, result))) for result in results])
 
     def recall(self, facts: RequestFacts) -> None:

@@ -73,6 +73,9 @@ class WarmRestart(BackgroundTask):
         self._returned: Returned | None = None
         self._writes = metrics.snapshot.writes
         self._restores = metrics.snapshot.restores
+
+    def show(self, metrics: Metrics) -> None:
+        """The gauges read it from now on."""
         metrics.snapshot.bytes.read(self._sizes)
         metrics.snapshot.age.read(self._ages)
 

@@ -30,7 +30,8 @@ class BitAllocator(Generic[M]):
         self._slot: dict[M, int] = {}
         self._members: list[M | None] = []
         self._free: list[int] = []
-        self._known_masks: dict[int, tuple[M, ...]] = {}  # as long as no slot changes its owner
+        #: As long as no slot changes its owner. A dict, and it starts over when full: every lookup reads it.
+        self._known_masks: dict[int, tuple[M, ...]] = {}
 
     def __len__(self) -> int:
         return len(self._slot)

@@ -17,7 +17,8 @@ class BlockTable:
         self._max_ghosts = max_ghosts
         self._runs = Runs()
         self.match = self._runs.match
-        self._ghosts: OrderedDict[int, int] = OrderedDict()  # removed blocks: children may still come
+        #: Removed blocks, whose children may still come. A BoundedMapping takes four times as long for each of them.
+        self._ghosts: OrderedDict[int, int] = OrderedDict()
         self._aliases: dict[int, int] = {}  # a block's further engine hashes: the one its run has
         self._several: dict[int, dict[int, int]] = {}  # of our blocks with several: tiers of each, as bits
 

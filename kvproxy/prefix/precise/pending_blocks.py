@@ -29,6 +29,7 @@ class PendingBlocks:
     def __init__(self, *, max_blocks: int) -> None:
         self._max_blocks = max_blocks
         self._blocks = 0
+        #: No BoundedMapping: the lists grow while they are held.
         self._by_parent: OrderedDict[int | None, list[ReportedBlocks]] = OrderedDict()
         self._where: dict[tuple[int, int], ReportedBlocks] = {}  # by tier and key
 

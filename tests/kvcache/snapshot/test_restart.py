@@ -325,7 +325,7 @@ async def test_a_service_that_follows_another_is_not_filled_again(tmp_path: Path
     cluster = cluster_of(URLS)
     async with life(tmp_path, cluster) as before:
         before.kv.overlap.indexes["default"].forget(A)
-        async with running(keeping(tmp_path, interval="5m"), cluster, former=before) as after:
+        async with running(keeping(tmp_path, interval="5m"), cluster, state=before.kv.state) as after:
             assert await matched(after) == set()
             assert await matched(after, OTHER) == {B}
             await after.serve(chat(TURN), A)
