@@ -68,7 +68,7 @@ THIN: frozenset[str] = frozenset()
 
 HEADINGS = ("What it does", "Contracts", "How to add one")
 #: Rooms whose README.md is still to be written. Nothing is added here.
-WITHOUT_README = frozenset[str]({"runtime"})
+WITHOUT_README = frozenset[str]()
 
 
 def _module(path: Path) -> str:

@@ -197,10 +197,11 @@ class Forwarding:
         outcome = self._exchange.outcome
         outcome.attempts += 1
         outcome.endpoint = pick.endpoint.id
-        outcome.policy = pick.policy
-        outcome.pick_reason = pick.reason
-        if len(pick.candidates) <= MAX_REMEMBERED:
-            outcome.candidates, outcome.costs = pick.candidates, pick.costs
+        decision = pick.decision
+        outcome.policy = decision.policy
+        outcome.pick_reason = decision.reason
+        if len(decision.candidates) <= MAX_REMEMBERED:
+            outcome.candidates, outcome.costs = decision.candidates, decision.costs
 
     async def _attempt(self, pick: Pick) -> _Next:
         response: UpstreamResponse | None = None
@@ -222,9 +223,11 @@ class Forwarding:
                 headers,
                 body,
                 timeouts=self._shared.timeouts,
+                early=False,
             )
-            status = response.status
-            first = await response.chunk() if status < 500 else b""
+            status, first = response.status, b""
+            if status < 500:  # the first piece is there, or the end
+                first = response.take() or b""
             if status == 200 and ERROR_MARK in first:
                 first = await _read_event(response, first)
                 status = error_status(first, first=True) or status
@@ -240,7 +243,7 @@ class Forwarding:
                 raise
             return self._move_away(pick)
         finally:
-            if response is not None:
+            if response is not None and not response.complete:
                 response.abort()
             if not pick.reservation.released:
                 pick.endpoint.metrics.request(CLIENT_CLOSED_REQUEST)

@@ -158,17 +158,39 @@ class RequestCycle:
     ) -> None:
         if self.disconnected:
             return
-        if self.response_started:
-            raise RuntimeError("the response has started already")
         self._start(status, headers)
-        self._write(first_piece, more=more)
+        self.write(first_piece, more=more)
 
     def write(self, piece: bytes, *, more: bool) -> None:
         if self.disconnected:
             return
         if self.response_complete or not self.response_started:
             raise RuntimeError("the response is complete" if self.response_complete else "the response has no head")
-        self._write(piece, more=more)
+        left_bytes = self._left_bytes
+        if left_bytes is not None and not self._bodiless:
+            self._left_bytes = left_bytes = left_bytes - len(piece)
+            if left_bytes < 0 or (left_bytes and not more):
+                raise RuntimeError("the response body is not as long as its content-length")
+        head, self._head = self._head, b""
+        if self._bodiless:
+            piece = b""
+        end = b""
+        if self._chunked:
+            end = b"" if more else b"0\r\n\r\n"
+            if piece:
+                head = b"%b%x\r\n" % (head, len(piece))
+                end = b"\r\n" + end
+        if len(piece) > _JOINED_BYTES and (head or end):
+            self._connection.transport.writelines((head, piece, end))
+        elif end:
+            self._connection.transport.write(b"%b%b%b" % (head, piece, end))
+        elif head or piece:
+            self._connection.transport.write(head + piece)
+        if not more:
+            self.response_complete = True
+            if self._connection.waiters:
+                self._connection.wake()
+            self._connection.response_ended(self)
 
     async def drain(self) -> None:
         while not self.writable:
@@ -199,8 +221,6 @@ class RequestCycle:
         elif kind != "http.response.start":
             raise RuntimeError(f"unexpected ASGI message {kind!r}")
         elif not self.disconnected:
-            if self.response_started:
-                raise RuntimeError("the response has started already")
             self._start(message["status"], message.get("headers", ()))
             self._connection.loop.call_soon(self._flush_head)
 
@@ -219,6 +239,8 @@ class RequestCycle:
             self._connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def _start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        if self.response_started:
+            raise RuntimeError("the response has started already")
         if self._expects_continue and not self.body_complete:
             self.keep_alive = False  # the client may send its body now or not: what follows could be either
         self._expects_continue = False
@@ -236,37 +258,6 @@ class RequestCycle:
         head, self._head = self._head, b""
         if head:
             self._connection.transport.write(head)
-
-    def _write(self, piece: bytes, *, more: bool) -> None:
-        left_bytes = self._left_bytes
-        if left_bytes is not None and not self._bodiless:
-            self._left_bytes = left_bytes = left_bytes - len(piece)
-            if left_bytes < 0 or (left_bytes and not more):
-                raise RuntimeError("the response body is not as long as its content-length")
-        head, self._head = self._head, b""
-        if self._bodiless:
-            piece = b""
-        if self._chunked:
-            self._write_chunk(head, piece, more=more)
-        elif len(piece) > _JOINED_BYTES and head:
-            self._connection.transport.writelines((head, piece))
-        elif head or piece:
-            self._connection.transport.write(head + piece)
-        if not more:
-            self.response_complete = True
-            if self._connection.waiters:
-                self._connection.wake()
-            self._connection.response_ended(self)
-
-    def _write_chunk(self, head: bytes, piece: bytes, *, more: bool) -> None:
-        end = b"" if more else b"0\r\n\r\n"
-        if len(piece) > _JOINED_BYTES:
-            parts = (b"%b%x\r\n" % (head, len(piece)), piece, b"\r\n" + end)
-            self._connection.transport.writelines(parts)
-        elif piece:
-            self._connection.transport.write(b"%b%x\r\n%b\r\n%b" % (head, len(piece), piece, end))
-        elif head or end:
-            self._connection.transport.write(head + end)
 
     def _break_off(self, scope: Any) -> None:
         """The app returned too early: after a head on purpose, since only a broken connection tells the client then."""

@@ -88,6 +88,7 @@ class Breaker:
 
     def reconfigure(self, settings: BreakerSettings) -> None:
         """Apply other bounds; state and count stay."""
+        # Kept over a reload: a new breaker would send requests to an engine known to be down, and lose the permits out.
         self._settings = settings
         self._circuit.fail_max = settings.failure_threshold
 
