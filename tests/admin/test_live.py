@@ -138,7 +138,7 @@ async def test_viewers_share_an_answer(clock: FakeClock) -> None:
 
 
 async def test_the_cache_is_part_of_it(clock: FakeClock) -> None:
-    """Hot prefixes with who holds them; looked for again only after some seconds. Without the filter there is none."""
+    """Hot prefixes with their holders; looked for again only after some seconds. Without the filter there is none."""
     engine = FakeEngine("a")
     async with serve(engine) as url, running_proxy({"a": url}, policy="kv_aware") as running:
         for _ in range(3):
@@ -177,7 +177,7 @@ async def test_decisions_are_listed_newest_first() -> None:
 
 
 async def test_without_the_listener_nothing_is_recorded() -> None:
-    """Who runs it as middleware pays for nothing."""
+    """An app with the middleware pays for nothing."""
     engine = FakeEngine("a")
     async with serve(engine) as url, running_proxy({"a": url}, admin={"enabled": False}) as running:
         await running.client.post("/v1/chat/completions", json=chat())

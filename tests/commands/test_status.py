@@ -218,7 +218,7 @@ def sleeping(times: int) -> Callable[[float], None]:
 
 
 async def test_watching_outlives_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each second anew, over what was there, until Ctrl-C; a proxy that is down is said so and asked again."""
+    """Each second again, over what was there, until Ctrl-C; a proxy that is down is said so and asked again."""
     monkeypatch.delenv("NO_COLOR", raising=False)
     live = await live_of(proxy_of())
     screen = Terminal()
@@ -248,7 +248,7 @@ async def test_watching_into_a_file() -> None:
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """Nobody listens on port 1."""
+    """No server listens on port 1."""
     assert main(["status", "--url", "http://127.0.0.1:1"]) == 1
     assert "kvproxy status: nothing answers" in capsys.readouterr().err
 

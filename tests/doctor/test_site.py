@@ -66,7 +66,7 @@ def test_settings_of_the_kvcache_filter() -> None:
 
 
 async def test_this_process_tells_its_own_limit() -> None:
-    """Asked for when nobody says it."""
+    """Asked for where no setting says it."""
     async with Tools() as tools:
         site = await survey_deployment(parsed({"endpoints": {"a": "http://127.0.0.1:8000"}}), tools=tools)
     assert site.open_files == -1 or site.open_files > 0
