@@ -107,8 +107,14 @@ class KvAware(Policy):
         owns, held = self._own_s(facts, pool, seconds)
         waits = [load.wait_s(seconds, slow, now) for load, slow in zip(pool.loads, slowness, strict=True)]
         arrivals = self.arrivals.estimate(pool.ids, waits, now)
-        crowding, delayed = self._delayed(waits, now)
-        stall, foresight = settings.stall, settings.foresight
+        crowding, delayed, stall, foresight = 0.0, settings.kappa, settings.stall, settings.foresight
+        if delayed is None:
+            rho, arrivals_per_s = self.utilisation.rates(now)
+            idle = 1.0 - rho
+            crowding = settings.crowding / idle
+            delayed = settings.congestion * arrivals_per_s / idle * sum(waits) / len(waits)
+            if delayed > MAX_KAPPA:
+                delayed = MAX_KAPPA
         costs = [
             (
                 wait
@@ -201,18 +207,6 @@ class KvAware(Policy):
         self.utilisation.add(own, count, now)
         if bound:
             self.arrivals.record_arrival(candidates[index].id)
-
-    def _delayed(self, waits: Sequence[float], now: float) -> tuple[float, float]:
-        """How many that are bound to an endpoint a second of backlog delays there, by their rate (none where kappa is
-        constant), and how many a second of work delays wherever it is done."""
-        settings = self.settings
-        if settings.kappa is not None:
-            return 0.0, settings.kappa
-        rho, arrivals_per_s = self.utilisation.rates(now)
-        idle = 1.0 - rho
-        return settings.crowding / idle, min(
-            MAX_KAPPA, settings.congestion * arrivals_per_s / idle * sum(waits) / len(waits)
-        )
 
     def estimates(self, now: float) -> Mapping[str, object]:
         known, (rho, arrivals_per_s) = self.arrivals.known(), self.utilisation.rates(now)
