@@ -127,6 +127,7 @@ class Cluster:
         """These are the settings from now on. Endpoints that stay keep their load, health and breaker, policies what
         they learned, and requests that wait their turn. ValueError as in `apply`, and then the endpoints are as before.
         """
+        # Kept over a reload, and not built again around its state: requests of every generation hold picks on it.
         before, self.settings = self.settings, settings
         self.policies.reconfigure(before, settings)
         for endpoint in self._members.all_endpoints():

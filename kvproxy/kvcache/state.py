@@ -21,8 +21,8 @@ from kvproxy.types import Clock
 class CacheState:
     """Two services may share one for a while: the one that drains and the one that follows on it.
 
-    Heat of message prefixes and token memory are kept as long as their bounds in the settings stay the same, what was done
-    at an LMCache as long as it is that one.
+    Heat of message prefixes and token memory are kept as long as their bounds in the settings stay the same; what was
+    done at an LMCache, as long as it is that one.
     """
 
     predictions: PredictionStats
