@@ -53,7 +53,7 @@ def taught(bench: Bench, endpoint: str = "a", tokens: int = 8000) -> None:
     ],
 )
 def test_what_is_known_of_endpoints_stays(make_cluster: MakeCluster, changes: dict[str, Any]) -> None:
-    """Whatever else changes: who is ejected, whose breaker is open, and what is in flight where."""
+    """Whatever else changes: which endpoint is ejected, whose breaker is open, and what is in flight where."""
     bench = make_cluster("a", "b", "c", "d", breaker=BreakerSettings(failure_threshold=2))
     before = bench.cluster.endpoints
     bench.outcomes("a", AttemptOutcome.FAILURE, times=3)  # opens a's breaker, and ejects it
@@ -84,7 +84,7 @@ def test_new_bounds_count_from_now_on(make_cluster: MakeCluster) -> None:
 
 
 def test_a_verdict_of_probes_ends_with_the_probes(make_cluster: MakeCluster) -> None:
-    """Nobody would ever bring the endpoint back."""
+    """Nothing would ever bring the endpoint back."""
     bench = make_cluster("a", "b")
     bench.endpoint("a").health.probe(False, bench.clock())
     assert bench.endpoint("a").condition(bench.clock()) is Condition.UNHEALTHY
@@ -234,7 +234,7 @@ async def test_other_sources_are_asked_at_once() -> None:
         await until(lambda: heard.present["file"] == ("b",))
     assert (old.asked, gone.asked, new.asked) == (1, 1, 1)
     poller.reconfigure([Source("file", old, 1.0)])
-    assert old.asked == 1  # nobody is asked any more
+    assert old.asked == 1  # it is asked no more
 
 
 async def test_discovery_is_part_of_it(make_cluster: MakeCluster, tmp_path: Any) -> None:

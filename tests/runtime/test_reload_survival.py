@@ -107,7 +107,7 @@ async def test_learned_speeds(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("changes", CHANGES)
 async def test_health_and_breakers(changes: dict[str, Any]) -> None:
-    """Who was ejected or cut off by its breaker stays out for as long as it would have."""
+    """An endpoint that was ejected or cut off by its breaker stays out for as long as it would have."""
     async with two_engines() as (running, urls):
         cluster, now = running.proxy.clusters["default"], running.proxy.clock()
         out = endpoint(running, "a")
@@ -281,7 +281,7 @@ async def test_runtime_changes_of_routing(
 
 
 async def test_rate_limits() -> None:
-    """Nobody gets a fresh start, whether the limits changed or not."""
+    """No client gets a fresh start, whether the limits changed or not."""
 
     def limited(per_minute: int) -> list[Any]:
         return [{"rate_limit": {"requests_per_minute": per_minute}}, "inference_request", "router"]

@@ -60,7 +60,7 @@ def test_a_lease_that_is_not_hot_any_more_lapses_and_is_forgotten() -> None:
 
 
 def test_the_budget_of_an_instance_is_kept() -> None:
-    """Each prompt has 512 tokens: two fit in 1 200, at every instance anew."""
+    """Each prompt has 512 tokens: two fit in 1 200, at every instance again."""
     known = hotness()
     pin = Pin(strategy(pin_max_tokens=1200), known)
     for key in (1, 2, 3):
