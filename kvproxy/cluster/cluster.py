@@ -151,7 +151,10 @@ class Cluster:
 
     def close(self) -> None:
         """The cluster is no more: requests that wait are refused, and its endpoints take their metric series along."""
+        self._poller.reconfigure(())
         self.apply(())
+        for endpoint in self.endpoints:  # those an operator added
+            self.remove(endpoint.id)
         self._close_queue()
 
     def apply(self, endpoints: Sequence[EndpointSettings]) -> None:
