@@ -277,3 +277,20 @@ async def test_probes_go_on_with_other_settings(make_cluster: MakeCluster) -> No
         turns.release()
         await asyncio.sleep(0.01)
     assert asked == ["old", "new"]
+
+
+async def test_a_cluster_that_is_closed_takes_every_endpoint_along(make_cluster: MakeCluster, tmp_path: Any) -> None:
+    """Static ones, discovered ones and those of an operator, with their metric series; and no source is asked again."""
+    file = tmp_path / "endpoints.yaml"
+    file.write_text("x: http://127.0.0.1:9\n")
+    bench = make_cluster("a", discovery={"file": {"path": str(file), "interval": 0.05}})
+    async with bench.cluster:
+        (added,) = configs("b")
+        assert bench.cluster.add(added)
+        assert [each.id for each in bench.cluster.endpoints] == ["a", "x", "b"]
+        bench.cluster.close()
+        assert bench.cluster.endpoints == ()
+        assert not [name for endpoint in ("a", "b", "x") for name in bench.series(endpoint)]
+        file.write_text("x: http://127.0.0.1:9\ny: http://127.0.0.1:9\n")
+        await asyncio.sleep(0.1)
+        assert bench.cluster.endpoints == ()

@@ -176,6 +176,30 @@ async def test_event_streams_and_pins(changes: dict[str, Any]) -> None:
             assert len(leases(before, running.proxy.clock())) == 1
 
 
+async def test_pins_when_other_settings_of_the_cache_change() -> None:
+    """The leases run on in the new service, which renews them."""
+
+    def filters(lmcache: str, **changes: Any) -> list[Any]:
+        strategy = {"enable_pinning": True, "hot_content_threshold": 1}
+        patient = {"lookup_routing_timeout": "60s", "request_timeout": "60s", "engine_metrics_interval": 0}
+        cache = {"lmcache_endpoint": lmcache, "cache_strategy": strategy, **patient, **changes}
+        return ["inference_request", {"kvcache": cache}, "router"]
+
+    async with (
+        simulated() as place,
+        running_proxy(place.engines, policy="kv_aware", filters=filters(place.lmcache)) as running,
+    ):
+        before = service(running)
+        body = {"model": "tiny", "messages": [{"role": "user", "content": TURN}], "max_tokens": 1}
+        await running.client.post("/v1/chat/completions", json=body)
+        await until(lambda: len(leases(before, running.proxy.clock())) == 1)
+        (lease,) = leases(before, running.proxy.clock())
+        await reload(running, place.engines, {}, filters=filters(place.lmcache, min_matched_tokens=7))
+        assert service(running) is not before
+        (kept,) = leases(service(running), running.proxy.clock())
+        assert kept["prefix"] == lease["prefix"]
+
+
 async def test_event_streams_when_other_settings_of_the_cache_change() -> None:
     """The service is another one, and what the engines announced is known to it at once."""
 
