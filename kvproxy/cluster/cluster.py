@@ -70,6 +70,7 @@ class Cluster:
         self._shared_failures: dict[str, float] = {}  # when a request last failed alike on several endpoints
         self._running = AsyncExitStack()
         self._shown = False
+        self._hiding: set[Endpoint] = set()  # with requests under way whose first token cannot be seen
         self.policies = PolicySet(name, settings, metrics=metrics, rng=rng, policy=policy)
         #: Where requests wait; None: none does.
         self.queue: RouterQueue | None = None
@@ -127,6 +128,7 @@ class Cluster:
         """These are the settings from now on. Endpoints that stay keep their load, health and breaker, policies what
         they learned, and requests that wait their turn. ValueError as in `apply`, and then the endpoints are as before.
         """
+        # Kept over a reload, and not built again around its state: requests of every generation hold picks on it.
         before, self.settings = self.settings, settings
         self.policies.reconfigure(before, settings)
         for endpoint in self._members.all_endpoints():
@@ -149,7 +151,10 @@ class Cluster:
 
     def close(self) -> None:
         """The cluster is no more: requests that wait are refused, and its endpoints take their metric series along."""
+        self._poller.reconfigure(())
         self.apply(())
+        for endpoint in self.endpoints:  # those an operator added
+            self.remove(endpoint.id)
         self._close_queue()
 
     def apply(self, endpoints: Sequence[EndpointSettings]) -> None:
@@ -202,15 +207,17 @@ class Cluster:
     def reserve(self, decision: Decision[Endpoint], now: float) -> Pick:
         """Make the decision true, in the turn of the loop it was made in: nothing may come between a choice and its
         load."""
-        if (speeds := self.policies.deciding_speeds) is not None:
-            selector.advance(decision.candidates, speeds, now)
+        if self._hiding:
+            self._advance(now)
         endpoint = decision.endpoint
         permit = endpoint.breaker.admit() if decision.reason != PANIC or endpoint.breaker.admits else None
         self.policies.placed(decision, now)
         reservation = reserve(endpoint, decision.request, now)
+        if reservation.hidden:
+            self._hiding.add(endpoint)
         if endpoint.load.in_flight == endpoint.max_in_flight:
             self._screening.invalidate()
-        return Pick(decision, reservation, permit=permit, picker=self)
+        return Pick(decision, endpoint, reservation, permit, self)
 
     def refuse(self, request: PickRequest, refusal: Refusal) -> None:
         """Count a request that `decide` refused."""
@@ -346,6 +353,12 @@ class Cluster:
     def _why_skipped(self, request: PickRequest, now: float) -> str:
         assert request.preferred is not None
         return skip_reason(self._members.get(request.preferred), request, now)
+
+    def _advance(self, now: float) -> None:
+        """Hidden requests that are due are taken as prefilled."""
+        if (speeds := self.policies.deciding_speeds) is not None:
+            selector.advance(self._hiding, speeds, now)
+        self._hiding = {endpoint for endpoint in self._hiding if endpoint.load.hidden_requests}
 
     def _arrange_queue(self) -> None:
         """As the settings say: the queue there is goes on with the requests in it, or places them all at once."""

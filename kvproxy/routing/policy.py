@@ -101,12 +101,13 @@ class Candidate(Protocol):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """The decision: an index into the candidates, why, and what each candidate would have cost (policies that know)."""
+    """The decision: an index into the candidates, why, and what each candidate would have cost (policies that know).
+
+    A policy whose `placed` goes on from what `choose` worked out returns a subclass with that."""
 
     index: int
     reason: str  # one of the policy's `reasons`; a metric label
     costs: Sequence[float] = ()
-    notes: object = None  # of the policy, for its own `placed`
 
 
 class Policy(ABC):
