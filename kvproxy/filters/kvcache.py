@@ -28,7 +28,7 @@ from kvproxy.request.exchange import Exchange
 from kvproxy.request.observer import RequestObserver, notify
 from kvproxy.routing.registry import POLICIES
 from kvproxy.routing.selector import Decision
-from kvproxy.types import Clock, EndpointId, InferenceRequest
+from kvproxy.types import Clock, EndpointId
 
 log = logging.getLogger("kvproxy.kvcache")
 
@@ -97,7 +97,10 @@ class KvCacheFilter(Step):
                 return None
             if "facts_began" in exchange.hooks:
                 notify(RequestObserver.facts_began, exchange)
-            facts = self._gather(exchange, request, exchange.body, target)
+            if exchange.isolated:
+                salt = tenant_salt(exchange.tenant, request.cache_salt)
+                request = msgspec.structs.replace(request, cache_salt=salt)
+            facts = self._service.gather(request, exchange.body, cluster=target.cluster, model=target.upstream_model)
             if facts.wants_lookup:
                 return self._look_up(facts, exchange, scope)
             self._hand_over(facts, exchange, scope)
@@ -117,19 +120,15 @@ class KvCacheFilter(Step):
 
     def _hand_over(self, facts: RequestFacts, exchange: Exchange, scope: Scope) -> None:
         exchange.facts = facts.overlaps
-        announce(scope, facts.preferred, header=self._header)
+        if self._header or facts.preferred is not None:
+            announce(scope, facts.preferred, header=self._header)
         prefers = self._prefer[facts.cluster.name]
         if prefers:
             exchange.preferred = facts.preferred
         learning = KvCacheLearning(self._service, facts, prefers=prefers)
         exchange.facts_source = learning.refresh
-        exchange.attach(learning)
-
-    def _gather(self, exchange: Exchange, request: InferenceRequest, body: bytes, target: RouteTarget) -> RequestFacts:
-        if exchange.isolated:
-            salt = tenant_salt(exchange.tenant, request.cache_salt)
-            request = msgspec.structs.replace(request, cache_salt=salt)
-        return self._service.gather(request, body, cluster=target.cluster, model=target.upstream_model)
+        exchange.observers += (learning,)
+        exchange.hooks |= KvCacheLearning.hooks
 
 
 class KvCacheLearning(RequestObserver):

@@ -136,7 +136,6 @@ class Forwarding:
                     if pause_s is None:
                         raise GaveUp(self._last)
                 else:
-                    self._record_pick(pick)
                     verdict = await self._attempt(pick)
                     if verdict is _Next.DELIVERED:
                         return
@@ -193,17 +192,13 @@ class Forwarding:
             policy=exchange.policy,
         )
 
-    def _record_pick(self, pick: Pick) -> None:
-        outcome = self._exchange.outcome
+    async def _attempt(self, pick: Pick) -> _Next:
+        outcome, decision = self._exchange.outcome, pick.decision
         outcome.attempts += 1
         outcome.endpoint = pick.endpoint.id
-        decision = pick.decision
-        outcome.policy = decision.policy
-        outcome.pick_reason = decision.reason
+        outcome.policy, outcome.pick_reason = decision.policy, decision.reason
         if len(decision.candidates) <= MAX_REMEMBERED:
             outcome.candidates, outcome.costs = decision.candidates, decision.costs
-
-    async def _attempt(self, pick: Pick) -> _Next:
         response: UpstreamResponse | None = None
         pick.on_unhealthy(self._give_back)
         try:

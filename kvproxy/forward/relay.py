@@ -97,11 +97,11 @@ class Relay:
 
     def _look_at_end(self, status: int, headers: Headers) -> UpstreamError | None:
         inference, outcome = self._exchange.inference, self._exchange.outcome
+        tail = self._last[0] if len(self._last) == 1 else self._tail()
         if inference is None:
             if self._post and _may_tell_usage(headers):  # no body hides it
-                self._read_usage(self._tail(), None)
+                self._read_usage(tail, None)
             return None
-        tail = self._last[0] if len(self._last) == 1 else self._tail()
         if status == 200 and ERROR_MARK in tail and (reported := error_status(tail)) is not None:
             if reported >= 500:  # else a client's mistake, found late
                 outcome.end = "engine_error"

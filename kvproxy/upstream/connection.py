@@ -269,7 +269,7 @@ class Connection(asyncio.Protocol):
     def _finish(self, response: UpstreamResponse) -> None:
         self._response = None
         self._timer.stop()
-        response.finish(self._parser.drain())
+        response.finish(self._parser.drain() if self._parser.body else b"")
         if self._reading_paused:
             self._resume_reading()
         sent = self._upload is None and not self._transport.get_write_buffer_size()
