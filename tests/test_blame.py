@@ -1,4 +1,4 @@
-"""Who is to blame for a failure: an engine, all of them, or the request."""
+"""What is to blame for a failure: an engine, all of them, or the request."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from kvproxy.listener.server import serve
 from tests.support.fake_engine import Behaviour, Call, FakeEngine, answer_ok, event, reply, start_stream
 from tests.support.proxy import RunningProxy, chat, running_proxy
 from tests.support.scripted import answer, scripted
+from tests.support.until import until
 
 #: A client's mistake, found when the status had gone out, as each engine says it.
 CLIENT_MISTAKES = [
@@ -117,6 +118,27 @@ async def test_poison_between_good_requests_ejects_none() -> None:
         assert conditions(proxy) == {Condition.UP}
 
 
+async def test_connections_that_are_all_taken_say_nothing_about_the_engine() -> None:
+    """The bound is our own: requests beyond it are refused, and the engine stays in rotation."""
+    answered = asyncio.Event()
+
+    async def slow(engine: FakeEngine, call: Call, send: Send) -> None:
+        await answered.wait()
+        await answer_ok(engine, call, send)
+
+    engine = FakeEngine("a", slow)
+    few = {"pool": {"max_connections": 1, "max_waiting": 0}, "retry": {"attempts": 1}}
+    async with serve(engine) as url, running_proxy({"a": url}, **few) as proxy:
+        first = asyncio.create_task(ask(proxy, 1))
+        await until(lambda: bool(engine.calls))
+        assert await ask(proxy, 6) == [503] * 6
+        (only,) = proxy.proxy.clusters["default"].endpoints
+        assert (conditions(proxy), only.health.failures) == ({Condition.UP}, 0)
+        assert proxy.metric("kvproxy_attempt_failures_total", cluster="default", endpoint="a", reason="pool_full") == 6
+        answered.set()
+        assert await first == [200]
+
+
 async def test_an_engine_that_alone_fails_is_ejected() -> None:
     """Others served what it failed: that is proof."""
     async with fleet(answer_ok) as (engines, proxy):
@@ -134,7 +156,7 @@ async def test_a_total_outage_is_hardly_multiplied(behave: Behaviour) -> None:
         assert attempts(engines) <= 24
         assert proxy.metric("kvproxy_retries_refused_total", reason="outage") > 0
         engines[0].behave = answer_ok
-        await ask(proxy, 3)  # whoever gets there proves that it is over
+        await ask(proxy, 3)  # a request that gets there proves that it is over
         assert set(await ask(proxy, 6)) == {200}
 
 

@@ -128,6 +128,7 @@ class Cluster:
         """These are the settings from now on. Endpoints that stay keep their load, health and breaker, policies what
         they learned, and requests that wait their turn. ValueError as in `apply`, and then the endpoints are as before.
         """
+        # Kept over a reload, and not built again around its state: requests of every generation hold picks on it.
         before, self.settings = self.settings, settings
         self.policies.reconfigure(before, settings)
         for endpoint in self._members.all_endpoints():
@@ -150,7 +151,10 @@ class Cluster:
 
     def close(self) -> None:
         """The cluster is no more: requests that wait are refused, and its endpoints take their metric series along."""
+        self._poller.reconfigure(())
         self.apply(())
+        for endpoint in self.endpoints:  # those an operator added
+            self.remove(endpoint.id)
         self._close_queue()
 
     def apply(self, endpoints: Sequence[EndpointSettings]) -> None:

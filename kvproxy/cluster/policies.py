@@ -75,6 +75,7 @@ class PolicySet:
 
     def reconfigure(self, before: ClusterSettings, after: ClusterSettings) -> None:
         """The settings were `before`, and are `after` from now on."""
+        # A policy is kept while the file names it: its sessions, samples and what an operator tuned are in it.
         self._known = self.speeds or self._known
         self._merge_parameters(before, after)
         if after.policy is not before.policy:

@@ -209,12 +209,14 @@ class Forwarding:
         try:
             if "attempt_began" in self._exchange.hooks:
                 notify(RequestObserver.attempt_began, self._exchange, pick)
-            headers = with_credential(self._headers, pick.endpoint.authorization)
+            headers = self._headers
+            if pick.endpoint.authorization is not None:
+                headers = with_credential(headers, pick.endpoint.authorization)
             if self._exchange.trace_parent:
                 headers = with_trace_parent(headers, self._exchange.trace_parent)
             body: bytes | AsyncIterator[bytes] | None = self._body.whole
             if body is None:
-                headers += self._body.framing
+                headers = headers + self._body.framing
                 body = self._body.take()
             response = await self._shared.pool.request(
                 pick.endpoint.origin,
@@ -360,7 +362,8 @@ class Forwarding:
             headers.append((b"x-kvproxy-decision", describe(pick, pick.policy, self._exchange.facts).encode()))
         error = await relay.run(headers, first)
         now = self._shared.clock()
-        verdict = _verdict(response.status, error)
+        succeeded = error is None and response.status < 400
+        verdict = AttemptOutcome.SUCCESS if succeeded else _verdict(response.status, error)
         if verdict is AttemptOutcome.FAILURE:
             reason = error.reason if error is not None else f"status_{response.status}"
             if self._cluster.spared(pick.endpoint, self._model, reason=reason, now=now):
@@ -398,11 +401,12 @@ async def _read_short(response: UpstreamResponse, first: bytes) -> tuple[bytes, 
 
 
 def _verdict(status: int, error: UpstreamError | None) -> AttemptOutcome:
+    """Of an answer that was no success."""
     if isinstance(error, EngineReportedError) and error.status < 500:
         return AttemptOutcome.CLIENT_ERROR
     if error is not None or status >= 500:
         return AttemptOutcome.FAILURE
-    return AttemptOutcome.CLIENT_ERROR if status >= 400 else AttemptOutcome.SUCCESS
+    return AttemptOutcome.CLIENT_ERROR
 
 
 def local_status(why: UpstreamError | Refusal) -> int:

@@ -83,6 +83,7 @@ class KvCache:
         self.actions = StrategyRunner(
             settings,
             hotness=self.state.hotness(settings),
+            record=self.state.action_record(settings),
             tokens=self.overlap.tokens,
             lookups=self.overlap.lookups,
             breakers=self.breakers,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from kvproxy.listener.response_head import encode_head
@@ -113,8 +113,9 @@ class RequestCycle:
 
     # what the connection says
 
-    def body_arrived(self, pieces: list[bytes], size_bytes: int) -> None:
-        """Held until the app takes it; nothing of it once the response is complete."""
+    def body_arrived(self, pieces: Sequence[bytes], size_bytes: int, *, ended: bool = False) -> None:
+        """Held until the app takes it; nothing of it once the response is complete. `ended`: so is the request."""
+        self.body_complete = ended
         if self.response_complete:
             self._connection.unwanted(size_bytes)
             return
@@ -122,12 +123,6 @@ class RequestCycle:
         self._buffered_bytes += size_bytes
         if self._buffered_bytes > HIGH_WATER_BYTES:
             self._connection.pause_reading()
-        if self._connection.waiters:
-            self._connection.wake()
-
-    def body_ended(self) -> None:
-        """The request is complete."""
-        self.body_complete = True
         if self._connection.waiters:
             self._connection.wake()
 
@@ -146,7 +141,8 @@ class RequestCycle:
         if not self.body_complete or self._body_taken or self.disconnected:
             return None
         self._body_taken = True
-        return self._take_pieces()
+        pieces = self._pieces
+        return pieces.pop() if len(pieces) == 1 and not self._connection.reading_paused else self._take_pieces()
 
     def on_disconnect(self, callback: Callable[[], None] | None) -> None:
         self._on_disconnect = callback

@@ -8,10 +8,13 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Send
 
 from kvproxy.app import Proxy
 from kvproxy.config.load import load_config
-from tests.support.fake_engine import FakeEngine
+from kvproxy.routing.simple import RoundRobin
+from kvproxy.types import EndpointId
+from tests.support.fake_engine import Call, FakeEngine, reply
 from tests.support.loopback import Server, serve
 from tests.support.proxy import RunningProxy, chat, running_proxy
 
@@ -71,7 +74,7 @@ async def test_a_cluster_without_an_offer_says_so_beside_one_with() -> None:
 
 
 async def test_where_no_cluster_offers_any_the_header_is_dropped() -> None:
-    """Nobody looks at it."""
+    """It is not looked at."""
     async with gateway() as (running, engines):
         answer = await running.client.post(PATH, json=chat(), headers={HEADER: "nonsense"})
         assert answer.status_code == 200
@@ -90,7 +93,7 @@ async def test_the_header_may_have_another_name() -> None:
 
 
 async def test_a_named_policy_decides_without_the_kvcache_filters_preference() -> None:
-    """Whoever asks for a policy gets it, not the endpoint that holds most."""
+    """A client that asks for a policy gets it, not the endpoint that holds most."""
     filters = ["request_id", "inference_request", {"kvcache": {"prefer": True, "min_matched_tokens": 1}}, "router"]
     async with gateway(client_policies=["round_robin"], policy="least_request", filters=filters) as (running, _):
         body = chat("the same long question " * 200)
@@ -98,3 +101,23 @@ async def test_a_named_policy_decides_without_the_kvcache_filters_preference() -
         assert len({answer.headers["x-kvproxy-endpoint"] for answer in preferring}) == 1
         named = [await running.client.post(PATH, json=body, headers={HEADER: "round_robin"}) for _ in range(4)]
         assert len({answer.headers["x-kvproxy-endpoint"] for answer in named}) == 2
+
+
+async def test_what_the_engine_reused_reaches_the_policies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the usage of its answer, for the endpoint that gave it; of an answer without one nothing is said."""
+    told: list[tuple[str, int, int]] = []
+
+    def observe(self: RoundRobin, endpoint: EndpointId, predicted: int, cached: int, now: float) -> None:
+        told.append((endpoint, predicted, cached))
+
+    async def without_usage(engine: FakeEngine, call: Call, send: Send) -> None:
+        await reply(send, 200, b"{}")
+
+    monkeypatch.setattr(RoundRobin, "observe_reuse", observe)
+    async with gateway() as (running, engines):
+        answers = [await running.client.post(PATH, json=chat()) for _ in range(2)]
+        assert told == [(answer.json()["served_by"], 0, 4) for answer in answers]
+        for engine in engines:
+            engine.behave = without_usage
+        await running.client.post(PATH, json=chat())
+        assert len(told) == 2

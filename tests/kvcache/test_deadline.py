@@ -25,6 +25,7 @@ from tests.kvcache.support import (
     settings,
     world,
 )
+from tests.support.clock import FakeClock
 from tests.support.until import until
 
 PROMPT = chat(long_text("w"))
@@ -33,6 +34,11 @@ PROMPT = chat(long_text("w"))
 def both(asked: list[int]) -> dict[str, Any]:
     """b holds everything, a half."""
     return {"a": ["LocalCPUBackend", len(asked) // 2], "b": ["LocalCPUBackend", len(asked)]}
+
+
+def whole_at_a(asked: list[int]) -> dict[str, Any]:
+    """a holds everything."""
+    return {"a": ["LocalCPUBackend", len(asked)]}
 
 
 def as_objects(asked: list[int]) -> dict[str, Any]:
@@ -104,6 +110,19 @@ async def test_a_deadline_hit_opens_no_breaker_and_what_comes_late_still_teaches
         assert service.kv.gather(*chat(long_text("w3-")), cluster=service.cluster).preferred == B
 
 
+async def test_the_deadline_runs_from_the_receipt_of_a_request() -> None:
+    """What was spent before the question is gone: past the deadline no lookup is waited for, however fast."""
+    clock = FakeClock()
+    async with world({"a": engine()}, controller(whole_at_a), clock=clock, lookup_routing_timeout=60.0) as service:
+        in_time, late = (service.kv.gather(*chat(long_text(name)), cluster=service.cluster) for name in ("x", "y"))
+        clock.advance(59.0)
+        await service.kv.look_up(in_time)
+        clock.advance(1.0)
+        await service.kv.look_up(late)
+        assert (in_time.preferred, late.preferred) == (A, None)
+        assert service.metric("kvproxy_kvcache_lookups_total", outcome="lookup_timeout") == 1
+
+
 async def test_a_late_hint_that_may_be_no_prefix_teaches_nothing() -> None:
     """Of several holders the number is an upper bound: believed for this request at most, never by the index."""
     answer = asyncio.Event()
@@ -125,7 +144,7 @@ async def test_a_late_hint_that_may_be_no_prefix_teaches_nothing() -> None:
 
 
 async def test_a_dead_service_costs_no_more_than_the_deadline_and_then_nothing() -> None:
-    """Down from the start: refused connections open the breaker; from then on nobody even asks."""
+    """Down from the start: refused connections open the breaker; from then on no lookup is sent."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
@@ -158,7 +177,7 @@ async def test_a_service_that_never_answers_costs_the_deadline() -> None:
 
 
 async def test_a_thousand_identical_prompts_are_one_tokenize() -> None:
-    """Singleflight: whoever comes while it runs shares the answer."""
+    """Singleflight: a request that comes while it runs shares the answer."""
     go = asyncio.Event()
 
     async def gated(asked: dict[str, Any]) -> dict[str, Any]:

@@ -149,7 +149,7 @@ async def test_what_an_endpoint_says_of_itself_goes_first() -> None:
 
 
 async def test_an_older_engine_is_followed_where_the_configuration_says() -> None:
-    """It cannot say where it publishes; whoever started it can."""
+    """It cannot say where it publishes; its operator can."""
     async with simulated(engine=EVENTS, names=("a",)) as place, httpx.AsyncClient(trust_env=False) as http:
         said = (await http.get(f"{place.engines['a']}/kv_event_sources")).json()["0"]
         stated = {name: f"tcp://*:{said[name].rpartition(':')[2]}" for name in ("endpoint", "replay_endpoint")}
@@ -244,7 +244,7 @@ def test_an_endpoint_is_exact_only_while_every_rank_is() -> None:
 
 
 async def test_an_index_of_streams_that_ended_is_given_back_by_and_by(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rather than at once, when the last who has it lets go: a million runs take a tenth of a second."""
+    """Rather than at once, when the last holder lets go: a million runs take a tenth of a second."""
     steps: list[int] = []
     local = FollowedEvents()
     sweep = local.precise.sweep

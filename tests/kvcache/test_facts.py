@@ -49,7 +49,7 @@ def test_a_claim_of_nothing_is_no_fact() -> None:
 
 
 def test_a_claim_is_capped_by_the_prompt() -> None:
-    """Nobody holds more of a prompt than there is."""
+    """No endpoint holds more of a prompt than there is."""
     assert merged({}, [claim(A, 4096)], prompt_tokens=100, trust=Trust())[A].tokens == 100
 
 

@@ -61,6 +61,13 @@ def test_a_choice_against_the_cache_is_explained() -> None:
     assert "0 of 1000 tokens (predicted 0)" in text
 
 
+def test_the_first_byte_is_told_from_the_latest_decision() -> None:
+    """An attempt that failed before it is not the engine's that answered."""
+    later = attempt(B, candidate(B), at_s=3.0)
+    text = explain(receipt(attempt(A, candidate(A), failure="connect"), later, endpoint=B, ttft_s=3.5))
+    assert "first byte after 3.50 s (500.0 ms after the decision)" in text
+
+
 def test_a_cheaper_alternative_is_named() -> None:
     """A preference, or a draw, may go against the costs."""
     text = explain(receipt(attempt(A, candidate(A, cost=3.0), candidate(B, cost=1.0), reason="sampled")))

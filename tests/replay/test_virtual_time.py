@@ -175,3 +175,10 @@ def test_figures_of_nothing_are_zero() -> None:
     assert compute_rate([1.0]) == 0.0
     assert compute_rate([1.0, 1.0]) == 0.0
     assert summarize_outcomes([], 2).ttft_mean_s == 0.0
+
+
+def test_what_was_cached_beyond_a_prediction_makes_up_for_no_wrong_one() -> None:
+    """The wrong share counts the predicted tokens that were missing, request by request."""
+    missed = ReplayOutcome(0.0, 100, 0, predicted_tokens=80, cached_tokens=20, first_token_at=1.0, finished_at=2.0)
+    surprised = ReplayOutcome(0.0, 100, 1, predicted_tokens=20, cached_tokens=80, first_token_at=1.0, finished_at=2.0)
+    assert summarize_outcomes([missed, surprised], 2).wrong_share == 0.6

@@ -65,7 +65,7 @@ def test_an_endpoint_that_left_is_forgotten() -> None:
 
 
 def test_endpoints_that_were_seen_at_different_times() -> None:
-    """Each decays by its own time: candidates differ by model and by who is well."""
+    """Each decays by its own time: candidates differ by model and by health."""
     subject = ArrivalStats(memory_s=10.0)
     subject.update([HERE], subject.estimate([HERE], [4.0], 0.0))
     subject.update([THERE], subject.estimate([THERE], [4.0], 10.0))

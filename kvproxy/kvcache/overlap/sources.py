@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Self
 
+from kvproxy.background_task import cancel_tasks
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.kvcache_schema import KvCacheSettings
@@ -183,15 +184,10 @@ class OverlapSources:
 
     def _connect(self, starting: AsyncExitStack) -> None:
         connection = Connection(
-            self._settings, self._engines.http(), lookups=self.lookups, known_instances=self.instance_ids
+            self._settings, self._engines.http.client(), lookups=self.lookups, known_instances=self.instance_ids
         )
         task = asyncio.create_task(connection.run(), name="kvcache connect")
-
-        async def stop() -> None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-        starting.push_async_callback(stop)
+        starting.push_async_callback(cancel_tasks, [task])
 
     def show(self, metrics: Metrics) -> None:
         """The gauges read it from now on."""

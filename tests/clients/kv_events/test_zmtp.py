@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -136,12 +137,13 @@ async def test_a_subscription_says_hello_and_takes_messages() -> None:
     [
         (b"HTTP/1.1 400 Bad Request\r\n\r\n",),
         (b"\xff" + 8 * b"\0" + b"\x7f\x01" + 53 * b"\0",),
+        (GREETING.replace(b"\x7f\x03", b"\x7f\x02"), READY),
         (GREETING.replace(b"NULL" + 16 * b"\0", b"CURVE" + 15 * b"\0"),),
         (GREETING, encoded([b"\x05ERROR\x05never"], flags=4)),
         (GREETING, encoded([b"not a command"])),
         (GREETING, b"\x02" + (4000).to_bytes(8, "big") + 5000 * b"x"),
     ],
-    ids=["http", "old version", "encrypted", "refused", "no READY", "endless READY"],
+    ids=["http", "old version", "no version", "encrypted", "refused", "no READY", "endless READY"],
 )
 async def test_other_peers_are_left_and_tried_again(said: tuple[bytes, ...]) -> None:
     """None of them counts as connected."""
@@ -195,7 +197,42 @@ async def test_a_silent_peer_is_asked_and_then_left(monkeypatch: pytest.MonkeyPa
         with subscribed(address) as subscription:
             await until(lambda: peer.connections >= 2)
             assert subscription.connections()[:2] == [True, False]
-            assert encoded([b"\x04PING\0\0"], flags=4) in peer.heard
+            assert peer.heard.count(encoded([b"\x04PING\0\0"], flags=4)) >= 2  # in each silence before the last
+
+
+async def test_a_peer_that_is_not_read_is_not_called_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may well be speaking: only the one that is listened to, and says nothing, is lost."""
+    monkeypatch.setattr(zmtp, "PING_AFTER_S", 0.01)
+    monkeypatch.setattr(zmtp, "LOST_AFTER_S", 0.03)
+    changed = asyncio.Event()
+
+    def connection(memory: ReceiveMemory) -> ZmtpConnection:
+        return ZmtpConnection(b"SUB", changed=changed.set, memory=memory, max_message_bytes=2000, max_frames=1)
+
+    talkative, mute = Peer(GREETING, READY, encoded([b"x" * 900])), Peer(GREETING, READY)
+    unread = connection(ReceiveMemory(limit_bytes=1, connection_bytes=1))
+    async with serving(talkative) as at_talkative, serving(mute) as at_mute:
+        await zmtp.open_connection(at_talkative, unread)
+        await until(lambda: unread.has_message)
+        for _ in range(2):  # as long as the other needs to be lost, twice
+            silent = connection(ReceiveMemory())
+            await zmtp.open_connection(at_mute, silent)
+            await until(partial(getattr, silent, "lost"))
+        assert not unread.lost
+        assert unread.message() == [b"x" * 900]
+        unread.close()
+
+
+@pytest.mark.parametrize(
+    ("own_bytes", "held_bytes", "room"),
+    [(99, 499, True), (100, 100, False), (0, 500, False), (0, 0, True)],
+    ids=["below both", "its own share", "all together", "empty"],
+)
+def test_either_bound_ends_the_room(own_bytes: int, held_bytes: int, room: bool) -> None:
+    """That of one connection, and that of all."""
+    memory = ReceiveMemory(limit_bytes=500, connection_bytes=100)
+    memory.held_bytes = held_bytes
+    assert memory.has_room(own_bytes) is room
 
 
 async def test_a_replay_that_breaks_off_says_so() -> None:
@@ -215,7 +252,7 @@ async def test_a_replay_that_breaks_off_says_so() -> None:
 
 
 async def test_an_engine_that_restarts_while_its_batches_wait_ends_nothing() -> None:
-    """libzmq aborts the process here: a full queue, a lost connection, and then somebody reads again."""
+    """libzmq aborts the process here: a full queue, a lost connection, and then a read."""
     with zmq.Context() as context:
         first = publisher(context, 0)
         address = first.getsockopt_string(zmq.LAST_ENDPOINT)
