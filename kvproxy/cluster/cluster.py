@@ -268,7 +268,7 @@ class Cluster:
         pool = self._screening.pool(model, now)
         return bool(pool.usable) and not pool.panic
 
-    def outage(self, model: str, now: float) -> bool:
+    def has_outage(self, model: str, now: float) -> bool:
         """Whether every endpoint of `model` is out, or has of late served nothing: a retry would only be more load."""
         pool = self._screening.pool(model, now)
         if pool.panic or not pool.usable:
@@ -276,15 +276,15 @@ class Cluster:
         unserved = [endpoint.health.unserved_in_a_row(now) for endpoint in pool.usable]
         return all(unserved) and sum(unserved) >= _OUTAGE_ATTEMPTS
 
-    def spared(self, endpoint: Endpoint, model: str, *, reason: str, now: float) -> bool:
+    def is_spared(self, endpoint: Endpoint, model: str, *, reason: str, now: float) -> bool:
         """Whether a failure on `endpoint` alone may be the request's fault: no other endpoint does better at present,
-        or requests that fail in this way wherever they go (`shared_failure`) have been seen lately."""
+        or requests that fail in this way wherever they go (`record_shared_failure`) have been seen lately."""
         if now - self._shared_failures.get(reason, -math.inf) < _SHARED_FAILURE_S:
             return True
         others = [other for other in self._screening.pool(model, now).usable if other is not endpoint]
         return bool(others) and all(other.health.unserved_in_a_row(now) for other in others)
 
-    def shared_failure(self, reason: str, now: float) -> None:
+    def record_shared_failure(self, reason: str, now: float) -> None:
         """A request failed in the same way on several endpoints, and none served it. `reason` is from a closed set."""
         self._shared_failures[reason] = now
 

@@ -292,8 +292,8 @@ class Forwarding:
         for pick, how in suspects:
             shared = not proven and any(kind == how and one.endpoint is not pick.endpoint for one, kind in suspects)
             if shared:
-                cluster.shared_failure(how, now)
-            spared = shared or (not proven and cluster.spared(pick.endpoint, self._model, reason=how, now=now))
+                cluster.record_shared_failure(how, now)
+            spared = shared or (not proven and cluster.is_spared(pick.endpoint, self._model, reason=how, now=now))
             pick.blame(AttemptOutcome.UNPROVEN if spared else AttemptOutcome.FAILURE, now)
 
     def _give_back(self) -> None:
@@ -330,7 +330,7 @@ class Forwarding:
         if self._exchange.outcome.attempts >= shared.retry.attempts:
             return "attempts"
         now = shared.clock()
-        if self._cluster.outage(self._model, now):
+        if self._cluster.has_outage(self._model, now):
             return "outage"
         return "" if shared.budget.withdraw(now) else "budget"
 
@@ -361,7 +361,7 @@ class Forwarding:
         verdict = AttemptOutcome.SUCCESS if succeeded else _verdict(response.status, error)
         if verdict is AttemptOutcome.FAILURE:
             reason = error.reason if error is not None else f"status_{response.status}"
-            if self._cluster.spared(pick.endpoint, self._model, reason=reason, now=now):
+            if self._cluster.is_spared(pick.endpoint, self._model, reason=reason, now=now):
                 verdict = AttemptOutcome.UNPROVEN
         if error is not None and verdict is not AttemptOutcome.CLIENT_ERROR:
             pick.endpoint.metrics.attempt_failure(error.reason)

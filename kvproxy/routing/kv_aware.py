@@ -105,7 +105,9 @@ class KvAware(Policy):
         speeds = self._speeds_of(candidates, now)
         pool, seconds, slowness = speeds.pool, speeds.seconds, speeds.slowness
         owns, held = self._own_s(facts, pool, seconds)
-        waits = [load.wait_s(seconds, slow, now) for load, slow in zip(pool.loads, slowness, strict=True)]
+        waits = []  # loops, not comprehensions: these are functions of their own to Python 3.11, with cells for names
+        for load, slow in zip(pool.loads, slowness, strict=True):
+            waits.append(load.wait_s(seconds, slow, now))
         arrivals = self.arrivals.estimate(pool.ids, waits, now)
         crowding, delayed, stall, foresight = 0.0, settings.kappa, settings.stall, settings.foresight
         if delayed is None:
@@ -115,26 +117,13 @@ class KvAware(Policy):
             delayed = settings.congestion * arrivals_per_s / idle * sum(waits) / len(waits)
             if delayed > MAX_KAPPA:
                 delayed = MAX_KAPPA
-        costs = [
-            (
-                wait
-                + own * (slow + stall * load.in_flight)
-                + own
-                * (
-                    delayed
-                    + (
-                        bound
-                        if (bound := crowding * past.bound_per_s * (wait + 0.5 * slow * own)) < MAX_KAPPA
-                        else MAX_KAPPA
-                    )
-                )
-                + foresight * past.usual_wait_s
-            )
-            / weight
-            for wait, own, slow, load, past, weight in zip(
-                waits, owns, slowness, pool.loads, arrivals, pool.weights, strict=True
-            )
-        ]
+        costs = []
+        columns = zip(waits, owns, slowness, pool.loads, arrivals, pool.weights, strict=True)
+        for wait, own, slow, load, past, weight in columns:
+            bound_s = crowding * past.bound_per_s * (wait + 0.5 * slow * own)
+            kappa = delayed + (bound_s if bound_s < MAX_KAPPA else MAX_KAPPA)
+            cost = wait + own * (slow + stall * load.in_flight) + own * kappa + foresight * past.usual_wait_s
+            costs.append(cost / weight)
         index = least(costs, self._rng)
         here, elsewhere = 0, 0
         if held:

@@ -6,10 +6,10 @@ from random import Random
 
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
+from kvproxy.kvcache.feedback.trust import Trust
 from kvproxy.kvcache.overlap.merge import HolderOverlap, merge_overlaps, preferred_endpoint
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.policy import FactSource, Overlap, OverlapFacts
-from kvproxy.routing.trust import Trust
 from kvproxy.types import EndpointId
 from tests.support.clock import FakeClock
 

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from kvproxy.bounded import BoundedMapping
 from kvproxy.clients.tokens import TokenIds
+from kvproxy.kvcache.feedback.trust import Trust
 from kvproxy.kvcache.overlap.merge import NOTHING, HolderOverlap, is_contradicted, merge_overlaps
 from kvproxy.prefix.approximate.capacity import Capacities
 from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
@@ -19,7 +20,6 @@ from kvproxy.prefix.precise.index import PreciseIndex, PreciseMatch, precise_roo
 from kvproxy.prefix.tokens.session_hashes import SessionHashes
 from kvproxy.prefix.tokens.token_memory import HashedTokens
 from kvproxy.routing.policy import FactSource, Overlap
-from kvproxy.routing.trust import Trust
 from kvproxy.types import EndpointId, InferenceRequest
 
 #: Blocks of text an endpoint is believed to hold until its engine says how much fits (64 MiB of prompts).

@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.kvcache.feedback.trust import Trust
 from kvproxy.prefix.precise.index import PreciseMatch
 from kvproxy.routing.policy import FactSource, Overlap, OverlapFacts
-from kvproxy.routing.trust import Trust
 from kvproxy.types import EndpointId
 
 NOTHING: Mapping[EndpointId, int] = {}
