@@ -84,6 +84,8 @@ class BodyReader:
         self.limit_bytes = limit_bytes
         self.timeout_s = timeout_s
         self._held = held
+        #: Gives back so many bytes: the request of this body is over.
+        self.release = held.give_back
         self._reading: SharedTimer[asyncio.Task[object]] = SharedTimer(timeout_s, _cancel)
 
     def check_length(self, declared_bytes: int) -> None:
@@ -130,10 +132,6 @@ class BodyReader:
             raise
         finally:
             self._reading.remove(task)
-
-    def release(self, size_bytes: int) -> None:
-        """The request of this body is over."""
-        self._held.give_back(size_bytes)
 
 
 def _cancel(task: asyncio.Task[object]) -> None:

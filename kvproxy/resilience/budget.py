@@ -34,7 +34,11 @@ class RetryBudget:
 
     def request(self, now: float) -> None:
         """A request began (its first attempt, not its retries)."""
-        self._slot(now).requests += 1
+        window = self._window
+        if window and int(now / self._slot_s) <= window[-1].index:
+            window[-1].requests += 1
+        else:
+            self._slot(now).requests += 1
         self._requests += 1
 
     def withdraw(self, now: float) -> bool:

@@ -113,19 +113,9 @@ class ResponseParser:
             raise UpstreamProtocolError(f"over {MAX_HEAD_BYTES} bytes of head")
         self.head_complete = True
         self.reusable = self._parser.should_keep_alive()
-        self._settle_framing(status)
-
-    def on_message_complete(self) -> None:
-        if self.status < 200:  # an interim response: the real one follows
-            self.headers = []
-            self.reason = b""
-        else:
-            self.complete = True
-
-    def _settle_framing(self, status: int) -> None:
-        """How this response ends, as far as httptools does not say it: at once, or with the connection."""
+        # How this response ends, as far as httptools does not say it: at once, or with the connection.
         chunked = framed = False
-        for name, value in self.headers:
+        for name, value in headers:
             if name == b"content-length":
                 framed = True
             elif name == b"transfer-encoding":
@@ -138,6 +128,13 @@ class ResponseParser:
             self.complete = True
         elif status not in _BODILESS:
             self._until_eof = not framed
+
+    def on_message_complete(self) -> None:
+        if self.status < 200:  # an interim response: the real one follows
+            self.headers = []
+            self.reason = b""
+        else:
+            self.complete = True
 
 
 def _size(headers: Headers) -> int:
