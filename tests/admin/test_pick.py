@@ -197,6 +197,9 @@ async def test_when_nobody_can_take_it_the_reason_is_said(reserve: bool) -> None
         answer = await client.post("/pick", json=question(reserve=reserve))
         assert answer.status_code == 503
         assert "draining" in problems_of(answer)["endpoint"][0]
+        labels = {"cluster": "default", "policy": "kv_aware", "reason": "draining"}
+        counted = proxy.metrics.registry.get_sample_value("kvproxy_picks_total", labels)
+        assert bool(counted) == reserve  # a question alone counts nothing
     endpoints = [{"id": "a", "url": "http://127.0.0.1:9", "models": ["other"]}]
     async with picker(endpoints=endpoints) as (_, client):
         assert (await client.post("/pick", json=question(reserve=reserve))).status_code == 404
