@@ -26,7 +26,7 @@ coverage: $(DEV) ## the same with branch coverage; fails under 95 %
 
 test-real: $(DEV) ## installs the real vLLM (CPU build) and LMCache, runs the acceptance tests against them
 	$(BIN)/python -m tests.real.engines.install
-	$(BIN)/python -m pytest -m real -p no:xdist -vv -s tests/real $(ARGS)
+	$(BIN)/python -m pytest -m real -p no:xdist -o timeout=600 -vv -s tests/real $(ARGS)
 
 test-browser: $(DEV) ## the live page in a real browser (needs chromium and chromedriver, e.g. apt install chromium-driver)
 	@$(BIN)/python -m pip install --quiet --group browser

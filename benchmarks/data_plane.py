@@ -36,7 +36,7 @@ class Case:
         """A chat request of about that size."""
         request = {"model": "bench", "stream": bool(self.stream), "messages": [{"role": "user", "content": ""}]}
         text = json.dumps(request, separators=(",", ":"))
-        # The engine reads the pace from the prompt: some routers write the body anew and drop fields like `user`.
+        # The engine reads the pace from the prompt: some routers write the body again and drop fields like `user`.
         filling = f"{self.stream} " + "lorem ipsum dolor " * (self.body_bytes // 18 + 1)
         return text.replace('"content":""', f'"content":"{filling[: max(0, self.body_bytes - len(text))]}"').encode()
 
@@ -70,7 +70,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Target:
-    """Where a load goes, and whose CPU time it costs (nobody's when it goes straight to the engine)."""
+    """Where a load goes, and whose CPU time it costs (no proxy's when it goes straight to the engine)."""
 
     name: str
     port: int

@@ -23,12 +23,15 @@ from time import perf_counter
 from types import ModuleType
 from typing import Any
 
-CASES = {
+#: Endpoints, the share of them that holds a part of the prompt, requests in flight on each; and how many different
+#: lengths are held, those of one length as one object, as an index gives them (no number: each endpoint its own).
+CASES: dict[str, tuple[Any, ...]] = {
     "2 endpoints": (2, 0.5, 4),
     "8 endpoints": (8, 0.125, 4),
     "32 endpoints": (32, 0.125, 4),
     "128 endpoints": (128, 0.125, 4),
     "128 endpoints, all hold some": (128, 1.0, 4),
+    "128 endpoints, all hold one of four lengths": (128, 1.0, 4, 4),
     "128 endpoints, none holds any": (128, 0.0, 4),
     "128 idle endpoints": (128, 0.125, 0),
 }
@@ -49,7 +52,8 @@ def module(*names: str) -> ModuleType:
 class World:
     """A cluster with requests under way, and what is asked of it."""
 
-    def __init__(self, endpoints: int, holders: float, in_flight: int) -> None:
+    def __init__(self, endpoints: int, holders: float, in_flight: int, lengths: int = 0) -> None:
+        self.lengths = lengths
         self.rng, self.now = random.Random(7), 1000.0
         clusters, schema = module("config.cluster_schema"), module("config.schema")
         settings_of = getattr(schema, "ClusterSettings", None) or schema.Cluster
@@ -79,7 +83,10 @@ class World:
     def request(self) -> Any:
         """A prompt that some endpoints hold a part of."""
         held = self.rng.sample(self.names, self.holders)
-        overlaps = {name: self.policy.Overlap(self.rng.randrange(16, PROMPT_TOKENS, 16)) for name in held}
+        made = [
+            self.policy.Overlap(self.rng.randrange(16, PROMPT_TOKENS, 16)) for _ in range(self.lengths or len(held))
+        ]
+        overlaps = {name: made[n * len(made) // len(held)] for n, name in enumerate(held)}
         return self.policy.PickRequest(facts=self.policy.OverlapFacts(PROMPT_TOKENS, overlaps))
 
     def decide(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
 from kvproxy.replay.pooled import average_seconds
@@ -24,6 +25,9 @@ class KnownSpeeds(SpeedModel):
 
     def slowness(self, endpoint: EndpointId, now: float) -> float:
         return self._timings[endpoint].factor_at(now)
+
+    def slowness_of_all(self, endpoints: Sequence[EndpointId], now: float) -> list[float]:
+        return [self.slowness(endpoint, now) for endpoint in endpoints]
 
     def observe(
         self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool = False

@@ -37,7 +37,7 @@ POLICIES = ("round_robin", "prefix_affinity", "dynamo", "llm_d", "lmetric", "lea
 BOUND_DEPENDS_ON = (
     "kvproxy/replay/pooled.py",
     "kvproxy/replay/trace.py",
-    *(f"kvproxy/simulator/{name}.py" for name in ("block_cache", "engine", "pooled_cache", "scheduler", "timing")),
+    *(f"kvproxy/simulator/{name}.py" for name in ("block_cache", "engine", "scheduler", "timing")),
 )
 DEPENDS_ON = (
     "kvproxy/routing",

@@ -192,7 +192,7 @@ class Clients:
         return str(answer.status_code)
 
     async def long_prompt(self) -> str:
-        """100 KB that nobody sent before."""
+        """100 KB that were never sent before."""
         return await self._stream({"messages": [{"role": "user", "content": _words(self._rng, 4000)}]})
 
     async def leave(self) -> str:

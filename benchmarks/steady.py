@@ -1,7 +1,7 @@
 """An open-loop load in a process of its own: requests at a steady rate, whether or not earlier ones were answered.
 
 `python -m benchmarks.steady PORT BODY_FILE RATE SECONDS` prints one JSON line. Latency is counted from the moment a
-request was due, so that a proxy that stands still is charged for all who waited.
+request was due, so that a proxy that stands still is charged for all that waited.
 """
 
 from __future__ import annotations

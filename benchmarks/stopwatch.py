@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Stopwatch:
-    """Exclusive seconds by part. Each timed call adds about a third of a microsecond to whoever makes it."""
+    """Exclusive seconds by part. Each timed call adds about a third of a microsecond to its caller."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvproxy.admin.app import admin_app
+from kvproxy.admin.app import build_admin_app
 from kvproxy.admin.history import History
 from kvproxy.admin.operated import ConfigReloader, OperatorFinding, Reloaded
 from kvproxy.cluster.cluster import Cluster
@@ -39,7 +39,7 @@ def _utc_now() -> datetime:
 class Proxy:
     """The proxy as an ASGI app and an async context manager: inside it, probes and pools run.
 
-    Under somebody else's server the ASGI lifespan enters it. `admin` is the operator's app, for a listener of its own.
+    Under another server the ASGI lifespan enters it. `admin` is the operator's app, for a listener of its own.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class Proxy:
         self.wall_clock = wall_clock
         self.recent = RecentDecisions()
         self.findings: Sequence[OperatorFinding] = ()  # what the operator should know, shown on the live page
-        self.public_url = ""  # where clients connect, told by whoever listens
-        self.reloader: ConfigReloader | None = None  # reads the configuration anew; None: there is no file
+        self.public_url = ""  # where clients connect, told by the listener
+        self.reloader: ConfigReloader | None = None  # reads the configuration again; None: there is no file
         pool = config.pool
         self._pool = UpstreamPool(
             max_connections=pool.max_connections,
@@ -87,7 +87,7 @@ class Proxy:
         self._reloader = Reloader(clock=clock, patience_s=config.shutdown.drain)
         show_learned(self.metrics, lambda: self.clusters.values(), clock=clock)
         self._history = History(self)
-        self.admin: ASGIApp = admin_app(self, self._history)
+        self.admin: ASGIApp = build_admin_app(self, self._history)
         self._running = AsyncExitStack()
 
     def _observers(self, config: Config) -> Iterator[RequestObserver]:

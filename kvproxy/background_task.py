@@ -1,10 +1,19 @@
-"""Base of what owns one background task: it runs between entering and leaving an `async with`."""
+"""Background tasks: the end of some, and the base of what owns one between entering and leaving an `async with`."""
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from typing import Self
+from collections.abc import Iterable
+from typing import Any, Self
+
+
+async def cancel_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancels all of them and waits for their ends, whatever these are."""
+    ending = list(tasks)
+    for task in ending:
+        task.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)
 
 
 class BackgroundTask(ABC):
@@ -20,8 +29,7 @@ class BackgroundTask(ABC):
 
     async def __aexit__(self, *_: object) -> None:
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await cancel_tasks([self._task])
 
     @abstractmethod
     async def _run(self) -> None: ...

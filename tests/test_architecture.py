@@ -39,7 +39,7 @@ ROWS: tuple[dict[str, str], ...] = (
         "cluster": "endpoints with their health and load; the one decision and the router queue",
         "simulator": "simulated vLLM engines and LMCache controllers, on code of their own",
     },
-    {"routing": "pure: one policy a file, load, learned speeds, trust, fair queueing"},
+    {"routing": "pure: one policy a file, load, learned speeds, fair queueing"},
     {"prefix": "pure: block hashes, the approximate and the precise index, token memory"},
     {"clients": "one upstream API each: LMCache, vLLM, KV events"},
     {"upstream": "the pool of connections to engines, and HTTP on them"},
@@ -68,7 +68,7 @@ THIN: frozenset[str] = frozenset()
 
 HEADINGS = ("What it does", "Contracts", "How to add one")
 #: Rooms whose README.md is still to be written. Nothing is added here.
-WITHOUT_README = frozenset[str]({"runtime"})
+WITHOUT_README = frozenset[str]()
 
 
 def _module(path: Path) -> str:

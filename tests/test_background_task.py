@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvproxy.background_task import BackgroundTask
+from kvproxy.background_task import BackgroundTask, cancel_tasks
 
 
 class Waiting(BackgroundTask):
@@ -48,3 +48,29 @@ async def test_leaving_without_having_entered() -> None:
     thing = Waiting()
     await thing.__aexit__(None, None, None)
     assert not thing.began.is_set()
+
+
+async def test_all_tasks_are_ended_whatever_they_end_with() -> None:
+    """One that runs, one that fails while it is cancelled, and one that is over; those of a set that shrinks by it."""
+    began = asyncio.Event()
+
+    async def wait() -> None:
+        await asyncio.Event().wait()
+
+    async def fail() -> None:
+        try:
+            began.set()
+            await asyncio.Event().wait()
+        finally:
+            raise ValueError("while it ended")
+
+    over = asyncio.create_task(asyncio.sleep(0))
+    tasks: set[asyncio.Task[None]] = {over, asyncio.create_task(wait()), asyncio.create_task(fail())}
+    ended = list(tasks)
+    for task in ended:
+        task.add_done_callback(tasks.discard)
+    await began.wait()
+    await cancel_tasks(tasks)
+    assert all(task.done() for task in ended)
+    await asyncio.sleep(0)
+    assert tasks == set()

@@ -1,4 +1,4 @@
-"""Who is to blame for a failure: an engine, all of them, or the request."""
+"""What is to blame for a failure: an engine, all of them, or the request."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ async def test_a_total_outage_is_hardly_multiplied(behave: Behaviour) -> None:
         assert attempts(engines) <= 24
         assert proxy.metric("kvproxy_retries_refused_total", reason="outage") > 0
         engines[0].behave = answer_ok
-        await ask(proxy, 3)  # whoever gets there proves that it is over
+        await ask(proxy, 3)  # a request that gets there proves that it is over
         assert set(await ask(proxy, 6)) == {200}
 
 

@@ -1,4 +1,4 @@
-"""A client that leaves frees the engine at once and blames nobody."""
+"""A client that leaves frees the engine at once and blames no engine."""
 
 from __future__ import annotations
 

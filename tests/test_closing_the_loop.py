@@ -52,7 +52,7 @@ async def chat(client: httpx.AsyncClient, *contents: str) -> int:
 
 
 async def complete(client: httpx.AsyncClient, prompt: list[int]) -> tuple[str, int]:
-    """Who served these tokens, and how many it reused."""
+    """Which engine served these tokens, and how many it reused."""
     answer = await client.post("/v1/completions", json={"model": "tiny", "prompt": prompt, "max_tokens": 1})
     assert answer.status_code == 200
     reused = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -93,7 +93,7 @@ async def test_an_engine_that_loses_its_cache_raises_the_alarm(caplog: pytest.Lo
 
 
 async def test_events_that_prove_wrong_are_believed_less_about_that_endpoint() -> None:
-    """A prompt somebody else sent there, announced, and silently lost: no replay repairs that."""
+    """A prompt another client sent there, announced, and silently lost: no replay repairs that."""
     engine = {"kv_events": PublisherSettings()}
     prompts = [list(range(start, start + 256)) for start in (1, 301, 601)]
     async with simulated(engine=engine) as place, proxied(place, kv_events=True) as proxy:

@@ -125,7 +125,7 @@ async def test_with_every_endpoint_out_it_waits_until_one_is_back() -> None:
 
 
 async def test_without_budget_it_waits_on() -> None:
-    """Failing it would help nobody: the engine may yet answer."""
+    """Failing it would help no client: the engine may yet answer."""
     go_on = asyncio.Event()
 
     async def late(engine: FakeEngine, call: Call, send: Send) -> None:
@@ -276,7 +276,7 @@ async def test_a_client_that_leaves_in_the_moment_of_the_verdict_is_gone() -> No
         await until(lambda: hung.calls)
         (give_back,) = endpoint(proxy, "a").waiting.values()
         endpoint(proxy, "a").health.probe(False, 0.0)
-        proxy.proxy.clusters["default"].drain(EndpointId("a"))  # the verdict is looked at anew
+        proxy.proxy.clusters["default"].drain(EndpointId("a"))  # the verdict is looked at again
         waiting = app if not app.done() else second
         waiting.cancel()
         give_back()

@@ -36,7 +36,7 @@ async def mixed_fleet() -> AsyncIterator[RunningProxy]:
 
 
 async def ask(proxy: RunningProxy, number: int) -> str:
-    """One answer in one piece, to a prompt of its own; who gave it."""
+    """One answer in one piece, to a prompt of its own; which engine gave it."""
     message = {"role": "user", "content": f"{number} {long_text('w', 500)}"}
     body = {"model": "tiny", "messages": [message], "max_tokens": 8}
     answer = await proxy.client.post("/v1/chat/completions", json=body)

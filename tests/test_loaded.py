@@ -25,7 +25,7 @@ def test_the_busy_processes_end_with_the_run() -> None:
 
 
 def test_they_end_when_the_run_is_killed() -> None:
-    """Nobody is left to end them then."""
+    """No process is left to end them then."""
     script = """
 import time
 from tests.loaded import busy

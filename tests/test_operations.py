@@ -53,7 +53,7 @@ async def test_traffic_shows_in_every_new_metric() -> None:
 
 
 async def test_a_policy_that_learns_nothing_shows_no_speeds() -> None:
-    """Rather than those nobody measured."""
+    """Rather than those that were not measured."""
     async with serve(FakeEngine("a")) as url, running_proxy({"a": url}) as proxy:
         (family,) = proxy.proxy.metrics.cache.learned_slowness.collect()
         assert family.samples == []

@@ -71,7 +71,7 @@ async def test_control_paths_of_engines_are_closed_and_counted() -> None:
 
 
 async def test_a_route_for_all_of_v1_opens_no_control_path() -> None:
-    """Routes say where to, not who may; one for a path of its own does open it."""
+    """Routes say where to, not which client may; one for a path of its own does open it."""
     engine = FakeEngine("a")
     routes = [{"prefix": "/v1"}, {"prefix": "/tts"}]
     async with serve(engine) as url, running_proxy({"a": url}, routes=routes) as proxy:
@@ -295,7 +295,7 @@ async def test_a_client_that_leaves_in_its_upload_is_no_error() -> None:
 
 
 async def test_only_a_key_marked_for_it_sees_what_is_cached() -> None:
-    """The decision tells whether somebody else's prompt is held; without `auth` there is nobody else."""
+    """The decision tells whether another tenant's prompt is held; without `auth` there is no other."""
     engine = FakeEngine("a")
     debug = {"x-kvproxy-debug": "1"}
     filters = [{"auth": {"keys": KEYS}}, *CHAIN]
@@ -345,7 +345,7 @@ async def redirects(engine: FakeEngine, call: Call, send: Send) -> None:
 
 
 async def test_engines_do_not_tell_clients_their_addresses() -> None:
-    """FastAPI's redirect names the host it was asked by; its software is nobody's business either."""
+    """FastAPI's redirect names the host it was asked by; its software is no client's business either."""
     engine = FakeEngine("a", redirects)
     async with serve(engine) as url, running_proxy({"a": url}) as proxy:
         locations = {

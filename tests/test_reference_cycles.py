@@ -1,7 +1,7 @@
 """What a request leaves behind: nothing that only the garbage collector can free, since that holds bodies for long.
 
 Each case runs in a process of its own (`python -m tests.test_reference_cycles CASE`): what the collector finds is
-everybody's garbage, and here that is one proxy's alone.
+the whole process's garbage, and here that is one proxy's alone.
 """
 
 from __future__ import annotations

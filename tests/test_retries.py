@@ -103,7 +103,7 @@ async def test_an_error_answer_that_stalls_is_given_as_far_as_it_came() -> None:
 
 
 async def test_client_errors_are_never_retried() -> None:
-    """A 400 is the client's to mend, and nobody's health suffers."""
+    """A 400 is the client's to fix, and no engine's health suffers."""
     engines = [FakeEngine(name, answer_400) for name in "ab"]
     async with serve(engines[0]) as a, serve(engines[1]) as b, running_proxy({"a": a, "b": b}) as proxy:
         answers = [await proxy.client.post("/v1/chat/completions", json=chat()) for _ in range(8)]

@@ -76,7 +76,7 @@ async def test_a_client_that_gives_up_waiting_frees_its_place() -> None:
 
 async def test_a_prompt_follows_one_that_went_while_it_waited() -> None:
     """Another request with the same long prefix overtakes it and goes to b: once it is let in, b is where it goes too,
-    though a is free, and though nobody held the prefix when it came."""
+    though a is free, and though no engine held the prefix when it came."""
     engines = {name: Gated(name) for name in ("a", "b")}
     queue: dict[str, Any] = {"max_wait": "100s", "priority_header": "x-priority"}
     async with (

@@ -273,7 +273,7 @@ async def test_the_engine_s_time_is_not_the_client_s() -> None:
 
 
 async def test_all_the_waiting_for_a_client_counts() -> None:
-    """A byte now and then does not start the time anew."""
+    """A byte now and then does not start the time again."""
     shared = uploads(timeout_s=0.3)
     pieces = 0
 

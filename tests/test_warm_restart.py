@@ -1,4 +1,4 @@
-"""A proxy is stopped and started anew in front of engines that went on: what they hold is known at once."""
+"""A proxy is stopped and started again in front of engines that went on: what they hold is known at once."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def counted(proxy: RunningProxy, name: str, **labels: str) -> float:
 
 
 async def ask(client: httpx.AsyncClient, *contents: str) -> tuple[str, dict[str, Any], str]:
-    """A chat's turn: who served it, its usage, and the decision."""
+    """A chat's turn: which engine served it, its usage, and the decision."""
     roles = ("user", "assistant")
     messages = [{"role": roles[index % 2], "content": content} for index, content in enumerate(contents)]
     body = {"model": "tiny", "messages": messages, "max_tokens": 1}

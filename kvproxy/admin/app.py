@@ -132,7 +132,7 @@ def _set_root_level(level: str) -> None:
     logging.getLogger().setLevel(level)
 
 
-def admin_app(
+def build_admin_app(
     operated: AdminTarget, history: History, *, set_level: Callable[[str], None] = _set_root_level
 ) -> ASGIApp:
     """The ASGI app, behind the configuration's token when there is one. `history` is entered by its maker."""

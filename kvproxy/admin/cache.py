@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from kvproxy.admin.history import count_by_label
 from kvproxy.admin.operated import AdminTarget, OperatorFinding
-from kvproxy.admin.replies import RequestRefused, limit_of, reply
+from kvproxy.admin.replies import RequestRefused, read_limit, reply
 from kvproxy.errors import Problem
 from kvproxy.kvcache.service import KvCache
 from kvproxy.kvcache.status import cache_status, hot_prefixes, leases
@@ -51,7 +51,7 @@ class CacheRoutes:
         )
 
     async def _hot(self, request: Request) -> Response:
-        limit = limit_of(request, default=20, most=MAX_LIMIT)
+        limit = read_limit(request, default=20, most=MAX_LIMIT)
         return reply({"prefixes": await hot_prefixes(self._service(), limit)})
 
     async def _leases(self, request: Request) -> Response:

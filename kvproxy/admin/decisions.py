@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvproxy.admin.operated import AdminTarget
-from kvproxy.admin.replies import RequestRefused, limit_of, reply
+from kvproxy.admin.replies import RequestRefused, read_limit, reply
 from kvproxy.errors import Problem
 from kvproxy.request.exchange import RESULTS
 from kvproxy.request.recent import Decision
@@ -22,7 +22,7 @@ MAX_LIMIT = 1000
 _NUMBER = re.compile(r"[0-9]{1,18}")
 
 
-def last_decisions(operated: AdminTarget, limit: int, *, result: str = "") -> list[dict[str, object]]:
+def list_decisions(operated: AdminTarget, limit: int, *, result: str = "") -> list[dict[str, object]]:
     """At most `limit`, the newest first, with `result` only those of which that became; no prompt text."""
     decisions = operated.recent.latest()
     wanted = (one for one in decisions if one.result == result) if result else decisions
@@ -90,10 +90,10 @@ class DecisionRoutes:
         ]
 
     async def _decisions(self, request: Request) -> Response:
-        limit, result = limit_of(request, default=100, most=MAX_LIMIT), request.query_params.get("result", "")
+        limit, result = read_limit(request, default=100, most=MAX_LIMIT), request.query_params.get("result", "")
         if result and result not in RESULTS:
             raise RequestRefused(400, Problem("result", "there is no such result", f"allowed: {', '.join(RESULTS)}"))
-        return reply({"decisions": last_decisions(self._operated, limit, result=result)})
+        return reply({"decisions": list_decisions(self._operated, limit, result=result)})
 
     async def _decision(self, request: Request) -> Response:
         number: str = request.path_params["number"]

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvproxy.admin.operated import AdminTarget
-from kvproxy.admin.replies import Audit, RequestRefused, json_object, reply
+from kvproxy.admin.replies import Audit, RequestRefused, read_json_object, reply
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.addresses import url_fault
@@ -22,7 +22,7 @@ from kvproxy.kvcache.status import endpoint_index, engine_status
 from kvproxy.types import EndpointId
 
 
-def endpoint_status(operated: AdminTarget, cluster: str, endpoint: Endpoint) -> dict[str, object]:
+def describe_endpoint(operated: AdminTarget, cluster: str, endpoint: Endpoint) -> dict[str, object]:
     """Everything known about one endpoint: load, health, and what its engine says."""
     status = endpoint.status(operated.clock())
     if operated.kvcache is not None:
@@ -55,13 +55,13 @@ class EndpointRoutes:
     def _list(self) -> Response:
         clusters: dict[str, list[dict[str, object]]] = {}
         for name, cluster in self._operated.clusters.items():
-            present = [endpoint_status(self._operated, name, each) for each in cluster.endpoints]
+            present = [describe_endpoint(self._operated, name, each) for each in cluster.endpoints]
             leaving = [{**each.status(self._operated.clock()), "leaving": True} for each in cluster.draining]
             clusters[name] = present + leaving
         return reply({"clusters": clusters})
 
     async def _add(self, request: Request) -> Response:
-        body = await json_object(request)
+        body = await read_json_object(request)
         cluster = self._cluster(body.pop("cluster", None))
         endpoint = _decoded(body)
         if cluster.endpoint(EndpointId(endpoint.id)) is not None:
@@ -74,7 +74,7 @@ class EndpointRoutes:
         return self._status_of(cluster, endpoint.id, 201)
 
     async def _drain(self, request: Request) -> Response:
-        await json_object(request, optional=True)
+        await read_json_object(request, optional=True)
         cluster, endpoint = self._endpoint(request)
         draining = not request.url.path.endswith("/undrain")
         before, endpoint.draining = endpoint.draining, draining
@@ -83,7 +83,7 @@ class EndpointRoutes:
         return self._status_of(cluster, endpoint.id)
 
     async def _weight(self, request: Request) -> Response:
-        body = await json_object(request)
+        body = await read_json_object(request)
         cluster, endpoint = self._endpoint(request)
         unknown = [Problem(key, "unknown key", spelling_hint(key, ["weight"])) for key in body if key != "weight"]
         weight = body.get("weight")
@@ -99,7 +99,7 @@ class EndpointRoutes:
         return self._status_of(cluster, endpoint.id)
 
     async def _remove(self, request: Request) -> Response:
-        await json_object(request, optional=True)
+        await read_json_object(request, optional=True)
         cluster, endpoint = self._endpoint(request)
         in_flight = endpoint.load.in_flight
         cluster.remove(endpoint.id)
@@ -131,7 +131,7 @@ class EndpointRoutes:
     def _status_of(self, cluster: Cluster, name: str, status: int = 200) -> Response:
         endpoint = cluster.endpoint(EndpointId(name))
         assert endpoint is not None
-        return reply(endpoint_status(self._operated, cluster.name, endpoint), status)
+        return reply(describe_endpoint(self._operated, cluster.name, endpoint), status)
 
 
 def _decoded(body: dict[str, Any]) -> EndpointSettings:

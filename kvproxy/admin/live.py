@@ -11,13 +11,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvproxy import __version__
-from kvproxy.admin.decisions import last_decisions
-from kvproxy.admin.endpoints import endpoint_status
+from kvproxy.admin.decisions import list_decisions
+from kvproxy.admin.endpoints import describe_endpoint
 from kvproxy.admin.history import History, HistorySample, add_tallies
 from kvproxy.admin.operated import AdminTarget
 from kvproxy.admin.process import check_readiness
 from kvproxy.admin.replies import RequestRefused
-from kvproxy.admin.routing import routing_status
+from kvproxy.admin.routing import describe_routing
 from kvproxy.admin.troubles import (
     DOWN,
     FAILED_LEAST,
@@ -110,10 +110,10 @@ class LiveView:
             "last_minute": {**_counted(minute), "saved_prefill_s": self._saved_s(now)},
             "clusters": {name: _counts(*found) for name, found in count_by_cluster(minute).items()},
             "history": _series(self._history.samples if span == SPANS[0] else self._history.hour, now),
-            "routing": {name: routing_status(one, now) for name, one in operated.clusters.items()},
+            "routing": {name: describe_routing(one, now) for name, one in operated.clusters.items()},
             "cache": self._cache(now),
-            "decisions": last_decisions(operated, DECISIONS),
-            "failed_decisions": last_decisions(operated, DECISIONS, result=FAILED),
+            "decisions": list_decisions(operated, DECISIONS),
+            "failed_decisions": list_decisions(operated, DECISIONS, result=FAILED),
             "findings": [
                 {"severity": one.severity, "where": one.where, "what": one.what, "fix": one.fix, "age_s": now - since}
                 for one, since in self._troubles.update(now, minute)
@@ -149,7 +149,7 @@ class LiveView:
         return [
             {
                 "cluster": name,
-                **endpoint_status(operated, name, endpoint),
+                **describe_endpoint(operated, name, endpoint),
                 "requests_last_minute": routed.get((name, str(endpoint.id)), 0),
             }
             for name, cluster in operated.clusters.items()

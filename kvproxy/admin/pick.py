@@ -7,8 +7,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvproxy.admin.operated import AdminTarget
-from kvproxy.admin.pick_request import Question, question_of, report_of
-from kvproxy.admin.replies import RequestRefused, json_object, reply
+from kvproxy.admin.pick_request import Question, parse_question, parse_report
+from kvproxy.admin.replies import RequestRefused, read_json_object, reply
 from kvproxy.admin.reservations import PickReservation, Reservations
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
@@ -43,7 +43,7 @@ class PickRoutes:
 
     async def _pick(self, request: Request) -> Response:
         operated = self._operated
-        question, body, inference = await question_of(request, most_bytes=operated.config.limits.body)
+        question, body, inference = await parse_question(request, most_bytes=operated.config.limits.body)
         target = operated.routes.resolve(question.path, inference.model)
         if target is None:
             raise RequestRefused(
@@ -92,13 +92,13 @@ class PickRoutes:
         )
 
     async def _first_token(self, request: Request) -> Response:
-        await json_object(request, optional=True)
+        await read_json_object(request, optional=True)
         if not self._held.first_token(request.path_params["id"]):
             raise _unknown()
         return reply({"first_token": True})
 
     async def _done(self, request: Request) -> Response:
-        ended = await report_of(request)
+        ended = await parse_report(request)
         held: PickReservation | None = self._held.end(request.path_params["id"], ended)
         if held is None:
             raise _unknown()

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
-from kvproxy.admin.replies import RequestRefused, body_of
+from kvproxy.admin.replies import RequestRefused, receive_body
 from kvproxy.admin.reservations import Ended
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.config.fields import spelling_hint
@@ -45,9 +45,9 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
     cached_tokens: int | None = None
 
 
-async def question_of(request: Request, *, most_bytes: int) -> tuple[Question, bytes, InferenceRequest]:
+async def parse_question(request: Request, *, most_bytes: int) -> tuple[Question, bytes, InferenceRequest]:
     """The question, the raw inference body in it, and that parsed. RequestRefused with what is wrong."""
-    question, body = await _question(await body_of(request, most=most_bytes))
+    question, body = await _question(await receive_body(request, most=most_bytes))
     kind = KIND_OF_PATH.get(question.path)
     if kind is None:
         hint = spelling_hint(question.path, KIND_OF_PATH) or f"known: {', '.join(KIND_OF_PATH)}"
@@ -82,9 +82,9 @@ async def _question(body: bytes) -> tuple[Question, bytes]:
     return question, await run_in_turns(apply_edits(body, [Edit(0, start), Edit(end, len(body))]), pace)
 
 
-async def report_of(request: Request) -> Ended:
+async def parse_report(request: Request) -> Ended:
     """How the request went; an empty body is a good answer. RequestRefused with what is wrong."""
-    report = _decoded(await body_of(request) or b"{}", Report)
+    report = _decoded(await receive_body(request) or b"{}", Report)
     problems = [
         Problem(name, "not a number of tokens", "a whole number from 0 on")
         for name in ("prompt_tokens", "cached_tokens")

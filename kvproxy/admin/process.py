@@ -13,7 +13,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from kvproxy.admin.operated import AdminTarget
-from kvproxy.admin.replies import Audit, RequestRefused, json_object, reply
+from kvproxy.admin.replies import Audit, RequestRefused, read_json_object, reply
 from kvproxy.cluster.status import clusters_without_endpoint
 from kvproxy.config.fields import spelling_hint
 from kvproxy.config.schema import LogLevel
@@ -105,7 +105,7 @@ class SettingsRoutes:
 
     async def _log(self, request: Request) -> Response:
         if request.method == "PATCH":
-            self._change(request, await json_object(request))
+            self._change(request, await read_json_object(request))
         return reply({"level": _level()})
 
     def _change(self, request: Request, body: dict[str, Any]) -> None:

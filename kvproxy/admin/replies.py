@@ -63,7 +63,7 @@ async def on_http_error(request: Request, raised: Exception) -> Response:
     return error(raised.status_code, [problem], headers=raised.headers)
 
 
-async def body_of(request: Request, *, most: int = MAX_BODY_BYTES) -> bytes:
+async def receive_body(request: Request, *, most: int = MAX_BODY_BYTES) -> bytes:
     """The request's body, of at most `most` bytes; RequestRefused otherwise."""
     pieces, size = Pieces(), 0
     async for chunk in request.stream():
@@ -74,9 +74,9 @@ async def body_of(request: Request, *, most: int = MAX_BODY_BYTES) -> bytes:
     return pieces.joined()
 
 
-async def json_object(request: Request, *, optional: bool = False) -> dict[str, Any]:
+async def read_json_object(request: Request, *, optional: bool = False) -> dict[str, Any]:
     """The body, a JSON object of at most 64 KiB; RequestRefused otherwise. `optional`: an empty body is {}."""
-    body = await body_of(request)
+    body = await receive_body(request)
     if not body and optional:
         return {}
     try:
@@ -88,7 +88,7 @@ async def json_object(request: Request, *, optional: bool = False) -> dict[str, 
     return data
 
 
-def limit_of(request: Request, *, default: int, most: int) -> int:
+def read_limit(request: Request, *, default: int, most: int) -> int:
     """The query's `limit`; RequestRefused unless it is a whole number from 1 to `most`."""
     text = request.query_params.get("limit", str(default))
     if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= most):

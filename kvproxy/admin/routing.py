@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvproxy.admin.operated import AdminTarget
-from kvproxy.admin.replies import Audit, RequestRefused, json_object, reply
+from kvproxy.admin.replies import Audit, RequestRefused, read_json_object, reply
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.config.fields import spelling_hint
 from kvproxy.config.model import Model
@@ -19,7 +19,7 @@ from kvproxy.routing.policy import Policy
 from kvproxy.routing.registry import ranges, tuned
 
 
-def routing_status(cluster: Cluster, now: float) -> dict[str, object]:
+def describe_routing(cluster: Cluster, now: float) -> dict[str, object]:
     """Policy, parameters with their ranges, what was learned, and the router queue (None: there is none)."""
     policy, settings, queue = cluster.policy, cluster.policy.settings, cluster.queue
     return {
@@ -44,9 +44,9 @@ class RoutingRoutes:
 
     async def _routing(self, request: Request) -> Response:
         if request.method == "PATCH":
-            self._change(request, await json_object(request))
+            self._change(request, await read_json_object(request))
         now = self._operated.clock()
-        return reply({"clusters": {name: routing_status(one, now) for name, one in self._operated.clusters.items()}})
+        return reply({"clusters": {name: describe_routing(one, now) for name, one in self._operated.clusters.items()}})
 
     def _change(self, request: Request, body: dict[str, Any]) -> None:
         """All of it, or nothing."""

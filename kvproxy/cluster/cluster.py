@@ -70,6 +70,7 @@ class Cluster:
         self._shared_failures: dict[str, float] = {}  # when a request last failed alike on several endpoints
         self._running = AsyncExitStack()
         self._shown = False
+        self._hiding: set[Endpoint] = set()  # with requests under way whose first token cannot be seen
         self.policies = PolicySet(name, settings, metrics=metrics, rng=rng, policy=policy)
         #: Where requests wait; None: none does.
         self.queue: RouterQueue | None = None
@@ -127,6 +128,7 @@ class Cluster:
         """These are the settings from now on. Endpoints that stay keep their load, health and breaker, policies what
         they learned, and requests that wait their turn. ValueError as in `apply`, and then the endpoints are as before.
         """
+        # Kept over a reload, and not built again around its state: requests of every generation hold picks on it.
         before, self.settings = self.settings, settings
         self.policies.reconfigure(before, settings)
         for endpoint in self._members.all_endpoints():
@@ -149,7 +151,10 @@ class Cluster:
 
     def close(self) -> None:
         """The cluster is no more: requests that wait are refused, and its endpoints take their metric series along."""
+        self._poller.reconfigure(())
         self.apply(())
+        for endpoint in self.endpoints:  # those an operator added
+            self.remove(endpoint.id)
         self._close_queue()
 
     def apply(self, endpoints: Sequence[EndpointSettings]) -> None:
@@ -202,15 +207,17 @@ class Cluster:
     def reserve(self, decision: Decision[Endpoint], now: float) -> Pick:
         """Make the decision true, in the turn of the loop it was made in: nothing may come between a choice and its
         load."""
-        if (speeds := self.policies.deciding_speeds) is not None:
-            selector.advance(decision.candidates, speeds, now)
+        if self._hiding:
+            self._advance(now)
         endpoint = decision.endpoint
         permit = endpoint.breaker.admit() if decision.reason != PANIC or endpoint.breaker.admits else None
         self.policies.placed(decision, now)
         reservation = reserve(endpoint, decision.request, now)
+        if reservation.hidden:
+            self._hiding.add(endpoint)
         if endpoint.load.in_flight == endpoint.max_in_flight:
             self._screening.invalidate()
-        return Pick(decision, reservation, permit=permit, picker=self)
+        return Pick(decision, endpoint, reservation, permit, self)
 
     def refuse(self, request: PickRequest, refusal: Refusal) -> None:
         """Count a request that `decide` refused."""
@@ -261,7 +268,7 @@ class Cluster:
         pool = self._screening.pool(model, now)
         return bool(pool.usable) and not pool.panic
 
-    def outage(self, model: str, now: float) -> bool:
+    def has_outage(self, model: str, now: float) -> bool:
         """Whether every endpoint of `model` is out, or has of late served nothing: a retry would only be more load."""
         pool = self._screening.pool(model, now)
         if pool.panic or not pool.usable:
@@ -269,15 +276,15 @@ class Cluster:
         unserved = [endpoint.health.unserved_in_a_row(now) for endpoint in pool.usable]
         return all(unserved) and sum(unserved) >= _OUTAGE_ATTEMPTS
 
-    def spared(self, endpoint: Endpoint, model: str, *, reason: str, now: float) -> bool:
+    def is_spared(self, endpoint: Endpoint, model: str, *, reason: str, now: float) -> bool:
         """Whether a failure on `endpoint` alone may be the request's fault: no other endpoint does better at present,
-        or requests that fail in this way wherever they go (`shared_failure`) have been seen lately."""
+        or requests that fail in this way wherever they go (`record_shared_failure`) have been seen lately."""
         if now - self._shared_failures.get(reason, -math.inf) < _SHARED_FAILURE_S:
             return True
         others = [other for other in self._screening.pool(model, now).usable if other is not endpoint]
         return bool(others) and all(other.health.unserved_in_a_row(now) for other in others)
 
-    def shared_failure(self, reason: str, now: float) -> None:
+    def record_shared_failure(self, reason: str, now: float) -> None:
         """A request failed in the same way on several endpoints, and none served it. `reason` is from a closed set."""
         self._shared_failures[reason] = now
 
@@ -346,6 +353,12 @@ class Cluster:
     def _why_skipped(self, request: PickRequest, now: float) -> str:
         assert request.preferred is not None
         return skip_reason(self._members.get(request.preferred), request, now)
+
+    def _advance(self, now: float) -> None:
+        """Hidden requests that are due are taken as prefilled."""
+        if (speeds := self.policies.deciding_speeds) is not None:
+            selector.advance(self._hiding, speeds, now)
+        self._hiding = {endpoint for endpoint in self._hiding if endpoint.load.hidden_requests}
 
     def _arrange_queue(self) -> None:
         """As the settings say: the queue there is goes on with the requests in it, or places them all at once."""

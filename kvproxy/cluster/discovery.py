@@ -190,6 +190,7 @@ class Poller:
     def reconfigure(self, sources: Sequence[Source]) -> None:
         """Ask these from now on, at once for the first time. What one of the same name answered stands until it does;
         what a source that is gone answered goes with it."""
+        # Kept over a reload for what each source answered last: only it knows which endpoints go with a source.
         self._end()
         gone = self._answers.keys() - {source.name for source in sources}
         self._sources = sources

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Protocol
 
+import msgspec
+
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.resilience.breaker import BreakerState, Permit
 from kvproxy.routing.load import Reservation
@@ -37,19 +39,14 @@ class Picker(Protocol):
     def on_load_decrease(self) -> None: ...
 
 
-class Pick:
+class Pick(msgspec.Struct, eq=False):
     """A reserved place on an endpoint. Its holder settles it on every way out, best in a `finally`."""
 
-    __slots__ = ("_permit", "_picker", "decision", "endpoint", "reservation")
-
-    def __init__(
-        self, decision: Decision[Endpoint], reservation: Reservation, *, permit: Permit | None, picker: Picker
-    ) -> None:
-        self.decision = decision
-        self.endpoint = decision.endpoint
-        self.reservation = reservation
-        self._permit = permit  # None: picked in panic past an open breaker
-        self._picker = picker
+    decision: Decision[Endpoint]
+    endpoint: Endpoint  # of the decision
+    reservation: Reservation
+    permit: Permit | None  # None: picked in panic past an open breaker
+    picker: Picker
 
     @property
     def policy(self) -> str:
@@ -83,9 +80,9 @@ class Pick:
         """The engine sent the first body byte."""
         self.endpoint.waiting.pop(self, None)
         self.endpoint.load.first_token(self.reservation, now)
-        self._picker.on_load_decrease()
-        if self._permit is not None and self.endpoint.breaker.state is BreakerState.HALF_OPEN:
-            self._permit.success()  # a probe that streams for minutes must not hold the breaker half open so long
+        self.picker.on_load_decrease()
+        if self.permit is not None and self.endpoint.breaker.state is BreakerState.HALF_OPEN:
+            self.permit.success()  # a probe that streams for minutes must not hold the breaker half open so long
 
     def on_unhealthy(self, give_back: Callable[[], None]) -> None:
         """Until the first byte or the end, `give_back` is called when the endpoint is found unhealthy, and after each
@@ -102,13 +99,13 @@ class Pick:
         if outcome in _UNSERVED:
             self.endpoint.health.unserved(now)
         self._record(outcome, now)
-        self._picker.on_release(self.endpoint, now)
+        self.picker.on_release(self.endpoint, now)
 
     def suspend(self, now: float) -> None:
         """The attempt failed, and whether the endpoint is to blame will be known later: `blame` must follow."""
         self._release(now)
         self.endpoint.health.unserved(now)
-        self._picker.on_release(self.endpoint, now)
+        self.picker.on_release(self.endpoint, now)
 
     def blame(self, outcome: AttemptOutcome, now: float) -> None:
         """The verdict on a suspended attempt: FAILURE or UNPROVEN."""
@@ -119,9 +116,9 @@ class Pick:
         self.endpoint.load.release(self.reservation, now)
 
     def _record(self, outcome: AttemptOutcome, now: float) -> None:
-        if self._permit is not None:
-            _settle_permit(self._permit, outcome)
-        self._picker.record_outcome(self.endpoint, outcome, now)
+        if self.permit is not None:
+            _settle_permit(self.permit, outcome)
+        self.picker.record_outcome(self.endpoint, outcome, now)
 
 
 def _settle_permit(permit: Permit, outcome: AttemptOutcome) -> None:
@@ -141,6 +138,7 @@ def reserve(endpoint: Endpoint, request: PickRequest, now: float) -> Reservation
     overlap = facts.by_endpoint.get(endpoint.id)
     if overlap is None:
         return endpoint.load.reserve(facts.prompt_tokens, 0, now, hidden=hidden)
-    cached = min(overlap.tokens, facts.prompt_tokens)
-    lower = min(overlap.lower_tokens, cached)
+    lower = overlap.lower_tokens
+    cached = min(overlap.device_tokens + lower, facts.prompt_tokens)
+    lower = min(lower, cached)
     return endpoint.load.reserve(facts.prompt_tokens - cached, cached, now, lower_tokens=lower, hidden=hidden)

@@ -75,6 +75,7 @@ class PolicySet:
 
     def reconfigure(self, before: ClusterSettings, after: ClusterSettings) -> None:
         """The settings were `before`, and are `after` from now on."""
+        # A policy is kept while the file names it: its sessions, samples and what an operator tuned are in it.
         self._known = self.speeds or self._known
         self._merge_parameters(before, after)
         if after.policy is not before.policy:
@@ -93,18 +94,16 @@ class PolicySet:
 
     def placed(self, decision: Decision[Endpoint], now: float) -> None:
         """The decision takes effect: it is counted, compared with the shadow's, and every policy hears of it."""
-        asked = decision.request.policy
-        (self.find(asked) if asked else self.own).count(decision.reason)
+        request, candidates, index, by = decision.request, decision.candidates, decision.index, decision.decided_by
+        (self.find(request.policy) if request.policy else self.own).count(decision.reason)
         if decision.preference is not None:
             self._count_preference(decision.preference)
         if self.shadow is not None:
             self.shadow.decide(decision, now)
-        speeds = self.speeds
-        if speeds is not None:
-            speeds.requests_without_sample += 1
+        if self.speeds is not None:
+            self.speeds.requests_without_sample += 1
         for policy in self._deciding:
-            choice = decision.choice if policy is decision.decided_by else None
-            policy.placed(decision.request, decision.candidates, decision.index, now, choice=choice)
+            policy.placed(request, candidates, index, now, choice=decision.choice if policy is by else None)
 
     def observe_sample(
         self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool = False

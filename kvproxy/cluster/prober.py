@@ -78,6 +78,7 @@ class Prober:
 
     def reconfigure(self, settings: HealthCheckSettings, probe: Probe | None) -> None:
         """Probe the same endpoints like this from now on."""
+        # Probes start over; the prober is kept to await, at its end, those that are being cancelled.
         endpoints = self._endpoints
         self.follow([])
         self._settings = settings

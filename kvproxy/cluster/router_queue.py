@@ -132,6 +132,7 @@ class RouterQueue:
 
     def reconfigure(self, settings: RouterQueueSettings, policy: Policy) -> None:
         """Other bounds, and maybe another policy. Requests go on waiting, by the new ones."""
+        # Kept over a reload with the task that places them: requests of both generations wait in one line.
         self._queue.reconfigure(_bounds(settings))
         self._policy = policy
         if self._shown:

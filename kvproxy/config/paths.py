@@ -11,7 +11,7 @@ from kvproxy.errors import Problem
 
 Path = tuple[str | int, ...]
 
-#: Dotted text of a path, as the person who wrote the file knows it.
+#: Dotted text of a path, as its file shows it.
 Where = Callable[[Path], str]
 
 

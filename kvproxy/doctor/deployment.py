@@ -49,14 +49,14 @@ class Deployment:
 
 async def survey_deployment(config: Config, *, tools: Tools, open_files: int | None = None) -> Deployment:
     """The deployment of a configuration, its discoveries asked once."""
-    kvcache = kvcache_settings(config)
+    kvcache = find_kvcache_settings(config)
     lookups = kvcache is not None and bool(kvcache.lmcache_endpoint)
     engines: list[EngineFacts] = []
     undiscovered: list[Finding] = []
     for name, cluster in config.clusters.items():
         endpoints, failed = await _endpoints(name, cluster)
         undiscovered += failed
-        routed = tuple(dict.fromkeys(routed_models(config, name)))
+        routed = tuple(dict.fromkeys(list_routed_models(config, name)))
         for endpoint in endpoints:
             plan = TrialPlan(len(engines), _LOOKUP_TOKENS if lookups else 0, kvcache is not None and kvcache.kv_events)
             engines.append(
@@ -83,7 +83,7 @@ async def survey_deployment(config: Config, *, tools: Tools, open_files: int | N
     )
 
 
-def kvcache_settings(config: Config) -> KvCacheSettings | None:
+def find_kvcache_settings(config: Config) -> KvCacheSettings | None:
     """Settings of the kvcache filter; None when the chain has none, or it is switched off."""
     if not config.filters:
         return KvCacheSettings() if "kvcache" in DEFAULT_FILTERS else None
@@ -94,9 +94,9 @@ def kvcache_settings(config: Config) -> KvCacheSettings | None:
     return None
 
 
-def routed_models(config: Config, cluster: str) -> list[str]:
+def list_routed_models(config: Config, cluster: str) -> list[str]:
     """What engines of this cluster are asked for by name, as routes and the kvcache filter say."""
-    kvcache = kvcache_settings(config)
+    kvcache = find_kvcache_settings(config)
     names = [route.upstream_model or route.model for route in config.routes if route.cluster == cluster]
     if kvcache is not None and kvcache.default_model and len(config.clusters) == 1:
         names.append(kvcache.default_model)

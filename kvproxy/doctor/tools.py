@@ -13,10 +13,11 @@ from typing import Any, Self, TypeVar, cast
 
 import httpx
 
+from kvproxy.background_task import cancel_tasks
 from kvproxy.types import Clock
 from kvproxy.upstream.origin import Origin
 from kvproxy.upstream.pool import UpstreamPool
-from kvproxy.upstream.transport import PoolTransport
+from kvproxy.upstream.transport import HttpClients
 
 T = TypeVar("T")
 
@@ -42,10 +43,7 @@ class SharedAnswers:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_tasks(self._tasks.values())
 
 
 def utc_seconds() -> float:
@@ -85,12 +83,12 @@ class Tools:
         self.rng = rng or random.Random()
         self.answers = SharedAnswers()
         self._pool = UpstreamPool(max_connections=32)
-        self._http: dict[tuple[str, bool, str], httpx.AsyncClient] = {}
+        self._clients = HttpClients(self._pool)
         self._open = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         await self._open.enter_async_context(self._pool)
-        self._open.push_async_callback(self._close_clients)
+        self._open.push_async_callback(self._clients.aclose)
         await self._open.enter_async_context(self.answers)
         return self
 
@@ -99,14 +97,4 @@ class Tools:
 
     def http(self, origin: Origin) -> httpx.AsyncClient:
         """The client for origins verified as this one."""
-        key = origin.ca_file, origin.insecure, origin.server_name
-        client = self._http.get(key)
-        if client is None:
-            ca_file, insecure, server_name = key
-            transport = PoolTransport(self._pool, ca_file=ca_file, insecure=insecure, server_name=server_name)
-            client = self._http[key] = httpx.AsyncClient(transport=transport, trust_env=False)
-        return client
-
-    async def _close_clients(self) -> None:
-        for client in self._http.values():
-            await client.aclose()
+        return self._clients.client(origin)

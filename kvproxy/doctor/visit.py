@@ -78,19 +78,19 @@ async def _run(check: Check, timeout_s: float) -> Sequence[Finding] | SkippedChe
     return [replace(one, check=check.name) for one in found]
 
 
-def full_checks(deployment: Deployment, problems: Sequence[Problem]) -> list[Check]:
+def list_full_checks(deployment: Deployment, problems: Sequence[Problem]) -> list[Check]:
     """Everything, with two requests of one token to each engine (a third where its KV events were silent)."""
     return [*_quiet(deployment, problems, trial=True), *_trials(deployment), *_lookups(deployment)]
 
 
-def timed_checks(deployment: Deployment) -> list[Check]:
+def list_timed_checks(deployment: Deployment) -> list[Check]:
     """What must run alone, after all the rest: it measures time."""
     if deployment.lmcache is None or not deployment.engines:
         return []
     return [BudgetCheck(deployment.engines, deployment.lmcache)]
 
 
-def light_checks(deployment: Deployment, problems: Sequence[Problem] = ()) -> list[Check]:
+def list_light_checks(deployment: Deployment, problems: Sequence[Problem] = ()) -> list[Check]:
     """What can be asked without generating anything."""
     return list(_quiet(deployment, problems, trial=False))
 
@@ -159,15 +159,15 @@ async def diagnose(
     async with tools:
         deployment = await survey_deployment(config, tools=tools, open_files=open_files)
         timeout_s = tools.timeouts.exchange_s
-        visited = await run_checks(full_checks(deployment, problems), timeout_s=timeout_s)
-        return visited.merge(await run_checks(timed_checks(deployment), timeout_s=timeout_s))
+        visited = await run_checks(list_full_checks(deployment, problems), timeout_s=timeout_s)
+        return visited.merge(await run_checks(list_timed_checks(deployment), timeout_s=timeout_s))
 
 
 async def diagnose_lightly(config: Config, *, tools: Tools, open_files: int | None = None) -> DoctorReport:
     """What can be found without generating anything: reachability, models, event sources, instance ids."""
     async with tools:
         deployment = await survey_deployment(config, tools=tools, open_files=open_files)
-        return await run_checks(light_checks(deployment), timeout_s=tools.timeouts.exchange_s)
+        return await run_checks(list_light_checks(deployment), timeout_s=tools.timeouts.exchange_s)
 
 
 class StartupDiagnosis(BackgroundTask):

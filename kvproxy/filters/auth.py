@@ -157,7 +157,7 @@ def load_keys(given: Sequence[ApiKey], file: str) -> list[tuple[Owner, str]]:
         elif owners.setdefault(key, owner).name != owner.name:
             problems.append(Problem(path, f"{place}{owner.name!r} has the same key as {owners[key].name!r}"))
     if not found and not problems:
-        problems.append(Problem("keys", "no key: nobody could call", "give `keys` or `file`"))
+        problems.append(Problem("keys", "no key: no client could call", "give `keys` or `file`"))
     if problems:
         raise ConfigError(problems)
     return [(owner, key) for key, owner in owners.items()]

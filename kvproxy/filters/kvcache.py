@@ -19,6 +19,7 @@ from kvproxy.filters.chain import FilterContext
 from kvproxy.filters.step import Step
 from kvproxy.forward.body_guard import tenant_salt
 from kvproxy.kvcache.overlap.facts import RequestFacts, Result
+from kvproxy.kvcache.overlap.kv_event_streams import EventStreams, follow_events
 from kvproxy.kvcache.service import KvCache
 from kvproxy.kvcache.state import CacheState
 from kvproxy.metrics.catalog import Metrics
@@ -193,9 +194,18 @@ def build(app: ASGIApp, settings: KvCacheSettings, context: FilterContext) -> AS
         return app
     clusters: Mapping[str, Cluster] = context.services.clusters
     state = context.states.next_of(CacheState, lambda: CacheState.empty(metrics=context.metrics, clock=context.clock))
+    served = frozenset(clusters.items())
+    streams = None
+    if settings.kv_events:  # the same ones while nothing about them changes, since the engines would repeat everything
+        streams = context.states.get(
+            EventStreams,
+            (state, settings.kv_event_sources, settings.request_timeout, served),
+            lambda: follow_events(settings, clusters, context.metrics, context.clock),
+        )
+        context.lifetimes.append(streams)
     service = context.states.get(
-        KvCache,  # the running one where nothing changed for it, so that its event streams and leases go on
-        (state, settings, frozenset(clusters.items())),
+        KvCache,  # the same one while nothing changes for it
+        (state, settings, served),
         lambda: KvCache(
             settings,
             clusters=clusters,
@@ -204,6 +214,7 @@ def build(app: ASGIApp, settings: KvCacheSettings, context: FilterContext) -> AS
             wall_clock=lambda: context.wall_clock().timestamp(),
             rng=context.rng,
             state=state,
+            streams=streams,
         ),
     )
     context.lifetimes.append(service)

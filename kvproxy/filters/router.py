@@ -134,6 +134,7 @@ class RouterFilter:
         self._parts = parts
         self._clock = parts.forwarder.clock
         self._observers = (parts.metrics, *parts.observers)
+        self._hooks = frozenset[str]().union(*(observer.hooks for observer in self._observers))
         self._routed_paths = frozenset(path for path in parts.public.exact if not path.startswith(model_list.PATH))
         self._arming = new_arming()
         self._pace = asyncio.Lock()
@@ -162,7 +163,8 @@ class RouterFilter:
     async def _route(self, exchange: Exchange, downstream: Downstream) -> None:
         """Forwards the request, or answers in place of an engine."""
         parts, scope, body = self._parts, downstream.scope, None
-        exchange.attach(*self._observers)
+        exchange.observers += self._observers
+        exchange.hooks |= self._hooks
         exchange.trusted = exchange.trusted or parts.trust_clients
         if "received" in exchange.hooks:
             notify(RequestObserver.received, exchange, self._clock())
@@ -170,7 +172,16 @@ class RouterFilter:
         try:
             target = self._target(exchange, scope)
             body = RequestBody(downstream.receive, scope["headers"], whole=exchange.body, uploads=parts.uploads)
-            forwarding = self._forwarding(exchange, downstream, target, body)
+            forwarding = Forwarding(
+                parts.forwarder,
+                exchange,
+                cluster=target.cluster,
+                model=target.upstream_model or (exchange.inference.model if exchange.inference else ""),
+                headers=parts.headers.build(scope, request_id=exchange.request_id, trusted=exchange.trusted),
+                body=body,
+                downstream=downstream,
+                debug=exchange.debug or (exchange.may_debug and parts.debug_header in dict(scope["headers"])),
+            )
             whole = body.whole
             if whole is None or target.upstream_model or not parts.guard.passes(whole, exchange):
                 await self._make_ready(body, exchange, target, scope["headers"])
@@ -198,25 +209,11 @@ class RouterFilter:
             if not watcher.caused_cancellation():
                 raise
         finally:
-            watcher.disarm()
+            if downstream.connection is None or not downstream.complete:  # else it is told of no disconnect any more
+                watcher.disarm()
             if body is not None:
                 body.end()
             notify(RequestObserver.finished, exchange, self._clock())
-
-    def _forwarding(
-        self, exchange: Exchange, downstream: Downstream, target: RouteTarget, body: RequestBody
-    ) -> Forwarding:
-        parts, received = self._parts, downstream.scope["headers"]
-        return Forwarding(
-            parts.forwarder,
-            exchange,
-            cluster=target.cluster,
-            model=target.upstream_model or (exchange.inference.model if exchange.inference else ""),
-            headers=parts.headers.build(downstream.scope, request_id=exchange.request_id, trusted=exchange.trusted),
-            body=body,
-            downstream=downstream,
-            debug=exchange.debug or (exchange.may_debug and parts.debug_header in dict(received)),
-        )
 
     def _target(self, exchange: Exchange, scope: Scope) -> RouteTarget:
         """Where the request goes. Raises LocalReply where there is no such place, or not by the policy asked for."""

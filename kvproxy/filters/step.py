@@ -112,17 +112,14 @@ class StepRun:
             crash = type(error).__name__
             raise
         finally:
-            self._end(exchange, downstream, reached, crash or "")
-
-    def _end(self, exchange: Exchange, downstream: Downstream, reached: int | None, crash: str) -> None:
-        for at, after in self._afters:
-            if reached is None or at <= reached:
-                try:
-                    after(exchange, downstream)
-                except Exception:
-                    logger.exception("a filter failed after a request: %s", type(self.steps[at]).__name__)
-        if "ended" in exchange.hooks:
-            downstream.end(crash)
+            for at, after in self._afters:
+                if reached is None or at <= reached:
+                    try:
+                        after(exchange, downstream)
+                    except Exception:
+                        logger.exception("a filter failed after a request: %s", type(self.steps[at]).__name__)
+            if "ended" in exchange.hooks:
+                downstream.end(crash or "")
 
     async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:
         for step in self.steps:

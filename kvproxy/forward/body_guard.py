@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 
 import msgspec
 from xxhash import xxh3_128_hexdigest
@@ -60,6 +61,10 @@ _LARGE_BYTES = 256 * 1024
 _MANY_COLONS = 50_000
 _RECODED_BYTES = 1024 * 1024
 _SLICE_BYTES = 512 * 1024
+#: Of a longer body the names are looked for beside its messages.
+_SHORTENED_BYTES = 8 * 1024
+_PROMPT_NAMES = (b'"messages":', b'"prompt":', b'"input":')
+_SEPARATORS = (b",", b", ")
 _MAX_SALT_BYTES = 64 * 1024  # of a longer one the digest counts
 _BOM = b"\xef\xbb\xbf"
 _NOT_UTF8 = "JSON is UTF-8 (RFC 8259), and in another encoding it cannot be checked"
@@ -89,7 +94,12 @@ class BodyGuard:
         """Whether an engine may get it as it is, which is so for nearly every body."""
         if exchange.isolated:
             return False
-        return exchange.trusted or needs_no_change(body, exchange.members)
+        if exchange.trusted:
+            return True
+        known, inference = exchange.members, exchange.inference
+        if known is None and inference is not None and body is exchange.body and len(body) > _SHORTENED_BYTES:
+            body = without_messages(body, inference.prompt.parts)
+        return needs_no_change(body, known)
 
     async def checked(self, body: bytes, exchange: Exchange, headers: Headers) -> bytes:
         """The body as an engine may get it. Raises BodyUnchecked."""
@@ -128,6 +138,30 @@ def is_control(name: str) -> bool:
 def is_guarded(name: str) -> bool:
     """Whether the guard has to know of a top-level member of this name."""
     return name in (_CARRIER, _SALT) or is_control(name)
+
+
+def without_messages(body: bytes, messages: Sequence[bytes]) -> bytes:
+    """A body, parsed as strict JSON, with the same names at its top and without its messages: what is left of a long
+    one is parsed in a tenth of the time. The body itself where they are not found as clients commonly write them.
+
+    What is cut out are whole values in an array or the whole value of a member, and another one stands in their place:
+    the second quote of what is searched for ends a name (a text would go on behind it, and a quote within one has a
+    backslash before it), so a value begins right behind it. Whichever member that is, no other one is lost with it.
+    """
+    for separator in _SEPARATORS:
+        values = separator.join(messages)
+        for name in _PROMPT_NAMES:
+            if (at := body.find(name)) < 0:
+                continue
+            at += len(name)
+            at += body.startswith(b" ", at)
+            if body.startswith(b"[", at):
+                at += 1
+            elif len(messages) > 1:
+                continue
+            if values and body.startswith(values, at):
+                return body[:at] + b"0" + body[at + len(values) :]
+    return body
 
 
 def needs_no_change(body: bytes, known: Members | None = None) -> bool:

@@ -197,10 +197,11 @@ class Forwarding:
         outcome = self._exchange.outcome
         outcome.attempts += 1
         outcome.endpoint = pick.endpoint.id
-        outcome.policy = pick.policy
-        outcome.pick_reason = pick.reason
-        if len(pick.candidates) <= MAX_REMEMBERED:
-            outcome.candidates, outcome.costs = pick.candidates, pick.costs
+        decision = pick.decision
+        outcome.policy = decision.policy
+        outcome.pick_reason = decision.reason
+        if len(decision.candidates) <= MAX_REMEMBERED:
+            outcome.candidates, outcome.costs = decision.candidates, decision.costs
 
     async def _attempt(self, pick: Pick) -> _Next:
         response: UpstreamResponse | None = None
@@ -208,12 +209,14 @@ class Forwarding:
         try:
             if "attempt_began" in self._exchange.hooks:
                 notify(RequestObserver.attempt_began, self._exchange, pick)
-            headers = with_credential(self._headers, pick.endpoint.authorization)
+            headers = self._headers
+            if pick.endpoint.authorization is not None:
+                headers = with_credential(headers, pick.endpoint.authorization)
             if self._exchange.trace_parent:
                 headers = with_trace_parent(headers, self._exchange.trace_parent)
             body: bytes | AsyncIterator[bytes] | None = self._body.whole
             if body is None:
-                headers += self._body.framing
+                headers = headers + self._body.framing
                 body = self._body.take()
             response = await self._shared.pool.request(
                 pick.endpoint.origin,
@@ -222,9 +225,11 @@ class Forwarding:
                 headers,
                 body,
                 timeouts=self._shared.timeouts,
+                early=False,
             )
-            status = response.status
-            first = await response.chunk() if status < 500 else b""
+            status, first = response.status, b""
+            if status < 500:  # the first piece is there, or the end
+                first = response.take() or b""
             if status == 200 and ERROR_MARK in first:
                 first = await _read_event(response, first)
                 status = error_status(first, first=True) or status
@@ -240,7 +245,7 @@ class Forwarding:
                 raise
             return self._move_away(pick)
         finally:
-            if response is not None:
+            if response is not None and not response.complete:
                 response.abort()
             if not pick.reservation.released:
                 pick.endpoint.metrics.request(CLIENT_CLOSED_REQUEST)
@@ -292,8 +297,8 @@ class Forwarding:
         for pick, how in suspects:
             shared = not proven and any(kind == how and one.endpoint is not pick.endpoint for one, kind in suspects)
             if shared:
-                cluster.shared_failure(how, now)
-            spared = shared or (not proven and cluster.spared(pick.endpoint, self._model, reason=how, now=now))
+                cluster.record_shared_failure(how, now)
+            spared = shared or (not proven and cluster.is_spared(pick.endpoint, self._model, reason=how, now=now))
             pick.blame(AttemptOutcome.UNPROVEN if spared else AttemptOutcome.FAILURE, now)
 
     def _give_back(self) -> None:
@@ -330,7 +335,7 @@ class Forwarding:
         if self._exchange.outcome.attempts >= shared.retry.attempts:
             return "attempts"
         now = shared.clock()
-        if self._cluster.outage(self._model, now):
+        if self._cluster.has_outage(self._model, now):
             return "outage"
         return "" if shared.budget.withdraw(now) else "budget"
 
@@ -357,10 +362,11 @@ class Forwarding:
             headers.append((b"x-kvproxy-decision", describe(pick, pick.policy, self._exchange.facts).encode()))
         error = await relay.run(headers, first)
         now = self._shared.clock()
-        verdict = _verdict(response.status, error)
+        succeeded = error is None and response.status < 400
+        verdict = AttemptOutcome.SUCCESS if succeeded else _verdict(response.status, error)
         if verdict is AttemptOutcome.FAILURE:
             reason = error.reason if error is not None else f"status_{response.status}"
-            if self._cluster.spared(pick.endpoint, self._model, reason=reason, now=now):
+            if self._cluster.is_spared(pick.endpoint, self._model, reason=reason, now=now):
                 verdict = AttemptOutcome.UNPROVEN
         if error is not None and verdict is not AttemptOutcome.CLIENT_ERROR:
             pick.endpoint.metrics.attempt_failure(error.reason)
@@ -395,11 +401,12 @@ async def _read_short(response: UpstreamResponse, first: bytes) -> tuple[bytes, 
 
 
 def _verdict(status: int, error: UpstreamError | None) -> AttemptOutcome:
+    """Of an answer that was no success."""
     if isinstance(error, EngineReportedError) and error.status < 500:
         return AttemptOutcome.CLIENT_ERROR
     if error is not None or status >= 500:
         return AttemptOutcome.FAILURE
-    return AttemptOutcome.CLIENT_ERROR if status >= 400 else AttemptOutcome.SUCCESS
+    return AttemptOutcome.CLIENT_ERROR
 
 
 def local_status(why: UpstreamError | Refusal) -> int:

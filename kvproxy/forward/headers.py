@@ -125,7 +125,15 @@ class RequestHeaders:
         else:
             self.check_loop(via)
             headers.append((b"via", via + b", " + self.via))
-        _add_forwarded(headers, found, scope)
+        client, earlier = scope.get("client"), found.get(b"x-forwarded-for")
+        if client:
+            address = client[0].encode()
+            headers.append((b"x-forwarded-for", earlier + b", " + address if earlier else address))
+        elif earlier:
+            headers.append((b"x-forwarded-for", earlier))
+        headers.append((b"x-forwarded-proto", scope["scheme"].encode()))
+        if b"host" in found:
+            headers.append((b"x-forwarded-host", found[b"host"]))
         parent = found.get(b"traceparent")
         if parent is not None and _TRACE_PARENT.fullmatch(parent):
             headers.append((b"traceparent", parent))
@@ -139,22 +147,8 @@ class RequestHeaders:
         return headers
 
 
-def _add_forwarded(headers: Headers, found: dict[bytes, bytes], scope: Scope) -> None:
-    client, earlier = scope.get("client"), found.get(b"x-forwarded-for")
-    if client:
-        address = client[0].encode()
-        headers.append((b"x-forwarded-for", earlier + b", " + address if earlier else address))
-    elif earlier:
-        headers.append((b"x-forwarded-for", earlier))
-    headers.append((b"x-forwarded-proto", scope["scheme"].encode()))
-    if b"host" in found:
-        headers.append((b"x-forwarded-host", found[b"host"]))
-
-
-def with_credential(headers: Headers, authorization: bytes | None) -> Headers:
+def with_credential(headers: Headers, authorization: bytes) -> Headers:
     """A new list for one attempt; an endpoint's own credential replaces whatever the client sent."""
-    if authorization is None:
-        return list(headers)
     own = [pair for pair in headers if pair[0] not in _CREDENTIALS]
     own.append((b"authorization", authorization))
     return own

@@ -57,7 +57,10 @@ class RouteMetrics(RequestObserver):
     def finished(self, exchange: Exchange, now: float) -> None:
         """Count one request out."""
         outcome = exchange.outcome
-        self.observe_end(exchange)
+        if (end := self._ends.get(outcome.end)) is not None:
+            end.value += 1.0
+        else:
+            self.observe_end(exchange)
         series = self._clusters.get(outcome.cluster)
         if series is None:
             series = self._clusters[outcome.cluster] = _ClusterSeries(self.catalog, outcome.cluster)

@@ -7,7 +7,7 @@ from collections import deque
 from kvproxy.errors import EngineReportedError, UpstreamError
 from kvproxy.request.downstream import Downstream
 from kvproxy.request.exchange import Exchange
-from kvproxy.request.usage import error_event, error_status, read_usage
+from kvproxy.request.usage import ERROR_MARK, error_event, error_status, read_usage
 from kvproxy.types import Headers, RequestKind
 from kvproxy.upstream.pool import UpstreamResponse
 
@@ -51,11 +51,16 @@ class Relay:
                 await downstream.start(status, headers, chunk, more=True)
                 if downstream.connection is not None:
                     response.on_piece = self._pass_on
-                while (chunk := await response.chunk()) and not response.complete:
-                    self._last.append(chunk)
-                    await downstream.write(chunk, more=True)
-            if chunk:  # complete: what came since the last piece goes with it
-                chunk += response.take() or b""
+                while not response.complete:
+                    piece = response.take()
+                    if piece is None:
+                        await response.changed()
+                    elif piece:
+                        self._last.append(piece)
+                        await downstream.write(piece, more=True)
+                chunk = b""
+            if rest := response.take():  # complete: what came since the last piece goes with it
+                chunk += rest
         except UpstreamError as error:
             if self._failure is not None:
                 raise self._failure from None
@@ -72,23 +77,22 @@ class Relay:
             await downstream.start(status, headers, chunk, more=False)
         return self._look_at_end(status, headers)
 
-    def _pass_on(self) -> bool:
+    def _pass_on(self, piece: bytes) -> bool:
         """A piece has arrived while the task waits for one; False: the task has to take it, and wait for the client."""
-        connection = self._downstream.connection
+        downstream = self._downstream
+        connection = downstream.connection
         if connection is None or not connection.writable:
             return False
-        piece = self._response.take()
-        if piece:
-            self._last.append(piece)
-            try:
-                if self._plain:
-                    connection.write(piece, more=True)
-                    self._downstream.sent_bytes += len(piece)
-                else:
-                    self._downstream.write_now(piece)
-            except Exception as error:  # noqa: BLE001 - the task that waits raises it, as if it had written
-                self._failure = error
-                self._response.abort()
+        self._last.append(piece)
+        try:
+            if self._plain:
+                connection.write(piece, more=True)
+                downstream.sent_bytes += len(piece)
+            else:
+                downstream.write_now(piece)
+        except Exception as error:  # noqa: BLE001 - the task that waits raises it, as if it had written
+            self._failure = error
+            self._response.abort()
         return True
 
     def _look_at_end(self, status: int, headers: Headers) -> UpstreamError | None:
@@ -98,7 +102,7 @@ class Relay:
                 self._read_usage(self._tail(), None)
             return None
         tail = self._last[0] if len(self._last) == 1 else self._tail()
-        if status == 200 and (reported := error_status(tail)) is not None:
+        if status == 200 and ERROR_MARK in tail and (reported := error_status(tail)) is not None:
             if reported >= 500:  # else a client's mistake, found late
                 outcome.end = "engine_error"
             return EngineReportedError("the engine ended its stream with an error event", status=reported)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Self
 
-import httpx
-
 from kvproxy.clients.vllm import VllmClient
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.upstream.pool import UpstreamPool
-from kvproxy.upstream.transport import PoolTransport
+from kvproxy.upstream.transport import HttpClients
 
 
 class Engines:
@@ -20,37 +18,25 @@ class Engines:
     """
 
     def __init__(self, pool: UpstreamPool, *, timeout_s: float, tokenizer_url: str = "") -> None:
-        self._pool = pool
+        self.http = HttpClients(pool)
         self._timeout_s = timeout_s
-        self._http: dict[tuple[str, bool, str], httpx.AsyncClient] = {}
         self._clients: dict[Endpoint, VllmClient] = {}
         self._unable: set[Endpoint] = set()  # answered that they cannot tokenize
-        self._tokenizer = VllmClient(self.http(), tokenizer_url, timeout_s=timeout_s) if tokenizer_url else None
+        self._tokenizer = VllmClient(self.http.client(), tokenizer_url, timeout_s=timeout_s) if tokenizer_url else None
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for client in self._http.values():
-            await client.aclose()
-
-    def http(self, ca_file: str = "", insecure: bool = False, server_name: str = "") -> httpx.AsyncClient:
-        """The client for origins verified this way."""
-        verified = (ca_file, insecure, server_name)
-        client = self._http.get(verified)
-        if client is None:
-            transport = PoolTransport(self._pool, ca_file=ca_file, insecure=insecure, server_name=server_name)
-            client = self._http[verified] = httpx.AsyncClient(transport=transport, trust_env=False)
-        return client
+        await self.http.aclose()
 
     def client(self, endpoint: Endpoint) -> VllmClient:
         """The engine's API, with the endpoint's own credential and no other."""
         client = self._clients.get(endpoint)
         if client is None:
             origin, key = endpoint.origin, endpoint.authorization
-            http = self.http(origin.ca_file, origin.insecure, origin.server_name)
             authorization = key.decode("latin-1") if key else None
-            client = VllmClient(http, str(origin), authorization, timeout_s=self._timeout_s)
+            client = VllmClient(self.http.client(origin), str(origin), authorization, timeout_s=self._timeout_s)
             self._clients[endpoint] = client
         return client
 

@@ -18,7 +18,7 @@ from kvproxy.kvcache.engines import Engines
 from kvproxy.kvcache.feedback.predictions import PredictionFeedback
 from kvproxy.kvcache.metrics_scraper import MetricsScraper
 from kvproxy.kvcache.overlap.facts import RequestFacts, Result
-from kvproxy.kvcache.overlap.kv_event_streams import utc_seconds
+from kvproxy.kvcache.overlap.kv_event_streams import EventStreams, utc_seconds
 from kvproxy.kvcache.overlap.sources import OverlapSources
 from kvproxy.kvcache.snapshot.restart import warm_restart
 from kvproxy.kvcache.state import CacheState
@@ -33,7 +33,8 @@ class KvCache:
 
     For each request: `gather` at once, `look_up` if the facts want it, `placed` for each attempt, `finished` exactly
     once. None of them raises for a request's sake, and none fails one. A `state` that an earlier service uses, which
-    may still run, goes on where that one is; without one it begins empty, or with the snapshot. Making it has no effect
+    may still run, goes on where that one is; without one it begins empty, or with the snapshot. `streams` are run by
+    their owner, and by the service itself where there are none. Making it has no effect
     on anything else: `show` binds the gauges, once it is this service that counts.
     """
 
@@ -48,6 +49,7 @@ class KvCache:
         rng: random.Random | None = None,
         sample_host: Callable[[], HostUse] = signals.sample_host,
         state: CacheState | None = None,
+        streams: EventStreams | None = None,
     ) -> None:
         self.settings = settings
         self.clusters = clusters
@@ -62,6 +64,7 @@ class KvCache:
             clusters=clusters,
             engines=self._engines,
             breakers=self.breakers,
+            streams=streams,
             metrics=metrics,
             clock=clock,
         )
@@ -80,6 +83,7 @@ class KvCache:
         self.actions = StrategyRunner(
             settings,
             hotness=self.state.hotness(settings),
+            record=self.state.action_record(settings),
             tokens=self.overlap.tokens,
             lookups=self.overlap.lookups,
             breakers=self.breakers,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.kvcache_schema import KvCacheSettings, TokenCacheSettings
 from kvproxy.kvcache.actions.hotness import Hotness
+from kvproxy.kvcache.actions.strategies import ActionRecord
 from kvproxy.kvcache.feedback.prediction_stats import PredictionStats
 from kvproxy.kvcache.feedback.token_counts import BytesPerToken, HitRatioStats
 from kvproxy.kvcache.overlap.indexes import IndexState
@@ -20,7 +21,8 @@ from kvproxy.types import Clock
 class CacheState:
     """Two services may share one for a while: the one that drains and the one that follows on it.
 
-    Heat of message prefixes and token memory are kept as long as their bounds in the settings stay the same.
+    Heat of message prefixes and token memory are kept as long as their bounds in the settings stay the same; what was
+    done at an LMCache, as long as it is that one.
     """
 
     predictions: PredictionStats
@@ -30,6 +32,7 @@ class CacheState:
     present: dict[str, Mapping[str, Endpoint]] = field(default_factory=dict)  # by cluster, at the last scrape
     fresh: bool = True  # no service has run with it: a snapshot may still fill it
     _hotness: tuple[object, Hotness] | None = None
+    _record: tuple[str, ActionRecord] | None = None
     _tokens: tuple[TokenCacheSettings, TokenMemory] | None = None
 
     @classmethod
@@ -51,6 +54,12 @@ class CacheState:
             window_s, records, keys = bounds
             self._hotness = (bounds, Hotness(window_s=window_s, max_records=records, max_keys=keys))
         return self._hotness[1]
+
+    def action_record(self, settings: KvCacheSettings) -> ActionRecord:
+        """What stands at the LMCache of these settings."""
+        if self._record is None or self._record[0] != settings.lmcache_endpoint:
+            self._record = (settings.lmcache_endpoint, ActionRecord())
+        return self._record[1]
 
     def token_memory(self, settings: TokenCacheSettings, clock: Clock) -> TokenMemory:
         """Tokens of prompts by message prefix."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from kvproxy.listener.response_head import encode_head
@@ -113,8 +113,9 @@ class RequestCycle:
 
     # what the connection says
 
-    def body_arrived(self, pieces: list[bytes], size_bytes: int) -> None:
-        """Held until the app takes it; nothing of it once the response is complete."""
+    def body_arrived(self, pieces: Sequence[bytes], size_bytes: int, *, ended: bool = False) -> None:
+        """Held until the app takes it; nothing of it once the response is complete. `ended`: so is the request."""
+        self.body_complete = ended
         if self.response_complete:
             self._connection.unwanted(size_bytes)
             return
@@ -122,12 +123,6 @@ class RequestCycle:
         self._buffered_bytes += size_bytes
         if self._buffered_bytes > HIGH_WATER_BYTES:
             self._connection.pause_reading()
-        if self._connection.waiters:
-            self._connection.wake()
-
-    def body_ended(self) -> None:
-        """The request is complete."""
-        self.body_complete = True
         if self._connection.waiters:
             self._connection.wake()
 
@@ -146,7 +141,8 @@ class RequestCycle:
         if not self.body_complete or self._body_taken or self.disconnected:
             return None
         self._body_taken = True
-        return self._take_pieces()
+        pieces = self._pieces
+        return pieces.pop() if len(pieces) == 1 and not self._connection.reading_paused else self._take_pieces()
 
     def on_disconnect(self, callback: Callable[[], None] | None) -> None:
         self._on_disconnect = callback
@@ -158,17 +154,39 @@ class RequestCycle:
     ) -> None:
         if self.disconnected:
             return
-        if self.response_started:
-            raise RuntimeError("the response has started already")
         self._start(status, headers)
-        self._write(first_piece, more=more)
+        self.write(first_piece, more=more)
 
     def write(self, piece: bytes, *, more: bool) -> None:
         if self.disconnected:
             return
         if self.response_complete or not self.response_started:
             raise RuntimeError("the response is complete" if self.response_complete else "the response has no head")
-        self._write(piece, more=more)
+        left_bytes = self._left_bytes
+        if left_bytes is not None and not self._bodiless:
+            self._left_bytes = left_bytes = left_bytes - len(piece)
+            if left_bytes < 0 or (left_bytes and not more):
+                raise RuntimeError("the response body is not as long as its content-length")
+        head, self._head = self._head, b""
+        if self._bodiless:
+            piece = b""
+        end = b""
+        if self._chunked:
+            end = b"" if more else b"0\r\n\r\n"
+            if piece:
+                head = b"%b%x\r\n" % (head, len(piece))
+                end = b"\r\n" + end
+        if len(piece) > _JOINED_BYTES and (head or end):
+            self._connection.transport.writelines((head, piece, end))
+        elif end:
+            self._connection.transport.write(b"%b%b%b" % (head, piece, end))
+        elif head or piece:
+            self._connection.transport.write(head + piece)
+        if not more:
+            self.response_complete = True
+            if self._connection.waiters:
+                self._connection.wake()
+            self._connection.response_ended(self)
 
     async def drain(self) -> None:
         while not self.writable:
@@ -199,8 +217,6 @@ class RequestCycle:
         elif kind != "http.response.start":
             raise RuntimeError(f"unexpected ASGI message {kind!r}")
         elif not self.disconnected:
-            if self.response_started:
-                raise RuntimeError("the response has started already")
             self._start(message["status"], message.get("headers", ()))
             self._connection.loop.call_soon(self._flush_head)
 
@@ -219,6 +235,8 @@ class RequestCycle:
             self._connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def _start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        if self.response_started:
+            raise RuntimeError("the response has started already")
         if self._expects_continue and not self.body_complete:
             self.keep_alive = False  # the client may send its body now or not: what follows could be either
         self._expects_continue = False
@@ -236,37 +254,6 @@ class RequestCycle:
         head, self._head = self._head, b""
         if head:
             self._connection.transport.write(head)
-
-    def _write(self, piece: bytes, *, more: bool) -> None:
-        left_bytes = self._left_bytes
-        if left_bytes is not None and not self._bodiless:
-            self._left_bytes = left_bytes = left_bytes - len(piece)
-            if left_bytes < 0 or (left_bytes and not more):
-                raise RuntimeError("the response body is not as long as its content-length")
-        head, self._head = self._head, b""
-        if self._bodiless:
-            piece = b""
-        if self._chunked:
-            self._write_chunk(head, piece, more=more)
-        elif len(piece) > _JOINED_BYTES and head:
-            self._connection.transport.writelines((head, piece))
-        elif head or piece:
-            self._connection.transport.write(head + piece)
-        if not more:
-            self.response_complete = True
-            if self._connection.waiters:
-                self._connection.wake()
-            self._connection.response_ended(self)
-
-    def _write_chunk(self, head: bytes, piece: bytes, *, more: bool) -> None:
-        end = b"" if more else b"0\r\n\r\n"
-        if len(piece) > _JOINED_BYTES:
-            parts = (b"%b%x\r\n" % (head, len(piece)), piece, b"\r\n" + end)
-            self._connection.transport.writelines(parts)
-        elif piece:
-            self._connection.transport.write(b"%b%x\r\n%b\r\n%b" % (head, len(piece), piece, end))
-        elif head or end:
-            self._connection.transport.write(head + end)
 
     def _break_off(self, scope: Any) -> None:
         """The app returned too early: after a head on purpose, since only a broken connection tells the client then."""

@@ -6,6 +6,7 @@ No I/O and no clock, so that a fuzzer can drive it.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any, Protocol
 from urllib.parse import unquote
@@ -42,12 +43,8 @@ class BadRequest(Exception):
 class BodySink(Protocol):
     """Where the body of one request goes."""
 
-    def body_arrived(self, pieces: list[bytes], size_bytes: int) -> None:
-        """Pieces of it, to be copied out of the list."""
-        ...
-
-    def body_ended(self) -> None:
-        """The request is complete."""
+    def body_arrived(self, pieces: Sequence[bytes], size_bytes: int, *, ended: bool = False) -> None:
+        """Pieces of it, to be copied out of a list; `ended`: nothing follows them, and the request is complete."""
         ...
 
 
@@ -180,11 +177,8 @@ class RequestParser:
     def on_message_complete(self) -> None:
         if self._parser.should_upgrade():
             return
-        if self._arrived:
-            self._hand_over()
-        sink, self._sink = self._sink, None
-        assert sink is not None
-        sink.body_ended()
+        self._hand_over(ended=True)
+        self._sink = None
 
     # the parts
 
@@ -222,13 +216,13 @@ class RequestParser:
             raise BadRequest(HTTPStatus.BAD_REQUEST, f"over {MAX_FRAMING_BYTES} bytes that are no body in a body")
         self._framing_bytes = max(0, framing) if self._fair_bytes else self._framing_bytes + framing
 
-    def _hand_over(self) -> None:
+    def _hand_over(self, *, ended: bool = False) -> None:
         """Gives the parts of a body that were parsed to its sink."""
         arrived = self._arrived
         size_bytes = sum(map(len, arrived))
         self._fair_bytes += size_bytes + len(arrived) * _CHUNK_FRAMING_BYTES
         assert self._sink is not None
-        self._sink.body_arrived(arrived, size_bytes)
+        self._sink.body_arrived(arrived, size_bytes, ended=ended)
         arrived.clear()
 
     def _execute(self, data: bytes | memoryview) -> None:
@@ -305,9 +299,7 @@ class RequestParser:
         self._patience = _PATIENCE
         assert self._opener is not None
         sink = self._opener.open_request(scope, keep_alive=True, expects_continue=False)
-        if size_bytes:
-            sink.body_arrived([data[body_at:]], size_bytes)
-        sink.body_ended()
+        sink.body_arrived((data[body_at:],) if size_bytes else (), size_bytes, ended=True)
         return True
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from http import HTTPStatus
+from operator import itemgetter
 
 from kvproxy.request.error_reply import error_body
 from kvproxy.types import Headers
 
 _TOKEN = b"!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyz"
 _HEAD = b"\r\n\t " + bytes(range(0x21, 0x7F)) + bytes(range(0x80, 0x100))
+_NAME = itemgetter(0)
 _PHRASES = {status.value: status.phrase.encode("ascii") for status in HTTPStatus}
 _STATUS_LINES = {status: b"HTTP/1.1 %d %b" % (status, _PHRASES.get(status, b"")) for status in range(200, 600)}
 
@@ -24,7 +26,7 @@ def encode_head(
     a value that no response may have.
     """
     fields = list(headers)
-    names = [name for name, _ in fields]
+    names = list(map(_NAME, fields))
     if b"".join(names).translate(None, _TOKEN):  # a capital letter, or none that a name may have
         fields = [(name.lower(), value) for name, value in fields]
         names = [name for name, _ in fields]

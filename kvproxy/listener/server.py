@@ -14,6 +14,7 @@ from typing import Any
 
 import uvicorn
 
+from kvproxy.background_task import cancel_tasks
 from kvproxy.config.schema import ListenerTls
 from kvproxy.errors import ConfigError, Problem
 from kvproxy.listener.limits import ListenerLimits
@@ -69,9 +70,7 @@ class _Server(uvicorn.Server):
         for connection in list(state.connections):
             connection.transport.abort()
         await self._quiet(self._cut_grace_s, asyncio.Event())  # their apps see the disconnect and end by themselves
-        for task in list(state.tasks):
-            task.cancel()
-        await asyncio.gather(*state.tasks, return_exceptions=True)
+        await cancel_tasks(state.tasks)
         for server in self.servers:
             await server.wait_closed()
 

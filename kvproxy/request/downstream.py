@@ -120,7 +120,10 @@ class Downstream:
             await self._send({"type": "http.response.start", "status": status, "headers": headers})
             self.status = status
             await self._send({"type": "http.response.body", "body": piece, "more_body": more})
-        self._count(piece, more=more)
+        self.sent_bytes += len(piece)
+        self.complete = not more
+        if piece and "body_piece" in self.exchange.hooks:
+            self._tell(piece)
 
     async def write(self, piece: bytes, *, more: bool) -> None:
         """The next piece of the body."""
@@ -131,15 +134,17 @@ class Downstream:
             connection.write(piece, more=more)
         else:
             await self._send({"type": "http.response.body", "body": piece, "more_body": more})
-        self._count(piece, more=more)
+        self.sent_bytes += len(piece)
+        self.complete = not more
+        if piece and "body_piece" in self.exchange.hooks:
+            self._tell(piece)
 
     def write_now(self, piece: bytes) -> None:
         """A piece that is not the last one; only where `connection` is writable."""
         assert self.connection is not None
         self.connection.write(piece, more=True)
         self.sent_bytes += len(piece)
-        if self._follows and "body_piece" in self.exchange.hooks:
-            notify(RequestObserver.body_piece, self.exchange, piece)
+        self._tell(piece)
 
     async def send(self, message: Message) -> None:
         """ASGI's send, for the app behind."""
@@ -151,7 +156,11 @@ class Downstream:
         else:
             await self._send(message)
             if message["type"] == "http.response.body":
-                self._count(message.get("body", b""), more=message.get("more_body", False))
+                piece = message.get("body", b"")
+                self.sent_bytes += len(piece)
+                self.complete = not message.get("more_body", False)
+                if piece:
+                    self._tell(piece)
 
     def end(self, crash: str) -> None:
         """The filters of this segment are through with the request."""
@@ -166,8 +175,6 @@ class Downstream:
             notify(RequestObserver.response_started, self.exchange, status, headers)
         return headers
 
-    def _count(self, piece: bytes, *, more: bool) -> None:
-        self.sent_bytes += len(piece)
-        self.complete = not more
-        if piece and self._follows and "body_piece" in self.exchange.hooks:
+    def _tell(self, piece: bytes) -> None:
+        if self._follows and "body_piece" in self.exchange.hooks:
             notify(RequestObserver.body_piece, self.exchange, piece)

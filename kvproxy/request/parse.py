@@ -167,7 +167,8 @@ class _Reader:
     def read(self, body: bytes, session: str) -> InferenceRequest:
         """Everything, at once. Raises what a decoder raises, and _TooMany."""
         data = self._decode(body) if len(body) <= _LISTED_BYTES else self._decode_large(body)
-        return self._request(data, Prompt(self._shape(data), self._parts(data)), session)
+        shape = b"" if self._shapes(data) == self._unshaped else self._shape(data)
+        return self._request(data, Prompt(shape, self._parts(data)), session)
 
     def scan(
         self, body: bytes, session: str, also: Callable[[str], bool] = _none
@@ -211,17 +212,16 @@ class _Reader:
 
     def _shape(self, data: _Common) -> bytes:
         """NUL never occurs in JSON, so it ends a field without doubt."""
-        shapes = self._shapes(data)
-        if shapes == self._unshaped:
-            return b""
         pieces = []
-        for prefix, raw in zip(self._shaping.values(), shapes, strict=True):
+        for prefix, raw in zip(self._shaping.values(), self._shapes(data), strict=True):
             if raw is not _NO_RAW and (value := bytes(raw)) != b"null":
                 pieces.append(prefix + value + b"\0")
         return b"".join(pieces)
 
     def _parts(self, data: _Common) -> tuple[bytes, ...]:
         if self._listed and (messages := getattr(data, self._listed)):
+            if type(messages) is list and len(messages) <= MAX_PARTS:
+                return tuple(map(bytes, messages))
             return _as_parts(messages)
         value = bytes(getattr(data, self._single)) if self._single else b""
         if value in (b"", b"null"):

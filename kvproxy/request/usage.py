@@ -210,7 +210,8 @@ def _sum(counts: Iterable[int | None]) -> int:
 def _merge(last: _Usage, first: _Usage) -> Usage:
     cached = last.cached()
     if last.prompt_tokens is not None and first is _NOTHING:  # OpenAI's, nearly all there are
-        return Usage(last.prompt_tokens, _most(cached, last.prompt_tokens), last.completion_tokens)
+        whole = last.prompt_tokens
+        return Usage(whole, whole if cached is not None and cached > whole else cached, last.completion_tokens)
     cached = _either(cached, first.cached())
     completion = _either(last.completion_tokens, _either(last.output_tokens, first.output_tokens))
     prompt = _either(last.prompt(), first.prompt())

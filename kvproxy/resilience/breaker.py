@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from enum import StrEnum
 
+import msgspec
 import pybreaker
 
 from kvproxy.config.cluster_schema import BreakerSettings
@@ -26,35 +27,32 @@ class BreakerState(StrEnum):
     HALF_OPEN = pybreaker.STATE_HALF_OPEN
 
 
-class Permit:
+class Permit(msgspec.Struct, eq=False):
     """Leave to make one call. The first of its three methods that is called settles it; later ones change nothing.
 
     An outcome that arrives after the breaker changed its state belongs to a past era and counts nothing.
     """
 
-    __slots__ = ("_breaker", "_era")
-
-    def __init__(self, breaker: Breaker, era: int) -> None:
-        self._breaker: Breaker | None = breaker
-        self._era = era
+    breaker: Breaker | None  # None: settled
+    era: int
 
     def success(self) -> None:
         """Record that the call was answered."""
-        if (breaker := self._breaker) is not None:
-            self._breaker = None
-            breaker._settle(self._era, True)
+        if (breaker := self.breaker) is not None:
+            self.breaker = None
+            breaker._settle(self.era, True)
 
     def failure(self) -> None:
         """Record that the call failed through its target."""
-        if (breaker := self._breaker) is not None:
-            self._breaker = None
-            breaker._settle(self._era, False)
+        if (breaker := self.breaker) is not None:
+            self.breaker = None
+            breaker._settle(self.era, False)
 
     def cancelled(self) -> None:
         """Record that the call ended without a word about its target."""
-        if (breaker := self._breaker) is not None:
-            self._breaker = None
-            breaker._settle(self._era, None)
+        if (breaker := self.breaker) is not None:
+            self.breaker = None
+            breaker._settle(self.era, None)
 
 
 class Breaker:
@@ -88,6 +86,7 @@ class Breaker:
 
     def reconfigure(self, settings: BreakerSettings) -> None:
         """Apply other bounds; state and count stay."""
+        # Kept over a reload: a new breaker would send requests to an engine known to be down, and lose the permits out.
         self._settings = settings
         self._circuit.fail_max = settings.failure_threshold
 

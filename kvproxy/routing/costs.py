@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from random import Random
 
-from kvproxy.routing.load import prefill_s
+from kvproxy.routing.load import Features, prefill_s
 from kvproxy.routing.policy import Candidate, OverlapFacts
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import EndpointId
@@ -35,19 +35,19 @@ def least_loaded(candidates: Sequence[Candidate], rng: Random) -> int:
     return index
 
 
-def own_s(facts: OverlapFacts, endpoint: EndpointId, speeds: SpeedModel) -> float:
+def own_s(facts: OverlapFacts, endpoint: EndpointId, seconds: Features) -> float:
     """Pooled prefill seconds of a request on one endpoint once it begins, lower tiers brought up included."""
     overlap, prompt = facts.by_endpoint.get(endpoint), facts.prompt_tokens
     if overlap is None:
-        return prefill_s(prompt, 0, 0, speeds.seconds)
+        return prefill_s(prompt, 0, 0, seconds)
     lower = overlap.lower_tokens
     matched = min(overlap.device_tokens + lower, prompt)
-    return prefill_s(prompt - matched, matched, min(lower, matched), speeds.seconds)
+    return prefill_s(prompt - matched, matched, min(lower, matched), seconds)
 
 
 def least_own_s(facts: OverlapFacts, candidates: Sequence[Candidate], speeds: SpeedModel) -> float:
     """The same where most is cached: what the router queue orders by."""
-    return min(own_s(facts, candidate.id, speeds) for candidate in candidates)
+    return min(own_s(facts, candidate.id, speeds.seconds) for candidate in candidates)
 
 
 def least_wait_s(candidates: Sequence[Candidate], speeds: SpeedModel, now: float) -> float:

@@ -115,6 +115,7 @@ class FairQueue(Generic[ItemT]):
 
     def reconfigure(self, settings: QueueSettings) -> None:
         """Other bounds and another order from now on. Requests that wait stay, also beyond a smaller limit."""
+        # Kept over a reload: each ticket is held by a request that waits, and what tenants were granted counts on.
         shift = settings.ageing - self.settings.ageing
         self.settings = settings
         if shift:

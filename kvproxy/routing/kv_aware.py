@@ -22,11 +22,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from random import Random
-from typing import cast
+
+import msgspec
 
 from kvproxy.config.policy_schema import KvAwareSettings
 from kvproxy.routing.costs import least, own_s
-from kvproxy.routing.load import NO_WORK, Features, prefill_s
+from kvproxy.routing.load import Features, prefill_s
 from kvproxy.routing.policy import Candidate, Choice, OverlapFacts, PickRequest, Policy
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.routing.traffic import ArrivalStats, EndpointArrivals, Utilisation
@@ -38,20 +39,16 @@ MAX_KAPPA = 9.0
 #: A request that takes under this share of the time it would take elsewhere is bound to its endpoint.
 BOUND_BELOW = 0.5
 
-#: What a choice has for the placement that may follow: the most tokens that another candidate holds, and the arrivals
-#: that were brought up to date.
-_Notes = tuple[int, Mapping[EndpointId, EndpointArrivals]]
-
-#: In a pool of so many candidates a choice takes speeds of at most TICK_S ago: what was worked out of an endpoint whose
-#: load did not change stands until then.
+#: In a pool of so many candidates a choice goes by the speeds of a placement at most TICK_S ago: what was worked out of
+#: an endpoint whose load did not change stands until then.
 LARGE = 32
 TICK_S = 0.02
 
 
 class _Pool:
-    """One set of candidates by columns, and the speeds that choices among them go by."""
+    """One set of candidates by columns."""
 
-    __slots__ = ("at", "candidates", "ids", "index_of", "loads", "seconds", "slowness", "speeds", "weights")
+    __slots__ = ("candidates", "ids", "index_of", "loads", "weights")
 
     def __init__(self, candidates: Sequence[Candidate]) -> None:
         self.candidates = candidates
@@ -59,10 +56,25 @@ class _Pool:
         self.loads = [candidate.load for candidate in candidates]
         self.weights = [candidate.weight for candidate in candidates]
         self.index_of = {endpoint: index for index, endpoint in enumerate(self.ids)}
-        self.speeds: SpeedModel | None = None
-        self.at = 0.0  # when the speeds were asked for
-        self.seconds: Features = NO_WORK
-        self.slowness: Sequence[float] = ()
+
+
+class _Speeds(msgspec.Struct, frozen=True):
+    """The speeds of one pool at one moment."""
+
+    pool: _Pool
+    model: SpeedModel
+    at: float
+    seconds: Features
+    slowness: Sequence[float]
+
+
+class _CostedChoice(Choice, frozen=True, kw_only=True):
+    """With what the placement that may follow counts and remembers."""
+
+    own_s: float  # pooled seconds of the request's prefill where it goes
+    bound: bool  # it would take much longer elsewhere
+    speeds: _Speeds
+    arrivals: Sequence[EndpointArrivals]
 
 
 class KvAware(Policy):
@@ -86,105 +98,104 @@ class KvAware(Policy):
         self.utilisation = Utilisation()
         self.arrivals = ArrivalStats()
         self._pool: _Pool | None = None  # of the latest candidates
+        self._latest: _Speeds | None = None  # of the latest placement, where it was in a large pool
 
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
-        facts, settings, pool = request.facts, self.settings, self._pool_of(candidates, now)
-        seconds, count = pool.seconds, len(pool.ids)
-        owns, held = self._own_s(facts, pool)
-        waits = [load.wait_s(seconds, slowness, now) for load, slowness in zip(pool.loads, pool.slowness, strict=True)]
-        crowding, congestion = self._delayed_per_s(now)
-        delayed = (settings.kappa or 0.0) + min(MAX_KAPPA, congestion * sum(waits) / count)
-        stall, foresight = settings.stall, settings.foresight
-        arrivals, renewed = self.arrivals.estimate(pool.ids, waits, now)
-        costs = [
-            (
-                wait
-                + own * (slowness + stall * load.in_flight)
-                + own
-                * (
-                    delayed
-                    + (
-                        bound
-                        if (bound := crowding * past.bound_per_s * (wait + 0.5 * slowness * own)) < MAX_KAPPA
-                        else MAX_KAPPA
-                    )
-                )
-                + foresight * past.usual_wait_s
-            )
-            / weight
-            for wait, own, slowness, load, past, weight in zip(
-                waits, owns, pool.slowness, pool.loads, arrivals, pool.weights, strict=True
-            )
-        ]
+        facts, settings = request.facts, self.settings
+        speeds = self._speeds_of(candidates, now)
+        pool, seconds, slowness = speeds.pool, speeds.seconds, speeds.slowness
+        owns, held = self._own_s(facts, pool, seconds)
+        waits = []  # loops, not comprehensions: these are functions of their own to Python 3.11, with cells for names
+        for load, slow in zip(pool.loads, slowness, strict=True):
+            waits.append(load.wait_s(seconds, slow, now))
+        arrivals = self.arrivals.estimate(pool.ids, waits, now)
+        crowding, delayed, stall, foresight = 0.0, settings.kappa, settings.stall, settings.foresight
+        if delayed is None:
+            rho, arrivals_per_s = self.utilisation.rates(now)
+            idle = 1.0 - rho
+            crowding = settings.crowding / idle
+            delayed = settings.congestion * arrivals_per_s / idle * sum(waits) / len(waits)
+            if delayed > MAX_KAPPA:
+                delayed = MAX_KAPPA
+        costs = []
+        columns = zip(waits, owns, slowness, pool.loads, arrivals, pool.weights, strict=True)
+        for wait, own, slow, load, past, weight in columns:
+            bound_s = crowding * past.bound_per_s * (wait + 0.5 * slow * own)
+            kappa = delayed + (bound_s if bound_s < MAX_KAPPA else MAX_KAPPA)
+            cost = wait + own * (slow + stall * load.in_flight) + own * kappa + foresight * past.usual_wait_s
+            costs.append(cost / weight)
         index = least(costs, self._rng)
-        elsewhere = max([tokens for other, tokens in held.items() if other != index], default=0) if held else 0
-        return Choice(index, reason_of(held, index), costs, (elsewhere, renewed))
+        here, elsewhere = 0, 0
+        if held:
+            here, held[index] = held[index], 0
+            elsewhere = max(held)
+        reason = "overlap" if here and here >= elsewhere else "load" if elsewhere else "no_overlap"
+        own = owns[index] if not facts.hot_tokens else own_s(facts, pool.ids[index], seconds)
+        bound = here > 0 and is_bound(own, facts, elsewhere, len(owns), seconds)
+        return _CostedChoice(index, reason, costs, own_s=own, bound=bound, speeds=speeds, arrivals=arrivals)
 
-    def _own_s(self, facts: OverlapFacts, pool: _Pool) -> tuple[list[float], Mapping[int, int]]:
-        """Pooled seconds of the request's own prefill by candidate, and the tokens held by those that hold any."""
-        request_s, token_s, attention_s, lower_s = pool.seconds
-        prompt = facts.prompt_tokens
+    def _own_s(self, facts: OverlapFacts, pool: _Pool, seconds: Features) -> tuple[list[float], list[int]]:
+        """Pooled seconds of the request's own prefill by candidate, hot tokens discounted, and the tokens each holds;
+        empty where none holds any."""
+        request_s, token_s, attention_s, lower_s = seconds
+        prompt, count = facts.prompt_tokens, len(pool.ids)
         hot, saving = min(facts.hot_tokens, prompt), 1.0 - self.settings.hot_discount
         own = request_s + prompt * (token_s + attention_s * (0.5 * prompt))
         if hot > 0:
             own *= 1.0 - saving * hot / prompt
-        owns, held = [own] * len(pool.ids), {}  # most endpoints hold nothing, and are alike in that
+        owns = [own] * count  # most endpoints hold nothing, and are alike in that
+        if not facts.by_endpoint:
+            return owns, []
+        held, index_of, matched, known = [0] * count, pool.index_of, 0, None
         for endpoint, overlap in facts.by_endpoint.items():
-            index = pool.index_of.get(endpoint)
+            index = index_of.get(endpoint)
             if index is None:
                 continue
-            lower = overlap.lower_tokens
-            matched = overlap.device_tokens + lower
-            if matched > prompt:
-                matched = prompt
-            uncached = prompt - matched
-            own = request_s + uncached * (token_s + attention_s * (matched + 0.5 * uncached))
-            if hot > matched:
-                own *= 1.0 - saving * (hot - matched) / uncached
-            if lower:
-                own += lower_s * min(lower, matched)
+            if overlap is not known:  # those that hold as much as each other share one object
+                known, lower = overlap, overlap.lower_tokens
+                matched = overlap.device_tokens + lower
+                if matched > prompt:
+                    matched = prompt
+                uncached = prompt - matched
+                own = request_s + uncached * (token_s + attention_s * (matched + 0.5 * uncached))
+                if hot > matched:
+                    own *= 1.0 - saving * (hot - matched) / uncached
+                if lower:
+                    own += lower_s * min(lower, matched)
             owns[index], held[index] = own, matched
         return owns, held
 
-    def _pool_of(self, candidates: Sequence[Candidate], now: float) -> _Pool:
-        """What choices need of these candidates; of a large pool with speeds of at most `TICK_S` ago."""
-        pool, speeds = self._pool, self.speeds
+    def _speeds_of(self, candidates: Sequence[Candidate], now: float) -> _Speeds:
+        """Those at present; of a large pool those of the latest placement, if that is not long ago."""
+        pool, model, latest = self._pool, self.speeds, self._latest
         if pool is None or pool.candidates is not candidates:
             pool = _Pool(candidates)
             if isinstance(candidates, tuple):  # the same one is the same endpoints, with the same weights
                 self._pool = pool
-        if len(pool.ids) < LARGE or pool.speeds is not speeds or not 0.0 <= now - pool.at < TICK_S:
-            pool.speeds, pool.at = speeds, now
-            pool.seconds, pool.slowness = speeds.seconds, speeds.slowness_of_all(pool.ids, now)
-        return pool
+        elif latest is not None and latest.pool is pool and latest.model is model and 0.0 <= now - latest.at < TICK_S:
+            return latest
+        return _Speeds(pool, model, now, model.seconds, model.slowness_of_all(pool.ids, now))
 
     def placed(
         self, request: PickRequest, candidates: Sequence[Candidate], index: int, now: float, *, choice: Choice | None
     ) -> None:
-        """Count the work towards the pool's utilisation, and the request among those bound to its endpoint if it is."""
-        facts, endpoint = request.facts, candidates[index].id
-        if choice is not None:
-            elsewhere, renewed = cast("_Notes", choice.notes)
-            self.arrivals.update(renewed)
-        else:
-            others = (facts.matched_tokens(other) for other in facts.by_endpoint if other != endpoint)
-            elsewhere = max(others, default=0)
-        own = own_s(facts, endpoint, self.speeds)
-        self.utilisation.add(own, len(candidates), now)
-        if len(candidates) > 1 and own < BOUND_BELOW * prefill_s(
-            facts.prompt_tokens - elsewhere, elsewhere, 0, self.speeds.seconds
-        ):
-            self.arrivals.record_arrival(endpoint)
+        """Count the work towards the pool's utilisation, and the request among those bound to its endpoint if it is.
 
-    def _delayed_per_s(self, now: float) -> tuple[float, float]:
-        """How many of each bound request a second, and how many altogether, a second of backlog delays; none where
-        kappa is constant."""
-        settings = self.settings
-        if settings.kappa is not None:
-            return 0.0, 0.0
-        rho, arrivals_per_s = self.utilisation.rates(now)
-        idle = 1.0 - rho
-        return settings.crowding / idle, settings.congestion * arrivals_per_s / idle
+        What later choices may go by is remembered here and not in `choose`, so that a mere question changes none."""
+        count = len(candidates)
+        if isinstance(choice, _CostedChoice):
+            own, bound, speeds = choice.own_s, choice.bound, choice.speeds
+            self._latest = speeds if count >= LARGE else None
+            self.arrivals.update(speeds.pool.ids, choice.arrivals)
+        else:
+            facts, endpoint = request.facts, candidates[index].id
+            others = [facts.matched_tokens(other) for other in facts.by_endpoint if other != endpoint]
+            seconds = self.speeds.seconds
+            own = own_s(facts, endpoint, seconds)
+            bound = is_bound(own, facts, max(others, default=0), count, seconds)
+        self.utilisation.add(own, count, now)
+        if bound:
+            self.arrivals.record_arrival(candidates[index].id)
 
     def estimates(self, now: float) -> Mapping[str, object]:
         known, (rho, arrivals_per_s) = self.arrivals.known(), self.utilisation.rates(now)
@@ -207,10 +218,7 @@ class KvAware(Policy):
         self._pool = None
 
 
-def reason_of(held: Mapping[int, int], index: int) -> str:
-    """How the choice stands to what is cached, by candidate: `overlap` (none holds more), `load` (one does),
-    `no_overlap`."""
-    best = max(held.values()) if held else 0
-    if best == 0:
-        return "no_overlap"
-    return "overlap" if held.get(index) == best else "load"
+def is_bound(own: float, facts: OverlapFacts, elsewhere: int, count: int, seconds: Features) -> bool:
+    """Whether a request that takes `own` seconds here would take much longer where `elsewhere` tokens are held, one of
+    `count` endpoints."""
+    return count > 1 and own < BOUND_BELOW * prefill_s(facts.prompt_tokens - elsewhere, elsewhere, 0, seconds)

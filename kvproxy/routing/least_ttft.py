@@ -35,7 +35,7 @@ class LeastTtft(Policy):
         for candidate in candidates:
             slowness = speeds.slowness(candidate.id, now)
             wait = candidate.load.wait_s(speeds.seconds, slowness, now)
-            costs.append((wait + slowness * own_s(facts, candidate.id, speeds)) / candidate.weight)
+            costs.append((wait + slowness * own_s(facts, candidate.id, speeds.seconds)) / candidate.weight)
         return Choice(least(costs, self._rng), "lowest_cost", costs)
 
     def estimates(self, now: float) -> Mapping[str, object]:

@@ -12,7 +12,6 @@ passed (`advance`); what it teaches about speeds the engine's own counters have 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
@@ -43,8 +42,8 @@ def features_of(uncached_tokens: float, cached_tokens: float, lower_tokens: floa
 def prefill_s(uncached_tokens: float, cached_tokens: float, lower_tokens: float, seconds: Features) -> float:
     """Time of one request's prefill: `seconds_of(features_of(...), seconds)`, written out for every pick."""
     request_s, token_s, attention_s, lower_s = seconds
-    attention = uncached_tokens * (cached_tokens + uncached_tokens * 0.5)
-    return request_s + uncached_tokens * token_s + attention * attention_s + lower_tokens * lower_s
+    own = request_s + uncached_tokens * (token_s + attention_s * (cached_tokens + 0.5 * uncached_tokens))
+    return own + lower_s * lower_tokens
 
 
 def seconds_of(work: Features, seconds: Features) -> float:
@@ -63,8 +62,7 @@ class OnSample(Protocol):
     def __call__(self, work: Features, busy_s: float, now: float, *, scraped: bool = False) -> None: ...
 
 
-@dataclass(slots=True, eq=False)
-class Reservation:
+class Reservation(msgspec.Struct, eq=False):
     """One request's share of an endpoint's load. Settled exactly once, on every exit."""
 
     uncached_tokens: int
@@ -110,17 +108,16 @@ class EndpointLoad:
 
     __slots__ = (
         "_anchor",
-        "_asked_seconds",
-        "_asked_slowness",
         "_begun",
         "_done",
         "_head",
+        "_head_s",
         "_last",
         "_pending",
         "_presumed",
-        "_progress_s",
-        "_whole_s",
+        "_priced_at",
         "_work",
+        "_work_s",
         "hidden_requests",
         "in_flight",
         "on_sample",
@@ -142,12 +139,11 @@ class EndpointLoad:
         self._anchor = 0.0  # when the open sample's work began
         self._last = 0.0  # the latest first token, or when work began
         self._begun = 0.0  # when the engine began with the oldest pending request, as far as is known
-        # The latest answer's parts, until the pending work changes: of a large pool most endpoints are asked again
-        # before it does.
-        self._asked_seconds: Features | None = None
-        self._asked_slowness = 0.0
-        self._whole_s = 0.0
-        self._progress_s = 0.0
+        # What `_work` and `_head` take at these seconds, until the pending work changes: most endpoints are asked again
+        # before it does. None: not worked out.
+        self._priced_at: Features | None = None
+        self._work_s = 0.0
+        self._head_s = 0.0
 
     @property
     def pending_requests(self) -> int:
@@ -174,13 +170,19 @@ class EndpointLoad:
         self.in_flight += 1
         self.pending_tokens += uncached_tokens
         self.resident_tokens += uncached_tokens + cached_tokens
-        if not self._pending:
-            self._anchor = self._last = self._begun = now
-            self._work = self._done = self._presumed = NO_WORK  # also ends the drift of adding and subtracting floats
         self.hidden_requests += hidden
-        work = self._pending[reservation] = reservation.features
-        self._work = sum_of(self._work, work)
-        self._head = self._asked_seconds = None
+        work = (1.0, uncached_tokens, uncached_tokens * (cached_tokens + uncached_tokens * 0.5), lower_tokens)
+        pending, head = self._pending, self._head
+        if pending:
+            self._work = sum_of(self._work, work)
+            if head is not None and head[1] < HEAD_TOKENS and head[0] < HEAD_REQUESTS:  # it has all that is pending
+                self._head = sum_of(head, work)
+        else:
+            self._anchor = self._last = self._begun = now
+            self._done = self._presumed = NO_WORK
+            self._work = self._head = work  # not a sum: ends the drift of adding and subtracting floats
+        pending[reservation] = work
+        self._priced_at = None
         return reservation
 
     def first_token(self, reservation: Reservation, now: float) -> None:
@@ -220,17 +222,19 @@ class EndpointLoad:
             return 0.0
         if self.hidden_requests:
             return self.backlog(seconds, slowness, now).wait_s(seconds, slowness)
-        if self._asked_seconds is not seconds or self._asked_slowness != slowness:
-            self._asked_seconds, self._asked_slowness = seconds, slowness
+        if self._priced_at is not seconds:
+            self._priced_at = seconds
             a, b, c, d = seconds  # not seconds_of: this runs for every endpoint of every pick
-            p, q, r, s = self._work
-            self._whole_s = slowness * (p * a + q * b + r * c + s * d)
-            p, q, r, s = self._head or self.head()
-            self._progress_s = MAX_PROGRESS * slowness * (p * a + q * b + r * c + s * d)
-        progress, elapsed = self._progress_s, now - self._begun
+            p, q, r, s = work = self._work
+            self._work_s = self._head_s = p * a + q * b + r * c + s * d
+            head = self._head or self.head()
+            if head is not work:
+                p, q, r, s = head
+                self._head_s = p * a + q * b + r * c + s * d
+        progress, elapsed = MAX_PROGRESS * slowness * self._head_s, now - self._begun
         if elapsed < progress:
             progress = elapsed if elapsed > 0.0 else 0.0
-        wait = self._whole_s - progress
+        wait = slowness * self._work_s - progress
         return wait if wait > 0.0 else 0.0
 
     def backlog(self, seconds: Features | None, slowness: float, now: float) -> Backlog:
@@ -285,8 +289,12 @@ class EndpointLoad:
         if work is not None:
             self.hidden_requests -= reservation.hidden
             self.pending_tokens -= reservation.uncached_tokens
-            self._work = _difference(self._work, work)
-            self._head = self._asked_seconds = None
+            self._head = self._priced_at = None
+            if len(self._pending) == 1:  # exactly what is left, and a sum that needs not be made again
+                (self._work,) = self._pending.values()
+                self._head = self._work
+            else:
+                self._work = _difference(self._work, work)
         return work
 
     def _close_sample(self, ended_at: float, now: float) -> None:
@@ -298,12 +306,12 @@ class EndpointLoad:
 
 def head_of(works: Iterable[Features]) -> Features:
     """What the engine is at once at work on, of pending work with the oldest first."""
-    head = NO_WORK
-    for count, work in enumerate(works, start=1):
-        head = sum_of(head, work)
-        if head[1] >= HEAD_TOKENS or count >= HEAD_REQUESTS:
+    requests = tokens = attention = lower = 0.0
+    for a, b, c, d in works:
+        requests, tokens, attention, lower = requests + a, tokens + b, attention + c, lower + d
+        if tokens >= HEAD_TOKENS or requests >= HEAD_REQUESTS:
             break
-    return head
+    return (requests, tokens, attention, lower)
 
 
 def _difference(a: Features, b: Features) -> Features:

@@ -32,7 +32,7 @@ class Overlap(msgspec.Struct, frozen=True):
     lower_tokens: int = 0  # further contiguous tokens on host or disk tiers
     source: FactSource = FactSource.APPROXIMATE
     age_s: float = 0.0
-    claimed_tokens: int = 0  # what KV events said; more than is counted where earlier claims proved wrong (trust.py)
+    claimed_tokens: int = 0  # what KV events said; more than is counted where earlier claims proved wrong
     backed_tokens: int = 0  # of those, what was routed there says as well
 
     @property
@@ -101,12 +101,13 @@ class Candidate(Protocol):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """The decision: an index into the candidates, why, and what each candidate would have cost (policies that know)."""
+    """The decision: an index into the candidates, why, and what each candidate would have cost (policies that know).
+
+    A policy whose `placed` goes on from what `choose` worked out returns a subclass with that."""
 
     index: int
     reason: str  # one of the policy's `reasons`; a metric label
     costs: Sequence[float] = ()
-    notes: object = None  # of the policy, for its own `placed`
 
 
 class Policy(ABC):

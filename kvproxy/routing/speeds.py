@@ -106,13 +106,14 @@ class SpeedModel:
 
     def slowness_of_all(self, endpoints: Sequence[EndpointId], now: float) -> list[float]:
         """`slowness` of each."""
-        factors, recentred, half_life_s, exp = self._factors, self._recentred, self._half_life_s, math.exp
-        return [
-            1.0
-            if (factor := factors.get(endpoint)) is None
-            else exp((factor.log - recentred) * 0.5 ** ((now - factor.at) / half_life_s))
-            for endpoint in endpoints
-        ]
+        factors, recentred, half_life_s, found = self._factors, self._recentred, self._half_life_s, []
+        for endpoint in endpoints:
+            factor = factors.get(endpoint)
+            if factor is None:
+                found.append(1.0)
+            else:
+                found.append(math.exp((factor.log - recentred) * 0.5 ** ((now - factor.at) / half_life_s)))
+        return found
 
     def observe(
         self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool = False

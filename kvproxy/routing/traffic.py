@@ -47,12 +47,15 @@ class Utilisation:
         """rho, the share of the pool's time that is prefill, at most the ceiling; and requests a second for each
         endpoint. Both over the window under way and the rest of the one before it."""
         started_at, window_s = self._started_at, self._window_s
-        work, work_before, arrived, arrived_before = self._work, self._work_before, self._arrived, self._arrived_before
         if started_at is None or now - started_at >= window_s:
             started_at, work, work_before, arrived, arrived_before = self._at(now)
+        else:
+            work, work_before, arrived, arrived_before = (
+                self._work, self._work_before, self._arrived, self._arrived_before,
+            )  # fmt: skip
         rest = 1.0 - (now - started_at) / window_s
         rho = (work_before * rest + work) / window_s
-        return min(self._ceiling, rho), (arrived_before * rest + arrived) / window_s
+        return rho if rho < self._ceiling else self._ceiling, (arrived_before * rest + arrived) / window_s
 
     def _at(self, now: float) -> tuple[float, float, float, float, float]:
         """A window later than the one under way: its start, work and work before, requests and requests before."""
@@ -84,38 +87,41 @@ class ArrivalStats:
     def __init__(self, *, memory_s: float = 20.0) -> None:
         self._memory_s = memory_s
         self._by_endpoint: dict[EndpointId, EndpointArrivals] = {}
-        self._oldest_at = -math.inf  # of all entries
+        # The latest update: where no entry of it needs a refresh, the next estimate for these endpoints is the same.
+        self._listed: Sequence[EndpointId] = ()
+        self._entries: Sequence[EndpointArrivals] = ()
+        self._oldest_at = -math.inf
 
     def estimate(
         self, endpoints: Sequence[EndpointId], waits_s: Sequence[float], now: float
-    ) -> tuple[list[EndpointArrivals], dict[EndpointId, EndpointArrivals]]:
-        """The past of each up to about `now`, when a prefill would wait so long there; and those of them that were not
-        up to date, for `update`. To be read only."""
+    ) -> Sequence[EndpointArrivals]:
+        """The past of each up to about `now`, when a prefill would wait so long there. To be read only, and given to
+        `update` if a placement follows."""
+        if endpoints is self._listed and now - self._oldest_at < REFRESH_S:
+            return self._entries
         known, memory_s = self._by_endpoint, self._memory_s
-        if now - self._oldest_at < REFRESH_S:
-            present = [known.get(endpoint) for endpoint in endpoints]
-            if None not in present:
-                return present, {}  # type: ignore[return-value]
-        found, renewed = [], {}
+        found = []
         at, keep = now, 1.0
         for endpoint, wait_s in zip(endpoints, waits_s, strict=True):
             past = known.get(endpoint)
             if past is None:
-                past = renewed[endpoint] = EndpointArrivals(0.0, wait_s, now)
+                past = EndpointArrivals(0.0, wait_s, now)
             elif now - past.at >= REFRESH_S:
                 if past.at != at:  # most are of one moment
                     at = past.at
                     keep = math.exp(0.5 * (at - now) / memory_s)
                 usual_wait_s = wait_s + (past.usual_wait_s - wait_s) * keep
-                past = renewed[endpoint] = EndpointArrivals(past.bound_per_s * (keep * keep), usual_wait_s, now)
+                past = EndpointArrivals(past.bound_per_s * (keep * keep), usual_wait_s, now)
             found.append(past)
-        return found, renewed
+        return found
 
-    def update(self, renewed: Mapping[EndpointId, EndpointArrivals]) -> None:
-        """What `estimate` brought up to date stands from now on."""
-        if renewed:
-            self._by_endpoint.update(renewed)
-            self._oldest_at = min([past.at for past in self._by_endpoint.values()])
+    def update(self, endpoints: Sequence[EndpointId], estimated: Sequence[EndpointArrivals]) -> None:
+        """What was estimated for these endpoints stands from now on. Neither sequence is to be changed any more."""
+        if estimated is self._entries:
+            return
+        self._by_endpoint.update(zip(endpoints, estimated, strict=True))
+        self._listed, self._entries = endpoints, estimated
+        self._oldest_at = min([past.at for past in estimated])
 
     def record_arrival(self, endpoint: EndpointId) -> None:
         """A request goes there, now, that would have cost much more elsewhere; nothing to count before an `update`."""
@@ -126,6 +132,7 @@ class ArrivalStats:
     def forget(self, endpoint: EndpointId) -> None:
         """The endpoint left the pool."""
         self._by_endpoint.pop(endpoint, None)
+        self._listed = self._entries = ()
 
     def known(self) -> Mapping[EndpointId, EndpointArrivals]:
         """What stands at present, by endpoint."""

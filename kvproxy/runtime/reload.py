@@ -66,9 +66,9 @@ class Reloader:
 
     async def _forget(self, generation: Generation) -> None:
         self._living.remove(generation)
+        generation.states.release()  # before any wait: a generation built meanwhile must not find what ends here
         needed = [part for other in self._living for part in other.parts]
         await self._end([part for part in generation.parts if part not in needed])
-        generation.states.release()
 
     async def _end(self, parts: list[Part]) -> None:
         for part in reversed(parts):

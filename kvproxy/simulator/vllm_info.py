@@ -175,7 +175,7 @@ async def set_faults(state: VllmState, call: HttpCall) -> None:
     await call.reply_json(dataclasses.asdict(values))
 
 
-async def simulator_state(state: VllmState, call: HttpCall) -> None:
+async def answer_state(state: VllmState, call: HttpCall) -> None:
     """The simulator's own: load, calls a route, latest generations."""
     figures = state.runner.engine.load
     await call.reply_json(

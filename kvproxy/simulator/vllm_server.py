@@ -65,7 +65,7 @@ _HANDLERS: dict[str, dict[str, Handler]] = {
     "/v1/completions/render": {"POST": info.answer_completion_render},
     "/v1/embeddings": {"POST": info.answer_embeddings},
     "/sim/faults": {"POST": info.set_faults},
-    "/sim/state": {"GET": info.simulator_state},
+    "/sim/state": {"GET": info.answer_state},
 }
 
 

@@ -39,19 +39,20 @@ class Owner(Protocol):
 
 
 class IdleTimer:
-    """Calls `on_idle` once nothing was heard for the limit; `start`, `touch` and `stop` cost no timer of the loop.
+    """Calls `on_idle` once nothing was heard for the limit; `start`, `stop` and a new `last` cost no timer of the loop.
 
     A pending loop timer is kept across requests and looks again when it fires, since arming and cancelling one for
     every request costs more than the rest of the bookkeeping together.
     """
 
-    __slots__ = ("_handle", "_last", "_limit_s", "_loop", "_on_idle")
+    __slots__ = ("_handle", "_limit_s", "_loop", "_on_idle", "last")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_idle: Callable[[], None]) -> None:
         self._loop = loop
         self._on_idle = on_idle
+        #: When something was heard last, in the loop's time; set by the connection.
+        self.last = 0.0
         self._limit_s = 0.0
-        self._last = 0.0
         self._handle: asyncio.TimerHandle | None = None
 
     def start(self, limit_s: float) -> None:
@@ -59,17 +60,13 @@ class IdleTimer:
         self._limit_s = limit_s
         if not limit_s:
             return
-        self._last = self._loop.time()
-        due = self._last + limit_s
+        self.last = self._loop.time()
+        due = self.last + limit_s
         if self._handle is not None:
             if self._handle.when() <= due:
                 return
             self._handle.cancel()
         self._handle = self._loop.call_at(due, self._fire)
-
-    def touch(self) -> None:
-        """Something was heard."""
-        self._last = self._loop.time()
 
     def stop(self) -> None:
         """Silence is no longer counted."""
@@ -86,7 +83,7 @@ class IdleTimer:
         self._handle = None
         if not self._limit_s:
             return
-        due = self._last + self._limit_s
+        due = self.last + self._limit_s
         if due > self._loop.time():
             self._handle = self._loop.call_at(due, self._fire)
             return
@@ -122,19 +119,20 @@ class Connection(asyncio.Protocol):
         """Any byte came in answer to the present request."""
         return self._parser.heard
 
-    def send(self, request: WireRequest, timeouts: Timeouts) -> UpstreamResponse:
-        """Sends a request, the part of its body that is not there yet while the response may already come."""
+    def send(self, request: WireRequest, timeouts: Timeouts, *, early: bool = True) -> UpstreamResponse:
+        """Sends a request, the part of its body that is not there yet while the response may already come. `early`: as
+        of the response."""
         self._parser.expect(request.method)
         self._timeouts = timeouts
         self._streaming = False
         self._buffered_bytes = 0
-        self._response = response = UpstreamResponse(self, self._loop)
+        self._response = response = UpstreamResponse(self, self._loop, early=early)
         buffers = request.buffers
         if len(buffers) == 1:
             self._transport.write(buffers[0])
         else:
             self._transport.writelines(buffers)
-        body = request.upload()
+        body = request.upload() if request.body is not None else None
         if body is None:
             self._timer.start(timeouts.first_byte_s)
         else:  # the timer starts when it is sent: until then the client may be the slow one
@@ -159,13 +157,16 @@ class Connection(asyncio.Protocol):
 
     def take(self) -> bytes | None:
         """The body that arrived; reading goes on if a slow reader had stopped it."""
-        if not self._parser.body:
+        body = self._parser.body
+        if not body:
             return None
         self._buffered_bytes = 0
         if self._reading_paused:
             self._resume_reading()
             self._timer.start(self._timeouts.idle_s)
-        return self._parser.drain()
+        data = body[0] if len(body) == 1 else b"".join(body)
+        body.clear()
+        return data
 
     def cancel(self) -> None:
         """Gives the response up and closes at once."""
@@ -199,9 +200,19 @@ class Connection(asyncio.Protocol):
         if parser.complete:
             self._finish(response)
         elif parser.body:
+            pass_on, waiter = response.on_piece, response.waiter
+            if pass_on is not None and waiter is not None and not waiter.done() and not self._reading_paused:
+                self._timer.last = self._loop.time()
+                body = parser.body
+                piece = body[0] if len(body) == 1 else b"".join(body)
+                body.clear()
+                if pass_on(piece):
+                    self._buffered_bytes = 0
+                    return
+                body.append(piece)
             self._body_arrived(len(data))
-            response.arrived()
-        elif parser.head_complete:
+            response.wake()
+        elif parser.head_complete and (response.early or parser.status >= 500):
             response.wake()
 
     def eof_received(self) -> bool:
@@ -245,7 +256,7 @@ class Connection(asyncio.Protocol):
                 self._reading_paused = True
                 self._transport.pause_reading()
         elif self._streaming:
-            self._timer.touch()
+            self._timer.last = self._loop.time()
         else:
             self._streaming = True
             self._timer.start(self._timeouts.idle_s)

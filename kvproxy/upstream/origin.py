@@ -27,7 +27,8 @@ class Origin:
     insecure: bool = False
     server_name: str = ""
     host_header: bytes = field(init=False, repr=False, compare=False)
-    _hash: int = field(init=False, repr=False, compare=False)
+    #: Equal for equal origins. A dictionary of these costs a request less than one of origins, whose hash is Python's.
+    key: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.scheme not in _DEFAULT_PORTS:
@@ -35,13 +36,10 @@ class Origin:
         host = self.server_name or self.host
         name = f"[{host}]" if ":" in host else host
         authority = name if self.port == _DEFAULT_PORTS[self.scheme] else f"{name}:{self.port}"
-        # Set once here, since both are read for every request and the generated hash costs a microsecond.
+        # Set once here, since both are read for every request.
         object.__setattr__(self, "host_header", authority.encode("idna" if not authority.isascii() else "ascii"))
         identity = (self.scheme, self.host, self.port, self.base_path, self.ca_file, self.insecure, self.server_name)
-        object.__setattr__(self, "_hash", hash(identity))
-
-    def __hash__(self) -> int:
-        return self._hash
+        object.__setattr__(self, "key", repr(identity))
 
     @classmethod
     def parse(cls, url: str, *, ca_file: str = "", insecure: bool = False, server_name: str = "") -> Origin:

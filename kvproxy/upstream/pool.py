@@ -47,7 +47,7 @@ class UpstreamPool:
         self._limits = PoolLimits(max_connections, kept, idle_timeout_s, max_waiting)
         self._high_water_bytes = high_water_bytes
         self._clock = clock
-        self._pools: dict[Origin, OriginPool] = {}
+        self._pools: dict[str, OriginPool] = {}  # by `Origin.key`
         self._uploads: set[asyncio.Task[None]] = set()
         self._closed = True
         self._silent_until = -math.inf
@@ -83,24 +83,36 @@ class UpstreamPool:
         return sum(pool.waiting for pool in self._pools.values())
 
     async def request(
-        self, origin: Origin, method: bytes, target: bytes, headers: Headers, body: Body, *, timeouts: Timeouts
+        self,
+        origin: Origin,
+        method: bytes,
+        target: bytes,
+        headers: Headers,
+        body: Body,
+        *,
+        timeouts: Timeouts,
+        early: bool = True,
     ) -> UpstreamResponse:
-        """The response once its head is there; the caller reads it to the end or aborts it.
+        """The response once its head is there; the caller reads it to the end or aborts it. Unless `early`, a part of
+        its body or its end is there too, but for a status of 500 or more.
 
         Host and the framing header are written unless `headers` has them. A connection kept from an earlier request
         that dies before any byte of the response is replaced once, when the body is bytes. Raises UpstreamError's
         kinds, UnsafeRequest before anything was sent, and whatever an iterated body raises.
         """
         request = encode_request(origin, method, target=target, headers=headers, body=body)
-        pool = self._pools.get(origin) or self._new_pool(origin)
+        pool = self._pools.get(origin.key) or self._new_pool(origin)
         connection = pool.acquire_idle()
         kept = connection is not None
         if connection is None:
             connection, kept = await self._acquire(pool, timeouts.connect_s)
         while True:
-            response = connection.send(request, timeouts)
+            response = connection.send(request, timeouts, early=early)
             try:
-                await response.started()
+                await response.changed()
+                if not response.status:
+                    assert response.error is not None
+                    raise response.error
             except UpstreamDisconnected:
                 response.abort()
                 if not kept or connection.heard or not request.replayable or self._closed:
@@ -112,7 +124,7 @@ class UpstreamPool:
                 return response
             if self._replays is not None:
                 self._replays.inc()
-            pool = self._pools.get(origin) or self._new_pool(origin)
+            pool = self._pools.get(origin.key) or self._new_pool(origin)
             pool.make_room()
             connection, _ = await self._acquire(pool, timeouts.connect_s)
             kept = False
@@ -120,12 +132,12 @@ class UpstreamPool:
     def _new_pool(self, origin: Origin) -> OriginPool:
         if self._closed:
             raise ConnectError("the pool is closed")
-        pool = self._pools[origin] = OriginPool(origin, self._limits, clock=self._clock, on_empty=self._forget)
+        pool = self._pools[origin.key] = OriginPool(origin, self._limits, clock=self._clock, on_empty=self._forget)
         return pool
 
     def _forget(self, pool: OriginPool) -> None:
-        if self._pools.get(pool.origin) is pool:
-            del self._pools[pool.origin]
+        if self._pools.get(pool.origin.key) is pool:
+            del self._pools[pool.origin.key]
 
     async def _acquire(self, pool: OriginPool, timeout_s: float) -> tuple[Connection, bool]:
         """A connection for one request, and whether it served others before."""

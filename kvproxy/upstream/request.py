@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from operator import itemgetter
 
 from kvproxy.errors import UnsafeRequest
 from kvproxy.types import Headers
@@ -21,28 +22,30 @@ _JOINED_BYTES = 16 * 1024
 SLICE_BYTES = 1024 * 1024
 
 Body = bytes | AsyncIterator[bytes] | None
+_NAME = itemgetter(0)
+
 Write = Callable[[bytes | memoryview], Awaitable[None]]
 
 
 class WireRequest:
     """One request encoded: `buffers` are written at once; a body that is longer or still on its way is uploaded."""
 
-    __slots__ = ("_body", "buffers", "length_bytes", "method")
+    __slots__ = ("body", "buffers", "length_bytes", "method")
 
     def __init__(self, method: bytes, buffers: tuple[bytes, ...], body: Body, length_bytes: int | None) -> None:
         self.method = method
         self.buffers = buffers
         self.length_bytes = length_bytes  # of the body; None: chunked
-        self._body = body  # what `buffers` do not hold of it
+        self.body = body  # what `buffers` do not hold of it
 
     @property
     def replayable(self) -> bool:
         """The same bytes can be sent a second time."""
-        return self._body is None or isinstance(self._body, bytes)
+        return self.body is None or isinstance(self.body, bytes)
 
     def upload(self) -> AsyncIterator[bytes | memoryview] | None:
         """The body piece by piece, where it does not go with the head."""
-        return _slices(self._body) if isinstance(self._body, bytes) else self._body
+        return _slices(self.body) if isinstance(self.body, bytes) else self.body
 
 
 def encode_request(origin: Origin, method: bytes, *, target: bytes, headers: Headers, body: Body) -> WireRequest:
@@ -73,7 +76,7 @@ def encode_head(
     known. Raises UnsafeRequest for CR, LF, NUL or other controls, for what is not a token where one belongs, and for
     framing headers that contradict the body.
     """
-    names = [name for name, _ in headers]
+    names = list(map(_NAME, headers))
     lines = [b"%b %b%b HTTP/1.1" % (method, origin.base_path, target)]
     if b"host" not in names:
         lines.append(b"host: " + origin.host_header)

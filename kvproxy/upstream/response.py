@@ -28,27 +28,25 @@ class UpstreamResponse:
     """
 
     __slots__ = (
-        "_complete", "_error", "_loop", "_rest", "_source", "_waiter", "headers", "on_piece", "reason", "status",
+        "_loop", "_rest", "_source", "complete", "early", "error", "headers", "on_piece", "reason", "status", "waiter",
     )  # fmt: skip
 
-    def __init__(self, source: Source, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, source: Source, loop: asyncio.AbstractEventLoop, *, early: bool = True) -> None:
         self.status = 0
         self.headers: Headers = []
         self.reason = b""
-        #: Called when a part of the body arrives while the reader waits in `chunk`; it may `take` it and return True,
-        #: and then the reader goes on waiting. It must not raise.
-        self.on_piece: Callable[[], bool] | None = None
+        #: The reader is woken by the head alone, not only by what follows it.
+        self.early = early
+        #: The whole response arrived (its last bytes may still wait to be taken); the connection is given back.
+        self.complete = False
+        #: Called with a part of the body that arrives while the reader waits; True: it went on, and the reader goes on
+        #: waiting; False: it is to be taken. It must not raise.
+        self.on_piece: Callable[[bytes], bool] | None = None
         self._source: Source | None = source
         self._loop = loop  # asking for it costs a system call (getpid)
-        self._complete = False
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None  # what came in place of the end
         self._rest = b""
-        self._waiter: asyncio.Future[None] | None = None
-
-    @property
-    def complete(self) -> bool:
-        """The whole response arrived (its last bytes may still wait to be taken); the connection is given back."""
-        return self._complete
+        self.waiter: asyncio.Future[None] | None = None  # done: the reader is woken, or gave up
 
     def take(self) -> bytes | None:
         """What has arrived and was not taken yet, b"" after the end, None when `chunk()` would have to wait.
@@ -60,30 +58,20 @@ class UpstreamResponse:
         rest = self._rest
         if rest:
             self._rest = b""
-        elif self._error is not None:
-            raise self._error
+        elif self.error is not None:
+            raise self.error
         return rest
 
     async def chunk(self) -> bytes:
         """Like `take`, but waits for the next bytes or the end."""
         while (data := self.take()) is None:
-            self._waiter = waiter = self._loop.create_future()
-            try:
-                await waiter
-            finally:
-                self._waiter = None
+            await self.changed()
         return data
 
-    async def started(self) -> None:
-        """Waits for the head. Raises what came instead of it."""
-        while not self.status:
-            if self._error is not None:
-                raise self._error
-            self._waiter = waiter = self._loop.create_future()
-            try:
-                await waiter
-            finally:
-                self._waiter = None
+    def changed(self) -> asyncio.Future[None]:
+        """Done when something has arrived, or the end; a future and no coroutine, which would be resumed as well."""
+        self.waiter = waiter = self._loop.create_future()
+        return waiter
 
     def abort(self) -> None:
         """Tells upstream at once by closing the connection, unless the response is complete."""
@@ -92,27 +80,22 @@ class UpstreamResponse:
 
     # called by the connection
 
-    def arrived(self) -> None:
-        """A part of the body is there."""
-        if self._waiter is None or self.on_piece is None or not self.on_piece():
-            self.wake()
-
     def finish(self, rest: bytes) -> None:
         """The end is there; `rest` is what was not taken yet. The source is let go."""
         self._source = None
         self._rest = rest
-        self._complete = True
+        self.complete = True
         self.wake()
 
     def fail(self, error: BaseException, *, rest: bytes) -> None:
         """The end will not come. The source is let go."""
         self._source = None
         self._rest = rest
-        self._error = error
+        self.error = error
         self.wake()
 
     def wake(self) -> None:
         """Something changed for a waiting reader."""
-        waiter = self._waiter
+        waiter = self.waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)

@@ -104,6 +104,29 @@ class PoolTransport(httpx.AsyncBaseTransport):
         return Timeouts(connect_s=given.get("connect") or 0, first_byte_s=read_s, idle_s=read_s)
 
 
+class HttpClients:
+    """httpx clients over one pool, one for each way to verify a server, made on first use."""
+
+    def __init__(self, pool: UpstreamPool) -> None:
+        self._pool = pool
+        self._clients: dict[tuple[str, bool, str], httpx.AsyncClient] = {}
+
+    async def aclose(self) -> None:
+        """Closes the clients, not the pool."""
+        for client in self._clients.values():
+            await client.aclose()
+
+    def client(self, origin: Origin | None = None) -> httpx.AsyncClient:
+        """The client for origins that are verified as this one; None: by their own names."""
+        verified = ("", False, "") if origin is None else (origin.ca_file, origin.insecure, origin.server_name)
+        client = self._clients.get(verified)
+        if client is None:
+            ca_file, insecure, server_name = verified
+            transport = PoolTransport(self._pool, ca_file=ca_file, insecure=insecure, server_name=server_name)
+            client = self._clients[verified] = httpx.AsyncClient(transport=transport, trust_env=False)
+        return client
+
+
 class _ResponseStream(httpx.AsyncByteStream):
     def __init__(self, response: UpstreamResponse, request: httpx.Request) -> None:
         self._response = response

@@ -1,7 +1,7 @@
 """Five checks of Pixiu's kvcache demonstration, against kvproxy: `python samples/pixiu-mock/run.py`.
 
 Starts two engines, a KV controller in Pixiu's shape and the proxy on free ports, sends the same chat twice and looks
-at who did what. The engines answer at once, so nothing is hidden by waiting. Exit status 0: all five hold.
+at which did what. The engines answer at once, so nothing is hidden by waiting. Exit status 0: all five hold.
 """
 
 from __future__ import annotations

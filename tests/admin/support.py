@@ -20,7 +20,7 @@ BASE = "http://127.0.0.1:8889"
 
 
 def proxy_of(*, clock: FakeClock | None = None, **config: Any) -> Proxy:
-    """A proxy over one endpoint `a` that nobody probes, on a clock that stands still; None takes a key out."""
+    """A proxy over one endpoint `a` without probes, on a clock that stands still; None takes a key out."""
     raw = {"endpoints": {"a": "http://127.0.0.1:9"}, "health": {"active": False}, **config}
     raw = {key: value for key, value in raw.items() if value is not None}
     return Proxy(load_config(raw), clock=clock or FakeClock(), wall_clock=lambda: NOON)

@@ -1,4 +1,4 @@
-"""Who may use the admin listener, and which web pages may not."""
+"""Which clients may use the admin listener, and which web pages may not."""
 
 from __future__ import annotations
 
@@ -95,14 +95,14 @@ async def test_a_client_that_leaves_in_its_upload_is_no_error() -> None:
         return {"type": "http.disconnect"}
 
     async def send(message: Message) -> None:
-        """Reaches nobody."""
+        """Reaches no app."""
 
     headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json"), (b"content-length", b"9")]
     await proxy_of().admin(http_scope("/pick", method="POST", headers=headers), receive, send)
 
 
 async def test_any_name_with_the_token() -> None:
-    """Whoever knows it needs no further proof."""
+    """A client that knows it needs no further proof."""
     async with admin_of(proxy_of(**TOKEN), host="kvproxy.internal", authorization="Bearer s3cret") as client:
         assert (await client.get("/live")).status_code == 200
 
@@ -152,7 +152,7 @@ async def test_the_own_page_may_change_things() -> None:
 
 
 async def test_every_answer_is_marked_for_browsers() -> None:
-    """The page runs its own files only, in nobody's frame; refusals are marked as well. Nothing live is cached."""
+    """The page runs its own files only, in no other page's frame; refusals are marked too. Nothing live is cached."""
     async with admin_of(proxy_of()) as client:
         for answer in (await client.get("/"), await client.get("/nothing"), await client.post("/log", content="x")):
             policy = answer.headers["content-security-policy"]

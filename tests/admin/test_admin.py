@@ -12,7 +12,7 @@ from tests.support.proxy import chat, running_proxy
 
 
 async def test_health_and_readiness() -> None:
-    """Healthy as long as it answers; ready while an endpoint takes traffic and nobody drains."""
+    """Healthy as long as it answers; ready while an endpoint takes traffic and the proxy does not drain."""
     proxy = proxy_of()
     async with admin_of(proxy) as client:
         assert (await client.get("/healthz")).status_code == 200

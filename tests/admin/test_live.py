@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvproxy.admin.app import admin_app
+from kvproxy.admin.app import build_admin_app
 from kvproxy.admin.history import COARSE, HOUR_KEPT, INTERVAL_S, KEPT, History, find_quantile
 from kvproxy.admin.live import HOT_AGAIN_S
 from kvproxy.admin.operated import ConfigFinding
@@ -36,7 +36,7 @@ def ended(
 
 
 async def live_of(proxy: Proxy, history: History) -> dict[str, Any]:
-    proxy.admin = admin_app(proxy, history)
+    proxy.admin = build_admin_app(proxy, history)
     async with admin_of(proxy) as client:
         answer: dict[str, Any] = (await client.get("/live")).json()
     return answer
@@ -128,7 +128,7 @@ async def test_viewers_share_an_answer(clock: FakeClock) -> None:
     """Within half a second nothing is put together again; after it, it is."""
     proxy = proxy_of(clock=clock)
     history = History(proxy)
-    proxy.admin = admin_app(proxy, history)
+    proxy.admin = build_admin_app(proxy, history)
     async with admin_of(proxy) as client:
         first = (await client.get("/live")).json()
         clock.advance(0.4)
@@ -138,7 +138,7 @@ async def test_viewers_share_an_answer(clock: FakeClock) -> None:
 
 
 async def test_the_cache_is_part_of_it(clock: FakeClock) -> None:
-    """Hot prefixes with who holds them; looked for again only after some seconds. Without the filter there is none."""
+    """Hot prefixes with their holders; looked for again only after some seconds. Without the filter there is none."""
     engine = FakeEngine("a")
     async with serve(engine) as url, running_proxy({"a": url}, policy="kv_aware") as running:
         for _ in range(3):
@@ -177,7 +177,7 @@ async def test_decisions_are_listed_newest_first() -> None:
 
 
 async def test_without_the_listener_nothing_is_recorded() -> None:
-    """Who runs it as middleware pays for nothing."""
+    """An app with the middleware pays for nothing."""
     engine = FakeEngine("a")
     async with serve(engine) as url, running_proxy({"a": url}, admin={"enabled": False}) as running:
         await running.client.post("/v1/chat/completions", json=chat())
@@ -188,7 +188,7 @@ async def test_the_hour_is_kept_by_ten_seconds(clock: FakeClock) -> None:
     """Coarser, bounded, and of the same requests."""
     proxy = proxy_of(clock=clock)
     history = History(proxy)
-    proxy.admin = admin_app(proxy, history)
+    proxy.admin = build_admin_app(proxy, history)
     for second in range(COARSE * 3):
         ended(proxy, clock, status=500 if second < COARSE else 200, ttft_s=second / 10)
         proxy.metrics.latency.prompt_tokens.labels("default").inc(7)

@@ -246,7 +246,7 @@ async def test_a_very_long_question_is_answered_like_a_short_one() -> None:
 
 
 async def test_a_policy_on_offer_may_be_asked_for() -> None:
-    """And where the filter would prefer who holds most, a named policy still decides."""
+    """And where the filter would prefer the best holder, a named policy still decides."""
     async with picker(policy="round_robin", client_policies=["session"]) as (_, client):
         asked = question(policy="session", session="s", reserve=True)
         answers = [(await client.post("/pick", json=asked)).json() for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Leases of reservations: they run out, they are bounded, and nobody is blamed."""
+"""Leases of reservations: they run out, they are bounded, and no endpoint is blamed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def held(reservations: Reservations, cluster: Cluster) -> PickReservation:
 
 
 def test_a_lease_that_runs_out_frees_the_place_and_blames_nobody() -> None:
-    """Whoever settles it later hears that it is gone."""
+    """Settling it later says that it is gone."""
     proxy, timers = proxy_of(), Timers()
     cluster = proxy.clusters["default"]
     reservations = Reservations(metrics=proxy.metrics, clock=proxy.clock, later=timers.later)

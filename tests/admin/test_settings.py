@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from kvproxy.admin.app import admin_app
+from kvproxy.admin.app import build_admin_app
 from kvproxy.admin.history import History
 from kvproxy.admin.process import REDACTED, redact
 from tests.admin.support import admin_of, audited, problems_of, proxy_of
@@ -44,7 +44,7 @@ async def test_the_log_level_is_changed() -> None:
     """Python's level is set, and the change is written down."""
     proxy = proxy_of()
     levels: list[str] = []
-    proxy.admin = admin_app(proxy, History(proxy), set_level=levels.append)
+    proxy.admin = build_admin_app(proxy, History(proxy), set_level=levels.append)
     with audited() as lines:
         async with admin_of(proxy) as client:
             assert (await client.get("/log")).json()["level"] in ("debug", "info", "warning", "error")

@@ -1,4 +1,4 @@
-"""Speeds that nobody learns are said to be so."""
+"""Speeds that no policy learns are said to be so."""
 
 from __future__ import annotations
 

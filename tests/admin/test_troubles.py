@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvproxy.admin.app import admin_app
+from kvproxy.admin.app import build_admin_app
 from kvproxy.admin.history import History
 from kvproxy.admin.operated import ConfigFinding
 from kvproxy.app import Proxy
@@ -29,7 +29,7 @@ class Place:
         self.clock = clock
         self.proxy: Proxy = proxy_of(clock=clock, **{"endpoints": THREE, **config})
         self.history = History(self.proxy)
-        self.proxy.admin = admin_app(self.proxy, self.history)
+        self.proxy.admin = build_admin_app(self.proxy, self.history)
 
     def probe_fails(self, name: str) -> None:
         """Once is enough for an endpoint that was never well."""
@@ -77,7 +77,7 @@ async def test_a_clients_mistakes_are_no_failures(clock: FakeClock) -> None:
 
 
 async def test_a_dead_engine_comes_first_with_its_age(clock: FakeClock) -> None:
-    """Before failing requests and warnings of the configuration: since when, why, and who took over."""
+    """Before failing requests and warnings of the configuration: since when, why, and which endpoint took over."""
     place = Place(clock)
     place.proxy.findings = [ConfigFinding("note", "log", "small"), ConfigFinding("warning", "endpoints", "clear text")]
     place.answer(0)
@@ -110,7 +110,7 @@ async def test_when_none_is_up(clock: FakeClock) -> None:
 
 
 async def test_many_dead_engines_are_one_finding(clock: FakeClock) -> None:
-    """The page stays readable when a rack is gone; whoever is drained is not ill."""
+    """The page stays readable when a rack is gone; a drained endpoint is not ill."""
     names = [f"engine-{number}" for number in range(6)]
     place = Place(clock, endpoints={name: f"http://127.0.0.1:{n}" for n, name in enumerate(names, start=9)})
     for name in names[:4]:
@@ -143,7 +143,7 @@ async def test_a_controller_that_is_down_is_a_finding(clock: FakeClock) -> None:
 
 
 async def test_ages_end_with_their_trouble(clock: FakeClock) -> None:
-    """What comes back begins anew, and nothing is remembered of what is over."""
+    """What comes back begins at nothing, and nothing is remembered of what is over."""
     place = Place(clock)
     place.proxy.findings = [ConfigFinding("warning", "endpoints", "clear text")]
     place.answer(0)

@@ -42,7 +42,7 @@ class Stage:
     status: int = 200  # of every answer
 
     async def stop_engine(self, name: str) -> None:
-        """Nobody listens there any more."""
+        """No server listens there any more."""
         await self.engines[name].__aexit__(None, None, None)
 
     async def ask(self, content: str = "hello", **fields: Any) -> None:
@@ -50,7 +50,7 @@ class Stage:
         await self.client.post("/v1/chat/completions", json=chat(content, **fields))
 
     def start(self, content: str) -> asyncio.Task[None]:
-        """The same, streamed, and nobody waits for it here."""
+        """The same, streamed, and not waited for here."""
         return asyncio.create_task(self.ask(content, stream=True))
 
 
@@ -96,7 +96,7 @@ async def test_it_shows_what_happens(browser: Browser) -> None:
 
 
 async def test_the_router_queue_is_shown(browser: Browser) -> None:
-    """Only where there is one: who waits against what may, full when it is, and what became of those that waited."""
+    """Only where there is one: what waits against what may, full when it is, and what became of those that waited."""
     async with stage(queue={"limit": 2, "max_wait": "20s"}, timeouts={"first_byte": "30s"}) as on:
         await browser.open(on.admin.url)
         await browser.until(f"{QUEUE}?.innerText.includes('empty')")

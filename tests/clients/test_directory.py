@@ -60,7 +60,7 @@ def test_lower_tiers_extend_the_prefix() -> None:
 
 
 def test_a_shared_pool_serves_everyone() -> None:
-    """Whoever reported it: any instance can load from it."""
+    """Whichever instance reported it: any instance can load from it."""
     pool: Place = ("b", "l2", True)
     found = looked_up(answer([l1("a"), pool], [pool], [l1("a")]))
     assert found.shared_tokens == 512

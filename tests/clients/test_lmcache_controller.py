@@ -187,7 +187,7 @@ async def test_health_of_every_version(body: object, health: InstanceHealth, kno
 
 
 async def test_query_instance() -> None:
-    """By address; an unknown address is a 500 of the real controller and simply nobody here."""
+    """By address; an unknown address is a 500 of the real controller and simply no instance here."""
     client, upstream = answering({"event_id": "q", "res": "vllm-a"})
     assert await client.query_instance("10.0.0.1") == "vllm-a"
     assert upstream.body["ip"] == "10.0.0.1"
@@ -208,7 +208,7 @@ WORKER = {
 
 
 async def test_query_worker_info() -> None:
-    """All of them, or nobody for an unknown instance."""
+    """All of them, or none for an unknown instance."""
     client, upstream = answering({"event_id": "q", "worker_infos": [WORKER]})
     (worker,) = await client.query_worker_info()
     assert (worker.instance_id, worker.port, worker.last_heartbeat_time) == ("vllm-a", 8501, 2.5)

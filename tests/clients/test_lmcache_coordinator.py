@@ -153,7 +153,7 @@ async def test_stats_and_health() -> None:
     ],
 )
 async def test_refusals_by_kind(status: int, detail: str, kind: type[Refused]) -> None:
-    """An instance nobody knows, a coordinator too old for the call, a server that is down."""
+    """An unknown instance, a coordinator too old for the call, a server that is down."""
     client, _ = answering({"detail": detail}, status=status)
     for call in (
         client.directory_lookup(SCOPE, TOKENS),

@@ -54,7 +54,7 @@ async def test_other_keys_are_not_held_up() -> None:
 
 
 async def test_a_full_line_refuses_at_once() -> None:
-    """The line is bounded: nobody waits behind sixteen others."""
+    """The line is bounded: no call waits behind sixteen others."""
     calls = Calls(KeyedLock(max_waiting=1))
     async with asyncio.TaskGroup() as group:
         group.create_task(calls("a", "k"))

@@ -75,7 +75,7 @@ async def test_an_engine_without_render_is_asked_once(refusal: httpx.Response) -
 
 
 async def test_chat_tokens_falls_back_on_the_first_refusal() -> None:
-    """Nobody needs to know beforehand what the engine can do."""
+    """It need not be known beforehand what the engine can do."""
 
     def handler(request: httpx.Request) -> httpx.Response:
         return captured("tok_msgs") if request.url.path == "/tokenize" else captured("chat_render", status=403)

@@ -38,7 +38,7 @@ class Bench:
         return self.cluster.pick(PickRequest(**request), now=self.clock())
 
     def picked(self, **request: Any) -> Pick:
-        """Pick now; somebody must be there."""
+        """Pick now; an endpoint must be there."""
         pick = self.pick(**request)
         assert pick is not None
         return pick
@@ -57,7 +57,7 @@ class Bench:
             pick.settle(outcome, self.clock())
 
     def ids(self, count: int = 12) -> set[str]:
-        """Who gets requests now."""
+        """The endpoints that get requests now."""
         picks = [self.picked() for _ in range(count)]
         for pick in picks:
             pick.settle(AttemptOutcome.CANCELLED, self.clock())

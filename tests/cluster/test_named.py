@@ -57,7 +57,7 @@ def test_nobody_is_offered_anything_unless_it_is_configured(make_cluster: MakeCl
 
 @pytest.mark.parametrize("own", ["kv_aware", "least_ttft", "round_robin"])
 def test_learned_speeds_are_shared_and_learned_once(make_cluster: MakeCluster, own: str) -> None:
-    """One model for all that go by speeds, told of each sample once, whoever placed the request."""
+    """One model for all that go by speeds, told of each sample once, whichever policy placed the request."""
     bench = make_cluster("a", "b", policy=own, client_policies=["kv_aware", "least_ttft", "random"])
     first, second = policy(bench, "kv_aware"), policy(bench, "least_ttft")
     assert isinstance(first, KvAware)
@@ -117,7 +117,7 @@ def test_the_clusters_own_policy_may_be_listed_too(make_cluster: MakeCluster) ->
 
 
 def test_who_left_is_forgotten_by_those_that_share_speeds(make_cluster: MakeCluster) -> None:
-    """Speeds are shared; who keeps coming to which endpoint each counts itself."""
+    """Speeds are shared; requests that keep coming to an endpoint each policy counts itself."""
     bench = make_cluster("a", "b", policy="least_ttft", client_policies=["kv_aware"])
     bench.picked(policy="kv_aware").settle(AttemptOutcome.SUCCESS, bench.clock())
     named = policy(bench, "kv_aware")

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from kvproxy.admin.routing import routing_status
+from kvproxy.admin.routing import describe_routing
 from kvproxy.config.cluster_schema import PolicyName
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.filters.kvcache import prefers
@@ -47,7 +47,7 @@ async def test_one_line_in_the_registry_is_all(make_cluster: MakeCluster, regist
     assert (bench.picked().endpoint.id, bench.picked().reason) == ("b", "newest")
     assert bench.sample("kvproxy_shadow_decisions_total", cluster="c", policy="lmetric", result="same") == 2
     assert bench.cluster.queue is not None
-    assert routing_status(bench.cluster, bench.clock())["policy"] == "lmetric"
+    assert describe_routing(bench.cluster, bench.clock())["policy"] == "lmetric"
     asked = make_cluster("a", "b", client_policies=[registered]).picked(policy="lmetric")
     assert (asked.policy, asked.reason) == ("lmetric", "newest")
     assert not prefers(KvCacheSettings(lmcache_endpoint="http://127.0.0.1:1"), registered)

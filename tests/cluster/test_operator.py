@@ -48,7 +48,7 @@ def test_a_dismissal_ends_with_the_last_source_that_names_it(make_cluster: MakeC
 
 
 def test_an_added_endpoint_can_be_dismissed(make_cluster: MakeCluster) -> None:
-    """It is gone for good; nobody to dismiss is said so."""
+    """It is gone for good; an unknown one is an error that says so."""
     bench = make_cluster("a")
     bench.cluster.add(*configs("z"))
     assert bench.cluster.remove(Z)

@@ -22,7 +22,7 @@ FAILURE, SUCCESS, CANCELLED = AttemptOutcome.FAILURE, AttemptOutcome.SUCCESS, At
 
 
 def test_a_burst_in_one_turn_spreads(make_cluster: MakeCluster) -> None:
-    """The reservation is made in the same step as the pick, so nobody herds onto the endpoint that looked idle."""
+    """The reservation is made in the same step as the pick, so requests do not herd onto one that looked idle."""
     bench = make_cluster("a", "b", "c", "d", policy="least_request")
     burst = Counter(bench.picked().endpoint.id for _ in range(100))
     assert set(burst.values()) == {25}
@@ -233,7 +233,7 @@ def test_a_preference_is_soft_and_its_fate_counted(make_cluster: MakeCluster, ca
 
 
 def test_panic_when_nobody_is_well(make_cluster: MakeCluster) -> None:
-    """Verdicts that condemn everybody are not believed: all but draining endpoints serve again, and it is counted."""
+    """Verdicts that condemn every endpoint are not believed: all but draining endpoints serve again, and it counts."""
     bench = make_cluster("a", "b", "c", health={"eject_after": 0}, breaker={"failure_threshold": 1})
     bench.cluster.drain(C)
     bench.outcomes("a", FAILURE)
@@ -345,7 +345,7 @@ class Learning(Policy):
 
 
 def test_a_learning_policy_is_taught(make_cluster: MakeCluster) -> None:
-    """Samples of the load ledger, the engines' own count of cached tokens, and who left; costs are handed on."""
+    """Samples of the load ledger, the engines' own count of cached tokens, and left clients; costs are handed on."""
     policy = Learning()
     bench = make_cluster("a", with_={"policy": policy})
     pick = bench.picked(facts=OverlapFacts(1000, {A: Overlap(600)}))

@@ -162,7 +162,7 @@ async def test_a_probe_that_hangs_ends_at_its_timeout(make_cluster: MakeCluster)
 
 
 async def test_tasks_follow_the_endpoints(make_cluster: MakeCluster) -> None:
-    """One named task each; none for who left; none at all once the prober is closed."""
+    """One named task each; none for an endpoint that left; none at all once the prober is closed."""
 
     def names() -> set[str]:
         return {task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("probe ")}

@@ -53,7 +53,7 @@ def taught(bench: Bench, endpoint: str = "a", tokens: int = 8000) -> None:
     ],
 )
 def test_what_is_known_of_endpoints_stays(make_cluster: MakeCluster, changes: dict[str, Any]) -> None:
-    """Whatever else changes: who is ejected, whose breaker is open, and what is in flight where."""
+    """Whatever else changes: which endpoint is ejected, whose breaker is open, and what is in flight where."""
     bench = make_cluster("a", "b", "c", "d", breaker=BreakerSettings(failure_threshold=2))
     before = bench.cluster.endpoints
     bench.outcomes("a", AttemptOutcome.FAILURE, times=3)  # opens a's breaker, and ejects it
@@ -84,7 +84,7 @@ def test_new_bounds_count_from_now_on(make_cluster: MakeCluster) -> None:
 
 
 def test_a_verdict_of_probes_ends_with_the_probes(make_cluster: MakeCluster) -> None:
-    """Nobody would ever bring the endpoint back."""
+    """Nothing would ever bring the endpoint back."""
     bench = make_cluster("a", "b")
     bench.endpoint("a").health.probe(False, bench.clock())
     assert bench.endpoint("a").condition(bench.clock()) is Condition.UNHEALTHY
@@ -234,7 +234,7 @@ async def test_other_sources_are_asked_at_once() -> None:
         await until(lambda: heard.present["file"] == ("b",))
     assert (old.asked, gone.asked, new.asked) == (1, 1, 1)
     poller.reconfigure([Source("file", old, 1.0)])
-    assert old.asked == 1  # nobody is asked any more
+    assert old.asked == 1  # it is asked no more
 
 
 async def test_discovery_is_part_of_it(make_cluster: MakeCluster, tmp_path: Any) -> None:
@@ -277,3 +277,20 @@ async def test_probes_go_on_with_other_settings(make_cluster: MakeCluster) -> No
         turns.release()
         await asyncio.sleep(0.01)
     assert asked == ["old", "new"]
+
+
+async def test_a_cluster_that_is_closed_takes_every_endpoint_along(make_cluster: MakeCluster, tmp_path: Any) -> None:
+    """Static ones, discovered ones and those of an operator, with their metric series; and no source is asked again."""
+    file = tmp_path / "endpoints.yaml"
+    file.write_text("x: http://127.0.0.1:9\n")
+    bench = make_cluster("a", discovery={"file": {"path": str(file), "interval": 0.05}})
+    async with bench.cluster:
+        (added,) = configs("b")
+        assert bench.cluster.add(added)
+        assert [each.id for each in bench.cluster.endpoints] == ["a", "x", "b"]
+        bench.cluster.close()
+        assert bench.cluster.endpoints == ()
+        assert not [name for endpoint in ("a", "b", "x") for name in bench.series(endpoint)]
+        file.write_text("x: http://127.0.0.1:9\ny: http://127.0.0.1:9\n")
+        await asyncio.sleep(0.1)
+        assert bench.cluster.endpoints == ()

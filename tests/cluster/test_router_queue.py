@@ -88,7 +88,7 @@ async def fill(cluster: Cluster, tokens: int = 20_000) -> list[Pick]:
 
 
 async def test_free_endpoints_take_requests_at_once(clock: FakeClock) -> None:
-    """Nobody waits while an endpoint has little pending, and both get one."""
+    """No request waits while an endpoint has little pending, and both get one."""
     cluster = cluster_of(clock)
     picks = await fill(cluster)
     assert {pick.endpoint.id for pick in picks} == {"a", "b"}
@@ -255,7 +255,7 @@ async def test_who_waits_and_what_became_of_them_is_shown(clock: FakeClock) -> N
     await asyncio.gather(leaves, return_exceptions=True)
     picks[0].settle(AttemptOutcome.CANCELLED, clock())
     await placed(turn)
-    for endpoint in cluster.endpoints:  # whoever is placed now has a long way to go
+    for endpoint in cluster.endpoints:  # a request placed now has a long way to go
         endpoint.load.reserve(200_000, 0, clock())
     clock.advance(5.0)
     room.on_load_decrease()
@@ -284,7 +284,7 @@ async def test_nobody_left_to_take_it_is_counted(clock: FakeClock) -> None:
 
 
 async def test_other_settings_find_the_same_requests_waiting(clock: FakeClock) -> None:
-    """A reload throws nobody out; here a shorter bound places at once whoever is over it."""
+    """A reload drops no request; here a shorter bound places at once those over it."""
     metrics = Metrics()
     cluster = cluster_of(clock, metrics=metrics, max_wait="30s")
     room = room_of(cluster)
@@ -321,7 +321,7 @@ async def test_a_queue_that_is_taken_away_places_whoever_waits(clock: FakeClock,
 
 
 async def test_a_cluster_that_is_no_more_keeps_nobody_waiting(clock: FakeClock) -> None:
-    """They are refused, as anybody is who comes to it now."""
+    """They are refused, as a request that comes now is."""
     metrics = Metrics()
     cluster = cluster_of(clock, metrics=metrics)
     await fill(cluster)
@@ -333,7 +333,7 @@ async def test_a_cluster_that_is_no_more_keeps_nobody_waiting(clock: FakeClock) 
 
 
 async def test_a_client_that_left_in_this_very_moment_is_passed_over(clock: FakeClock) -> None:
-    """Its task has not run since; its turn is the next one's, and it counts as one who left."""
+    """Its task has not run since; its turn is the next one's, and it counts as a client that left."""
     cluster = cluster_of(clock)
     picks = await fill(cluster)
     gone, lucky = enter(cluster, 5_000), enter(cluster, 6_000)

@@ -142,7 +142,7 @@ def test_a_shadow_that_cannot_learn_reaches_no_request(make_cluster: MakeCluster
 
 
 def test_an_index_out_of_range_is_an_error(make_cluster: MakeCluster) -> None:
-    """Not a difference of a cost that belongs to somebody else."""
+    """Not a difference of a cost that belongs to another request."""
     bench = make_cluster("a", "b")
     shadowed(bench, Faulty(index=-1))
     bench.picked()

@@ -97,7 +97,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 
 
 async def test_a_short_look_needs_no_quiet(machine: Machine) -> None:
-    """Every so often, whoever is being served."""
+    """Every so often, whatever is being served."""
     machine.quiet = False
     looked_at = await machine.run(until=3 * EVERY_S + 10 * LOOK_S)
     assert len(looked_at) == 3
@@ -115,7 +115,7 @@ async def test_a_long_look_waits_for_a_quiet_moment(machine: Machine) -> None:
 
 
 async def test_it_does_not_wait_for_ever(machine: Machine) -> None:
-    """Cycles nobody knows of must not fill the memory of a proxy that always has requests."""
+    """Unknown cycles must not fill the memory of a proxy that always has requests."""
     machine.quiet = False
     machine.collection(2, 1.0)
     machine.collection(1, 0.01)
@@ -169,7 +169,7 @@ def test_a_chain_of_one_block_is_two_objects_to_the_collector() -> None:
 
 
 def test_serve_keeps_to_it() -> None:
-    """In a process of its own: the collector is everybody's."""
+    """In a process of its own: the collector is one for the whole process."""
     ended = subprocess.run([sys.executable, "-m", "tests.commands.test_garbage"], capture_output=True, check=False)
     assert ended.returncode == 0, ended.stderr
     serving, afterwards = json.loads(ended.stdout)

@@ -1,4 +1,4 @@
-"""The process log: readable or JSON, written by a thread of its own, and never in anybody's way."""
+"""The process log: readable or JSON, written by a thread of its own, and never in the way of a request."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_stuck_terminal_loses_records_and_says_how_many(monkeypatch: pytest.Mo
 
 
 def test_a_log_reader_that_is_stuck_does_not_keep_the_process() -> None:
-    """A full pipe that nobody empties: the block ends in time, and so does the interpreter after it."""
+    """A full pipe that is not emptied: the block ends in time, and so does the interpreter after it."""
     script = """
 import logging, sys
 from kvproxy.commands.logging_setup import log_to

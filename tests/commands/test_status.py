@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.admin.app import admin_app
+from kvproxy.admin.app import build_admin_app
 from kvproxy.admin.history import History
 from kvproxy.app import Proxy
 from kvproxy.cli import main
@@ -35,7 +35,7 @@ async def live_of(proxy: Proxy) -> dict[str, Any]:
     proxy.metrics.latency.prompt_tokens.labels("default").inc(100)
     proxy.metrics.latency.cached_tokens.labels("default").inc(60)
     history.take_sample()
-    proxy.admin = admin_app(proxy, history)
+    proxy.admin = build_admin_app(proxy, history)
     async with admin_of(proxy) as client:
         answer: dict[str, Any] = (await client.get("/live")).json()
     return answer
@@ -225,7 +225,7 @@ def sleeping(times: int) -> Callable[[float], None]:
 
 
 async def test_watching_outlives_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each second anew, over what was there, until Ctrl-C; a proxy that is down is said so and asked again."""
+    """Each second again, over what was there, until Ctrl-C; a proxy that is down is said so and asked again."""
     monkeypatch.delenv("NO_COLOR", raising=False)
     live = await live_of(proxy_of())
     screen = Terminal()
@@ -255,7 +255,7 @@ async def test_watching_into_a_file() -> None:
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """Nobody listens on port 1."""
+    """No server listens on port 1."""
     assert main(["status", "--url", "http://127.0.0.1:1"]) == 1
     assert "kvproxy status: nothing answers" in capsys.readouterr().err
 

@@ -141,7 +141,7 @@ def test_a_bad_secret_file(tmp_path: Path, content: bytes, message: str) -> None
     "written", ["", {"file": 5}, {"file": "x", "other": "topsecret"}, {"path": "topsecret"}, 5, None]
 )
 def test_what_is_no_secret(written: Any) -> None:
-    """Empty text would be a key that anybody has; other forms are refused without being quoted."""
+    """Empty text would be a key that every client has; other forms are refused without being quoted."""
     with pytest.raises(ValidationError) as caught:
         _Holder.model_validate({"key": written})
     assert "topsecret" not in str(caught.value)

@@ -118,7 +118,7 @@ async def health(url: str) -> int:
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 async def test_the_container_serves_is_healthy_and_ends_when_told(tmp_path: Path) -> None:
-    """ENTRYPOINT, CMD, HEALTHCHECK and STOPSIGNAL as they stand; unhealthy once nobody answers."""
+    """ENTRYPOINT, CMD, HEALTHCHECK and STOPSIGNAL as they stand; unhealthy once there is no answer."""
     config = tmp_path / "config.yaml"
     config.write_text("listen: 127.0.0.1:0\nadmin: 127.0.0.1:0\nendpoints: [http://127.0.0.1:9]\n")
     async with container(config) as (process, admin):

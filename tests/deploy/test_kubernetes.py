@@ -93,7 +93,7 @@ def test_probes_ask_what_they_mean() -> None:
 
 
 def test_the_admin_port_is_for_the_monitoring_namespace_alone() -> None:
-    """The public port is open; no rule opens the admin port to everybody."""
+    """The public port is open; no rule opens the admin port to all."""
     rules = {
         port["port"]: rule.get("from") for rule in one("NetworkPolicy")["spec"]["ingress"] for port in rule["ports"]
     }
@@ -128,7 +128,7 @@ def test_the_configuration_is_mounted_where_the_image_looks() -> None:
 
 
 def test_the_token_is_the_secrets(config: Config) -> None:
-    """One secret for the proxy and whoever scrapes it."""
+    """One secret for the proxy and its scrapers."""
     (variable,) = CONTAINER["env"]
     assert variable["name"] == "KVPROXY_ADMIN_TOKEN"
     assert config.admin.token is not None

@@ -1,4 +1,4 @@
-"""Every command the documentation shows works, or is on a short list that says who tests it instead."""
+"""Every command the documentation shows works, or is on a short list that says which test runs it instead."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.docs.blocks import ROOT, Block, blocks, inline
 from tests.docs.shell import Shell, commands
 from tests.docs.world import world
 
-#: Beginnings of commands that are not run here, and who does.
+#: Beginnings of commands that are not run here, and what runs them.
 NOT_HERE = {
     "make test": "is this test suite; make test-real runs against real engines",
     "make demo": "tests/commands/test_demo.py; `kvproxy demo` is run below",

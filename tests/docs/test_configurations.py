@@ -32,7 +32,7 @@ def whole(text: str) -> str:
 
 @pytest.mark.parametrize("block", own(), ids=lambda block: block.where)
 def test_configurations_load(block: Block, tmp_path: Path) -> None:
-    """A reader who pastes one gets a proxy that starts."""
+    """A reader that pastes one gets a proxy that starts."""
     (tmp_path / "keys").write_text("bob: sk-b\n")
     env = {"ALICE_KEY": "sk-a", "OPERATOR_KEY": "sk-o", "KEYS_FILE": str(tmp_path / "keys"), "KVPROXY_ADMIN_TOKEN": "t"}
     assert load_config(whole(block.text), env=env, extra_filters={"model_policy": None}).clusters

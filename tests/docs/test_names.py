@@ -62,7 +62,7 @@ def _find(name: str, page: Path) -> Path | None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_a_page_names_exists(page: Path) -> None:
-    """A reader who follows a page with an editor finds each name where it says."""
+    """A reader that follows a page with an editor finds each name where it says."""
     wrong = []
     for name, inside in _NAMED.findall(page.read_text()):
         path = _find(name, page)

@@ -139,7 +139,7 @@ async def test_output_is_what_is_printed(page: str, containing: str) -> None:
 
 
 def test_there_are_no_others() -> None:
-    """A new output needs somebody who prints it."""
+    """A new output needs a program that prints it."""
     known = {block(*one) for one in (*PRINTED, *NOT_PRINTED)}
     assert {found.where for found in blocks("", "text") if found.text not in known} == set()
 

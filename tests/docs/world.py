@@ -77,7 +77,7 @@ async def world(folder: Path, *, own_gateway: bool = False) -> AsyncIterator[Wor
 
 
 def free_port() -> int:
-    """A port nobody listens on now."""
+    """A port without a listener now."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port: int = taken.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Why nobody can be connected to: each cause has its own fix."""
+"""Why an address cannot be connected to: each cause has its own fix."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_other_failures(error: Exception, said: str, fix: str) -> None:
 
 
 async def test_cancellation_is_no_verdict() -> None:
-    """Whoever gives up gets no finding."""
+    """A visit that was given up gets no finding."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         origin = Origin.parse(f"https://127.0.0.1:{silent.getsockname()[1]}")
         task = asyncio.create_task(connect(origin, timeout_s=20), name="given up")

@@ -134,7 +134,7 @@ async def test_clocks_by_the_date_header(date: str, said: str) -> None:
 
 
 async def test_a_date_that_is_none() -> None:
-    """Nothing is said about a clock that nobody can read."""
+    """Nothing is said about a clock that cannot be read."""
     report = await visit_front({"/health": (200, b"")}, date="yesterday")
     assert not any(one.check == "clock" for one in (*report.findings, *report.passed))
 

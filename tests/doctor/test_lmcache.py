@@ -34,7 +34,7 @@ async def test_a_coordinator() -> None:
 
 
 async def test_a_coordinator_with_another_model_name() -> None:
-    """Its directory has vLLM's `--model`, the clients another name: found, with the setting that mends it."""
+    """Its directory has vLLM's `--model`, the clients another name: found, with the setting that fixes it."""
     engine = replace(PLAIN, root="org/model")
     async with cluster({"a": engine}, controller=None, coordinator=CoordinatorSettings()) as site:
         found = only(await visit_plain(site))

@@ -80,7 +80,7 @@ async def test_a_broken_check_is_a_finding(caplog: pytest.LogCaptureFixture) -> 
 
 
 async def test_an_answer_is_asked_for_once() -> None:
-    """Everybody gets it, and giving up does not take it from the others."""
+    """Every waiter gets it, and giving up does not take it from the others."""
     asked: list[int] = []
     release = asyncio.Event()
 

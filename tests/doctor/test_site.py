@@ -11,7 +11,7 @@ import yaml
 
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.doctor.checks.configuration import PublicCheck
-from kvproxy.doctor.deployment import kvcache_settings, survey_deployment
+from kvproxy.doctor.deployment import find_kvcache_settings, survey_deployment
 from kvproxy.doctor.report import Severity
 from kvproxy.doctor.tools import Tools
 from kvproxy.doctor.visit import diagnose
@@ -58,15 +58,15 @@ def test_settings_of_the_kvcache_filter() -> None:
     """Its own, its defaults, or none at all."""
     endpoints = {"a": "http://127.0.0.1:8000"}
     chain = ["inference_request", {"kvcache": {"kv_events": True}}, "router"]
-    assert kvcache_settings(parsed({"endpoints": endpoints, "filters": chain})) == KvCacheSettings(kv_events=True)
-    assert kvcache_settings(parsed({"endpoints": endpoints})) == KvCacheSettings()
-    assert kvcache_settings(parsed({"endpoints": endpoints, "filters": ["router"]})) is None
+    assert find_kvcache_settings(parsed({"endpoints": endpoints, "filters": chain})) == KvCacheSettings(kv_events=True)
+    assert find_kvcache_settings(parsed({"endpoints": endpoints})) == KvCacheSettings()
+    assert find_kvcache_settings(parsed({"endpoints": endpoints, "filters": ["router"]})) is None
     off = ["inference_request", {"kvcache": {"enabled": False}}, "router"]
-    assert kvcache_settings(parsed({"endpoints": endpoints, "filters": off})) is None
+    assert find_kvcache_settings(parsed({"endpoints": endpoints, "filters": off})) is None
 
 
 async def test_this_process_tells_its_own_limit() -> None:
-    """Asked for when nobody says it."""
+    """Asked for where no setting says it."""
     async with Tools() as tools:
         site = await survey_deployment(parsed({"endpoints": {"a": "http://127.0.0.1:8000"}}), tools=tools)
     assert site.open_files == -1 or site.open_files > 0

@@ -1,4 +1,4 @@
-"""Filter access_log: what is logged, when, and that nobody can write into it."""
+"""Filter access_log: what is logged, when, and that no client can write into it."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def key(name: str, value: str) -> ApiKey:
 
 
 def test_owner_of_each_key() -> None:
-    """Every key finds its owner; anything else finds nobody."""
+    """Every key finds its owner; anything else finds no owner."""
     ring = KeyRing([(Owner("alice"), "sk-a"), (Owner("bob"), "sk-b"), (Owner("bob"), "sk-b2")])
     assert [ring.owner(k) for k in (b"sk-a", b"sk-b", b"sk-b2")] == [Owner("alice"), Owner("bob"), Owner("bob")]
     assert [ring.owner(k) for k in (b"", b"sk-", b"sk-a ", b"SK-A", b"\xff")] == [None] * 5
@@ -82,6 +82,6 @@ def test_an_unreadable_file(tmp_path: Path, content: bytes | None, why: str) -> 
 
 
 def test_no_key_at_all() -> None:
-    """A proxy nobody could call is a mistake."""
-    with pytest.raises(ConfigError, match="nobody could call"):
+    """A proxy no client could call is a mistake."""
+    with pytest.raises(ConfigError, match="no client could call"):
         load_keys([], "")

@@ -1,4 +1,4 @@
-"""Filter auth: who gets in, what the engine sees of it, and how little a refusal tells."""
+"""Filter auth: which client gets in, what the engine sees of it, and how little a refusal tells."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def test_everybody_else_is_refused_and_counted(headers: Pairs, reason: str
 
 
 async def test_all_refusals_read_the_same() -> None:
-    """Whoever probes learns nothing from the text."""
+    """A client that probes learns nothing from the text."""
     replies: list[Reply] = [await call(filter_around(Inner()), http_scope(headers=h)) for h, _ in REFUSED]
     assert len({(reply.status, reply.body, tuple(reply.headers.items())) for reply in replies}) == 1
 
@@ -109,6 +109,6 @@ async def test_a_websocket_without_a_key_is_closed() -> None:
 
 
 def test_no_key_is_a_configuration_error() -> None:
-    """An auth filter nobody can pass is a mistake."""
-    with pytest.raises(ConfigError, match="nobody could call"):
+    """An auth filter that no client can pass is a mistake."""
+    with pytest.raises(ConfigError, match="no client could call"):
         build(Inner(), AuthSettings(), filter_context())

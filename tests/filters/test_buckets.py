@@ -41,7 +41,7 @@ def test_time_under_the_former_rate_counts_by_it() -> None:
 
 
 def test_other_limits_take_the_buckets_over() -> None:
-    """By what they limit: one that is new starts full, and who never came before starts full as well."""
+    """By what they limit: one that is new starts full, and a client that never came before starts full as well."""
     table = BucketTable()
     for bucket in Buckets((REQUESTS, TOKENS), 10, table).of("a", 0.0):
         bucket.charge(30.0, 0.0)
@@ -97,7 +97,7 @@ async def test_a_reload_gives_nobody_a_fresh_start() -> None:
 
 
 async def test_two_limiters_keep_their_own() -> None:
-    """Each takes over from the one that had its place; one that is new has nobody before it."""
+    """Each takes over from the one that had its place; a new one has none before it."""
     store = StateStore()
     before = filter_context(store=store)
     inner = build(Inner(), settings(), before)

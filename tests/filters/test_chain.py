@@ -173,7 +173,7 @@ def test_filters_of_other_distributions() -> None:
 
 
 def test_only_wanted_filters_are_loaded() -> None:
-    """A broken filter that nobody uses stops nobody."""
+    """A broken filter that is not used stops no proxy."""
     installed = [entry("theirs", f"{HERE}:PLAIN"), entry("broken", "no.such.module:x")]
     assert discover({"theirs"}, installed=lambda: installed) == {"theirs": PLAIN}
 

@@ -40,7 +40,7 @@ async def test_who_may_read_the_answer(settings: CorsSettings, allowed: bytes | 
 
 
 async def test_exposed_headers() -> None:
-    """Pages may read who served them."""
+    """Pages may read which endpoint served them."""
     reply = await call(
         build(Inner(), CorsSettings(allow_origins=("*",)), filter_context()), http_scope(headers=[ORIGIN])
     )

@@ -1,4 +1,4 @@
-"""Filter inference_request: one bounded read, one parse, and the same bytes for whoever comes after."""
+"""Filter inference_request: one bounded read, one parse, and the same bytes for the filters behind it."""
 
 from __future__ import annotations
 

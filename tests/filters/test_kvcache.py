@@ -119,7 +119,7 @@ async def test_a_hot_prompt_is_pinned_where_it_was_served(caplog: pytest.LogCapt
 
 
 async def test_the_client_leaving_does_not_end_the_work_after_it() -> None:
-    """The KV exists since the first byte: the prompt is tokenized and pinned although nobody listens any more."""
+    """The KV exists since the first byte: the prompt is tokenized and pinned although no client listens any more."""
     strategy = {**PIN, "hot_content_threshold": 1}
     async with simulated(engine={"engine": slow()}) as place, proxied(place, cache_strategy=strategy) as proxy:
         streaming = body(TURN, stream=True, max_tokens=1000)
@@ -302,7 +302,7 @@ def test_switched_off_it_is_not_there() -> None:
 
 
 async def test_the_preferred_endpoint_travels_in_state_and_header_and_no_client_can_set_it() -> None:
-    """`llm_preferred_endpoint_id`, for whoever comes after."""
+    """`llm_preferred_endpoint_id`, for the apps behind it."""
     engine = FakeEngine("only")
     async with serve(engine) as url:
         chosen = {"preference_header": "X-Preferred", "engine_metrics_interval": 0}

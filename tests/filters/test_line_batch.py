@@ -73,7 +73,7 @@ async def test_the_end_loses_nothing(logger: logging.Logger, records: Records) -
 
 
 def test_who_listens_is_known(logger: logging.Logger) -> None:
-    """A line nobody would see need not be made."""
+    """A line that would not be seen need not be made."""
     lines = LineBatch(logger)
     assert lines.wanted
     logger.setLevel(logging.WARNING)

@@ -1,4 +1,4 @@
-"""Filter rate_limit: who is counted for what, and when it is too much."""
+"""Filter rate_limit: which client is counted for what, and when it is too much."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_bucket_key(tenant: str, client: tuple[str, int] | None, key: str) -> No
 
 
 async def test_tokens_are_charged_afterwards_and_may_go_into_debt(clock: FakeClock) -> None:
-    """Nobody knows a request's tokens before; the debt is paid by waiting."""
+    """A request's tokens are not known before; the debt is paid by waiting."""
     context = filter_context(clock=clock)
     app = filter_around(Engine(prompt_tokens=900, completion_tokens=700), context, tokens_per_minute=600)
     first = await call(app, http_scope())

@@ -65,7 +65,7 @@ def build_troublesome(inner: Any, settings: object, context: FilterContext) -> A
 
 
 async def test_an_observer_that_fails_is_logged_and_nothing_more(caplog: pytest.LogCaptureFixture) -> None:
-    """Somebody else's mistake must not cost an answer."""
+    """Another filter's mistake must not cost an answer."""
     extra = {"troublesome": FilterType(None, build_troublesome)}
     async with serve(FakeEngine("a")) as url:
         raw = {"endpoints": {"a": url}, "health": {"active": False}, "filters": ["troublesome", "router"]}

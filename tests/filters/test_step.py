@@ -183,7 +183,7 @@ class Counts(RequestObserver):
 
 
 def plain_filter(inner: ASGIApp, settings: object, context: Any) -> ASGIApp:
-    """Somebody else's filter: it wraps `send`, changes every piece, and sees every message."""
+    """A foreign filter: it wraps `send`, changes every piece, and sees every message."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_changed(message: Any) -> None:

@@ -253,7 +253,7 @@ async def test_each_attempt_is_a_span_with_its_own_parent_id_upstream() -> None:
 
 
 async def test_no_endpoint_is_a_failed_decision() -> None:
-    """Nobody to pick: the decision failed and there is no attempt."""
+    """No endpoint to pick: the decision failed and there is no attempt."""
     async with traced(FakeEngine("a"), endpoints=[{"id": "a", "url": "http://127.0.0.1:9", "models": ["other"]}],
                       filters=["inference_request", "router"]) as proxy:  # fmt: skip
         assert (await proxy.client.post(CHAT, json=chat())).status_code == 404
@@ -274,7 +274,7 @@ async def test_a_connection_that_fails_everywhere_is_an_error() -> None:
 
 
 async def test_a_client_error_is_the_attempts_error_only() -> None:
-    """4xx: an error for whoever sent the request, not for the server that refused it."""
+    """4xx: an error for the client that sent the request, not for the server that refused it."""
     async with traced(FakeEngine("a", answer_400)) as proxy:
         assert (await proxy.client.post(CHAT, json=chat())).status_code == 400
         spans = await proxy.spans()
@@ -463,7 +463,7 @@ def test_nothing_is_imported_unless_a_chain_names_it() -> None:
 
 
 async def test_the_trace_id_is_known_to_the_access_log(caplog: pytest.LogCaptureFixture) -> None:
-    """Of a request that nobody records as well: its engine and its client may."""
+    """Of a request that is not recorded as well: its engine and its client may."""
     with caplog.at_level("INFO", "kvproxy.access"):
         for sampler in (ALWAYS_ON, ALWAYS_OFF):
             async with traced(FakeEngine("a"), sampler=sampler, filters=["access_log", *DEFAULT]) as proxy:

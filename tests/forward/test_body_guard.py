@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvproxy.forward import body_guard
-from kvproxy.forward.body_guard import Unchecked, is_guarded, needs_no_change, tenant_salt
+from kvproxy.forward.body_guard import Unchecked, is_guarded, needs_no_change, tenant_salt, without_messages
 from kvproxy.json_scan import MAX_DECODED_BYTES, Unreadable, find_members, run_at_once
 
 
@@ -181,3 +184,55 @@ async def test_what_cannot_be_salted_is_refused(body: bytes) -> None:
         await with_salt(body, tenant="alice")
     with pytest.raises(Unchecked, match="content-encoding"):
         await with_salt(b"\x1f\x8b", tenant="alice", encoded=True)
+
+
+NAMES = (
+    "messages",
+    "prompt",
+    "input",
+    "model",
+    "tools",
+    "remote_x",
+    "bootstrap_host",
+    "kv_transfer_params",
+    '"messages',
+)
+TEXTS = st.sampled_from(["", "hi", '"messages":[', '"messages": [1, 2]', '\\"prompt":', "kv_transfer_params", "\\"])
+VALUES = st.recursive(
+    TEXTS | st.integers(0, 20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=3),
+    max_leaves=8,
+)
+MESSAGES = st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": VALUES}), min_size=1, max_size=3)
+
+
+@given(
+    before=st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=3),
+    messages=MESSAGES | TEXTS,
+    key=st.sampled_from(["messages", "prompt", "input"]),
+    after=st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=3),
+    compact=st.booleans(),
+)
+def test_a_body_without_its_messages_has_the_same_names(
+    before: dict[str, Any], messages: Any, key: str, after: dict[str, Any], *, compact: bool
+) -> None:
+    """Whatever looks like its messages elsewhere, in texts, names and deeper members."""
+    separators = (",", ":") if compact else (", ", ": ")
+    members = [*before.items(), (key, messages), *after.items()]
+    encoded = [f"{json.dumps(k)}{separators[1]}{json.dumps(v, separators=separators)}" for k, v in members]
+    body = ("{" + separators[0].join(encoded) + "}").encode()
+    listed = messages if isinstance(messages, list) else [messages]
+    parts = [json.dumps(one, separators=separators).encode() for one in listed]
+    left = without_messages(body, parts)
+    assert set(json.loads(left)) == set(json.loads(body))
+    assert needs_no_change(left) == needs_no_change(body)
+
+
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
+def test_long_messages_are_not_parsed_for_names(separators: tuple[str, str]) -> None:
+    """As the usual clients write them."""
+    messages = [{"role": "user", "content": "x" * 100}, {"role": "user", "content": "y"}]
+    body = json.dumps({"model": "m", "messages": messages, "remote_x": 1}, separators=separators).encode()
+    parts = [json.dumps(one, separators=separators).encode() for one in messages]
+    assert len(without_messages(body, parts)) < 60
+    assert not needs_no_change(without_messages(body, parts))

@@ -43,7 +43,7 @@ def test_a_followed_preference_and_what_was_known(clock: FakeClock) -> None:
 
 
 def test_nothing_known(clock: FakeClock) -> None:
-    """No facts, or facts about nobody."""
+    """No facts, or facts about no endpoint."""
     pick = pick_of(clock, PickRequest(), policy=PolicyName.RANDOM, endpoints=1)
     assert describe(pick, "random", None) == f"policy=random; reason={pick.reason}"
     assert describe(pick, "random", OverlapFacts(prompt_tokens=7)).endswith("prompt_tokens=7; matched=none")

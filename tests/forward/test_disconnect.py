@@ -77,7 +77,7 @@ async def test_somebody_elses_cancellation_is_not_claimed(ours: bool) -> None:
 
 @pytest.mark.parametrize("ours", [True, False])
 async def test_after_disarming_nothing_is_cancelled(ours: bool) -> None:
-    """A client that leaves after its response ended cancels nobody, not even a watch that had begun."""
+    """A client that leaves after its response ended cancels nothing, not even a watch that had begun."""
     server = Server(ours=ours)
     for wait_s in (0.0, 0.01):
         watcher = DisconnectWatcher(server.scope, server.receive, new_arming(0.001))

@@ -74,7 +74,7 @@ async def test_a_cluster_without_an_offer_says_so_beside_one_with() -> None:
 
 
 async def test_where_no_cluster_offers_any_the_header_is_dropped() -> None:
-    """Nobody looks at it."""
+    """It is not looked at."""
     async with gateway() as (running, engines):
         answer = await running.client.post(PATH, json=chat(), headers={HEADER: "nonsense"})
         assert answer.status_code == 200
@@ -93,7 +93,7 @@ async def test_the_header_may_have_another_name() -> None:
 
 
 async def test_a_named_policy_decides_without_the_kvcache_filters_preference() -> None:
-    """Whoever asks for a policy gets it, not the endpoint that holds most."""
+    """A client that asks for a policy gets it, not the endpoint that holds most."""
     filters = ["request_id", "inference_request", {"kvcache": {"prefer": True, "min_matched_tokens": 1}}, "router"]
     async with gateway(client_policies=["round_robin"], policy="least_request", filters=filters) as (running, _):
         body = chat("the same long question " * 200)

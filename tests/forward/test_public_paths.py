@@ -28,7 +28,7 @@ def test_inference_is_public(path: str) -> None:
      "/V1/models"],
 )  # fmt: skip
 def test_what_steers_engines_is_not(path: str) -> None:
-    """Nor is anything nobody listed."""
+    """Nor is anything that is not listed."""
     assert path not in PublicPaths()
 
 

@@ -81,8 +81,11 @@ class Flowing:
 
     def comes(self, piece: bytes) -> None:
         """A piece arrives."""
-        self.waiting.append(piece)
-        self.response.arrived()
+        response = self.response
+        waits = response.waiter is not None and not response.waiter.done()
+        if not waits or response.on_piece is None or not response.on_piece(b"".join([*self.waiting, piece])):
+            self.waiting.append(piece)
+            response.wake()
 
     def ends(self) -> None:
         """The stream is complete."""

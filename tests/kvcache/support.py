@@ -112,7 +112,7 @@ def settings(**changes: Any) -> KvCacheSettings:
 def cluster_of(
     urls: Mapping[str, str], *, clock: Clock = time.monotonic, instances: Mapping[str, str] | None = None, **fields: Any
 ) -> Cluster:
-    """A cluster of these endpoints that nobody probes."""
+    """A cluster of these endpoints without probes."""
     endpoints = tuple(
         EndpointSettings(id=name, url=url, instance_id=(instances or {}).get(name, "")) for name, url in urls.items()
     )

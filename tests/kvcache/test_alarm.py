@@ -72,7 +72,7 @@ def test_it_ends_when_predictions_come_true_again(watchdog: PredictionAlarm, cap
 
 
 def test_it_ends_without_traffic_as_well(watchdog: PredictionAlarm) -> None:
-    """Nobody asks there any more: there is nothing to act on."""
+    """No request goes there any more: there is nothing to act on."""
     told(watchdog, 0, 0, 0)
     assert watchdog.raised(LASTS_S) is not None
     assert watchdog.raised(LASTS_S + 1.0) is None

@@ -146,7 +146,7 @@ async def test_a_late_hint_that_may_be_no_prefix_teaches_nothing() -> None:
 
 
 async def test_a_dead_service_costs_no_more_than_the_deadline_and_then_nothing() -> None:
-    """Down from the start: refused connections open the breaker; from then on nobody even asks."""
+    """Down from the start: refused connections open the breaker; from then on no lookup is sent."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
@@ -179,7 +179,7 @@ async def test_a_service_that_never_answers_costs_the_deadline() -> None:
 
 
 async def test_a_thousand_identical_prompts_are_one_tokenize() -> None:
-    """Singleflight: whoever comes while it runs shares the answer."""
+    """Singleflight: a request that comes while it runs shares the answer."""
     go = asyncio.Event()
 
     async def gated(asked: dict[str, Any]) -> dict[str, Any]:

@@ -19,8 +19,7 @@ from kvproxy.clients.kv_events.events import BlockStored
 from kvproxy.clients.kv_events.status import StreamReason, StreamState, StreamStatus
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
-from kvproxy.kvcache.engines import Engines
-from kvproxy.kvcache.overlap.indexes import IndexState, LocalIndexes
+from kvproxy.kvcache.overlap.indexes import FollowedEvents, IndexState, LocalIndexes
 from kvproxy.kvcache.overlap.kv_event_streams import EventStreams, _Consumer
 from kvproxy.kvcache.status import troubles
 from kvproxy.listener.server import serve
@@ -28,7 +27,6 @@ from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.policy import FactSource
 from kvproxy.simulator.kv_event_publisher import PublisherSettings
 from kvproxy.types import EndpointId
-from kvproxy.upstream.pool import UpstreamPool
 from tests.kvcache.fleet import Place, simulated
 from tests.kvcache.support import A, B, Fake, Service, chat, cluster_of, long_text, running, settings, tokens, world
 from tests.support.clock import FakeClock
@@ -151,7 +149,7 @@ async def test_what_an_endpoint_says_of_itself_goes_first() -> None:
 
 
 async def test_an_older_engine_is_followed_where_the_configuration_says() -> None:
-    """It cannot say where it publishes; whoever started it can."""
+    """It cannot say where it publishes; its operator can."""
     async with simulated(engine=EVENTS, names=("a",)) as place, httpx.AsyncClient(trust_env=False) as http:
         said = (await http.get(f"{place.engines['a']}/kv_event_sources")).json()["0"]
         stated = {name: f"tcp://*:{said[name].rpartition(':')[2]}" for name in ("endpoint", "replay_endpoint")}
@@ -188,8 +186,9 @@ async def test_streams_end_with_their_endpoint() -> None:
 
 async def test_the_same_tokens_under_a_lora_are_other_blocks() -> None:
     """An adapter's KV is of no use to the base model, and the other way round."""
-    local = LocalIndexes(IndexState())
-    consumer = _Consumer(local)
+    followed = FollowedEvents()
+    local = LocalIndexes(IndexState(), followed)
+    consumer = _Consumer(followed)
     ids = tokens(64)
 
     def stored(lora: str | None, first: int) -> BlockStored:
@@ -216,14 +215,13 @@ class Broken(dict[str, Cluster]):
 async def test_a_mistake_while_following_is_logged_and_tried_again(
     clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engines = Engines(UpstreamPool(), timeout_s=1)
     naps = asyncio.Semaphore(0)
 
     async def sleep(_: float) -> None:
         naps.release()
         await asyncio.sleep(0)
 
-    streams = EventStreams(clusters=Broken(), local={}, engines=engines, metrics=Metrics(), clock=clock, sleep=sleep)
+    streams = EventStreams(clusters=Broken(), timeout_s=1, metrics=Metrics(), clock=clock, sleep=sleep)
     with caplog.at_level(logging.ERROR):
         async with streams:
             await naps.acquire()
@@ -233,8 +231,9 @@ async def test_a_mistake_while_following_is_logged_and_tried_again(
 
 def test_an_endpoint_is_exact_only_while_every_rank_is() -> None:
     """A prompt may be on any of its ranks, so one that misses events makes the whole endpoint a guess."""
-    local = LocalIndexes(IndexState())
-    consumer = _Consumer(local)
+    followed = FollowedEvents()
+    local = LocalIndexes(IndexState(), followed)
+    consumer = _Consumer(followed)
     following = StreamStatus(StreamState.EXACT, StreamReason.FOLLOWING)
     consumer.state_changed(A, 0, following)
     assert set(local.exact) == {A}
@@ -245,9 +244,9 @@ def test_an_endpoint_is_exact_only_while_every_rank_is() -> None:
 
 
 async def test_an_index_of_streams_that_ended_is_given_back_by_and_by(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rather than at once, when the last who has it lets go: a million runs take a tenth of a second."""
+    """Rather than at once, when the last holder lets go: a million runs take a tenth of a second."""
     steps: list[int] = []
-    local = LocalIndexes(IndexState())
+    local = FollowedEvents()
     sweep = local.precise.sweep
 
     def counted() -> bool:

@@ -6,10 +6,10 @@ from random import Random
 
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
+from kvproxy.kvcache.feedback.trust import Trust
 from kvproxy.kvcache.overlap.merge import HolderOverlap, merge_overlaps, preferred_endpoint
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.policy import FactSource, Overlap, OverlapFacts
-from kvproxy.routing.trust import Trust
 from kvproxy.types import EndpointId
 from tests.support.clock import FakeClock
 
@@ -49,7 +49,7 @@ def test_a_claim_of_nothing_is_no_fact() -> None:
 
 
 def test_a_claim_is_capped_by_the_prompt() -> None:
-    """Nobody holds more of a prompt than there is."""
+    """No endpoint holds more of a prompt than there is."""
     assert merged({}, [claim(A, 4096)], prompt_tokens=100, trust=Trust())[A].tokens == 100
 
 

@@ -56,7 +56,7 @@ async def test_5xx_and_a_missing_route_count_against_it(clock: FakeClock) -> Non
 
 
 async def test_a_cancelled_call_counts_nothing(clock: FakeClock) -> None:
-    """Whoever stopped waiting says nothing about the service; the half-open slot is free again."""
+    """A caller that stopped waiting says nothing about the service; the half-open slot is free again."""
     under_test = guard(clock)
     await fail(under_test, "lookup", ClientUnavailable("gone"))
     clock.advance(10)

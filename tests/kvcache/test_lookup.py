@@ -142,7 +142,7 @@ def test_a_hint_the_engine_contradicted_is_not_believed_again(clock: FakeClock) 
 
 
 def test_a_sole_holder_is_not_capped(clock: FakeClock) -> None:
-    """The search ends at the first chunk nobody holds: whoever is named alone has them all."""
+    """The search ends at the first chunk no instance holds: an instance named alone has them all."""
     cluster = cluster_of({"a": NOWHERE})
     assert worth(lookups(clock), cluster, Holder("a", 1024, True), local={A: Overlap(300)}) == {A: 1024}
 
@@ -161,7 +161,7 @@ def test_a_prompt_without_a_block_cannot_be_distrusted(clock: FakeClock) -> None
 
 
 async def test_hits_are_remembered(clock: FakeClock) -> None:
-    """Whether lookups ever named anybody decides what an empty one means."""
+    """Whether lookups ever named a holder decides what an empty one means."""
     under_test = lookups(clock)
     under_test.provider = Answering(Holder("a", 0, True))
     await under_test.ask(tokens(10), model="m", cache_salt=None, timeout_s=1)

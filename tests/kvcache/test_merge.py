@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from kvproxy.clients.kv_events.events import BlockRemoved, BlockStored
+from kvproxy.kvcache.feedback.trust import Trust
 from kvproxy.kvcache.overlap.indexes import IndexState, LocalIndexes
 from kvproxy.kvcache.overlap.merge import is_contradicted, merge_overlaps
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
@@ -16,7 +17,6 @@ from kvproxy.replay.settings import ReplayFleet
 from kvproxy.replay.trace import Turn
 from kvproxy.replay.view import IndexView, endpoint_id
 from kvproxy.routing.policy import FactSource, Overlap
-from kvproxy.routing.trust import Trust
 from kvproxy.simulator import kv_event as simulated
 from tests.kvcache.support import A, B
 

@@ -98,7 +98,7 @@ def test_a_single_contradiction_is_no_alarm(caplog: pytest.LogCaptureFixture) ->
 
 @pytest.mark.parametrize("harmless", [{"cached": 255}, {"named": 1}, {"ever_hit": True}])
 def test_what_contradicts_nothing(harmless: dict[str, int], caplog: pytest.LogCaptureFixture) -> None:
-    """Less than a chunk, a lookup that named somebody, or lookups that work in general."""
+    """Less than a chunk, a lookup that named a holder, or lookups that work in general."""
     now = [0.0]
     under_test = EmptyLookups(clock=lambda: now[0])
     for _ in range(10):

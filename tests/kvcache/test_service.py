@@ -79,7 +79,7 @@ async def test_a_contradiction_removes_the_prefix_at_once() -> None:
         longer = chat(TURN, "an answer", long_text("x"))
         astray = await service.ask(longer)
         assert astray.preferred == A
-        service.kv.placed(astray, B)  # somebody else was chosen in the end
+        service.kv.placed(astray, B)  # another endpoint was chosen in the end
         service.kv.finished(astray, Result(B, True, cached_tokens=0))
         wrong = await service.ask(chat(TURN, "another answer", "y"))
         service.kv.placed(wrong, A)
@@ -150,7 +150,7 @@ async def test_a_chats_second_turn_needs_no_tokenize_before_routing() -> None:
     async with world({"a": tokenizer, "b": tokenizer}, lmcache, tokenize={"inline": False}) as service:
         first = await service.ask(chat(TURN))
         assert first.preferred is None
-        service.kv.finished(first, Result(None, True))  # somebody answered, who is not known
+        service.kv.finished(first, Result(None, True))  # an engine answered, which is not known
         await service.settled()
         asked = tokenizer.calls["/tokenize"]
         second = await service.ask(chat(TURN, "an answer", "and now?"))
@@ -220,7 +220,7 @@ async def test_a_lookup_that_keeps_being_wrong_is_believed_less_about_that_endpo
 
 
 async def test_a_prompt_routed_by_somebody_else_is_learned_all_the_same() -> None:
-    """As middleware in another app nobody tells of picks, only of answers."""
+    """As middleware in another app hears nothing of picks, only of answers."""
     async with running(settings(), cluster_of({"a": NOWHERE})) as service:
         service.kv.finished(await service.ask(chat(TURN)), Result(A, True))
         assert (await service.ask(chat(TURN))).preferred == A
@@ -235,7 +235,7 @@ async def test_index_sizes_are_exposed() -> None:
 
 
 async def test_facts_are_refreshed_for_a_request_that_had_to_wait() -> None:
-    """Who was routed, who failed and who left meanwhile; its own wait leaves nothing behind."""
+    """Endpoints that were routed to, failed and left meanwhile; its own wait leaves nothing behind."""
     async with running(settings(), cluster_of({"a": NOWHERE, "b": NOWHERE})) as service:
         waits = await service.ask(chat(TURN, "an answer", "and now?"))
         assert (waits.preferred, waits.overlaps.by_endpoint) == (None, {})
@@ -261,7 +261,7 @@ async def test_a_refresh_makes_a_prompt_no_hotter() -> None:
 
 
 async def test_a_refresh_keeps_what_a_lookup_said() -> None:
-    """Nobody is asked again: what LMCache answered before the wait is as good as anything known of it."""
+    """No lookup is sent again: what LMCache answered before the wait is as good as anything known of it."""
     lmcache = controller(lambda tokens: {"b": ["LocalCPUBackend", len(tokens)]})
     async with world({"a": engine(), "b": engine()}, lmcache) as service:
         waits = await service.ask(chat(TURN))

@@ -1,4 +1,4 @@
-"""Shares of load and memory, from whoever the settings name."""
+"""Shares of load and memory, from the source the settings name."""
 
 from __future__ import annotations
 

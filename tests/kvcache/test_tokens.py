@@ -138,7 +138,7 @@ async def test_an_answer_that_is_none(answer: bytes) -> None:
 
 
 async def test_a_long_body_is_not_tokenized() -> None:
-    """Neither its encoding anew nor the answer's decoding may hold the event loop."""
+    """Neither encoding it again nor the answer's decoding may hold the event loop."""
     tokenizer = engine()
     padding = "x" * MAX_ASKED_BYTES
     async with world({"a": tokenizer}, controller(nobody)) as service:
@@ -159,7 +159,7 @@ async def test_so_many_tokens_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 async def test_of_very_many_given_ids_the_first_are_read() -> None:
-    """They say who holds the beginning."""
+    """They say which endpoint holds the beginning."""
     ids = [index % 1000 for index in range(200_000)]
     lmcache = controller(nobody)
     async with world({"a": engine()}, lmcache) as service:

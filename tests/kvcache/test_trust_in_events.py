@@ -56,7 +56,7 @@ def test_what_was_routed_there_backs_the_claim(local: LocalIndexes) -> None:
 
 
 def test_an_endpoint_that_left_takes_its_record_along(local: LocalIndexes) -> None:
-    """Another engine under its id starts anew."""
+    """Another engine under its id starts at nothing."""
     local.trust.observe(A, 320, 0, 0)
     local.forget(A)
     assert overlap(local).tokens == 320

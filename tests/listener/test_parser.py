@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,14 +28,11 @@ class Request:
     pieces: list[bytes] = field(default_factory=list)
     complete: bool = False
 
-    def body_arrived(self, pieces: list[bytes], size_bytes: int) -> None:
+    def body_arrived(self, pieces: Sequence[bytes], size_bytes: int, *, ended: bool = False) -> None:
         assert size_bytes == sum(map(len, pieces))
         assert not self.complete
         self.pieces += pieces
-
-    def body_ended(self) -> None:
-        assert not self.complete
-        self.complete = True
+        self.complete = ended
 
     @property
     def told(self) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Running what was built as somebody else would: another directory, another environment."""
+"""Running what was built as on another machine: another directory, another environment."""
 
 from __future__ import annotations
 

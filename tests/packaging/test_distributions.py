@@ -16,7 +16,7 @@ from tests.packaging.support import ROOT, run, virtual_environment
 
 pytestmark = pytest.mark.packaging
 
-#: What the tree has that belongs to nobody's installation.
+#: What the tree has that belongs to no installation.
 _LITTER = ("__pycache__", ".pyc")
 
 

@@ -46,7 +46,7 @@ def test_tidying_up_changes_no_answer(touches: list[set[int]]) -> None:
 
 
 def test_generations_that_emptied_are_put_together() -> None:
-    """One prompt asked for again and again beside an old one that nobody evicts."""
+    """One prompt asked for again and again beside an old one that is not evicted."""
     old, hot = Node(array("Q", range(50))), Node(array("Q", range(10)))
     ages, latest = AgeHistogram(), dict[Node, int]()
     ages.touch([old], latest, 0, 10)

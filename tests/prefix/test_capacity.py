@@ -55,7 +55,7 @@ def test_what_the_index_had_forgotten_asks_for_more_at_once() -> None:
 
 
 def test_an_index_with_room_left_has_forgotten_nothing() -> None:
-    """Then somebody else's request was reused: no word about room."""
+    """Then another client's request was reused: no word about room."""
     under_test = LearnedCapacity(1000)
     forgotten(under_test, 100, full=False)
     assert under_test.blocks == 1000

@@ -1,4 +1,4 @@
-"""Tokens with their block hashes: what hashing them anew gives."""
+"""Tokens with their block hashes: what hashing them from the start gives."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def test_lora_and_salt_are_part_of_the_key() -> None:
 
 
 def test_a_lora_known_by_number_only_is_not_the_base_model() -> None:
-    """Old engines do not say its name: those blocks match nobody rather than everybody."""
+    """Old engines do not say its name: those blocks match no request rather than every one."""
     index = PreciseIndex()
     index.apply(A, 0, [replace(stored(PATH), lora_id=1)])
     assert device(index) == {}
@@ -191,7 +191,7 @@ def test_a_removed_endpoint_is_unknown_at_once_and_swept_in_steps() -> None:
 
 
 def test_sweeping_goes_on_with_every_store() -> None:
-    """Nobody has to remember to do it."""
+    """No caller has to remember to do it."""
     index = PreciseIndex()
     index.apply(A, 0, [stored(tuple(range(3000))), AllBlocksCleared(), stored(PATH), stored(PATH)])
     assert index.sweep(0)

@@ -13,7 +13,7 @@ from tests.prefix.support import A, stored
 
 @pytest.mark.parametrize("how", ["left", "dropped"])
 def test_a_table_needs_no_collector_to_go(how: str) -> None:
-    """Neither that of an endpoint that left, once swept, nor those of an index nobody has any more."""
+    """Neither that of an endpoint that left, once swept, nor those of an index that is gone."""
     index = PreciseIndex()
     index.apply(A, 0, [stored(tuple(range(2000)))])
     ((table, _),) = index._followed.values()

@@ -175,7 +175,7 @@ def test_endpoints_that_are_not_wanted_stay_away() -> None:
 
 
 def test_hashes_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that nobody has to copy tens of megabytes at once."""
+    """So that no step has to copy tens of megabytes at once."""
     monkeypatch.setattr(snapshot, "CHUNK_BYTES", 64)
     index = ApproximateIndex()
     for session in range(10):

@@ -18,7 +18,7 @@ _MATCHED = re.compile(r"(\w+):(\d+)/(\w+)")
 
 @dataclass(frozen=True)
 class Asked:
-    """One answer: who served, why, what was predicted there, and what the engine says it reused."""
+    """One answer: which engine served, why, what was predicted there, and what the engine says it reused."""
 
     endpoint: str
     reason: str

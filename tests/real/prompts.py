@@ -1,4 +1,4 @@
-"""Prompts nobody asked before, so that no test finds another one's cache entries."""
+"""Prompts that were never asked before, so that no test finds another one's cache entries."""
 
 from __future__ import annotations
 

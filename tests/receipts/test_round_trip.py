@@ -126,7 +126,7 @@ async def test_a_client_that_leaves_is_on_its_receipt(tmp_path: Path) -> None:
 
 
 async def test_only_a_share_is_followed(tmp_path: Path) -> None:
-    """`sample: 0` follows nobody; without a path there is nothing at all."""
+    """`sample: 0` follows no request; without a path there is nothing at all."""
     await record(tmp_path / "none.jsonl", receipts={"path": str(tmp_path / "none.jsonl"), "sample": 0})
     assert (tmp_path / "none.jsonl").read_text() == ""
     await record(tmp_path / "off.jsonl", receipts={})

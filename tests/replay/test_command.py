@@ -168,7 +168,7 @@ class Deaf(httpx.AsyncBaseTransport):
 
 
 class Interrupted(FakeServer):
-    """Somebody presses Ctrl-C while it answers."""
+    """Ctrl-C is pressed while it answers."""
 
     def __init__(self, *, after: int) -> None:
         super().__init__()

@@ -157,7 +157,7 @@ async def test_without_a_model_nothing_is_sent(models: httpx.Response | httpx.HT
 
 
 async def test_model_and_key_are_as_given() -> None:
-    """Then nobody asks the server for its models."""
+    """Then the server is not asked for its models."""
     server = FakeServer()
     await played(server, model="mine", api_key="secret")
     assert {body["model"] for body in server.bodies} == {"mine"}

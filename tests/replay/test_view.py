@@ -60,7 +60,7 @@ def test_without_events_what_was_routed_stays() -> None:
 
 
 def test_a_contradiction_is_taken_out_at_once() -> None:
-    """Predicted cached, the engine says no: whoever comes next is not told the same."""
+    """Predicted cached, the engine says no: the next request is not told the same."""
     subject = view(IndexMode.APPROXIMATE)
     served(subject, 1, TURN)
     other = Turn(0.0, 4 * 512, 1, TURN.blocks[:3] + array("Q", [999]))

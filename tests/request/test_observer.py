@@ -1,4 +1,4 @@
-"""Observers of requests: each hears of the hooks it has, and one that fails costs nobody anything."""
+"""Observers of requests: each hears of the hooks it has, and one that fails costs no other anything."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def exchange(*, received_at: float = 10.0, **outcome: object) -> Exchange:
 
 
 def test_what_is_kept() -> None:
-    """Who, where, how long, and the match where the request went, never longer than the prompt."""
+    """Tenant, endpoint, how long, and the match where the request went, never longer than the prompt."""
     recent = RecentDecisions()
     recent.finished(exchange(ttft_s=0.5), 12.0)
     [decision] = recent.latest()

@@ -29,7 +29,7 @@ def half_open(clock: FakeClock) -> Breaker:
 
 
 def test_opens_after_the_threshold_of_failures_in_a_row(clock: FakeClock) -> None:
-    """Two failures leave it closed, the third opens it, and then nobody is admitted."""
+    """Two failures leave it closed, the third opens it, and then no call is admitted."""
     breaker = Breaker("a", SETTINGS, clock=clock)
     for expected in (BreakerState.CLOSED, BreakerState.CLOSED, BreakerState.OPEN):
         breaker.admit().failure()
@@ -51,7 +51,7 @@ def test_a_success_forgets_earlier_failures(clock: FakeClock) -> None:
 
 
 def test_cancellation_is_neither_failure_nor_success(clock: FakeClock) -> None:
-    """A client that leaves blames nobody, and does not wash earlier failures away."""
+    """A client that leaves blames no engine, and does not wash earlier failures away."""
     breaker = Breaker("a", SETTINGS, clock=clock)
     breaker.admit().failure()
     breaker.admit().failure()

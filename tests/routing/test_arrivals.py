@@ -14,8 +14,8 @@ HERE, THERE = EndpointId("e0"), EndpointId("e1")
 
 def look(subject: ArrivalStats, wait_s: float, now: float) -> EndpointArrivals:
     """The estimate of one endpoint, which stands from then on."""
-    (past,), renewed = subject.estimate([HERE], [wait_s], now)
-    subject.update(renewed)
+    (past,) = estimated = subject.estimate([HERE], [wait_s], now)
+    subject.update([HERE], estimated)
     return past
 
 
@@ -65,11 +65,11 @@ def test_an_endpoint_that_left_is_forgotten() -> None:
 
 
 def test_endpoints_that_were_seen_at_different_times() -> None:
-    """Each decays by its own time: candidates differ by model and by who is well."""
+    """Each decays by its own time: candidates differ by model and by health."""
     subject = ArrivalStats(memory_s=10.0)
-    subject.update(subject.estimate([HERE], [4.0], 0.0)[1])
-    subject.update(subject.estimate([THERE], [4.0], 10.0)[1])
-    (first, second), _ = subject.estimate([HERE, THERE], [0.0, 0.0], 20.0)
+    subject.update([HERE], subject.estimate([HERE], [4.0], 0.0))
+    subject.update([THERE], subject.estimate([THERE], [4.0], 10.0))
+    first, second = subject.estimate([HERE, THERE], [0.0, 0.0], 20.0)
     assert first.usual_wait_s == pytest.approx(4.0 * math.exp(-1.0))
     assert second.usual_wait_s == pytest.approx(4.0 * math.exp(-0.5))
 

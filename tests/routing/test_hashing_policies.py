@@ -26,7 +26,7 @@ def owners(ring: HashRing, candidates: list[FakeCandidate]) -> dict[bytes, Endpo
 
 
 def test_a_key_keeps_its_owner() -> None:
-    """The ring is a function of its members, not of their order or of who stood on it before."""
+    """The ring is a function of its members, not of their order or of former members."""
     ring = HashRing()
     before = owners(ring, fleet(5))
     assert owners(ring, list(reversed(fleet(5)))) == before
@@ -35,7 +35,7 @@ def test_a_key_keeps_its_owner() -> None:
 
 @pytest.mark.parametrize("gone", range(5))
 def test_removing_one_moves_only_its_keys(gone: int) -> None:
-    """Everybody else keeps every key."""
+    """Every other endpoint keeps its keys."""
     ring, candidates = HashRing(), fleet(5)
     before = owners(ring, candidates)
     removed = candidates.pop(gone).id
@@ -133,7 +133,7 @@ def test_consistent_hash_passes_over_who_is_screened_out() -> None:
 
 
 def test_consistent_hash_bounds_the_load() -> None:
-    """One hot key: nobody takes more than 1.25 times its share, and the overflow always goes the same way."""
+    """One hot key: no endpoint takes more than 1.25 times its share, and the overflow always goes the same way."""
     policy, candidates = ConsistentHash(rng=random.Random(1)), fleet(4)
     reasons = Counter[str]()
     for total in range(1, 401):

@@ -39,7 +39,7 @@ def test_a_long_queue_beats_overlap() -> None:
 
 
 def test_it_is_less_greedy_than_its_own_wait() -> None:
-    """Own work also delays whoever comes next: a copy is made only when it saves more than it costs everybody."""
+    """Own work also delays the requests that come next: a copy is made only when it saves more than it costs all."""
     candidates, request = fleet(2), ask(8000, {"e0": 7500})
     occupy(candidates[0], uncached=11_000)
     assert chosen(request, candidates) == "e0"
@@ -131,7 +131,7 @@ def test_ties_follow_the_rng() -> None:
     [({}, 0, "no_overlap"), ({"gone": 100}, 0, "no_overlap"), ({"e0": 900}, 0, "overlap"), ({"e0": 900}, 99, "load")],
 )
 def test_reason_says_how_the_choice_stands_to_the_cache(held: dict[str, int], queue: int, reason: str) -> None:
-    """A closed set: nobody holds anything, the best holder, or passed over for its load."""
+    """A closed set: no endpoint holds anything, the best holder, or passed over for its load."""
     candidates = fleet(2)
     occupy(candidates[0], uncached=8000, times=queue)
     assert policy().choose(ask(1000, held), candidates, 0.0).reason == reason
@@ -159,7 +159,7 @@ def test_long_work_goes_where_fewer_are_bound() -> None:
 
 
 def test_who_is_bound_is_forgotten() -> None:
-    """Minutes later nobody is expected any more."""
+    """Minutes later no request is expected any more."""
     subject, candidates = policy(only(crowding=0.25)), fleet(2)
     place(subject, ask(2), candidates)
     keep_bound(subject, candidates[0], 20)
@@ -224,7 +224,7 @@ def test_no_work_delays_more_than_a_few() -> None:
 
 
 def test_a_constant_kappa_replaces_what_traffic_says() -> None:
-    """Whoever sets it knows better; only the usual wait still counts."""
+    """A setting knows better; only the usual wait still counts."""
     subject, candidates = policy(KvAwareSettings(kappa=1.0, stall=0.0)), fleet(2)
     place(subject, ask(2), candidates)
     keep_bound(subject, candidates[0], 1000)
@@ -252,13 +252,13 @@ def test_what_left_is_forgotten() -> None:
 
 
 def test_a_claim_longer_than_the_prompt_is_the_prompt() -> None:
-    """Estimated lengths may disagree; nobody holds more than there is."""
+    """Estimated lengths may disagree; no endpoint holds more than there is."""
     costs = policy().choose(ask(1000, {"e0": 5000, "e1": 1000}), fleet(2), 0.0).costs
     assert costs[0] == costs[1] == pytest.approx(0.020)
 
 
 def test_what_it_learned_is_plain_data() -> None:
-    """For status and metrics: speeds, utilisation, and by endpoint slowness and who keeps coming."""
+    """For status and metrics: speeds, utilisation, and by endpoint slowness and requests that keep coming."""
     subject = policy(KvAwareSettings())
     subject.observe_sample(fleet(1)[0].id, features_of(100, 0), 0.2, 1.0)
     learned = subject.estimates(1.0)

@@ -34,7 +34,7 @@ def plain_costs(
         crowding = congestion = 0.0
     slowness = [policy.speeds.slowness(one.id, now) for one in candidates]
     waits = [plain_wait_s(one.load, policy, slow, now) for one, slow in zip(candidates, slowness, strict=True)]
-    arrivals, _ = policy.arrivals.estimate([one.id for one in candidates], waits, now)
+    arrivals = policy.arrivals.estimate([one.id for one in candidates], waits, now)
     everywhere = (settings.kappa or 0.0) + min(MAX_KAPPA, congestion * sum(waits) / len(waits))
     costs = []
     for one, slow, wait, past in zip(candidates, slowness, waits, arrivals, strict=True):
@@ -109,3 +109,20 @@ def test_a_large_pool_goes_by_speeds_of_a_moment_ago() -> None:
     assert policy.choose(PickRequest(facts=facts), candidates, later).costs == plain_costs(
         policy, facts, candidates, later
     )
+
+
+@pytest.mark.parametrize("count", [2, LARGE])
+def test_a_question_changes_no_later_decision(count: int) -> None:
+    """Speeds and arrivals are remembered from placements alone, however many choices are only asked for."""
+    candidates = tuple(FakeCandidate(EndpointId(f"e{i}")) for i in range(count))
+    asked, silent = (KvAware(rng=Random(1)) for _ in range(2))
+    facts = OverlapFacts(4000, {candidates[1].id: Overlap(3000)})
+    for policy in (asked, silent):
+        place(policy, PickRequest(facts=facts), candidates, 10.0)
+        policy.observe_sample(candidates[0].id, features_of(4000, 0), 9.0, 10.03)
+    candidates[1].load.reserve(9000, 0, 10.0)
+    asked.choose(PickRequest(facts=facts), candidates, 10.03)  # after the speeds of the placement are out of date
+    for policy in (asked, silent):
+        policy.observe_sample(candidates[1].id, features_of(4000, 0), 0.1, 10.04)
+    later = [policy.choose(PickRequest(facts=facts), candidates, 10.045).costs for policy in (asked, silent)]
+    assert later[0] == later[1] == plain_costs(silent, facts, candidates, 10.045)

@@ -64,7 +64,7 @@ def test_an_idle_gap_is_not_busy(load: EndpointLoad, samples: Samples) -> None:
 
 
 def test_a_cancelled_prefill_voids_the_open_sample(load: EndpointLoad, samples: Samples) -> None:
-    """The engine may have worked for it, nobody knows how long."""
+    """The engine may have worked for it, it is not known how long."""
     kept, gone = load.reserve(100, 0, 0.0), load.reserve(900, 0, 0.0)
     load.release(gone, 0.4)
     load.first_token(kept, 0.5)
@@ -202,7 +202,7 @@ def test_the_end_of_a_hidden_request_shows_that_those_before_it_are_prefilled(lo
 
 
 def test_the_end_of_a_hidden_request_is_no_sample(load: EndpointLoad, samples: Samples) -> None:
-    """When its prefill ended within its answer nobody knows; what follows is learned from afresh."""
+    """When its prefill ended within its answer is not known; what follows is learned from afresh."""
     hidden = load.reserve(1000, 0, 0.0, hidden=True)
     load.first_token(hidden, 9.0)
     load.release(hidden, 9.0)

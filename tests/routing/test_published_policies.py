@@ -35,7 +35,7 @@ def test_every_name_makes_a_policy_that_chooses(name: PolicyName) -> None:
     ids=lambda policy: type(policy).__name__,
 )  # fmt: skip
 def test_all_prefer_the_holder_of_an_idle_pair_and_spread_ties(policy: Policy) -> None:
-    """Overlap wins when nothing else differs; without it nobody herds."""
+    """Overlap wins when nothing else differs; without it requests do not herd."""
     candidates = fleet(2)
     assert policy.choose(ask(4000, {"e1": 3000}), candidates, 0.0).index == 1
     assert len({policy.choose(ask(4000), candidates, 0.0).index for _ in range(40)}) == 2

@@ -26,7 +26,7 @@ def held(queue: FairQueue[str], item: str, own_s: float = 1.0, now: float = 0.0,
 
 
 def test_nobody_waits_while_an_endpoint_is_free() -> None:
-    """Under 0.3 s of pending prefill somewhere and nobody ahead."""
+    """Under 0.3 s of pending prefill somewhere and no request ahead."""
     queue: FairQueue[str] = FairQueue()
     assert queue.admits(0.29)
     assert not queue.admits(0.3)
@@ -196,7 +196,7 @@ def test_the_oldest_wait_is_known() -> None:
 
 
 def test_other_settings_reorder_those_who_wait() -> None:
-    """As if they had come under the new ageing; a smaller limit throws nobody out."""
+    """As if they had come under the new ageing; a smaller limit drops no request."""
     queue: FairQueue[str] = FairQueue(QueueSettings(ageing=0.0, limit=3))
     for item, own_s, now in (("long", 3.2, 0.0), ("late", 0.1, 10.0), ("later", 0.3, 10.5)):
         held(queue, item, own_s, now)

@@ -143,7 +143,7 @@ def test_power_of_two_of_one() -> None:
 
 @pytest.mark.parametrize("make", [RandomPolicy, LeastRequest, PowerOfTwo])
 def test_equal_endpoints_get_equal_shares(make: type[RandomPolicy | LeastRequest | PowerOfTwo]) -> None:
-    """3 000 choices over five idle endpoints: nobody is more than a quarter off."""
+    """3 000 choices over five idle endpoints: no endpoint is more than a quarter off."""
     shares = Counter(turns(make(rng=random.Random(7)), fleet(5), 3000))
     assert all(450 < share < 750 for share in shares.values())
     assert len(shares) == 5

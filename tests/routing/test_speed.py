@@ -172,7 +172,7 @@ def test_time_away_counts_as_time_without_samples() -> None:
 
 
 def test_endpoints_that_are_gone_are_not_taken_over() -> None:
-    """Nor would they ever be forgotten: nobody says that they left."""
+    """Nor would they ever be forgotten: no source says that they left."""
     model, now = learned()
     again = resumed(model.state(now), 5.0, keep=(FAST,))
     assert set(again.estimates(5.0).slowness) == {FAST}

@@ -1,4 +1,4 @@
-"""Hot reload: validated first, applied whole or not at all, and nobody's request notices."""
+"""Hot reload: validated first, applied whole or not at all, and no request notices."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ async def test_a_cluster_that_comes_back_at_once_is_the_same_one() -> None:
 
 
 class WillNotStart:
-    """A part of somebody's filter."""
+    """A part of a plug-in's filter."""
 
     async def __aenter__(self) -> None:
         raise RuntimeError("no luck today")

@@ -107,7 +107,7 @@ async def test_learned_speeds(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("changes", CHANGES)
 async def test_health_and_breakers(changes: dict[str, Any]) -> None:
-    """Who was ejected or cut off by its breaker stays out for as long as it would have."""
+    """An endpoint that was ejected or cut off by its breaker stays out for as long as it would have."""
     async with two_engines() as (running, urls):
         cluster, now = running.proxy.clusters["default"], running.proxy.clock()
         out = endpoint(running, "a")
@@ -176,6 +176,65 @@ async def test_event_streams_and_pins(changes: dict[str, Any]) -> None:
             assert len(leases(before, running.proxy.clock())) == 1
 
 
+async def test_pins_when_other_settings_of_the_cache_change() -> None:
+    """The leases run on in the new service, which renews them."""
+
+    def filters(lmcache: str, **changes: Any) -> list[Any]:
+        strategy = {"enable_pinning": True, "hot_content_threshold": 1}
+        patient = {"lookup_routing_timeout": "60s", "request_timeout": "60s", "engine_metrics_interval": 0}
+        cache = {"lmcache_endpoint": lmcache, "cache_strategy": strategy, **patient, **changes}
+        return ["inference_request", {"kvcache": cache}, "router"]
+
+    async with (
+        simulated() as place,
+        running_proxy(place.engines, policy="kv_aware", filters=filters(place.lmcache)) as running,
+    ):
+        before = service(running)
+        body = {"model": "tiny", "messages": [{"role": "user", "content": TURN}], "max_tokens": 1}
+        await running.client.post("/v1/chat/completions", json=body)
+        await until(lambda: len(leases(before, running.proxy.clock())) == 1)
+        (lease,) = leases(before, running.proxy.clock())
+        await reload(running, place.engines, {}, filters=filters(place.lmcache, min_matched_tokens=7))
+        assert service(running) is not before
+        (kept,) = leases(service(running), running.proxy.clock())
+        assert kept["prefix"] == lease["prefix"]
+
+
+async def test_event_streams_when_other_settings_of_the_cache_change() -> None:
+    """The service is another one, and what the engines announced is known to it at once."""
+
+    def settings(**changes: Any) -> list[Any]:
+        cache = {"engine_metrics_interval": 0, "kv_events": True, **changes}
+        return ["inference_request", {"kvcache": cache}, "router"]
+
+    async with (
+        simulated(engine={"kv_events": PublisherSettings()}) as place,
+        running_proxy(place.engines, policy="kv_aware", filters=settings()) as running,
+    ):
+        before = service(running)
+        streams = before.overlap.streams
+        assert streams is not None
+        await until(lambda: before.overlap.indexes["default"].exact == {"a", "b"})
+        body = {"model": "tiny", "messages": [{"role": "user", "content": TURN}], "max_tokens": 1}
+        answer = await running.client.post("/v1/chat/completions", json=body)
+        went = endpoint(running, answer.headers["x-kvproxy-endpoint"])
+        await until(lambda: before.overlap.indexes["default"].precise.rows(went.id) > 0)
+        await reload(running, place.engines, {}, filters=settings(min_matched_tokens=7))
+        after = service(running)
+        assert after is not before
+        assert after.overlap.streams is streams
+        local = after.overlap.indexes["default"]
+        assert local.exact == {"a", "b"}
+        assert local.precise.rows(went.id) > 0
+        await until(lambda: running.proxy.replaced == 1)
+        assert set(streams.streams(went)) == {0}
+        await reload(running, place.engines, {}, filters=settings(request_timeout="9s"))
+        assert service(running).overlap.streams is not streams
+        await until(lambda: service(running).overlap.indexes["default"].exact == {"a", "b"})
+        await until(lambda: running.proxy.replaced == 2)
+        assert streams.streams(went) == {}
+
+
 async def test_runtime_changes_of_endpoints() -> None:
     """What an operator drained, weighed, added or removed stays so; a weight that the file changes is the file's."""
     async with two_engines() as (running, urls):
@@ -222,7 +281,7 @@ async def test_runtime_changes_of_routing(
 
 
 async def test_rate_limits() -> None:
-    """Nobody gets a fresh start, whether the limits changed or not."""
+    """No client gets a fresh start, whether the limits changed or not."""
 
     def limited(per_minute: int) -> list[Any]:
         return [{"rate_limit": {"requests_per_minute": per_minute}}, "inference_request", "router"]

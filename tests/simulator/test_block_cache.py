@@ -11,7 +11,7 @@ from kvproxy.simulator.kv_event import AllBlocksCleared, BlockRemoved, BlockStor
 
 
 def hold(cache: BlockCache, hashes: list[int]) -> list[int]:
-    """Computes and stores a whole prompt nobody had, and returns its blocks, in use."""
+    """Computes and stores a whole prompt that was not there, and returns its blocks, in use."""
     blocks = cache.allocate(len(hashes))
     cache.store(blocks, BlockStored(tuple(hashes), None))
     return blocks
@@ -121,7 +121,7 @@ def test_clear_is_refused_while_something_runs() -> None:
 
 
 def test_without_events_nothing_piles_up() -> None:
-    """A cache nobody listens to keeps no history."""
+    """A cache without a listener keeps no history."""
     cache = BlockCache(2, record_events=False)
     cache.release(hold(cache, [1, 2]))
     cache.allocate(2)

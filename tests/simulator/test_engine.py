@@ -159,7 +159,7 @@ def test_evictions_precede_the_stores_of_their_step() -> None:
 
 
 def test_reset_is_announced_with_the_next_step() -> None:
-    """An idle server clears at once and tells nobody until it works again."""
+    """An idle server clears at once and tells no client until it works again."""
     engine = Engine(SMALL)
     engine.submit(request("a", 40, 1), 0.0)
     run(engine)

@@ -73,7 +73,7 @@ async def test_leaving_before_entering_is_harmless() -> None:
 
 
 async def test_a_defect_in_the_loop_is_not_silent() -> None:
-    """Whoever waits is told at once, and leaving raises what went wrong."""
+    """A waiting caller is told at once, and leaving raises what went wrong."""
 
     class Broken(Heard):
         def on_output(self, generation: SequenceProgress, output: EngineOutput) -> None:

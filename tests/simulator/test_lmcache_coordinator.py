@@ -32,7 +32,7 @@ class Coordinator:
         return reply.status_code, reply.json() if reply.content else None
 
     async def find_holders(self, tokens: list[int] = TOKENS, **what: Any) -> list[list[str]]:
-        """Who holds each chunk."""
+        """The holders of each chunk."""
         body = {"token_ids": tokens, "model_name": "m", **what}
         status, answer = await self.call("POST", "/directory/lookup", body)
         assert status == 200

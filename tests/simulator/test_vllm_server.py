@@ -435,7 +435,7 @@ async def test_offloading_hears_of_every_prefilled_prompt() -> None:
 
 
 async def test_only_http_is_served() -> None:
-    """A websocket is a programming error of whoever mounts this."""
+    """A websocket is a programming error of the app that mounts this."""
     async with engine() as running:
         with pytest.raises(RuntimeError, match="no websocket"):
             await running.app({"type": "websocket"}, _never, _nowhere)
@@ -469,7 +469,7 @@ def test_a_server_needs_token_outputs() -> None:
 
 
 async def test_state_counts_calls_by_route() -> None:
-    """Tests ask who was called how often."""
+    """Tests ask which route was called how often."""
     async with engine() as running:
         await chat(running)
         await running.client.get("/nope")

@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
+from kvproxy.upstream.origin import Origin
 from kvproxy.upstream.pool import Timeouts, UpstreamPool
-from kvproxy.upstream.transport import PoolTransport
+from kvproxy.upstream.transport import HttpClients, PoolTransport
 from tests.support.scripted import Peer, answer, scripted
 from tests.upstream.calls import HEAD_ONLY, OK, pieces, until
 
@@ -127,3 +128,17 @@ async def test_origins_remembered_are_bounded() -> None:
             transport._origin(httpx.URL(f"http://[::1]:{port}"))
         assert len(transport._origins) <= 1024
         assert transport._origin(httpx.URL("http://[::1]:5")).host == "::1"
+
+
+async def test_a_client_is_one_for_each_way_to_verify() -> None:
+    """Addresses do not matter, and a server name, an authority and verifying nothing do."""
+    async with UpstreamPool() as pool:
+        clients = HttpClients(pool)
+        plain = clients.client()
+        assert clients.client(Origin("https", "a", 1)) is clients.client(Origin("http", "b", 2)) is plain
+        named, insecure = Origin("https", "a", 1, server_name="b"), Origin("https", "a", 1, insecure=True)
+        assert len({id(clients.client(one)) for one in (None, named, insecure)}) == 3
+        assert clients.client(named) is clients.client(named)
+        await clients.aclose()
+        assert plain.is_closed
+        assert clients.client(named).is_closed

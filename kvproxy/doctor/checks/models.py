@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from kvproxy.doctor.checks.trial import TRIAL_CALLS
-from kvproxy.doctor.deployment import ClusterCheck, Deployment, gather_facts, routed_models
+from kvproxy.doctor.deployment import ClusterCheck, Deployment, gather_facts, list_routed_models
 from kvproxy.doctor.engine import EngineCheck, EngineFacts
 from kvproxy.doctor.exposition import Counters, parse_counters
 from kvproxy.doctor.report import Finding, ok, problem, warning
@@ -32,7 +32,7 @@ class ModelsCheck(ClusterCheck):
         if not listed:
             return []
         served = {engine: frozenset(model.id for model in models) for engine, models in listed.items()}
-        routed = routed_models(self.deployment.config, self.cluster)
+        routed = list_routed_models(self.deployment.config, self.cluster)
         found = [*_declared(served), *_undeclared(served, routed), *_unserved(self.where, served, engines, routed)]
         return found or [ok(self.where, f"every engine serves what it is sent: {_list(set().union(*served.values()))}")]
 

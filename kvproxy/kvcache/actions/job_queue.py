@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from kvproxy.background_task import cancel_tasks
 from kvproxy.config import kvcache_schema as schema
 from kvproxy.metrics.catalog import Metrics
 
@@ -158,7 +159,4 @@ class JobQueue:
         self._ready.clear()
         self._keys.clear()
         self._waiting = 0
-        tasks = list(self._running.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_tasks(self._running.values())

@@ -82,15 +82,35 @@ class Lease:
     pinned_at: float
 
 
+#: Compressed prefixes remembered; one that is forgotten is never decompressed, as if the proxy had restarted.
+MAX_REMEMBERED = 10_000
+
+
+class ActionRecord:
+    """What was done at LMCache and stands there, by instance: it outlives a reload, or nothing would ever undo it."""
+
+    def __init__(self) -> None:
+        self.leases: dict[tuple[str, int], Lease] = {}  # by instance and prefix key, as the next
+        self.compressed: BoundedMapping[tuple[str, int], KnownPrefix] = BoundedMapping(MAX_REMEMBERED)
+        self.cleared_at: dict[str, float] = {}
+
+
 class Pin:
     """`counted`: the service counts pins and keeps them until they are taken back, so a renewal sends nothing and a
     lease that ends does."""
 
-    def __init__(self, settings: CacheStrategySettings, hotness: Hotness, *, counted: bool = False) -> None:
+    def __init__(
+        self,
+        settings: CacheStrategySettings,
+        hotness: Hotness,
+        record: ActionRecord | None = None,
+        *,
+        counted: bool = False,
+    ) -> None:
         self.counted = counted
         self._settings = settings
         self._hotness = hotness
-        self._leases: dict[tuple[str, int], Lease] = {}
+        self._leases = (record or ActionRecord()).leases
 
     def leases(self, now: float) -> dict[tuple[str, int], Lease]:
         """Running leases by instance and prefix key."""
@@ -124,6 +144,7 @@ class Pin:
                 else:
                     actions.append(Action(ActionKind.PIN, instance, lease.prefix, "renewal"))
             elif self.counted and not hot and self._due(lease, now):
+                lease.pinned_at = now  # undone once, also where the service of an earlier configuration still runs
                 actions.append(Action(ActionKind.UNPIN, instance, lease.prefix, "cold"))
             elif not self.counted and self._lapsed(lease, now):
                 del self._leases[instance, key]
@@ -152,8 +173,6 @@ class Pin:
         return sum(lease.tokens for (where, key), lease in running if where == instance and key != besides)
 
 
-#: Compressed prefixes remembered; one that is forgotten is never decompressed, as if the proxy had restarted.
-MAX_REMEMBERED = 10_000
 #: Message prefixes looked up of one prompt besides its first ones, the longest: earlier turns end in one of them.
 MAX_LOOKED_UP = 256
 
@@ -161,10 +180,10 @@ MAX_LOOKED_UP = 256
 class Compress:
     """`compressed` is what was compressed and not yet decompressed, by instance and prefix key."""
 
-    def __init__(self, settings: CacheStrategySettings, hotness: Hotness) -> None:
+    def __init__(self, settings: CacheStrategySettings, hotness: Hotness, record: ActionRecord | None = None) -> None:
         self._settings = settings
         self._hotness = hotness
-        self.compressed: BoundedMapping[tuple[str, int], KnownPrefix] = BoundedMapping(MAX_REMEMBERED)
+        self.compressed = (record or ActionRecord()).compressed
 
     def plan(self, served: Served, pressure: PressureOf, taken: set[int], now: float) -> list[Action]:
         instance = self._settings.compress_instance_id or served.instance_id
@@ -206,12 +225,17 @@ class Evict:
     said once, and whole locations are cleared only where the operator allows it."""
 
     def __init__(
-        self, settings: CacheStrategySettings, hotness: Hotness, *, supports: Callable[[], frozenset[ActionKind]]
+        self,
+        settings: CacheStrategySettings,
+        hotness: Hotness,
+        record: ActionRecord | None = None,
+        *,
+        supports: Callable[[], frozenset[ActionKind]],
     ) -> None:
         self._settings = settings
         self._hotness = hotness
         self._supports = supports
-        self._cleared_at: dict[str, float] = {}
+        self._cleared_at = (record or ActionRecord()).cleared_at
         self._said = False
 
     def plan(self, served: Served, pressure: PressureOf, taken: set[int], now: float) -> list[Action]:

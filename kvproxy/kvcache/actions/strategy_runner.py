@@ -14,7 +14,7 @@ from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.kvcache.actions.executor import ActionExecutor
 from kvproxy.kvcache.actions.hotness import Hotness, KnownPrefix
 from kvproxy.kvcache.actions.job_queue import Job, JobQueue
-from kvproxy.kvcache.actions.strategies import Compress, Evict, Pin, PressureOf, Served, Strategy
+from kvproxy.kvcache.actions.strategies import ActionRecord, Compress, Evict, Pin, PressureOf, Served, Strategy
 from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.overlap.facts import RequestFacts
 from kvproxy.kvcache.overlap.lookup import LookupClient
@@ -34,6 +34,7 @@ class StrategyRunner:
         settings: KvCacheSettings,
         *,
         hotness: Hotness,
+        record: ActionRecord,
         tokens: TokenSource,
         lookups: LookupClient,
         breakers: OperationBreakers,
@@ -44,9 +45,9 @@ class StrategyRunner:
     ) -> None:
         strategy = settings.cache_strategy
         self.hotness = hotness
-        self.pin = Pin(strategy, hotness) if strategy.enable_pinning else None
-        self.compress = Compress(strategy, hotness) if strategy.enable_compression else None
-        self.evict = Evict(strategy, hotness, supports=self._supports) if strategy.enable_eviction else None
+        self.pin = Pin(strategy, hotness, record) if strategy.enable_pinning else None
+        self.compress = Compress(strategy, hotness, record) if strategy.enable_compression else None
+        self.evict = Evict(strategy, hotness, record, supports=self._supports) if strategy.enable_eviction else None
         self._order: Sequence[Strategy] = [one for one in (self.compress, self.pin, self.evict) if one is not None]
         self.jobs = JobQueue(settings.background, metrics=metrics)
         self.executor = ActionExecutor(

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from kvproxy.bounded import BoundedMapping
 from kvproxy.clients.tokens import TokenIds
+from kvproxy.kvcache.feedback.trust import Trust
 from kvproxy.kvcache.overlap.merge import NOTHING, HolderOverlap, is_contradicted, merge_overlaps
 from kvproxy.prefix.approximate.capacity import Capacities
 from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
@@ -19,7 +20,6 @@ from kvproxy.prefix.precise.index import PreciseIndex, PreciseMatch, precise_roo
 from kvproxy.prefix.tokens.session_hashes import SessionHashes
 from kvproxy.prefix.tokens.token_memory import HashedTokens
 from kvproxy.routing.policy import FactSource, Overlap
-from kvproxy.routing.trust import Trust
 from kvproxy.types import EndpointId, InferenceRequest
 
 #: Blocks of text an endpoint is believed to hold until its engine says how much fits (64 MiB of prompts).
@@ -43,8 +43,17 @@ def _seed(model: str, cache_salt: str | None) -> int:
     return root_seed(block_size=TEXT_BLOCK_BYTES, model=model, cache_salt=cache_salt)
 
 
+class FollowedEvents:
+    """What KV events taught about one cluster: it lives as long as the streams that are followed into it."""
+
+    def __init__(self) -> None:
+        self.precise = PreciseIndex()
+        self.exact: set[EndpointId] = set()  # endpoints whose event streams miss nothing
+        self.loras: BoundedMapping[str, None] = BoundedMapping(MAX_LORAS)  # adapters that events spoke of
+
+
 class IndexState:
-    """What routing and responses taught about one cluster: it outlives a reload, and KV events do not."""
+    """What routing and responses taught about one cluster: it outlives a reload."""
 
     def __init__(self, *, endpoints: int = 1, capacity_blocks: int = DEFAULT_CAPACITY_BLOCKS) -> None:
         self.hot = Heat(endpoints=endpoints)
@@ -61,20 +70,26 @@ class LocalIndexes:
 
     `exact` names the endpoints whose event streams miss nothing. With `follows_events` the approximate index also
     keeps which requests are under way; with `lookups` there is a service whose word is put to the test. Two of them may
-    share one `state`: each follows events for itself.
+    share one `state`, and what is `followed`.
     """
 
     def __init__(
-        self, state: IndexState, *, learn_capacity: bool = True, follows_events: bool = True, lookups: bool = True
+        self,
+        state: IndexState,
+        followed: FollowedEvents | None = None,
+        *,
+        learn_capacity: bool = True,
+        follows_events: bool = True,
+        lookups: bool = True,
     ) -> None:
         self.approximate, self.capacities, self.hot = state.approximate, state.capacities, state.hot
         self.trust, self.lookup_trust = state.trust, state.lookup_trust
         self.started_at, self.sessions = state.started_at, state.sessions
         self._follows_events = follows_events
         self._lookups = lookups
-        self.precise = PreciseIndex()
-        self.exact: Collection[EndpointId] = frozenset()
-        self.loras: BoundedMapping[str, None] = BoundedMapping(MAX_LORAS)  # adapters that events spoke of
+        followed = FollowedEvents() if followed is None else followed
+        self.precise, self.loras = followed.precise, followed.loras
+        self.exact: Collection[EndpointId] = followed.exact
         self.capacities.learning = learn_capacity
         self._seed = lru_cache(_REMEMBERED_SEEDS)(_seed)
         self._precise_root = lru_cache(_REMEMBERED_SEEDS)(precise_root)

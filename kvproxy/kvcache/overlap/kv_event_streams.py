@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Self
 
 from kvproxy.background_task import BackgroundTask
 from kvproxy.clients.kv_events.events import BlockStored, KvEvent
@@ -18,16 +19,21 @@ from kvproxy.clients.kv_events.zmtp import ReceiveMemory
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.cluster_schema import EventSources
+from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.errors import ClientError, NotSupported
 from kvproxy.kvcache.engines import Engines
-from kvproxy.kvcache.overlap.indexes import LocalIndexes
+from kvproxy.kvcache.overlap.indexes import FollowedEvents
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.types import Clock, EndpointId, Sleep
+from kvproxy.upstream.pool import UpstreamPool
 
 log = logging.getLogger("kvproxy.kvcache")
 
 #: How often the clusters are looked at for endpoints that came or left, and engines that could not say are asked again.
 LOOK_AGAIN_S = 2.0
+
+#: They are asked one after the other, once each.
+MAX_CONNECTIONS = 4
 
 
 _UNSTATED = EventSources()
@@ -52,18 +58,18 @@ class StreamTrouble:
 class _Consumer:
     """Applies one cluster's events, and keeps which of its endpoints are followed exactly on every rank."""
 
-    def __init__(self, local: LocalIndexes) -> None:
-        self._local = local
+    def __init__(self, followed: FollowedEvents) -> None:
+        self._followed = followed
         self._states: dict[EndpointId, dict[int, StreamState]] = {}
 
     def apply(self, endpoint: EndpointId, dp_rank: int, events: Sequence[KvEvent]) -> None:
         for event in events:
             if isinstance(event, BlockStored) and event.lora_name:
-                self._local.loras[event.lora_name] = None
-        self._local.precise.apply(endpoint, dp_rank, events)
+                self._followed.loras[event.lora_name] = None
+        self._followed.precise.apply(endpoint, dp_rank, events)
 
     def cleared(self, endpoint: EndpointId, dp_rank: int) -> None:
-        self._local.precise.cleared(endpoint, dp_rank)
+        self._followed.precise.cleared(endpoint, dp_rank)
 
     def state_changed(self, endpoint: EndpointId, dp_rank: int, status: StreamStatus) -> None:
         self._states.setdefault(endpoint, {})[dp_rank] = status.state
@@ -72,27 +78,26 @@ class _Consumer:
     def forget(self, endpoint: EndpointId) -> None:
         """Its streams ended."""
         self._states.pop(endpoint, None)
-        self._local.precise.remove(endpoint)
+        self._followed.precise.remove(endpoint)
         self._update_exact()
 
     async def sweep(self) -> None:
         """Give up all that is kept of streams that ended, some at a time: the loop has other work."""
-        while not self._local.precise.sweep():  # noqa: ASYNC110 - nothing to wait for, only others to let through
+        while not self._followed.precise.sweep():  # noqa: ASYNC110 - nothing to wait for, only others to let through
             await asyncio.sleep(0)
 
     def _update_exact(self) -> None:
-        self._local.exact = frozenset(
-            endpoint
-            for endpoint, ranks in self._states.items()
-            if all(state is StreamState.EXACT for state in ranks.values())
-        )
+        exact = {e for e, ranks in self._states.items() if all(one is StreamState.EXACT for one in ranks.values())}
+        self._followed.exact.intersection_update(exact)  # in place: the indexes hold the same set
+        self._followed.exact.update(exact)
 
 
 class EventStreams(BackgroundTask):
     """Owns one task that keeps a subscriber for each stream of each endpoint there is.
 
     `stated`: where engines without `/kv_event_sources` publish. An engine that publishes nothing is left alone, and
-    that is logged once.
+    that is logged once. Engines are asked over connections of its own, so that it outlives the service it was made for:
+    what it has `followed` can be had again only by having every engine repeat it.
     """
 
     task_name = "kvcache event streams"
@@ -101,8 +106,7 @@ class EventStreams(BackgroundTask):
         self,
         *,
         clusters: Mapping[str, Cluster],
-        local: Mapping[str, LocalIndexes],
-        engines: Engines,
+        timeout_s: float,
         metrics: Metrics,
         clock: Clock,
         stated: EventSources = _UNSTATED,
@@ -111,8 +115,10 @@ class EventStreams(BackgroundTask):
     ) -> None:
         self._clusters = clusters
         self._stated = stated
-        self._consumers = {name: _Consumer(sources) for name, sources in local.items()}
-        self._engines = engines
+        self.followed: Mapping[str, FollowedEvents] = {name: FollowedEvents() for name in clusters}
+        self._consumers = {name: _Consumer(followed) for name, followed in self.followed.items()}
+        self._pool = UpstreamPool(max_connections=MAX_CONNECTIONS, max_idle=0, clock=clock)
+        self._engines = Engines(self._pool, timeout_s=timeout_s)
         self._metrics = metrics
         self._clock = clock
         self._wall_clock = wall_clock
@@ -121,12 +127,17 @@ class EventStreams(BackgroundTask):
         self._without: set[Endpoint] = set()
         self._replay_memory = ReceiveMemory()
 
+    async def __aenter__(self) -> Self:
+        await self._pool.__aenter__()
+        return await super().__aenter__()
+
     async def __aexit__(self, *exc_info: object) -> None:
-        await super().__aexit__(*exc_info)
-        for endpoint in list(self._streams):
-            await self._end(endpoint)
-        for consumer in self._consumers.values():
-            await consumer.sweep()
+        async with self._pool, self._engines:  # these two end last
+            await super().__aexit__(*exc_info)
+            for endpoint in list(self._streams):
+                await self._end(endpoint)
+            for consumer in self._consumers.values():
+                await consumer.sweep()
 
     def note_traffic(self, endpoint: Endpoint, uncached_tokens: int) -> None:
         """The engine prefilled so much: streams that stay silent all the same are not believed."""
@@ -151,6 +162,7 @@ class EventStreams(BackgroundTask):
         """Bring the subscribers up to date with the endpoints there are."""
         present = {endpoint: name for name, cluster in self._clusters.items() for endpoint in cluster.endpoints}
         self._without &= present.keys()
+        self._engines.keep(present)
         for endpoint in self._streams.keys() - present.keys():
             await self._end(endpoint)
         for endpoint, name in present.items():
@@ -199,3 +211,11 @@ class EventStreams(BackgroundTask):
         cluster, stack, _ = self._streams.pop(endpoint)
         await stack.aclose()
         self._consumers[cluster].forget(endpoint.id)
+
+
+def follow_events(
+    settings: KvCacheSettings, clusters: Mapping[str, Cluster], metrics: Metrics, clock: Clock
+) -> EventStreams:
+    """The streams these settings ask for, to be entered."""
+    timeout_s, stated = settings.request_timeout, settings.kv_event_sources
+    return EventStreams(clusters=clusters, timeout_s=timeout_s, metrics=metrics, clock=clock, stated=stated)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from xxhash import xxh3_64_intdigest
 
+from kvproxy.background_task import cancel_tasks
 from kvproxy.clients.tokens import TokenIds
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.errors import BreakerOpen, ClientError
@@ -116,10 +117,7 @@ class LookupTask:
 
     async def close(self) -> None:
         """Cancel what still runs."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_tasks(self._tasks.values())
 
     def _full(self, body_bytes: int) -> bool:
         held = self._held_bytes

@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.kvcache.feedback.trust import Trust
 from kvproxy.prefix.precise.index import PreciseMatch
 from kvproxy.routing.policy import FactSource, Overlap, OverlapFacts
-from kvproxy.routing.trust import Trust
 from kvproxy.types import EndpointId
 
 NOTHING: Mapping[EndpointId, int] = {}
@@ -44,7 +44,9 @@ def merge_overlaps(
     as `lookup_trust` and never beyond `prompt_tokens`.
     """
     if announced is None:
-        found = {endpoint: Overlap(int(blocks * tokens_per_block)) for endpoint, blocks in routed.items()}
+        # Endpoints that hold as much as each other share one object: of a large fleet most do, and a policy sees it.
+        by_depth = {blocks: Overlap(int(blocks * tokens_per_block)) for blocks in set(routed.values())}
+        found = {endpoint: by_depth[blocks] for endpoint, blocks in routed.items()}
     else:
         routed = {endpoint: int(blocks * tokens_per_block) for endpoint, blocks in routed.items()}
         in_flight = {endpoint: int(blocks * tokens_per_block) for endpoint, blocks in in_flight.items()}
@@ -68,6 +70,7 @@ def _with_events(
     larger match wins. What events claim beyond what was routed counts for what earlier such claims proved worth.
     """
     found = {}
+    shared: dict[tuple[int, int, int, int], Overlap] = {}  # one object for all that are alike
     for endpoint, match in announced.items():
         device, lower = match.device_tokens, match.lower_tokens
         claimed = believed = device + lower
@@ -79,8 +82,12 @@ def _with_events(
         if promised > believed:
             found[endpoint] = Overlap(promised)
         else:
-            source = FactSource.PRECISE
-            found[endpoint] = Overlap(device, believed - device, source, 0.0, claimed, min(backed, claimed))
+            alike = (device, believed, claimed, backed)
+            overlap = shared.get(alike)
+            if overlap is None:
+                lower, backed = believed - device, min(backed, claimed)
+                overlap = shared[alike] = Overlap(device, lower, FactSource.PRECISE, 0.0, claimed, backed)
+            found[endpoint] = overlap
     for endpoint, backed in routed.items():
         if endpoint not in exact and endpoint not in announced:
             found[endpoint] = Overlap(backed)

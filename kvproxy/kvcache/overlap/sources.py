@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Self
 
+from kvproxy.background_task import cancel_tasks
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.kvcache_schema import KvCacheSettings
@@ -14,7 +15,7 @@ from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.engines import Engines
 from kvproxy.kvcache.overlap.facts import RequestFacts
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
-from kvproxy.kvcache.overlap.kv_event_streams import EventStreams
+from kvproxy.kvcache.overlap.kv_event_streams import EventStreams, follow_events
 from kvproxy.kvcache.overlap.lookup import Connection, LookupClient
 from kvproxy.kvcache.overlap.lookup_task import LookupTask
 from kvproxy.kvcache.overlap.merge import HolderOverlap, preferred_endpoint
@@ -43,6 +44,7 @@ class OverlapSources:
         clusters: Mapping[str, Cluster],
         engines: Engines,
         breakers: OperationBreakers,
+        streams: EventStreams | None,
         metrics: Metrics,
         clock: Clock,
     ) -> None:
@@ -51,9 +53,14 @@ class OverlapSources:
         self._engines = engines
         self._clock = clock
         self._bytes_per_token = state.bytes_per_token
+        self._own_streams = None
+        if settings.kv_events and streams is None:
+            streams = self._own_streams = follow_events(settings, clusters, metrics, clock)
+        self.streams = streams
         self.indexes: Mapping[str, LocalIndexes] = {
             name: LocalIndexes(
                 state.index(name, endpoints=len(cluster.endpoints)),
+                None if streams is None else streams.followed[name],
                 learn_capacity=settings.learn_capacity,
                 follows_events=settings.kv_events,
                 lookups=bool(settings.lmcache_endpoint),
@@ -73,16 +80,6 @@ class OverlapSources:
             metrics=metrics,
             clock=clock,
         )
-        self.streams: EventStreams | None = None
-        if settings.kv_events:
-            self.streams = EventStreams(
-                clusters=clusters,
-                local=self.indexes,
-                engines=engines,
-                metrics=metrics,
-                clock=clock,
-                stated=settings.kv_event_sources,
-            )
         self._uses_tokens = bool(settings.lmcache_endpoint) or settings.kv_events
         self._facts_seconds = metrics.kvcache.facts_seconds.labels()
         self._running = AsyncExitStack()
@@ -94,8 +91,8 @@ class OverlapSources:
             starting.push_async_callback(self._lookup_task.close)
             if self._settings.lmcache_endpoint:
                 self._connect(starting)
-            if self.streams is not None:
-                await starting.enter_async_context(self.streams)
+            if self._own_streams is not None:
+                await starting.enter_async_context(self._own_streams)
             self._running = starting.pop_all()
         self._entered = True
         return self
@@ -187,15 +184,10 @@ class OverlapSources:
 
     def _connect(self, starting: AsyncExitStack) -> None:
         connection = Connection(
-            self._settings, self._engines.http(), lookups=self.lookups, known_instances=self.instance_ids
+            self._settings, self._engines.http.client(), lookups=self.lookups, known_instances=self.instance_ids
         )
         task = asyncio.create_task(connection.run(), name="kvcache connect")
-
-        async def stop() -> None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-        starting.push_async_callback(stop)
+        starting.push_async_callback(cancel_tasks, [task])
 
     def show(self, metrics: Metrics) -> None:
         """The gauges read it from now on."""

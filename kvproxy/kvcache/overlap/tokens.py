@@ -7,6 +7,7 @@ import logging
 
 import msgspec
 
+from kvproxy.background_task import cancel_tasks
 from kvproxy.clients.tokens import TokenIds, token_array
 from kvproxy.clients.vllm import Tokenized, VllmClient
 from kvproxy.config.kvcache_schema import KvCacheSettings
@@ -109,10 +110,7 @@ class TokenSource:
 
     async def close(self) -> None:
         """Cancel what still runs."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_tasks(self._tasks.values())
 
     async def _fetch(self, facts: RequestFacts) -> TokenIds | None:
         """The prompt's tokens, remembered; None where no engine could say. Never raises but for cancellation."""

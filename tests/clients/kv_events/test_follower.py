@@ -476,7 +476,7 @@ async def test_messages_before_the_first_synchronisation_cause_one() -> None:
 
 
 async def test_forgetting_starts_over() -> None:
-    """After a failure of the consumer its index is built anew."""
+    """After a failure of the consumer its index is built again."""
     stream = Stream(Engine())
     await stream.connect()
     await stream.live(stored(1))

@@ -60,6 +60,7 @@ def stalled_after(socket: zmq.Socket[bytes], message: list[bytes], attempts: int
 def sending(context: zmq.asyncio.Context, kind: int) -> tuple[zmq.Socket[bytes], str]:
     """A plain socket whose sends fail when nothing is taken for a while, instead of being dropped; and its address."""
     socket: zmq.Socket[bytes] = zmq.Context.shadow(context).socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, 1)
     socket.setsockopt(zmq.SNDTIMEO, 1000)
     socket.setsockopt(zmq.XPUB_NODROP if kind == zmq.XPUB else zmq.ROUTER_MANDATORY, 1)

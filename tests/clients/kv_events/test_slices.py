@@ -30,7 +30,7 @@ def test_events_are_grouped_up_to_the_bound() -> None:
 
 
 def test_effort_fills_slices_as_blocks_do() -> None:
-    """Whoever follows may pause after each, with events in it or without."""
+    """A follower may pause after each, with events in it or without."""
     steps: list[KvEvent | Effort] = [Effort(), Effort(), run(1), Effort(9), Effort(), run(2)]
     assert [*wire.sliced(steps, 4)] == [([run(1)], 12), ([run(2)], 2)]
     assert [*wire.sliced([Effort()] * 10, 4)] == [([], 4), ([], 4), ([], 2)]
@@ -50,7 +50,7 @@ def test_a_long_removal_is_cut() -> None:
 
 
 def test_a_run_whose_tokens_do_not_fit_stays_whole() -> None:
-    """Nobody knows which tokens belong to which of its blocks."""
+    """It is not known which tokens belong to which of its blocks."""
     odd = BlockStored((1, 2, 3), None, array("I", [1]), 2)
     assert list(sliced([odd], 2)) == [[odd]]
 

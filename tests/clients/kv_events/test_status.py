@@ -99,7 +99,7 @@ def test_traffic_that_stores_no_block_proves_nothing(clock: FakeClock) -> None:
 
 
 def test_a_word_ends_the_silence(clock: FakeClock) -> None:
-    """And the count starts anew."""
+    """And the count starts at zero."""
     stream, seen = following(clock)
     stream.traffic(4 * 128)
     clock.advance(31)

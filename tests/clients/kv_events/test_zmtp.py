@@ -252,7 +252,7 @@ async def test_a_replay_that_breaks_off_says_so() -> None:
 
 
 async def test_an_engine_that_restarts_while_its_batches_wait_ends_nothing() -> None:
-    """libzmq aborts the process here: a full queue, a lost connection, and then somebody reads again."""
+    """libzmq aborts the process here: a full queue, a lost connection, and then a read."""
     with zmq.Context() as context:
         first = publisher(context, 0)
         address = first.getsockopt_string(zmq.LAST_ENDPOINT)

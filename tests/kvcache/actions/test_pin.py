@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvproxy.kvcache.actions.strategies import Action, Pin
+from kvproxy.kvcache.actions.strategies import Action, ActionRecord, Pin
 from kvproxy.kvcache.providers import ActionKind
 from tests.kvcache.actions.support import CALM, everywhere, hotness, serve, strategy
 from tests.kvcache.support import tokens
@@ -60,7 +60,7 @@ def test_a_lease_that_is_not_hot_any_more_lapses_and_is_forgotten() -> None:
 
 
 def test_the_budget_of_an_instance_is_kept() -> None:
-    """Each prompt has 512 tokens: two fit in 1 200, at every instance anew."""
+    """Each prompt has 512 tokens: two fit in 1 200, at every instance again."""
     known = hotness()
     pin = Pin(strategy(pin_max_tokens=1200), known)
     for key in (1, 2, 3):
@@ -118,3 +118,17 @@ def test_counted_pins_are_renewed_without_a_call_and_taken_back() -> None:
     pin.done(unpin, 500.0)
     assert not pin.leases(500.0)
     assert pin.tick(1000.0) == []
+
+
+def test_a_later_strategy_goes_on_with_the_leases_there_are() -> None:
+    """After a reload: it pins nothing twice, and takes back what an earlier one pinned, once for both."""
+    known, record = hotness(), ActionRecord()
+    before = Pin(strategy(pin_lease=300, pin_renewal=240), known, record, counted=True)
+    pinned(before, before.plan(serve(known, 1, times=2), PRESSURE, set(), 0.0), 0.0)
+    after = Pin(strategy(pin_lease=300, pin_renewal=200), known, record, counted=True)
+    assert after.plan(serve(known, 1), PRESSURE, set(), 1.0) == []
+    (unpin,) = after.tick(500.0)
+    assert unpin.kind is ActionKind.UNPIN
+    assert before.tick(500.0) == []
+    after.done(unpin, 500.0)
+    assert not before.leases(500.0)

@@ -53,7 +53,7 @@ async def first_life(path: Path, **more: Any) -> None:
 
 
 async def matched(service: Service, content: str = TURN) -> set[str]:
-    """Who is believed to hold this chat."""
+    """The endpoints believed to hold this chat."""
     return set((await service.ask(chat(content))).overlaps.by_endpoint)
 
 
@@ -164,7 +164,7 @@ async def test_a_spoilt_file_is_a_warning(
 
 
 async def test_an_unreadable_file_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It belongs to somebody else, or is no file."""
+    """It belongs to another program, or is no file."""
     (tmp_path / "snapshot").mkdir()
     async with life(tmp_path) as service:
         assert service.metric("kvproxy_kvcache_snapshot_restores_total", outcome="unreadable") == 1

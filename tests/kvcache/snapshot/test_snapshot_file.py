@@ -88,7 +88,7 @@ def test_a_larger_file_than_allowed_is_not_read(tmp_path: Path) -> None:
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
-    """Opening a pipe that nobody writes to would hang; a folder cannot be read."""
+    """Opening a pipe without a writer would hang; a folder cannot be read."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     for name in ("pipe", "folder"):
@@ -97,7 +97,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_writer_left_is_cleared_away(tmp_path: Path) -> None:
-    """At the next start, unless it is so young that somebody may be at it still; other files are left alone."""
+    """At the next start, unless it is so young that a process may be at it still; other files are left alone."""
     for name, age_s in (
         (".snap[1].old.tmp", 601),
         (".snap[1].new.tmp", 599),

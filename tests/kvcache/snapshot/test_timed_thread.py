@@ -50,7 +50,7 @@ async def test_a_cancelled_caller_leaves_nothing_behind() -> None:
 
 
 def test_a_thread_that_comes_back_after_the_loop_ended() -> None:
-    """It finds nobody, and ends quietly."""
+    """It finds no waiter, and ends quietly."""
     thread, go_on = TimedThread("t"), threading.Event()
 
     async def hang() -> None:

@@ -30,7 +30,9 @@ async def test_leaving_a_stream_frees_the_engine(pair: Pair, saw: Saw) -> None:
                 while not (busy := await engine.metrics()).running:  # noqa: ASYNC110 - another program's state
                     await asyncio.sleep(0.05)
         freed_s = await until_in_flight(http, pair.a, 0)
-        idle = await engine.metrics()
+        async with asyncio.timeout(60):  # so is it a moment after the last
+            while (idle := await engine.metrics()).running:  # noqa: ASYNC110 - another program's state
+                await asyncio.sleep(0.05)
         end = proxy.metric("kvproxy_request_ends_total", end="client_disconnected")
         failures = proxy.proxy.clusters["default"].endpoints[0].health.failures
     assert (busy.running, idle.running) == (1, 0)

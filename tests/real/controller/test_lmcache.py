@@ -1,4 +1,4 @@
-"""The real LMCache controller with two real engines: who holds what, pins, clears, and what it cannot do."""
+"""The real LMCache controller with two real engines: which holds what, pins, clears, and what it cannot do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def prompt(chunks: int, *, seed: str) -> array[int]:
 async def test_lookup_tells_two_instances_apart(
     lmcache_services: Lmcache, directory: LMCacheControllerClient, saw: Saw
 ) -> None:
-    """Different prompts stored by different engines, each found where it is; nobody has a third."""
+    """Different prompts stored by different engines, each found where it is; no engine has a third."""
     here, there, nowhere = (prompt(chunks, seed=f"apart {chunks}") for chunks in (4, 3, 2))
     assert lmcache_services.workers["a"].store(here) == 4 * CHUNK_TOKENS
     assert lmcache_services.workers["b"].store(there) == 3 * CHUNK_TOKENS

@@ -113,7 +113,7 @@ def flags(values: Mapping[str, object]) -> list[str]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on now, all different."""
+    """Ports without a listener now, all different."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:

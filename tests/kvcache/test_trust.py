@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.routing.trust import Trust
+from kvproxy.kvcache.feedback.trust import Trust
 from kvproxy.types import EndpointId
 
 A, B = EndpointId("a"), EndpointId("b")
