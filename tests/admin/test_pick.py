@@ -257,6 +257,17 @@ async def test_a_policy_on_offer_may_be_asked_for() -> None:
         assert (await client.post("/pick", json=question(policy="session"))).json()["policy"] == "session"
 
 
+async def test_a_policy_asked_for_goes_before_what_the_filter_prefers() -> None:
+    """The holder would be preferred; the session's endpoint is what was asked for."""
+    filters = ["inference_request", {"kvcache": {"prefer": True, "min_matched_tokens": 1}}, "router"]
+    async with picker(policy="round_robin", client_policies=["session"], filters=filters) as (_, client):
+        first = (await client.post("/pick", json=question(reserve=True))).json()
+        await client.post(f"/pick/{first['reservation']['id']}/done")
+        assert (await client.post("/pick", json=question())).json()["reason"] == "preferred"
+        asked = question(policy="session", session="s")
+        assert (await client.post("/pick", json=asked)).json()["reason"] == "session"
+
+
 async def test_without_the_kvcache_filter_there_are_no_facts() -> None:
     """Loads alone decide."""
     async with picker(policy="least_request", filters=["request_id", "inference_request", "router"]) as (proxy, client):
