@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from starlette.types import Send
 
-from kvproxy.cluster.endpoint import Condition
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import Condition, Endpoint
+from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.listener.server import serve
 from tests.support.fake_engine import Behaviour, Call, FakeEngine, answer_ok, event, reply, start_stream
 from tests.support.proxy import RunningProxy, chat, running_proxy
@@ -137,6 +139,22 @@ async def test_connections_that_are_all_taken_say_nothing_about_the_engine() -> 
         assert proxy.metric("kvproxy_attempt_failures_total", cluster="default", endpoint="a", reason="pool_full") == 6
         answered.set()
         assert await first == [200]
+
+
+@pytest.mark.parametrize("code", [400, 404, 422, 499])
+async def test_what_the_engine_refuses_teaches_nothing_about_its_speed(
+    code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It did not prefill: any 4xx is the client's error, and neither a success nor a failure."""
+    outcomes: list[AttemptOutcome] = []
+
+    def record(self: Cluster, endpoint: Endpoint, outcome: AttemptOutcome, now: float) -> None:
+        outcomes.append(outcome)
+
+    monkeypatch.setattr(Cluster, "record_outcome", record)
+    async with fleet(status(code)) as (_, proxy):
+        assert await ask(proxy, 1) == [code]
+    assert outcomes == [AttemptOutcome.CLIENT_ERROR]
 
 
 async def test_an_engine_that_alone_fails_is_ejected() -> None:

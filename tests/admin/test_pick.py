@@ -197,6 +197,9 @@ async def test_when_nobody_can_take_it_the_reason_is_said(reserve: bool) -> None
         answer = await client.post("/pick", json=question(reserve=reserve))
         assert answer.status_code == 503
         assert "draining" in problems_of(answer)["endpoint"][0]
+        labels = {"cluster": "default", "policy": "kv_aware", "reason": "draining"}
+        counted = proxy.metrics.registry.get_sample_value("kvproxy_picks_total", labels)
+        assert bool(counted) == reserve  # a question alone counts nothing
     endpoints = [{"id": "a", "url": "http://127.0.0.1:9", "models": ["other"]}]
     async with picker(endpoints=endpoints) as (_, client):
         assert (await client.post("/pick", json=question(reserve=reserve))).status_code == 404
@@ -252,6 +255,17 @@ async def test_a_policy_on_offer_may_be_asked_for() -> None:
         listed = problems_of(await client.post("/pick", json=question(policy="random")))["policy"]
         assert "session" in listed[1]
         assert (await client.post("/pick", json=question(policy="session"))).json()["policy"] == "session"
+
+
+async def test_a_policy_asked_for_goes_before_what_the_filter_prefers() -> None:
+    """The holder would be preferred; the session's endpoint is what was asked for."""
+    filters = ["inference_request", {"kvcache": {"prefer": True, "min_matched_tokens": 1}}, "router"]
+    async with picker(policy="round_robin", client_policies=["session"], filters=filters) as (_, client):
+        first = (await client.post("/pick", json=question(reserve=True))).json()
+        await client.post(f"/pick/{first['reservation']['id']}/done")
+        assert (await client.post("/pick", json=question())).json()["reason"] == "preferred"
+        asked = question(policy="session", session="s")
+        assert (await client.post("/pick", json=asked)).json()["reason"] == "session"
 
 
 async def test_without_the_kvcache_filter_there_are_no_facts() -> None:

@@ -277,6 +277,15 @@ def test_panic_is_not_for_the_saturated(make_cluster: MakeCluster) -> None:
     assert bench.cluster.decide(PickRequest(), now=bench.clock()) is Refusal.SATURATED
 
 
+def test_panic_fills_no_endpoint_beyond_its_bound(make_cluster: MakeCluster) -> None:
+    """With all of them out each takes what it may hold, and no more."""
+    bench = make_cluster("a", "b", max_in_flight=2, health={"eject_after": 1, "max_ejected": 1})
+    bench.outcomes("a", FAILURE)
+    bench.outcomes("b", FAILURE)
+    assert {bench.picked().reason for _ in range(4)} == {"panic"}
+    assert bench.pick() is None
+
+
 @pytest.mark.parametrize(
     ("refusal", "request_"),
     [

@@ -56,6 +56,13 @@ async def test_what_is_shown() -> None:
     assert "\x1b" not in text
 
 
+async def test_the_first_byte_shown_is_that_of_the_latest_requests() -> None:
+    """A sample without any says nothing."""
+    live = await live_of(proxy_of())
+    live["history"]["ttft_p50_s"] = [0.9, 0.5, None]
+    assert "first byte 500ms" in render(live)
+
+
 @pytest.mark.parametrize(
     ("changes", "state", "colour"),
     [

@@ -185,6 +185,18 @@ def test_endpoints_that_collide() -> None:
     ]
 
 
+def test_an_engine_is_known_again_by_the_port_its_scheme_implies() -> None:
+    """443 for https, 80 for http: two schemes on one host are two engines."""
+    text = (
+        "endpoints:\n"
+        "  - {id: a, url: 'https://h:443'}\n"
+        "  - {id: b, url: 'http://h:443'}\n"
+        "  - {id: c, url: 'https://h'}\n"
+        "  - {id: d, url: 'https://h:80'}\n"
+    )
+    assert problems_of(text) == ["warning: endpoints[2].url: the same engine as 'a': its load is counted apart"]
+
+
 def test_several_clusters_need_routes_or_models() -> None:
     """Without routes a cluster is found by the models its endpoints declare."""
     clusters = "clusters: {{a: {{endpoints: [{{url: 'http://h:1', models: [m]}}]}}, b: {{endpoints: [{{url: 'http://h:2'{}}}]}}}}\n"

@@ -30,3 +30,22 @@ def test_the_pauses_of_an_endpoints_own_retries_grow_up_to_their_bound() -> None
         assert [None if pause is None else round(pause, 6) for pause in pauses] == [0.1, 0.3, 0.5, 0.5, 0.0]
         assert attempts.again is None
     assert attempts.excluded == {"a", "b"}
+
+
+class Longest(random.Random):
+    """Draws the end of every range."""
+
+    def uniform(self, a: float, b: float) -> float:
+        return b
+
+
+def test_the_pauses_between_rounds_double_up_to_their_bound() -> None:
+    """A round is over once all endpoints were tried; then all are eligible again."""
+    attempts = Attempts(RetrySettings(backoff=0.1, max_backoff=0.5), rng=Longest())
+    assert attempts.next_round() is None
+    pauses = []
+    for _ in range(4):
+        attempts.failed(cast("Endpoint", Fake("a", None)))
+        pauses.append(attempts.next_round())
+        assert attempts.excluded == set()
+    assert pauses == [0.1, 0.2, 0.4, 0.5]

@@ -150,6 +150,16 @@ async def test_a_piece_goes_on_in_the_call_that_brings_it(flow: Flow) -> None:
     assert engine.response.on_piece is None
 
 
+async def test_usage_is_found_in_pieces_that_went_on_at_once(flow: Flow) -> None:
+    """Though the request's task never saw them."""
+    engine, _, task, exchange = flow
+    engine.comes(USAGE)
+    engine.comes(DONE)
+    engine.ends()
+    assert await task is None
+    assert (exchange.outcome.prompt_tokens, exchange.outcome.completion_tokens) == (1000, 500)
+
+
 async def test_a_client_that_takes_no_more_holds_the_engine_back(flow: Flow) -> None:
     """What comes then is left where it is until the client takes more; nothing is lost or reordered."""
     engine, client, task, _ = flow

@@ -11,6 +11,7 @@ import pytest
 from kvproxy.kvcache.overlap.lookup_task import MAX_HELD_BYTES, MAX_LOOKUPS
 from kvproxy.listener.server import serve
 from kvproxy.routing.policy import FactSource
+from kvproxy.types import RequestKind
 from tests.kvcache.support import (
     A,
     B,
@@ -21,6 +22,7 @@ from tests.kvcache.support import (
     controller,
     engine,
     long_text,
+    parsed,
     running,
     settings,
     world,
@@ -271,3 +273,21 @@ async def test_shutdown_ends_lookups_under_way() -> None:
     async with world({"a": engine()}, Fake({"/lookup": never}), **limits) as service:
         await service.ask(PROMPT)
     assert service.metric("kvproxy_queue_depth", queue="kvcache_lookup") == 0
+
+
+async def test_the_same_short_prompt_for_two_models_is_two_questions() -> None:
+    """What one model's cache holds says nothing about the other's, however few tokens they share."""
+    answer, asked_for = asyncio.Event(), []
+
+    async def slow(asked: dict[str, Any]) -> dict[str, Any]:
+        asked_for.append(asked["tokens"])
+        await answer.wait()
+        return {"layout_info": {}}
+
+    requests = [parsed(RequestKind.COMPLETION, {"model": model, "prompt": [1, 2, 3]}) for model in ("m", "n", "m")]
+    async with world({"a": engine()}, controller(both, lookup=slow), lookup_min_tokens=1) as service:
+        waiting = [asyncio.create_task(service.ask(request)) for request in requests]
+        await until(lambda: len(asked_for) == 2)
+        answer.set()
+        await asyncio.gather(*waiting)
+    assert asked_for == [[1, 2, 3]] * 2

@@ -261,6 +261,35 @@ async def test_a_client_that_takes_nothing_is_cut() -> None:
             await told.wait()
 
 
+async def test_a_client_that_takes_again_is_not_cut_later() -> None:
+    """Its connection outlives that of a client that stalls after it, by the same limit."""
+    told = {b"/slow": asyncio.Event(), b"/stalled": asyncio.Event()}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await body_of(receive)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        if scope["raw_path"] in told:
+            for _ in range(512):
+                await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+            told[scope["raw_path"]].set()
+        await send({"type": "http.response.body", "body": b"end"})
+
+    async with (
+        serve(app, limits=ListenerLimits(stall_timeout_s=1.0)) as url,
+        connect(url) as slow,
+        connect(url) as stalled,
+        asyncio.timeout(60),
+    ):
+        await slow.send(b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n")
+        while not (await slow.reader.read(1 << 20)).endswith(b"\r\n3\r\nend\r\n0\r\n\r\n"):
+            pass
+        stalled.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await stalled.send(b"GET /stalled HTTP/1.1\r\nhost: x\r\n\r\n")
+        await told[b"/stalled"].wait()
+        await slow.send(GET)
+        assert (await slow.reader.readuntil(b"0\r\n\r\n")).endswith(b"\r\n\r\n3\r\nend\r\n0\r\n\r\n")
+
+
 async def test_a_slow_app_stops_the_upload() -> None:
     """The request body is not collected beyond a bound before the app reads it."""
     go = asyncio.Event()

@@ -177,6 +177,11 @@ def test_figures_of_nothing_are_zero() -> None:
     assert summarize_outcomes([], 2).ttft_mean_s == 0.0
 
 
+def test_a_rate_counts_the_pauses_between_arrivals() -> None:
+    """Three of them within two seconds are one a second, in whatever order they are listed."""
+    assert compute_rate([12.0, 10.0, 11.0]) == 1.0
+
+
 def test_what_was_cached_beyond_a_prediction_makes_up_for_no_wrong_one() -> None:
     """The wrong share counts the predicted tokens that were missing, request by request."""
     missed = ReplayOutcome(0.0, 100, 0, predicted_tokens=80, cached_tokens=20, first_token_at=1.0, finished_at=2.0)

@@ -154,6 +154,8 @@ def test_a_session_stays_on_its_endpoint() -> None:
     occupy(candidates[home], times=7)
     choice = policy.choose(PickRequest(session_key="s"), candidates, 0.0)
     assert (choice.index, choice.reason) == (home, "session")
+    occupy(candidates[home], times=1)  # eight are too many
+    assert policy.choose(PickRequest(session_key="s"), candidates, 0.0).reason == "session_overloaded"
 
 
 @pytest.mark.parametrize(("others", "leaves"), [(0, True), (3, True), (20, False)])

@@ -88,6 +88,8 @@ def test_lower_tiers_count_as_held_and_cost_what_was_measured() -> None:
         subject.observe_sample(candidates[0].id, work, true_s, float(second))
     costs = subject.choose(ask(8000, {"e0": Overlap(0, lower_tokens=8000), "e1": 8000}), candidates, 9e9).costs
     assert costs[0] > costs[1]
+    half = subject.choose(ask(8000, {"e0": Overlap(4000, lower_tokens=4000), "e1": 8000}), candidates, 9e9).costs
+    assert costs[0] > half[0] > half[1]  # only what has to be brought up is paid for
 
 
 def test_slow_endpoints_wait_longer_but_are_not_starved() -> None:

@@ -71,6 +71,20 @@ def test_an_engine_that_prefills_without_a_word_is_silent(clock: FakeClock) -> N
     assert seen == ["approximate/silent"]
 
 
+def test_a_word_restarts_the_wait(clock: FakeClock) -> None:
+    """What was unanswered before it is answered, and its 30 s are over too."""
+    stream, seen = following(clock)
+    stream.traffic(128)
+    clock.advance(29.0)
+    stream.heard()
+    clock.advance(29.0)
+    stream.traffic(4 * 128)
+    assert seen == []
+    clock.advance(30.0)
+    stream.traffic(128)
+    assert seen == ["approximate/silent"]
+
+
 def test_traffic_that_stores_no_block_proves_nothing(clock: FakeClock) -> None:
     """Hits and short prompts publish nothing; three blocks are too few to judge."""
     stream, seen = following(clock)
