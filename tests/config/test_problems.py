@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from kvproxy.config.cluster_schema import ClusterSettings
+from kvproxy.config.decode import decode_model
 from kvproxy.config.load import check_config, load_config
+from kvproxy.config.paths import dotted_path
 from kvproxy.errors import ConfigError
 
 PLANTED = """
@@ -150,3 +153,12 @@ def test_a_value_out_of_bounds_is_shown_as_it_was_written(written: str, message:
     """Not as the number its unit makes of it; one from the environment is not shown."""
     _, problems = check_config(f"endpoints: [http://a:1]\n{written}", env={"ZERO": "0"})
     assert [str(problem) for problem in problems] == [message]
+
+
+def test_wrong_parts_of_a_list_take_no_good_one_along() -> None:
+    """They are cut out from the end on, so that no position moves before its turn."""
+    endpoints = [{"id": "a"}, {"id": "b", "url": "http://h:1"}, {"id": "c"}]
+    decoded = decode_model(ClusterSettings, {"endpoints": endpoints}, dotted_path)
+    assert [problem.path for problem in decoded.problems] == ["endpoints[0].url", "endpoints[2].url"]
+    assert decoded.value is not None
+    assert [endpoint.id for endpoint in decoded.value.endpoints] == ["b"]
