@@ -59,7 +59,7 @@ class Subscription:
         if connection is None:
             return None
         found = connection.message()
-        if found is None and connection.lost:
+        if found is None and connection.lost and not connection.has_message:
             self._taken.set()
         return found
 
@@ -88,30 +88,36 @@ class Subscription:
         memory = ReceiveMemory(limit_bytes=AHEAD_BYTES, connection_bytes=AHEAD_BYTES)
         connection = _connection(b"SUB", changed, memory)
         try:
+            if not await self._shake_hands(connection, happened):
+                return False
+            self._connection = connection
+            connection.send([b"\x01" + self._source.topic.encode()])
+            self._note(up=True)
+            while not connection.lost:
+                happened.clear()
+                await happened.wait()
+            self._taken.clear()
+            self._note(up=False)
+            if connection.has_message:
+                await self._taken.wait()
+            return True
+        finally:
+            connection.close()
+
+    async def _shake_hands(self, connection: ZmtpConnection, happened: asyncio.Event) -> bool:
+        try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 await open_connection(self._source.endpoint, connection)
                 while not (connection.ready or connection.lost):
                     happened.clear()
                     await happened.wait()
         except (OSError, UnicodeError):  # a timeout among them; names that cannot be looked up
-            connection.close()
             return False
-        if not connection.ready:
-            connection.close()
-            return False
-        self._connection = connection
-        connection.send([b"\x01" + self._source.topic.encode()])
-        self._changes.append(True)
+        return connection.ready
+
+    def _note(self, *, up: bool) -> None:
+        self._changes.append(up)
         self._wake.set()
-        while not connection.lost:
-            happened.clear()
-            await happened.wait()
-        self._taken.clear()
-        self._changes.append(False)
-        self._wake.set()
-        if connection.has_message:
-            await self._taken.wait()
-        return True
 
 
 async def replayed(

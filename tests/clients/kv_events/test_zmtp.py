@@ -175,6 +175,53 @@ async def test_what_a_broken_connection_brought_is_still_taken() -> None:
             await until(lambda: told(True, False, True))
 
 
+async def test_commands_before_the_end_hide_no_message() -> None:
+    """More of them than are obeyed at once; the message after them is taken before the next connection begins."""
+    pong = encoded([b"\x04PONG"], flags=4)
+    peer = Peer(GREETING, READY, pong * 500 + encoded([b"kv", b"last"]))
+    async with serving(peer) as address:
+        with subscribed(address) as subscription:
+            await until(lambda: subscription._connection is not None and subscription._connection.has_message)
+            peer.writers[0].close()
+            changes: list[bool] = []
+
+            def is_lost() -> bool:
+                changes.extend(subscription.connections())
+                return changes == [True, False]
+
+            await until(is_lost)
+            found: list[list[bytes]] = []
+
+            def is_taken() -> bool:
+                message = subscription.message()
+                if message is not None:
+                    found.append(message)
+                return peer.connections == 2
+
+            await until(is_taken)
+    assert found[:1] == [[b"kv", b"last"]]
+
+
+async def test_a_subscription_that_ends_while_it_connects_leaves_nothing_open() -> None:
+    """The peer accepts and says nothing: its end sees the connection close."""
+    peer = Peer()
+    ended = asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer.connections += 1
+        with contextlib.suppress(ConnectionError):
+            while await reader.read(65536):
+                pass
+        ended.set()
+        writer.close()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    async with server:
+        with subscribed(f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"):
+            await until(lambda: peer.connections == 1)
+        await ended.wait()
+
+
 async def test_pings_are_answered() -> None:
     """With the context they carry."""
     peer = Peer(GREETING, READY, encoded([b"\x04PING\x00\x0acontext"], flags=4))
