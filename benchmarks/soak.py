@@ -22,7 +22,9 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import httpx
@@ -56,6 +58,8 @@ SETTLE_S = 45.0
 TOLD = re.compile(
     r"^kvproxy_(local_replies|retries|retries_refused|attempt_failures|request_ends|kv_event_batches)_total\{"
 )
+#: What the proxy says that it keeps on purpose: indexes, token memory, bodies.
+HELD = re.compile(r"^kvproxy_(kvcache_index_bytes|kvcache_token_memory_bytes|bodies_held_bytes)")
 #: Gauges that must be zero once the load has ended and the engines are well again.
 ZERO = re.compile(
     r"^(kvproxy_in_flight(?:_requests)?|kvproxy_pending_prompt_tokens|kvproxy_resident_tokens|kvproxy_bodies_held_bytes"
@@ -69,6 +73,7 @@ class Sample:
 
     minute: float
     rss_mb: float
+    held_mb: float
     fds: int
     threads: int
     requests: int
@@ -122,6 +127,7 @@ class Soak:
         cache = {
             "kv_events": True,
             "lmcache_endpoint": f"http://127.0.0.1:{self.controller}",
+            "token_cache": {"max_bytes": "8MiB"},
             "cache_strategy": {"enable_pinning": True, "enable_compression": True, "enable_eviction": True},
         }
         return yaml.safe_dump(
@@ -301,19 +307,23 @@ async def _faults(client: httpx.AsyncClient, port: int, faults: dict[str, Any]) 
 
 
 async def watch(soak: Soak, until: float) -> None:
-    """Memory, descriptors and threads of the proxy."""
+    """Memory, what the proxy says it holds of that, descriptors and threads."""
     process, began = psutil.Process(soak.processes["proxy"].pid), time.monotonic()
-    while time.monotonic() < until:
-        await asyncio.sleep(SAMPLE_EVERY_S)
-        soak.samples.append(
-            Sample(
-                (time.monotonic() - began) / 60,
-                process.memory_info().rss / 1e6,
-                process.num_fds(),
-                process.num_threads(),
-                soak.answers.total(),
+    async with httpx.AsyncClient(timeout=10) as client:
+        while time.monotonic() < until:
+            await asyncio.sleep(SAMPLE_EVERY_S)
+            page = (await client.get(f"http://127.0.0.1:{soak.admin}/metrics")).text
+            held = sum(float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if HELD.match(line))
+            soak.samples.append(
+                Sample(
+                    (time.monotonic() - began) / 60,
+                    process.memory_info().rss / 1e6,
+                    held / 1e6,
+                    process.num_fds(),
+                    process.num_threads(),
+                    soak.answers.total(),
+                )
             )
-        )
 
 
 async def left_over(soak: Soak) -> dict[str, float]:
@@ -350,15 +360,10 @@ async def run(soak: Soak, minutes: float) -> dict[str, float]:
     return await left_over(soak)
 
 
-def plateau(samples: list[Sample]) -> float:
-    """MB a minute over the second half, by least squares."""
-    half = samples[len(samples) // 2 :]
-    if len(half) < 2:
-        return float("nan")
-    mean_x = sum(one.minute for one in half) / len(half)
-    mean_y = sum(one.rss_mb for one in half) / len(half)
-    spread = sum((one.minute - mean_x) ** 2 for one in half)
-    return sum((one.minute - mean_x) * (one.rss_mb - mean_y) for one in half) / spread
+def quarters(samples: list[Sample]) -> list[float]:
+    """The median memory of each quarter of the run, in MB."""
+    ends = [len(samples) * quarter // 4 for quarter in range(5)]
+    return [median(one.rss_mb for one in samples[begin:end]) for begin, end in pairwise(ends) if end > begin]
 
 
 def report(soak: Soak, left: dict[str, float], about: dict[str, str]) -> str:
@@ -366,11 +371,18 @@ def report(soak: Soak, left: dict[str, float], about: dict[str, str]) -> str:
     lines = ["# Soak", "", *(f"- {name}: {value}" for name, value in about.items()), ""]
     lines += [f"{soak.answers.total()} exchanges, {soak.faults} faults.", "", "## Left over when nothing runs", ""]
     lines += [f"- `{name}`: {value:g}" for name, value in left.items()] or ["Nothing: every counter is back at zero."]
-    lines += ["", "## The process", "", f"Second half: {plateau(soak.samples):+.2f} MB a minute.", ""]
-    lines += ["| minute | MB | descriptors | threads | exchanges |", "|---|---|---|---|---|"]
+    medians = ", ".join(f"{one:.0f}" for one in quarters(soak.samples))
+    lines += [
+        "",
+        "## The process",
+        "",
+        f"Median MB of each quarter of the run: {medians}. Held: what its own metrics say",
+    ]
+    lines += ["that indexes, token memory and request bodies take of it.", ""]
+    lines += ["| minute | MB | held | descriptors | threads | exchanges |", "|---|---|---|---|---|---|"]
     step = max(1, len(soak.samples) // 30)
     lines += [
-        f"| {one.minute:.1f} | {one.rss_mb:.0f} | {one.fds} | {one.threads} | {one.requests} |"
+        f"| {one.minute:.1f} | {one.rss_mb:.0f} | {one.held_mb:.1f} | {one.fds} | {one.threads} | {one.requests} |"
         for one in soak.samples[step - 1 :: step]
     ]
     lines += ["", "## How exchanges ended", "", "| exchange | times |", "|---|---|"]
