@@ -70,6 +70,8 @@ def compose_receipt(over: FinishedRequest, *, ended: datetime, hashed: Hash) -> 
         cluster=outcome.cluster,
         prompt_tokens=facts.prompt_tokens or None,
         hot_tokens=facts.hot_tokens,
+        prompt_blocks=len(facts.blocks),
+        block_tokens=facts.block_tokens,
         facts=facts.by_endpoint,
         attempts=tuple([_attempt(placed, over.received_at) for placed in observed.decisions]),
         refusals=tuple(observed.refusals),
