@@ -49,8 +49,8 @@ def _sessions(requests: Sequence[RecordedRequest]) -> list[list[int]]:
 
 
 def _shared_blocks(requests: Sequence[RecordedRequest], block_tokens: int) -> list[array[int]]:
-    texts = sum(one.text_blocks for one in requests)
-    known_tokens = sum(one.prompt_tokens for one in requests if one.text_blocks)
+    texts = sum(one.prompt_blocks for one in requests)
+    known_tokens = sum(one.prompt_tokens for one in requests if one.prompt_blocks)
     blocks_per_text = known_tokens / texts / block_tokens if texts else 0.0
     fresh = count(1)
     named: dict[bytes, array[int]] = {}  # by a prefix's hash, the blocks of a prompt that begins with it

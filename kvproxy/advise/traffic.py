@@ -36,7 +36,7 @@ class RecordedRequest:
     output_tokens: int | None
     cached_tokens: int | None
     predicted_tokens: int  # that the endpoint was believed to hold
-    text_blocks: int
+    prompt_blocks: int
     prefixes: Sequence[tuple[int, bytes]]
 
     @property
@@ -141,6 +141,6 @@ def _requests(receipts: Iterable[Receipt]) -> Iterator[RecordedRequest]:
             output_tokens=receipt.completion_tokens or None,
             cached_tokens=receipt.cached_tokens,
             predicted_tokens=matched_tokens(receipt, receipt.endpoint),
-            text_blocks=receipt.text_blocks,
-            prefixes=decode_prefixes(receipt.text_blocks, receipt.prefixes) if receipt.prefixes else (),
+            prompt_blocks=receipt.prompt_blocks,
+            prefixes=decode_prefixes(receipt.prompt_blocks, receipt.prefixes) if receipt.prefixes else (),
         )
