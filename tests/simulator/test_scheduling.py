@@ -93,7 +93,7 @@ def preempted_by(settings: EngineSettings, priorities: tuple[int, int]) -> set[s
 def test_memory_is_taken_from_the_last_in_the_engines_order(
     settings: EngineSettings, priorities: tuple[int, int], victim: str
 ) -> None:
-    """The newest runner under fcfs; under priority the greatest number, then the latest arrival, whatever ran longest."""
+    """The newest runner under fcfs; under priority the greatest number, then the latest arrival."""
     assert preempted_by(settings, priorities) == {victim}
 
 
