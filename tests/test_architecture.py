@@ -24,6 +24,7 @@ ROWS: tuple[dict[str, str], ...] = (
     {"commands": "what each command of `kvproxy` does"},
     {"app": "the one composition root: a configuration becomes a running proxy"},
     {"runtime": "what a configuration is built into, and what outlives a reload"},
+    {"advise": "which settings would help the traffic that was recorded"},
     {
         "admin": "the operator's listener: status, the live page, `/pick`, reload",
         "replay": "policies on recorded requests, in virtual time",

@@ -46,7 +46,10 @@ _FLAGS: dict[Setting, dict[EngineKind, str]] = {
         EngineKind.VLLM: "--scheduling-policy priority",
         EngineKind.SGLANG: "--enable-priority-scheduling",
     },
-    Setting.STEP_TOKENS: {EngineKind.VLLM: "--max-num-batched-tokens {}", EngineKind.SGLANG: "--chunked-prefill-size {}"},
+    Setting.STEP_TOKENS: {
+        EngineKind.VLLM: "--max-num-batched-tokens {}",
+        EngineKind.SGLANG: "--chunked-prefill-size {}",
+    },
     Setting.LONG_PREFILL: {EngineKind.VLLM: "--long-prefill-token-threshold {}"},
     Setting.SEQUENCES: {EngineKind.VLLM: "--max-num-seqs {}", EngineKind.SGLANG: "--max-running-requests {}"},
     Setting.BLOCK_TOKENS: {EngineKind.VLLM: "--block-size {}", EngineKind.SGLANG: "--page-size {}"},

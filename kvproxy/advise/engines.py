@@ -202,9 +202,9 @@ async def _sglang(engine: EngineFacts, metrics: EngineMetrics) -> EngineSettings
     )
 
 
-def engines_of(seen: Sequence[EngineSettingsSeen], cluster: str, endpoints: Sequence[EndpointId]) -> list[
-    EngineSettingsSeen
-]:
+def engines_of(
+    seen: Sequence[EngineSettingsSeen], cluster: str, endpoints: Sequence[EndpointId]
+) -> list[EngineSettingsSeen]:
     """Those of one pool, in the order of its endpoints; one that is not configured any more is left out."""
     by_id = {one.id: one for one in seen if one.cluster == cluster}
     return [by_id[endpoint] for endpoint in endpoints if endpoint in by_id]

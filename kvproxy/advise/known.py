@@ -36,7 +36,9 @@ class Known:
 
 def advise_from_facts(known: Known) -> list[Advice]:
     """What would help for certain, the most important first."""
-    return [one for find in (_caching, _report, _events, _render, _slots, _preemptions, _priority) for one in find(known)]
+    return [
+        one for find in (_caching, _report, _events, _render, _slots, _preemptions, _priority) for one in find(known)
+    ]
 
 
 def spelled(
@@ -68,7 +70,9 @@ def _advice(
 
 def _caching(known: Known) -> Iterator[Advice]:
     off = [one for one in known.engines if one.prefix_caching is False]
-    yield from _advice(Setting.PREFIX_CACHING, off, "prefix caching is off: every prompt is computed from its beginning")
+    yield from _advice(
+        Setting.PREFIX_CACHING, off, "prefix caching is off: every prompt is computed from its beginning"
+    )
 
 
 def _report(known: Known) -> Iterator[Advice]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,7 +71,7 @@ def _measure(endpoint: EndpointId, requests: Sequence[RecordedRequest]) -> Occup
 def _spans(changes: Sequence[tuple[float, int, int, int, int]]) -> list[tuple[float, int, int, int]]:
     """(seconds, waiting, answering, held tokens) between one change and the next."""
     spans, waiting, answering, held = [], 0, 0, 0
-    for (at, _, more_waiting, more_answering, more_held), (until, *_) in zip(changes, changes[1:], strict=False):
+    for (at, _, more_waiting, more_answering, more_held), (until, *_) in itertools.pairwise(changes):
         waiting, answering, held = waiting + more_waiting, answering + more_answering, held + more_held
         if until > at:
             spans.append((until - at, waiting, answering, held))

@@ -27,8 +27,11 @@ class ReplayFleet:
 
     instances: int = 8
     capacity_tokens: int = 819_200  # of each engine's cache
-    timing: EngineTiming = field(default_factory=EngineTiming)
+    max_batched_tokens: int = 2048  # a step
+    max_sequences: int = 256
+    long_prefill_token_threshold: int = 0
     scheduling: Scheduling = Scheduling.FCFS
+    timing: EngineTiming = field(default_factory=EngineTiming)
     slowness: tuple[float, ...] = ()  # of the first endpoints; the others are at 1
     slow_middle: float = 1.0  # the first endpoint's slowness during the middle third of the run
     index: IndexMode = IndexMode.EVENTS
@@ -50,8 +53,11 @@ class ReplayFleet:
         return EngineSettings(
             capacity_blocks=self.capacity_tokens // block_size,
             block_size=block_size,
-            timing=timing,
+            max_batched_tokens=self.max_batched_tokens,
+            max_sequences=self.max_sequences,
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
             scheduling=self.scheduling,
+            timing=timing,
             kv_events=self.index is IndexMode.EVENTS,
         )
 

@@ -1,0 +1,277 @@
+"""Candidate settings on the recorded traffic in virtual time, each against today's in the same run, under a budget.
+
+Today's settings are simulated first and compared with what was measured: an expectation is worth as much as that
+agreement. Then every candidate is played with the seeds that today's settings were played with.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from statistics import fmean, median, stdev
+from typing import TextIO
+
+from kvproxy.advise.advice import Confidence, Gain, Ratio
+from kvproxy.advise.candidates import Candidate
+from kvproxy.advise.recording import make_trace
+from kvproxy.advise.today import Today
+from kvproxy.advise.traffic import RecordedRequest, Traffic
+from kvproxy.replay.compare import ProgressBar
+from kvproxy.replay.results import ReplayOutcome, percentile
+from kvproxy.replay.scenario import play_policy
+from kvproxy.replay.settings import Pace
+from kvproxy.replay.trace import Trace
+from kvproxy.types import Clock
+
+#: Fewer requests, or less time, say nothing about what a setting is worth.
+MIN_REQUESTS, MIN_SPAN_S = 200, 120.0
+#: At most so many of the latest requests are played.
+_MAX_REQUESTS = 4000
+MAX_SEEDS = 5
+#: Caches fill in the first part of a recording; it is played, and not measured.
+_WARM = 0.2
+#: Today's settings are fitted to the first half of what is measured, in so many rounds.
+_FITTING = 3
+_STEP = 4.0
+#: The model's error in mean TTFT: beyond the first it is said that it does not fit, below the last it fits well.
+DOES_NOT_FIT, FITS_WELL = 0.30, 0.15
+_MANY_REQUESTS, _MANY_RUNS = 1000, 6
+
+
+class _OutOfTime(Exception):
+    """The budget is spent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of one half of a run, in seconds."""
+
+    ttft_mean: float
+    ttft_p99: float
+    e2e_mean: float
+    itl_p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Today's settings simulated, against what was measured on the half that nothing was fitted to. Seconds; hit rates
+    are shares of the prompt tokens; `measured_hit` is None where engines do not say."""
+
+    simulated_ttft_s: float
+    measured_ttft_s: float
+    simulated_hit: float
+    measured_hit: float | None
+    requests: int
+    span_s: float
+
+    @property
+    def error(self) -> float:
+        """How far the simulated mean TTFT is off, as a share of the measured one."""
+        return self.simulated_ttft_s / self.measured_ttft_s - 1.0 if self.measured_ttft_s else math.inf
+
+    @property
+    def good(self) -> bool:
+        """Whether an expectation is worth anything."""
+        return abs(self.error) <= DOES_NOT_FIT
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """A candidate's gain; None where time ran out before its first run."""
+
+    candidate: Candidate
+    gain: Gain | None
+
+
+class Simulation:
+    """Plays recorded requests. `clock` is for the budget alone."""
+
+    def __init__(self, traffic: Traffic, today: Today, *, budget_s: float, err: TextIO, clock: Clock = time.monotonic):
+        self._traffic = traffic
+        self._clock = clock
+        self._deadline = clock() + budget_s
+        self._budget_s = budget_s
+        self._requests: Sequence[RecordedRequest] = traffic.requests[-_MAX_REQUESTS:]
+        self._traces: dict[int, Trace] = {}
+        self._err = err
+        self._bar = ProgressBar(1, out=err)
+        self.today = today
+        self.ended_early = False  # the budget was spent, or Ctrl-C was pressed
+        self.interrupted = False
+
+    def fit(self, runs: int) -> Fit | None:
+        """Fits what nothing tells (how long a decode step takes, and a prefill beside it) to the first half of the
+        recording and says how well today's settings then agree with the second. `runs` are still to come: a recording
+        that would take too long is cut to its latest part. None when time ran out."""
+        try:
+            self._cut(runs)
+            for _ in range(_FITTING):
+                self.today = self._fitted(self._play(self.today, 1))
+            return self._judge(self._play(self.today, 1))
+        except (_OutOfTime, KeyboardInterrupt) as error:
+            self._stop(error)
+            return None
+
+    def expect(self, candidates: Sequence[Candidate], fit: Fit) -> list[Expectation]:
+        """Every candidate's gain, seed by seed as long as there is time."""
+        ratios: dict[int, list[tuple[Figures, Figures]]] = {index: [] for index in range(len(candidates))}
+        self._bar = ProgressBar(len(self._requests) * len(candidates) * MAX_SEEDS, out=self._err)
+        try:
+            for seed in range(1, MAX_SEEDS + 1):
+                before = self._halves(self._play(self.today, seed))
+                for index, candidate in enumerate(candidates):
+                    self._bar.begin(f"{candidate.setting}, run {seed}")
+                    after = self._halves(self._play(candidate.today, seed, progress=self._bar.advance))
+                    ratios[index] += zip(before, after, strict=True)
+                    self._bar.end(len(self._requests))
+        except (_OutOfTime, KeyboardInterrupt) as error:
+            self._stop(error)
+        self._bar.close()
+        return [
+            Expectation(candidate, _gain(ratios[index], fit, candidate) if ratios[index] else None)
+            for index, candidate in enumerate(candidates)
+        ]
+
+    def _stop(self, error: BaseException) -> None:
+        self.ended_early = True
+        self.interrupted = isinstance(error, KeyboardInterrupt)
+        self._bar.close()
+
+    def _cut(self, runs: int) -> None:
+        """To the latest requests of which two rounds of all runs fit the budget."""
+        began = self._clock()
+        self._play(self.today, 1)
+        took_s = self._clock() - began
+        affordable_s = (self._deadline - self._clock()) / (2.5 * (runs + _FITTING + 1))
+        if took_s > affordable_s:
+            count = max(MIN_REQUESTS, int(len(self._requests) * affordable_s / took_s))
+            self._requests = self._requests[-count:]
+            self._traces.clear()
+
+    def _play(
+        self, today: Today, seed: int, *, progress: Callable[[int], None] = lambda done: None
+    ) -> Sequence[ReplayOutcome]:
+        def step(done: int) -> None:
+            if self._clock() > self._deadline:
+                raise _OutOfTime
+            progress(done)
+
+        size = today.trace_block_tokens
+        if size not in self._traces:
+            self._traces[size] = make_trace(self._traffic, self._requests, block_tokens=size)
+        spec = today.spec
+        return play_policy(
+            self._traces[size],
+            Pace(),
+            today.fleet,
+            spec.make(rng=Random(seed)),
+            queue=spec.queue,
+            priority=spec.priority,
+            seed=seed,
+            progress=step,
+        )
+
+    def _bounds(self) -> tuple[float, float, float]:
+        """Seconds from the first arrival: where measuring begins, where its second half begins, and the end."""
+        span_s = self._requests[-1].arrived_at - self._requests[0].arrived_at
+        return _WARM * span_s, (1 + _WARM) / 2 * span_s, math.inf
+
+    def _measured(self, half: int) -> list[RecordedRequest]:
+        bounds, first = self._bounds(), self._requests[0].arrived_at
+        return [one for one in self._requests if bounds[half] <= one.arrived_at - first < bounds[half + 1]]
+
+    def _simulated(self, outcomes: Sequence[ReplayOutcome], half: int) -> list[ReplayOutcome]:
+        bounds = self._bounds()
+        return [one for one in outcomes if bounds[half] <= one.arrived_at < bounds[half + 1]]
+
+    def _halves(self, outcomes: Sequence[ReplayOutcome]) -> tuple[Figures, Figures]:
+        first, second = (_figures(self._simulated(outcomes, half)) for half in (0, 1))
+        return first, second
+
+    def _fitted(self, outcomes: Sequence[ReplayOutcome]) -> Today:
+        recorded, played = self._measured(0), self._simulated(outcomes, 0)
+        prefill = _middle_ratio([one.ttft_s for one in recorded], [one.ttft_s for one in played])
+        decode = _middle_ratio([one.decode_s for one in recorded], [_decode_s(one) for one in played])
+        timing = self.today.fleet.timing
+        timing = replace(
+            timing,
+            prefill_tokens_per_s=timing.prefill_tokens_per_s / prefill,
+            prefill_step_s=timing.prefill_step_s * prefill,
+            decode_step_s=timing.decode_step_s * decode,
+            decode_sequence_s=timing.decode_sequence_s * decode,
+            decode_resident_block_s=timing.decode_resident_block_s * decode,
+        )
+        return replace(self.today, fleet=replace(self.today.fleet, timing=timing))
+
+    def _judge(self, outcomes: Sequence[ReplayOutcome]) -> Fit:
+        recorded, played = self._measured(1), self._simulated(outcomes, 1)
+        told = [one for one in recorded if one.cached_tokens is not None]
+        return Fit(
+            simulated_ttft_s=_mean(one.ttft_s for one in played),
+            measured_ttft_s=_mean(one.ttft_s for one in recorded),
+            simulated_hit=sum(one.cached_tokens for one in played) / max(1, sum(one.prompt_tokens for one in played)),
+            measured_hit=sum(one.cached_tokens or 0 for one in told) / sum(one.prompt_tokens for one in told)
+            if told
+            else None,
+            requests=len(self._requests),
+            span_s=self._requests[-1].arrived_at - self._requests[0].arrived_at,
+        )
+
+
+def _figures(outcomes: Sequence[ReplayOutcome]) -> Figures:
+    ttft = sorted(one.ttft_s for one in outcomes if one.ttft_s is not None)
+    e2e = [one.finished_at - one.arrived_at for one in outcomes if one.finished_at is not None]
+    return Figures(fmean(ttft or [0.0]), percentile(ttft, 0.99), fmean(e2e or [0.0]), 0.0)
+
+
+def _decode_s(outcome: ReplayOutcome) -> float | None:
+    if outcome.finished_at is None or outcome.first_token_at is None:
+        return None
+    return outcome.finished_at - outcome.first_token_at
+
+
+def _middle_ratio(measured: Iterable[float | None], simulated: Iterable[float | None]) -> float:
+    """Of the medians, at most _STEP either way; 1 where there is nothing to compare."""
+    ours = [one for one in measured if one]
+    theirs = [one for one in simulated if one]
+    if not ours or not theirs:
+        return 1.0
+    return min(_STEP, max(1 / _STEP, median(ours) / median(theirs)))
+
+
+def _mean(values: Iterable[float | None]) -> float:
+    known = [one for one in values if one is not None]
+    return fmean(known) if known else 0.0
+
+
+def _gain(pairs: Sequence[tuple[Figures, Figures]], fit: Fit, candidate: Candidate) -> Gain:
+    mean = _ratio([(before.ttft_mean, after.ttft_mean) for before, after in pairs])
+    return Gain(
+        ttft_mean=mean,
+        ttft_p99=_ratio([(before.ttft_p99, after.ttft_p99) for before, after in pairs]),
+        itl_p99=_ratio([(before.itl_p99, after.itl_p99) for before, after in pairs]),
+        e2e_mean=_ratio([(before.e2e_mean, after.e2e_mean) for before, after in pairs]),
+        runs=len(pairs),
+        confidence=_confidence(mean, len(pairs), fit),
+        at_most=bool(candidate.at_most),
+    )
+
+
+def _ratio(pairs: Sequence[tuple[float, float]]) -> Ratio:
+    logs = [math.log(after / before) for before, after in pairs if before > 0 and after > 0]
+    if not logs:
+        return Ratio(1.0, 0.0)
+    return Ratio(math.exp(fmean(logs)), math.exp(stdev(logs)) - 1.0 if len(logs) > 1 else 0.0)
+
+
+def _confidence(mean: Ratio, runs: int, fit: Fit) -> Confidence:
+    """By the model's error, the traffic there was, and how far runs and halves agree."""
+    steady = mean.spread <= abs(1.0 - mean.value)
+    if not steady or runs < _MANY_RUNS // 2 or fit.requests < _MANY_REQUESTS // 3:
+        return Confidence.LOW
+    if abs(fit.error) <= FITS_WELL and runs >= _MANY_RUNS and fit.requests >= _MANY_REQUESTS:
+        return Confidence.HIGH
+    return Confidence.MEDIUM
