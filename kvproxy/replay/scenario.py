@@ -21,6 +21,7 @@ from kvproxy.routing.policy import Policy
 from kvproxy.routing.registry import POLICIES, make_policy
 from kvproxy.routing.speeds import SpeedModel, SpeedPriors
 from kvproxy.simulator.engine import Engine
+from kvproxy.simulator.engine_io import TokenGaps
 
 #: Behind a policy's name: with the router queue in front of it.
 QUEUE_SUFFIX = "+queue"
@@ -75,10 +76,11 @@ def play_policy(
     queue: bool = False,
     seed: int = 1,
     streamed: float = 1.0,
+    token_gaps: TokenGaps | None = None,
     progress: Callable[[int], None] = lambda finished: None,
 ) -> Sequence[ReplayOutcome]:
     """Every request of the trace, as its client saw it. The policy is a fresh one: it learns as it goes; `streamed` is
-    the share of requests whose first token it sees."""
+    the share of requests whose first token it sees; `token_gaps` is given the times between tokens."""
     duration_s = pace.duration_s(trace)
     endpoints = [
         SimEndpoint(endpoint_id(index), index, Engine(fleet.engine_settings(trace.block_size, index, duration_s)))
@@ -97,4 +99,8 @@ def play_policy(
         streams=lambda: chance.random() < streamed,
         progress=progress,
     )
-    return run.run()
+    outcomes = run.run()
+    if token_gaps is not None:
+        for endpoint in endpoints:
+            token_gaps.update(endpoint.engine.counters.token_gaps)
+    return outcomes
