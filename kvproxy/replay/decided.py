@@ -19,7 +19,7 @@ from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate
 from kvproxy.replay.decided_report import Recorded, Review, Verdict, mean
 from kvproxy.replay.results import percentile
 from kvproxy.replay.scenario import PolicySpec
-from kvproxy.routing.load import Backlog, Features
+from kvproxy.routing.load import Backlog, EngineState, Features
 from kvproxy.routing.policy import OverlapFacts, PickRequest, Policy
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import EndpointId
@@ -34,6 +34,7 @@ class RecordedLoad:
     pending_tokens: int
     resident_tokens: int
     backlog: Backlog
+    engine: EngineState | None = None
 
     def wait_s(self, seconds: Features, slowness: float, now: float) -> float:
         """As of EndpointLoad, at the moment of the decision."""

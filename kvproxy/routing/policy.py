@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol
 import msgspec
 
 from kvproxy.config.model import Model
-from kvproxy.routing.load import Features
+from kvproxy.routing.load import EngineState, Features
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import EndpointId
 
@@ -86,6 +86,8 @@ class LoadView(Protocol):
     def pending_tokens(self) -> int: ...
     @property
     def resident_tokens(self) -> int: ...
+    @property
+    def engine(self) -> EngineState | None: ...
     def wait_s(self, seconds: Features, slowness: float, now: float) -> float: ...
 
 
