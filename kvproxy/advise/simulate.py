@@ -24,6 +24,7 @@ from kvproxy.replay.results import ReplayOutcome, percentile
 from kvproxy.replay.scenario import play_policy
 from kvproxy.replay.settings import Pace
 from kvproxy.replay.trace import Trace
+from kvproxy.simulator.engine_io import TokenGaps
 from kvproxy.types import Clock
 
 #: Fewer requests, or less time, say nothing about what a setting is worth.
@@ -46,8 +47,14 @@ class _OutOfTime(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class _Run:
+    outcomes: Sequence[ReplayOutcome]
+    itl_p99: float  # over all of it
+
+
+@dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one half of a run, in seconds."""
+    """Of one half of a run, in seconds; times between tokens are known of the whole run alone."""
 
     ttft_mean: float
     ttft_p99: float
@@ -153,7 +160,7 @@ class Simulation:
 
     def _play(
         self, today: Today, seed: int, *, progress: Callable[[int], None] = lambda done: None
-    ) -> Sequence[ReplayOutcome]:
+    ) -> _Run:
         def step(done: int) -> None:
             if self._clock() > self._deadline:
                 raise _OutOfTime
@@ -162,8 +169,8 @@ class Simulation:
         size = today.trace_block_tokens
         if size not in self._traces:
             self._traces[size] = make_trace(self._traffic, self._requests, block_tokens=size)
-        spec = today.spec
-        return play_policy(
+        spec, gaps = today.spec, TokenGaps()
+        outcomes = play_policy(
             self._traces[size],
             Pace(),
             today.fleet,
@@ -171,8 +178,10 @@ class Simulation:
             queue=spec.queue,
             priority=spec.priority,
             seed=seed,
+            token_gaps=gaps,
             progress=step,
         )
+        return _Run(outcomes, gaps.percentile(0.99))
 
     def _bounds(self) -> tuple[float, float, float]:
         """Seconds from the first arrival: where measuring begins, where its second half begins, and the end."""
@@ -183,18 +192,18 @@ class Simulation:
         bounds, first = self._bounds(), self._requests[0].arrived_at
         return [one for one in self._requests if bounds[half] <= one.arrived_at - first < bounds[half + 1]]
 
-    def _simulated(self, outcomes: Sequence[ReplayOutcome], half: int) -> list[ReplayOutcome]:
+    def _simulated(self, run: _Run, half: int) -> list[ReplayOutcome]:
         bounds = self._bounds()
-        return [one for one in outcomes if bounds[half] <= one.arrived_at < bounds[half + 1]]
+        return [one for one in run.outcomes if bounds[half] <= one.arrived_at < bounds[half + 1]]
 
-    def _halves(self, outcomes: Sequence[ReplayOutcome]) -> tuple[Figures, Figures]:
-        first, second = (_figures(self._simulated(outcomes, half)) for half in (0, 1))
+    def _halves(self, run: _Run) -> tuple[Figures, Figures]:
+        first, second = (_figures(self._simulated(run, half), run.itl_p99) for half in (0, 1))
         return first, second
 
-    def _fitted(self, outcomes: Sequence[ReplayOutcome]) -> Today:
-        recorded, played = self._measured(0), self._simulated(outcomes, 0)
+    def _fitted(self, run: _Run) -> Today:
+        recorded, played = self._measured(0), self._simulated(run, 0)
         prefill = _middle_ratio([one.ttft_s for one in recorded], [one.ttft_s for one in played])
-        decode = _middle_ratio([one.decode_s for one in recorded], [_decode_s(one) for one in played])
+        decode = _middle_ratio([one.token_s for one in recorded], [one.tpot_s for one in played])
         timing = self.today.fleet.timing
         timing = replace(
             timing,
@@ -206,8 +215,8 @@ class Simulation:
         )
         return replace(self.today, fleet=replace(self.today.fleet, timing=timing))
 
-    def _judge(self, outcomes: Sequence[ReplayOutcome]) -> Fit:
-        recorded, played = self._measured(1), self._simulated(outcomes, 1)
+    def _judge(self, run: _Run) -> Fit:
+        recorded, played = self._measured(1), self._simulated(run, 1)
         told = [one for one in recorded if one.cached_tokens is not None]
         return Fit(
             simulated_ttft_s=_mean(one.ttft_s for one in played),
@@ -221,16 +230,10 @@ class Simulation:
         )
 
 
-def _figures(outcomes: Sequence[ReplayOutcome]) -> Figures:
+def _figures(outcomes: Sequence[ReplayOutcome], itl_p99: float) -> Figures:
     ttft = sorted(one.ttft_s for one in outcomes if one.ttft_s is not None)
     e2e = [one.finished_at - one.arrived_at for one in outcomes if one.finished_at is not None]
-    return Figures(fmean(ttft or [0.0]), percentile(ttft, 0.99), fmean(e2e or [0.0]), 0.0)
-
-
-def _decode_s(outcome: ReplayOutcome) -> float | None:
-    if outcome.finished_at is None or outcome.first_token_at is None:
-        return None
-    return outcome.finished_at - outcome.first_token_at
+    return Figures(fmean(ttft or [0.0]), percentile(ttft, 0.99), fmean(e2e or [0.0]), itl_p99)
 
 
 def _middle_ratio(measured: Iterable[float | None], simulated: Iterable[float | None]) -> float:

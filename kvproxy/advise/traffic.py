@@ -45,9 +45,11 @@ class RecordedRequest:
         return None if self.first_token_at is None else self.first_token_at - self.arrived_at
 
     @property
-    def decode_s(self) -> float | None:
-        """From the first token to the end."""
-        return None if self.first_token_at is None else self.ended_at - self.first_token_at
+    def token_s(self) -> float | None:
+        """Seconds a token after the first."""
+        if self.first_token_at is None or self.output_tokens is None or self.output_tokens < 2:
+            return None
+        return (self.ended_at - self.first_token_at) / (self.output_tokens - 1)
 
 
 @dataclass(frozen=True)
