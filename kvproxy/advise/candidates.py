@@ -39,7 +39,7 @@ class Candidate:
 def list_candidates(
     today: Today,
     engines: Sequence[EngineSettingsSeen],
-    occupancy: Sequence[Occupancy],
+    occupancy: Occupancy,
     *,
     kvcache: KvCacheSettings | None,
 ) -> list[Candidate]:
@@ -94,11 +94,9 @@ def _events(
     )
 
 
-def _sequences(
-    today: Today, engines: Sequence[EngineSettingsSeen], occupancy: Sequence[Occupancy]
-) -> Iterator[Candidate]:
+def _sequences(today: Today, engines: Sequence[EngineSettingsSeen], occupancy: Occupancy) -> Iterator[Candidate]:
     slots = today.fleet.max_sequences
-    if max((one.answering for one in occupancy), default=0) < _NEARLY_ALL * slots:
+    if occupancy.answering < _NEARLY_ALL * slots:
         return
     more = more_sequences(slots)
     other = _with(today, max_sequences=more, max_batched_tokens=max(today.fleet.max_batched_tokens, more + 1))

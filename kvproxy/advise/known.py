@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from kvproxy.advise.advice import Advice, Setting, spell_flag
 from kvproxy.advise.engines import EngineKind, EngineSettingsSeen
@@ -29,7 +30,7 @@ class Known:
 
     engines: Sequence[EngineSettingsSeen]
     traffic: Traffic | None = None
-    occupancy: Sequence[Occupancy] = ()
+    occupancy: Occupancy = Occupancy()
     kvcache: KvCacheSettings | None = None
     ordered: bool = False
 
@@ -116,19 +117,21 @@ def _render(known: Known) -> Iterator[Advice]:
 
 
 def _slots(known: Known) -> Iterator[Advice]:
-    by_id = {one.id: one for one in known.engines}
-    for occupancy in known.occupancy:
-        engine = by_id.get(occupancy.endpoint)
-        capacity = None if engine is None else engine.capacity_tokens
-        slots = occupancy.slots(capacity)
-        if engine is None or slots is None or slots >= DEFAULT_SEQUENCES[-1]:
-            continue
-        held = f", its KV memory {occupancy.held_tokens / capacity:.0%} in use" if capacity else ""
+    occupancy, capacity = known.occupancy, usual_capacity(known.engines)
+    slots = occupancy.slots(capacity)
+    if slots is not None and slots < DEFAULT_SEQUENCES[-1]:
+        held = f", with {occupancy.held_tokens / capacity:.0%} of the KV memory in use" if capacity else ""
         what = (
-            f"never answered more than {slots} requests at a time, while others waited "
-            f"({occupancy.waiting_share:.0%} of the time, {occupancy.mean_waiting:.0f} on average{held})"
+            f"engines never answer more than {slots} requests at a time, while others wait for a slot "
+            f"({occupancy.waiting_share:.0%} of the time{held})"
         )
-        yield from _advice(Setting.SEQUENCES, [engine], what, value=more_sequences(slots))
+        yield from _advice(Setting.SEQUENCES, known.engines, what, value=more_sequences(slots))
+
+
+def usual_capacity(engines: Sequence[EngineSettingsSeen]) -> int | None:
+    """Tokens of KV memory of the middle engine; None where none says."""
+    capacity = [one.capacity_tokens for one in engines if one.capacity_tokens]
+    return round(median(capacity)) if capacity else None
 
 
 def more_sequences(slots: int) -> int:
@@ -158,7 +161,7 @@ def _priority(known: Known) -> Iterator[Advice]:
 
 def much_waits(known: Known) -> Iterator[Advice]:
     """Where no simulation can say what an order is worth: requests wait for each other, in order of arrival."""
-    waiting = {one.endpoint: one for one in known.occupancy if one.waiting_share >= _MUCH_WAITING}
+    waiting = {one.endpoint: one for one in known.occupancy.engines if one.waiting_share >= _MUCH_WAITING}
     engines = [one for one in known.engines if one.id in waiting and not one.by_priority]
     if engines and not known.ordered:
         shares = [waiting[one.id].waiting_share for one in engines]

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from statistics import fmean, median, stdev
+from statistics import fmean, stdev
 from typing import TextIO
 
 from kvproxy.advise.advice import Confidence, Gain, Ratio
@@ -32,11 +32,14 @@ MIN_REQUESTS, MIN_SPAN_S = 200, 120.0
 #: At most so many of the latest requests are played.
 _MAX_REQUESTS = 4000
 MAX_SEEDS = 5
+#: After so many seeds a candidate that gains less than this is not played again.
+_TRIED_SEEDS, _PROMISING = 2, 0.02
 #: Caches fill in the first part of a recording; it is played, and not measured.
 _WARM = 0.2
 #: Today's settings are fitted to the first half of what is measured, in so many rounds.
 _FITTING = 3
-_STEP = 4.0
+#: By how much prefills are taken for slower where first tokens come later: what waits multiplies any difference.
+_ELASTICITY, _STEP = 1 / 3, 1.25
 #: The model's error in mean TTFT: beyond the first it is said that it does not fit, below the last it fits well.
 DOES_NOT_FIT, FITS_WELL = 0.30, 0.15
 _MANY_REQUESTS, _MANY_RUNS = 1000, 6
@@ -128,8 +131,12 @@ class Simulation:
         self._bar = ProgressBar(len(self._requests) * len(candidates) * MAX_SEEDS, out=self._err)
         try:
             for seed in range(1, MAX_SEEDS + 1):
+                promising = [index for index in ratios if seed <= _TRIED_SEEDS or _promising(ratios[index])]
+                if not promising:
+                    break
                 before = self._halves(self._play(self.today, seed))
-                for index, candidate in enumerate(candidates):
+                for index in promising:
+                    candidate = candidates[index]
                     self._bar.begin(f"{candidate.setting}, run {seed}")
                     after = self._halves(self._play(candidate.today, seed, progress=self._bar.advance))
                     ratios[index] += zip(before, after, strict=True)
@@ -158,9 +165,7 @@ class Simulation:
             self._requests = self._requests[-count:]
             self._traces.clear()
 
-    def _play(
-        self, today: Today, seed: int, *, progress: Callable[[int], None] = lambda done: None
-    ) -> _Run:
+    def _play(self, today: Today, seed: int, *, progress: Callable[[int], None] = lambda done: None) -> _Run:
         def step(done: int) -> None:
             if self._clock() > self._deadline:
                 raise _OutOfTime
@@ -202,8 +207,9 @@ class Simulation:
 
     def _fitted(self, run: _Run) -> Today:
         recorded, played = self._measured(0), self._simulated(run, 0)
-        prefill = _middle_ratio([one.ttft_s for one in recorded], [one.ttft_s for one in played])
-        decode = _middle_ratio([one.token_s for one in recorded], [one.tpot_s for one in played])
+        ttft = _ratio_of(_mean(one.ttft_s for one in recorded), _mean(one.ttft_s for one in played))
+        prefill = min(_STEP, max(1 / _STEP, ttft**_ELASTICITY))
+        decode = _ratio_of(_low(one.token_s for one in recorded), _low(one.tpot_s for one in played))
         timing = self.today.fleet.timing
         timing = replace(
             timing,
@@ -236,13 +242,14 @@ def _figures(outcomes: Sequence[ReplayOutcome], itl_p99: float) -> Figures:
     return Figures(fmean(ttft or [0.0]), percentile(ttft, 0.99), fmean(e2e or [0.0]), itl_p99)
 
 
-def _middle_ratio(measured: Iterable[float | None], simulated: Iterable[float | None]) -> float:
-    """Of the medians, at most _STEP either way; 1 where there is nothing to compare."""
-    ours = [one for one in measured if one]
-    theirs = [one for one in simulated if one]
-    if not ours or not theirs:
-        return 1.0
-    return min(_STEP, max(1 / _STEP, median(ours) / median(theirs)))
+def _ratio_of(measured: float, simulated: float) -> float:
+    """1 where there is nothing to compare."""
+    return measured / simulated if measured > 0 and simulated > 0 else 1.0
+
+
+def _low(values: Iterable[float | None]) -> float:
+    """What one in ten stays below: decode steps that few prefills lengthened. 0 of none."""
+    return percentile(sorted(one for one in values if one is not None), 0.1)
 
 
 def _mean(values: Iterable[float | None]) -> float:
@@ -261,6 +268,10 @@ def _gain(pairs: Sequence[tuple[Figures, Figures]], fit: Fit, candidate: Candida
         confidence=_confidence(mean, len(pairs), fit),
         at_most=bool(candidate.at_most),
     )
+
+
+def _promising(pairs: Sequence[tuple[Figures, Figures]]) -> bool:
+    return _ratio([(before.ttft_mean, after.ttft_mean) for before, after in pairs]).value < 1.0 - _PROMISING
 
 
 def _ratio(pairs: Sequence[tuple[float, float]]) -> Ratio:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 from kvproxy.advise.engines import EngineSettingsSeen
+from kvproxy.advise.known import usual_capacity
 from kvproxy.advise.occupancy import Occupancy
 from kvproxy.advise.recording import BLOCK_TOKENS
 from kvproxy.advise.traffic import Traffic
@@ -15,6 +17,7 @@ from kvproxy.errors import KvproxyError
 from kvproxy.replay.decided import read_decisions
 from kvproxy.replay.scenario import PolicySpec
 from kvproxy.replay.settings import IndexMode, ReplayFleet
+from kvproxy.routing.load import Features
 from kvproxy.routing.registry import POLICIES
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.simulator.timing import EngineTiming
@@ -62,14 +65,14 @@ class Today:
 def model_today(
     traffic: Traffic,
     engines: Sequence[EngineSettingsSeen],
-    occupancy: Sequence[Occupancy],
+    occupancy: Occupancy,
     cluster: ClusterSettings,
     *,
     follows_events: bool,
 ) -> Today:
     """The present fleet. Raises NoModel where something is missing that no default can stand for."""
-    capacity = [one.capacity_tokens for one in engines if one.capacity_tokens]
-    if not capacity:
+    capacity = usual_capacity(engines)
+    if capacity is None:
         raise NoModel("no engine says how much KV memory it has (its /metrics have to be reachable)")
     assumed: list[str] = []
     sequences = _sequences(engines, occupancy, assumed)
@@ -84,7 +87,7 @@ def model_today(
     )
     fleet = ReplayFleet(
         instances=len(traffic.endpoints),
-        capacity_tokens=round(median(capacity)),
+        capacity_tokens=capacity,
         max_batched_tokens=max(step_tokens, sequences + 1),
         max_sequences=sequences,
         timing=timing,
@@ -98,15 +101,13 @@ def model_today(
     return Today(fleet, spec, round(median(blocks)) if blocks else 16, tuple(assumed))
 
 
-def _sequences(engines: Sequence[EngineSettingsSeen], occupancy: Sequence[Occupancy], assumed: list[str]) -> int:
+def _sequences(engines: Sequence[EngineSettingsSeen], occupancy: Occupancy, assumed: list[str]) -> int:
     said = [one.sequences for one in engines if one.sequences]
-    capacity = {one.id: one.capacity_tokens for one in engines}
-    seen = [slots for one in occupancy if (slots := one.slots(capacity.get(one.endpoint))) is not None]
-    if said or seen:
-        return round(median(said or seen))
-    most = max((one.answering for one in occupancy), default=0)
+    slots = round(median(said)) if said else occupancy.slots(usual_capacity(engines))
+    if slots is not None:
+        return slots
     assumed.append("sequences")
-    return _SEQUENCES if most < _SEQUENCES else _MORE_SEQUENCES
+    return _SEQUENCES if occupancy.answering < _SEQUENCES else _MORE_SEQUENCES
 
 
 def _step_tokens(traffic: Traffic, engines: Sequence[EngineSettingsSeen], assumed: list[str]) -> int:
@@ -119,22 +120,22 @@ def _step_tokens(traffic: Traffic, engines: Sequence[EngineSettingsSeen], assume
     return _STEP_TOKENS
 
 
-def learn_speeds(
-    traffic: Traffic, *, max_sequences: int
-) -> tuple[tuple[float, float, float, float], Mapping[str, float]]:
-    """The pool's seconds for a unit of prefill work and the slowness of each endpoint, from the receipts in hindsight.
+def learn_speeds(traffic: Traffic, *, max_sequences: int) -> tuple[Features, Mapping[str, float]]:
+    """The pool's seconds for a unit of prefill work and the slowness of each endpoint, over all the receipts.
     What waited for a slot is left out: it says nothing of how fast prefill is."""
-    speeds, samples = SpeedModel(), 0
-    decisions = read_decisions(traffic.receipts)
-    for decision in decisions:
+    speeds = SpeedModel()
+    logs: dict[str, list[float]] = {endpoint: [] for endpoint in traffic.endpoints}
+    seconds: list[Features] = []
+    for decision in read_decisions(traffic.receipts):
         sample = decision.sample
         free = decision.candidates[decision.index].load.in_flight < max_sequences
         if sample is not None and sample.work is not None and free:
             speeds.observe(sample.endpoint, sample.work, sample.busy_s, sample.at)
-            samples += 1
-    if samples < _SAMPLES:
-        raise NoModel(
-            f"only {samples} streamed answers show how fast the engines prefill (at least {_SAMPLES} are needed)"
-        )
-    end = decisions[-1].at
-    return speeds.seconds, {endpoint: speeds.slowness(endpoint, end) for endpoint in traffic.endpoints}
+            seconds.append(speeds.seconds)
+            logs.setdefault(sample.endpoint, []).append(math.log(speeds.slowness(sample.endpoint, sample.at)))
+    if len(seconds) < _SAMPLES:
+        raise NoModel(f"{len(seconds)} streamed answers show how fast engines prefill, at least {_SAMPLES} are needed")
+    late = seconds[len(seconds) // 4 :]
+    request_s, token_s, attention_s, _ = (fmean(column) for column in zip(*late, strict=True))
+    slowness = {endpoint: math.exp(fmean(each[len(each) // 4 :])) for endpoint, each in logs.items() if each}
+    return (request_s, token_s, attention_s, 0.0), slowness

@@ -65,14 +65,14 @@ def record(path: Path, trace: Trace, fleet: ReplayFleet, *, policy: str = "kv_aw
     outcomes = play_policy(
         trace, Pace(), fleet, spec.make(rng=Random(7)), queue=spec.queue, priority=spec.priority, seed=7
     )
-    receipts = [msgspec.structs.replace(one, **changes) for one in compose_receipts(trace, outcomes, fleet, str(spec.name))]
+    receipts = [
+        msgspec.structs.replace(one, **changes) for one in compose_receipts(trace, outcomes, fleet, str(spec.name))
+    ]
     path.write_bytes(b"".join(encode(one) for one in receipts))
     return receipts
 
 
-def compose_receipts(
-    trace: Trace, outcomes: Sequence[ReplayOutcome], fleet: ReplayFleet, policy: str
-) -> list[Receipt]:
+def compose_receipts(trace: Trace, outcomes: Sequence[ReplayOutcome], fleet: ReplayFleet, policy: str) -> list[Receipt]:
     """As the proxy would have written them, in the order of their ends."""
     ids = [EndpointId(f"e{index}") for index in range(fleet.instances)]
     turns = {session: iter(each.turns) for session, each in enumerate(trace.sessions)}
@@ -115,5 +115,7 @@ def _pending(earlier: Sequence[ReplayOutcome], now: float) -> tuple[Features, fl
     for one in pending:
         work = sum_of(work, features_of(one.prompt_tokens - one.cached_tokens, one.cached_tokens))
     began = min((one.arrived_at for one in pending), default=now)
-    latest = max((one.first_token_at for one in earlier if one.first_token_at and one.first_token_at <= now), default=0.0)
+    latest = max(
+        (one.first_token_at for one in earlier if one.first_token_at and one.first_token_at <= now), default=0.0
+    )
     return work, now - max(began, latest), len(here)
