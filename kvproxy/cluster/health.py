@@ -26,10 +26,11 @@ _FAILING_S = 60.0
 
 
 class Health:
-    """Verdicts on one endpoint. `now` is monotonic seconds and never steps back."""
+    """Verdicts on one endpoint. `now` is monotonic seconds and never steps back. `settings` may be replaced at any
+    time: other bounds count from then on."""
 
     def __init__(self, settings: HealthCheckSettings) -> None:
-        self._settings = settings
+        self.settings = settings
         self._healthy = True  # until a probe says otherwise
         self._ever_healthy = False
         self._streak = 0  # probes in a row that contradict the present verdict
@@ -40,12 +41,6 @@ class Health:
         self._ejections = 0  # doublings the next ejection starts from
         self._back_at = -math.inf
 
-    def reconfigure(self, settings: HealthCheckSettings) -> None:
-        """Other bounds from now on. Verdicts stay, save that of probes that are not sent any more."""
-        self._settings = settings
-        if not settings.active:
-            self._healthy, self._streak = True, 0
-
     @property
     def failures(self) -> int:
         """Failed requests in a row."""
@@ -53,13 +48,13 @@ class Health:
 
     @property
     def is_healthy(self) -> bool:
-        """The probes' verdict."""
-        return self._healthy
+        """The probes' verdict, where there are probes."""
+        return self._healthy or not self.settings.active
 
     @property
     def failed_probes(self) -> int:
         """Probes in a row that contradict the present verdict: the first sign of an engine that died."""
-        return self._streak
+        return self._streak if self.settings.active else 0
 
     @property
     def ejected_until(self) -> float:
@@ -108,11 +103,11 @@ class Health:
         if now < self._ejected_until:
             return False  # requests from before the ejection, failing late
         self._failures += 1
-        return 0 < self._settings.eject_after <= self._failures
+        return 0 < self.settings.eject_after <= self._failures
 
     def eject(self, now: float) -> float:
         """Take it out; for how many seconds."""
-        settings = self._settings
+        settings = self.settings
         if self._ejections:
             good_s = max(0.0, now - self._ejected_until)
             forgiven = int(good_s / settings.eject_for) if settings.eject_for else self._ejections
@@ -126,7 +121,7 @@ class Health:
     def weight_factor(self, now: float) -> float:
         """Share of its own weight: below 1 while it starts slowly after coming back."""
         since_s = max(0.0, now - self._came_back_at(now))
-        slow_s = self._settings.slow_start
+        slow_s = self.settings.slow_start
         if since_s >= slow_s:
             return 1.0
         grown = math.floor(since_s / slow_s * _SLOW_START_STEPS) / _SLOW_START_STEPS
@@ -137,13 +132,13 @@ class Health:
         if now < self._ejected_until:
             return self._ejected_until
         since_s = max(0.0, now - self._came_back_at(now))
-        slow_s = self._settings.slow_start
+        slow_s = self.settings.slow_start
         return now + slow_s / _SLOW_START_STEPS if since_s < slow_s else math.inf
 
     def _needed(self, well: bool) -> int:
         if well:
-            return self._settings.healthy_threshold
-        return self._settings.unhealthy_threshold if self._ever_healthy else 1
+            return self.settings.healthy_threshold
+        return self.settings.unhealthy_threshold if self._ever_healthy else 1
 
     def _came_back_at(self, now: float) -> float:
         return max(self._back_at, self._ejected_until)
