@@ -1,9 +1,9 @@
 """The one scale of urgency: in which order requests go that wait, at the router and in an engine. Pure.
 
-Least goes first. Own work counts in seconds, so that short prompts overtake long ones (that shortens the mean wait most),
-and each second of waiting outweighs `ageing` seconds of it, so that no prompt waits for ever: only those overtake a
-request that are shorter by more than `ageing` times what they came later. As a number that is fixed at arrival it needs
-no keeping up, and every router, restart and engine that is given it agrees on the order.
+Least goes first. Own work counts in seconds, so that short prompts overtake long ones (that shortens the mean wait
+most), and each second of waiting outweighs `ageing` seconds of it, so that no prompt waits for ever: only those go past
+a request that are shorter by more than `ageing` times what they came later. As a number that is fixed at arrival it
+needs no keeping up, and every router, restart and engine that is given it agrees on the order.
 """
 
 from __future__ import annotations
