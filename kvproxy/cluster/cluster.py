@@ -140,6 +140,9 @@ class Cluster:
         if settings.health != before.health:
             self._prober.probe_endpoints(())
             self._prober = self._make_prober(probe)
+            if not settings.health.active:
+                for endpoint in self._members.all_endpoints():
+                    endpoint.health.forget_probes()
         if settings.discovery != before.discovery:
             self._ask_sources(sources_of(settings.discovery))
         self.apply(settings.endpoints)

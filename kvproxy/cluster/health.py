@@ -48,13 +48,13 @@ class Health:
 
     @property
     def is_healthy(self) -> bool:
-        """The probes' verdict, where there are probes."""
-        return self._healthy or not self.settings.active
+        """The probes' verdict."""
+        return self._healthy
 
     @property
     def failed_probes(self) -> int:
         """Probes in a row that contradict the present verdict: the first sign of an engine that died."""
-        return self._streak if self.settings.active else 0
+        return self._streak
 
     @property
     def ejected_until(self) -> float:
@@ -84,6 +84,10 @@ class Health:
             self._back_at = now
             self._unserved = 0
         return True
+
+    def forget_probes(self) -> None:
+        """None is sent any more: their verdict would stand for ever."""
+        self._healthy, self._streak = True, 0
 
     def unserved_in_a_row(self, now: float) -> int:
         """Latest attempts that served nothing (blame apart); 0 when the last one is too long ago to mean anything."""
