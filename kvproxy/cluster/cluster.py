@@ -253,10 +253,10 @@ class Cluster:
     def record_outcome(self, endpoint: Endpoint, outcome: AttemptOutcome, now: float) -> None:
         """Draw the conclusions of an attempt; called by its pick."""
         if outcome is AttemptOutcome.FAILURE:
-            if endpoint.health.failure(now) and may_eject(self.endpoints, self.settings.health, now):
+            if endpoint.health.record_failure(now) and may_eject(self.endpoints, self.settings.health, now):
                 self._eject(endpoint, now)
         elif outcome is AttemptOutcome.SUCCESS or outcome is AttemptOutcome.CLIENT_ERROR:
-            endpoint.health.success()
+            endpoint.health.record_success()
 
     def on_release(self, endpoint: Endpoint, now: float) -> None:
         """An attempt's load has been released; called by its pick."""
@@ -309,7 +309,7 @@ class Cluster:
         if outcome is ProbeOutcome.NOT_SENT:
             return
         well = outcome is ProbeOutcome.OK
-        changed = endpoint.health.probe(well, self._clock())
+        changed = endpoint.health.record_probe(well, self._clock())
         if changed:
             self._screening.invalidate()
             if well:

@@ -65,7 +65,7 @@ class Health:
         """Whether failed requests keep it out at present."""
         return now < self._ejected_until
 
-    def probe(self, well: bool, now: float) -> bool:
+    def record_probe(self, well: bool, now: float) -> bool:
         """Take a probe's result; whether it changed the verdict.
 
         An endpoint that never passed a probe goes out with the first failed one: it is still starting, or was
@@ -93,16 +93,16 @@ class Health:
         """Latest attempts that served nothing (blame apart); 0 when the last one is too long ago to mean anything."""
         return self._unserved if now - self._unserved_at < _FAILING_S else 0
 
-    def unserved(self, now: float) -> None:
+    def record_unserved(self, now: float) -> None:
         """An attempt ended with a failure, "busy" or nothing; blame apart."""
         self._unserved = self.unserved_in_a_row(now) + 1
         self._unserved_at = now
 
-    def success(self) -> None:
+    def record_success(self) -> None:
         """The engine answered a request."""
         self._failures = self._unserved = 0
 
-    def failure(self, now: float) -> bool:
+    def record_failure(self, now: float) -> bool:
         """The engine failed a request; whether it now deserves ejection (the cluster decides if it can be spared)."""
         if now < self._ejected_until:
             return False  # requests from before the ejection, failing late

@@ -36,19 +36,19 @@ class Permit(msgspec.Struct, eq=False):
     breaker: Breaker | None  # None: settled
     era: int
 
-    def success(self) -> None:
+    def record_success(self) -> None:
         """Record that the call was answered."""
         if (breaker := self.breaker) is not None:
             self.breaker = None
             breaker._settle(self.era, True)
 
-    def failure(self) -> None:
+    def record_failure(self) -> None:
         """Record that the call failed through its target."""
         if (breaker := self.breaker) is not None:
             self.breaker = None
             breaker._settle(self.era, False)
 
-    def cancelled(self) -> None:
+    def record_cancellation(self) -> None:
         """Record that the call ended without a word about its target."""
         if (breaker := self.breaker) is not None:
             self.breaker = None

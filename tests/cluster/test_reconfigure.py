@@ -86,7 +86,7 @@ def test_new_bounds_count_from_now_on(make_cluster: MakeCluster) -> None:
 def test_a_verdict_of_probes_ends_with_the_probes(make_cluster: MakeCluster) -> None:
     """Nothing would ever bring the endpoint back."""
     bench = make_cluster("a", "b")
-    bench.endpoint("a").health.probe(False, bench.clock())
+    bench.endpoint("a").health.record_probe(False, bench.clock())
     assert bench.endpoint("a").condition(bench.clock()) is Condition.UNHEALTHY
     reconfigure(bench, health={"active": True, "interval": 2})
     assert bench.endpoint("a").condition(bench.clock()) is Condition.UNHEALTHY
