@@ -42,6 +42,13 @@ class PoolAdvice:
     notes: Sequence[str] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class _Simulated:
+    today: Today | None = None
+    fit: Fit | None = None
+    expected: Sequence[Expectation] = ()
+
+
 @dataclass(slots=True)
 class Adviser:
     """One run. `budget_s` is for the simulations of all pools together; 0: only what needs none. `now` is wall-clock
@@ -99,49 +106,48 @@ class Adviser:
     def _pool(self, traffic: Traffic, budget_s: float) -> PoolAdvice:
         engines = engines_of(self.engines, traffic.cluster, traffic.endpoints)
         cluster = self.config.clusters.get(traffic.cluster, ClusterSettings())
-        kvcache = find_kvcache_settings(self.config)
-        occupancy = measure_occupancy(traffic)
-        known = Known(engines, traffic, occupancy, kvcache)
-        advice, notes = advise_from_facts(known), list(_notes(engines))
+        known = Known(engines, traffic, measure_occupancy(traffic), find_kvcache_settings(self.config))
+        notes = _notes(engines)
         age_s = self.now - traffic.latest_at
         if age_s > _OLD_S:
             notes.append(f"the latest receipt is {age_s / _OLD_S:.0f} days old: traffic may be another by now")
-        today, fit, expected = None, None, []
-        reason = self._why_not(traffic, budget_s)
-        if reason:
+        found = _Simulated()
+        if reason := self._why_not(traffic, budget_s):
             notes.append(reason)
         else:
             try:
-                follows = kvcache is not None and kvcache.kv_events
-                today = model_today(traffic, engines, occupancy, cluster, follows_events=follows)
+                found = self._simulate(known, traffic, cluster, budget_s, notes)
             except NoModel as error:
                 notes.append(f"nothing is simulated: {error}")
-            else:
-                simulation = Simulation(traffic, today, budget_s=budget_s, err=self.err)
-                candidates = list_candidates(today, engines, occupancy, kvcache=kvcache)
-                fit = simulation.fit(len(candidates))
-                if fit is not None and fit.good:
-                    candidates = list_candidates(simulation.today, engines, occupancy, kvcache=kvcache)
-                    expected = simulation.expect(candidates, fit)
-                elif fit is not None:
-                    notes.append(
-                        f"the model does not fit this fleet: it expects a mean TTFT of {fit.simulated_ttft_s:.3g} s, "
-                        f"{fit.measured_ttft_s:.3g} s was measured ({abs(fit.error):.0%} off, more than "
-                        f"{DOES_NOT_FIT:.0%}); only what needs no model is said"
-                    )
-                self.interrupted |= simulation.interrupted
-                if simulation.ended_early:
-                    notes.append(
-                        "interrupted" if simulation.interrupted else f"the budget of {budget_s:.0f} s is spent"
-                    )
-        given, refused = _sort(expected)
-        if fit is None or not fit.good:
+        given, refused = _sort(found.expected)
+        if found.fit is None or not found.fit.good:
             given += much_waits(known)
         said = {(one.setting, one.flags) for one in given}
+        facts = [one for one in advise_from_facts(known) if (one.setting, one.flags) not in said]
         return PoolAdvice(
-            traffic.name, engines, traffic, today, fit,
-            [*(one for one in advice if (one.setting, one.flags) not in said), *given], refused, notes,
+            traffic.name, engines, traffic, found.today, found.fit, [*facts, *given], refused, notes
         )  # fmt: skip
+
+    def _simulate(
+        self, known: Known, traffic: Traffic, cluster: ClusterSettings, budget_s: float, notes: list[str]
+    ) -> _Simulated:
+        engines, occupancy, kvcache = known.engines, known.occupancy, known.kvcache
+        follows = kvcache is not None and kvcache.kv_events
+        today = model_today(traffic, engines, occupancy, cluster, follows_events=follows)
+        simulation = Simulation(traffic, today, budget_s=budget_s, err=self.err)
+        fit = simulation.fit(len(list_candidates(today, engines, occupancy, kvcache=kvcache)))
+        expected: list[Expectation] = []
+        if fit is not None and fit.good:
+            expected = simulation.expect(list_candidates(simulation.today, engines, occupancy, kvcache=kvcache), fit)
+        elif fit is not None:
+            notes.append(
+                f"the model does not fit this fleet: it is {abs(fit.error):.0%} off, more than {DOES_NOT_FIT:.0%}; only "
+                "what needs no model is said"
+            )
+        self.interrupted |= simulation.interrupted
+        if simulation.ended_early:
+            notes.append("interrupted" if simulation.interrupted else f"the budget of {budget_s:.0f} s is spent")
+        return _Simulated(simulation.today, fit, expected)
 
     def _why_not(self, traffic: Traffic, budget_s: float) -> str:
         """Why nothing is simulated; "" where something can be."""

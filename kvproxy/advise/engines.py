@@ -68,7 +68,7 @@ async def ask_engines(config: Config, *, tools: Tools) -> list[EngineSettingsSee
 async def _ask(engine: EngineFacts) -> EngineSettingsSeen:
     id_ = EndpointId(engine.endpoint.id)
     try:
-        text = await engine.exposition()
+        text = await engine.fetch_exposition()
     except ClientError as error:
         return EngineSettingsSeen(id_, engine.cluster, error=str(error))
     metrics = parse_engine_metrics(text)
@@ -99,7 +99,7 @@ async def _ask(engine: EngineFacts) -> EngineSettingsSeen:
 
 async def _version(engine: EngineFacts) -> str:
     try:
-        return await engine.version()
+        return await engine.fetch_version()
     except ClientError:
         return ""
 
@@ -107,7 +107,7 @@ async def _version(engine: EngineFacts) -> str:
 async def _events(engine: EngineFacts) -> tuple[bool | None, bool | None]:
     """Whether it publishes KV events, and whether it has them again for who missed some."""
     try:
-        sources = await engine.sources()
+        sources = await engine.list_sources()
     except ClientError:
         return None, None
     return bool(sources), all(source.replay_endpoint for source in sources) if sources else None
@@ -115,7 +115,7 @@ async def _events(engine: EngineFacts) -> tuple[bool | None, bool | None]:
 
 async def _renders(engine: EngineFacts) -> bool | None:
     try:
-        await engine.vllm.render_chat((await engine.model()).id, _PROBE)
+        await engine.vllm.render_chat((await engine.choose_model()).id, _PROBE)
     except NotSupported:
         return False
     except ClientError:

@@ -8,7 +8,7 @@ from statistics import median
 
 from kvproxy.advise.advice import Advice, Setting, spell_flag
 from kvproxy.advise.engines import EngineKind, EngineSettingsSeen
-from kvproxy.advise.occupancy import Occupancy
+from kvproxy.advise.occupancy import NOT_MEASURED, Occupancy
 from kvproxy.advise.traffic import Traffic
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.types import EndpointId
@@ -30,7 +30,7 @@ class Known:
 
     engines: Sequence[EngineSettingsSeen]
     traffic: Traffic | None = None
-    occupancy: Occupancy = Occupancy()
+    occupancy: Occupancy = NOT_MEASURED
     kvcache: KvCacheSettings | None = None
     ordered: bool = False
 

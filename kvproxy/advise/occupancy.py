@@ -61,11 +61,14 @@ class Occupancy:
         return None if memory else self.answering
 
 
+NOT_MEASURED = Occupancy()
+
+
 def measure_occupancy(traffic: Traffic) -> Occupancy:
     """Of every endpoint that answered."""
     streamed = sum(one.first_token_at is not None for one in traffic.requests)
     if streamed < _STREAMED * len(traffic.requests):
-        return Occupancy()
+        return NOT_MEASURED
     return Occupancy(tuple(_measure(endpoint, own) for endpoint in traffic.endpoints if (own := traffic.on(endpoint))))
 
 

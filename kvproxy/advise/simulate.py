@@ -37,9 +37,10 @@ _TRIED_SEEDS, _PROMISING = 2, 0.02
 #: Caches fill in the first part of a recording; it is played, and not measured.
 _WARM = 0.2
 #: Today's settings are fitted to the first half of what is measured, in so many rounds.
-_FITTING = 3
-#: By how much prefills are taken for slower where first tokens come later: what waits multiplies any difference.
-_ELASTICITY, _STEP = 1 / 3, 1.25
+_FITTING = 5
+#: Seeds of the runs that the model is judged by.
+_JUDGED = (1, 2)
+_PREFILL_PART, _DECODE_PART, _STEP = 0.25, 0.7, 1.25
 #: The model's error in mean TTFT: beyond the first it is said that it does not fit, below the last it fits well.
 DOES_NOT_FIT, FITS_WELL = 0.30, 0.15
 _MANY_REQUESTS, _MANY_RUNS = 1000, 6
@@ -118,9 +119,15 @@ class Simulation:
         that would take too long is cut to its latest part. None when time ran out."""
         try:
             self._cut(runs)
+            best = math.inf
+            trial = self.today
             for _ in range(_FITTING):
-                self.today = self._fitted(self._play(self.today, 1))
-            return self._judge(self._play(self.today, 1))
+                run = self._play(trial, 1)
+                ttft, token = self._ratios(run)
+                if (error := abs(math.log(ttft)) + abs(math.log(token))) < best:
+                    best, self.today = error, trial
+                trial = _slowed(trial, ttft, token)
+            return self._judge([self._play(self.today, seed) for seed in _JUDGED])
         except (_OutOfTime, KeyboardInterrupt) as error:
             self._stop(error)
             return None
@@ -159,7 +166,7 @@ class Simulation:
         began = self._clock()
         self._play(self.today, 1)
         took_s = self._clock() - began
-        affordable_s = (self._deadline - self._clock()) / (2.5 * (runs + _FITTING + 1))
+        affordable_s = (self._deadline - self._clock()) / (2.5 * (runs + _FITTING + len(_JUDGED)))
         if took_s > affordable_s:
             count = max(MIN_REQUESTS, int(len(self._requests) * affordable_s / took_s))
             self._requests = self._requests[-count:]
@@ -205,24 +212,14 @@ class Simulation:
         first, second = (_figures(self._simulated(run, half), run.itl_p99) for half in (0, 1))
         return first, second
 
-    def _fitted(self, run: _Run) -> Today:
+    def _ratios(self, run: _Run) -> tuple[float, float]:
+        """What was measured in the first half against what was simulated: mean TTFT, and seconds a token."""
         recorded, played = self._measured(0), self._simulated(run, 0)
         ttft = _ratio_of(_mean(one.ttft_s for one in recorded), _mean(one.ttft_s for one in played))
-        prefill = min(_STEP, max(1 / _STEP, ttft**_ELASTICITY))
-        decode = _ratio_of(_low(one.token_s for one in recorded), _low(one.tpot_s for one in played))
-        timing = self.today.fleet.timing
-        timing = replace(
-            timing,
-            prefill_tokens_per_s=timing.prefill_tokens_per_s / prefill,
-            prefill_step_s=timing.prefill_step_s * prefill,
-            decode_step_s=timing.decode_step_s * decode,
-            decode_sequence_s=timing.decode_sequence_s * decode,
-            decode_resident_block_s=timing.decode_resident_block_s * decode,
-        )
-        return replace(self.today, fleet=replace(self.today.fleet, timing=timing))
+        return ttft, _ratio_of(_low(one.token_s for one in recorded), _low(one.tpot_s for one in played))
 
-    def _judge(self, run: _Run) -> Fit:
-        recorded, played = self._measured(1), self._simulated(run, 1)
+    def _judge(self, runs: Sequence[_Run]) -> Fit:
+        recorded, played = self._measured(1), [one for run in runs for one in self._simulated(run, 1)]
         told = [one for one in recorded if one.cached_tokens is not None]
         return Fit(
             simulated_ttft_s=_mean(one.ttft_s for one in played),
@@ -234,6 +231,22 @@ class Simulation:
             requests=len(self._requests),
             span_s=self._requests[-1].arrived_at - self._requests[0].arrived_at,
         )
+
+
+def _slowed(today: Today, ttft: float, token: float) -> Today:
+    """Prefills and decode steps longer by a part of these factors: what waits multiplies any difference."""
+    prefill = min(_STEP, max(1 / _STEP, ttft**_PREFILL_PART))
+    decode = token**_DECODE_PART
+    timing = today.fleet.timing
+    timing = replace(
+        timing,
+        prefill_tokens_per_s=timing.prefill_tokens_per_s / prefill,
+        prefill_step_s=timing.prefill_step_s * prefill,
+        decode_step_s=timing.decode_step_s * decode,
+        decode_sequence_s=timing.decode_sequence_s * decode,
+        decode_resident_block_s=timing.decode_resident_block_s * decode,
+    )
+    return replace(today, fleet=replace(today.fleet, timing=timing))
 
 
 def _figures(outcomes: Sequence[ReplayOutcome], itl_p99: float) -> Figures:

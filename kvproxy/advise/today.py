@@ -27,6 +27,8 @@ _SEQUENCES, _MORE_SEQUENCES = 256, 1024
 _STEP_TOKENS = 2048
 #: Samples of one endpoint's speed that say enough.
 _SAMPLES = 30
+#: Engines whose speeds differ by less (as a logarithm) are taken for equal: so far apart learned speeds are by chance.
+_ALIKE = 0.25
 
 
 class NoModel(KvproxyError):
@@ -138,4 +140,5 @@ def learn_speeds(traffic: Traffic, *, max_sequences: int) -> tuple[Features, Map
     late = seconds[len(seconds) // 4 :]
     request_s, token_s, attention_s, _ = (fmean(column) for column in zip(*late, strict=True))
     slowness = {endpoint: math.exp(fmean(each[len(each) // 4 :])) for endpoint, each in logs.items() if each}
-    return (request_s, token_s, attention_s, 0.0), slowness
+    different = {endpoint: each for endpoint, each in slowness.items() if abs(math.log(each)) > _ALIKE}
+    return (request_s, token_s, attention_s, 0.0), different

@@ -86,8 +86,8 @@ def play_policy(
     progress: Callable[[int], None] = lambda finished: None,
 ) -> Sequence[ReplayOutcome]:
     """Every request of the trace, as its client saw it. The policy is a fresh one: it learns as it goes; `streamed` is
-    the share of requests whose first token it sees; with `priority` the engines schedule by what it sends; `token_gaps`
-    is given the times between tokens."""
+    the share of requests whose first token it sees; with `priority` the engines schedule by what it sends;
+    `token_gaps` is given the times between tokens."""
     fleet = replace(fleet, scheduling=Scheduling.PRIORITY) if priority else fleet
     duration_s = pace.duration_s(trace)
     endpoints = [
