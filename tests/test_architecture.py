@@ -171,7 +171,7 @@ def test_only_the_command_line_and_replay_use_the_simulator() -> None:
     users = {
         _room(module) for module, targets in _graph().items() if any(_room(target) == "simulator" for target in targets)
     }
-    assert users <= {"simulator", "cli", "commands", "replay"}
+    assert users <= {"simulator", "cli", "commands", "replay", "advise"}
 
 
 def test_files_stay_readable() -> None:

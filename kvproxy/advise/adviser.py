@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from kvproxy.advise.advice import Advice, Gain, NotGiven, Setting
+from kvproxy.advise.advice import Advice, NotGiven, Setting
 from kvproxy.advise.candidates import list_candidates
 from kvproxy.advise.engines import EngineKind, EngineSettingsSeen, engines_of
+from kvproxy.advise.gains import DOES_NOT_FIT, Fit, why_not_given
 from kvproxy.advise.known import Known, advise_from_facts, much_waits, name_engines
 from kvproxy.advise.occupancy import measure_occupancy
-from kvproxy.advise.simulate import DOES_NOT_FIT, MIN_REQUESTS, MIN_SPAN_S, Expectation, Fit, Simulation
+from kvproxy.advise.simulate import MIN_REQUESTS, MIN_SPAN_S, Expectation, Simulation
 from kvproxy.advise.today import NoModel, Today, model_today
 from kvproxy.advise.traffic import Traffic, read_traffic
 from kvproxy.config.cluster_schema import ClusterSettings
@@ -22,8 +22,6 @@ from kvproxy.doctor.deployment import find_kvcache_settings
 from kvproxy.errors import describe_os_error
 from kvproxy.receipts.files import ReceiptReader
 
-#: Below this a gain is not worth a restart; and it has to be beyond so many standard errors.
-LEAST_GAIN, _ERRORS = 0.03, 2.0
 _OLD_S = 86_400.0
 
 
@@ -141,8 +139,8 @@ class Adviser:
             expected = simulation.expect(list_candidates(simulation.today, engines, occupancy, kvcache=kvcache), fit)
         elif fit is not None:
             notes.append(
-                f"the model does not fit this fleet: it is {abs(fit.error):.0%} off, more than {DOES_NOT_FIT:.0%}; only "
-                "what needs no model is said"
+                f"the model does not fit this fleet: it is {abs(fit.error):.0%} off, more than {DOES_NOT_FIT:.0%}; "
+                "only what needs no model is said"
             )
         self.interrupted |= simulation.interrupted
         if simulation.ended_early:
@@ -201,16 +199,3 @@ def _sort(expected: Sequence[Expectation]) -> tuple[list[Advice], list[NotGiven]
     for advice in sorted(given, key=lambda each: each.gain.ttft_mean.value if each.gain else 1.0):
         best.setdefault(advice.setting, advice)
     return list(best.values()), refused
-
-
-def why_not_given(gain: Gain) -> str:
-    """Why a simulated setting is not recommended; "" where it is."""
-    better = 1.0 - gain.ttft_mean.value
-    if better < LEAST_GAIN:
-        return "no gain" if better < 0 else f"less than {LEAST_GAIN:.0%}"
-    if -math.log(gain.ttft_mean.value) < _ERRORS * math.log1p(gain.ttft_mean.spread) / math.sqrt(gain.runs):
-        return "within noise"
-    worst, name = max(
-        (gain.ttft_p99.value, "TTFT p99"), (gain.itl_p99.value, "ITL p99"), (gain.e2e_mean.value, "whole answers")
-    )
-    return f"{name} pays for it" if worst - 1.0 > better else ""

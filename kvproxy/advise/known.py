@@ -161,6 +161,8 @@ def _priority(known: Known) -> Iterator[Advice]:
 
 def much_waits(known: Known) -> Iterator[Advice]:
     """Where no simulation can say what an order is worth: requests wait for each other, in order of arrival."""
+    if known.occupancy.slots(usual_capacity(known.engines)) is not None:
+        return  # then it is slots that are wanting
     waiting = {one.endpoint: one for one in known.occupancy.engines if one.waiting_share >= _MUCH_WAITING}
     engines = [one for one in known.engines if one.id in waiting and not one.by_priority]
     if engines and not known.ordered:

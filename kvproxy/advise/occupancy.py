@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,10 +12,11 @@ from kvproxy.types import EndpointId
 
 #: Only of streamed answers it is known when they began.
 _STREAMED = 0.8
-#: Slots bind where almost every request that begins to answer while others wait fills the last one.
-_BEGUN, _FULL_SHARE = 30, 0.9
+#: Slots bind where a request that begins to answer while others wait makes as many answer as ever: mostly the very
+#: number, and else one more or less, since ends are seen a moment late.
+_BEGUN, _SAME, _ALIKE = 30, 0.6, 0.9
 #: More memory in use than this, and it is memory that is waited for.
-_FULL_MEMORY = 0.85
+_FULL_MEMORY = 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +53,16 @@ class Occupancy:
         return sum(one.waiting_share for one in self.engines) / max(1, len(self.engines))
 
     def slots(self, capacity_tokens: int | None) -> int | None:
-        """How many sequences engines take at most, where requests waited for one of them to end; else None. What binds
-        engines that are set up alike is one number: prefills that take long leave another one at each."""
+        """How many sequences engines take at most, where requests waited for one of them to end; else None. One alone
+        is not told from requests that end before the next prefill does."""
         begun = [count for one in self.engines for count in one.begun]
-        full = sum(count >= max(1, self.answering - 1) for count in begun)
-        if len(begun) < _BEGUN or full < _FULL_SHARE * len(begun):
+        if len(begun) < _BEGUN:
             return None
+        usual, times = Counter(begun).most_common(1)[0]
+        alike = sum(abs(count - usual) <= 1 for count in begun)
+        bound = usual > 1 and times >= _SAME * len(begun) and alike >= _ALIKE * len(begun)
         memory = capacity_tokens is not None and self.held_tokens > _FULL_MEMORY * capacity_tokens
-        return None if memory else self.answering
+        return usual if bound and not memory else None
 
 
 NOT_MEASURED = Occupancy()

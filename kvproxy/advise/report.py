@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from kvproxy.advise.advice import Advice, Gain, Ratio
 from kvproxy.advise.adviser import PoolAdvice
 from kvproxy.advise.engines import EngineSettingsSeen
-from kvproxy.advise.simulate import Fit
+from kvproxy.advise.gains import Fit
 from kvproxy.advise.traffic import Traffic
 
 _MARGIN = "    "

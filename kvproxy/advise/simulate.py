@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import TextIO
 
-from kvproxy.advise.advice import Confidence, Gain, Ratio
+from kvproxy.advise.advice import Gain
 from kvproxy.advise.candidates import Candidate
+from kvproxy.advise.gains import Figures, Fit, compute_gain, is_promising, summarize_half
 from kvproxy.advise.recording import make_trace
 from kvproxy.advise.today import Today
 from kvproxy.advise.traffic import RecordedRequest, Traffic
@@ -32,8 +33,8 @@ MIN_REQUESTS, MIN_SPAN_S = 200, 120.0
 #: At most so many of the latest requests are played.
 _MAX_REQUESTS = 4000
 MAX_SEEDS = 5
-#: After so many seeds a candidate that gains less than this is not played again.
-_TRIED_SEEDS, _PROMISING = 2, 0.02
+#: After so many seeds only promising candidates are played again.
+_TRIED_SEEDS = 2
 #: Caches fill in the first part of a recording; it is played, and not measured.
 _WARM = 0.2
 #: Today's settings are fitted to the first half of what is measured, in so many rounds.
@@ -41,9 +42,6 @@ _FITTING = 5
 #: Seeds of the runs that the model is judged by.
 _JUDGED = (1, 2)
 _PREFILL_PART, _DECODE_PART, _STEP = 0.25, 0.7, 1.25
-#: The model's error in mean TTFT: beyond the first it is said that it does not fit, below the last it fits well.
-DOES_NOT_FIT, FITS_WELL = 0.30, 0.15
-_MANY_REQUESTS, _MANY_RUNS = 1000, 6
 
 
 class _OutOfTime(Exception):
@@ -54,39 +52,6 @@ class _OutOfTime(Exception):
 class _Run:
     outcomes: Sequence[ReplayOutcome]
     itl_p99: float  # over all of it
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """Of one half of a run, in seconds; times between tokens are known of the whole run alone."""
-
-    ttft_mean: float
-    ttft_p99: float
-    e2e_mean: float
-    itl_p99: float
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """Today's settings simulated, against what was measured on the half that nothing was fitted to. Seconds; hit rates
-    are shares of the prompt tokens; `measured_hit` is None where engines do not say."""
-
-    simulated_ttft_s: float
-    measured_ttft_s: float
-    simulated_hit: float
-    measured_hit: float | None
-    requests: int
-    span_s: float
-
-    @property
-    def error(self) -> float:
-        """How far the simulated mean TTFT is off, as a share of the measured one."""
-        return self.simulated_ttft_s / self.measured_ttft_s - 1.0 if self.measured_ttft_s else math.inf
-
-    @property
-    def good(self) -> bool:
-        """Whether an expectation is worth anything."""
-        return abs(self.error) <= DOES_NOT_FIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +103,7 @@ class Simulation:
         self._bar = ProgressBar(len(self._requests) * len(candidates) * MAX_SEEDS, out=self._err)
         try:
             for seed in range(1, MAX_SEEDS + 1):
-                promising = [index for index in ratios if seed <= _TRIED_SEEDS or _promising(ratios[index])]
+                promising = [index for index in ratios if seed <= _TRIED_SEEDS or is_promising(ratios[index])]
                 if not promising:
                     break
                 before = self._halves(self._play(self.today, seed))
@@ -152,7 +117,9 @@ class Simulation:
             self._stop(error)
         self._bar.close()
         return [
-            Expectation(candidate, _gain(ratios[index], fit, candidate) if ratios[index] else None)
+            Expectation(
+                candidate, compute_gain(ratios[index], fit, at_most=bool(candidate.at_most)) if ratios[index] else None
+            )
             for index, candidate in enumerate(candidates)
         ]
 
@@ -209,7 +176,7 @@ class Simulation:
         return [one for one in run.outcomes if bounds[half] <= one.arrived_at < bounds[half + 1]]
 
     def _halves(self, run: _Run) -> tuple[Figures, Figures]:
-        first, second = (_figures(self._simulated(run, half), run.itl_p99) for half in (0, 1))
+        first, second = (summarize_half(self._simulated(run, half), run.itl_p99) for half in (0, 1))
         return first, second
 
     def _ratios(self, run: _Run) -> tuple[float, float]:
@@ -249,12 +216,6 @@ def _slowed(today: Today, ttft: float, token: float) -> Today:
     return replace(today, fleet=replace(today.fleet, timing=timing))
 
 
-def _figures(outcomes: Sequence[ReplayOutcome], itl_p99: float) -> Figures:
-    ttft = sorted(one.ttft_s for one in outcomes if one.ttft_s is not None)
-    e2e = [one.finished_at - one.arrived_at for one in outcomes if one.finished_at is not None]
-    return Figures(fmean(ttft or [0.0]), percentile(ttft, 0.99), fmean(e2e or [0.0]), itl_p99)
-
-
 def _ratio_of(measured: float, simulated: float) -> float:
     """1 where there is nothing to compare."""
     return measured / simulated if measured > 0 and simulated > 0 else 1.0
@@ -268,37 +229,3 @@ def _low(values: Iterable[float | None]) -> float:
 def _mean(values: Iterable[float | None]) -> float:
     known = [one for one in values if one is not None]
     return fmean(known) if known else 0.0
-
-
-def _gain(pairs: Sequence[tuple[Figures, Figures]], fit: Fit, candidate: Candidate) -> Gain:
-    mean = _ratio([(before.ttft_mean, after.ttft_mean) for before, after in pairs])
-    return Gain(
-        ttft_mean=mean,
-        ttft_p99=_ratio([(before.ttft_p99, after.ttft_p99) for before, after in pairs]),
-        itl_p99=_ratio([(before.itl_p99, after.itl_p99) for before, after in pairs]),
-        e2e_mean=_ratio([(before.e2e_mean, after.e2e_mean) for before, after in pairs]),
-        runs=len(pairs),
-        confidence=_confidence(mean, len(pairs), fit),
-        at_most=bool(candidate.at_most),
-    )
-
-
-def _promising(pairs: Sequence[tuple[Figures, Figures]]) -> bool:
-    return _ratio([(before.ttft_mean, after.ttft_mean) for before, after in pairs]).value < 1.0 - _PROMISING
-
-
-def _ratio(pairs: Sequence[tuple[float, float]]) -> Ratio:
-    logs = [math.log(after / before) for before, after in pairs if before > 0 and after > 0]
-    if not logs:
-        return Ratio(1.0, 0.0)
-    return Ratio(math.exp(fmean(logs)), math.exp(stdev(logs)) - 1.0 if len(logs) > 1 else 0.0)
-
-
-def _confidence(mean: Ratio, runs: int, fit: Fit) -> Confidence:
-    """By the model's error, the traffic there was, and how far runs and halves agree."""
-    steady = mean.spread <= abs(1.0 - mean.value)
-    if not steady or runs < _MANY_RUNS // 2 or fit.requests < _MANY_REQUESTS // 3:
-        return Confidence.LOW
-    if abs(fit.error) <= FITS_WELL and runs >= _MANY_RUNS and fit.requests >= _MANY_REQUESTS:
-        return Confidence.HIGH
-    return Confidence.MEDIUM
