@@ -135,6 +135,7 @@ class Cluster:
         before, self.settings = self.settings, settings
         self.policies = PolicySet(self.name, settings, metrics=self._metrics, rng=self._rng, earlier=self.policies)
         for endpoint in self._members.all_endpoints():
+            endpoint.load.count_live_blocks(self.policies.counts_live_blocks)
             if endpoint.load.on_sample is not None:
                 endpoint.load.on_sample = partial(self.policies.observe_sample, endpoint.id)
         if settings.health != before.health:
@@ -382,6 +383,7 @@ class Cluster:
         if self._shown:
             endpoint.show(self._metrics)
         endpoint.load.on_sample = partial(self.policies.observe_sample, endpoint.id)
+        endpoint.load.count_live_blocks(self.policies.counts_live_blocks)
         return endpoint
 
     def _left(self, endpoint: Endpoint) -> None:

@@ -87,6 +87,7 @@ class VirtualRouter:
         self._speeds = policy.speeds if queue is not None else None
         for endpoint in endpoints:
             endpoint.load.on_sample = partial(policy.observe_sample, endpoint.id)
+            endpoint.load.count_live_blocks(policy.counts_live_blocks)
 
     def arrive(self, request: LiveRequest, now: float) -> Placement | None:
         """Places a request, or queues it (None). With the queue full it is placed at once, unlike in the proxy, which
@@ -144,7 +145,9 @@ class VirtualRouter:
         matched = facts.matched_tokens(endpoint.id)
         request.outcome.endpoint = endpoint.index
         request.outcome.predicted_tokens = matched
-        reservation = endpoint.load.reserve(turn.prompt_tokens - matched, matched, now, hidden=not request.streams)
+        reservation = endpoint.load.reserve(
+            turn.prompt_tokens - matched, matched, now, hidden=not request.streams, blocks=facts.blocks
+        )
         return Placement(request, endpoint, reservation, self._view.routed(endpoint.index, turn))
 
     def _least_wait_s(self, now: float) -> float:
