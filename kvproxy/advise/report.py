@@ -153,8 +153,7 @@ def describe_fit(fit: Fit) -> str:
 
 
 def _percent(ratio: Ratio) -> str:
-    change = f"{ratio.value - 1.0:+.0%}"
-    return f"{change} (±{ratio.spread * 100:.0f})"
+    return f"{ratio.value - 1.0:+.0%} (±{ratio.value * ratio.spread * 100:.0f})"
 
 
 def _engines(engines: Sequence[EngineSettingsSeen]) -> str:
