@@ -87,12 +87,15 @@ def play_policy(
     """Every request of the trace, as its client saw it. The policy is a fresh one: it learns as it goes; `streamed` is
     the share of requests whose first token it sees; with `priority` the engines schedule by what it sends."""
     fleet = replace(fleet, scheduling=Scheduling.PRIORITY) if priority else fleet
+    trace = trace.refine(fleet.block_size)
     duration_s = pace.duration_s(trace)
     endpoints = [
-        SimEndpoint(endpoint_id(index), index, Engine(fleet.engine_settings(trace.block_size, index, duration_s)))
+        SimEndpoint(
+            endpoint_id(index), index, Engine(fleet.engine_settings(trace.engine_block_size, index, duration_s))
+        )
         for index in range(fleet.instances)
     ]
-    view = IndexView(fleet, trace.block_size, rng=Random(seed + 1))
+    view = IndexView(fleet, trace.engine_block_size, rng=Random(seed + 1))
     held = QueueSettings(limit=100_000) if queue else None
     router = VirtualRouter(endpoints, policy, view, queue=held, priority=priority)
     chance = Random(seed + 2)
@@ -102,6 +105,7 @@ def play_policy(
         router,
         view,
         index_delay_s=fleet.index_delay_s,
+        reuse_outputs=fleet.reuse_outputs,
         jitter=Random(seed + 3) if seed > 1 else None,
         streams=lambda: chance.random() < streamed,
         progress=progress,

@@ -15,12 +15,14 @@ class EngineTiming:
     """Speed of one engine. The defaults are those of a mid-size model on one accelerator.
 
     `slowness` multiplies every duration; `slowness_changes` are `(time_s, factor)` pairs in order of time, each in
-    force from its time on. `time_scale` stretches (> 1) or shrinks (< 1) everything, for demonstrations and tests.
+    force from its time on. A step without decodes takes `prefill_floor_s` at least: however few tokens it computes, it
+    reads the weights. `time_scale` stretches (> 1) or shrinks (< 1) everything, for demonstrations and tests.
     """
 
     prefill_tokens_per_s: float = 10_000.0
     quadratic_tokens: float = 32_000.0
     prefill_step_s: float = 0.0
+    prefill_floor_s: float = 0.0
     decode_step_s: float = 0.008
     decode_sequence_s: float = 0.000_05
     decode_resident_block_s: float = 0.000_02
