@@ -133,6 +133,7 @@ class Cluster:
         self.policies.reconfigure(before, settings)
         for endpoint in self._members.all_endpoints():
             endpoint.reconfigure(settings)
+            endpoint.load.count_live_blocks(self.policies.counts_live_blocks)
         if settings.health != before.health:
             self._prober.reconfigure(settings.health, probe)
         if settings.discovery != before.discovery:
@@ -341,6 +342,7 @@ class Cluster:
         if self._shown:
             endpoint.show(self._metrics)
         endpoint.load.on_sample = partial(self.policies.observe_sample, endpoint.id)
+        endpoint.load.count_live_blocks(self.policies.counts_live_blocks)
         return endpoint
 
     def _left(self, endpoint: Endpoint) -> None:

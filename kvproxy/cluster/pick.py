@@ -137,8 +137,10 @@ def reserve(endpoint: Endpoint, request: PickRequest, now: float) -> Reservation
         return endpoint.load.reserve(0, 0, now, hidden=hidden)
     overlap = facts.by_endpoint.get(endpoint.id)
     if overlap is None:
-        return endpoint.load.reserve(facts.prompt_tokens, 0, now, hidden=hidden)
+        return endpoint.load.reserve(facts.prompt_tokens, 0, now, hidden=hidden, blocks=facts.blocks)
     lower = overlap.lower_tokens
     cached = min(overlap.device_tokens + lower, facts.prompt_tokens)
     lower = min(lower, cached)
-    return endpoint.load.reserve(facts.prompt_tokens - cached, cached, now, lower_tokens=lower, hidden=hidden)
+    return endpoint.load.reserve(
+        facts.prompt_tokens - cached, cached, now, lower_tokens=lower, hidden=hidden, blocks=facts.blocks
+    )

@@ -69,7 +69,9 @@ class PolicySet:
         self._learners: Sequence[Policy] = ()  # of these, each model of speeds once
         #: What the policies that decide have learned of the engines' speeds; None where none of them learns any.
         self.deciding_speeds: SpeedModel | None = None
-        #: The same, or what the shadow has learned.
+        #: Whether one of them, the shadow included, asks loads for live blocks.
+        self.counts_live_blocks = False
+        #: The same speeds, or what the shadow has learned.
         self.speeds: SpeedModel | None = None
         self._list_policies()
 
@@ -139,6 +141,8 @@ class PolicySet:
         shadow = None if self.shadow is None else self.shadow.policy.speeds
         self.deciding_speeds = next((policy.speeds for policy in self._deciding if policy.speeds is not None), None)
         self.speeds = self.deciding_speeds or shadow
+        every = self._deciding if self.shadow is None else (*self._deciding, self.shadow.policy)
+        self.counts_live_blocks = any(policy.counts_live_blocks for policy in every)
 
     def _counted(self, name: PolicyName, policy: Policy) -> NamedPolicy:
         return NamedPolicy(name.value, policy, cluster=self._cluster, metrics=self._metrics)

@@ -9,7 +9,7 @@ import msgspec
 
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.receipts.receipt import ReceiptCandidate
-from kvproxy.request.exchange import Exchange
+from kvproxy.request.exchange import NO_BLOCKS, Exchange
 from kvproxy.request.observer import RequestObserver
 from kvproxy.routing.load import Features
 from kvproxy.routing.policy import NO_FACTS, OverlapFacts
@@ -40,11 +40,12 @@ class Placed(msgspec.Struct):
 class AttemptLog(RequestObserver):
     """What became of one request's attempts; `on_finished` takes the log when the request is over."""
 
-    __slots__ = ("_on_finished", "decisions", "facts", "head", "refusals")
+    __slots__ = ("_on_finished", "decisions", "facts", "head", "refusals", "text_blocks")
 
     def __init__(self, on_finished: Callable[[Exchange, AttemptLog, float], None] | None = None) -> None:
         self.facts: OverlapFacts = NO_FACTS
         self.head = b""  # the prompt's first bytes; hashed before they are written
+        self.text_blocks = NO_BLOCKS  # chained hashes of the prompt's text; likewise
         self.decisions: list[Placed] = []
         self.refusals: list[str] = []
         self._on_finished = on_finished
@@ -52,6 +53,7 @@ class AttemptLog(RequestObserver):
     def placed(self, exchange: Exchange, decision: Decision[Endpoint], now: float) -> None:
         """Note the decision and what it was made of."""
         self.facts, self.head = decision.request.facts, decision.request.prompt_head
+        self.text_blocks = exchange.text_blocks
         if len(self.decisions) < MAX_ATTEMPTS:
             self.decisions.append(_noted(decision, now))
 
@@ -74,7 +76,8 @@ class AttemptLog(RequestObserver):
 def _noted(decision: Decision[Endpoint], now: float) -> Placed:
     speeds, costs = decision.speeds, decision.costs
     chosen = _recorded(decision)
-    candidates = [_candidate(decision.candidates[i], costs[i] if costs else None, speeds, now) for i in chosen]
+    blocks = decision.request.facts.blocks
+    candidates = [_candidate(decision.candidates[i], costs[i] if costs else None, speeds, blocks, now) for i in chosen]
     return Placed(
         at=now,
         endpoint=decision.endpoint.id,
@@ -98,7 +101,9 @@ def _recorded(decision: Decision[Endpoint]) -> Sequence[int]:
     return sorted([*best, index])
 
 
-def _candidate(endpoint: Endpoint, cost: float | None, speeds: SpeedModel | None, now: float) -> ReceiptCandidate:
+def _candidate(
+    endpoint: Endpoint, cost: float | None, speeds: SpeedModel | None, blocks: Sequence[int], now: float
+) -> ReceiptCandidate:
     load = endpoint.load
     slowness = None if speeds is None else speeds.slowness(endpoint.id, now)
     backlog = load.backlog(None if speeds is None else speeds.seconds, slowness or 1.0, now)
@@ -114,4 +119,6 @@ def _candidate(endpoint: Endpoint, cost: float | None, speeds: SpeedModel | None
         endpoint.weight,
         cost,
         slowness,
+        live_blocks=load.live_blocks,
+        shared_blocks=load.leading_live_blocks(blocks),
     )

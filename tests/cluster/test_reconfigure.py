@@ -22,6 +22,7 @@ from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.dynamo import Dynamo
 from kvproxy.routing.kv_aware import KvAware
 from kvproxy.routing.load import features_of
+from kvproxy.routing.policy import OverlapFacts
 from kvproxy.types import EndpointId
 from tests.cluster.conftest import Bench, MakeCluster, configs
 from tests.support.until import until
@@ -126,6 +127,26 @@ def test_parameters_that_change_in_the_file_are_taken(make_cluster: MakeCluster,
     assert (before.settings.temperature, before.settings.device_credit) == (2.0, 0.5)
     reconfigure(bench, parameters={"dynamo": {"device_credit": 0.9}})
     assert (before.settings.temperature, before.settings.device_credit) == (0.0, 0.9)
+
+
+@pytest.mark.parametrize("part", ["policy", "shadow_policy", "client_policies"])
+def test_live_blocks_are_counted_while_a_policy_asks_for_them(make_cluster: MakeCluster, part: str) -> None:
+    """Whatever part it plays, also for endpoints that come later; nothing is held before and after."""
+    bench = make_cluster("a")
+    facts = OverlapFacts(64, blocks=(1, 2, 3, 4), block_tokens=16.0)
+    early = bench.picked(facts=facts)
+    reconfigure(bench, **{part: ["dynamo"] if part == "client_policies" else "dynamo"})
+    assert bench.endpoint("a").load.live_blocks == 0
+    reconfigure(bench, endpoints=[one.model_dump() for one in configs("a", "b")])
+    picks = [bench.picked(preferred=B, facts=facts) for _ in range(2)]
+    load = bench.endpoint("b").load
+    assert (load.live_blocks, load.leading_live_blocks((1, 2, 9))) == (4, 2)
+    picks[0].settle(AttemptOutcome.FAILURE, bench.clock())
+    assert load.live_blocks == 4
+    reconfigure(bench, policy="round_robin", shadow_policy=None, client_policies=[])
+    assert load.live_blocks is None
+    for pick in (early, picks[1]):
+        pick.settle(AttemptOutcome.SUCCESS, bench.clock())
 
 
 @pytest.mark.parametrize("way", [["least_ttft"], ["round_robin", "least_ttft"], ["least_ttft", "kv_aware"]])
