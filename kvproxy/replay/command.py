@@ -6,7 +6,9 @@ import argparse
 import asyncio
 import json
 import sys
-from typing import TextIO
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, TextIO
 
 import httpx
 
@@ -18,10 +20,10 @@ from kvproxy.replay.live import LiveReplay, LiveSettings
 from kvproxy.replay.live_report import ROW, LiveReport, report_live
 from kvproxy.replay.options import DEFAULT_POLICIES
 from kvproxy.replay.plot import render_html
+from kvproxy.replay.results import GoodputLimits
 from kvproxy.replay.scenario import PolicySpec
-from kvproxy.replay.settings import Pace, ReplayFleet
+from kvproxy.replay.settings import ENGINES, Pace, ReplayFleet
 from kvproxy.replay.trace import Trace, read_trace
-from kvproxy.simulator.timing import EngineTiming
 
 #: As shells have it for a program that Ctrl-C ended.
 INTERRUPTED = 130
@@ -41,7 +43,7 @@ def run(
             raise ValueError(f"--plot writes an HTML page: name it {args.plot.with_suffix('.html')}")
         if args.receipts or not args.trace:
             return _receipts(args, out)
-        trace = read_trace(args.trace)
+        trace = read_trace(args.trace).take_half(args.half)
         trace = trace.cut(args.requests) if args.requests else trace
         if args.url:
             return _live(trace, args, out, err, transport=transport)
@@ -49,7 +51,7 @@ def run(
     except (KvproxyError, OSError, ValueError, httpx.HTTPError) as error:
         print(f"kvproxy replay: {describe_os_error(error) if isinstance(error, OSError) else error}", file=err)
         return 1
-    print(comparison.report.render_table(), file=out)
+    print(comparison.report.render_table(all_figures=args.all_figures), file=out)
     if args.json:
         args.json.write_text(json.dumps(comparison.report.as_json(), indent=2) + "\n")
     if args.plot:
@@ -82,15 +84,9 @@ def _plan(args: argparse.Namespace) -> ComparisonPlan:
         raise ValueError("--instances and --seeds are at least 1, --load is above 0, --wrong is from 0 to below 1")
     if not 0 <= args.streamed <= 1:
         raise ValueError("--streamed is a share, from 0 to 1")
-    timing = EngineTiming(
-        prefill_tokens_per_s=args.prefill_tokens_per_s,
-        quadratic_tokens=args.quadratic_tokens,
-        decode_step_s=args.decode_step,
-    )
-    fleet = ReplayFleet(
+    fleet = replace(
+        engines(args),
         instances=args.instances,
-        capacity_tokens=args.capacity_tokens,
-        timing=timing,
         slowness=_slowness(args.slow),
         slow_middle=args.slow_middle,
         index=args.index,
@@ -100,7 +96,32 @@ def _plan(args: argparse.Namespace) -> ComparisonPlan:
         wrong_share=args.wrong,
     )
     return ComparisonPlan(fleet, policies, load=args.load, baseline=args.baseline, seeds=args.seeds,
-                closed_loop=not args.open_loop, prior_factor=args.prior_factor, streamed=args.streamed)  # fmt: skip
+                closed_loop=not args.open_loop, prior_factor=args.prior_factor, streamed=args.streamed,
+                goodput=GoodputLimits(args.goodput_ttft, args.goodput_tpot))  # fmt: skip
+
+
+def engines(args: argparse.Namespace) -> ReplayFleet:
+    """The engines of `--engine`, with what the other options change of them."""
+    preset = ENGINES[args.engine]
+    timing = {
+        "prefill_tokens_per_s": args.prefill_tokens_per_s,
+        "quadratic_tokens": args.quadratic_tokens,
+        "decode_step_s": args.decode_step,
+        "prefill_floor_s": args.prefill_floor,
+    }
+    settings = {
+        "capacity_tokens": args.capacity_tokens,
+        "block_size": args.block_size,
+        "max_batched_tokens": args.max_num_batched_tokens,
+        "max_sequences": args.max_num_seqs,
+        "long_prefill_token_threshold": args.long_prefill_token_threshold,
+        "reuse_outputs": args.reuse_outputs,
+    }
+    return replace(preset, **_given(settings), timing=replace(preset.timing, **_given(timing)))
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _slowness(text: str) -> tuple[float, ...]:
@@ -128,7 +149,8 @@ def _live(
         interrupted = True
     finally:
         bar.close()
-    report = report_live(trace, replay, settings, pace, interrupted=interrupted)
+    limits = GoodputLimits(args.goodput_ttft, args.goodput_tpot)
+    report = report_live(trace, replay, settings, pace, interrupted=interrupted, limits=limits)
     _write_live(report, args, out, [each.ttft_s for each in replay.outcomes if each.ttft_s is not None])
     if report.summary.requests == report.summary.failed:
         print("kvproxy replay: no request was answered", file=err)
@@ -137,7 +159,7 @@ def _live(
 
 
 def _write_live(report: LiveReport, args: argparse.Namespace, out: TextIO, ttft_s: list[float]) -> None:
-    print(report.render_table(), file=out)
+    print(report.render_table(all_figures=args.all_figures), file=out)
     if args.json:
         args.json.write_text(json.dumps(report.as_json(), indent=2) + "\n")
     if args.plot:

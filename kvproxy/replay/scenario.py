@@ -21,7 +21,7 @@ from kvproxy.routing.policy import Policy
 from kvproxy.routing.registry import POLICIES, make_policy
 from kvproxy.routing.speeds import SpeedModel, SpeedPriors
 from kvproxy.simulator.engine import Engine
-from kvproxy.simulator.engine_io import Scheduling
+from kvproxy.simulator.engine_io import Scheduling, TokenGaps
 
 #: Behind a policy's name: with the router queue in front of it, and with a priority for the engine in each request.
 QUEUE_SUFFIX, PRIORITY_SUFFIX = "+queue", "+priority"
@@ -80,12 +80,14 @@ def play_policy(
     *,
     queue: bool = False,
     priority: bool = False,
-    seed: int = 1,
+    seed: int = 0,
     streamed: float = 1.0,
+    token_gaps: TokenGaps | None = None,
     progress: Callable[[int], None] = lambda finished: None,
 ) -> Sequence[ReplayOutcome]:
     """Every request of the trace, as its client saw it. The policy is a fresh one: it learns as it goes; `streamed` is
-    the share of requests whose first token it sees; with `priority` the engines schedule by what it sends."""
+    the share of requests whose first token it sees; with `priority` the engines schedule by what it sends; any `seed`
+    but 0 moves the arrivals a little; `token_gaps` is given the times between tokens."""
     fleet = replace(fleet, scheduling=Scheduling.PRIORITY) if priority else fleet
     trace = trace.refine(fleet.block_size)
     duration_s = pace.duration_s(trace)
@@ -106,8 +108,12 @@ def play_policy(
         view,
         index_delay_s=fleet.index_delay_s,
         reuse_outputs=fleet.reuse_outputs,
-        jitter=Random(seed + 3) if seed > 1 else None,
+        jitter=Random(seed + 3) if seed else None,
         streams=lambda: chance.random() < streamed,
         progress=progress,
     )
-    return run.run()
+    outcomes = run.run()
+    if token_gaps is not None:
+        for endpoint in endpoints:
+            token_gaps.update(endpoint.engine.counters.token_gaps)
+    return outcomes

@@ -11,7 +11,7 @@ from kvproxy.replay.trace import Trace
 from kvproxy.simulator.engine_io import EngineSettings, Scheduling
 from kvproxy.simulator.timing import EngineTiming
 
-#: By how much arrivals differ from one seed to the next.
+#: By how much at most a seed moves the start of a session.
 JITTER_S = 0.5
 
 

@@ -35,6 +35,8 @@ class EngineTiming:
             raise ValueError("prefill speed and quadratic length must be positive")
         if self.decode_step_s <= 0 or self.time_scale <= 0 or self.slowness <= 0:
             raise ValueError("decode step, time scale and slowness must be positive")
+        if self.prefill_floor_s < 0:
+            raise ValueError("the floor of a step must not be negative")
         if any(factor <= 0 for _, factor in self.slowness_changes):
             raise ValueError("slowness factors must be positive")
         if list(self.slowness_changes) != sorted(self.slowness_changes):

@@ -376,3 +376,21 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
     assert events_of([*first, *second]) == []
     counters = engine.counters
     assert (counters.prompt_tokens, counters.prefix_cache_queries, counters.prefix_cache_hits) == (80, 0, 0)
+
+
+def test_times_between_tokens_are_counted_once_a_token() -> None:
+    """A decode step is a gap of every answer under way; one that was preempted waits until its next token."""
+    engine = Engine(SMALL)
+    engine.submit(request("a", output_tokens=5), 0.0)
+    engine.submit(request("b", output_tokens=5, chain=1), 0.0)
+    outputs = run(engine)
+    step_s = engine.settings.timing.decode_s(2, 90)
+    assert engine.counters.token_gaps.total == engine.counters.generation_tokens - len(of(outputs, FirstToken)) == 8
+    assert engine.counters.token_gaps.percentile(0.0) == pytest.approx(step_s, rel=0.02)
+    tight = Engine(replace(SMALL, capacity_blocks=8))
+    for name, chain in (("a", 0), ("b", 1)):
+        tight.submit(request(name, prompt_tokens=40, output_tokens=40, chain=chain), 0.0)
+    preempted = of(run(tight), Preempted)
+    assert preempted
+    assert tight.counters.token_gaps.total == 78
+    assert tight.counters.token_gaps.percentile(1.0) > 10 * step_s
