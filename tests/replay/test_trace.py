@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvproxy.replay.settings import Pace
-from kvproxy.replay.trace import Trace, TraceError, parse_trace, read_trace
+from kvproxy.replay.trace import TraceError, parse_trace, read_trace
 from tests.replay.traces import chat_trace, lines, shared_prefix_trace
 
 TRACES = Path(__file__).parents[2] / "benchmarks" / "traces"
@@ -122,51 +122,3 @@ def test_the_shipped_traces_are_what_their_readme_says(name: str, requests: int,
 def test_the_small_trace_of_these_tests_has_reuse() -> None:
     """Or the tests that compare policies on it would compare nothing."""
     assert shared_prefix_trace().hit_ceiling() > 0.6
-
-
-def test_blocks_may_be_refined() -> None:
-    """Each into as many ids of its own; the prompt and what is known of it stay."""
-    trace = parse_trace(lines({"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [3, 9]}), name="t")
-    fine = trace.refine(128)
-    assert (fine.block_size, fine.engine_block_size) == (512, 128)
-    assert list(fine.turn(0, 0).blocks) == [12, 13, 14, 15, 36, 37, 38, 39]
-    assert fine.turn(0, 0).prompt_tokens == 1100
-    assert fine.hit_ceiling() == trace.hit_ceiling()
-    assert trace.refine(0).turn(0, 0) == trace.refine(512).turn(0, 0) == trace.turn(0, 0)
-
-
-@pytest.mark.parametrize("block_size", [100, 1024])
-def test_blocks_that_do_not_divide_the_traces_are_refused(block_size: int) -> None:
-    """With both sizes."""
-    with pytest.raises(TraceError, match=f"512 tokens are not made of {block_size}"):
-        chat_trace().refine(block_size)
-
-
-def two_turns(first: list[int], second: list[int], *, prompt: int, output: int, longer: int) -> Trace:
-    """A conversation in blocks of 512."""
-    return parse_trace(
-        lines(
-            {"timestamp": 0, "session_id": 1, "input_length": prompt, "output_length": output, "hash_ids": first},
-            {"delay": 1, "session_id": 1, "input_length": longer, "output_length": 1, "hash_ids": second},
-        ),
-        name="two",
-    )
-
-
-def test_an_answer_leaves_the_blocks_that_the_next_turn_shares_with_it() -> None:
-    """Up to the last token but one: the last is never computed."""
-    trace = two_turns([1], [1, 2, 3, 4], prompt=600, output=937, longer=2048)
-    assert list(trace.blocks_left_by(0, 0)) == [1, 2, 3]
-    assert list(trace.blocks_left_by(0, 1)) == [1, 2, 3, 4]
-    assert list(two_turns([1], [1, 2, 3, 4], prompt=600, output=936, longer=2048).blocks_left_by(0, 0)) == [1, 2]
-    fine = trace.refine(256).blocks_left_by(0, 0)
-    assert list(fine) == [2, 3, 4, 5, 6, 7]
-
-
-@pytest.mark.parametrize(
-    ("second", "longer"), [([7, 2, 3], 1536), ([1, 2], 1400)], ids=["it begins otherwise", "it is too short to hold it"]
-)
-def test_an_answer_that_the_next_turn_does_not_hold_leaves_nothing(second: list[int], longer: int) -> None:
-    """Only what the trace says is reused."""
-    trace = two_turns([1], second, prompt=600, output=900, longer=longer)
-    assert list(trace.blocks_left_by(0, 0)) == [1]
