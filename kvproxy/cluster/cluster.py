@@ -13,6 +13,7 @@ from typing import Self
 
 from kvproxy.cluster.discovery import Poller, Source, sources_of
 from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.engine_priority import ClusterPriority, utc_seconds
 from kvproxy.cluster.membership import STATIC, Membership
 from kvproxy.cluster.pick import AttemptOutcome, Pick, reserve
 from kvproxy.cluster.policies import PolicySet
@@ -56,12 +57,14 @@ class Cluster:
         probe: Probe | None = None,
         policy: Policy | None = None,
         sources: Sequence[Source] | None = None,
+        wall_clock: Clock = utc_seconds,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.name = name
         self.settings = settings
         self._metrics = metrics
         self._clock = clock
+        self._rng = rng
         self._screening = Screening()
         self._members = Membership(self._make, on_left=self._left)
         self._prober = Prober(name, settings.health, probe=probe, on_result=self._probed, rng=rng, sleep=sleep)
@@ -72,6 +75,12 @@ class Cluster:
         self._shown = False
         self._hiding: set[Endpoint] = set()  # with requests under way whose first token cannot be seen
         self.policies = PolicySet(name, settings, metrics=metrics, rng=rng, policy=policy)
+        #: How urgent its requests are, where their engines are told.
+        self.priority = ClusterPriority(
+            ageing=settings.queue.ageing, speeds=lambda: self.speeds, clock=clock, wall_clock=wall_clock
+        )
+        #: Whether any engine is told: then a client's own word for it is not passed on as it is.
+        self.tells_priority = False
         #: Where requests wait; None: none does.
         self.queue: RouterQueue | None = None
         self._arrange_queue()
@@ -131,6 +140,7 @@ class Cluster:
         # Kept over a reload, and not built again around its state: requests of every generation hold picks on it.
         before, self.settings = self.settings, settings
         self.policies.reconfigure(before, settings)
+        self.priority.ageing = settings.queue.ageing
         for endpoint in self._members.all_endpoints():
             endpoint.reconfigure(settings)
         if settings.health != before.health:
@@ -306,6 +316,7 @@ class Cluster:
             self._screening.invalidate()
             if well:
                 log.info("%s/%s is well again", self.name, endpoint.id)
+                endpoint.priority.restarted()
             else:
                 endpoint.metrics.ejection("probes")
                 log.warning("%s/%s is unhealthy: probe %s", self.name, endpoint.id, outcome)
@@ -326,6 +337,7 @@ class Cluster:
 
     def _follow(self) -> None:
         self._screening.replace(self.endpoints)
+        self.tells_priority = any(not endpoint.priority.off for endpoint in self.endpoints)
         self._prober.follow(self.endpoints)
         self._give_back_all()
 
@@ -336,6 +348,7 @@ class Cluster:
             cluster=self.name,
             metrics=self._metrics,
             clock=self._clock,
+            rng=self._rng,
             on_change=self._screening.invalidate,
         )
         if self._shown:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
 from prometheus_client import Gauge
 
+from kvproxy.cluster.engine_priority import EndpointPriority
 from kvproxy.cluster.health import Health
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.metrics.catalog import Metrics
@@ -56,6 +58,7 @@ class Endpoint:
         "metrics",
         "models",
         "origin",
+        "priority",
         "removed",
         "retry",
         "waiting",
@@ -70,6 +73,7 @@ class Endpoint:
         cluster: str,
         metrics: Metrics,
         clock: Clock,
+        rng: random.Random,
         on_change: Callable[[], None],
     ) -> None:
         self.id = EndpointId(config.id)
@@ -87,6 +91,8 @@ class Endpoint:
         self.metrics = EndpointMetrics(metrics, cluster, self.id)
         self._clock = clock
         self._shown = False
+        #: Whether its engine is told in which order to admit, and what it makes of that.
+        self.priority = EndpointPriority(config, settings, rng=rng)
         self.configure(config)
 
     def __repr__(self) -> str:
@@ -102,6 +108,7 @@ class Endpoint:
         self.authorization = f"Bearer {key}".encode() if key else None  # never in repr, status or logs
         self.labels = dict(config.labels)
         self.retry = config.retry
+        self.priority.configure(config)
         self._on_change()
 
     def reconfigure(self, settings: ClusterSettings) -> None:
@@ -109,6 +116,7 @@ class Endpoint:
         self.health.reconfigure(settings.health)
         self.breaker.reconfigure(settings.breaker)
         self.max_in_flight = settings.max_in_flight
+        self.priority.reconfigure(settings)
         self._on_change()
 
     @property
@@ -160,6 +168,7 @@ class Endpoint:
             "probes_in_doubt": self.health.failed_probes,
             "ejected_for_s": max(0.0, self.health.ejected_until - now),
             "breaker": self.breaker.state.value,
+            "engine_priority": self.priority.status(),
         }
 
     def _breaker_changed(self) -> None:

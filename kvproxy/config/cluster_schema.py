@@ -60,6 +60,21 @@ POLICY_ALIASES = {
 }
 
 
+class EnginePriorityMode(StrEnum):
+    """Whether forwarded requests carry `priority`, by which an engine orders those that wait in it."""
+
+    OFF = "off"  # bodies stay as clients sent them
+    ON = "on"  # the engines are started for it
+    AUTO = "auto"  # as long as none is found to ignore it
+
+
+class PriorityOrder(StrEnum):
+    """Which number an engine admits first."""
+
+    LOWEST_FIRST = "lowest_first"  # vLLM with `--scheduling-policy priority`
+    HIGHEST_FIRST = "highest_first"  # SGLang with `--enable-priority-scheduling`
+
+
 class HealthCheckSettings(Model):
     """Active probing and passive ejection of endpoints.
 
@@ -156,6 +171,10 @@ class EndpointSettings(Model):
     """Where it publishes KV events, for an older engine; unset: as `kv_event_sources` of the kvcache filter says."""
     retry: EndpointRetrySettings | None = None
     """Attempts on this endpoint itself; unset: one, then another endpoint as `retry` at the top says."""
+    engine_priority: EnginePriorityMode | None = None
+    """As the cluster's, for this engine alone; unset: the cluster's."""
+    engine_priority_order: PriorityOrder | None = None
+    """As the cluster's, for this engine alone; unset: the cluster's."""
     labels: Mapping[str, str] = Field(default_factory=dict)
     """Free text for people; shown in status."""
 
@@ -205,11 +224,12 @@ class RouterQueueSettings(Model):
     admit_below: Duration = 0.3
     """An endpoint with less prefill pending takes a request at once."""
     ageing: float = Field(default=0.3, ge=0, le=10)
-    """Seconds of own prefill that one second of waiting outweighs."""
+    """Seconds of own prefill that one second of waiting outweighs; in engines that take a `priority` too."""
     max_wait: Duration = 30.0
     """Then a request goes out whatever the endpoints have pending."""
     priority_header: str = ""
-    """Header with an integer from -100 to 100, larger first; empty: all are alike. Let clients you trust send it."""
+    """Header with an integer from -100 to 100, larger first; empty: all are alike. Let clients you trust send it. One
+    level is worth 3 s of prefill; in engines that take a `priority` too."""
 
 
 class ClusterSettings(Model):
@@ -236,3 +256,9 @@ class ClusterSettings(Model):
     """Requests one endpoint may have in flight before it counts as saturated; 0: no bound."""
     queue: RouterQueueSettings = RouterQueueSettings(enabled=False)
     """The router queue, for policies that know how long a prefill takes (kv_aware, least_ttft); off unless given."""
+    engine_priority: EnginePriorityMode = EnginePriorityMode.OFF
+    """Tell engines by the body's `priority` in which order to admit what waits in them, for the same policies: `on`
+    where they are started for it, `auto` where that is to be found out, `off` (see docs/engine-priority.md)."""
+    engine_priority_order: PriorityOrder = PriorityOrder.LOWEST_FIRST
+    """Which number these engines admit first: vLLM the lowest, SGLang the highest (unless it is started with
+    `--schedule-low-priority-values-first`)."""

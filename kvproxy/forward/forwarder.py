@@ -24,6 +24,7 @@ from kvproxy.errors import (
     PoolFull,
     UpstreamError,
 )
+from kvproxy.forward.engine_priority import REFUSING, names_priority, with_priority
 from kvproxy.forward.headers import response_headers, with_credential, with_trace_parent
 from kvproxy.forward.relay import Relay
 from kvproxy.forward.request_body import RequestBody
@@ -150,9 +151,12 @@ class Forwarding:
 
     async def _wait_in(self, queue: RouterQueue, request: PickRequest) -> Pick | None:
         """The first attempt may have to wait for its turn; a request that was let in once does not queue again."""
+        return await queue.wait(request, self._place_refreshed, tenant=self._exchange.tenant, priority=self._level())
+
+    def _level(self) -> int:
+        """Of the request's class: what the configured header says, larger first."""
         header = self._cluster.settings.queue.priority_header
-        priority = priority_of(self._headers, header.lower().encode()) if header else 0
-        return await queue.wait(request, self._place_refreshed, tenant=self._exchange.tenant, priority=priority)
+        return priority_of(self._headers, header.lower().encode()) if header else 0
 
     def _place(self, request: PickRequest, now: float) -> Pick | None:
         """Decide, notify, reserve: no await between them, so that nothing comes between a choice and its load."""
@@ -209,25 +213,26 @@ class Forwarding:
                 headers = with_credential(headers, pick.endpoint.authorization)
             if self._exchange.trace_parent:
                 headers = with_trace_parent(headers, self._exchange.trace_parent)
-            body: bytes | AsyncIterator[bytes] | None = self._body.whole
-            if body is None:
+            start, whole_body = b"", self._body.whole
+            body: bytes | memoryview | AsyncIterator[bytes] | None = whole_body
+            if whole_body is None:
                 headers = headers + self._body.framing
                 body = self._body.take()
-            response = await self._shared.pool.request(
-                pick.endpoint.origin,
-                self._method.encode(),
-                self._target,
-                headers,
-                body,
-                timeouts=self._shared.timeouts,
-                early=False,
-            )
-            status, first = response.status, b""
-            if status < 500:  # the first piece is there, or the end
-                first = response.take() or b""
-            if status == 200 and ERROR_MARK in first:
-                first = await _read_event(response, first)
-                status = error_status(first, first=True) or status
+            elif pick.endpoint.priority.sends:
+                start, at = with_priority(whole_body, self._exchange, self._cluster, pick, level=self._level())
+                if start:
+                    body = memoryview(whole_body)[at:]
+            response = await self._send(pick, headers, body, start)
+            status, first = await _beginning(response)
+            if start and status in REFUSING:
+                first, whole = await _read_short(response, first)
+                if whole and names_priority(first):
+                    response.abort()
+                    response = await self._send(pick, headers, whole_body, b"")
+                    status, first = await _beginning(response)
+                    self._exchange.outcome.engine_priority = None
+                    if status < 400:
+                        pick.endpoint.priority.refused()
             if status >= 500:
                 first, whole = await _read_short(response, first)
                 if whole:
@@ -245,6 +250,20 @@ class Forwarding:
             if not pick.reservation.released:
                 pick.endpoint.metrics.request(CLIENT_CLOSED_REQUEST)
                 pick.settle(AttemptOutcome.CANCELLED, now=self._shared.clock())
+
+    async def _send(
+        self, pick: Pick, headers: Headers, body: bytes | memoryview | AsyncIterator[bytes] | None, start: bytes
+    ) -> UpstreamResponse:
+        return await self._shared.pool.request(
+            pick.endpoint.origin,
+            self._method.encode(),
+            self._target,
+            headers,
+            body,
+            start=start,
+            timeouts=self._shared.timeouts,
+            early=False,
+        )
 
     def _failed(self, pick: Pick, error: UpstreamError) -> _Next:
         """Nothing reached the client yet (a relay in progress ends its own failures)."""
@@ -370,6 +389,17 @@ class Forwarding:
         if (cached_tokens := self._exchange.outcome.cached_tokens) is not None:
             self._cluster.observe_reuse(pick, cached_tokens, now)
         return _Next.DELIVERED
+
+
+async def _beginning(response: UpstreamResponse) -> tuple[int, bytes]:
+    """What an answer means, its first event considered, and the piece that is there."""
+    status, first = response.status, b""
+    if status < 500:  # the first piece is there, or the end
+        first = response.take() or b""
+    if status == 200 and ERROR_MARK in first:
+        first = await _read_event(response, first)
+        status = error_status(first, first=True) or status
+    return status, first
 
 
 async def _read_event(response: UpstreamResponse, first: bytes) -> bytes:

@@ -11,6 +11,9 @@ from __future__ import annotations
 #: Seconds of own work that one second of waiting outweighs.
 AGEING = 0.3
 
+#: Seconds that one level of a client's priority is worth: at the default ageing, ten seconds of waiting.
+LEVEL_S = 3.0
+
 #: 2026-01-01 00:00 UTC: wall-clock seconds since then keep the numbers positive (what carries none counts as 0 in an
 #: engine and goes first) and exact.
 EPOCH_S = 1_767_225_600.0
