@@ -63,6 +63,8 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True):
     head: str = ""  # keyed hash of the prompt's first bytes; likewise
     stream: bool = False
     cluster: str = ""
+    text_blocks: int = 0  # of the prompt's text, whole ones of 256 bytes; 0: unknown, or not noted
+    prefixes: str = ""  # keyed hashes of its prefixes (prefixes.py); likewise
     prompt_tokens: int | None = None  # known or estimated before the decision
     hot_tokens: int = 0
     facts: Mapping[EndpointId, Overlap] = {}
