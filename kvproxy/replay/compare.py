@@ -104,6 +104,7 @@ def compare(trace: Trace, plan: ComparisonPlan, *, err: TextIO, bound: Bound | N
                 plan.fleet,
                 policy,
                 queue=spec.queue,
+                priority=spec.priority,
                 seed=seed,
                 streamed=plan.streamed,
                 progress=bar.advance,
