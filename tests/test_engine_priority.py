@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
 from starlette.types import Send
 
@@ -266,68 +267,120 @@ async def test_the_next_attempt_has_a_number_of_its_own() -> None:
     assert all("priority" not in sent(call) for call in engines["b"].calls)
 
 
-class Load:
-    """A simulated engine with one slot behind the proxy, and clients that keep several requests waiting in it."""
+class OneSlot:
+    """An engine that serves one request at a time, and only while others wait in it, by `order`; with the clients that
+    see to that."""
 
-    def __init__(self, proxy: RunningProxy) -> None:
-        self._proxy = proxy
-        self._number = 0
+    def __init__(self, order: Callable[[int, int], float]) -> None:
+        self._order = order
+        self._waiting: list[tuple[float, asyncio.Event]] = []
+        self._arrivals = 0
+        self._clients = 0
+        self._serving = False
+        self.engine = FakeEngine("a", self._serve)
 
-    async def run_until_known(self, *, at_once: int = 8, most: int = 3000) -> None:
+    async def ask_until_known(self, proxy: RunningProxy, *, at_once: int = 8) -> None:
         """Until the proxy has made up its mind about the engine."""
-        clients = [asyncio.create_task(self._client(most // at_once)) for _ in range(at_once)]
-        await asyncio.gather(*clients)
+        await asyncio.gather(*[self._client(proxy) for _ in range(at_once)])
 
-    async def _client(self, most: int) -> None:
-        for _ in range(most):
-            if state(self._proxy) != "unknown":
-                return
-            self._number += 1
-            body = chat(f"{self._number} {'word ' * (1 + self._number % 7)}", stream=True, max_tokens=1)
-            answer = await self._proxy.client.post("/v1/chat/completions", json=body | {"model": "tiny"})
+    async def _client(self, proxy: RunningProxy) -> None:
+        self._clients += 1
+        while state(proxy) == "unknown":
+            body = chat("word " * (1 + self._arrivals % 7 * 50), stream=True, max_tokens=1)
+            answer = await proxy.client.post("/v1/chat/completions", json=body)
             assert answer.status_code == 200
+        self._clients -= 1
+        self._serve_next()
+
+    async def _serve(self, engine: FakeEngine, call: Call, send: Send) -> None:
+        self._arrivals += 1
+        turn = asyncio.Event()
+        self._waiting.append((self._order(json.loads(call.body).get("priority", 0), self._arrivals), turn))
+        self._serve_next()
+        await turn.wait()
+        await start_stream(send)
+        await event(send, b'{"choices":[{"delta":{"content":"x"}}]}')
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+        self._serving = False
+        self._serve_next()
+
+    def _serve_next(self) -> None:
+        if not self._serving and self._waiting and len(self._waiting) >= self._clients - 1:
+            self._waiting.sort(key=lambda one: one[0], reverse=True)
+            self._serving = True
+            self._waiting.pop()[1].set()
 
 
-@contextlib.asynccontextmanager
-async def simulated(scheduling: Scheduling, **config: Any) -> AsyncIterator[RunningProxy]:
-    """One engine that serves one sequence at a time."""
-    timing = EngineTiming(prefill_tokens_per_s=2_000.0, decode_step_s=0.0005)
-    engine = EngineSettings(
-        4096, 16, max_sequences=1, max_batched_tokens=64, timing=timing, token_outputs=True, scheduling=scheduling
-    )
-    async with (
-        create_engine_app(replace(TINY, engine=engine)) as app,
-        serve(app) as url,
-        running_proxy({"a": url}, policy="kv_aware", **config) as proxy,
-    ):
-        yield proxy
+async def found_out(order: Callable[[int, int], float], mode: str) -> tuple[str, bool]:
+    """What the proxy says of such an engine, and whether it goes on sending the number."""
+    slot = OneSlot(order)
+    async with one_engine(slot.engine, policy="kv_aware", engine_priority=mode) as proxy:
+        async with asyncio.timeout(60):
+            await slot.ask_until_known(proxy)
+        return state(proxy), proxy.proxy.clusters["default"].endpoints[0].priority.sends(proxy.proxy.clock())
 
 
 async def test_an_engine_that_obeys_is_found_out_on_live_traffic() -> None:
     """By the order of first tokens of requests that waited in it together."""
-    async with simulated(Scheduling.PRIORITY, engine_priority="auto") as proxy:
-        await Load(proxy).run_until_known()
-        assert state(proxy) == "obeys"
-        assert proxy.proxy.clusters["default"].endpoints[0].priority.sends
+    assert await found_out(lambda priority, arrival: priority, "auto") == ("obeys", True)
 
 
-async def test_an_engine_that_ignores_it_is_sent_none_by_auto() -> None:
-    """It is no worse off with it, and no better."""
-    async with simulated(Scheduling.FCFS, engine_priority="auto") as proxy:
-        await Load(proxy).run_until_known()
-        assert state(proxy) == "ignores"
-        priority = proxy.proxy.clusters["default"].endpoints[0].priority
-        assert not priority.sends
-        priority.restarted()
-        assert priority.sends
+@pytest.mark.parametrize(("mode", "sends"), [("auto", False), ("on", True)])
+async def test_an_engine_that_ignores_it_is_found_out_too(mode: str, sends: bool) -> None:
+    """By `auto` it is sent none any more, being no worse off; by `on` the operator's word counts, and it is shown."""
+    assert await found_out(lambda priority, arrival: arrival, mode) == ("ignores", sends)
 
 
-async def test_an_engine_that_ignores_it_is_sent_it_by_on() -> None:
-    """The operator said so; that it has no effect is shown."""
-    async with simulated(Scheduling.FCFS, engine_priority="on") as proxy:
-        await Load(proxy).run_until_known()
-        assert state(proxy) == "ignores"
-        assert proxy.proxy.clusters["default"].endpoints[0].priority.sends
+@pytest.mark.parametrize("scheduling", list(Scheduling))
+async def test_the_simulated_server_schedules_by_it(scheduling: Scheduling) -> None:
+    """As real vLLM started for it; under fcfs the field is taken and has no effect."""
+    timing = EngineTiming(prefill_tokens_per_s=200.0, decode_step_s=0.0005)
+    engine = EngineSettings(4096, 16, max_sequences=1, timing=timing, token_outputs=True, scheduling=scheduling)
+    body = {"model": "tiny", "prompt": "word " * 20, "max_tokens": 1}
+    ended: list[int] = []
+
+    async def ask(client: httpx.AsyncClient, priority: int) -> None:
+        answer = await client.post("/v1/completions", json=body | {"priority": priority})
+        assert answer.status_code == 200
+        ended.append(priority)
+
+    async with (
+        create_engine_app(replace(TINY, engine=engine)) as app,
+        serve(app) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
+        asking = []
+        for waiting, number in enumerate((9, 3, 1, 2)):
+            asking.append(asyncio.create_task(ask(client, number)))
+            await until(lambda most=waiting: app.state.runner.engine.load.waiting == most)
+        await asyncio.gather(*asking)
+    assert ended == ([9, 1, 2, 3] if scheduling is Scheduling.PRIORITY else [9, 3, 1, 2])
+
+
+@pytest.mark.parametrize("priority", [1.5, None, "high"])
+async def test_the_simulated_server_wants_an_integer(priority: object) -> None:
+    """400, as real vLLM answers."""
+    async with (
+        create_engine_app(TINY) as app,
+        serve(app) as url,
+        httpx.AsyncClient(base_url=url) as client,
+    ):
+        answer = await client.post("/v1/completions", json={"model": "tiny", "prompt": "x", "priority": priority})
+    assert answer.status_code == 400
+    assert "Input should be a valid integer" in answer.json()["error"]["message"]
+
+
+async def test_an_older_server_refuses_it_and_the_client_does_not_notice() -> None:
+    """Under fcfs with a version that takes the field only where it schedules by it."""
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 1}
+    async with (
+        create_engine_app(replace(TINY, refuse_priority=True)) as app,
+        serve(app) as url,
+        running_proxy({"a": url}, **ON) as proxy,
+    ):
+        answer = await proxy.client.post("/v1/completions", json=body)
+        assert answer.status_code == 200
+        assert state(proxy) == "refused"
 
 
 async def test_an_engine_that_came_back_is_another_one() -> None:

@@ -6,10 +6,11 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 from prometheus_client import Gauge
 
-from kvproxy.cluster.engine_priority import EndpointPriority
+from kvproxy.cluster.engine_priority import EndpointPriority, PriorityState
 from kvproxy.cluster.health import Health
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.metrics.catalog import Metrics
@@ -92,7 +93,7 @@ class Endpoint:
         self._clock = clock
         self._shown = False
         #: Whether its engine is told in which order to admit, and what it makes of that.
-        self.priority = EndpointPriority(config, settings, rng=rng)
+        self.priority = EndpointPriority(config, settings, load=self.load, rng=rng)
         self.configure(config)
 
     def __repr__(self) -> str:
@@ -109,6 +110,8 @@ class Endpoint:
         self.labels = dict(config.labels)
         self.retry = config.retry
         self.priority.configure(config)
+        if self._shown:
+            self.metrics.show_priority(self.priority)
         self._on_change()
 
     def reconfigure(self, settings: ClusterSettings) -> None:
@@ -117,6 +120,8 @@ class Endpoint:
         self.breaker.reconfigure(settings.breaker)
         self.max_in_flight = settings.max_in_flight
         self.priority.reconfigure(settings)
+        if self._shown:
+            self.metrics.show_priority(self.priority)
         self._on_change()
 
     @property
@@ -168,8 +173,13 @@ class Endpoint:
             "probes_in_doubt": self.health.failed_probes,
             "ejected_for_s": max(0.0, self.health.ejected_until - now),
             "breaker": self.breaker.state.value,
-            "engine_priority": self.priority.status(),
+            "engine_priority": self.priority.status(now),
         }
+
+    def refused_priority(self) -> None:
+        """Its engine took a request without a `priority` that it had refused with one."""
+        self.priority.refused()
+        self.metrics.engine_priority("refused")
 
     def _breaker_changed(self) -> None:
         if self.breaker.state is BreakerState.OPEN:
@@ -188,6 +198,7 @@ class Endpoint:
         self.metrics.gauge(metrics.endpoint.pending_prompt_tokens, lambda: load.pending_tokens)
         self.metrics.gauge(metrics.endpoint.up, lambda: self.condition(clock()) in taking)
         self.metrics.gauge(metrics.bounds.breaker_state, lambda: breaker.state is not BreakerState.CLOSED, breaker.name)
+        self.metrics.show_priority(self.priority)
 
 
 def origin_of(config: EndpointSettings) -> Origin:
@@ -224,6 +235,7 @@ class EndpointMetrics:
         self._latencies: dict[str, Latency] = {}
         self._series: list[tuple[Counter | Gauge | Histogram, tuple[str, ...]]] = []
         self._closed = False
+        self._priority_shown = False
         self.last_failure = ""  # reason of the last failed attempt; "": none failed yet
         self.last_probe = ""  # outcome of the last probe
 
@@ -269,6 +281,19 @@ class EndpointMetrics:
         """An active probe ended."""
         self.last_probe = outcome
         self._count(self._metrics.endpoint.probes, outcome)
+
+    def engine_priority(self, outcome: str) -> None:
+        """A request carried its `priority`, or the engine refused it for that."""
+        self._count(self._metrics.endpoint.engine_priority_requests, outcome)
+
+    def show_priority(self, priority: EndpointPriority) -> None:
+        """The gauges read it from now on, if the engine is told a priority at all. Idempotent."""
+        if priority.off or self._priority_shown or self._closed:
+            return
+        self._priority_shown = True
+        gauge = self._metrics.endpoint.engine_priority_state
+        for state in PriorityState:
+            self.gauge(gauge, partial(priority.is_in, state), *self._labels, state.value)
 
     def gauge(self, gauge: Gauge, read: Callable[[], float], *labels: str) -> None:
         """Read a gauge of this endpoint at scrape time; `labels` where they are not cluster and endpoint."""

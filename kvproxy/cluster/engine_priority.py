@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import math
 import random
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -10,17 +10,17 @@ from enum import StrEnum
 
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings, EnginePriorityMode, PriorityOrder
 from kvproxy.routing.costs import own_s
-from kvproxy.routing.engine_priority import EPOCH_S, LEVEL_S, engine_priority, urgency_s
+from kvproxy.routing.engine_priority import EPOCH_S, LEVEL_S, TenantTurns, engine_priority, urgency_s
+from kvproxy.routing.load import EndpointLoad
 from kvproxy.routing.policy import OverlapFacts
 from kvproxy.routing.priority_trial import PriorityTrial, Verdict
 from kvproxy.routing.speeds import SpeedModel
-from kvproxy.routing.tenant_turns import TenantTurns
 from kvproxy.types import Clock, EndpointId
 
-log = logging.getLogger(__name__)
-
-#: A request takes part in the experiment where so many wait for their first token, itself among them.
-_WAITING = 4
+#: A request takes part in the experiment where so many are without a first token, itself among them.
+_PENDING = 4
+#: Two that wait are the fewest that can be ordered; after this long without, nothing waits in an engine.
+_WAITING, _NOTHING_WAITS_S = 2, 60.0
 
 
 def utc_seconds() -> float:
@@ -31,7 +31,7 @@ def utc_seconds() -> float:
 class PriorityState(StrEnum):
     """What is known of one engine; a metric label."""
 
-    UNKNOWN = "unknown"  # it is sent the number, and not enough waited in it yet to see an effect
+    UNKNOWN = "unknown"  # not enough waited in it yet to see an effect
     OBEYS = "obeys"
     IGNORES = "ignores"  # it accepts the number and orders by something else
     REFUSED = "refused"  # it answered with an error that names the field
@@ -40,10 +40,14 @@ class PriorityState(StrEnum):
 class EndpointPriority:
     """One engine: whether it is sent the number, and the experiment that tells whether it heeds it."""
 
-    __slots__ = ("_cluster", "_refused", "_rng", "_settings", "_trial", "mode", "order")
+    __slots__ = ("_cluster", "_load", "_refused", "_rng", "_settings", "_trial", "_waited_at", "mode", "order")
 
-    def __init__(self, settings: EndpointSettings, cluster: ClusterSettings, *, rng: random.Random) -> None:
+    def __init__(
+        self, settings: EndpointSettings, cluster: ClusterSettings, *, load: EndpointLoad, rng: random.Random
+    ) -> None:
+        self._load = load
         self._rng = rng
+        self._waited_at = -math.inf  # when its own count last had several waiting
         self._cluster = cluster
         self.configure(settings)
         self.restarted()
@@ -69,18 +73,34 @@ class EndpointPriority:
         """As far as it is known."""
         return PriorityState.REFUSED if self._refused else PriorityState(self._trial.verdict)
 
-    @property
-    def sends(self) -> bool:
-        """Whether a request that goes there now carries the number."""
+    def is_in(self, state: PriorityState) -> bool:
+        """Whether this is what is known of the engine, where it is told a priority."""
+        return not self.off and self.state is state
+
+    def sends(self, now: float) -> bool:
+        """Whether a request that goes there now carries the number: by `auto` not where order cannot show, because
+        nothing waits in the engine by its own count, nor where it has none."""
         if self.off or self._refused:
             return False
-        return self.mode is EnginePriorityMode.ON or self._trial.verdict is not Verdict.IGNORES
+        if self.mode is EnginePriorityMode.ON:
+            return True
+        return self._trial.verdict is not Verdict.IGNORES and self.waits(now)
 
-    def number(self, urgency: float, request: object, *, waiting: int) -> int:
-        """As the engine takes it. `request` is what `first_token` and `ended` will be told; `waiting` requests are
-        there without a first token."""
+    def waits(self, now: float) -> bool:
+        """Whether several requests waited in the engine of late; also where it does not tell."""
+        engine = self._load.engine
+        if engine is None or engine.waiting is None:
+            return True
+        if engine.waiting >= _WAITING:
+            self._waited_at = engine.read_at
+        return now - self._waited_at < _NOTHING_WAITS_S
+
+    def number(self, urgency: float, request: object, now: float, *, hidden: bool) -> int:
+        """As the engine takes it. `request` is what `first_token` and `ended` will be told; the first token of a
+        `hidden` one will not be seen."""
         trial = self._trial
-        if waiting >= _WAITING and trial.verdict is Verdict.UNKNOWN:
+        unsettled = not hidden and trial.verdict is Verdict.UNKNOWN
+        if unsettled and self._load.pending_requests >= _PENDING and self.waits(now):
             urgency = trial.place(request, urgency)
         number = engine_priority(urgency)
         return number if self.order is PriorityOrder.LOWEST_FIRST else -number
@@ -103,7 +123,7 @@ class EndpointPriority:
         self._refused = False
         self._trial = PriorityTrial(self._rng)
 
-    def status(self) -> dict[str, object] | None:
+    def status(self, now: float) -> dict[str, object] | None:
         """For people; None where it is off."""
         if self.off:
             return None
@@ -112,7 +132,8 @@ class EndpointPriority:
             "mode": self.mode.value,
             "order": self.order.value,
             "state": self.state.value,
-            "sends": self.sends,
+            "waits": self.waits(now),
+            "sends": self.sends(now),
             "pairs": trial.pairs,
             "pairs_in_order": trial.in_order,
         }
@@ -126,7 +147,7 @@ class ClusterPriority:
     ) -> None:
         self.ageing = ageing
         self._speeds = speeds
-        self._clock = clock
+        self.clock = clock
         self._wall_clock = wall_clock
         self._turns = TenantTurns()
 
@@ -136,13 +157,14 @@ class ClusterPriority:
         endpoint: EndpointId,
         *,
         received_at: float,
+        now: float,
         level: int = 0,
         tenant: str = "",
         endpoints: int = 1,
     ) -> float:
         """Of a request that was received at that time of the clock and goes to `endpoint`, one of so many; the work is
         counted as granted to its tenant. `level`: of its class, larger first."""
-        now, speeds = self._clock(), self._speeds()
+        speeds = self._speeds()
         own, slowness = 0.0, 1.0
         if speeds is not None:
             own, slowness = own_s(facts, endpoint, speeds.seconds), speeds.slowness(endpoint, now)

@@ -30,24 +30,26 @@ def with_priority(body: bytes, exchange: Exchange, cluster: Cluster, pick: Pick,
     The body is a JSON object without such a member of its own: what was parsed as a request has at least one member,
     and the guard has cut a client's own.
     """
-    inference, endpoint = exchange.inference, pick.endpoint
+    exchange.outcome.engine_priority = None  # an earlier attempt's
+    inference, endpoint, now = exchange.inference, pick.endpoint, cluster.priority.clock()
     if inference is None or inference.kind not in _ORDERED or not (inference.model or inference.prompt.parts):
         return b"", 0
-    if exchange.own_priority:
-        own = (
-            exchange.own_priority if endpoint.priority.order is PriorityOrder.HIGHEST_FIRST else -exchange.own_priority
-        )
+    if not endpoint.priority.sends(now):
+        return b"", 0
+    if own := exchange.own_priority:
+        own = own if endpoint.priority.order is PriorityOrder.HIGHEST_FIRST else -own
         level += max(-MAX_PRIORITY, min(MAX_PRIORITY, own))
     urgency = cluster.priority.urgency_s(
         exchange.facts or NO_FACTS,
         endpoint.id,
         received_at=exchange.received_at,
+        now=now,
         level=level,
         tenant=exchange.tenant,
         endpoints=len(cluster.endpoints),
     )
-    load, hidden = endpoint.load, pick.reservation.hidden
-    number = endpoint.priority.number(urgency, pick, waiting=0 if hidden else load.pending_requests)
+    number = endpoint.priority.number(urgency, pick, now, hidden=pick.reservation.hidden)
     exchange.outcome.engine_priority = number
+    endpoint.metrics.engine_priority("sent")
     at = body.index(b"{") + 1
     return body[:at] + _MEMBER % number, at

@@ -213,26 +213,7 @@ class Forwarding:
                 headers = with_credential(headers, pick.endpoint.authorization)
             if self._exchange.trace_parent:
                 headers = with_trace_parent(headers, self._exchange.trace_parent)
-            start, whole_body = b"", self._body.whole
-            body: bytes | memoryview | AsyncIterator[bytes] | None = whole_body
-            if whole_body is None:
-                headers = headers + self._body.framing
-                body = self._body.take()
-            elif pick.endpoint.priority.sends:
-                start, at = with_priority(whole_body, self._exchange, self._cluster, pick, level=self._level())
-                if start:
-                    body = memoryview(whole_body)[at:]
-            response = await self._send(pick, headers, body, start)
-            status, first = await _beginning(response)
-            if start and status in REFUSING:
-                first, whole = await _read_short(response, first)
-                if whole and names_priority(first):
-                    response.abort()
-                    response = await self._send(pick, headers, whole_body, b"")
-                    status, first = await _beginning(response)
-                    self._exchange.outcome.engine_priority = None
-                    if status < 400:
-                        pick.endpoint.priority.refused()
+            response, status, first = await self._ask(pick, headers)
             if status >= 500:
                 first, whole = await _read_short(response, first)
                 if whole:
@@ -251,10 +232,43 @@ class Forwarding:
                 pick.endpoint.metrics.request(CLIENT_CLOSED_REQUEST)
                 pick.settle(AttemptOutcome.CANCELLED, now=self._shared.clock())
 
+    async def _ask(self, pick: Pick, headers: Headers) -> tuple[UpstreamResponse, int, bytes]:
+        """The answer, what its beginning means, and the piece that is there. An engine that refuses the `priority` is
+        asked once more without, at once."""
+        whole, start = self._body.whole, b""
+        if whole is None:
+            return await self._send(pick, headers + self._body.framing, self._body.take())
+        if self._exchange.tells_priority:
+            start, at = with_priority(whole, self._exchange, self._cluster, pick, level=self._level())
+        if not start:
+            return await self._send(pick, headers, whole)
+        response, status, first = await self._send(pick, headers, memoryview(whole)[at:], start=start)
+        if status not in REFUSING:
+            return response, status, first
+        try:
+            first, complete = await _read_short(response, first)
+        except BaseException:
+            response.abort()
+            raise
+        if not complete or not names_priority(first):
+            return response, status, first
+        response.abort()
+        self._exchange.outcome.engine_priority = None
+        response, status, first = await self._send(pick, headers, whole)
+        if status < 400:
+            pick.endpoint.refused_priority()
+        return response, status, first
+
     async def _send(
-        self, pick: Pick, headers: Headers, body: bytes | memoryview | AsyncIterator[bytes] | None, start: bytes
-    ) -> UpstreamResponse:
-        return await self._shared.pool.request(
+        self,
+        pick: Pick,
+        headers: Headers,
+        body: bytes | memoryview | AsyncIterator[bytes] | None,
+        *,
+        start: bytes = b"",
+    ) -> tuple[UpstreamResponse, int, bytes]:
+        """The answer, its status or that of an error that a stream begins with, and the piece that is there."""
+        response = await self._shared.pool.request(
             pick.endpoint.origin,
             self._method.encode(),
             self._target,
@@ -264,6 +278,17 @@ class Forwarding:
             timeouts=self._shared.timeouts,
             early=False,
         )
+        status, first = response.status, b""
+        if status < 500:  # the first piece is there, or the end
+            first = response.take() or b""
+        if status == 200 and ERROR_MARK in first:
+            try:
+                first = await _read_event(response, first)
+            except BaseException:
+                response.abort()
+                raise
+            status = error_status(first, first=True) or status
+        return response, status, first
 
     def _failed(self, pick: Pick, error: UpstreamError) -> _Next:
         """Nothing reached the client yet (a relay in progress ends its own failures)."""
@@ -389,17 +414,6 @@ class Forwarding:
         if (cached_tokens := self._exchange.outcome.cached_tokens) is not None:
             self._cluster.observe_reuse(pick, cached_tokens, now)
         return _Next.DELIVERED
-
-
-async def _beginning(response: UpstreamResponse) -> tuple[int, bytes]:
-    """What an answer means, its first event considered, and the piece that is there."""
-    status, first = response.status, b""
-    if status < 500:  # the first piece is there, or the end
-        first = response.take() or b""
-    if status == 200 and ERROR_MARK in first:
-        first = await _read_event(response, first)
-        status = error_status(first, first=True) or status
-    return status, first
 
 
 async def _read_event(response: UpstreamResponse, first: bytes) -> bytes:
