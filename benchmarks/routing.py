@@ -137,9 +137,9 @@ def run_cell(job: tuple[Cell, Path]) -> dict[str, Any]:
     return {
         **asdict(cell),
         **asdict(summarize_outcomes(outcomes, fleet.instances)),
-        "bound_ttft_mean_s": bound.ttft_mean_s,
-        "bound_ttft_p99_s": bound.ttft_p99_s,
-        "bound_hit_rate": bound.hit_rate,
+        "bound_ttft_mean_s": bound.summary.ttft_mean_s,
+        "bound_ttft_p99_s": bound.summary.ttft_p99_s,
+        "bound_hit_rate": bound.summary.hit_rate,
         "took_s": round(time.perf_counter() - started, 2),
     }
 

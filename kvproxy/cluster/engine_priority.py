@@ -40,7 +40,7 @@ class PriorityState(StrEnum):
 class EndpointPriority:
     """One engine: whether it is sent the number, and the experiment that tells whether it heeds it."""
 
-    __slots__ = ("_cluster", "_load", "_refused", "_rng", "_settings", "_trial", "_waited_at", "mode", "order")
+    __slots__ = ("_load", "_refused", "_rng", "_trial", "_waited_at", "mode", "order")
 
     def __init__(
         self, settings: EndpointSettings, cluster: ClusterSettings, *, load: EndpointLoad, rng: random.Random
@@ -48,20 +48,13 @@ class EndpointPriority:
         self._load = load
         self._rng = rng
         self._waited_at = -math.inf  # when its own count last had several waiting
-        self._cluster = cluster
-        self.configure(settings)
+        self.configure(settings, cluster)
         self.restarted()
 
-    def configure(self, settings: EndpointSettings) -> None:
-        """Take over what the configuration says of this engine; what is known of it stays."""
-        self._settings = settings
-        self.reconfigure(self._cluster)
-
-    def reconfigure(self, cluster: ClusterSettings) -> None:
-        """The same for what is said of all of them."""
-        self._cluster = cluster
-        self.mode = self._settings.engine_priority or cluster.engine_priority
-        self.order = self._settings.engine_priority_order or cluster.engine_priority_order
+    def configure(self, settings: EndpointSettings, cluster: ClusterSettings) -> None:
+        """Take over what the configuration says; what is known of the engine stays."""
+        self.mode = settings.engine_priority or cluster.engine_priority
+        self.order = settings.engine_priority_order or cluster.engine_priority_order
 
     @property
     def off(self) -> bool:

@@ -24,7 +24,7 @@ from kvproxy.errors import (
 )
 from kvproxy.forward.answer import read_beginning, read_short, verdict_on
 from kvproxy.forward.engine_priority import REFUSING, names_priority, with_priority
-from kvproxy.forward.headers import response_headers, with_credential, with_trace_parent
+from kvproxy.forward.headers import RequestHead, response_headers
 from kvproxy.forward.relay import Relay
 from kvproxy.forward.request_body import RequestBody
 from kvproxy.forward.request_options import describe, priority_of
@@ -90,7 +90,7 @@ class Forwarding:
         *,
         cluster: Cluster,
         model: str,
-        headers: Headers,
+        head: RequestHead,
         body: RequestBody,
         downstream: Downstream,
         debug: bool = False,
@@ -104,7 +104,7 @@ class Forwarding:
         raw_path: bytes = scope.get("raw_path") or scope["path"].encode()
         query: bytes = scope["query_string"]
         self._target = raw_path + b"?" + query if query else raw_path
-        self._headers = headers
+        self._head = head
         self._body = body
         self._downstream = downstream
         self._debug = debug
@@ -150,7 +150,7 @@ class Forwarding:
     def _level(self) -> int:
         """Of the request's class: what the configured header says, larger first."""
         header = self._cluster.settings.queue.priority_header
-        return priority_of(self._headers, header.lower().encode()) if header else 0
+        return priority_of(self._head.headers, header.lower().encode()) if header else 0
 
     def _place(self, request: PickRequest, now: float) -> Pick | None:
         """Decide, notify, reserve: no await between them, so that nothing comes between a choice and its load."""
@@ -202,12 +202,12 @@ class Forwarding:
         try:
             if "attempt_began" in self._exchange.hooks:
                 notify(RequestObserver.attempt_began, self._exchange, pick)
-            headers = self._headers
+            head = self._head
             if pick.endpoint.authorization is not None:
-                headers = with_credential(headers, pick.endpoint.authorization)
+                head = head.with_credential(pick.endpoint.authorization)
             if self._exchange.trace_parent:
-                headers = with_trace_parent(headers, self._exchange.trace_parent)
-            response, status, first = await self._ask(pick, headers)
+                head = head.with_trace_parent(self._exchange.trace_parent)
+            response, status, first = await self._ask(pick, head)
             if status >= 500:
                 first, whole = await read_short(response, first)
                 if whole:
@@ -226,17 +226,17 @@ class Forwarding:
                 pick.endpoint.metrics.request(CLIENT_CLOSED_REQUEST)
                 pick.settle(AttemptOutcome.CANCELLED, now=self._shared.clock())
 
-    async def _ask(self, pick: Pick, headers: Headers) -> tuple[UpstreamResponse, int, bytes]:
+    async def _ask(self, pick: Pick, head: RequestHead) -> tuple[UpstreamResponse, int, bytes]:
         """The answer, what its beginning means, and the piece that is there. An engine that refuses the `priority` is
         asked once more without, at once."""
         whole, start = self._body.whole, b""
         if whole is None:
-            return await self._send(pick, headers + self._body.framing, self._body.take())
+            return await self._send(pick, head, self._body.take())
         if self._exchange.tells_priority:
             start, at = with_priority(whole, self._exchange, self._cluster, pick, level=self._level())
         if not start:
-            return await self._send(pick, headers, whole)
-        response, status, first = await self._send(pick, headers, memoryview(whole)[at:], start=start)
+            return await self._send(pick, head, whole)
+        response, status, first = await self._send(pick, head, memoryview(whole)[at:], start=start)
         if status not in REFUSING:
             return response, status, first
         try:
@@ -248,7 +248,7 @@ class Forwarding:
             return response, status, first
         response.abort()
         self._exchange.outcome.engine_priority = None
-        response, status, first = await self._send(pick, headers, whole)
+        response, status, first = await self._send(pick, head, whole)
         if status < 400:
             pick.endpoint.refused_priority()
         return response, status, first
@@ -256,7 +256,7 @@ class Forwarding:
     async def _send(
         self,
         pick: Pick,
-        headers: Headers,
+        head: RequestHead,
         body: bytes | memoryview | AsyncIterator[bytes] | None,
         *,
         start: bytes = b"",
@@ -266,11 +266,12 @@ class Forwarding:
             pick.endpoint.origin,
             self._method.encode(),
             self._target,
-            headers,
+            head.own if self._body.whole is not None else head.own + self._body.framing,
             body,
             start=start,
             timeouts=self._shared.timeouts,
             early=False,
+            repeated=head.repeated,
         )
         try:
             return response, *await read_beginning(response)

@@ -96,6 +96,7 @@ class VirtualRouter:
         self._priority = priority
         for endpoint in endpoints:
             endpoint.load.on_sample = partial(policy.observe_sample, endpoint.id)
+            endpoint.load.count_live_blocks(policy.counts_live_blocks)
 
     def arrive(self, request: LiveRequest, now: float) -> Placement | None:
         """Places a request, or queues it (None). With the queue full it is placed at once, unlike in the proxy, which
@@ -153,7 +154,9 @@ class VirtualRouter:
         matched = facts.matched_tokens(endpoint.id)
         request.outcome.endpoint = endpoint.index
         request.outcome.predicted_tokens = matched
-        reservation = endpoint.load.reserve(turn.prompt_tokens - matched, matched, now, hidden=not request.streams)
+        reservation = endpoint.load.reserve(
+            turn.prompt_tokens - matched, matched, now, hidden=not request.streams, blocks=facts.blocks
+        )
         settle = self._view.routed(endpoint.index, turn)
         return Placement(request, endpoint, reservation, settle, self._priority_of(request, facts, endpoint.id, now))
 

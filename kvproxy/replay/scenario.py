@@ -21,7 +21,7 @@ from kvproxy.routing.policy import Policy
 from kvproxy.routing.registry import POLICIES, make_policy
 from kvproxy.routing.speeds import SpeedModel, SpeedPriors
 from kvproxy.simulator.engine import Engine
-from kvproxy.simulator.engine_io import Scheduling
+from kvproxy.simulator.engine_io import Scheduling, TokenGaps
 
 #: Behind a policy's name: with the router queue in front of it, and with a priority for the engine in each request.
 QUEUE_SUFFIX, PRIORITY_SUFFIX = "+queue", "+priority"
@@ -82,10 +82,12 @@ def play_policy(
     priority: bool = False,
     seed: int = 1,
     streamed: float = 1.0,
+    token_gaps: TokenGaps | None = None,
     progress: Callable[[int], None] = lambda finished: None,
 ) -> Sequence[ReplayOutcome]:
     """Every request of the trace, as its client saw it. The policy is a fresh one: it learns as it goes; `streamed` is
-    the share of requests whose first token it sees; with `priority` the engines schedule by what it sends."""
+    the share of requests whose first token it sees; with `priority` the engines schedule by what it sends;
+    `token_gaps` is given the times between tokens."""
     fleet = replace(fleet, scheduling=Scheduling.PRIORITY) if priority else fleet
     duration_s = pace.duration_s(trace)
     endpoints = [
@@ -106,4 +108,8 @@ def play_policy(
         streams=lambda: chance.random() < streamed,
         progress=progress,
     )
-    return run.run()
+    outcomes = run.run()
+    if token_gaps is not None:
+        for endpoint in endpoints:
+            token_gaps.update(endpoint.engine.counters.token_gaps)
+    return outcomes

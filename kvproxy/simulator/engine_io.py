@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -132,6 +134,37 @@ class CacheChanged:
 EngineOutput = FirstToken | Tokens | Finished | Rejected | Preempted | CacheChanged
 
 
+class TokenGaps:
+    """Times from one token of an answer to the next, all answers together, in steps of two per cent."""
+
+    _STEP = math.log(1.02)
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+
+    def add(self, gap_s: float, count: int = 1) -> None:
+        """`count` tokens came `gap_s` after the one before them."""
+        self._counts[round(math.log(max(gap_s, 1e-6)) / self._STEP)] += count
+
+    @property
+    def total(self) -> int:
+        """How many there were."""
+        return self._counts.total()
+
+    def update(self, other: TokenGaps) -> None:
+        """Adds the other's tokens."""
+        self._counts.update(other._counts)
+
+    def percentile(self, share: float) -> float:
+        """Seconds that so many of the gaps do not exceed, within one per cent; 0 of none."""
+        left = share * self.total
+        for step, count in sorted(self._counts.items()):
+            left -= count
+            if left < 0:
+                return math.exp(step * self._STEP)
+        return math.exp(max(self._counts) * self._STEP) if self._counts else 0.0
+
+
 @dataclass(slots=True)
 class EngineCounters:
     """Running totals, in the meaning of vLLM's counters of the same names."""
@@ -142,6 +175,7 @@ class EngineCounters:
     prefix_cache_hits: int = 0
     preemptions: int = 0
     steps: int = 0
+    token_gaps: TokenGaps = field(default_factory=TokenGaps)
 
 
 @dataclass(frozen=True, slots=True)

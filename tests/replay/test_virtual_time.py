@@ -40,10 +40,9 @@ def figures(trace: Trace, fleet: ReplayFleet = FLEET, spec: PolicySpec = KV_AWAR
     "spec",
     [
         *(PolicySpec(name) for name in PolicyName),
-        *(
-            PolicySpec(PolicyName.KV_AWARE, queue, priority)
-            for queue, priority in ((True, False), (False, True), (True, True))
-        ),
+        PolicySpec(PolicyName.KV_AWARE, queue=True),
+        PolicySpec(PolicyName.KV_AWARE, priority=True),
+        PolicySpec(PolicyName.KV_AWARE, queue=True, priority=True),
     ],
     ids=str,
 )
@@ -198,7 +197,7 @@ def test_progress_is_reported() -> None:
     "text", ["kv_aware", "kv_aware+queue", "least_ttft+priority", "kv_aware+queue+priority", "round_robin"]
 )
 def test_policies_are_named_as_in_the_configuration(text: str) -> None:
-    """With +queue where the policy knows how long a prefill takes."""
+    """With +queue and +priority where the policy knows how long a prefill takes."""
     assert str(PolicySpec.parse(f" {text} ")) == text
 
 
