@@ -12,7 +12,7 @@ from kvproxy.clients.kv_events.status import StreamState
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.engine_priority import PriorityState
-from kvproxy.config.cluster_schema import EnginePriorityMode
+from kvproxy.config.priority_schema import EnginePriorityMode
 from kvproxy.kvcache.overlap.kv_event_streams import EventStreams
 from kvproxy.request.exchange import FAILED
 from kvproxy.request.recent import Tally

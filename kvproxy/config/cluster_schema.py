@@ -10,6 +10,7 @@ from pydantic import Field
 
 from kvproxy.config.model import Duration, Fraction, Model, Name, Port, Secret
 from kvproxy.config.policy_schema import PolicyParameters
+from kvproxy.config.priority_schema import EnginePriorityMode, PriorityOrder
 
 _EVENT_ADDRESS = r"^(tcp://\S+:[1-9]\d{0,4})?$"
 
@@ -59,21 +60,6 @@ POLICY_ALIASES = {
     "prefixcache": PolicyName.PREFIX_AFFINITY,
     "prefix": PolicyName.PREFIX_AFFINITY,
 }
-
-
-class EnginePriorityMode(StrEnum):
-    """Whether forwarded requests carry `priority`, by which an engine orders those that wait in it."""
-
-    OFF = "off"  # bodies stay as clients sent them
-    ON = "on"  # the engines are started for it
-    AUTO = "auto"  # as long as none is found to ignore it
-
-
-class PriorityOrder(StrEnum):
-    """Which number an engine admits first."""
-
-    LOWEST_FIRST = "lowest_first"  # vLLM with `--scheduling-policy priority`
-    HIGHEST_FIRST = "highest_first"  # SGLang with `--enable-priority-scheduling`
 
 
 class HealthCheckSettings(Model):
