@@ -133,7 +133,7 @@ def run_cell(job: tuple[Cell, Path]) -> dict[str, Any]:
     policy = spec.make(rng=Random(1), prior_factor=changes.get("priors", 1.0))
     if "known" in changes:
         policy = knowing(fleet, bound.pace.duration_s(bound.trace), rng=Random(1))
-    outcomes = play_policy(bound.trace, bound.pace, fleet, policy, queue=spec.queue)
+    outcomes = play_policy(bound.trace, bound.pace, fleet, policy, queue=spec.queue, priority=spec.priority)
     return {
         **asdict(cell),
         **asdict(summarize_outcomes(outcomes, fleet.instances)),

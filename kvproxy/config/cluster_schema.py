@@ -26,6 +26,7 @@ class PolicyName(StrEnum):
     KV_AWARE = "kv_aware"
     PREFIX_AFFINITY = "prefix_affinity"
     DYNAMO = "dynamo"
+    DYNAMO_AGENTIC = "dynamo_agentic"
     LLM_D = "llm_d"
     LMETRIC = "lmetric"
     LEAST_TTFT = "least_ttft"

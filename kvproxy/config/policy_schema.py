@@ -36,18 +36,34 @@ class PrefixAffinitySettings(Model):
 
 
 class DynamoSettings(Model):
-    """Weights of the cost."""
+    """Weights of the cost. The defaults are the original's."""
 
     prefill_load_scale: float = Field(default=1.0, ge=0, le=100)
-    """Weight of blocks to prefill against blocks in use; once called the overlap weight."""
-    device_credit: float = Field(default=1.0, ge=0, le=1)
-    """What a block in engine memory saves of one to prefill."""
+    """Weight of blocks to prefill against live blocks; once called the overlap weight."""
+    device_credit: float = Field(default=1.0, ge=0, le=10)
+    """What a block in engine memory saves of those to prefill (`overlap_score_credit`)."""
+    credit_decay: float = Field(default=0.0, ge=0, le=100)
+    """How fast that credit shrinks with the prefill an endpoint has pending beyond the least of all, measured in
+    prompts like this one: 1 halves it at one of them (`overlap_score_credit_decay`)."""
     lower_tier_credit: float = Field(default=0.75, ge=0, le=1)
     """What a block on a lower tier saves."""
+    active_request_weight: float = Field(default=0.0, ge=0, le=10_000)
+    """Blocks that each request in flight counts as, besides its own (`decode_active_request_weight`)."""
     temperature: float = Field(default=0.0, ge=0, le=10)
     """Above 0 the choice is drawn from the softmax of the negative costs."""
-    block_size: int = Field(default=64, ge=1, le=4096)
-    """Tokens of a block; scales the costs shown."""
+    block_size: int = Field(default=16, ge=1, le=4096)
+    """Tokens of a block, as `active_request_weight` and the costs shown count them."""
+
+
+class DynamoAgenticSettings(DynamoSettings):
+    """The same weights, with those of the original's `--agentic` preset as defaults."""
+
+    prefill_load_scale: float = Field(default=4.0, ge=0, le=100)
+    """Weight of blocks to prefill against live blocks."""
+    device_credit: float = Field(default=2.0, ge=0, le=10)
+    """What a block in engine memory saves of those to prefill."""
+    active_request_weight: float = Field(default=64.0, ge=0, le=10_000)
+    """Blocks that each request in flight counts as, besides its own."""
 
 
 class LlmDSettings(Model):
@@ -72,5 +88,7 @@ class PolicyParameters(Model):
     """Thresholds between prefix and load."""
     dynamo: DynamoSettings = DynamoSettings()
     """Weights of Dynamo's cost."""
+    dynamo_agentic: DynamoAgenticSettings = DynamoAgenticSettings()
+    """The same, as Dynamo's preset for agents has them."""
     llm_d: LlmDSettings = LlmDSettings()
     """Weights of llm-d's scorers."""

@@ -76,7 +76,8 @@ class AttemptLog(RequestObserver):
 def _noted(decision: Decision[Endpoint], now: float) -> Placed:
     speeds, costs = decision.speeds, decision.costs
     chosen = _recorded(decision)
-    candidates = [_candidate(decision.candidates[i], costs[i] if costs else None, speeds, now) for i in chosen]
+    blocks = decision.request.facts.blocks
+    candidates = [_candidate(decision.candidates[i], costs[i] if costs else None, speeds, blocks, now) for i in chosen]
     return Placed(
         at=now,
         endpoint=decision.endpoint.id,
@@ -100,7 +101,9 @@ def _recorded(decision: Decision[Endpoint]) -> Sequence[int]:
     return sorted([*best, index])
 
 
-def _candidate(endpoint: Endpoint, cost: float | None, speeds: SpeedModel | None, now: float) -> ReceiptCandidate:
+def _candidate(
+    endpoint: Endpoint, cost: float | None, speeds: SpeedModel | None, blocks: Sequence[int], now: float
+) -> ReceiptCandidate:
     load = endpoint.load
     slowness = None if speeds is None else speeds.slowness(endpoint.id, now)
     backlog = load.backlog(None if speeds is None else speeds.seconds, slowness or 1.0, now)
@@ -116,4 +119,6 @@ def _candidate(endpoint: Endpoint, cost: float | None, speeds: SpeedModel | None
         endpoint.weight,
         cost,
         slowness,
+        live_blocks=load.live_blocks,
+        shared_blocks=load.leading_live_blocks(blocks),
     )

@@ -32,6 +32,8 @@ class ReceiptCandidate(msgspec.Struct, omit_defaults=True):
     cost: float | None = None  # by the policy, in its own unit
     slowness: float | None = None  # learned, against the pool
     wait_s: float | None = None  # estimated, until it would begin
+    live_blocks: int | None = None  # distinct prompt blocks of what is in flight, where they are counted
+    shared_blocks: int = 0  # leading blocks of this prompt among them
 
 
 class Attempt(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -67,6 +69,8 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True):
     prefixes: str = ""  # keyed hashes of its prefixes (prefixes.py); likewise
     prompt_tokens: int | None = None  # known or estimated before the decision
     hot_tokens: int = 0
+    prompt_blocks: int = 0  # of about `block_tokens` each
+    block_tokens: float = 0.0
     facts: Mapping[EndpointId, Overlap] = {}
     attempts: tuple[Attempt, ...] = ()
     refusals: tuple[str, ...] = ()  # why no endpoint could be picked, each time it was tried

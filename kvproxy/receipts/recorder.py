@@ -74,6 +74,8 @@ def compose_receipt(over: FinishedRequest, *, ended: datetime, hashed: Hash, key
         hot_tokens=facts.hot_tokens,
         text_blocks=len(observed.text_blocks) if prefixes else 0,
         prefixes=prefixes,
+        prompt_blocks=len(facts.blocks),
+        block_tokens=facts.block_tokens,
         facts=facts.by_endpoint,
         attempts=tuple([_attempt(placed, over.received_at) for placed in observed.decisions]),
         refusals=tuple(observed.refusals),

@@ -62,9 +62,12 @@ def _receipts(args: argparse.Namespace, out: TextIO) -> int:
     if args.trace or not args.receipts or args.url:
         raise ValueError("one of TRACE and --receipts FILE is needed, and --url goes with a TRACE")
     wanted = [PolicySpec.parse(text) for text in args.policy.split(",")]
-    policies = [spec for spec in wanted if not spec.queue]
+    policies = [spec for spec in wanted if not spec.queue and not spec.priority]
     if len(policies) < len(wanted) and args.policy != DEFAULT_POLICIES:
-        raise ValueError("receipts tell where requests went, not when: the router queue cannot be replayed from them")
+        raise ValueError(
+            "receipts tell where requests went, not when: "
+            "the router queue and engine priority cannot be replayed from them"
+        )
     review = decide_again(ReceiptReader(args.receipts), policies, limit=args.requests)
     print(review.render_table(), file=out)
     if args.json:

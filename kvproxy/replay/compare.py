@@ -109,6 +109,7 @@ def compare(trace: Trace, plan: ComparisonPlan, *, err: TextIO, bound: Bound | N
                 plan.fleet,
                 policy,
                 queue=spec.queue,
+                priority=spec.priority,
                 seed=seed,
                 streamed=plan.streamed,
                 token_gaps=token_gaps,

@@ -33,8 +33,14 @@ class RecordedLoad:
     pending_requests: int
     pending_tokens: int
     resident_tokens: int
+    live_blocks: int | None
+    shared_blocks: int
     backlog: Backlog
     engine: EngineState | None = None
+
+    def leading_live_blocks(self, blocks: Sequence[int]) -> int:
+        """As of EndpointLoad, of the recorded request's prompt."""
+        return self.shared_blocks
 
     def wait_s(self, seconds: Features, slowness: float, now: float) -> float:
         """As of EndpointLoad, at the moment of the decision."""
@@ -97,7 +103,7 @@ def _decision(receipt: Receipt, attempt: Attempt, index: int) -> RecordedDecisio
     request = PickRequest(
         model=receipt.model,
         session_key=receipt.session or None,
-        facts=OverlapFacts(receipt.prompt_tokens or 0, receipt.facts, receipt.hot_tokens),
+        facts=_facts(receipt),
         streams=receipt.stream,
         prompt_head=receipt.head.encode(),
     )
@@ -113,6 +119,11 @@ def _decision(receipt: Receipt, attempt: Attempt, index: int) -> RecordedDecisio
         if attempt.failure is not None
         else _feedback_sample(receipt, attempt, attempt.candidates[index], received),
     )
+
+
+def _facts(receipt: Receipt) -> OverlapFacts:
+    blocks = range(receipt.prompt_blocks)  # only how many they were is recorded
+    return OverlapFacts(receipt.prompt_tokens or 0, receipt.facts, receipt.hot_tokens, blocks, receipt.block_tokens)
 
 
 def _feedback_sample(receipt: Receipt, attempt: Attempt, chosen: ReceiptCandidate, received: float) -> FeedbackSample:
@@ -133,7 +144,15 @@ def _feedback_sample(receipt: Receipt, attempt: Attempt, chosen: ReceiptCandidat
 
 def _candidate(one: ReceiptCandidate) -> RecordedCandidate:
     backlog = Backlog(one.work, one.head, one.elapsed_s)
-    load = RecordedLoad(one.in_flight, one.pending_requests, one.pending_tokens, one.resident_tokens, backlog)
+    load = RecordedLoad(
+        one.in_flight,
+        one.pending_requests,
+        one.pending_tokens,
+        one.resident_tokens,
+        one.live_blocks,
+        one.shared_blocks,
+        backlog,
+    )
     return RecordedCandidate(one.id, one.weight, load)
 
 

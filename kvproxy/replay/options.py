@@ -20,7 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--receipts", type=Path, metavar="FILE",
                         help="instead of a trace: decide recorded decisions again")  # fmt: skip
     parser.add_argument("--policy", default=DEFAULT_POLICIES, metavar="P,P...", help="policies, side by side; "
-                        "+queue behind kv_aware or least_ttft adds the router queue (default %(default)s)")  # fmt: skip
+                        "behind kv_aware or least_ttft, +queue adds the router queue, +priority has engines "
+                        "admit in the router's order (default %(default)s)")  # fmt: skip
     parser.add_argument("--baseline", default="", metavar="P", help="policy of the last column (default: the first)")
     parser.add_argument("--instances", type=int, default=8, metavar="N", help="engines (default %(default)s)")
     parser.add_argument("--load", type=float, default=0.7, metavar="X",

@@ -76,9 +76,8 @@ class IndexView:
             cache_salt=None,
         )
         overlaps = {endpoint: self._in_tokens(overlap, limit) for endpoint, overlap in known.items()}
-        facts = OverlapFacts(
-            turn.prompt_tokens, overlaps, self._local.approximate.hot_blocks(cursor) * self._block_size
-        )
+        hot_tokens = self._local.approximate.hot_blocks(cursor) * self._block_size
+        facts = OverlapFacts(turn.prompt_tokens, overlaps, hot_tokens, turn.blocks, self._block_size)
         self._asked = turn, facts, cursor
         return facts
 

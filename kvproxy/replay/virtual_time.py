@@ -108,7 +108,10 @@ class VirtualTime:
         request, endpoint = placement.request, placement.endpoint
         self._placed[request.name] = placement
         turn = request.turn
-        endpoint.engine.submit(SimRequest(request.name, turn.blocks, turn.prompt_tokens, turn.output_tokens), now)
+        work = SimRequest(
+            request.name, turn.blocks, turn.prompt_tokens, turn.output_tokens, priority=placement.priority
+        )
+        endpoint.engine.submit(work, now)
         self._wake(endpoint)
 
     def _wake(self, endpoint: SimEndpoint) -> None:

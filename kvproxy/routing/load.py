@@ -11,11 +11,13 @@ passed (`advance`); what it teaches about speeds the engine's own counters have 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Protocol
 
 import msgspec
+
+from kvproxy.routing.live_blocks import LiveBlocks
 
 #: (requests, sum u, sum u*(c+u/2), sum l) for u uncached tokens after c cached ones, l of these on lower tiers:
 #: what prefill time is linear in.
@@ -80,6 +82,7 @@ class Reservation(msgspec.Struct, eq=False):
     started_at: float
     lower_tokens: int = 0  # of the cached ones, on host or disk tiers
     hidden: bool = False  # its first token cannot be seen
+    live: tuple[LiveBlocks, Sequence[int]] | None = None  # its prompt's blocks, and the ledger they are counted in
     first_token_at: float | None = None
     released: bool = False
 
@@ -123,6 +126,7 @@ class EndpointLoad:
         "_head",
         "_head_s",
         "_last",
+        "_live",
         "_pending",
         "_presumed",
         "_priced_at",
@@ -157,11 +161,26 @@ class EndpointLoad:
         self._priced_at: Features | None = None
         self._work_s = 0.0
         self._head_s = 0.0
+        self._live: LiveBlocks | None = None  # None: nothing asks for it
 
     @property
     def pending_requests(self) -> int:
         """Requests without a first token."""
         return len(self._pending)
+
+    @property
+    def live_blocks(self) -> int | None:
+        """Distinct prompt blocks of what is in flight; None where they are not counted."""
+        return None if self._live is None else len(self._live)
+
+    def leading_live_blocks(self, blocks: Sequence[int]) -> int:
+        """Leading blocks of a prompt that are among them."""
+        return 0 if self._live is None else self._live.leading(blocks)
+
+    def count_live_blocks(self, wanted: bool) -> None:
+        """Whether they are counted from now on; of requests already in flight they never are."""
+        if wanted != (self._live is not None):
+            self._live = LiveBlocks() if wanted else None
 
     @property
     def pending_work(self) -> Features:
@@ -176,10 +195,20 @@ class EndpointLoad:
         return head
 
     def reserve(
-        self, uncached_tokens: int, cached_tokens: int, now: float, *, lower_tokens: int = 0, hidden: bool = False
+        self,
+        uncached_tokens: int,
+        cached_tokens: int,
+        now: float,
+        *,
+        lower_tokens: int = 0,
+        hidden: bool = False,
+        blocks: Sequence[int] = (),
     ) -> Reservation:
         """Count a request in, in the same step as the pick. `hidden`: its first token will not be seen."""
         reservation = Reservation(uncached_tokens, cached_tokens, now, lower_tokens, hidden)
+        if self._live is not None:
+            self._live.add(blocks)
+            reservation.live = self._live, blocks
         self.in_flight += 1
         self.pending_tokens += uncached_tokens
         self.resident_tokens += uncached_tokens + cached_tokens
@@ -223,6 +252,9 @@ class EndpointLoad:
         reservation.released = True
         self._void(reservation, now)
         self.in_flight -= 1
+        if reservation.live is not None:
+            live, blocks = reservation.live
+            live.remove(blocks)
         self.resident_tokens -= reservation.uncached_tokens + reservation.cached_tokens
 
     def wait_s(self, seconds: Features, slowness: float, now: float) -> float:

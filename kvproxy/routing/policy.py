@@ -47,6 +47,8 @@ class OverlapFacts(msgspec.Struct, frozen=True):
     prompt_tokens: int  # exact or estimated
     by_endpoint: Mapping[EndpointId, Overlap] = msgspec.field(default_factory=dict)
     hot_tokens: int = 0  # leading tokens whose blocks are hot (worth replicating)
+    blocks: Sequence[int] = ()  # chained hashes of the prompt's blocks; not to be changed
+    block_tokens: float = 0.0  # of each of these blocks, about
 
     def matched_tokens(self, endpoint: EndpointId) -> int:
         """Leading tokens `endpoint` holds, never more than the prompt has."""
@@ -88,6 +90,9 @@ class LoadView(Protocol):
     def resident_tokens(self) -> int: ...
     @property
     def engine(self) -> EngineState | None: ...
+    @property
+    def live_blocks(self) -> int | None: ...
+    def leading_live_blocks(self, blocks: Sequence[int]) -> int: ...
     def wait_s(self, seconds: Features, slowness: float, now: float) -> float: ...
 
 
@@ -124,6 +129,8 @@ class Policy(ABC):
     uses_overlap: ClassVar[bool] = False
     #: Whether it has `speeds`, which the router queue needs: it knows how long a prefill takes.
     learns_speeds: ClassVar[bool] = False
+    #: Whether it asks loads for live blocks, which are counted only where some policy does.
+    counts_live_blocks: ClassVar[bool] = False
     #: What each of its reasons means, for people.
     reasons: ClassVar[Mapping[str, str]] = {}
 

@@ -15,7 +15,7 @@ from kvproxy.config.model import Model
 from kvproxy.config.paths import dotted_path
 from kvproxy.errors import ConfigError
 from kvproxy.routing.consistent_hash import ConsistentHash
-from kvproxy.routing.dynamo import Dynamo
+from kvproxy.routing.dynamo import Dynamo, DynamoAgentic
 from kvproxy.routing.kv_aware import KvAware
 from kvproxy.routing.least_ttft import LeastTtft
 from kvproxy.routing.llm_d import LlmD
@@ -35,6 +35,7 @@ POLICIES: Mapping[PolicyName, type[Policy]] = {
     PolicyName.KV_AWARE: KvAware,
     PolicyName.PREFIX_AFFINITY: PrefixAffinity,
     PolicyName.DYNAMO: Dynamo,
+    PolicyName.DYNAMO_AGENTIC: DynamoAgentic,
     PolicyName.LLM_D: LlmD,
     PolicyName.LMETRIC: LMetric,
     PolicyName.LEAST_TTFT: LeastTtft,

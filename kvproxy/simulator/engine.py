@@ -21,7 +21,8 @@ from kvproxy.simulator.engine_io import (
     SimRequest,
     Tokens,
 )
-from kvproxy.simulator.scheduler import Batch, Scheduler, Sequence
+from kvproxy.simulator.scheduler import Batch, Scheduler
+from kvproxy.simulator.sequence import Sequence
 from kvproxy.simulator.timing import Stretch
 
 
@@ -68,7 +69,7 @@ class Engine:
             return
         sequence = Sequence(request, now)
         self._sequences[request.id] = sequence
-        self._scheduler.waiting[request.id] = sequence
+        self._scheduler.waiting.add(sequence)
         self._join(now)
 
     def cancel(self, request_id: str, now: float) -> bool:

@@ -12,19 +12,29 @@ from kvproxy.simulator.kv_event import KvEvent
 from kvproxy.simulator.timing import EngineTiming
 
 
+class Scheduling(StrEnum):
+    """In which order what waits is admitted, and which runner is given up when memory runs out: vLLM's policies."""
+
+    FCFS = "fcfs"  # the earliest arrival; the newest runner
+    PRIORITY = "priority"  # the lowest priority, then the earliest arrival; the runner that comes last by the same
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """One engine: its cache, its scheduler's bounds, its speed.
 
     `token_outputs` reports every token (a streaming server needs that); without it stretches of pure decoding are
     one calculation. `kv_events` turns the reports of stored and removed blocks on. Without `prefix_caching` nothing is
-    kept, looked for, counted or reported.
+    kept, looked for, counted or reported. A prompt among others computes at most `long_prefill_token_threshold` tokens
+    a step; 0: as many as the step has left.
     """
 
     capacity_blocks: int = 1600
     block_size: int = 512
     max_batched_tokens: int = 2048
     max_sequences: int = 256
+    scheduling: Scheduling = Scheduling.FCFS
+    long_prefill_token_threshold: int = 0
     timing: EngineTiming = field(default_factory=EngineTiming)
     token_outputs: bool = False
     kv_events: bool = True
@@ -52,6 +62,7 @@ class SimRequest:
     lora_name: str | None = None
     cache_salt: str | None = None
     finish_reason: str = "length"
+    priority: int = 0  # lower first, where the engine schedules by it
     report_full: bool = False  # publish hit blocks too: vLLM's kv_cache_report_mode "full"
 
     def __post_init__(self) -> None:

@@ -43,7 +43,7 @@ async def test_policies_without_parameters(policy: str, learns: bool) -> None:
 async def test_a_change_takes_effect_and_is_written_down() -> None:
     """Only what differs, from which value to which."""
     proxy = proxy_of(policy="dynamo")
-    changes = {"temperature": 0.5, "block_size": 64}
+    changes = {"temperature": 0.5, "block_size": 16}
     with audited() as lines:
         async with admin_of(proxy) as client:
             answer = await client.patch("/routing", json={"clusters": {"default": {"parameters": changes}}})

@@ -281,8 +281,8 @@ async def test_an_engine_that_takes_the_prompt_and_never_answers() -> None:
 async def test_events_that_cannot_be_read() -> None:
     """Another program publishes on the engine's port."""
     heard = StreamObservation(KvEventSource(0, "tcp://127.0.0.1:5557"), connected=True)
-    heard.record([b"topic", b"not eight bytes", b"?"], (1, 2), now=0.0)
-    heard.record(
+    heard.record_batch([b"topic", b"not eight bytes", b"?"], (1, 2), now=0.0)
+    heard.record_batch(
         [b"topic", (1).to_bytes(8, "big"), msgspec.msgpack.encode([1.0, [{"type": "BlockStored"}], 0])], (1,), now=3.0
     )
     assert (heard.malformed, heard.batches, heard.encoding, heard.lag_s) == (2, 1, "map", 2.0)

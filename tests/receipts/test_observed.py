@@ -86,6 +86,17 @@ def test_loads_are_those_before_the_reservation(clock: FakeClock) -> None:
     assert candidate.elapsed_s == pytest.approx(0.01)
 
 
+def test_live_blocks_are_noted_where_they_are_counted(clock: FakeClock) -> None:
+    """Those in flight, and how many of this prompt's are among them; nothing where no policy asks."""
+    facts = OverlapFacts(64, blocks=(1, 2, 3), block_tokens=16.0)
+    for policy, noted in (("dynamo", (3, 2)), ("kv_aware", (None, 0))):
+        pool, observed = cluster(clock, 1, policy), AttemptLog()
+        pool.pick(PickRequest(facts=facts), now=clock())
+        Told(observed).pick(pool, clock(), facts=OverlapFacts(64, blocks=(1, 2, 9), block_tokens=16.0))
+        (candidate,) = observed.decisions[0].candidates
+        assert (candidate.live_blocks, candidate.shared_blocks) == noted
+
+
 def test_a_failure_before_any_placement_is_nobodys(clock: FakeClock) -> None:
     """Nothing to note, nothing raised."""
     observed = AttemptLog()

@@ -24,13 +24,16 @@ def fleet(count: int) -> list[FakeCandidate]:
     return [FakeCandidate(EndpointId(f"e{index}")) for index in range(count)]
 
 
-def ask(prompt_tokens: int, held: Mapping[str, int | Overlap] = {}, *, hot: int = 0) -> PickRequest:
-    """A request whose leading tokens are held as given; a number means device memory."""
+def ask(
+    prompt_tokens: int, held: Mapping[str, int | Overlap] = {}, *, hot: int = 0, blocks: Sequence[int] = ()
+) -> PickRequest:
+    """A request whose leading tokens are held as given; a number means device memory. `blocks`: of 16 tokens each."""
     overlaps = {
         EndpointId(name): tokens if isinstance(tokens, Overlap) else Overlap(device_tokens=tokens)
         for name, tokens in held.items()
     }
-    return PickRequest(facts=OverlapFacts(prompt_tokens=prompt_tokens, by_endpoint=overlaps, hot_tokens=hot))
+    facts = OverlapFacts(prompt_tokens, overlaps, hot_tokens=hot, blocks=blocks, block_tokens=16.0)
+    return PickRequest(facts=facts)
 
 
 def place(policy: Policy, request: PickRequest, candidates: Sequence[Candidate], now: float = 0.0) -> Choice:
@@ -38,6 +41,16 @@ def place(policy: Policy, request: PickRequest, candidates: Sequence[Candidate],
     choice = policy.choose(request, candidates, now)
     policy.placed(request, candidates, choice.index, now, choice=choice)
     return choice
+
+
+def live(candidate: FakeCandidate, blocks: Sequence[int], *, pending: int = 0, times: int = 1) -> None:
+    """Requests in flight with these prompt blocks, `pending` tokens of each still to prefill; live blocks are counted
+    there from now on."""
+    candidate.load.count_live_blocks(True)
+    for _ in range(times):
+        reservation = candidate.load.reserve(pending, 0, 0.0, blocks=blocks)
+        if not pending:
+            candidate.load.first_token(reservation, 0.0)
 
 
 def occupy(candidate: FakeCandidate, *, uncached: int = 0, cached: int = 0, times: int = 1) -> list[Reservation]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from random import Random
 
 import pytest
@@ -14,11 +15,11 @@ from kvproxy.routing.least_ttft import LeastTtft
 from kvproxy.routing.llm_d import LlmD
 from kvproxy.routing.lmetric import LMetric
 from kvproxy.routing.load import features_of
-from kvproxy.routing.policy import Overlap, Policy
+from kvproxy.routing.policy import Overlap, PickRequest, Policy
 from kvproxy.routing.prefix_affinity import PrefixAffinity
 from kvproxy.routing.registry import make_policy
 from kvproxy.routing.simple import LeastRequest
-from tests.routing.fleet import ask, decode, fleet, occupy
+from tests.routing.fleet import FakeCandidate, ask, decode, fleet, live, occupy
 
 
 @pytest.mark.parametrize("name", PolicyName)
@@ -67,23 +68,100 @@ def test_prefix_affinity_ignores_a_short_match() -> None:
     assert policy.choose(ask(100, {"e0": 31}), candidates, 0.0).index == 0
 
 
-def test_dynamo_adds_prefill_and_decode_blocks() -> None:
-    """Pending and own uncached tokens plus live and own tokens, in blocks."""
+def dynamo_costs(request: PickRequest, candidates: Sequence[FakeCandidate], **settings: float) -> Sequence[float]:
+    """What each candidate costs, in blocks of 16 tokens."""
+    for candidate in candidates:
+        candidate.load.count_live_blocks(True)
+    policy = Dynamo(rng=Random(1), settings=DynamoSettings(**settings))  # type: ignore[arg-type]
+    return policy.choose(request, candidates, 0.0).costs
+
+
+def test_dynamo_counts_a_shared_live_block_once() -> None:
+    """Its own worked example (prompt_registry.rs): 96, 64 and 33 blocks of this prompt are live, so wherever it goes 96
+    will be; a request counted for itself would make them 192, 160 and 129."""
+    prompt, candidates = range(1, 97), fleet(3)
+    for candidate, length in zip(candidates, (96, 64, 33), strict=True):
+        live(candidate, prompt[:length], times=3)
+    costs = dynamo_costs(ask(96 * 16, blocks=prompt), candidates, prefill_load_scale=0.0)
+    assert costs == [96.0, 96.0, 96.0]
+
+
+def test_dynamo_adds_the_blocks_of_live_prompts_to_those_it_adds() -> None:
+    """What other prompts share with each other counts once, and what they do not share with this one besides."""
+    candidates = fleet(2)
+    live(candidates[0], [1, 2, 30, 31])
+    live(candidates[0], [1, 2, 40])
+    assert dynamo_costs(ask(64, blocks=[1, 2, 3, 4]), candidates, prefill_load_scale=0.0) == [7.0, 4.0]
+
+
+def test_dynamo_scales_prefill_after_the_credit() -> None:
+    """Its own worked example (default.rs): 2 of 4 blocks held, scale 2 and 3 blocks live cost 7, a cold one 8."""
+    candidates = fleet(2)
+    live(candidates[0], [7, 8, 9])
+    assert dynamo_costs(ask(64, {"e0": 32}), candidates, prefill_load_scale=2.0) == [7.0, 8.0]
+
+
+def test_dynamo_credit_above_one_can_prefer_the_holder() -> None:
+    """Its own worked example: half of 8 blocks held where 5 are live; credit 1 leaves it dearer than a cold endpoint,
+    1.5 makes it cheaper."""
+    candidates = fleet(2)
+    live(candidates[0], [1, 2, 3, 4, 5])
+    assert dynamo_costs(ask(128, {"e0": 64}), candidates) == [9.0, 8.0]
+    assert dynamo_costs(ask(128, {"e0": 64}), candidates, device_credit=1.5) == [7.0, 8.0]
+
+
+def test_dynamo_never_credits_more_than_there_is_to_prefill() -> None:
+    """What is held beyond that buys nothing off the live blocks: the rule of its test of the clamp."""
+    candidates = fleet(1)
+    live(candidates[0], [1, 2])
+    assert dynamo_costs(ask(64, {"e0": 64}, blocks=[1, 2, 3, 4, 5]), candidates, device_credit=2.0) == [5.0]
+
+
+def test_dynamo_credit_decays_with_pending_prefill() -> None:
+    """Its own worked example: 3 of 4 request blocks pending; without decay the holder wins (3 against 4), with decay 1
+    its credit of 4 is worth 4 / 1.75."""
+    candidates = fleet(2)
+    candidates[0].load.reserve(48, 0, 0.0)
+    assert dynamo_costs(ask(64, {"e0": 64}), candidates) == [3.0, 4.0]
+    decayed = dynamo_costs(ask(64, {"e0": 64}), candidates, credit_decay=1.0)
+    assert decayed == pytest.approx([7 - 4 / 1.75, 4.0])
+
+
+def test_dynamo_can_charge_requests_in_flight() -> None:
+    """Its own worked example: 100 live blocks and 4 requests cost 100, and 228 at a weight of 32."""
+    candidates = fleet(1)
+    live(candidates[0], range(100), times=4)
+    assert dynamo_costs(ask(0), candidates) == [100.0]
+    assert dynamo_costs(ask(0), candidates, active_request_weight=32.0) == [228.0]
+
+
+def test_dynamo_agentic_has_the_weights_of_the_preset() -> None:
+    """Credit 2, scale 4 and 64 blocks a request in flight: a busy holder of three quarters is worth it, one with two
+    requests more is not."""
+    candidates, request = fleet(2), ask(640, {"e0": 480})
+    policy = make_policy(PolicyName.DYNAMO_AGENTIC, ClusterSettings(), rng=Random(1))
+    for candidate in candidates:
+        candidate.load.count_live_blocks(True)
+    live(candidates[0], [1])
+    choice = policy.choose(request, candidates, 0.0)
+    assert (choice.index, choice.costs) == (0, [4 * 0.0 + 1 + 64, 4 * 40.0])
+    live(candidates[0], [1], times=2)
+    assert policy.choose(request, candidates, 0.0).index == 1
+
+
+def test_dynamo_takes_resident_tokens_where_live_blocks_are_not_counted() -> None:
+    """As on receipts of a proxy that did not count them: pending and own tokens plus live and own tokens."""
     candidates = fleet(2)
     occupy(candidates[0], uncached=640, cached=64)
     costs = Dynamo(rng=Random(1)).choose(ask(1280, {"e1": 640}), candidates, 0.0).costs
-    assert costs == pytest.approx([(640 + 1280 + 704 + 1280) / 64, (640 + 1280) / 64])
+    assert costs == pytest.approx([(640 + 1280 + 704 + 1280) / 16, (640 + 1280) / 16])
 
 
 def test_dynamo_credits_lower_tiers_less() -> None:
     """Device blocks count whole, host blocks three quarters; the scale weighs prefill against decode."""
     held = {"e0": Overlap(640), "e1": Overlap(0, lower_tokens=640)}
-    costs = (
-        Dynamo(rng=Random(1), settings=DynamoSettings(prefill_load_scale=2.0))
-        .choose(ask(640, held), fleet(2), 0.0)
-        .costs
-    )
-    assert costs == pytest.approx([10.0, 2 * 2.5 + 10.0])
+    costs = dynamo_costs(ask(640, held, blocks=range(40)), fleet(2), prefill_load_scale=2.0)
+    assert costs == pytest.approx([40.0, 2 * 10.0 + 40.0])
 
 
 def test_dynamo_samples_with_a_temperature() -> None:

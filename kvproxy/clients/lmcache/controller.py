@@ -108,7 +108,7 @@ class LMCacheControllerClient:
         body = body_with_tokens("tokens", tokens, others)
         return (await self._worker_call("/move", (source[0], target[0]), body, WireAction)).result()
 
-    async def health(self, instance_id: str) -> InstanceHealth:
+    async def check_health(self, instance_id: str) -> InstanceHealth:
         """Asks every worker of the instance; one that is dead makes this time out."""
         return (await self._worker_call("/health", (instance_id,), {"instance_id": instance_id}, WireHealth)).health()
 
@@ -146,7 +146,7 @@ class LMCacheControllerClient:
         """Size of the index, live; also the controller's readiness probe (it has no GET /health)."""
         return await self._api.get("/controller/key-stats", KeyStats, timeout_s=self._lookup_timeout_s)
 
-    async def workers(self, *, instance_id: str = "", worker_id: int | None = None) -> tuple[WorkerInfo, ...]:
+    async def list_workers(self, *, instance_id: str = "", worker_id: int | None = None) -> tuple[WorkerInfo, ...]:
         """Registered workers with their key counts; () when none matches. The unfiltered list is up to 30 s old."""
         query = query_string({"instance_id": instance_id, "worker_id": "" if worker_id is None else worker_id})
         path = "/controller/workers"
@@ -170,7 +170,7 @@ class LMCacheControllerClient:
         return (await self._worker_call(path, (instance_id,), body, WireAction)).result()
 
     async def _worker_call(self, path: str, instances: tuple[str, ...], body: Any, answer: type[T]) -> T:
-        async with self._serial.hold(*instances):
+        async with self._serial.hold_keys(*instances):
             return await self._call(path, body, answer, timeout_s=self._action_timeout_s)
 
     async def _call(
@@ -199,13 +199,13 @@ class KeyedLock:
         self.max_waiting = max_waiting
         self._lines: dict[str, _Line] = {}
 
-    def waiting(self, key: str) -> int:
+    def count_waiting(self, key: str) -> int:
         """Callers that wait for `key` now."""
         line = self._lines.get(key)
         return 0 if line is None else line.callers - 1
 
     @contextlib.asynccontextmanager
-    async def hold(self, *keys: str) -> AsyncIterator[None]:
+    async def hold_keys(self, *keys: str) -> AsyncIterator[None]:
         """Holds every key (in one global order, so that two callers cannot wait for each other).
 
         Raises TooManyWaiting when the line for one of them is full.

@@ -175,7 +175,8 @@ class OverlapSources:
             prompt_tokens=prompt_tokens,
         )
         hot_tokens = int(indexes.approximate.hot_blocks(cursor) * TEXT_BLOCK_BYTES / bytes_per_token)
-        facts.overlaps = OverlapFacts(prompt_tokens, found, hot_tokens)
+        block_tokens = TEXT_BLOCK_BYTES / bytes_per_token
+        facts.overlaps = OverlapFacts(prompt_tokens, found, hot_tokens, facts.hashes, block_tokens)
         facts.preferred = None
         if found:
             facts.preferred = preferred_endpoint(
