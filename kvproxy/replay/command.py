@@ -6,7 +6,9 @@ import argparse
 import asyncio
 import json
 import sys
-from typing import TextIO
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, TextIO
 
 import httpx
 
@@ -20,9 +22,8 @@ from kvproxy.replay.options import DEFAULT_POLICIES
 from kvproxy.replay.plot import render_html
 from kvproxy.replay.results import GoodputLimits
 from kvproxy.replay.scenario import PolicySpec
-from kvproxy.replay.settings import Pace, ReplayFleet
+from kvproxy.replay.settings import ENGINES, Pace, ReplayFleet
 from kvproxy.replay.trace import Trace, read_trace
-from kvproxy.simulator.timing import EngineTiming
 
 #: As shells have it for a program that Ctrl-C ended.
 INTERRUPTED = 130
@@ -83,15 +84,9 @@ def _plan(args: argparse.Namespace) -> ComparisonPlan:
         raise ValueError("--instances and --seeds are at least 1, --load is above 0, --wrong is from 0 to below 1")
     if not 0 <= args.streamed <= 1:
         raise ValueError("--streamed is a share, from 0 to 1")
-    timing = EngineTiming(
-        prefill_tokens_per_s=args.prefill_tokens_per_s,
-        quadratic_tokens=args.quadratic_tokens,
-        decode_step_s=args.decode_step,
-    )
-    fleet = ReplayFleet(
+    fleet = replace(
+        engines(args),
         instances=args.instances,
-        capacity_tokens=args.capacity_tokens,
-        timing=timing,
         slowness=_slowness(args.slow),
         slow_middle=args.slow_middle,
         index=args.index,
@@ -103,6 +98,30 @@ def _plan(args: argparse.Namespace) -> ComparisonPlan:
     return ComparisonPlan(fleet, policies, load=args.load, baseline=args.baseline, seeds=args.seeds,
                 closed_loop=not args.open_loop, prior_factor=args.prior_factor, streamed=args.streamed,
                 goodput=GoodputLimits(args.goodput_ttft, args.goodput_tpot))  # fmt: skip
+
+
+def engines(args: argparse.Namespace) -> ReplayFleet:
+    """The engines of `--engine`, with what the other options change of them."""
+    preset = ENGINES[args.engine]
+    timing = {
+        "prefill_tokens_per_s": args.prefill_tokens_per_s,
+        "quadratic_tokens": args.quadratic_tokens,
+        "decode_step_s": args.decode_step,
+        "prefill_floor_s": args.prefill_floor,
+    }
+    settings = {
+        "capacity_tokens": args.capacity_tokens,
+        "block_size": args.block_size,
+        "max_batched_tokens": args.max_num_batched_tokens,
+        "max_sequences": args.max_num_seqs,
+        "long_prefill_token_threshold": args.long_prefill_token_threshold,
+        "reuse_outputs": args.reuse_outputs,
+    }
+    return replace(preset, **_given(settings), timing=replace(preset.timing, **_given(timing)))
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _slowness(text: str) -> tuple[float, ...]:

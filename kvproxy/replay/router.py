@@ -152,7 +152,7 @@ class VirtualRouter:
             selector.advance(self._endpoints, self._policy.speeds, now)
         self._policy.placed(pick, self._endpoints, decision.index, now, choice=decision.choice)
         matched = facts.matched_tokens(endpoint.id)
-        request.outcome.endpoint = endpoint.index
+        request.outcome.endpoint, request.outcome.placed_at = endpoint.index, now
         request.outcome.predicted_tokens = matched
         reservation = endpoint.load.reserve(
             turn.prompt_tokens - matched, matched, now, hidden=not request.streams, blocks=facts.blocks

@@ -17,7 +17,7 @@ from kvproxy.replay.router import LiveRequest, Placement, SimEndpoint, VirtualRo
 from kvproxy.replay.settings import Pace
 from kvproxy.replay.trace import Trace
 from kvproxy.replay.view import CacheView
-from kvproxy.simulator.engine_io import CacheChanged, Finished, FirstToken, Rejected, SimRequest
+from kvproxy.simulator.engine_io import CacheChanged, Finished, FirstToken, Preempted, Rejected, SimRequest
 
 #: A timer of the router queue is never set closer than this: waits shrink continuously, and asking costs.
 _QUEUE_TICK_S = 0.002
@@ -45,6 +45,7 @@ class VirtualTime:
         view: CacheView,
         *,
         index_delay_s: float = 0.0,
+        reuse_outputs: bool = False,
         sharing: Sequence[SimEndpoint] = (),
         streams: Callable[[], bool] = lambda: True,
         jitter: Random | None = None,
@@ -55,6 +56,7 @@ class VirtualTime:
         self._router = router
         self._view = view
         self._index_delay_s = index_delay_s
+        self._reuse_outputs = reuse_outputs
         self._sharing = sharing
         self._streams = streams
         self._jitter = jitter
@@ -90,10 +92,13 @@ class VirtualTime:
 
     def _arrive(self, turn_of_session: tuple[int, int], now: float) -> None:
         session, number = turn_of_session
-        of = self._trace.sessions[session]
-        turn = of.turns[number]
+        turn = self._trace.turn(session, number)
         outcome = ReplayOutcome(
-            now, turn.prompt_tokens, output_tokens=turn.output_tokens, session=session, tenant=of.tenant
+            now,
+            turn.prompt_tokens,
+            output_tokens=turn.output_tokens,
+            session=session,
+            tenant=self._trace.sessions[session].tenant,
         )
         request = LiveRequest(session, number, turn, outcome)
         request.name, request.streams = str(len(self._outcomes)), self._streams()
@@ -107,10 +112,10 @@ class VirtualTime:
     def _submit(self, placement: Placement, now: float) -> None:
         request, endpoint = placement.request, placement.endpoint
         self._placed[request.name] = placement
-        turn = request.turn
-        work = SimRequest(
-            request.name, turn.blocks, turn.prompt_tokens, turn.output_tokens, priority=placement.priority
-        )
+        turn, blocks = request.turn, request.turn.blocks
+        if self._reuse_outputs:
+            blocks = self._trace.blocks_left_by(request.session, request.number)
+        work = SimRequest(request.name, blocks, turn.prompt_tokens, turn.output_tokens, priority=placement.priority)
         endpoint.engine.submit(work, now)
         self._wake(endpoint)
 
@@ -129,10 +134,13 @@ class VirtualTime:
                 self._publish(endpoint, output, now)
             elif isinstance(output, FirstToken):
                 placement = self._placed[output.request_id]
-                placement.request.outcome.first_token_at = now
-                placement.request.outcome.cached_tokens = output.cached_tokens
+                outcome = placement.request.outcome
+                outcome.admitted_at, outcome.first_token_at = output.admitted_at, now
+                outcome.cached_tokens = output.cached_tokens
                 placement.prefill_s = now - output.admitted_at
                 self._router.first_token(placement, now)
+            elif isinstance(output, Preempted):
+                self._placed[output.request_id].request.outcome.preemptions += 1
             elif isinstance(output, Finished | Rejected):
                 self._finish(self._placed.pop(output.request_id), now)
         if now >= endpoint.scraped_at + _SCRAPE_S:

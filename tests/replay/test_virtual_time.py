@@ -26,7 +26,7 @@ ROUND_ROBIN = PolicySpec(PolicyName.ROUND_ROBIN)
 
 
 def outcomes_of(
-    trace: Trace, pace: Pace, fleet: ReplayFleet, spec: PolicySpec, seed: int = 1
+    trace: Trace, pace: Pace, fleet: ReplayFleet, spec: PolicySpec, seed: int = 0
 ) -> Sequence[ReplayOutcome]:
     policy = spec.make(rng=Random(seed))
     return play_policy(trace, pace, fleet, policy, queue=spec.queue, priority=spec.priority, seed=seed)
