@@ -55,16 +55,18 @@ class Draw:
 
     def chat(self, start_s: float, system: list[int], tenant: str = "") -> TraceSession:
         """Turns of a median of 60 tokens (spread 1.1), answers of 200 (0.8), one to many turns (mean 3.5), a mean of
-        20 s between an answer and what the user writes next."""
-        turns, history, delay_s = [], system, 0.0
+        12 s between an answer and what the user writes next."""
+        turns, history, rest, delay_s = [], system, 0, 0.0
         while True:
             asked, answered = self.around(60, 1.1, 2000), self.around(200, 0.8, 1000)
-            turn = self.turn(history, asked, answered, delay_s=delay_s)
+            turn = self.turn(history, rest + asked, answered, delay_s=delay_s)
             turns.append(turn)
             if self.rng.random() < 1 / 3.5:
                 return TraceSession(start_s, tuple(turns), tenant)
-            history = [*turn.blocks, *self.blocks(answered + turn.prompt_tokens % self.block_size)]
-            delay_s = self.rng.expovariate(1 / 20)
+            said = turn.prompt_tokens + answered
+            history = [*turn.blocks, *self.blocks(said - len(turn.blocks) * self.block_size)]
+            rest = said - len(history) * self.block_size
+            delay_s = self.rng.expovariate(1 / 12)
 
 
 def single(start_s: float, turn: Turn, tenant: str = "") -> TraceSession:
@@ -98,17 +100,17 @@ def draw_bimodal(rng: Random) -> Trace:
 
 
 def draw_decodes(rng: Random) -> Trace:
-    """4,000 prompts of a median of 200 tokens (spread 0.8) that share nothing, answers of 800 on average."""
+    """3,500 prompts of a median of 200 tokens (spread 0.8) that share nothing, answers of 800 on average."""
     draw = Draw(rng, 64)
-    turns = (draw.turn([], draw.around(200, 0.8, 4000), draw.exponential(800, 4000)) for _ in range(4000))
+    turns = (draw.turn([], draw.around(200, 0.8, 4000), draw.exponential(800, 4000)) for _ in range(3500))
     return draw.trace("decodes", (single(rng.uniform(0.0, _SPAN_S), turn) for turn in turns))
 
 
 def draw_chats(rng: Random) -> Trace:
-    """1,500 chats as in ShareGPT: short questions, longer answers, a system prompt of 32 tokens."""
+    """2,200 chats as in ShareGPT: short questions, longer answers, a system prompt of 32 tokens."""
     draw = Draw(rng, 16)
     system = draw.blocks(32)
-    return draw.trace("chats", (draw.chat(rng.uniform(0.0, _SPAN_S), system) for _ in range(1500)))
+    return draw.trace("chats", (draw.chat(rng.uniform(0.0, _SPAN_S), system) for _ in range(2200)))
 
 
 def draw_burst(rng: Random) -> Trace:
@@ -137,20 +139,20 @@ def draw_hot_set(rng: Random, *, flips: bool = False) -> Trace:
 
 
 def draw_hot_prompt(rng: Random) -> Trace:
-    """3,000 requests of which seven in ten begin with the same 8,192 tokens; the others share nothing."""
+    """2,500 requests of which half begin with the same 30,720 tokens; the others share nothing."""
     draw = Draw(rng, 512)
-    hot = draw.blocks(8192)
+    hot = draw.blocks(30_720)
     sessions = []
-    for _ in range(3000):
-        prefix, new = (hot, draw.around(200, 0.8, 2000)) if rng.random() < 0.7 else ([], draw.around(1500, 0.8, 16_000))
+    for _ in range(2500):
+        prefix, new = (hot, draw.around(200, 0.8, 2000)) if rng.random() < 0.5 else ([], draw.around(800, 0.8, 16_000))
         sessions.append(single(rng.uniform(0.0, _SPAN_S), draw.turn(prefix, new, draw.exponential(300, 2000))))
     return draw.trace("hot_prompt", sessions)
 
 
 def draw_agents(rng: Random) -> Trace:
-    """150 agents with one of four tool prompts of 4,096 tokens: about 15 turns of 600 tokens each, 5 to 60 s between
+    """150 agents with one of four tool prompts of 4,096 tokens: about 15 turns of 2,000 tokens each, 5 to 60 s between
     them; a third of the agents fork, and two others go on from what they have by then."""
-    draw = Draw(rng, 64)
+    draw = Draw(rng, 512)
     tools = [draw.blocks(4096) for _ in range(4)]
     sessions = []
     for _ in range(150):
@@ -170,31 +172,31 @@ def _agent_turns(draw: Draw, history: list[int], turns: int) -> tuple[Turn, ...]
     found = []
     for number in range(turns):
         delay_s = draw.rng.uniform(5.0, 60.0) if number else 0.0
-        turn = draw.turn(history, draw.around(600, 0.7, 6000), draw.exponential(120, 1000), delay_s=delay_s)
+        turn = draw.turn(history, draw.around(2000, 0.7, 20_000), draw.exponential(250, 1500), delay_s=delay_s)
         found.append(turn)
         history = list(turn.blocks)
     return tuple(found)
 
 
 def draw_greedy(rng: Random) -> Trace:
-    """1,200 chats of three tenants, and a fourth that sends 700 prompts of 20,000 tokens which share nothing."""
+    """900 chats of three tenants, and a fourth that sends 500 prompts of 20,000 tokens which share nothing."""
     draw = Draw(rng, 64)
     system = draw.blocks(1024)
-    sessions = [draw.chat(rng.uniform(0.0, _SPAN_S), system, f"polite {number % 3}") for number in range(1200)]
+    sessions = [draw.chat(rng.uniform(0.0, _SPAN_S), system, f"polite {number % 3}") for number in range(900)]
     sessions += [
         single(rng.uniform(0.0, _SPAN_S), draw.turn([], 20_000, draw.exponential(100, 500)), "greedy")
-        for _ in range(700)
+        for _ in range(500)
     ]
     return draw.trace("greedy", sessions)
 
 
 def draw_assistants(rng: Random) -> Trace:
-    """4,000 requests to three assistants with tool prompts of 6,144, 2,560 and 1,024 tokens, half of them in chains of
+    """3,000 requests to three assistants with tool prompts of 6,144, 2,560 and 1,024 tokens, half of them in chains of
     about four that each repeat the one before and add 2,000 tokens (spread 1)."""
     draw = Draw(rng, 512)
     tools = [draw.blocks(tokens) for tokens in (6144, 2560, 1024)]
     sessions: list[TraceSession] = []
-    while len(sessions) < 4000:
+    while len(sessions) < 3000:
         at, history = rng.uniform(0.0, _SPAN_S), rng.choices(tools, (5, 3, 2))[0]
         for _ in range(draw.exponential(4, 12) if rng.random() < 0.2 else 1):
             turn = draw.turn(history, draw.around(2000, 1.0, 40_000), draw.exponential(150, 1000))
