@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from random import Random
 
+from kvproxy.replay.engine_blocks import EngineBlocks
 from kvproxy.replay.trace import Trace
 from kvproxy.simulator.engine_io import EngineSettings, Scheduling
 from kvproxy.simulator.timing import EngineTiming
@@ -47,6 +48,10 @@ class ReplayFleet:
     def undisturbed(self) -> ReplayFleet:
         """The same fleet with every engine alike and always as fast: what loads are stated for."""
         return replace(self, slowness=(), slow_middle=1.0)
+
+    def blocks_of(self, trace: Trace) -> EngineBlocks:
+        """The trace as these engines see it."""
+        return EngineBlocks(trace, self.block_size, reuse_outputs=self.reuse_outputs)
 
     def engine_settings(self, block_size: int, index: int, duration_s: float) -> EngineSettings:
         """Settings of one engine; the trace's blocks are the engine's."""

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +59,6 @@ class Trace:
     block_size: int
     sessions: tuple[TraceSession, ...]
     half: Half = Half.BOTH
-    parts: int = 1  # of each block in the engines' own
-
-    @property
-    def engine_block_size(self) -> int:
-        """Tokens of each block of the engines."""
-        return self.block_size // self.parts
 
     @property
     def requests(self) -> int:
@@ -136,36 +129,6 @@ class Trace:
             sessions.append(replace(session, turns=session.turns[:left]))
             left -= len(session.turns)
         return replace(self, sessions=tuple(sessions))
-
-    def refine(self, block_size: int) -> Trace:
-        """The same trace for engines with smaller blocks; 0: with those of the trace. Of a prompt's last tokens, which
-        fill no block of the trace, nothing is known, in smaller blocks either."""
-        parts, rest = divmod(self.block_size, block_size or self.block_size)
-        if rest or not parts:
-            raise TraceError(f"{self.name}: its blocks of {self.block_size} tokens are not made of {block_size} each")
-        return replace(self, parts=parts)
-
-    def turn(self, session: int, number: int) -> Turn:
-        """One turn in the engines' blocks."""
-        return self.in_engine_blocks(self.sessions[session].turns[number])
-
-    def in_engine_blocks(self, turn: Turn) -> Turn:
-        """A turn in the engines' blocks. Made when it is played: a long one has thousands of them."""
-        if self.parts == 1:
-            return turn
-        split = (range(block * self.parts, (block + 1) * self.parts) for block in turn.blocks)
-        return replace(turn, blocks=array("Q", chain.from_iterable(split)))
-
-    def blocks_left_by(self, session: int, number: int) -> array[int]:
-        """The engines' blocks of a turn that was answered: those of its prompt and, where the next turn's prompt goes
-        on from it and is long enough to hold the answer, those it shares with that. (A trace does not say what is in a
-        prompt: the answer is taken to come next, as in a chat's history.)"""
-        turns, turn = self.sessions[session].turns, self.turn(session, number)
-        computed = turn.prompt_tokens + turn.output_tokens - 1  # the last token's KV is never needed
-        if number + 1 == len(turns) or turns[number + 1].prompt_tokens <= computed:
-            return turn.blocks
-        following = self.turn(session, number + 1).blocks[: computed // self.engine_block_size]
-        return following if following[: len(turn.blocks)] == turn.blocks else turn.blocks
 
     def clone(self, copies: int) -> Trace:
         """`copies` of every session, their starts spread evenly over what lies between two of them. Blocks that several

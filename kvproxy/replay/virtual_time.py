@@ -12,10 +12,10 @@ from enum import IntEnum
 from random import Random
 from typing import Any
 
+from kvproxy.replay.engine_blocks import EngineBlocks
 from kvproxy.replay.results import ReplayOutcome
 from kvproxy.replay.router import LiveRequest, Placement, SimEndpoint, VirtualRouter
 from kvproxy.replay.settings import Pace
-from kvproxy.replay.trace import Trace
 from kvproxy.replay.view import CacheView
 from kvproxy.simulator.engine_io import CacheChanged, Finished, FirstToken, Preempted, Rejected, SimRequest
 
@@ -39,24 +39,23 @@ class VirtualTime:
 
     def __init__(
         self,
-        trace: Trace,
+        blocks: EngineBlocks,
         pace: Pace,
         router: VirtualRouter,
         view: CacheView,
         *,
         index_delay_s: float = 0.0,
-        reuse_outputs: bool = False,
         sharing: Sequence[SimEndpoint] = (),
         streams: Callable[[], bool] = lambda: True,
         jitter: Random | None = None,
         progress: Callable[[int], None] = lambda finished: None,
     ) -> None:
-        self._trace = trace
+        self._blocks = blocks
+        self._trace = blocks.trace
         self._pace = pace
         self._router = router
         self._view = view
         self._index_delay_s = index_delay_s
-        self._reuse_outputs = reuse_outputs
         self._sharing = sharing
         self._streams = streams
         self._jitter = jitter
@@ -92,7 +91,7 @@ class VirtualTime:
 
     def _arrive(self, turn_of_session: tuple[int, int], now: float) -> None:
         session, number = turn_of_session
-        turn = self._trace.turn(session, number)
+        turn = self._blocks.turn(session, number)
         outcome = ReplayOutcome(
             now,
             turn.prompt_tokens,
@@ -112,9 +111,7 @@ class VirtualTime:
     def _submit(self, placement: Placement, now: float) -> None:
         request, endpoint = placement.request, placement.endpoint
         self._placed[request.name] = placement
-        turn, blocks = request.turn, request.turn.blocks
-        if self._reuse_outputs:
-            blocks = self._trace.blocks_left_by(request.session, request.number)
+        turn, blocks = request.turn, self._blocks.left_by(request.session, request.number)
         work = SimRequest(request.name, blocks, turn.prompt_tokens, turn.output_tokens, priority=placement.priority)
         endpoint.engine.submit(work, now)
         self._wake(endpoint)

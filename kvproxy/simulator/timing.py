@@ -36,7 +36,7 @@ class EngineTiming:
         if self.decode_step_s <= 0 or self.time_scale <= 0 or self.slowness <= 0:
             raise ValueError("decode step, time scale and slowness must be positive")
         if self.prefill_floor_s < 0:
-            raise ValueError("the floor of a step must not be negative")
+            raise ValueError("the floor of a step must be at least 0")
         if any(factor <= 0 for _, factor in self.slowness_changes):
             raise ValueError("slowness factors must be positive")
         if list(self.slowness_changes) != sorted(self.slowness_changes):

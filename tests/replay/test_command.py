@@ -64,6 +64,27 @@ def test_policies_side_by_side(trace_file: Path, tmp_path: Path) -> None:
     assert "kv_aware+queue" in files[1].read_text()
 
 
+def test_engines_begin_from_a_preset_that_options_change(trace_file: Path, tmp_path: Path) -> None:
+    """Every option reaches the engines, and the report says what they were."""
+    file = tmp_path / "figures.json"
+    arguments = ("--policy", "kv_aware+priority", "--instances", "2", "--json", file, "--engine", "h100")
+    assert replay(trace_file, *arguments)[0] == 0
+    fleet = json.loads(file.read_text())["settings"]["fleet"]
+    assert (fleet["max_batched_tokens"], fleet["max_sequences"], fleet["reuse_outputs"]) == (8192, 1024, True)
+    assert fleet["timing"]["prefill_floor_s"] == 0.008
+    status, _, _ = replay(
+        trace_file, *arguments, "--max-num-batched-tokens", "4096", "--max-num-seqs", "32", "--no-reuse-outputs",
+        "--long-prefill-token-threshold", "1024", "--block-size", "64", "--prefill-floor", "0.01",
+        "--capacity-tokens", "100000", "--decode-step", "0.01",
+    )  # fmt: skip
+    assert status == 0
+    fleet = json.loads(file.read_text())["settings"]["fleet"]
+    assert (fleet["max_batched_tokens"], fleet["max_sequences"], fleet["reuse_outputs"]) == (4096, 32, False)
+    assert (fleet["long_prefill_token_threshold"], fleet["block_size"]) == (1024, 64)
+    assert (fleet["capacity_tokens"], fleet["timing"]["prefill_floor_s"]) == (100_000, 0.01)
+    assert fleet["timing"]["decode_step_s"] == 0.01
+
+
 def test_engines_and_knowledge_can_be_disturbed(trace_file: Path) -> None:
     """Every option reaches the run."""
     status, table, _ = replay(
