@@ -96,7 +96,7 @@ def play_policy(
     ]
     view = IndexView(fleet, blocks.size, rng=Random(seed + 1))
     held = QueueSettings(limit=100_000) if queue else None
-    router = VirtualRouter(endpoints, policy, view, queue=held, priority=priority)
+    router = VirtualRouter(endpoints, policy, view, queue=held, priority=priority, reports_cached=fleet.reports_cached)
     chance = Random(seed + 2)
     run = VirtualTime(
         blocks,
