@@ -29,7 +29,7 @@ class AgeHistogram:
         self._first = [0]  # touch each generation begins with, rising
         self._blocks = [0]  # with their latest touch in it
 
-    def touch(self, runs: Sequence[N], stamps: dict[N, int], touch: int, span: int) -> None:
+    def touch_runs(self, runs: Sequence[N], stamps: dict[N, int], touch: int, span: int) -> None:
         """All blocks of these runs are touched now, as number `touch`; `stamps` has each run's latest touch. A
         generation of `span` blocks is full."""
         first, blocks = self._first, self._blocks
@@ -46,11 +46,11 @@ class AgeHistogram:
                     blocks[bisect_right(first, before) - 1] -= count
             stamps[run] = touch
 
-    def change(self, touch: int, blocks: int) -> None:
+    def change_count(self, touch: int, blocks: int) -> None:
         """So many more (or fewer) blocks have this as their latest touch."""
         self._blocks[bisect_right(self._first, touch) - 1] += blocks
 
-    def younger(self, touch: int) -> int:
+    def count_younger(self, touch: int) -> int:
         """Blocks touched since, half of the touch's own generation among them."""
         blocks = self._blocks
         if touch >= self._first[-1]:
@@ -58,7 +58,7 @@ class AgeHistogram:
         at = bisect_right(self._first, touch)
         return sum(blocks[at:]) + blocks[at - 1] // 2
 
-    def renumber(self, kept: Sequence[int]) -> None:
+    def renumber_touches(self, kept: Sequence[int]) -> None:
         """Give touches new numbers: `kept[n]` becomes n, the others had no block left."""
         self._first = [bisect_left(kept, touch) for touch in self._first]
 

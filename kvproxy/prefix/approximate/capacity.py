@@ -54,7 +54,7 @@ class Capacities:
         known.set_reported(blocks)
         self._index.set_capacity(endpoint, known.blocks)
 
-    def observe(self, entry: SpeculativeEntry, reused_blocks: int) -> bool:
+    def observe_reuse(self, entry: SpeculativeEntry, reused_blocks: int) -> bool:
         """The response to this entry's request reused so many leading blocks; before the entry is settled. True: the
         engine lost what it held, and so did the index."""
         lru = entry.lru
@@ -65,19 +65,21 @@ class Capacities:
         held = len(entry.hashes) - entry.new_blocks
         full = reused_blocks > held and lru.blocks >= _FULL * lru.capacity
         before = known.blocks
-        lost = known.observe(age_blocks=entry.age_blocks, known_blocks=held, reused_blocks=reused_blocks, full=full)
+        lost = known.observe_reuse(
+            age_blocks=entry.age_blocks, known_blocks=held, reused_blocks=reused_blocks, full=full
+        )
         if known.blocks != before:
             self._index.set_capacity(endpoint, known.blocks)
         if lost:
             self._index.clear(endpoint)
         return lost
 
-    def reported(self, endpoint: EndpointId) -> int:
+    def reported_blocks(self, endpoint: EndpointId) -> int:
         """Blocks the endpoint has room for by what its engine reported."""
         known = self._learned.get(endpoint)
         return self._index.capacity(endpoint) if known is None else known.reported
 
-    def forget(self, endpoint: EndpointId) -> None:
+    def forget_endpoint(self, endpoint: EndpointId) -> None:
         """The endpoint left, or is another engine now."""
         self._learned.pop(endpoint, None)
 
@@ -109,7 +111,7 @@ class LearnedCapacity:
         self.least = _least(blocks)
         self.blocks = self._bounded(self.blocks)
 
-    def observe(self, *, age_blocks: int | None, known_blocks: int, reused_blocks: int, full: bool) -> bool:
+    def observe_reuse(self, *, age_blocks: int | None, known_blocks: int, reused_blocks: int, full: bool) -> bool:
         """A response reused so many leading blocks of its prompt.
 
         Its endpoint was believed to hold `known_blocks`, the last of which had been asked for `age_blocks` ago (None:
@@ -145,7 +147,7 @@ class LearnedCapacity:
         self._losses.append(age)
         if len(self._losses) >= _LOST and sum(each < self.least for each in self._losses) >= _LOST_YOUNG:
             for each in self._losses:
-                self._reuses.discount(age_bin(each))
+                self._reuses.discount_evicted(age_bin(each))
             self._losses.clear()
             return True
         if age >= self.least:
@@ -157,14 +159,14 @@ class LearnedCapacity:
         return False
 
     def _reconsider(self, current: int) -> None:
-        best, spared = self._reuses.best(capacity_bin(self.least), capacity_bin(self._most), near=current)
+        best, spared = self._reuses.find_best(capacity_bin(self.least), capacity_bin(self._most), near=current)
         if spared >= _MARGIN:
             self._set_blocks(capacity_of(best))
 
     def _try_more(self, current: int) -> None:
         """The oldest prefixes there are, or ones the index had forgotten, were still there: is there more room?"""
         self._far += 1
-        if self._far >= _TRY_AFTER and self._reuses.count(current, current + _STEP) < _TRIED:
+        if self._far >= _TRY_AFTER and self._reuses.count_between(current, current + _STEP) < _TRIED:
             doubtless = self._forgotten and self._reuses.evicted_from(current - PER_OCTAVE) < 1.0
             self._set_blocks(round(self.blocks * math.exp2((2 if doubtless else 1) * _STEP / PER_OCTAVE)))
 
@@ -207,11 +209,11 @@ class ReuseHistogram:
         self._age()
         self._evicted[at] += self._weight
 
-    def discount(self, at: int) -> None:
+    def discount_evicted(self, at: int) -> None:
         """One of the latest that were evicted was lost for another reason."""
         self._evicted[at] = max(0.0, self._evicted[at] - self._weight)
 
-    def count(self, start: int, stop: int) -> float:
+    def count_between(self, start: int, stop: int) -> float:
         """Prefixes of these ages, from `start` to before `stop`."""
         return sum(self._hit[start:stop] + self._evicted[start:stop]) / self._weight
 
@@ -219,7 +221,7 @@ class ReuseHistogram:
         """Prefixes of this age or older that were evicted."""
         return sum(self._evicted[at:]) / self._weight
 
-    def best(self, low: int, high: int, *, near: int) -> tuple[int, float]:
+    def find_best(self, low: int, high: int, *, near: int) -> tuple[int, float]:
         """The capacity from `low` to `high` that contradicts the fewest of them, of several the one nearest to `near`;
         and how many fewer than `near` does."""
         wrong = sum(self._hit[low:])
