@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.receipts.files import ReceiptReader, RotatingFile, list_files
+from kvproxy.receipts.files import Ambiguous, ReceiptReader, RotatingFile, list_files
 from kvproxy.receipts.receipt import Receipt, encode
 
 
@@ -61,6 +61,15 @@ def test_a_restart_goes_on_and_drops_what_is_beyond_the_bound(tmp_path: Path) ->
     assert (tmp_path / "r").read_text() == "old\nnew\n"
 
 
+def test_a_restart_counts_what_is_there(tmp_path: Path) -> None:
+    """A file that was nearly full is not filled once more."""
+    (tmp_path / "r").write_text("o" * 94 + "\n")
+    file = RotatingFile(tmp_path / "r", max_bytes=100, max_files=2)
+    file.write_lines([b"a new line\n"])
+    file.close()
+    assert [len((tmp_path / name).read_bytes()) for name in ("r", "r.1")] == [11, 95]
+
+
 def test_a_line_torn_by_a_full_disk_spoils_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next line begins on a line of its own, and readers count the torn one."""
     path = tmp_path / "r"
@@ -96,5 +105,22 @@ def test_reading_goes_through_the_rotated_files(tmp_path: Path) -> None:
     assert [one.request_id for one in ReceiptReader(path).oldest_first()] == ids
     assert [one.time for one in ReceiptReader(path).find_receipts('b"\\')] == ["3", "1"]
     assert ReceiptReader(path).find_receipts("nobody") == []
+
+
+def test_a_whole_id_is_that_request_alone(tmp_path: Path) -> None:
+    """Other ids may begin with it; a beginning that is no id is good only if one begins so."""
+    path = tmp_path / "r"
+    file = RotatingFile(path, max_bytes=10_000, max_files=2)
+    for name in ("req", "req-1", "req-2", "other"):
+        file.write_lines([encode(Receipt(time="t", request_id=name, end="completed", duration_s=1.0))])
+    file.close()
+    assert [one.request_id for one in ReceiptReader(path).find_receipts("req")] == ["req"]
+    assert [one.request_id for one in ReceiptReader(path).find_receipts("oth")] == ["other"]
+    with pytest.raises(Ambiguous, match=r"req-2, req-1|req-1, req-2"):
+        ReceiptReader(path).find_receipts("req-")
+
+
+def test_without_a_file_there_is_nothing_to_read(tmp_path: Path) -> None:
+    """And that is said, since the path may be wrong."""
     with pytest.raises(FileNotFoundError):
         list(list_files(tmp_path / "none"))
