@@ -147,7 +147,7 @@ class Recorder(RequestObserver):
 
     def _write(self, exchange: Exchange, log: AttemptLog, now: float) -> None:
         inference = exchange.inference
-        self._writer.put(
+        self._writer.put_item(
             FinishedRequest(
                 request_id=exchange.request_id,
                 tenant=exchange.tenant,
