@@ -43,5 +43,5 @@ class AdviceRoutes:
             raise RequestRefused(422, *problems)
         if not adviser.start(math.ceil(budget_s)):
             raise RequestRefused(409, Problem("", "it runs already", "GET /advise tells when it is done"))
-        self._audit.write(request, "advise", budget_s=budget_s)
+        self._audit.write_line(request, "advise", budget_s=budget_s)
         return reply(adviser.describe(), 202)

@@ -7,7 +7,7 @@ const RUNNING_MS = 2000;
 const change = ({ value }) => `${value > 1 ? "+" : "−"}${Math.abs(Math.round((value - 1) * 100))} %`;
 
 function gainText({ gain }) {
-  if (!gain) return "known without a simulation";
+  if (!gain) return "";
   const figures = `mean TTFT ${change(gain.ttft_mean)}, p99 ${change(gain.ttft_p99)}, ITL p99 ${change(gain.itl_p99)}`;
   return `${gain.at_most ? "at most " : ""}${figures}; confidence ${gain.confidence}`;
 }
