@@ -254,3 +254,17 @@ def test_a_budget_that_is_too_small_ends_without_expectations(recorded: Path) ->
     (pool,), text = advise(recorded, budget_s=0.01, clock=count().__next__)
     assert pool.fit is None
     assert "the budget of 0 s is spent" in text
+
+
+def test_ctrl_c_ends_the_simulations_with_what_is_known(recorded: Path) -> None:
+    """No trace of a stack; what engines and receipts say remains."""
+    calls = count()
+
+    def clock() -> float:
+        if next(calls) == 400:
+            raise KeyboardInterrupt
+        return 0.0
+
+    (pool,), text = advise(recorded, engines=both(publishes=False), budget_s=60, clock=clock)
+    assert "note: interrupted" in text
+    assert Setting.KV_EVENTS in {one.setting for one in pool.advice}
