@@ -16,6 +16,7 @@ from kvproxy.listener.server import serve
 from kvproxy.request.body import BodiesFull, BodyTooLarge, BodyTooSlow, HeldBodies
 from tests.listener.client import Client, connect
 from tests.support.fake_engine import Call, FakeEngine, reply
+from tests.support.loop_time import skipping_time
 from tests.support.proxy import chat, running_proxy
 from tests.support.until import until
 
@@ -260,33 +261,35 @@ async def test_a_stream_given_up_gives_its_place_back() -> None:
 
 async def test_the_engine_s_time_is_not_the_client_s() -> None:
     """What passes between two pieces because the engine is slow to take them is no reason for a 408."""
-    shared = uploads(timeout_s=0.2)
+    shared = uploads(timeout_s=20.0)
     body = body_of(Pieces(BIG, b"a", b"b", b"c"), shared)
     await body.begin()
     stream = body.take()
     assert not isinstance(stream, bytes | None)
     got = b""
-    async for piece in stream:
-        got += piece
-        await asyncio.sleep(0.1)
+    with skipping_time() as skip:
+        async for piece in stream:
+            got += piece
+            await skip(15.0)
     assert got == BIG + b"abc"
 
 
 async def test_all_the_waiting_for_a_client_counts() -> None:
     """A byte now and then does not start the time again."""
-    shared = uploads(timeout_s=0.3)
+    shared = uploads(timeout_s=60.0)
     pieces = 0
+    with skipping_time() as skip:
 
-    async def drip() -> Any:
-        nonlocal pieces
-        pieces += 1
-        await asyncio.sleep(0.05)
-        return {"type": "http.request", "body": b"x", "more_body": True}
+        async def drip() -> Any:
+            nonlocal pieces
+            pieces += 1
+            await skip(10.0)
+            return {"type": "http.request", "body": b"x", "more_body": True}
 
-    body = body_of(drip, shared)
-    with pytest.raises(BodyTooSlow):
-        await body.begin()
-    assert pieces <= 7
+        body = body_of(drip, shared)
+        with pytest.raises(BodyTooSlow):
+            await body.begin()
+    assert 3 <= pieces <= 7
     body.end()
     assert shared.held.held_bytes == 0
 

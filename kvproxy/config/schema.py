@@ -146,6 +146,9 @@ class ReceiptSettings(Model):
     """File they are written to, one path for each proxy; empty: none are written."""
     sample: Fraction = 1.0
     """Share of the requests that get one."""
+    prefixes: bool = True
+    """Note keyed hashes of every prompt's prefixes (some 300 bytes a receipt), so that recorded traffic can be
+    replayed: the adviser needs them."""
     max_file: Size = 64 * 1024 * 1024
     """A file that is full becomes `path`.1, and so on."""
     max_files: int = Field(default=4, ge=1, le=1000)

@@ -20,6 +20,7 @@ from kvproxy.kvcache.state import CacheState
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.routing.engine_samples import Reading
+from kvproxy.routing.load import EngineState
 from kvproxy.types import Clock, EndpointId, Sleep
 
 log = logging.getLogger("kvproxy.kvcache")
@@ -64,6 +65,7 @@ class MetricsScraper(BackgroundTask):
         self._hit_ratios = state.hit_ratios
         self._sample_host = sample_host
         self._on_round = on_round
+        self._clock = clock
         self._sleep = sleep
         self._present = state.present
         self._slots = asyncio.Semaphore(MAX_CONCURRENT)
@@ -127,6 +129,13 @@ class MetricsScraper(BackgroundTask):
             log.debug("[kvcache] metrics of %s: %s", endpoint.id, error)
             return
         self.signals.engine(endpoint, metrics)
+        endpoint.load.engine = EngineState(
+            self._clock(),
+            None if metrics.cache is None else metrics.cache.capacity_tokens,
+            metrics.kv_usage,
+            metrics.running,
+            metrics.waiting,
+        )
         if metrics.prefills is not None and metrics.prefill_s is not None:
             reading = Reading(metrics.prefills, metrics.prefill_s, metrics.prefill_tokens)
             self._clusters[cluster].observe_engine(endpoint, reading)

@@ -18,6 +18,7 @@ from kvproxy.metrics.catalog import Metrics
 from kvproxy.receipts.files import RotatingFile
 from kvproxy.receipts.forecast import wait_s
 from kvproxy.receipts.observed import AttemptLog, Placed
+from kvproxy.receipts.prefixes import encode_prefixes
 from kvproxy.receipts.receipt import Attempt, Receipt, encode
 from kvproxy.receipts.writer import Writer
 from kvproxy.request.exchange import Exchange, Outcome
@@ -52,9 +53,10 @@ class FinishedRequest:
     observed: AttemptLog
 
 
-def compose_receipt(over: FinishedRequest, *, ended: datetime, hashed: Hash) -> Receipt:
-    """Its receipt; `ended` is the wall clock's time of its end."""
+def compose_receipt(over: FinishedRequest, *, ended: datetime, hashed: Hash, key: bytes | None = None) -> Receipt:
+    """Its receipt; `ended` is the wall clock's time of its end. Prefixes are hashed with `key`; None: not noted."""
     outcome, observed = over.outcome, over.observed
+    prefixes = "" if key is None else encode_prefixes(observed.text_blocks, key=key)
     facts = observed.facts
     return Receipt(
         time=ended.astimezone(UTC).isoformat(timespec="milliseconds"),
@@ -70,8 +72,9 @@ def compose_receipt(over: FinishedRequest, *, ended: datetime, hashed: Hash) -> 
         cluster=outcome.cluster,
         prompt_tokens=facts.prompt_tokens or None,
         hot_tokens=facts.hot_tokens,
-        prompt_blocks=len(facts.blocks),
+        text_blocks=len(observed.text_blocks) if prefixes else 0,
         block_tokens=facts.block_tokens,
+        prefixes=prefixes,
         facts=facts.by_endpoint,
         attempts=tuple([_attempt(placed, over.received_at) for placed in observed.decisions]),
         refusals=tuple(observed.refusals),
@@ -116,7 +119,9 @@ class Recorder(RequestObserver):
         self._clock = clock
         self._wall_clock = wall_clock
         self._rng = rng
-        self._hash = keyed_hash(os.urandom(16))
+        key = os.urandom(16)
+        self._hash = keyed_hash(key)
+        self._key = key if settings.prefixes else None
         file = RotatingFile(Path(settings.path), max_bytes=settings.max_file, max_files=settings.max_files)
         written, dropped, failed = (
             metrics.bounds.receipts.labels(result) for result in ("written", "dropped", "failed")
@@ -158,7 +163,7 @@ class Recorder(RequestObserver):
 
     def _line(self, over: FinishedRequest) -> bytes:
         ended = self._wall_clock() - timedelta(seconds=self._clock() - over.ended_at)
-        return encode(compose_receipt(over, ended=ended, hashed=self._hash))
+        return encode(compose_receipt(over, ended=ended, hashed=self._hash, key=self._key))
 
 
 class RecorderTarget(Protocol):

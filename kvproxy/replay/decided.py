@@ -19,7 +19,7 @@ from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate
 from kvproxy.replay.decided_report import Recorded, Review, Verdict, mean
 from kvproxy.replay.results import percentile
 from kvproxy.replay.scenario import PolicySpec
-from kvproxy.routing.load import Backlog, Features
+from kvproxy.routing.load import Backlog, EngineState, Features
 from kvproxy.routing.policy import OverlapFacts, PickRequest, Policy
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import EndpointId
@@ -36,6 +36,7 @@ class RecordedLoad:
     live_blocks: int | None
     shared_blocks: int
     backlog: Backlog
+    engine: EngineState | None = None
 
     def leading_live_blocks(self, blocks: Sequence[int]) -> int:
         """As of EndpointLoad, of the recorded request's prompt."""
@@ -121,8 +122,9 @@ def _decision(receipt: Receipt, attempt: Attempt, index: int) -> RecordedDecisio
 
 
 def _facts(receipt: Receipt) -> OverlapFacts:
-    blocks = range(receipt.prompt_blocks)  # only how many they were is recorded
-    return OverlapFacts(receipt.prompt_tokens or 0, receipt.facts, receipt.hot_tokens, blocks, receipt.block_tokens)
+    prompt_tokens, block_tokens = receipt.prompt_tokens or 0, receipt.block_tokens
+    blocks = range(int(prompt_tokens / block_tokens) if block_tokens else 0)  # how many they were is all a choice needs
+    return OverlapFacts(prompt_tokens, receipt.facts, receipt.hot_tokens, blocks, block_tokens)
 
 
 def _feedback_sample(receipt: Receipt, attempt: Attempt, chosen: ReceiptCandidate, received: float) -> FeedbackSample:

@@ -13,7 +13,7 @@ from kvproxy.routing import selector
 from kvproxy.routing.costs import least_own_s, least_wait_s
 from kvproxy.routing.engine_samples import NOTHING_READ, EndedWork, Reading
 from kvproxy.routing.fair_queue import FairQueue, QueueSettings
-from kvproxy.routing.load import EndpointLoad, Reservation
+from kvproxy.routing.load import EndpointLoad, EngineState, Reservation
 from kvproxy.routing.policy import PickRequest, Policy
 from kvproxy.simulator.engine import Engine
 from kvproxy.types import EndpointId
@@ -41,6 +41,14 @@ class SimEndpoint:
         so_far = self.prefills
         tokens = (so_far.computed_tokens or 0) + computed_tokens
         self.prefills = Reading(so_far.prefills + 1, so_far.seconds + prefill_s, tokens)
+
+    def scrape(self, now: float) -> None:
+        """The engine's metrics are read, as the proxy reads them."""
+        self.scraped_at = now
+        self.ended.read(self.prefills, now)
+        settings, load = self.engine.settings, self.engine.load
+        capacity_tokens = settings.capacity_blocks * settings.block_size
+        self.load.engine = EngineState(now, capacity_tokens, load.kv_usage, load.running, load.waiting)
 
 
 @dataclass(slots=True, eq=False)

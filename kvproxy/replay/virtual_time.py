@@ -22,7 +22,7 @@ from kvproxy.simulator.engine_io import CacheChanged, Finished, FirstToken, Reje
 #: A timer of the router queue is never set closer than this: waits shrink continuously, and asking costs.
 _QUEUE_TICK_S = 0.002
 
-#: How often engines' counters are read, where they change: as `engine_metrics_interval` has it.
+#: How often engines' metrics are read, where something changes there: as `engine_metrics_interval` has it.
 _SCRAPE_S = 5.0
 
 
@@ -128,6 +128,8 @@ class VirtualTime:
                 self._router.first_token(placement, now)
             elif isinstance(output, Finished | Rejected):
                 self._finish(self._placed.pop(output.request_id), now)
+        if now >= endpoint.scraped_at + _SCRAPE_S:
+            endpoint.scrape(now)
         self._wake(endpoint)
         for each in self._sharing:
             if each.engine.wake(now):
@@ -145,22 +147,15 @@ class VirtualTime:
         if request.outcome.first_token_at is not None:
             request.outcome.finished_at = now
         self._router.finished(placement, now)
-        self._scrape(placement, now)
+        if request.outcome.first_token_at is not None:
+            computed = request.outcome.prompt_tokens - request.outcome.cached_tokens
+            placement.endpoint.count(placement.prefill_s, computed)
         self._finished += 1
         self._progress(self._finished)
         turns = self._trace.sessions[request.session].turns
         if self._pace.closed_loop and request.number + 1 < len(turns):
             following = request.number + 1
             self._push(now + turns[following].delay_s, _Kind.ARRIVAL, (request.session, following))
-
-    def _scrape(self, placement: Placement, now: float) -> None:
-        """The engine counts a request that ended, and its counters are read as often as the proxy reads them."""
-        endpoint, outcome = placement.endpoint, placement.request.outcome
-        if outcome.first_token_at is not None:
-            endpoint.count(placement.prefill_s, outcome.prompt_tokens - outcome.cached_tokens)
-        if now >= endpoint.scraped_at + _SCRAPE_S:
-            endpoint.scraped_at = now
-            endpoint.ended.read(endpoint.prefills, now)
 
     def _release(self, now: float) -> None:
         while (placement := self._router.release(now)) is not None:

@@ -64,6 +64,16 @@ class OnSample(Protocol):
     def __call__(self, work: Features, busy_s: float, now: float, *, scraped: bool = False) -> None: ...
 
 
+class EngineState(msgspec.Struct, frozen=True):
+    """What an engine's own metrics said of its memory and its slots at `read_at`. None: this engine does not say."""
+
+    read_at: float
+    capacity_tokens: int | None = None  # KV memory
+    used_share: float | None = None  # of it, held by running requests; a block that several share counts once
+    running: int | None = None  # requests it has admitted
+    waiting: int | None = None  # requests it has not admitted yet
+
+
 class Reservation(msgspec.Struct, eq=False):
     """One request's share of an endpoint's load. Settled exactly once, on every exit."""
 
@@ -122,6 +132,7 @@ class EndpointLoad:
         "_priced_at",
         "_work",
         "_work_s",
+        "engine",
         "hidden_requests",
         "in_flight",
         "on_sample",
@@ -131,6 +142,8 @@ class EndpointLoad:
 
     def __init__(self, *, on_sample: OnSample | None = None) -> None:
         self.on_sample = on_sample
+        #: Of the latest scrape, however long ago that is; None before the first.
+        self.engine: EngineState | None = None
         self.in_flight = 0
         self.pending_tokens = 0  # uncached prompt tokens of requests without a first token
         self.resident_tokens = 0  # prompt tokens of live sequences

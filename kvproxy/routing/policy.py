@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol
 import msgspec
 
 from kvproxy.config.model import Model
-from kvproxy.routing.load import Features
+from kvproxy.routing.load import EngineState, Features
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import EndpointId
 
@@ -91,6 +91,8 @@ class LoadView(Protocol):
     @property
     def live_blocks(self) -> int | None: ...
     def leading_live_blocks(self, blocks: Sequence[int]) -> int: ...
+    @property
+    def engine(self) -> EngineState | None: ...
     def wait_s(self, seconds: Features, slowness: float, now: float) -> float: ...
 
 

@@ -23,6 +23,7 @@ from kvproxy.request.parse import MAX_PARTS
 from kvproxy.types import RequestKind
 from tests.support.asgi import Inner, call, http_scope
 from tests.support.filter_context import counted, filter_context
+from tests.support.loop_time import skipping_time
 from tests.support.loopback import serve
 
 CHAT = "/v1/chat/completions"
@@ -192,7 +193,7 @@ async def test_a_body_that_does_not_arrive_gets_408() -> None:
 
 async def test_reads_time_out_one_by_one() -> None:
     """One timer serves all reads, and each read has its own full time."""
-    reader = BodyReader(limit_bytes=10, timeout_s=0.5, held=HeldBodies(100))
+    reader = BodyReader(limit_bytes=10, timeout_s=40.0, held=HeldBodies(100))
     silence = asyncio.Event()
 
     async def receive() -> Message:
@@ -204,17 +205,19 @@ async def test_reads_time_out_one_by_one() -> None:
         await asyncio.sleep(0)
         return task
 
-    first = await start()
-    await asyncio.sleep(0.25)
-    second, third = await start(), await start()
-    with pytest.raises(BodyTooSlow):
-        await first
-    assert not second.done()
-    third.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await third
-    silence.set()
-    assert await second == b"late"
+    with skipping_time() as skip:
+        first = await start()
+        await skip(30.0)
+        second, third = await start(), await start()
+        await skip(30.0)
+        with pytest.raises(BodyTooSlow):
+            await first
+        assert not second.done()
+        third.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await third
+        silence.set()
+        assert await second == b"late"
 
 
 async def test_a_hundred_megabytes_are_refused_at_once_over_a_socket() -> None:

@@ -62,6 +62,18 @@ async def test_readings_become_pressure() -> None:
         assert (pressure.load, pressure.memory) == (0.25, 0.75)
 
 
+async def test_policies_see_the_engines_memory_and_slots() -> None:
+    """Beside the ledger, with the time it was read; what an engine does not say is None, and one not read has none."""
+    clock = FakeClock(70.0)
+    async with world({"a": engine(tokens=25_600, usage=0.75), "b": Fake({})}, clock=clock) as service:
+        await round_of(service)
+        read, unread = (endpoint.load.engine for endpoint in service.cluster.endpoints)
+        assert read is not None
+        assert (read.capacity_tokens, read.used_share, read.running, read.waiting) == (25_600, 0.75, 64, None)
+        assert read.read_at == 70.0
+        assert unread is None
+
+
 async def test_engines_that_do_not_say_change_nothing() -> None:
     quiet = Fake({"/metrics": lambda _: b"# nothing of interest\n"})
     async with world({"a": Fake({}), "b": quiet}) as service:

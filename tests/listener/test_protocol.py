@@ -19,6 +19,7 @@ from kvproxy.listener.limits import ListenerLimits
 from kvproxy.listener.protocol import ClientProtocol
 from kvproxy.listener.server import UVICORN, require_uvicorn, serve
 from tests.listener.client import body_of, connect, echo, opened
+from tests.support.loop_time import ASYNCIO_ONLY, skipping_time
 
 GET = b"GET /a?b=c HTTP/1.1\r\nhost: x\r\n\r\n"
 
@@ -390,39 +391,49 @@ async def test_a_head_that_does_not_come_gets_408(raw: bytes) -> None:
         assert (await client.rest()).startswith(b"HTTP/1.1 408")
 
 
+@ASYNCIO_ONLY
 async def test_a_long_response_is_no_slow_head() -> None:
     """The head's timeout does not run while a response is on its way."""
+    with skipping_time() as skip:
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await asyncio.sleep(0.3)
-        await echo(scope, receive, send)
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await skip(30.0)
+            await echo(scope, receive, send)
 
-    async with serve(app, limits=ListenerLimits(head_timeout_s=0.2)) as url, connect(url) as client:
-        await client.send(GET)
-        assert (await client.response())[0].startswith(b"http/1.1 200")
-
-
-async def test_an_idle_connection_is_closed() -> None:
-    """Without a word, once nothing came for the keep-alive time; a response that takes longer is not idle."""
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await asyncio.sleep(0.3)
-        await echo(scope, receive, send)
-
-    async with serve(app, limits=ListenerLimits(keep_alive_s=0.2)) as url, connect(url) as client:
-        await client.send(GET)
-        assert (await client.response())[0].startswith(b"http/1.1 200")
-        assert await client.rest() == b""
-
-
-async def test_no_keep_alive_time_is_no_limit() -> None:
-    """0 is none, as everywhere."""
-    limits = ListenerLimits(keep_alive_s=0.0, head_timeout_s=0.2)
-    async with serve(echo, limits=limits) as url, connect(url) as client:
-        for _ in range(2):
+        async with serve(app, limits=ListenerLimits(head_timeout_s=20.0)) as url, connect(url) as client:
             await client.send(GET)
             assert (await client.response())[0].startswith(b"http/1.1 200")
-            await asyncio.sleep(0.3)
+
+
+@ASYNCIO_ONLY
+async def test_an_idle_connection_is_closed() -> None:
+    """Without a word, once nothing came for the keep-alive time; a response that takes longer is not idle."""
+    with skipping_time() as skip:
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await skip(30.0)
+            await echo(scope, receive, send)
+
+        limits = ListenerLimits(keep_alive_s=20.0, head_timeout_s=1000.0)
+        async with serve(app, limits=limits) as url, connect(url) as client:
+            for _ in range(2):
+                await client.send(GET)
+                assert (await client.response())[0].startswith(b"http/1.1 200")
+                await skip(10.0)  # shorter than the limit
+            await skip(15.0)
+            assert await client.rest() == b""
+
+
+@ASYNCIO_ONLY
+async def test_no_keep_alive_time_is_no_limit() -> None:
+    """0 is none, as everywhere."""
+    limits = ListenerLimits(keep_alive_s=0.0, head_timeout_s=20.0)
+    with skipping_time() as skip:
+        async with serve(echo, limits=limits) as url, connect(url) as client:
+            for _ in range(3):
+                await client.send(GET)
+                assert (await client.response())[0].startswith(b"http/1.1 200")
+                await skip(30.0)
 
 
 async def test_connections_over_the_bound_get_503() -> None:

@@ -11,6 +11,7 @@ from starlette.types import Send
 
 from kvproxy.cli import main
 from kvproxy.receipts.files import ReceiptReader
+from kvproxy.receipts.prefixes import decode_prefixes
 from kvproxy.receipts.receipt import Receipt
 from tests.support.fake_engine import Call, FakeEngine, answer_ok, event, start_stream
 from tests.support.loopback import serve
@@ -65,6 +66,7 @@ async def test_a_receipt_says_what_was_known_decided_and_done(tmp_path: Path) ->
     assert all(one.cost is not None and one.wait_s == 0.0 and one.in_flight == 0 for one in attempt.candidates)
     assert last.facts[attempt.endpoint].source == "approximate"
     assert last.facts[attempt.endpoint].device_tokens > 0
+    assert last.text_blocks == len(decode_prefixes(last.text_blocks, last.prefixes)) > 2
 
 
 async def test_nothing_on_a_receipt_tells_what_was_said_or_by_whom(tmp_path: Path) -> None:
@@ -210,3 +212,13 @@ async def test_answers_that_are_not_streamed_are_recorded_too(tmp_path: Path) ->
     (receipt,) = receipts_in(path)
     assert not receipt.stream
     assert receipt.cached_tokens == 4
+
+
+async def test_prefixes_are_noted_unless_they_are_not_wanted(tmp_path: Path) -> None:
+    """Under a policy that asks for no facts, too; without `receipts.prefixes` the rest of a receipt is as ever."""
+    path = tmp_path / "receipts.jsonl"
+    await record(path, 1, policy="round_robin")
+    await record(path, 1, receipts={"path": str(path), "prefixes": False})
+    noted, without = receipts_in(path)
+    assert noted.text_blocks == 3
+    assert (without.text_blocks, without.prefixes, without.status) == (0, "", 200)

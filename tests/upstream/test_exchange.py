@@ -20,6 +20,7 @@ from kvproxy.errors import (
 from kvproxy.upstream.connection import Connection
 from kvproxy.upstream.origin import Origin
 from kvproxy.upstream.pool import Timeouts, UpstreamPool
+from tests.support.loop_time import ASYNCIO_ONLY, skipping_time
 from tests.support.scripted import Peer, Script, answer, scripted
 from tests.upstream.calls import HEAD_ONLY, OK, PATIENT, fetch, pieces, post, read, until
 
@@ -73,6 +74,7 @@ async def test_pieces_that_arrived_together_are_taken_together() -> None:
         response.abort()
 
 
+@ASYNCIO_ONLY
 async def test_a_slow_reader_stops_the_engine() -> None:
     """Memory stays bounded: reading pauses above the high-water mark and goes on when it was taken."""
     sent = 0
@@ -87,21 +89,23 @@ async def test_a_slow_reader_stops_the_engine() -> None:
             sent += 65536
         await peer.gone()
 
-    async with scripted(flood) as upstream, UpstreamPool(high_water_bytes=128 * 1024) as pool:
-        response = await post(pool, upstream.origin, timeouts=Timeouts(first_byte_s=60, idle_s=1))
-        before = -1
-        while sent != before:  # until the engine stands still
-            before = sent
-            await asyncio.sleep(1.1)  # longer than idle_s: the silence is the reader's, not the engine's
-        assert sent < size // 2
-        held = response.take()
-        assert held is not None
-        assert len(held) < 128 * 1024 + 512 * 1024
-        total = len(held)
-        while data := await response.chunk():
-            total += len(data)
-        assert total == size
-        assert pool.idle == 1  # back although reading had been paused on it
+    with skipping_time() as skip:
+        async with scripted(flood) as upstream, UpstreamPool(high_water_bytes=128 * 1024) as pool:
+            response = await post(pool, upstream.origin, timeouts=Timeouts(first_byte_s=60, idle_s=20))
+            before = -1
+            while sent != before or sent < 128 * 1024:  # until the engine stands still
+                before = sent
+                await asyncio.sleep(0.03)
+            await skip(30.0)  # longer than idle_s: the silence is the reader's, not the engine's
+            assert sent < size // 2
+            held = response.take()
+            assert held is not None
+            assert len(held) < 128 * 1024 + 512 * 1024
+            total = len(held)
+            while data := await response.chunk():
+                total += len(data)
+            assert total == size
+            assert pool.idle == 1  # back although reading had been paused on it
 
 
 async def test_silence_before_the_first_byte() -> None:
@@ -469,18 +473,26 @@ async def test_an_engine_that_takes_no_body_times_out() -> None:
             await post(pool, upstream.origin, many(), timeouts=Timeouts(first_byte_s=0.05))
 
 
+@ASYNCIO_ONLY
 async def test_silence_after_the_upload_times_out() -> None:
     """The first-byte timeout starts when the body was sent, not while a slow client still sends it."""
+    with skipping_time() as skip:
 
-    async def slow_client() -> AsyncIterator[bytes]:
-        yield b"a"
-        await asyncio.sleep(0.3)
-        yield b"b"
+        async def slow_client() -> AsyncIterator[bytes]:
+            yield b"a"
+            await skip(30.0)
+            yield b"b"
 
-    async with scripted(say()) as upstream, UpstreamPool() as pool:
-        with pytest.raises(FirstByteTimeout):
-            await post(pool, upstream.origin, slow_client(), timeouts=Timeouts(first_byte_s=0.2))
-        assert upstream.peers[0].requests[0].endswith(b"1\r\nb\r\n0\r\n\r\n")
+        async with scripted(say()) as upstream, UpstreamPool() as pool:
+            asking = asyncio.create_task(
+                post(pool, upstream.origin, slow_client(), timeouts=Timeouts(first_byte_s=20.0))
+            )
+            await until(lambda: bool(upstream.peers and upstream.peers[0].requests))
+            assert upstream.peers[0].requests[0].endswith(b"1\r\nb\r\n0\r\n\r\n")
+            assert not asking.done()
+            await skip(30.0)
+            with pytest.raises(FirstByteTimeout):
+                await asking
 
 
 async def test_an_engine_that_dies_during_the_upload() -> None:

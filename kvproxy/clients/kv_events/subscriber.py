@@ -15,7 +15,7 @@ from kvproxy.clients.kv_events.source import KvEventSource
 from kvproxy.clients.kv_events.status import StreamHealth, StreamMeter, StreamState, StreamStatus
 from kvproxy.clients.kv_events.zmtp import ReceiveMemory
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.types import Clock, EndpointId
+from kvproxy.types import Clock, EndpointId, Sleep
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +67,7 @@ class KvEventSubscriber(BackgroundTask):
         block_tokens: int = 128,
         retry_s: float = _BACKOFF_S,
         replay_memory: ReceiveMemory | None = None,
+        sleep: Sleep = asyncio.sleep,
     ) -> None:
         self.endpoint = endpoint
         self.source = source
@@ -76,6 +77,7 @@ class KvEventSubscriber(BackgroundTask):
         self._replay_memory = replay_memory
         self._unbroken_bytes, self._unbroken_since = 0, 0.0  # since all that had come was applied
         self._clock = clock
+        self._sleep = sleep
         self._meter = StreamMeter(metrics, endpoint, source.dp_rank, wall_clock=wall_clock)
         self._health = StreamHealth(
             changed=self._state_changed, clock=clock, silence_s=silence_s, block_tokens=block_tokens
@@ -126,7 +128,7 @@ class KvEventSubscriber(BackgroundTask):
                 self._follower.forget()
                 self._health.failed()
             pause_s = self._retry_s if self._clock() - started > _BACKOFF_MAX_S else min(2 * pause_s, _BACKOFF_MAX_S)
-            await asyncio.sleep(pause_s)
+            await self._sleep(pause_s)
 
     async def _follow(self) -> None:
         """Serves one subscription; ends only by an error."""

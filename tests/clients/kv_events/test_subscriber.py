@@ -253,6 +253,29 @@ async def test_an_address_that_is_none(context: zmq.asyncio.Context, caplog: pyt
     assert index.states == ["degraded/failed"]
 
 
+async def test_pauses_grow_until_a_stream_has_run_for_long(engine: Publisher) -> None:
+    """Each start that soon fails doubles the pause before the next, up to half a minute; after a good run it is short
+    again."""
+    clock, pauses = FakeClock(), list[float]()
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    async with following(engine, clock=clock, retry_s=1.0, sleep=sleep) as (_, index):
+
+        async def fail() -> None:
+            index.fails, before = 1, len(pauses)
+            await engine.publish(stored(1))
+            await until(lambda: len(pauses) > before and index.states[-1] == "exact/following")
+
+        for _ in range(6):
+            await fail()
+        clock.advance(31.0)
+        await fail()
+        await fail()
+    assert pauses == [2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 1.0, 2.0]
+
+
 async def test_silence_is_noticed(engine: Publisher) -> None:
     """An engine that prefills and publishes nothing is not believed to be empty."""
     clock = FakeClock()
