@@ -78,7 +78,6 @@ class Endpoint:
         self.ended = EndedWork(self.load)
         self.health = Health(settings.health)
         self.breaker = Breaker(f"{cluster}/{config.id}", settings.breaker, clock=clock, on_change=self._breaker_changed)
-        self.max_in_flight = settings.max_in_flight
         self.removed = False  # no longer in the cluster, finishing what it has
         #: Attempts without a first byte, and how each is told that the endpoint is out (its pick adds and removes it).
         self.waiting: dict[object, Callable[[], None]] = {}
@@ -87,13 +86,17 @@ class Endpoint:
         self.metrics = EndpointMetrics(metrics, cluster, self.id)
         self._clock = clock
         self._shown = False
-        self.configure(config)
+        self.configure(config, settings)
 
     def __repr__(self) -> str:
         return f"<Endpoint {self.id} {self.origin} in_flight={self.load.in_flight}>"
 
-    def configure(self, config: EndpointSettings) -> None:
-        """Take over everything about it that may change while it runs."""
+    def configure(self, config: EndpointSettings, settings: ClusterSettings) -> None:
+        """Take over everything about it that may change while it runs: its own, and what its cluster says of every
+        endpoint. Load, health and breaker go on, by other bounds perhaps."""
+        self.health.settings = settings.health
+        self.breaker.settings = settings.breaker
+        self.max_in_flight = settings.max_in_flight
         self.configured_weight = self.weight = config.weight
         self.models = frozenset(config.models)
         self.instance_id = config.instance_id or config.id
@@ -102,13 +105,6 @@ class Endpoint:
         self.authorization = f"Bearer {key}".encode() if key else None  # never in repr, status or logs
         self.labels = dict(config.labels)
         self.retry = config.retry
-        self._on_change()
-
-    def reconfigure(self, settings: ClusterSettings) -> None:
-        """Take over what the cluster's settings say of every endpoint; load, health and breaker stay as they are."""
-        self.health.reconfigure(settings.health)
-        self.breaker.reconfigure(settings.breaker)
-        self.max_in_flight = settings.max_in_flight
         self._on_change()
 
     @property

@@ -124,7 +124,7 @@ class MetricsScraper(BackgroundTask):
     async def _read(self, cluster: str, endpoint: Endpoint) -> None:
         try:
             async with self._slots:
-                metrics = await self._engines.client(endpoint).metrics()
+                metrics = await self._engines.client(endpoint).fetch_metrics()
         except ClientError as error:
             log.debug("[kvcache] metrics of %s: %s", endpoint.id, error)
             return

@@ -18,6 +18,7 @@ from kvproxy.replay.live import LiveReplay, LiveSettings
 from kvproxy.replay.live_report import ROW, LiveReport, report_live
 from kvproxy.replay.options import DEFAULT_POLICIES
 from kvproxy.replay.plot import render_html
+from kvproxy.replay.results import GoodputLimits
 from kvproxy.replay.scenario import PolicySpec
 from kvproxy.replay.settings import Pace, ReplayFleet
 from kvproxy.replay.trace import Trace, read_trace
@@ -41,7 +42,7 @@ def run(
             raise ValueError(f"--plot writes an HTML page: name it {args.plot.with_suffix('.html')}")
         if args.receipts or not args.trace:
             return _receipts(args, out)
-        trace = read_trace(args.trace)
+        trace = read_trace(args.trace).take_half(args.half)
         trace = trace.cut(args.requests) if args.requests else trace
         if args.url:
             return _live(trace, args, out, err, transport=transport)
@@ -49,7 +50,7 @@ def run(
     except (KvproxyError, OSError, ValueError, httpx.HTTPError) as error:
         print(f"kvproxy replay: {describe_os_error(error) if isinstance(error, OSError) else error}", file=err)
         return 1
-    print(comparison.report.render_table(), file=out)
+    print(comparison.report.render_table(all_figures=args.all_figures), file=out)
     if args.json:
         args.json.write_text(json.dumps(comparison.report.as_json(), indent=2) + "\n")
     if args.plot:
@@ -61,9 +62,12 @@ def _receipts(args: argparse.Namespace, out: TextIO) -> int:
     if args.trace or not args.receipts or args.url:
         raise ValueError("one of TRACE and --receipts FILE is needed, and --url goes with a TRACE")
     wanted = [PolicySpec.parse(text) for text in args.policy.split(",")]
-    policies = [spec for spec in wanted if not spec.queue]
+    policies = [spec for spec in wanted if not spec.queue and not spec.priority]
     if len(policies) < len(wanted) and args.policy != DEFAULT_POLICIES:
-        raise ValueError("receipts tell where requests went, not when: the router queue cannot be replayed from them")
+        raise ValueError(
+            "receipts tell where requests went, not when: "
+            "the router queue and engine priority cannot be replayed from them"
+        )
     review = decide_again(ReceiptReader(args.receipts), policies, limit=args.requests)
     print(review.render_table(), file=out)
     if args.json:
@@ -97,7 +101,8 @@ def _plan(args: argparse.Namespace) -> ComparisonPlan:
         wrong_share=args.wrong,
     )
     return ComparisonPlan(fleet, policies, load=args.load, baseline=args.baseline, seeds=args.seeds,
-                closed_loop=not args.open_loop, prior_factor=args.prior_factor, streamed=args.streamed)  # fmt: skip
+                closed_loop=not args.open_loop, prior_factor=args.prior_factor, streamed=args.streamed,
+                goodput=GoodputLimits(args.goodput_ttft, args.goodput_tpot))  # fmt: skip
 
 
 def _slowness(text: str) -> tuple[float, ...]:
@@ -125,7 +130,8 @@ def _live(
         interrupted = True
     finally:
         bar.close()
-    report = report_live(trace, replay, settings, pace, interrupted=interrupted)
+    limits = GoodputLimits(args.goodput_ttft, args.goodput_tpot)
+    report = report_live(trace, replay, settings, pace, interrupted=interrupted, limits=limits)
     _write_live(report, args, out, [each.ttft_s for each in replay.outcomes if each.ttft_s is not None])
     if report.summary.requests == report.summary.failed:
         print("kvproxy replay: no request was answered", file=err)
@@ -134,7 +140,7 @@ def _live(
 
 
 def _write_live(report: LiveReport, args: argparse.Namespace, out: TextIO, ttft_s: list[float]) -> None:
-    print(report.render_table(), file=out)
+    print(report.render_table(all_figures=args.all_figures), file=out)
     if args.json:
         args.json.write_text(json.dumps(report.as_json(), indent=2) + "\n")
     if args.plot:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from kvproxy.replay.results import GoodputLimits
 from kvproxy.replay.settings import IndexMode, ReplayFleet
+from kvproxy.replay.trace import Half
 from kvproxy.simulator.timing import EngineTiming
 
 DEFAULT_POLICIES = "dynamo,lmetric,least_ttft,kv_aware,kv_aware+queue"
@@ -18,11 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--receipts", type=Path, metavar="FILE",
                         help="instead of a trace: decide recorded decisions again")  # fmt: skip
     parser.add_argument("--policy", default=DEFAULT_POLICIES, metavar="P,P...", help="policies, side by side; "
-                        "+queue behind kv_aware or least_ttft adds the router queue (default %(default)s)")  # fmt: skip
+                        "behind kv_aware or least_ttft, +queue adds the router queue, +priority has engines "
+                        "admit in the router's order (default %(default)s)")  # fmt: skip
     parser.add_argument("--baseline", default="", metavar="P", help="policy of the last column (default: the first)")
     parser.add_argument("--instances", type=int, default=8, metavar="N", help="engines (default %(default)s)")
     parser.add_argument("--load", type=float, default=0.7, metavar="X",
-                        help="share of the pooled cache's saturated throughput (default %(default)s)")  # fmt: skip
+                        help="share of their throughput with one pooled cache (default %(default)s)")  # fmt: skip
     parser.add_argument(
         "--seeds",
         type=int,
@@ -41,7 +44,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only the first N requests of the trace; in virtual time a "
         "short one is repeated, each time with prefixes of its own, until the figures are steady",
     )
+    parser.add_argument("--half", choices=list(Half), type=Half, default=Half.BOTH, help="only this half of the "
+                        "conversations: constants are tuned on one half, figures reported on the other")  # fmt: skip
     parser.add_argument("--open-loop", action="store_true", help="turns come at fixed times, whatever became of others")
+    goodput = GoodputLimits()
+    parser.add_argument("--goodput-ttft", type=float, default=goodput.ttft_s, metavar="S",
+                        help="an answer is good with its first token before this (default %(default)s)")  # fmt: skip
+    parser.add_argument("--goodput-tpot", type=float, default=goodput.tpot_s, metavar="S",
+                        help="and less than this per token after it, on average (default %(default)s)")  # fmt: skip
+    parser.add_argument("--all-figures", action="store_true", help="a second table: TTFT p90 and the longest, e2e p99, "
+                        "TPOT, session completion time, fairness")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write an HTML page with plots (FILE.html)")
     _add_engine_options(parser.add_argument_group("engines"))

@@ -7,7 +7,7 @@ from enum import StrEnum
 from random import Random
 
 from kvproxy.replay.trace import Trace
-from kvproxy.simulator.engine_io import EngineSettings
+from kvproxy.simulator.engine_io import EngineSettings, Scheduling
 from kvproxy.simulator.timing import EngineTiming
 
 #: By how much arrivals differ from one seed to the next.
@@ -28,6 +28,7 @@ class ReplayFleet:
     instances: int = 8
     capacity_tokens: int = 819_200  # of each engine's cache
     timing: EngineTiming = field(default_factory=EngineTiming)
+    scheduling: Scheduling = Scheduling.FCFS
     slowness: tuple[float, ...] = ()  # of the first endpoints; the others are at 1
     slow_middle: float = 1.0  # the first endpoint's slowness during the middle third of the run
     index: IndexMode = IndexMode.EVENTS
@@ -50,6 +51,7 @@ class ReplayFleet:
             capacity_blocks=self.capacity_tokens // block_size,
             block_size=block_size,
             timing=timing,
+            scheduling=self.scheduling,
             kv_events=self.index is IndexMode.EVENTS,
         )
 

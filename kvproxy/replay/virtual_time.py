@@ -90,8 +90,12 @@ class VirtualTime:
 
     def _arrive(self, turn_of_session: tuple[int, int], now: float) -> None:
         session, number = turn_of_session
-        turn = self._trace.sessions[session].turns[number]
-        request = LiveRequest(session, number, turn, ReplayOutcome(now, turn.prompt_tokens))
+        of = self._trace.sessions[session]
+        turn = of.turns[number]
+        outcome = ReplayOutcome(
+            now, turn.prompt_tokens, output_tokens=turn.output_tokens, session=session, tenant=of.tenant
+        )
+        request = LiveRequest(session, number, turn, outcome)
         request.name, request.streams = str(len(self._outcomes)), self._streams()
         self._outcomes.append(request.outcome)
         placement = self._router.arrive(request, now)
@@ -104,7 +108,10 @@ class VirtualTime:
         request, endpoint = placement.request, placement.endpoint
         self._placed[request.name] = placement
         turn = request.turn
-        endpoint.engine.submit(SimRequest(request.name, turn.blocks, turn.prompt_tokens, turn.output_tokens), now)
+        work = SimRequest(
+            request.name, turn.blocks, turn.prompt_tokens, turn.output_tokens, priority=placement.priority
+        )
+        endpoint.engine.submit(work, now)
         self._wake(endpoint)
 
     def _wake(self, endpoint: SimEndpoint) -> None:

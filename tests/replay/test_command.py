@@ -19,7 +19,9 @@ from kvproxy.replay.compare import ProgressBar
 from kvproxy.replay.decided_report import Recorded, Review, Verdict
 from kvproxy.replay.options import add_arguments
 from kvproxy.replay.plot import render_html
-from kvproxy.replay.results import ReplayReport, summarize_outcomes
+from kvproxy.replay.report import ReplayReport
+from kvproxy.replay.results import summarize_outcomes
+from kvproxy.replay.trace import Half
 from tests.replay.test_live import FakeServer
 from tests.replay.traces import lines
 
@@ -51,7 +53,8 @@ def test_policies_side_by_side(trace_file: Path, tmp_path: Path) -> None:
     status, table, _ = replay(trace_file, "--policy", "round_robin,kv_aware,kv_aware+queue", "--instances", "2",
                               "--seeds", "2", "--json", files[0], "--plot", files[1])  # fmt: skip
     assert status == 0
-    assert [line.split()[0] for line in table.splitlines()[2:5]] == ["round_robin", "kv_aware", "kv_aware+queue"]
+    rows = [line.split()[0] for line in table.splitlines()[2:6]]
+    assert rows == ["round_robin", "kv_aware", "kv_aware+queue", "pooled"]
     figures = json.loads(files[0].read_text())
     assert (figures["trace"], figures["instances"], figures["load"]) == ("small", 2, 0.7)
     assert figures["policies"]["round_robin"]["vs_baseline"] == 1.0
@@ -68,7 +71,7 @@ def test_engines_and_knowledge_can_be_disturbed(trace_file: Path) -> None:
         "--open-loop", "--load", "0.5", "--baseline", "kv_aware",
     )  # fmt: skip
     assert status == 0
-    assert "small: 20 requests, 8 instances, load 0.5" in table
+    assert "small, both halves: 20 requests, 8 instances, load 0.5" in table
 
 
 @pytest.mark.parametrize(
@@ -248,7 +251,7 @@ def test_the_table_says_its_units_and_what_was_repeated(tmp_path: Path) -> None:
     status, table, errors = replay(trace_file, "--policy", "round_robin", "--instances", "2")
     assert status == 0
     assert re.search(r": \d+ requests \(2, repeated\), 2 instances", table.splitlines()[0])
-    assert "are seconds" in table
+    assert "e2e: s; ITL p99: ms" in table
     assert errors.startswith("calibrating the load on one pooled cache ...\nreplaying round_robin ...\n")
 
 
@@ -262,7 +265,7 @@ def test_no_sign_without_a_figure(seconds: float, shown: str) -> None:
 
 def test_the_plot_loads_nothing_and_survives_empty_runs() -> None:
     """One file, inline SVG; names are escaped."""
-    report = ReplayReport("<b>", 2, 0.7, 0, 0.0, 0.0, 0.0, "none", {"none": summarize_outcomes([], 2)}, {})
+    report = ReplayReport("<b>", Half.BOTH, 2, 0.7, 0, 0.0, None, "none", {"none": [summarize_outcomes([], 2)]}, {})
     page = Tags()
     page.feed(render_html(report, {"none": []}))
     assert page.loads == []

@@ -1,4 +1,4 @@
-"""The pooled-cache bound and the pace it sets."""
+"""The pooled reference and the pace it sets."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def test_no_router_beats_the_pool() -> None:
         summary = summarize_outcomes(
             play_policy(bound.trace, bound.pace, FLEET, PolicySpec(name).make(rng=Random(1))), FLEET.instances
         )
-        assert summary.ttft_mean_s > 0.98 * bound.ttft_mean_s
-        assert summary.hit_rate <= bound.hit_rate + 0.01
+        assert summary.ttft_mean_s > 0.98 * bound.summary.ttft_mean_s
+        assert summary.hit_rate <= bound.summary.hit_rate + 0.01
 
 
 def test_nothing_offered_is_no_rate() -> None:
@@ -82,7 +82,7 @@ def test_an_engine_that_waits_for_blocks_goes_on_when_another_frees_them(instanc
 
 
 def test_what_no_engine_holds_is_rejected_by_the_pool_as_well() -> None:
-    """The bound is of the requests that a real fleet can serve."""
+    """The reference is of the requests that a real fleet can serve."""
     rows = [
         {"timestamp": 500 * number, "input_length": size, "output_length": 10, "hash_runs": [100 * (number + 1), 1]}
         for number, size in enumerate((600, 40 * 512, 700))

@@ -10,9 +10,13 @@ import pytest
 
 from kvproxy.config.cluster_schema import PolicyName
 from kvproxy.replay.results import ReplayOutcome, Summary, compute_rate, percentile, summarize_outcomes
+from kvproxy.replay.router import LiveRequest, SimEndpoint, VirtualRouter
 from kvproxy.replay.scenario import PolicySpec, UnknownPolicy, play_policy
 from kvproxy.replay.settings import IndexMode, Pace, ReplayFleet
 from kvproxy.replay.trace import Trace, parse_trace
+from kvproxy.replay.view import IndexView, endpoint_id
+from kvproxy.routing.load import prefill_s
+from kvproxy.simulator.engine import Engine
 from kvproxy.simulator.timing import EngineTiming
 from tests.replay.traces import chat_trace, lines, shared_prefix_trace
 
@@ -24,7 +28,8 @@ ROUND_ROBIN = PolicySpec(PolicyName.ROUND_ROBIN)
 def outcomes_of(
     trace: Trace, pace: Pace, fleet: ReplayFleet, spec: PolicySpec, seed: int = 1
 ) -> Sequence[ReplayOutcome]:
-    return play_policy(trace, pace, fleet, spec.make(rng=Random(seed)), queue=spec.queue, seed=seed)
+    policy = spec.make(rng=Random(seed))
+    return play_policy(trace, pace, fleet, policy, queue=spec.queue, priority=spec.priority, seed=seed)
 
 
 def figures(trace: Trace, fleet: ReplayFleet = FLEET, spec: PolicySpec = KV_AWARE, pace: Pace = Pace()) -> Summary:
@@ -32,7 +37,14 @@ def figures(trace: Trace, fleet: ReplayFleet = FLEET, spec: PolicySpec = KV_AWAR
 
 
 @pytest.mark.parametrize(
-    "spec", [*(PolicySpec(name) for name in PolicyName), PolicySpec(PolicyName.KV_AWARE, queue=True)], ids=str
+    "spec",
+    [
+        *(PolicySpec(name) for name in PolicyName),
+        PolicySpec(PolicyName.KV_AWARE, queue=True),
+        PolicySpec(PolicyName.KV_AWARE, priority=True),
+        PolicySpec(PolicyName.KV_AWARE, queue=True, priority=True),
+    ],
+    ids=str,
 )
 def test_every_policy_finishes_every_request(spec: PolicySpec) -> None:
     """Nothing is lost, nothing ends before it began."""
@@ -141,6 +153,39 @@ def test_the_queue_holds_requests_back_when_all_are_busy() -> None:
     assert queued.ttft_mean_s < 0.8 * direct.ttft_mean_s
 
 
+def test_engines_admit_short_prompts_before_long_ones_that_came_with_them() -> None:
+    """Where prompts wait in engines, priorities shorten the mean, and no request is held in the router for it."""
+    rows = [
+        {"timestamp": number, "input_length": length, "output_length": 2, "hash_runs": [1000 * number, length // 512]}
+        for number, length in enumerate([30_000] * 8 + [600] * 8)
+    ]
+    trace, fleet = parse_trace(lines(*rows), name="burst"), replace(FLEET, instances=2)
+    plain = outcomes_of(trace, Pace(), fleet, KV_AWARE)
+    ordered = outcomes_of(trace, Pace(), fleet, PolicySpec(PolicyName.KV_AWARE, priority=True))
+    assert [each.endpoint for each in ordered] == [each.endpoint for each in plain]
+    assert summarize_outcomes(ordered, 2).ttft_mean_s < 0.8 * summarize_outcomes(plain, 2).ttft_mean_s
+    short = [each.ttft_s for each in ordered[8:] if each.ttft_s is not None]
+    assert max(short) < min(each.ttft_s for each in ordered[:8] if each.ttft_s is not None and each.ttft_s > 10.0)
+
+
+def test_a_priority_is_the_routers_own_estimate_and_the_arrival() -> None:
+    """Milliseconds: own seconds on the endpoint it goes to, by the policy's speeds, and 0.3 of its time of arrival."""
+    engines = [SimEndpoint(endpoint_id(0), 0, Engine(FLEET.engine_settings(512, 0, 1.0)))]
+    trace = parse_trace(lines({"timestamp": 0, "input_length": 8192, "output_length": 1, "hash_ids": []}), name="one")
+    turn = trace.sessions[0].turns[0]
+    sent = []
+    for spec in (KV_AWARE, PolicySpec(PolicyName.KV_AWARE, priority=True)):
+        policy = spec.make(rng=Random(1))
+        view = IndexView(replace(FLEET, instances=1), 512, rng=Random(1))
+        router = VirtualRouter(engines, policy, view, priority=spec.priority)
+        placement = router.arrive(LiveRequest(0, 0, turn, ReplayOutcome(100.0, 8192)), 101.0)
+        assert placement is not None
+        assert policy.speeds is not None
+        sent.append((placement.priority, round(1000 * (prefill_s(8192, 0, 0, policy.speeds.seconds) + 30.0))))
+    assert sent[0][0] == 0
+    assert sent[1][0] == sent[1][1]
+
+
 def test_progress_is_reported() -> None:
     """Once for every finished request."""
     seen: list[int] = []
@@ -148,10 +193,17 @@ def test_progress_is_reported() -> None:
     assert seen == list(range(1, 49))
 
 
-@pytest.mark.parametrize("text", ["kv_aware", "kv_aware+queue", "least_ttft+queue", "round_robin"])
+@pytest.mark.parametrize(
+    "text", ["kv_aware", "kv_aware+queue", "least_ttft+priority", "kv_aware+queue+priority", "round_robin"]
+)
 def test_policies_are_named_as_in_the_configuration(text: str) -> None:
-    """With +queue where the policy knows how long a prefill takes."""
+    """With +queue and +priority where the policy knows how long a prefill takes."""
     assert str(PolicySpec.parse(f" {text} ")) == text
+
+
+def test_what_goes_with_a_policy_may_come_in_any_order() -> None:
+    """`+priority+queue` is `+queue+priority`."""
+    assert PolicySpec.parse("kv_aware+priority+queue") == PolicySpec(PolicyName.KV_AWARE, queue=True, priority=True)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +213,8 @@ def test_policies_are_named_as_in_the_configuration(text: str) -> None:
         ("kvaware", "did you mean 'kv_aware'"),
         ("cache_aware+queue", "did you mean 'prefix_affinity'"),
         ("lmetric+queue", "queue needs kv_aware"),
+        ("lmetric+priority", "priority needs kv_aware"),
+        ("kv_aware+prioritiy", "nothing '\\+prioritiy' goes behind a policy .*did you mean '\\+priority'"),
     ],
 )
 def test_unknown_policies_are_refused(text: str, match: str) -> None:
