@@ -35,6 +35,7 @@ class RecordedLoad:
     resident_tokens: int
     live_blocks: int | None
     shared_blocks: int
+    held_s: float
     backlog: Backlog
     engine: EngineState | None = None
 
@@ -44,7 +45,7 @@ class RecordedLoad:
 
     def wait_s(self, seconds: Features, slowness: float, now: float) -> float:
         """As of EndpointLoad, at the moment of the decision."""
-        return self.backlog.wait_s(seconds, slowness)
+        return slowness * self.held_s + self.backlog.wait_s(seconds, slowness)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +153,7 @@ def _candidate(one: ReceiptCandidate) -> RecordedCandidate:
         one.resident_tokens,
         one.live_blocks,
         one.shared_blocks,
+        one.held_s,
         backlog,
     )
     return RecordedCandidate(one.id, one.weight, load)
