@@ -117,13 +117,13 @@ class RouterQueue:
         return self._queue.admits(endpoint.id, engine_wait_s(endpoint, self._speeds, now))
 
     async def wait(
-        self, decision: Decision[Endpoint], decide: Decide, take: Take, *, tenant: str, priority: int
+        self, decision: Decision[Endpoint], decide: Decide, take: Take, *, tenant: str, level: int
     ) -> Pick | None:
         """What `take` makes of the decision once the request's turn has come. Raises QueueFull."""
         now = self._clock()
         queued = _QueuedRequest(decide, take, asyncio.get_running_loop().create_future())
         own_s = least_own_s(decision.request.facts, decision.candidates, self._speeds)
-        ticket = self._queue.offer(queued, own_s, now, priority=priority, tenant=tenant)
+        ticket = self._queue.offer(queued, own_s, now, level=level, tenant=tenant)
         if ticket is None:
             self._exit_count(ReleaseReason.REFUSED).inc()
             raise QueueFull(self._queue.retry_after_s(now))

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kvproxy.routing.costs import Best
-from kvproxy.routing.engine_priority import AGEING, urgency_s
+from kvproxy.routing.engine_priority import AGEING, LEVEL_S, urgency_s
 from kvproxy.types import EndpointId
 
 ItemT = TypeVar("ItemT")
@@ -46,22 +46,22 @@ class Ticket(Generic[ItemT]):
     item: ItemT
     own_s: float
     queued_at: float
-    priority: int
+    class_s: float
     tenant: str
     number: int = 0  # of its entry in a heap; earlier entries are void
     best: Best | None = None  # the endpoint it is held for; None: it was not asked yet
     released: bool = False  # released or cancelled
 
 
-#: (-priority, urgency, number, ticket), the most urgent first.
-_Heap = list[tuple[int, float, int, Ticket[ItemT]]]
+#: (urgency, number, ticket), the most urgent first.
+_Heap = list[tuple[float, int, Ticket[ItemT]]]
 
 
 class FairQueue(Generic[ItemT]):
     """Releases, among the tenants whose requests may go, from the one granted the least work so far; within a tenant
-    the highest priority first, then the least urgency (engine_priority.py).
+    the most urgent (engine_priority.py).
 
-    No request goes before another of its tenant and priority, where both may go, that came more than its own work over
+    No request goes before another of its tenant and level, where both may go, that came more than its own work over
     `ageing` earlier: what a request waits is bounded by the work that came until then. A poll looks at the endpoints
     that hold requests, by tenant, and asks at most LOOKS requests; all else is O(log waiting).
     """
@@ -87,13 +87,12 @@ class FairQueue(Generic[ItemT]):
             return False
         return not self._count or not any(self._heads(place) for place in (None, endpoint))
 
-    def offer(
-        self, item: ItemT, own_s: float, now: float, *, priority: int = 0, tenant: str = ""
-    ) -> Ticket[ItemT] | None:
-        """Queues a request that takes `own_s` seconds of prefill; None when the queue is full."""
+    def offer(self, item: ItemT, own_s: float, now: float, *, level: int = 0, tenant: str = "") -> Ticket[ItemT] | None:
+        """Queues a request that takes `own_s` seconds of prefill, of a class so many levels above others; None when the
+        queue is full."""
         if self._count >= self.settings.limit:
             return None
-        ticket = Ticket(item, own_s, now, priority, tenant)
+        ticket = Ticket(item, own_s, now, level * LEVEL_S, tenant)
         if tenant not in self._waiting:
             self._granted_s[tenant] = self._virtual_s
         self._waiting[tenant] = self._waiting.get(tenant, 0) + 1
@@ -187,7 +186,7 @@ class FairQueue(Generic[ItemT]):
     def _first(self, heads: _Heap[ItemT]) -> Ticket[ItemT] | None:
         if not heads:
             return None
-        return min(heads, key=lambda head: (self._granted_s[head[3].tenant], head[:3]))[3]
+        return min(heads, key=lambda head: (self._granted_s[head[2].tenant], head[:2]))[2]
 
     def _places(self) -> Iterator[EndpointId | None]:
         """Endpoints that something is held for, None for no endpoint; those that are empty by now are forgotten."""
@@ -199,7 +198,7 @@ class FairQueue(Generic[ItemT]):
         if heaps is None:
             return []
         for tenant, heap in tuple(heaps.items()):
-            while heap and heap[0][2] != heap[0][3].number:
+            while heap and heap[0][1] != heap[0][2].number:
                 heapq.heappop(heap)
             if not heap:
                 del heaps[tenant]
@@ -222,14 +221,15 @@ class FairQueue(Generic[ItemT]):
     def _push(self, ticket: Ticket[ItemT]) -> None:
         self._number += 1
         ticket.number = self._number
-        urgency = urgency_s(ticket.own_s, ticket.queued_at, ageing=self.settings.ageing)
+        ageing = self.settings.ageing
+        urgency = urgency_s(ticket.own_s, ticket.queued_at, ageing=ageing, class_s=ticket.class_s)
         place = None if ticket.best is None else ticket.best.endpoint.id
         heap = self._heaps.setdefault(place, {}).setdefault(ticket.tenant, [])
         if len(heap) > 2 * self._waiting[ticket.tenant] + 16:
-            heap[:] = [entry for entry in heap if entry[2] == entry[3].number]
+            heap[:] = [entry for entry in heap if entry[1] == entry[2].number]
             heapq.heapify(heap)
         # own - ageing * (now - queued_at) orders like own + ageing * queued_at: no key changes while it waits
-        heapq.heappush(heap, (-ticket.priority, urgency, ticket.number, ticket))
+        heapq.heappush(heap, (urgency, ticket.number, ticket))
 
     def _leave(self, ticket: Ticket[ItemT]) -> None:
         """Not held for an endpoint any more."""
@@ -260,5 +260,5 @@ class FairQueue(Generic[ItemT]):
 
 def _held_s(heads: _Heap[ItemT]) -> float:
     """Of the endpoint that these are held for."""
-    best = heads[0][3].best
+    best = heads[0][2].best
     return 0.0 if best is None else best.endpoint.load.held_s

@@ -66,7 +66,7 @@ async def pick_through(
     *,
     again: Callable[[], PickRequest] | None = None,
     tenant: str = "",
-    priority: int = 0,
+    level: int = 0,
 ) -> Pick | None:
     """As the proxy does: at once if it may, otherwise in its turn, asked `again` then."""
     queue = room_of(cluster)
@@ -82,7 +82,7 @@ async def pick_through(
     def take(decision: Decision[Endpoint] | Refusal, now: float) -> Pick | None:
         return None if isinstance(decision, Refusal) else cluster.reserve(decision, now)
 
-    return await queue.wait(decision, decide, take, tenant=tenant, priority=priority)
+    return await queue.wait(decision, decide, take, tenant=tenant, level=level)
 
 
 async def placed(task: asyncio.Task[Pick | None]) -> Pick:
@@ -149,11 +149,11 @@ async def test_a_place_given_to_a_client_that_leaves_in_the_same_turn_is_given_b
     assert sum(endpoint.load.in_flight for endpoint in cluster.endpoints) == 1
 
 
-async def test_a_higher_priority_goes_first(clock: FakeClock) -> None:
-    """Whatever its length."""
+async def test_a_higher_level_goes_first(clock: FakeClock) -> None:
+    """Though it is longer, as many levels as that is worth."""
     cluster = cluster_of(clock)
     picks = await fill(cluster)
-    low, high = enter(cluster, 5_000), enter(cluster, 50_000, priority=1)
+    low, high = enter(cluster, 5_000), enter(cluster, 50_000, level=4)
     await until(lambda: len(room_of(cluster)) == 2)
     picks[1].settle(AttemptOutcome.FAILURE, clock())
     await placed(high)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvproxy.routing.costs import Best
+from kvproxy.routing.engine_priority import LEVEL_S
 from kvproxy.routing.fair_queue import LOOKS, FairQueue, QueueSettings, Ticket
 from kvproxy.types import EndpointId
 from tests.routing.fleet import FakeCandidate, fleet
@@ -271,14 +272,15 @@ def test_the_overdue_oldest_may_be_cancelled() -> None:
     assert world.poll(31.0) == "kept"
 
 
-def test_priority_goes_before_length() -> None:
-    """Within one tenant, also among those held for an endpoint."""
+def test_a_higher_level_goes_before_length() -> None:
+    """Each is worth so many seconds of work, also among those held for an endpoint; more work than that is not."""
     world = World()
-    world.homes = {"usual": A, "urgent": A}
+    world.homes = dict.fromkeys(("usual", "urgent", "long"), A)
     world.hold("usual", 0.1)
-    world.hold("urgent", 9.0, priority=1)
+    world.hold("urgent", 0.9 * LEVEL_S, level=1)
+    world.hold("long", 1.1 * LEVEL_S + 0.1, level=1)
     world.poll(e0=BUSY, e1=0.0)
-    assert world.drained(e0=0.0, e1=BUSY) == ["urgent", "usual"]
+    assert world.drained(e0=0.0, e1=BUSY) == ["urgent", "usual", "long"]
 
 
 def test_tenants_take_turns_by_work() -> None:
