@@ -16,10 +16,11 @@ from kvproxy.config.cluster_schema import RouterQueueSettings
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.metrics.collectors import CounterCell
 from kvproxy.routing.costs import Best, best_of, engine_wait_s, least_own_s
-from kvproxy.routing.fair_queue import FairQueue, QueueSettings, Ticket
+from kvproxy.routing.fair_queue import FairQueue, QueueSettings
 from kvproxy.routing.policy import Candidate, Policy
 from kvproxy.routing.selector import Decision
 from kvproxy.routing.speeds import SpeedModel
+from kvproxy.routing.waiting_lines import Ticket
 from kvproxy.types import Clock, EndpointId
 
 log = logging.getLogger(__name__)
@@ -28,10 +29,8 @@ log = logging.getLogger(__name__)
 _TICK_S = 0.005
 
 Verdict = Decision[Endpoint] | Refusal
-
-#: Where one request would go now, by the facts of now.
+#: Where a request would go by what is known now; then makes that true in the same turn of the loop (None: refused).
 Decide = Callable[[float], Verdict]
-#: Makes the latest decision true, in the turn of the loop it was made in; None for a refusal.
 Take = Callable[[Verdict, float], Pick | None]
 
 
@@ -61,7 +60,7 @@ class _QueuedRequest:
     decide: Decide
     take: Take
     placed: asyncio.Future[Pick | None]
-    verdict: Verdict | Exception | None = None  # of the latest decision
+    verdict: Verdict | None = None
 
 
 class RouterQueue:
@@ -113,8 +112,7 @@ class RouterQueue:
     def admits(self, decision: Decision[Endpoint], now: float) -> bool:
         """Whether a request for which this was decided need not wait: its endpoint has room, and no request goes before
         it."""
-        endpoint = decision.endpoint
-        return self._queue.admits(endpoint.id, engine_wait_s(endpoint, self._speeds, now))
+        return self._queue.admits(decision.endpoint.id, engine_wait_s(decision.endpoint, self._speeds, now))
 
     async def wait(
         self, decision: Decision[Endpoint], decide: Decide, take: Take, *, tenant: str, level: int
@@ -203,15 +201,13 @@ class RouterQueue:
 
     def _place(self, ticket: Ticket[_QueuedRequest], why: ReleaseReason, now: float) -> None:
         queued = ticket.item
-        if queued.placed.done():  # cancelled, and its own task has not noticed yet
-            self._exit_count(ReleaseReason.CLIENT_LEFT).inc()
+        if queued.placed.done():
+            if queued.placed.cancelled():  # its own task has not noticed yet
+                self._exit_count(ReleaseReason.CLIENT_LEFT).inc()
             return
-        verdict = queued.verdict
-        assert verdict is not None
+        assert queued.verdict is not None
         try:
-            if isinstance(verdict, Exception):
-                raise verdict
-            pick = queued.take(verdict, now)
+            pick = queued.take(queued.verdict, now)
         except Exception as error:  # noqa: BLE001 - it belongs to the request, not to the others that wait
             queued.placed.set_exception(error)
             return
@@ -224,17 +220,15 @@ class RouterQueue:
         return {one.id: engine_wait_s(one, speeds, now) for one in self._candidates("", now)}
 
     def _find_best(self, queued: _QueuedRequest, now: float) -> Best | None:
-        """None: it is to go at once, since its client left, no endpoint may take it, or it cannot be decided on."""
-        if queued.placed.done():
-            return None
-        try:
-            queued.verdict = verdict = queued.decide(now)
-        except Exception as error:  # noqa: BLE001 - it belongs to the request, as above
-            queued.verdict = error
-            return None
-        if isinstance(verdict, Refusal):
-            return None
-        return best_of(verdict.request.facts, verdict.endpoint, self._speeds, now)
+        """None: it is to go at once; its client left, no endpoint may take it, or it cannot be decided on."""
+        if not queued.placed.done():
+            try:
+                queued.verdict = verdict = queued.decide(now)
+                if not isinstance(verdict, Refusal):
+                    return best_of(verdict.request.facts, verdict.endpoint, self._speeds, now)
+            except Exception as error:  # noqa: BLE001 - it belongs to the request, as above
+                queued.placed.set_exception(error)
+        return None
 
     def _exit_count(self, reason: ReleaseReason) -> CounterCell:
         return self._metrics.request.router_queue_exits.labels(self._cluster, reason.value)

@@ -88,6 +88,7 @@ class VirtualRouter:
         *,
         queue: QueueSettings | None = None,
         priority: bool = False,
+        reports_cached: bool = True,
     ) -> None:
         self._endpoints = endpoints
         self._policy = policy
@@ -96,6 +97,7 @@ class VirtualRouter:
         self._speeds = policy.speeds if queue is not None else None
         self._priority = priority
         self._decided: Decision[SimEndpoint] | None = None  # for the request that the queue asked last
+        self._reports_cached = reports_cached
         for endpoint in endpoints:
             endpoint.load.on_sample = partial(policy.observe_sample, endpoint.id)
             endpoint.load.count_live_blocks(policy.counts_live_blocks)
@@ -108,7 +110,7 @@ class VirtualRouter:
             endpoint = decision.endpoint
             if not self._queue.admits(endpoint.id, engine_wait_s(endpoint, speeds, now)):
                 own_s = least_own_s(decision.request.facts, self._endpoints, speeds)
-                if self._queue.offer(request, own_s, now) is not None:
+                if self._queue.offer(request, own_s, now, tenant=request.outcome.tenant) is not None:
                     return None
         return self._place(request, decision, now)
 
@@ -139,7 +141,8 @@ class VirtualRouter:
         endpoint.load.release(placement.reservation, now)
         if outcome.first_token_at is not None:
             endpoint.ended.add(placement.reservation)
-        predicted, cached = outcome.predicted_tokens, outcome.cached_tokens
+        predicted = outcome.predicted_tokens
+        cached = outcome.cached_tokens if self._reports_cached else 0
         placement.settle(predicted, cached)
         self._policy.observe_reuse(endpoint.id, predicted, cached, now)
 
@@ -167,7 +170,7 @@ class VirtualRouter:
             selector.advance(self._endpoints, self._policy.speeds, now)
         self._policy.placed(pick, self._endpoints, decision.index, now, choice=decision.choice)
         matched = facts.matched_tokens(endpoint.id)
-        request.outcome.endpoint = endpoint.index
+        request.outcome.endpoint, request.outcome.placed_at = endpoint.index, now
         request.outcome.predicted_tokens = matched
         reservation = endpoint.load.reserve(
             turn.prompt_tokens - matched, matched, now, hidden=not request.streams, blocks=facts.blocks

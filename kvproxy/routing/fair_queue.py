@@ -13,17 +13,15 @@ endpoint's load fell or `next_poll_at` has come.
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic
 
 from kvproxy.routing.costs import Best
 from kvproxy.routing.engine_priority import AGEING, LEVEL_S, urgency_s
+from kvproxy.routing.waiting_lines import Heap, ItemT, Ticket, WaitingLines
 from kvproxy.types import EndpointId
-
-ItemT = TypeVar("ItemT")
 
 #: Requests asked in one poll where they would go; the next poll goes on from there.
 LOOKS = 8
@@ -39,24 +37,6 @@ class QueueSettings:
     max_wait_s: float = 300.0  # then out, whatever the endpoints have pending
 
 
-@dataclass(slots=True, eq=False)
-class Ticket(Generic[ItemT]):
-    """One request in the queue."""
-
-    item: ItemT
-    own_s: float
-    queued_at: float
-    class_s: float
-    tenant: str
-    number: int = 0  # of its entry in a heap; earlier entries are void
-    best: Best | None = None  # the endpoint it is held for; None: it was not asked yet
-    released: bool = False  # released or cancelled
-
-
-#: (urgency, number, ticket), the most urgent first.
-_Heap = list[tuple[float, int, Ticket[ItemT]]]
-
-
 class FairQueue(Generic[ItemT]):
     """Releases, among the tenants whose requests may go, from the one granted the least work so far; within a tenant
     the most urgent (engine_priority.py).
@@ -68,13 +48,11 @@ class FairQueue(Generic[ItemT]):
 
     def __init__(self, settings: QueueSettings = QueueSettings()) -> None:
         self.settings = settings
-        #: By the endpoint they are held for (None: for none yet) and tenant. Entries may be void.
-        self._heaps: dict[EndpointId | None, dict[str, _Heap[ItemT]]] = {}
+        self._lines: WaitingLines[ItemT] = WaitingLines()
         self._arrivals: deque[Ticket[ItemT]] = deque()
         self._waiting: dict[str, int] = {}  # by tenant
         self._granted_s: dict[str, float] = {}  # by tenant that waits, since the queue began to be contended
         self._count = 0
-        self._number = 0
         self._virtual_s = 0.0  # work granted to the tenant released last: where a newcomer starts
 
     def __len__(self) -> int:
@@ -85,7 +63,7 @@ class FairQueue(Generic[ItemT]):
         """Whether a request that comes now and would go there, where `wait_s` is pending, need not wait."""
         if wait_s >= self.settings.admit_below_s:
             return False
-        return not self._count or not any(self._heads(place) for place in (None, endpoint))
+        return not self._count or not any(self._lines.heads(place) for place in (None, endpoint))
 
     def offer(self, item: ItemT, own_s: float, now: float, *, level: int = 0, tenant: str = "") -> Ticket[ItemT] | None:
         """Queues a request that takes `own_s` seconds of prefill, of a class so many levels above others; None when the
@@ -137,7 +115,7 @@ class FairQueue(Generic[ItemT]):
         if oldest is None:
             return None
         least = min(waits.values(), default=0.0)
-        pending = [least if place is None else waits.get(place, 0.0) for place in self._places()]
+        pending = [least if place is None else waits.get(place, 0.0) for place in self._lines.endpoints()]
         room_at = now + max(0.0, min(pending) - self.settings.admit_below_s)
         return min(room_at, oldest.queued_at + self.settings.max_wait_s)
 
@@ -156,7 +134,7 @@ class FairQueue(Generic[ItemT]):
         # Kept over a reload: each ticket is held by a request that waits, and what tenants were granted counts on.
         ageing, self.settings = self.settings.ageing, settings
         if settings.ageing != ageing:
-            self._heaps.clear()
+            self._lines.clear()
             for ticket in self._arrivals:
                 if not ticket.released:
                     self._push(ticket)
@@ -173,38 +151,20 @@ class FairQueue(Generic[ItemT]):
     def _next_in_turn(self, waits: Mapping[EndpointId, float]) -> Ticket[ItemT] | None:
         """Of those that may go: not asked yet, with room anywhere, or held for an endpoint that has room."""
         anywhere = not waits or any(self._has_room(endpoint, waits) for endpoint in waits)
-        places = (one for one in self._places() if (anywhere if one is None else self._has_room(one, waits)))
-        return self._first([head for place in places for head in self._heads(place)])
+        places = (one for one in self._lines.endpoints() if (anywhere if one is None else self._has_room(one, waits)))
+        return self._first([head for place in places for head in self._lines.heads(place)])
 
     def _next_for_idle(self, waits: Mapping[EndpointId, float]) -> Ticket[ItemT] | None:
         """The first of those held where most is held, if an endpoint has room: it may go there by now."""
         if not any(self._has_room(endpoint, waits) for endpoint in waits):
             return None
-        held = [heads for place in self._places() if (heads := self._heads(place))]
+        held = [heads for place in self._lines.endpoints() if (heads := self._lines.heads(place))]
         return self._first(max(held, key=_held_s, default=[]))
 
-    def _first(self, heads: _Heap[ItemT]) -> Ticket[ItemT] | None:
+    def _first(self, heads: Heap[ItemT]) -> Ticket[ItemT] | None:
         if not heads:
             return None
         return min(heads, key=lambda head: (self._granted_s[head[2].tenant], head[:2]))[2]
-
-    def _places(self) -> Iterator[EndpointId | None]:
-        """Endpoints that something is held for, None for no endpoint; those that are empty by now are forgotten."""
-        return (place for place in tuple(self._heaps) if self._heads(place))
-
-    def _heads(self, place: EndpointId | None) -> _Heap[ItemT]:
-        """The most urgent of each tenant that waits there."""
-        heaps = self._heaps.get(place)
-        if heaps is None:
-            return []
-        for tenant, heap in tuple(heaps.items()):
-            while heap and heap[0][1] != heap[0][2].number:
-                heapq.heappop(heap)
-            if not heap:
-                del heaps[tenant]
-        if not heaps:
-            del self._heaps[place]
-        return [heap[0] for heap in heaps.values()]
 
     def _ask(self, ticket: Ticket[ItemT], now: float, find_best: Callable[[ItemT, float], Best | None]) -> Best | None:
         """Where it would go if it were not held already."""
@@ -219,21 +179,14 @@ class FairQueue(Generic[ItemT]):
         self._push(ticket)
 
     def _push(self, ticket: Ticket[ItemT]) -> None:
-        self._number += 1
-        ticket.number = self._number
+        # own - ageing * (now - queued_at) orders like own + ageing * queued_at: no urgency changes while it waits
         ageing = self.settings.ageing
-        urgency = urgency_s(ticket.own_s, ticket.queued_at, ageing=ageing, class_s=ticket.class_s)
-        place = None if ticket.best is None else ticket.best.endpoint.id
-        heap = self._heaps.setdefault(place, {}).setdefault(ticket.tenant, [])
-        if len(heap) > 2 * self._waiting[ticket.tenant] + 16:
-            heap[:] = [entry for entry in heap if entry[1] == entry[2].number]
-            heapq.heapify(heap)
-        # own - ageing * (now - queued_at) orders like own + ageing * queued_at: no key changes while it waits
-        heapq.heappush(heap, (urgency, ticket.number, ticket))
+        self._lines.add(ticket, urgency_s(ticket.own_s, ticket.queued_at, ageing=ageing, class_s=ticket.class_s))
 
     def _leave(self, ticket: Ticket[ItemT]) -> None:
         """Not held for an endpoint any more."""
-        best, ticket.best, ticket.number = ticket.best, None, 0
+        best = ticket.best
+        self._lines.remove(ticket)
         if best is not None:
             load = best.endpoint.load
             load.held_s -= best.pooled_s
@@ -258,7 +211,7 @@ class FairQueue(Generic[ItemT]):
             self._arrivals = deque(each for each in self._arrivals if not each.released)
 
 
-def _held_s(heads: _Heap[ItemT]) -> float:
+def _held_s(heads: Heap[ItemT]) -> float:
     """Of the endpoint that these are held for."""
     best = heads[0][2].best
     return 0.0 if best is None else best.endpoint.load.held_s

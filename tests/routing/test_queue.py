@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from kvproxy.routing.costs import Best
 from kvproxy.routing.engine_priority import LEVEL_S
-from kvproxy.routing.fair_queue import LOOKS, FairQueue, QueueSettings, Ticket
+from kvproxy.routing.fair_queue import LOOKS, FairQueue, QueueSettings
+from kvproxy.routing.waiting_lines import Ticket
 from kvproxy.types import EndpointId
 from tests.routing.fleet import FakeCandidate, fleet
 
@@ -367,6 +368,7 @@ def test_everyone_leaves_exactly_once(steps: list[tuple[str, int, str, bool]]) -
             if ticket.best is not None:
                 held[str(ticket.best.endpoint.id)] += ticket.best.pooled_s
         assert world.held_s() == pytest.approx(held)
+        assert world.queue._lines._present == len(waiting)
     for item in world.drained(0.0, e0=0.0, e1=0.0):
         del waiting[item]
     assert not waiting
@@ -380,7 +382,7 @@ def test_cancelled_requests_do_not_pile_up() -> None:
     for number in range(1000):
         world.queue.cancel(world.hold(f"goes{number}"))
     assert len(world.queue._arrivals) < 100
-    assert len(world.queue._heaps[None][""]) < 100
+    assert world.queue._lines._entries < 100
 
 
 def test_the_oldest_wait_is_known() -> None:
