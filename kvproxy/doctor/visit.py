@@ -20,9 +20,15 @@ from kvproxy.doctor.checks.kv_events import EventSourcesCheck, KvEventsCheck
 from kvproxy.doctor.checks.lmcache import ActionsCheck, InstancesCheck, ServiceCheck
 from kvproxy.doctor.checks.lookup import BudgetCheck, ChunksCheck, LookupCheck
 from kvproxy.doctor.checks.models import DuplicatesCheck, ModelsCheck, TokenizerCheck, TokenizersCheck, VersionCheck
-from kvproxy.doctor.checks.priority import PriorityCheck, priority_mode
 from kvproxy.doctor.checks.reachability import ApiCheck, ConnectionCheck, HealthCheck, MetricsCheck
-from kvproxy.doctor.checks.trial import CachingCheck, ClockCheck, GenerateCheck, TokenizeCheck
+from kvproxy.doctor.checks.trial import (
+    CachingCheck,
+    ClockCheck,
+    GenerateCheck,
+    PriorityCheck,
+    TokenizeCheck,
+    priority_mode,
+)
 from kvproxy.doctor.deployment import Deployment, survey_deployment
 from kvproxy.doctor.report import DoctorReport, Finding, Severity, SkippedCheck, warning
 from kvproxy.doctor.tools import Tools
