@@ -141,6 +141,7 @@ class MetricsScraper(BackgroundTask):
             self._clusters[cluster].observe_engine(endpoint, reading)
         if self._restarted(cluster, endpoint.id, metrics):
             log.info("[kvcache] %s/%s is a new process: what it held is forgotten", cluster, endpoint.id)
+            endpoint.priority.restarted()
         self._size(cluster, endpoint, metrics)
 
     def _restarted(self, cluster: str, endpoint: EndpointId, metrics: EngineMetrics) -> bool:

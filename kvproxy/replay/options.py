@@ -10,6 +10,7 @@ from kvproxy.replay.settings import ENGINES, IndexMode, ReplayFleet
 from kvproxy.replay.trace import Half
 from kvproxy.simulator.timing import EngineTiming
 
+DEFAULT_LOAD = 0.7
 DEFAULT_POLICIES = "dynamo,lmetric,least_ttft,kv_aware,kv_aware+queue"
 
 
@@ -19,13 +20,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="a trace (see benchmarks/traces/), gzipped or not")  # fmt: skip
     parser.add_argument("--receipts", type=Path, metavar="FILE",
                         help="instead of a trace: decide recorded decisions again")  # fmt: skip
+    parser.add_argument("--scenario", default="", metavar="S,S...",
+                        help="a workload with its load, or what may be wrong with a fleet (then also on a TRACE), "
+                        "by name; `list` prints them all")  # fmt: skip
     parser.add_argument("--policy", default=DEFAULT_POLICIES, metavar="P,P...", help="policies, side by side; "
                         "behind kv_aware or least_ttft, +queue adds the router queue, +priority has engines "
                         "admit in the router's order (default %(default)s)")  # fmt: skip
     parser.add_argument("--baseline", default="", metavar="P", help="policy of the last column (default: the first)")
     parser.add_argument("--instances", type=int, default=8, metavar="N", help="engines (default %(default)s)")
-    parser.add_argument("--load", type=float, default=0.7, metavar="X",
-                        help="share of their throughput with one pooled cache (default %(default)s)")  # fmt: skip
+    parser.add_argument("--load", type=float, metavar="X", help="share of their throughput with one pooled cache "
+                        f"(default {DEFAULT_LOAD}, or the scenario's)")  # fmt: skip
     parser.add_argument(
         "--seeds",
         type=int,

@@ -85,6 +85,7 @@ class VirtualRouter:
         *,
         queue: QueueSettings | None = None,
         priority: bool = False,
+        reports_cached: bool = True,
     ) -> None:
         self.endpoints = list(endpoints)  # those that are there
         self._policy = policy
@@ -92,6 +93,7 @@ class VirtualRouter:
         self._queue: FairQueue[LiveRequest] = FairQueue(QueueSettings(limit=0) if queue is None else queue)
         self._speeds = policy.speeds if queue is not None else None
         self._priority = priority
+        self._reports_cached = reports_cached
         for endpoint in endpoints:
             self._connect(endpoint)
 
@@ -101,7 +103,7 @@ class VirtualRouter:
         if self._speeds is None or self._queue.admits(self._least_wait_s(now)):
             return self._place(request, now)
         own_s = least_own_s(self._view.facts(request.turn), self.endpoints, self._speeds)
-        if self._queue.offer(request, own_s, now) is None:
+        if self._queue.offer(request, own_s, now, tenant=request.outcome.tenant) is None:
             return self._place(request, now)
         return None
 
@@ -129,7 +131,8 @@ class VirtualRouter:
         endpoint.load.release(placement.reservation, now)
         if outcome.first_token_at is not None:
             endpoint.ended.add(placement.reservation)
-        predicted, cached = outcome.predicted_tokens, outcome.cached_tokens
+        predicted = outcome.predicted_tokens
+        cached = outcome.cached_tokens if self._reports_cached else 0
         placement.settle(predicted, cached)
         self._policy.observe_reuse(endpoint.id, predicted, cached, now)
 

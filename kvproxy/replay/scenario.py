@@ -99,7 +99,7 @@ def play_policy(
     view = IndexView(fleet, blocks.size, rng=Random(seed + 1))
     held = QueueSettings(limit=100_000) if queue else None
     first = [endpoints[index] for index in sorted(fleet.there_at_first())]
-    router = VirtualRouter(first, policy, view, queue=held, priority=priority)
+    router = VirtualRouter(first, policy, view, queue=held, priority=priority, reports_cached=fleet.reports_cached)
     chance = Random(seed + 2)
     run = VirtualTime(
         blocks,

@@ -45,6 +45,7 @@ class ReplayFleet:
     index_capacity: float = 1.0  # share of the true capacity that the approximate index is given
     learn_capacity: bool = True  # correct it by what engines reuse; only without events, as in the proxy
     wrong_share: float = 0.0  # of predictions that claim a prefix the endpoint does not hold
+    reports_cached: bool = True  # engines say how many tokens they found cached; else always 0
 
     def __post_init__(self) -> None:
         there = self.there_at_first()
