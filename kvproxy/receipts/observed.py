@@ -121,4 +121,5 @@ def _candidate(
         slowness,
         live_blocks=load.live_blocks,
         shared_blocks=load.leading_live_blocks(blocks),
+        room_s=backlog.room_s,
     )

@@ -34,6 +34,7 @@ class ReceiptCandidate(msgspec.Struct, omit_defaults=True):
     wait_s: float | None = None  # estimated, until it would begin
     live_blocks: int | None = None  # distinct prompt blocks of what is in flight, where they are counted
     shared_blocks: int = 0  # leading blocks of this prompt among them
+    room_s: float = 0.0  # of `wait_s`: until there is KV memory, or a slot, for one more request
 
 
 class Attempt(msgspec.Struct, frozen=True, omit_defaults=True):

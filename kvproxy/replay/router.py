@@ -14,8 +14,9 @@ from kvproxy.routing.costs import least_own_s, least_wait_s, own_s
 from kvproxy.routing.engine_priority import engine_priority, urgency_s
 from kvproxy.routing.engine_samples import NOTHING_READ, EndedWork, Reading
 from kvproxy.routing.fair_queue import FairQueue, QueueSettings
-from kvproxy.routing.load import EndpointLoad, EngineState, Reservation
+from kvproxy.routing.load import EndpointLoad, Reservation
 from kvproxy.routing.policy import OverlapFacts, PickRequest, Policy
+from kvproxy.routing.room import EngineState
 from kvproxy.simulator.engine import Engine
 from kvproxy.types import EndpointId
 
@@ -49,7 +50,8 @@ class SimEndpoint:
         self.ended.read(self.prefills, now)
         settings, load = self.engine.settings, self.engine.load
         capacity_tokens = settings.capacity_blocks * settings.block_size
-        self.load.engine = EngineState(now, capacity_tokens, load.kv_usage, load.running, load.waiting)
+        state = EngineState(now, capacity_tokens, load.kv_usage, load.running, load.waiting)
+        self.load.observe_engine(state)
 
 
 @dataclass(slots=True, eq=False)

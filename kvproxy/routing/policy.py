@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol
 import msgspec
 
 from kvproxy.config.model import Model
-from kvproxy.routing.load import EngineState, Features
+from kvproxy.routing.load import Features
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import EndpointId
 
@@ -88,8 +88,6 @@ class LoadView(Protocol):
     def pending_tokens(self) -> int: ...
     @property
     def resident_tokens(self) -> int: ...
-    @property
-    def engine(self) -> EngineState | None: ...
     @property
     def live_blocks(self) -> int | None: ...
     def leading_live_blocks(self, blocks: Sequence[int]) -> int: ...
