@@ -177,7 +177,7 @@ class RouterFilter:
                 exchange,
                 cluster=target.cluster,
                 model=target.upstream_model or (exchange.inference.model if exchange.inference else ""),
-                headers=parts.headers.build(scope, request_id=exchange.request_id, trusted=exchange.trusted),
+                head=parts.headers.build(scope, request_id=exchange.request_id, trusted=exchange.trusted),
                 body=body,
                 downstream=downstream,
                 debug=exchange.debug or (exchange.may_debug and parts.debug_header in dict(scope["headers"])),

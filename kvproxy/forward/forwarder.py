@@ -24,7 +24,7 @@ from kvproxy.errors import (
     PoolFull,
     UpstreamError,
 )
-from kvproxy.forward.headers import response_headers, with_credential, with_trace_parent
+from kvproxy.forward.headers import RequestHead, response_headers
 from kvproxy.forward.relay import Relay
 from kvproxy.forward.request_body import RequestBody
 from kvproxy.forward.request_options import describe, priority_of
@@ -95,7 +95,7 @@ class Forwarding:
         *,
         cluster: Cluster,
         model: str,
-        headers: Headers,
+        head: RequestHead,
         body: RequestBody,
         downstream: Downstream,
         debug: bool = False,
@@ -109,7 +109,7 @@ class Forwarding:
         raw_path: bytes = scope.get("raw_path") or scope["path"].encode()
         query: bytes = scope["query_string"]
         self._target = raw_path + b"?" + query if query else raw_path
-        self._headers = headers
+        self._head = head
         self._body = body
         self._downstream = downstream
         self._debug = debug
@@ -151,7 +151,7 @@ class Forwarding:
     async def _wait_in(self, queue: RouterQueue, request: PickRequest) -> Pick | None:
         """The first attempt may have to wait for its turn; a request that was let in once does not queue again."""
         header = self._cluster.settings.queue.priority_header
-        priority = priority_of(self._headers, header.lower().encode()) if header else 0
+        priority = priority_of(self._head.headers, header.lower().encode()) if header else 0
         return await queue.wait(request, self._place_refreshed, tenant=self._exchange.tenant, priority=priority)
 
     def _place(self, request: PickRequest, now: float) -> Pick | None:
@@ -204,11 +204,12 @@ class Forwarding:
         try:
             if "attempt_began" in self._exchange.hooks:
                 notify(RequestObserver.attempt_began, self._exchange, pick)
-            headers = self._headers
+            head = self._head
             if pick.endpoint.authorization is not None:
-                headers = with_credential(headers, pick.endpoint.authorization)
+                head = head.with_credential(pick.endpoint.authorization)
             if self._exchange.trace_parent:
-                headers = with_trace_parent(headers, self._exchange.trace_parent)
+                head = head.with_trace_parent(self._exchange.trace_parent)
+            headers = head.own
             body: bytes | AsyncIterator[bytes] | None = self._body.whole
             if body is None:
                 headers = headers + self._body.framing
@@ -221,6 +222,7 @@ class Forwarding:
                 body,
                 timeouts=self._shared.timeouts,
                 early=False,
+                repeated=head.repeated,
             )
             status, first = response.status, b""
             if status < 500:  # the first piece is there, or the end

@@ -7,25 +7,18 @@ import re
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
+import msgspec
 from starlette.types import Scope
 
 from kvproxy.request.error_reply import LocalReply
 from kvproxy.request.random_hex import RandomHex
 from kvproxy.types import Headers
 from kvproxy.upstream.origin import Origin
+from kvproxy.upstream.request import RepeatedFields
 
 HOP_BY_HOP = frozenset(
-    {
-        b"connection",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-        b"proxy-connection",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-    }
+    b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
+    b"upgrade".split()
 )
 _TRACE_PARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
@@ -34,14 +27,17 @@ _USUAL_CONNECTION = frozenset({b"keep-alive", b"close", b"Keep-Alive", b"Close"}
 #: What proxies and schedulers tell engines and their sidecars: the rank that serves, the engine that prefills, the one
 #: that KV is pulled from.
 ENGINE_HEADERS = frozenset(
-    {
-        b"x-data-parallel-rank",
-        b"x-data-parallel-host-port",
-        b"x-prefiller-host-port",
-        b"x-encoder-hosts-ports",
-        b"x-kv-cache-source-host-port",
-    }
+    b"x-data-parallel-rank x-data-parallel-host-port x-prefiller-host-port x-encoder-hosts-ports "
+    b"x-kv-cache-source-host-port".split()
 )
+#: Fields that each request has another value of.
+_OF_THIS_ONE = frozenset({b"content-length", b"traceparent", b"tracestate"})
+#: What clients send with every request is worked out once. It comes from them, so the memory starts over when it is
+#: full, and long heads are not kept. (A dict: every request asks.)
+_MAX_REMEMBERED, _MAX_REMEMBERED_BYTES = 1024, 4096
+_Sent = tuple[tuple[bytes, bytes], ...]
+#: The fields as sent, the client's address and scheme, and whether it is trusted.
+_Sender = tuple[_Sent, str, str, bool]
 _OWN = b"x-kvproxy-"  # most names sort before it, which is the cheapest test
 #: Not for clients as an engine says it: its software, and addresses of its own network.
 _NOT_FROM_ENGINES = HOP_BY_HOP | {b"server", b"location", b"content-location"}
@@ -77,38 +73,61 @@ class RequestHeaders:
         self._random = RandomHex()
         self._pseudonym = b"kvproxy-" + self._random.take(16).encode()
         self.via = b"1.1 " + self._pseudonym
-        self._special = (
-            HOP_BY_HOP
-            | ENGINE_HEADERS
-            | {
-                b"host",
-                b"content-length",
-                b"expect",
-                b"traceparent",
-                b"tracestate",
-                b"x-forwarded-for",
-                b"x-forwarded-host",
-                b"x-forwarded-proto",
-                b"via",
-                *dropped,
-            }
-        )
+        self._of_this_one = _OF_THIS_ONE | {request_id_header}
+        self._remembered: dict[_Sender, ClientFields] = {}
+        forwarded = (b"host", b"expect", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto", b"via")
+        self._special = HOP_BY_HOP | ENGINE_HEADERS | {*forwarded, *dropped}
 
     def check_loop(self, via: bytes | None) -> None:
         """Raises RequestLoops when these hops (RFC 9110, 7.6.3) include this proxy."""
         if via is not None and self._pseudonym in via:
             raise RequestLoops
 
-    def build(self, scope: Scope, *, request_id: str, trusted: bool = False) -> Headers:
-        """One list for all attempts of a request; attempts copy it. Raises RequestLoops."""
+    def build(self, scope: Scope, *, request_id: str, trusted: bool = False) -> RequestHead:
+        """One head for all attempts of a request. Raises RequestLoops, and UnsafeRequest."""
+        of_this_one = self._of_this_one if request_id else _OF_THIS_ONE
+        sent = []
+        found: dict[bytes, bytes] = {}
+        for pair in scope["headers"]:
+            name = pair[0]
+            if name not in of_this_one:
+                sent.append(pair)
+            elif name in found:
+                found[name] += b", " + pair[1]
+            else:
+                found[name] = pair[1]
+        client = scope.get("client")
+        sender = (tuple(sent), client[0] if client else "", scope["scheme"], trusted)
+        repeated = self._remembered.get(sender) or self._remember(sender)
+        parent = found.get(b"traceparent")
+        if parent is not None and _TRACE_PARENT.fullmatch(parent):
+            own = [(b"traceparent", parent)]
+            if b"tracestate" in found:
+                own.append((b"tracestate", found[b"tracestate"]))
+        else:
+            fresh = self._random.take(48)
+            own = [(b"traceparent", f"00-{fresh[:32]}-{fresh[32:]}-00".encode())]
+        if request_id:
+            own.append((self._id_header, request_id.encode("latin-1")))
+        return RequestHead(own, repeated)
+
+    def _remember(self, sender: _Sender) -> ClientFields:
+        fields = ClientFields(self._pass_on(*sender))
+        if len(fields.wire) <= _MAX_REMEMBERED_BYTES:
+            if len(self._remembered) >= _MAX_REMEMBERED:
+                self._remembered.clear()
+            self._remembered[sender] = fields
+        return fields
+
+    def _pass_on(self, sent: _Sent, client: str, scheme: str, trusted: bool) -> Headers:
+        """What engines get of the fields that a client sends with every request, and what is added to them."""
         special = self._special
         found: dict[bytes, bytes] = {}
         headers: Headers = []
-        id_header = self._id_header if request_id else None
-        for pair in scope["headers"]:
+        for pair in sent:
             name = pair[0]
             if name not in special:
-                if name != id_header and (name < _OWN or trusted or not name.startswith(_OWN) or name in self._own):
+                if name < _OWN or trusted or not name.startswith(_OWN) or name in self._own:
                     headers.append(pair)
             elif name in found:
                 found[name] += b", " + pair[1]
@@ -125,38 +144,54 @@ class RequestHeaders:
         else:
             self.check_loop(via)
             headers.append((b"via", via + b", " + self.via))
-        client, earlier = scope.get("client"), found.get(b"x-forwarded-for")
+        earlier = found.get(b"x-forwarded-for")
         if client:
-            address = client[0].encode()
+            address = client.encode()
             headers.append((b"x-forwarded-for", earlier + b", " + address if earlier else address))
         elif earlier:
             headers.append((b"x-forwarded-for", earlier))
-        headers.append((b"x-forwarded-proto", scope["scheme"].encode()))
+        headers.append((b"x-forwarded-proto", scheme.encode()))
         if b"host" in found:
             headers.append((b"x-forwarded-host", found[b"host"]))
-        parent = found.get(b"traceparent")
-        if parent is not None and _TRACE_PARENT.fullmatch(parent):
-            headers.append((b"traceparent", parent))
-            if b"tracestate" in found:
-                headers.append((b"tracestate", found[b"tracestate"]))
-        else:
-            fresh = self._random.take(48)
-            headers.append((b"traceparent", f"00-{fresh[:32]}-{fresh[32:]}-00".encode()))
-        if id_header is not None:
-            headers.append((id_header, request_id.encode("latin-1")))
         return headers
 
 
-def with_credential(headers: Headers, authorization: bytes) -> Headers:
-    """A new list for one attempt; an endpoint's own credential replaces whatever the client sent."""
-    own = [pair for pair in headers if pair[0] not in _CREDENTIALS]
-    own.append((b"authorization", authorization))
-    return own
+class ClientFields(RepeatedFields):
+    """Those of one client."""
+
+    __slots__ = ("_anonymous",)
+
+    def __init__(self, headers: Headers) -> None:
+        super().__init__(headers)
+        self._anonymous: ClientFields | None = None
+
+    @property
+    def anonymous(self) -> ClientFields:
+        """Without the client's credentials."""
+        if self._anonymous is None:
+            self._anonymous = ClientFields([pair for pair in self.headers if pair[0] not in _CREDENTIALS])
+        return self._anonymous
 
 
-def with_trace_parent(headers: Headers, trace_parent: bytes) -> Headers:
-    """A new list for one attempt that is a span of its own."""
-    return [*(pair for pair in headers if pair[0] != b"traceparent"), (b"traceparent", trace_parent)]
+class RequestHead(msgspec.Struct):
+    """Header fields for an engine: those of one request, and those the client's next one will have again."""
+
+    own: Headers
+    repeated: ClientFields
+
+    @property
+    def headers(self) -> Headers:
+        """All of them."""
+        return [*self.repeated.headers, *self.own]
+
+    def with_credential(self, authorization: bytes) -> RequestHead:
+        """For one attempt; an endpoint's own credential replaces whatever the client sent."""
+        return RequestHead([*self.own, (b"authorization", authorization)], self.repeated.anonymous)
+
+    def with_trace_parent(self, trace_parent: bytes) -> RequestHead:
+        """For one attempt that is a span of its own."""
+        own = [pair for pair in self.own if pair[0] != b"traceparent"]
+        return RequestHead([*own, (b"traceparent", trace_parent)], self.repeated)
 
 
 def response_headers(received: Headers, *, endpoint: bytes, origin: Origin | None = None) -> Headers:

@@ -14,7 +14,7 @@ from kvproxy.types import Clock, Headers
 from kvproxy.upstream.connection import Connection, Timeouts
 from kvproxy.upstream.origin import Origin
 from kvproxy.upstream.origin_pool import OriginPool, PoolLimits
-from kvproxy.upstream.request import Body, encode_request
+from kvproxy.upstream.request import NO_FIELDS, Body, RepeatedFields, encode_request
 from kvproxy.upstream.response import UpstreamResponse
 
 __all__ = ["Timeouts", "UpstreamPool", "UpstreamResponse"]
@@ -92,15 +92,17 @@ class UpstreamPool:
         *,
         timeouts: Timeouts,
         early: bool = True,
+        repeated: RepeatedFields = NO_FIELDS,
     ) -> UpstreamResponse:
         """The response once its head is there; the caller reads it to the end or aborts it. Unless `early`, a part of
         its body or its end is there too, but for a status of 500 or more.
 
-        Host and the framing header are written unless `headers` has them. A connection kept from an earlier request
-        that dies before any byte of the response is replaced once, when the body is bytes. Raises UpstreamError's
-        kinds, UnsafeRequest before anything was sent, and whatever an iterated body raises.
+        Host and the framing header are written unless `headers` has them, the `repeated` fields behind them. A
+        connection kept from an earlier request that dies before any byte of the response is replaced once, when the
+        body is bytes. Raises UpstreamError's kinds, UnsafeRequest before anything was sent, and whatever an iterated
+        body raises.
         """
-        request = encode_request(origin, method, target=target, headers=headers, body=body)
+        request = encode_request(origin, method, target=target, headers=headers, body=body, repeated=repeated)
         pool = self._pools.get(origin.key) or self._new_pool(origin)
         connection = pool.acquire_idle()
         kept = connection is not None

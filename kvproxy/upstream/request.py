@@ -13,6 +13,7 @@ from kvproxy.upstream.origin import Origin
 _TOKEN = b"!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _VISIBLE = bytes(range(0x21, 0x7F)) + bytes(range(0x80, 0x100))
 _HEAD = b"\r\n\t " + _VISIBLE
+_PER_REQUEST = frozenset({b"host", b"content-length", b"transfer-encoding"})
 _WANTS_LENGTH = frozenset({b"POST", b"PUT", b"PATCH"})
 _LAST_CHUNK = b"0\r\n\r\n"
 
@@ -48,14 +49,60 @@ class WireRequest:
         return _slices(self.body) if isinstance(self.body, bytes) else self.body
 
 
-def encode_request(origin: Origin, method: bytes, *, target: bytes, headers: Headers, body: Body) -> WireRequest:
+def _check_fields(text: bytes, names: list[bytes], lines: int) -> None:
+    """Raises UnsafeRequest unless this text of so many lines says what it should. One look at everything joined costs a
+    tenth of a check per field."""
+    if b"".join(names).translate(None, _TOKEN) or b"" in names:
+        raise UnsafeRequest("a method or header name that is not a token")
+    if text.translate(None, _HEAD) or not text.count(b"\r\n") == lines == text.count(b"\r") == text.count(b"\n"):
+        raise UnsafeRequest("a control character in a header value or in the request target")
+
+
+class RepeatedFields:
+    """Header fields that request after request has: checked and encoded once. Host and framing are none of these.
+
+    Raises UnsafeRequest.
+    """
+
+    __slots__ = ("headers", "wire")
+
+    def __init__(self, headers: Headers) -> None:
+        names = list(map(_NAME, headers))
+        if not _PER_REQUEST.isdisjoint(names):
+            raise UnsafeRequest("host or framing among fields that repeat")
+        lines = [*map(b": ".join, headers), b""]
+        self.headers = headers  # not to be changed
+        self.wire = b"\r\n".join(lines)
+        _check_fields(self.wire, names, len(lines) - 1)
+
+
+NO_FIELDS = RepeatedFields([])
+
+
+def encode_request(
+    origin: Origin,
+    method: bytes,
+    *,
+    target: bytes,
+    headers: Headers,
+    body: Body,
+    repeated: RepeatedFields = NO_FIELDS,
+) -> WireRequest:
     """The request for the wire; a body of bytes is not copied unless it is small. Raises UnsafeRequest."""
     if body is not None and not isinstance(body, bytes):
-        head, length_bytes = encode_head(origin, method, target=target, headers=headers, body_bytes=None, has_body=True)
+        head, length_bytes = encode_head(
+            origin, method, target=target, headers=headers, body_bytes=None, has_body=True, repeated=repeated
+        )
         return WireRequest(method, (head,), body, length_bytes)
     size_bytes = len(body) if body else 0
     head, length_bytes = encode_head(
-        origin, method, target=target, headers=headers, body_bytes=size_bytes, has_body=body is not None
+        origin,
+        method,
+        target=target,
+        headers=headers,
+        body_bytes=size_bytes,
+        has_body=body is not None,
+        repeated=repeated,
     )
     if length_bytes is None:
         chunk = (b"%x\r\n" % size_bytes, body, b"\r\n" + _LAST_CHUNK) if body else (_LAST_CHUNK,)
@@ -68,13 +115,20 @@ def encode_request(origin: Origin, method: bytes, *, target: bytes, headers: Hea
 
 
 def encode_head(
-    origin: Origin, method: bytes, *, target: bytes, headers: Headers, body_bytes: int | None, has_body: bool
+    origin: Origin,
+    method: bytes,
+    *,
+    target: bytes,
+    headers: Headers,
+    body_bytes: int | None,
+    has_body: bool,
+    repeated: RepeatedFields = NO_FIELDS,
 ) -> tuple[bytes, int | None]:
     """The head of one request, and how the body after it is framed: its length, or chunked when that is None.
 
-    Host and the framing header are added when `headers` has none. `body_bytes` is the body's size, None while it is not
-    known. Raises UnsafeRequest for CR, LF, NUL or other controls, for what is not a token where one belongs, and for
-    framing headers that contradict the body.
+    Host and the framing header are added when `headers` has none; `repeated` comes last. `body_bytes` is the body's
+    size, None while it is not known. Raises UnsafeRequest for CR, LF, NUL or other controls, for what is not a token
+    where one belongs, and for framing headers that contradict the body.
     """
     names = list(map(_NAME, headers))
     lines = [b"%b %b%b HTTP/1.1" % (method, origin.base_path, target)]
@@ -92,16 +146,12 @@ def encode_head(
         length_bytes = body_bytes or 0
         if length_bytes or method in _WANTS_LENGTH:
             lines.append(b"content-length: %d" % length_bytes)
-    lines.append(b"\r\n")
-    head = b"\r\n".join(lines)
-    # One look at everything joined costs a tenth of a check per field.
-    if not method or b"".join((method, *names)).translate(None, _TOKEN) or b"" in names:
-        raise UnsafeRequest("a method or header name that is not a token")
-    if head.translate(None, _HEAD) or not head.count(b"\r\n") == len(lines) == head.count(b"\r") == head.count(b"\n"):
-        raise UnsafeRequest("a control character in a header value or in the request target")
+    lines.append(b"")
+    own = b"\r\n".join(lines)
     if target[:1] not in (b"/", b"*") or target.translate(None, _VISIBLE):
         raise UnsafeRequest("a request target with spaces or control characters, or not starting with a slash")
-    return head, length_bytes
+    _check_fields(own, [method, *names], len(lines) - 1)
+    return b"%b%b\r\n" % (own, repeated.wire), length_bytes
 
 
 def _stated_length(headers: Headers, names: list[bytes], *, body_bytes: int | None, has_body: bool) -> int | None:

@@ -62,8 +62,12 @@ async def test_a_full_line_refuses_at_once() -> None:
         await until(lambda: calls.lock.count_waiting("k") == 1)
         with pytest.raises(TooManyWaiting, match="k"):
             await calls("c", "k")
+        assert calls.lock.count_waiting("k") == 1
         calls.release.set()
     assert calls.order == ["a", "b"]
+    assert calls.lock.count_waiting("k") == 0
+    async with asyncio.timeout(60):
+        await calls("d", "k")
 
 
 async def test_a_caller_that_gives_up_leaves_the_line() -> None:

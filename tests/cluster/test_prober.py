@@ -95,6 +95,7 @@ async def test_every_endpoint_is_probed_at_its_own_pace(make_cluster: MakeCluste
         later = pauses.asked[8:]
         assert len(set(later)) == 16
         assert all(4.5 <= pause <= 5.5 for pause in later)
+        assert min(later) < 5.0 < max(later)
 
 
 async def test_a_few_are_probed_at_once(make_cluster: MakeCluster) -> None:

@@ -104,6 +104,15 @@ async def test_a_refused_key_is_never_shown() -> None:
     assert "s3cr3t-key" not in json.dumps(report.as_dict())
 
 
+async def test_an_adapter_is_not_the_model_to_try() -> None:
+    """It may be listed first; with it tokens and caching are tried of another model than the clients'."""
+    adapter = {"id": "adapter", "object": "model", "root": "x", "parent": "sim"}
+    base = {"id": "sim", "object": "model", "root": "sim", "parent": None, "max_model_len": 8192}
+    report = await visit_front({"/v1/models": (200, {"object": "list", "data": [adapter, base]})})
+    assert report.findings == (), "the simulated engine has no such adapter"
+    assert "generate" in {one.check for one in report.passed}
+
+
 async def test_an_engine_without_chat() -> None:
     """A base model without a template is tried with a text completion."""
     report = await visit_front({"/v1/chat/completions": REFUSAL})

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvproxy.forward.headers import RequestHeaders, RequestLoops, response_headers, with_credential
+from kvproxy.errors import UnsafeRequest
+from kvproxy.forward.headers import RequestHead, RequestHeaders, RequestLoops, response_headers
 from kvproxy.types import Headers
 from kvproxy.upstream.origin import Origin
 
@@ -21,7 +22,7 @@ def scope(headers: Headers, **more: Any) -> dict[str, Any]:
 
 
 def built(headers: Headers, *, request_id: str = "", **more: Any) -> dict[bytes, bytes]:
-    pairs = RequestHeaders().build(scope(headers, **more), request_id=request_id)
+    pairs = RequestHeaders().build(scope(headers, **more), request_id=request_id).headers
     assert len({name for name, _ in pairs}) == len(pairs), "no header twice"
     return dict(pairs)
 
@@ -52,8 +53,15 @@ def test_headers_named_by_connection_stop_here() -> None:
 
 def test_connection_given_twice_is_read_whole() -> None:
     """A second `connection` header names headers too."""
-    headers = built([(b"connection", b"close"), (b"connection", b"x-a"), (b"x-a", b"1")])
-    assert b"x-a" not in headers
+    for named in ((b"close", b"x-a"), (b"x-a", b"close")):
+        headers = built([*((b"connection", value) for value in named), (b"x-a", b"1")])
+        assert b"x-a" not in headers
+
+
+def test_a_list_given_in_several_headers_is_one() -> None:
+    """Proxies may add lines of their own: no hop is lost (RFC 9110, 5.3)."""
+    headers = built([(b"x-forwarded-for", b"198.51.100.1"), (b"x-forwarded-for", b"198.51.100.2")])
+    assert headers[b"x-forwarded-for"] == b"198.51.100.1, 198.51.100.2, 192.0.2.7"
 
 
 def test_the_client_address_is_appended() -> None:
@@ -104,12 +112,69 @@ def test_the_request_id_replaces_the_clients() -> None:
     assert built([(b"x-request-id", b"theirs")])[b"x-request-id"] == b"theirs"
 
 
-def test_an_endpoints_own_key_replaces_the_clients_in_a_new_list() -> None:
-    """One endpoint's credential never stays in the list the next attempt copies."""
-    base: Headers = [(b"authorization", b"Bearer client"), (b"x-api-key", b"client"), (b"accept", b"*/*")]
-    untouched = base.copy()
-    assert with_credential(base, b"Bearer own") == [(b"accept", b"*/*"), (b"authorization", b"Bearer own")]
-    assert base == untouched
+def test_an_endpoints_own_key_replaces_the_clients_for_one_attempt() -> None:
+    """One endpoint's credential never stays in what the next attempt, or the next request, begins from."""
+    headers = RequestHeaders()
+    sent: Headers = [(b"authorization", b"Bearer client"), (b"x-api-key", b"client"), (b"accept", b"*/*")]
+    head = headers.build(scope(sent), request_id="")
+    before = head.headers
+    for _ in range(2):
+        own = dict(head.with_credential(b"Bearer own").headers)
+        assert own[b"authorization"] == b"Bearer own"
+        assert b"x-api-key" not in own
+        assert own[b"accept"] == b"*/*"
+    assert head.headers == before
+    assert dict(headers.build(scope(sent), request_id="").headers)[b"authorization"] == b"Bearer client"
+
+
+def test_an_attempts_own_span_replaces_the_requests() -> None:
+    """Each attempt is a span of its own; the others keep theirs."""
+    head = RequestHeaders().build(scope([(b"accept", b"*/*")]), request_id="a")
+    before = head.headers
+    names = [name for name, _ in head.with_trace_parent(b"00-1").headers]
+    assert names.count(b"traceparent") == 1
+    assert dict(head.with_trace_parent(b"00-1").headers)[b"traceparent"] == b"00-1"
+    assert head.headers == before
+
+
+def test_what_repeats_is_worked_out_once_a_client() -> None:
+    """Length, trace and id are those of one request; another address, another scheme or trust is another client."""
+    headers = RequestHeaders()
+
+    def sent(number: int, **more: Any) -> RequestHead:
+        pairs = [(b"host", b"h"), (b"content-length", b"%d" % number), (b"traceparent", b"%d" % number)]
+        return headers.build(scope(pairs, **more), request_id=str(number))
+
+    first, second = sent(1), sent(2)
+    assert first.repeated is second.repeated
+    assert first.own != second.own
+    for other in (sent(3, client=("192.0.2.8", 1)), sent(3, scheme="https")):
+        assert other.repeated is not first.repeated
+    rank = [(b"x-data-parallel-rank", b"1")]
+    untrusted = headers.build(scope(rank), request_id="")
+    trusted = headers.build(scope(rank), request_id="", trusted=True)
+    assert rank[0] in trusted.headers
+    assert rank[0] not in untrusted.headers
+
+
+def test_what_is_remembered_of_clients_is_bounded() -> None:
+    """In number, and long heads are not kept."""
+    headers = RequestHeaders()
+    long = scope([(b"a", b"b" * 5000)])
+    assert headers.build(long, request_id="").repeated is not headers.build(long, request_id="").repeated
+    first = headers.build(scope([]), request_id="").repeated
+    assert headers.build(scope([]), request_id="").repeated is first
+    for number in range(1100):
+        headers.build(scope([(b"a", b"%d" % number)]), request_id="")
+    assert headers.build(scope([]), request_id="").repeated is not first
+
+
+def test_a_field_that_no_request_may_have_is_refused() -> None:
+    """Before an endpoint is chosen, every time."""
+    headers = RequestHeaders()
+    for _ in range(2):
+        with pytest.raises(UnsafeRequest):
+            headers.build(scope([(b"a b", b"c")]), request_id="")
 
 
 def test_response_headers_keep_their_order_and_repeats() -> None:
@@ -131,14 +196,14 @@ def test_what_steers_engines_comes_from_trusted_clients_only(name: bytes) -> Non
     headers = [(name, b"1"), (b"x-other", b"2")]
     assert name not in built(headers)
     assert built(headers)[b"x-other"] == b"2"
-    trusted = dict(RequestHeaders().build(scope(headers), request_id="", trusted=True))
+    trusted = dict(RequestHeaders().build(scope(headers), request_id="", trusted=True).headers)
     assert trusted[name] == b"1"
 
 
 def test_a_header_of_the_proxys_own_filters_passes() -> None:
     """`kvcache` may be told to name the preferred endpoint in such a one."""
     own = RequestHeaders(own=[b"x-kvproxy-preferred"])
-    assert (b"x-kvproxy-preferred", b"a") in own.build(scope([(b"x-kvproxy-preferred", b"a")]), request_id="")
+    assert (b"x-kvproxy-preferred", b"a") in own.build(scope([(b"x-kvproxy-preferred", b"a")]), request_id="").headers
 
 
 def test_a_request_that_was_here_before_is_told_by_via() -> None:
@@ -147,7 +212,7 @@ def test_a_request_that_was_here_before_is_told_by_via() -> None:
     with pytest.raises(RequestLoops):
         headers.build(scope([(b"via", b"1.1 a, " + headers.via + b", 1.1 b")]), request_id="")
     other = RequestHeaders().via
-    assert (b"via", other + b", " + headers.via) in headers.build(scope([(b"via", other)]), request_id="")
+    assert (b"via", other + b", " + headers.via) in headers.build(scope([(b"via", other)]), request_id="").headers
 
 
 @pytest.mark.parametrize(

@@ -280,6 +280,17 @@ def test_the_newest_runner_starts_over_when_memory_runs_out() -> None:
     assert engine.load.kv_usage == 0.0
 
 
+def test_a_preempted_request_is_the_next_to_run() -> None:
+    """Before those that arrived while it ran: it is older than they are."""
+    engine = Engine(replace(SMALL, capacity_blocks=8, max_sequences=2))
+    engine.submit(request("old", 48, 60), 0.0)
+    engine.submit(request("young", 48, 60, chain=1), 0.0)
+    engine.submit(request("waits", 48, 60, chain=2), 0.01)
+    outputs = run(engine)
+    assert of(outputs, Preempted, "young")
+    assert finished(outputs, "young").at < finished(outputs, "waits").at
+
+
 def test_a_prompt_in_the_middle_of_its_chunks_may_be_preempted() -> None:
     """Growing streams take the memory a half-computed prompt was admitted against; it starts over and finishes."""
     engine = Engine(replace(SMALL, capacity_blocks=24, max_batched_tokens=12, max_sequences=8))
@@ -312,6 +323,21 @@ def test_cancel_frees_blocks_at_once() -> None:
     assert engine.cancel("prefill", 0.121)
     assert engine.load == type(engine.load)(0, 0, 0.0)
     assert of(run(engine), Finished) == []
+
+
+def test_what_a_cancelled_request_held_serves_the_next_one() -> None:
+    """It begins with the next step, and not where the long decode under way would have ended; also where the one that
+    left was alone."""
+    for company in (True, False):
+        engine = Engine(replace(SMALL, capacity_blocks=12))
+        engine.submit(request("large", 112, 20), 0.0)
+        if company:
+            engine.submit(request("decode", 16, 60, chain=1), 0.0)
+        engine.submit(request("waits", 96, 2, chain=2), 0.0)
+        engine.advance(0.1)
+        assert engine.load.waiting == 1
+        engine.cancel("large", 0.1)
+        assert first_token(run(engine), "waits").at < 0.2
 
 
 def test_cancelling_the_unknown_or_the_waiting() -> None:

@@ -9,7 +9,7 @@ import pytest
 from kvproxy.errors import UnsafeRequest
 from kvproxy.types import Headers
 from kvproxy.upstream.origin import Origin
-from kvproxy.upstream.request import SLICE_BYTES, encode_head, encode_request
+from kvproxy.upstream.request import SLICE_BYTES, RepeatedFields, encode_head, encode_request
 
 ORIGIN = Origin("http", "engine", 8000, b"/base")
 
@@ -131,3 +131,31 @@ async def test_a_body_on_its_way_cannot_be_sent_again() -> None:
     upload = request.upload()
     assert upload is not None
     assert [piece async for piece in upload] == [b"abc"]
+
+
+def test_repeated_fields_stand_behind_those_of_the_request() -> None:
+    """Encoded once, they are the same bytes in every head."""
+    repeated = RepeatedFields([(b"a", b"b"), (b"c", b"d")])
+    head, _ = encode_head(
+        ORIGIN, b"POST", target=b"/", headers=[(b"x", b"y")], body_bytes=3, has_body=True, repeated=repeated
+    )
+    lines = [b"POST /base/ HTTP/1.1", b"host: engine:8000", b"x: y", b"content-length: 3", b"a: b", b"c: d", b"", b""]
+    assert head == b"\r\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [(b"a", b"b\r\nx: y")],
+        [(b"a", b"b\0")],
+        [(b"a b", b"c")],
+        [(b"", b"c")],
+        [(b"host", b"a")],
+        [(b"content-length", b"3")],
+        [(b"transfer-encoding", b"chunked")],
+    ],
+)
+def test_repeated_fields_are_as_safe(headers: Headers) -> None:
+    """Nothing breaks out of its line, and neither host nor framing is said twice."""
+    with pytest.raises(UnsafeRequest):
+        RepeatedFields(headers)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
-import httpx
-
-from kvproxy.clients.api import Api, query_string
+from kvproxy.clients.api import ServiceClient, query_string
 from kvproxy.clients.lmcache.controller_wire import (
     ActionResult,
     Holder,
@@ -35,29 +34,22 @@ _MAX_LISTING_BYTES = 1 << 20
 _MAX_LOOKUP_BYTES = 1 << 18
 
 
-class LMCacheControllerClient:
+class LMCacheControllerClient(ServiceClient):
     """One controller. Every method raises ClientError and nothing else; nothing is retried here.
 
     Calls that reach a worker go one at a time per instance (the controller breaks parallel ones) and wait their turn
     in a bounded line; a dead worker makes the controller hang for ever, so `action_timeout_s` bounds each once sent.
     """
 
-    def __init__(
-        self,
-        http: httpx.AsyncClient,
-        base_url: str,
-        *,
-        authorization: str | None = None,
-        lookup_timeout_s: float = 2.0,
-        action_timeout_s: float = 10.0,
-        serial: KeyedLock | None = None,
-    ) -> None:
-        self._api = Api(http, base_url, service="lmcache controller", authorization=authorization)
-        self._lookup_timeout_s = lookup_timeout_s
-        self._action_timeout_s = action_timeout_s
-        self._serial = KeyedLock() if serial is None else serial
-        #: Whether the controller has `/evict` (no real one does): None until asked, False for good after a 404.
-        self.evicts: bool | None = None
+    service = "lmcache controller"
+
+    #: Whether the controller has `/evict` (no real one does): None until asked, False for good after a 404.
+    evicts: bool | None = None
+
+    @cached_property
+    def _serial(self) -> KeyedLock:
+        """One call at a time to each instance."""
+        return KeyedLock()
 
     async def lookup(self, tokens: TokenIds, *, timeout_s: float | None = None) -> tuple[Holder, ...]:
         """The instances that hold chunks of this prompt; () if none does, or the prompt is shorter than a chunk."""

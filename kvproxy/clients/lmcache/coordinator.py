@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
-import httpx
-
-from kvproxy.clients.api import Api, query_string
+from kvproxy.clients.api import ServiceClient, query_string
 from kvproxy.clients.lmcache.coordinator_wire import (
     CacheChange,
     CacheScope,
@@ -40,21 +38,10 @@ _LONG_BYTES = 1 << 16
 _MAX_LISTING_BYTES = 1 << 20
 
 
-class LMCacheCoordinatorClient:
+class LMCacheCoordinatorClient(ServiceClient):
     """One coordinator. Every method raises ClientError and nothing else; nothing is retried here."""
 
-    def __init__(
-        self,
-        http: httpx.AsyncClient,
-        base_url: str,
-        *,
-        authorization: str | None = None,
-        lookup_timeout_s: float = 2.0,
-        action_timeout_s: float = 10.0,
-    ) -> None:
-        self._api = Api(http, base_url, service="lmcache coordinator", authorization=authorization)
-        self._lookup_timeout_s = lookup_timeout_s
-        self._action_timeout_s = action_timeout_s
+    service = "lmcache coordinator"
 
     async def directory_lookup(
         self, scope: CacheScope, tokens: TokenIds, *, timeout_s: float | None = None
