@@ -246,6 +246,13 @@ class Cluster:
         if not pick.endpoint.metrics.closed:
             self.policies.observe_reuse(pick.endpoint.id, pick.reservation.cached_tokens, cached_tokens, now)
 
+    def observe_answer(self, pick: Pick, output_tokens: int, now: float) -> None:
+        """The answer of a settled pick had so many tokens; how long they took is known where it was streamed."""
+        first_token_at, endpoint = pick.reservation.first_token_at, pick.endpoint
+        if first_token_at is not None and not endpoint.metrics.closed:
+            sequences = pick.reservation.sequences
+            self.policies.observe_answer(endpoint.id, output_tokens, now - first_token_at, sequences, now)
+
     def observe_engine(self, endpoint: Endpoint, reading: Reading) -> None:
         """An engine's own count of its prefills, read just now: what streams do not teach, it does."""
         if not endpoint.metrics.closed:

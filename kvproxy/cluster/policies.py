@@ -129,6 +129,15 @@ class PolicySet:
         if self.shadow is not None:
             self.shadow.observe_reuse(endpoint, predicted_tokens, cached_tokens, now)
 
+    def observe_answer(
+        self, endpoint: EndpointId, output_tokens: int, decode_s: float, sequences: float, now: float
+    ) -> None:
+        """As of Policy."""
+        for policy in self._deciding:
+            policy.observe_answer(endpoint, output_tokens, decode_s, sequences, now)
+        if self.shadow is not None:
+            self.shadow.observe_answer(endpoint, output_tokens, decode_s, sequences, now)
+
     def forget(self, endpoint: EndpointId) -> None:
         """As of Policy; also those that share speeds, since what they count besides is their own."""
         for policy in self._deciding:

@@ -22,6 +22,9 @@ class KvAwareSettings(Model):
     """How many of the endpoint's usual waits count: about as many turns as the session still has, discounted."""
     hot_discount: float = Field(default=0.25, ge=0, le=1)
     """What a missing hot token counts."""
+    target_itl: float | None = Field(default=None, gt=0, le=10)
+    """Seconds between two tokens of an answer that are to be kept where possible: an endpoint counts as dearer by what
+    an answer is expected to be late by there. None: answers may slow down where sequences gather on a hot prefix."""
 
 
 class PrefixAffinitySettings(Model):

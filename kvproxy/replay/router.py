@@ -137,6 +137,11 @@ class VirtualRouter:
         predicted, cached = outcome.predicted_tokens, outcome.cached_tokens
         placement.settle(predicted, cached)
         self._policy.observe_reuse(endpoint.id, predicted, cached, now)
+        reservation = placement.reservation
+        if reservation.first_token_at is not None and outcome.finished_at is not None:
+            decode_s = now - reservation.first_token_at
+            tokens, sequences = placement.request.turn.output_tokens, reservation.sequences
+            self._policy.observe_answer(endpoint.id, tokens, decode_s, sequences, now)
 
     def _place(self, request: LiveRequest, now: float) -> Placement:
         turn = request.turn

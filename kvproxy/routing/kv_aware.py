@@ -13,6 +13,10 @@ behind them, and bringing lower-tier tokens up. A greedy router stops at wait + 
 - The session comes back to where it went, and finds what is usual there (usual_wait): others may have to leave an
   endpoint that is always busy.
 
+With an operator's `target_itl` it also costs what an answer of mean length is expected to be late by, against one
+token each `target_itl`, beside one sequence more than are in flight there (steps.py); without one nothing is learned
+of that.
+
 What others suffer is charged in pooled seconds, so that the slow half of a mixed fleet is not starved. Computing a hot
 prefix once more is an investment and discounted. Speeds are learned (speeds.py).
 """
@@ -30,6 +34,7 @@ from kvproxy.routing.costs import least, own_s
 from kvproxy.routing.load import Features, prefill_s
 from kvproxy.routing.policy import Candidate, Choice, OverlapFacts, PickRequest, Policy
 from kvproxy.routing.speeds import SpeedModel
+from kvproxy.routing.steps import StepModel
 from kvproxy.routing.traffic import ArrivalStats, EndpointArrivals, Utilisation
 from kvproxy.types import EndpointId
 
@@ -97,6 +102,7 @@ class KvAware(Policy):
         self.speeds = SpeedModel() if speeds is None else speeds
         self.utilisation = Utilisation()
         self.arrivals = ArrivalStats()
+        self.steps = StepModel()  # learned while there is a target
         self._pool: _Pool | None = None  # of the latest candidates
         self._latest: _Speeds | None = None  # of the latest placement, where it was in a large pool
 
@@ -124,6 +130,9 @@ class KvAware(Policy):
             kappa = delayed + (bound_s if bound_s < MAX_KAPPA else MAX_KAPPA)
             cost = wait + own * (slow + stall * load.in_flight) + own * kappa + foresight * past.usual_wait_s
             costs.append(cost / weight)
+        if settings.target_itl is not None:
+            for index, (slow, load, weight) in enumerate(zip(slowness, pool.loads, pool.weights, strict=True)):
+                costs[index] += self.steps.late_s(load.in_flight + 1, slow, settings.target_itl) / weight
         index = least(costs, self._rng)
         here, elsewhere = 0, 0
         if held:
@@ -204,6 +213,9 @@ class KvAware(Policy):
             "rho": rho,
             "arrivals_per_s": arrivals_per_s,
             "bound_per_s": {endpoint: past.bound_per_s for endpoint, past in known.items()},
+            "itl_base_s": self.steps.base_s,
+            "itl_sequence_s": self.steps.sequence_s,
+            "answer_tokens": self.steps.answer_tokens,
             "usual_wait_s": {endpoint: past.usual_wait_s for endpoint, past in known.items()},
         }
 
@@ -211,6 +223,13 @@ class KvAware(Policy):
         self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool = False
     ) -> None:
         self.speeds.observe(endpoint, work, busy_s, now, scraped=scraped)
+
+    def observe_answer(
+        self, endpoint: EndpointId, output_tokens: int, decode_s: float, sequences: float, now: float
+    ) -> None:
+        if self.settings.target_itl is not None:
+            slowness = self.speeds.slowness(endpoint, now)
+            self.steps.observe(output_tokens, decode_s / slowness, sequences)
 
     def forget(self, endpoint: EndpointId) -> None:
         self.speeds.forget(endpoint)

@@ -82,6 +82,7 @@ class Reservation(msgspec.Struct, eq=False):
     hidden: bool = False  # its first token cannot be seen
     live: tuple[LiveBlocks, Sequence[int]] | None = None  # its prompt's blocks, and the ledger they are counted in
     first_token_at: float | None = None
+    sequences: float = 0.0  # in flight there when its first token came; at its end the mean of then and now
     released: bool = False
 
     @property
@@ -242,7 +243,7 @@ class EndpointLoad:
         work = self._settle(reservation)
         if work is None:
             return
-        reservation.first_token_at = now
+        reservation.first_token_at, reservation.sequences = now, self.in_flight
         if self._last > self._anchor and now - self._last > GROUP_GAP_S:
             self._close_sample(self._last, now)
         self._done = sum_of(sum_of(self._done, self._presumed), work)
@@ -258,6 +259,7 @@ class EndpointLoad:
         reservation.released = True
         if reservation.hidden or reservation.first_token_at is not None:
             stay_s = now - reservation.started_at
+            reservation.sequences = 0.5 * (reservation.sequences + self.in_flight)
             self._stay_s = self._stay_s + _STAY_GAIN * (stay_s - self._stay_s) if self._stay_s else stay_s
         self._void(reservation, now)
         self.in_flight -= 1

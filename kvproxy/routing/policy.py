@@ -161,6 +161,12 @@ class Policy(ABC):
     def observe_reuse(self, endpoint: EndpointId, predicted_tokens: int, cached_tokens: int, now: float) -> None:
         """A response reported `cached_tokens` where `predicted_tokens` had been expected."""
 
+    def observe_answer(
+        self, endpoint: EndpointId, output_tokens: int, decode_s: float, sequences: float, now: float
+    ) -> None:
+        """A streamed answer of so many tokens took `decode_s` from its first token to its end, beside so many sequences
+        in flight on average, itself among them."""
+
     def forget(self, endpoint: EndpointId) -> None:
         """The endpoint left the cluster for good."""
 
