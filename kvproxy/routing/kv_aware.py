@@ -1,6 +1,6 @@
 """kv_aware: the endpoint where this request costs all requests least, in seconds of prefill.
 
-    cost  = wait + own * (slowness + kappa + stall * in_flight) + foresight * usual_wait
+    cost  = wait + own * (slowness + kappa + stall * min(in_flight, 20)) + foresight * usual_wait
     kappa = (crowding * bound_per_s * (wait + slowness * own / 2) + congestion * arrivals_per_s * mean_wait) / (1 - rho)
 
 `wait` is the pending prefill there, `own` the prefill this request would add: uncached tokens with the attention work
@@ -9,7 +9,8 @@ behind them, and bringing lower-tier tokens up. A greedy router stops at wait + 
 - Own work delays requests that come to the endpoint because it holds their prefix (bound_per_s), for as long as its
   backlog then takes to be over; a long prompt weighs more than its length.
 - Where every endpoint has a backlog, it delays all that come, wherever they go (mean_wait).
-- It stalls the sequences decoding there (stall).
+- It stalls the sequences decoding there (stall), up to so many of them: in a large batch decoding is slow already, and
+  what a request saves by waiting for one endpoint is soon less than it waits.
 - The session comes back to where it went, and finds what is usual there (usual_wait): others may have to leave an
   endpoint that is always busy.
 
@@ -40,6 +41,9 @@ from kvproxy.types import EndpointId
 
 #: Work is believed to delay at most this many of those bound to the endpoint, and as many of all.
 MAX_KAPPA = 9.0
+
+#: So many sequences at most count as stalled by a prefill: with hundreds in flight nothing else would decide.
+MAX_STALLED = 20
 
 #: A request that takes under this share of the time it would take elsewhere is bound to its endpoint.
 BOUND_BELOW = 0.5
@@ -128,7 +132,10 @@ class KvAware(Policy):
         for wait, own, slow, load, past, weight in columns:
             bound_s = crowding * past.bound_per_s * (wait + 0.5 * slow * own)
             kappa = delayed + (bound_s if bound_s < MAX_KAPPA else MAX_KAPPA)
-            cost = wait + own * (slow + stall * load.in_flight) + own * kappa + foresight * past.usual_wait_s
+            stalled = load.in_flight
+            if stalled > MAX_STALLED:
+                stalled = MAX_STALLED
+            cost = wait + own * (slow + stall * stalled) + own * kappa + foresight * past.usual_wait_s
             costs.append(cost / weight)
         if settings.target_itl is not None:
             for index, (slow, load, weight) in enumerate(zip(slowness, pool.loads, pool.weights, strict=True)):

@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from kvproxy.routing.live_blocks import LiveBlocks
-from kvproxy.routing.room import EngineState, Room, room_of
+from kvproxy.routing.room import HEAD_TOKENS, EngineState, Room, room_of
 
 #: (requests, sum u, sum u*(c+u/2), sum l) for u uncached tokens after c cached ones, l of these on lower tiers:
 #: what prefill time is linear in.
@@ -27,8 +27,7 @@ Features = tuple[float, float, float, float]
 #: First tokens closer together than this left the engine in one step.
 GROUP_GAP_S = 0.002
 
-#: The engine works at once on about this much of what is pending (a step's token budget), never on more requests.
-HEAD_TOKENS = 2048
+#: The engine works at once on no more requests than this, however short they are (HEAD_TOKENS).
 HEAD_REQUESTS = 256
 
 #: A running step is never believed to be further along than this share of its estimate.

@@ -18,8 +18,9 @@ MIN_USED_SHARE = 0.5
 #: So many requests wait at an engine only where it does not admit them: fewer may have come during its running step.
 MIN_WAITING = 4
 
-#: With less prompt than this pending, a step has room for all of it: what waits waits for something else.
-STEP_TOKENS = 2048
+#: The engine works at once on about this much of what is pending: a step's token budget. With no more pending than this
+#: what waits does not wait for prefill.
+HEAD_TOKENS = 2048
 
 #: With more of its memory in use than this, what waits may wait for memory and says nothing of slots.
 SHORT_SHARE = 0.9
@@ -62,6 +63,6 @@ def room_of(state: EngineState, before: Room | None, *, resident_tokens: int, pe
         tokens = admitted / used
     requests = math.inf if before is None or running > before.requests else before.requests
     memory_left = used is None or used < SHORT_SHARE
-    if running and waiting >= MIN_WAITING and pending_tokens <= STEP_TOKENS and memory_left:
+    if running and waiting >= MIN_WAITING and pending_tokens <= HEAD_TOKENS and memory_left:
         requests = running
     return Room(tokens, requests, state.read_at)

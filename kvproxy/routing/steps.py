@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-_DECAY = 0.99  # a sample
-_RIDGE = 0.05  # in squares of the mean number of sequences: how far that has to vary before the slope is believed
-_PRIOR_SHARE = 0.25  # of a step, that goes with the number of sequences, before that is known
+#: Of a sample's weight, with each one that follows.
+_DECAY = 0.99
+#: How far the number of sequences has to vary before the slope is believed, in squares of its mean.
+_RIDGE = 0.05
+#: Share of a step that goes with the number of sequences, before that is known.
+_PRIOR_SHARE = 0.25
 
 #: An answer shorter than this says more of its prefill and its end than of what lies between.
 MIN_TOKENS = 8

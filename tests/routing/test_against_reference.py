@@ -8,7 +8,8 @@ import pytest
 
 from kvproxy.config.policy_schema import KvAwareSettings
 from kvproxy.routing.kv_aware import KvAware
-from kvproxy.routing.load import HEAD_TOKENS, MAX_PROGRESS, OVERDUE, OVERDUE_S, Reservation
+from kvproxy.routing.load import MAX_PROGRESS, OVERDUE, OVERDUE_S, Reservation
+from kvproxy.routing.room import HEAD_TOKENS
 from kvproxy.routing.speeds import SpeedModel
 from tests.routing import reference_speed_model as reference
 from tests.routing.fleet import FakeCandidate, ask, fleet
