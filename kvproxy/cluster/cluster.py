@@ -13,6 +13,7 @@ from typing import Self
 from kvproxy.background_task import TaskSet
 from kvproxy.cluster.discovery import Poller, Source, sources_of
 from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.engine_priority import ClusterPriority, utc_seconds
 from kvproxy.cluster.membership import STATIC, Membership
 from kvproxy.cluster.pick import AttemptOutcome, Pick, reserve
 from kvproxy.cluster.policies import PolicySet
@@ -56,12 +57,14 @@ class Cluster:
         probe: Probe | None = None,
         policy: Policy | None = None,
         sources: Sequence[Source] | None = None,
+        wall_clock: Clock = utc_seconds,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.name = name
         self.settings = settings
         self._metrics = metrics
         self._clock = clock
+        self._rng = rng
         self._screening = Screening()
         self._members = Membership(self._make, configure=self._configure, on_left=self._left)
         self._rng = rng
@@ -73,6 +76,12 @@ class Cluster:
         self._shown = False
         self._hiding: set[Endpoint] = set()  # with requests under way whose first token cannot be seen
         self.policies = PolicySet(name, settings, metrics=metrics, rng=rng, policy=policy)
+        #: How urgent its requests are, where their engines are told.
+        self.priority = ClusterPriority(
+            ageing=settings.queue.ageing, speeds=lambda: self.speeds, clock=clock, wall_clock=wall_clock
+        )
+        #: Whether any engine is told: then a client's own word for it is not passed on as it is.
+        self.tells_priority = False
         #: Where requests wait; None: none does.
         self.queue: RouterQueue | None = None
         self._arrange_queue()
@@ -134,6 +143,7 @@ class Cluster:
         # Kept over a reload, and not built again around its state: requests of every generation hold picks on it.
         before, self.settings = self.settings, settings
         self.policies = PolicySet(self.name, settings, metrics=self._metrics, rng=self._rng, earlier=self.policies)
+        self.priority.ageing = settings.queue.ageing
         for endpoint in self._members.all_endpoints():
             endpoint.load.count_live_blocks(self.policies.counts_live_blocks)
             if endpoint.load.on_sample is not None:
@@ -322,6 +332,7 @@ class Cluster:
             self._screening.invalidate()
             if well:
                 log.info("%s/%s is well again", self.name, endpoint.id)
+                endpoint.priority.restarted()
             else:
                 endpoint.metrics.ejection("probes")
                 log.warning("%s/%s is unhealthy: probe %s", self.name, endpoint.id, outcome)
@@ -342,6 +353,7 @@ class Cluster:
 
     def _follow(self) -> None:
         self._screening.replace(self.endpoints)
+        self.tells_priority = any(not endpoint.priority.off for endpoint in self.endpoints)
         self._prober.probe_endpoints(self.endpoints)
         self._give_back_all()
 
@@ -385,6 +397,7 @@ class Cluster:
             cluster=self.name,
             metrics=self._metrics,
             clock=self._clock,
+            rng=self._rng,
             on_change=self._screening.invalidate,
         )
         if self._shown:

@@ -80,6 +80,8 @@ class Pick(msgspec.Struct, eq=False):
         """The engine sent the first body byte."""
         self.endpoint.waiting.pop(self, None)
         self.endpoint.load.first_token(self.reservation, now)
+        if not self.reservation.hidden:
+            self.endpoint.priority.first_token(self, now)
         self.picker.on_load_decrease()
         if self.permit is not None and self.endpoint.breaker.state is BreakerState.HALF_OPEN:
             self.permit.record_success()  # a probe that streams for minutes must not hold the breaker half open so long
@@ -114,6 +116,7 @@ class Pick(msgspec.Struct, eq=False):
     def _release(self, now: float) -> None:
         self.endpoint.waiting.pop(self, None)
         self.endpoint.load.release(self.reservation, now)
+        self.endpoint.priority.ended(self)
 
     def _record(self, outcome: AttemptOutcome, now: float) -> None:
         if self.permit is not None:

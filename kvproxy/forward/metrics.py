@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.endpoint import OTHER
+from kvproxy.cluster.endpoint_metrics import OTHER
 from kvproxy.config.schema import RouteSettings
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.metrics.collectors import CounterCell
@@ -124,7 +124,7 @@ class RouteMetrics(RequestObserver):
         series.prompt_tokens.value += prompt
         if cached is None:
             return
-        series.window.add(prompt, cached)
+        series.window.add_request(prompt, cached)
         if cached:
             series.cached_tokens.value += cached
             speeds = None if cluster is None else cluster.speeds

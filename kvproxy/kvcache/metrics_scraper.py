@@ -72,8 +72,8 @@ class MetricsScraper(BackgroundTask):
 
     def show(self, metrics: Metrics) -> None:
         """The gauges read it from now on."""
-        metrics.holdings.engine_kv_usage.read(self._kv_usage)
-        metrics.holdings.engine_requests.read(self._engine_requests)
+        metrics.holdings.engine_kv_usage.set_source(self._kv_usage)
+        metrics.holdings.engine_requests.set_source(self._engine_requests)
 
     async def _run(self) -> None:
         interval_s = self._interval_s or WITHOUT_READING_S
@@ -138,6 +138,7 @@ class MetricsScraper(BackgroundTask):
             self._clusters[cluster].observe_engine(endpoint, reading)
         if self._restarted(cluster, endpoint.id, metrics):
             log.info("[kvcache] %s/%s is a new process: what it held is forgotten", cluster, endpoint.id)
+            endpoint.priority.restarted()
         self._size(cluster, endpoint, metrics)
 
     def _restarted(self, cluster: str, endpoint: EndpointId, metrics: EngineMetrics) -> bool:

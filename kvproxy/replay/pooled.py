@@ -110,7 +110,8 @@ def measure_throughput(trace: Trace, fleet: ReplayFleet) -> float:
     """Requests a second when there is always one more: first tokens of the whole trace over the time they took.
     Raises NothingFits when there is none.
     """
-    pool = PooledFleet(fleet, trace.block_size)
+    blocks = fleet.blocks_of(trace)
+    pool = PooledFleet(fleet, blocks.size)
     seconds = average_seconds(fleet)
     engines = [endpoint.engine for endpoint in pool.endpoints]
     turns = [turn for _, turn in reversed(trace.turns_in_nominal_order(service_s=5.0))]
@@ -122,7 +123,7 @@ def measure_throughput(trace: Trace, fleet: ReplayFleet) -> float:
             index = min(range(len(engines)), key=lambda i: (engines[i].load.waiting, pending_s[i]))
             if engines[index].load.waiting >= _WAITING_WHEN_FED:
                 break
-            turn = turns.pop()
+            turn = blocks.split(turns.pop())
             cached = pool.cached_tokens(turn)
             own_s = seconds_of(features_of(turn.prompt_tokens - cached, cached), seconds)
             name = str(len(turns))
@@ -178,9 +179,10 @@ def play_on_pool(
     trace: Trace, pace: Pace, fleet: ReplayFleet, *, token_gaps: TokenGaps | None = None
 ) -> Sequence[ReplayOutcome]:
     """One run of the pool; `token_gaps` is given the times between tokens."""
-    pool = PooledFleet(fleet, trace.block_size, duration_s=pace.duration_s(trace))
+    blocks = fleet.blocks_of(trace)
+    pool = PooledFleet(fleet, blocks.size, duration_s=pace.duration_s(trace))
     router = VirtualRouter(pool.endpoints, ExactLeastWork(fleet, rng=Random(1)), pool)
-    outcomes = VirtualTime(trace, pace, router, pool, sharing=pool.endpoints).run()
+    outcomes = VirtualTime(blocks, pace, router, pool, sharing=pool.endpoints).run()
     if token_gaps is not None:
         for endpoint in pool.endpoints:
             token_gaps.update(endpoint.engine.counters.token_gaps)

@@ -20,8 +20,11 @@ class ReplayOutcome:
     endpoint: int = -1
     predicted_tokens: int = 0
     cached_tokens: int = 0
+    placed_at: float | None = None  # on an endpoint; the arrival, unless the router queue held it
+    admitted_at: float | None = None  # by the engine
     first_token_at: float | None = None
     finished_at: float | None = None
+    preemptions: int = 0
     output_tokens: int = 0
     session: int = -1
     tenant: str = ""

@@ -89,6 +89,7 @@ class VirtualRouter:
         *,
         queue: QueueSettings | None = None,
         priority: bool = False,
+        reports_cached: bool = True,
     ) -> None:
         self._endpoints = endpoints
         self._policy = policy
@@ -96,6 +97,7 @@ class VirtualRouter:
         self._queue: FairQueue[LiveRequest] = FairQueue(QueueSettings(limit=0) if queue is None else queue)
         self._speeds = policy.speeds if queue is not None else None
         self._priority = priority
+        self._reports_cached = reports_cached
         for endpoint in endpoints:
             endpoint.load.on_sample = partial(policy.observe_sample, endpoint.id)
             endpoint.load.count_live_blocks(policy.counts_live_blocks)
@@ -106,7 +108,7 @@ class VirtualRouter:
         if self._speeds is None or self._queue.admits(self._least_wait_s(now)):
             return self._place(request, now)
         own_s = least_own_s(self._view.facts(request.turn), self._endpoints, self._speeds)
-        if self._queue.offer(request, own_s, now) is None:
+        if self._queue.offer(request, own_s, now, tenant=request.outcome.tenant) is None:
             return self._place(request, now)
         return None
 
@@ -134,7 +136,8 @@ class VirtualRouter:
         endpoint.load.release(placement.reservation, now)
         if outcome.first_token_at is not None:
             endpoint.ended.add(placement.reservation)
-        predicted, cached = outcome.predicted_tokens, outcome.cached_tokens
+        predicted = outcome.predicted_tokens
+        cached = outcome.cached_tokens if self._reports_cached else 0
         placement.settle(predicted, cached)
         self._policy.observe_reuse(endpoint.id, predicted, cached, now)
         reservation = placement.reservation
@@ -159,7 +162,7 @@ class VirtualRouter:
             selector.advance(self._endpoints, self._policy.speeds, now)
         self._policy.placed(pick, self._endpoints, decision.index, now, choice=decision.choice)
         matched = facts.matched_tokens(endpoint.id)
-        request.outcome.endpoint = endpoint.index
+        request.outcome.endpoint, request.outcome.placed_at = endpoint.index, now
         request.outcome.predicted_tokens = matched
         reservation = endpoint.load.reserve(
             turn.prompt_tokens - matched, matched, now, hidden=not request.streams, blocks=facts.blocks

@@ -80,31 +80,31 @@ def play_policy(
     *,
     queue: bool = False,
     priority: bool = False,
-    seed: int = 1,
+    seed: int = 0,
     streamed: float = 1.0,
     token_gaps: TokenGaps | None = None,
     progress: Callable[[int], None] = lambda finished: None,
 ) -> Sequence[ReplayOutcome]:
     """Every request of the trace, as its client saw it. The policy is a fresh one: it learns as it goes; `streamed` is
-    the share of requests whose first token it sees; with `priority` the engines schedule by what it sends;
-    `token_gaps` is given the times between tokens."""
+    the share of requests whose first token it sees; with `priority` the engines schedule by what it sends; any `seed`
+    but 0 moves the arrivals a little; `token_gaps` is given the times between tokens."""
     fleet = replace(fleet, scheduling=Scheduling.PRIORITY) if priority else fleet
-    duration_s = pace.duration_s(trace)
+    blocks, duration_s = fleet.blocks_of(trace), pace.duration_s(trace)
     endpoints = [
-        SimEndpoint(endpoint_id(index), index, Engine(fleet.engine_settings(trace.block_size, index, duration_s)))
+        SimEndpoint(endpoint_id(index), index, Engine(fleet.engine_settings(blocks.size, index, duration_s)))
         for index in range(fleet.instances)
     ]
-    view = IndexView(fleet, trace.block_size, rng=Random(seed + 1))
+    view = IndexView(fleet, blocks.size, rng=Random(seed + 1))
     held = QueueSettings(limit=100_000) if queue else None
-    router = VirtualRouter(endpoints, policy, view, queue=held, priority=priority)
+    router = VirtualRouter(endpoints, policy, view, queue=held, priority=priority, reports_cached=fleet.reports_cached)
     chance = Random(seed + 2)
     run = VirtualTime(
-        trace,
+        blocks,
         pace,
         router,
         view,
         index_delay_s=fleet.index_delay_s,
-        jitter=Random(seed + 3) if seed > 1 else None,
+        jitter=Random(seed + 3) if seed else None,
         streams=lambda: chance.random() < streamed,
         progress=progress,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from array import array
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,9 +13,6 @@ from kvproxy.routing.policy import OverlapFacts
 from kvproxy.types import EndpointId, InferenceRequest
 
 SCOPE_KEY = "kvproxy"
-
-#: The text blocks of a prompt that was not hashed.
-NO_BLOCKS = array("Q")
 
 #: nginx's word for it; never on the wire, only in logs and metrics.
 CLIENT_CLOSED_REQUEST = 499
@@ -69,6 +65,7 @@ class Outcome:
     completion_tokens: int | None = None
     candidates: Sequence[Endpoint] = ()  # of the last pick, and what each would have cost by the policy; () if there
     costs: Sequence[float] = ()  # were more than MAX_REMEMBERED
+    engine_priority: int | None = None  # the number its engine was told to order it by
 
     def client_left(self) -> None:
         """The client closed its connection before the response was complete."""
@@ -93,13 +90,14 @@ class Exchange:
         "members",
         "observers",
         "outcome",
+        "own_priority",
         "policy",
         "preferred",
         "received_at",
         "received_bytes",
         "request_id",
+        "tells_priority",
         "tenant",
-        "text_blocks",
         "trace_id",
         "trace_parent",
         "trusted",
@@ -112,6 +110,8 @@ class Exchange:
         self.trusted = False  # its key says that it speaks for engines, not for users
         self.may_debug = True  # with `auth`: only if its key says so
         self.isolated = False  # what it has cached is for its tenant alone
+        self.tells_priority = False  # its cluster tells engines in which order to admit: a client's own word is cut
+        self.own_priority: int | None = None  # what a trusted client said instead, in its body
         self.body: bytes | None = None  # the whole body once inference_request read it
         self.held_bytes = 0  # of it, that are counted among those of all requests
         self.received_bytes = 0  # of the body, from the client
@@ -121,7 +121,6 @@ class Exchange:
         self.policy = ""
         self.preferred: EndpointId | None = None
         self.facts: OverlapFacts | None = None
-        self.text_blocks = NO_BLOCKS  # chained hashes of the prompt's text; not to be changed
         #: Brings facts and preference up to date from what is known here; must not raise, block or wait.
         self.facts_source: Callable[[Exchange], None] | None = None
         self.debug = False  # the client asked for x-kvproxy-decision

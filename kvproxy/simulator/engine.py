@@ -143,6 +143,7 @@ class Engine:
         if batch.chunks:
             step_s += timing.prefill_step_s
             step_s += sum(timing.prefill_s(tokens, sequence.computed) for sequence, tokens in batch.chunks)
+            step_s = step_s if batch.decodes else max(step_s, timing.prefill_floor_s)
             return Stretch(now, step_s * factor)
         if self._settings.token_outputs or batch.preempted:  # admission pauses for one step after a preemption
             return Stretch(now, step_s * factor)

@@ -45,6 +45,8 @@ class EngineSettings:
             raise ValueError("capacity and block size must be at least 1")
         if self.max_sequences < 1 or self.max_batched_tokens <= self.max_sequences:
             raise ValueError("max_batched_tokens must exceed max_sequences, which must be at least 1")
+        if self.long_prefill_token_threshold < 0:
+            raise ValueError("long_prefill_token_threshold must not be negative")
 
 
 @dataclass(frozen=True, slots=True)

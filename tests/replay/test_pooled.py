@@ -11,8 +11,9 @@ from kvproxy.config.cluster_schema import PolicyName
 from kvproxy.replay.pooled import measure_bound, measure_offered_rate, measure_throughput, play_on_pool
 from kvproxy.replay.results import summarize_outcomes
 from kvproxy.replay.scenario import PolicySpec, play_policy
-from kvproxy.replay.settings import ReplayFleet
+from kvproxy.replay.settings import ENGINES, ReplayFleet
 from kvproxy.replay.trace import Trace, parse_trace
+from kvproxy.simulator.engine_io import Scheduling
 from tests.replay.traces import chat_trace, lines, shared_prefix_trace
 
 FLEET = ReplayFleet(instances=3, capacity_tokens=100_000)
@@ -78,6 +79,20 @@ def test_an_engine_that_waits_for_blocks_goes_on_when_another_frees_them(instanc
     bound = measure_bound(trace, fleet, 0.9)
     outcomes = play_on_pool(bound.trace, bound.pace, fleet)
     assert len(outcomes) == trace.requests
+    assert all(each.first_token_at is not None and each.finished_at is not None for each in outcomes)
+
+
+@pytest.mark.parametrize("scheduling", Scheduling)
+@pytest.mark.parametrize("capacity_tokens", [15 * 512, 24 * 512])
+def test_the_pool_goes_on_whatever_its_engines_are_like(capacity_tokens: int, scheduling: Scheduling) -> None:
+    """Small caches, few slots, small blocks, a threshold and reused answers: every request that fits is served."""
+    trace = tight_trace()
+    fleet = replace(
+        ENGINES["h100"], instances=3, capacity_tokens=capacity_tokens, block_size=64, max_sequences=4,
+        long_prefill_token_threshold=1024, scheduling=scheduling,
+    )  # fmt: skip
+    bound = measure_bound(trace, fleet, 0.9)
+    outcomes = play_on_pool(bound.trace, bound.pace, fleet)
     assert all(each.first_token_at is not None and each.finished_at is not None for each in outcomes)
 
 

@@ -77,6 +77,19 @@ def test_one_request_takes_its_prefill_and_its_decode_steps() -> None:
     assert finished(outputs, "a").output_tokens == 3
 
 
+def test_a_short_prefill_takes_a_whole_step() -> None:
+    """A forward pass has a floor, unless decodes share it: these take theirs anyway."""
+    timing = EngineTiming(prefill_floor_s=0.03)
+    engine = Engine(replace(SMALL, timing=timing, token_outputs=True))
+    engine.submit(request("a", 40, 3), 0.0)
+    assert engine.next_event_at() == 0.03
+    engine.advance(0.03)
+    engine.submit(request("b", 40, 1, chain=1), 0.03)
+    outputs = run(engine)
+    shared = timing.decode_s(1, 41) + timing.prefill_s(40, 0)
+    assert first_token(outputs, "b").at == pytest.approx(0.03 + timing.decode_s(1, 40) + shared)
+
+
 def test_a_single_output_token_ends_with_the_prefill() -> None:
     """`max_tokens: 1` never decodes."""
     engine = Engine(SMALL)
@@ -386,6 +399,8 @@ def test_nonsense_settings_and_requests_are_refused() -> None:
         EngineSettings(max_batched_tokens=8, max_sequences=8)
     with pytest.raises(ValueError, match="block size"):
         EngineSettings(block_size=0)
+    with pytest.raises(ValueError, match="threshold"):
+        EngineSettings(long_prefill_token_threshold=-1)
     with pytest.raises(ValueError, match="at least one prompt token"):
         SimRequest("a", [], 0, 1)
     assert Engine(SMALL).settings is SMALL
