@@ -1,6 +1,6 @@
 """kv_aware: the endpoint where this request costs all requests least, in seconds of prefill.
 
-    cost  = wait + own * (slowness + kappa + stall * min(in_flight, 20)) + foresight * usual_wait
+    cost  = wait + own * (slowness + kappa + stall * min(in_flight, 30)) + foresight * usual_wait
     kappa = (crowding * bound_per_s * (wait + slowness * own / 2) + congestion * arrivals_per_s * mean_wait) / (1 - rho)
 
 `wait` is the pending prefill there, `own` the prefill this request would add: uncached tokens with the attention work
@@ -43,7 +43,7 @@ from kvproxy.types import EndpointId
 MAX_KAPPA = 9.0
 
 #: So many sequences at most count as stalled by a prefill: with hundreds in flight nothing else would decide.
-MAX_STALLED = 20
+MAX_STALLED = 30
 
 #: A request that takes under this share of the time it would take elsewhere is bound to its endpoint.
 BOUND_BELOW = 0.5
@@ -217,12 +217,10 @@ class KvAware(Policy):
         known, (rho, arrivals_per_s) = self.arrivals.known(), self.utilisation.rates(now)
         return {
             **asdict(self.speeds.estimates(now)),
+            **self.steps.estimates(),
             "rho": rho,
             "arrivals_per_s": arrivals_per_s,
             "bound_per_s": {endpoint: past.bound_per_s for endpoint, past in known.items()},
-            "itl_base_s": self.steps.base_s,
-            "itl_sequence_s": self.steps.sequence_s,
-            "answer_tokens": self.steps.answer_tokens,
             "usual_wait_s": {endpoint: past.usual_wait_s for endpoint, past in known.items()},
         }
 

@@ -134,6 +134,7 @@ class EndpointLoad:
         "_stay_s",
         "_work",
         "_work_s",
+        "engine",
         "hidden_requests",
         "in_flight",
         "on_sample",
@@ -162,6 +163,7 @@ class EndpointLoad:
         self._work_s = 0.0
         self._head_s = 0.0
         self._live: LiveBlocks | None = None  # None: nothing asks for it
+        self.engine: EngineState | None = None  # of the latest scrape, however long ago that is
         self.room: Room | None = None  # as of the latest scrape; None before the first
         self._stay_s = 0.0  # of a request, until its end; 0: none ended yet
 
@@ -186,6 +188,7 @@ class EndpointLoad:
 
     def observe_engine(self, state: EngineState) -> None:
         """A scrape: what a request that has to wait for memory or a slot waits for is known for a while."""
+        self.engine = state
         self.room = room_of(state, self.room, resident_tokens=self.resident_tokens, pending_tokens=self.pending_tokens)
 
     @property

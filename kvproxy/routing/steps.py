@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 #: Of a sample's weight, with each one that follows.
 _DECAY = 0.99
 #: How far the number of sequences has to vary before the slope is believed, in squares of its mean.
@@ -41,6 +43,14 @@ class StepModel:
         slope = (covariance + trust * _PRIOR_SHARE * y / n) / (variance + trust)
         self.sequence_s = max(0.0, min(slope, y / n))
         self.base_s = y - self.sequence_s * n
+
+    def estimates(self) -> Mapping[str, float]:
+        """What is believed now; zeros before the first answer."""
+        return {
+            "itl_base_s": self.base_s,
+            "itl_sequence_s": self.sequence_s,
+            "answer_tokens": self.answer_tokens,
+        }
 
     def late_s(self, sequences: int, slowness: float, target_s: float) -> float:
         """By how much an answer ends later than at `target_s` a token, on average, beside so many sequences."""
