@@ -410,6 +410,8 @@ class Forwarding:
         pick.settle(verdict, now=now)
         if (cached_tokens := self._exchange.outcome.cached_tokens) is not None:
             self._cluster.observe_reuse(pick, cached_tokens, now)
+        if succeeded and (output_tokens := self._exchange.outcome.completion_tokens) is not None:
+            self._cluster.observe_answer(pick, output_tokens, now)
         return _Next.DELIVERED
 
 
