@@ -67,7 +67,7 @@ class RoutingRoutes:
             policy.settings = after
             old, new = before.model_dump(), after.model_dump()
             changed = {key: {"before": old[key], "after": new[key]} for key in new if old[key] != new[key]}
-            self._audit.write(request, "routing.change", cluster=name, parameters=changed)
+            self._audit.write_line(request, "routing.change", cluster=name, parameters=changed)
 
     def _find_policy(self, name: str, problems: list[Problem]) -> Policy | None:
         """The cluster's own, where it has parameters."""
@@ -77,7 +77,7 @@ class RoutingRoutes:
             problems.append(Problem(f"clusters.{name[:128]}", "there is no such cluster", fix))
             return None
         if cluster.policy.settings is None:
-            fix = "kv_aware, dynamo, dynamo_agentic, llm_d and prefix_affinity have some"
+            fix = "kv_aware, dynamo, dynamo_agentic, llm_d, llm_d_sticky and prefix_affinity have some"
             what = f"the policy {cluster.policy_name} has no parameters"
             problems.append(Problem(f"clusters.{name}.parameters", what, fix))
             return None
