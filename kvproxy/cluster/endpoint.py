@@ -14,6 +14,7 @@ from kvproxy.metrics.catalog import Metrics
 from kvproxy.resilience.breaker import Breaker, BreakerState
 from kvproxy.routing.engine_samples import EndedWork
 from kvproxy.routing.load import EndpointLoad
+from kvproxy.routing.priority_payoff import PriorityPayoff
 from kvproxy.types import Clock, EndpointId
 from kvproxy.upstream.origin import Origin
 
@@ -70,6 +71,7 @@ class Endpoint:
         cluster: str,
         metrics: Metrics,
         clock: Clock,
+        payoff: PriorityPayoff,
         rng: random.Random,
         on_change: Callable[[], None],
     ) -> None:
@@ -88,7 +90,7 @@ class Endpoint:
         self._clock = clock
         self._shown = False
         #: Whether its engine is told in which order to admit, and what it makes of that.
-        self.priority = EndpointPriority(config, settings, load=self.load, rng=rng)
+        self.priority = EndpointPriority(config, settings, load=self.load, payoff=payoff, rng=rng)
         self.configure(config, settings)
 
     def __repr__(self) -> str:
