@@ -32,6 +32,7 @@ class ReceiptCandidate(msgspec.Struct, omit_defaults=True):
     cost: float | None = None  # by the policy, in its own unit
     slowness: float | None = None  # learned, against the pool
     wait_s: float | None = None  # estimated, until it would begin
+    held_s: float = 0.0  # pooled prefill seconds of what the router queue held for it
     live_blocks: int | None = None  # distinct prompt blocks of what is in flight, where they are counted
     shared_blocks: int = 0  # leading blocks of this prompt among them
 
@@ -65,12 +66,11 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True):
     head: str = ""  # keyed hash of the prompt's first bytes; likewise
     stream: bool = False
     cluster: str = ""
-    text_blocks: int = 0  # of the prompt's text, whole ones of 256 bytes; 0: unknown, or not noted
-    prefixes: str = ""  # keyed hashes of its prefixes (prefixes.py); likewise
     prompt_tokens: int | None = None  # known or estimated before the decision
     hot_tokens: int = 0
     prompt_blocks: int = 0  # of about `block_tokens` each
     block_tokens: float = 0.0
+    prefixes: str = ""  # keyed hashes of the prompt's prefixes (prefixes.py); "": unknown, or not to be noted
     facts: Mapping[EndpointId, Overlap] = {}
     attempts: tuple[Attempt, ...] = ()
     refusals: tuple[str, ...] = ()  # why no endpoint could be picked, each time it was tried
