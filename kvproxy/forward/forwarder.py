@@ -119,9 +119,10 @@ class Forwarding:
         self._task: asyncio.Task[object] | None = None
         self._given_back: str | None = None  # by an unhealthy endpoint: "" to be retried, else why it is not
 
-    async def run(self) -> None:
-        """Attempt, and attempt again, within the attempts, the retry budget and what may safely be sent twice."""
-        self._task = asyncio.current_task()
+    async def run(self, task: asyncio.Task[object] | None) -> None:
+        """Attempt, and attempt again, within the attempts, the retry budget and what may safely be sent twice. `task`
+        is the one this runs in."""
+        self._task = task
         shared = self._shared
         shared.budget.request(shared.clock())
         try:
