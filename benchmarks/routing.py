@@ -133,13 +133,13 @@ def run_cell(job: tuple[Cell, Path]) -> dict[str, Any]:
     policy = spec.make(rng=Random(1), prior_factor=changes.get("priors", 1.0))
     if "known" in changes:
         policy = knowing(fleet, bound.pace.duration_s(bound.trace), rng=Random(1))
-    outcomes = play_policy(bound.trace, bound.pace, fleet, policy, queue=spec.queue)
+    outcomes = play_policy(bound.trace, bound.pace, fleet, policy, queue=spec.queue, priority=spec.priority)
     return {
         **asdict(cell),
         **asdict(summarize_outcomes(outcomes, fleet.instances)),
-        "bound_ttft_mean_s": bound.ttft_mean_s,
-        "bound_ttft_p99_s": bound.ttft_p99_s,
-        "bound_hit_rate": bound.hit_rate,
+        "bound_ttft_mean_s": bound.summary.ttft_mean_s,
+        "bound_ttft_p99_s": bound.summary.ttft_p99_s,
+        "bound_hit_rate": bound.summary.hit_rate,
         "took_s": round(time.perf_counter() - started, 2),
     }
 

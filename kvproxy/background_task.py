@@ -1,10 +1,10 @@
-"""Background tasks: the end of some, and the base of what owns one between entering and leaving an `async with`."""
+"""Background tasks: the end of some, and what owns one, or several that come and go, inside an `async with`."""
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from typing import Any, Self
 
 
@@ -14,6 +14,29 @@ async def cancel_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     for task in ending:
         task.cancel()
     await asyncio.gather(*ending, return_exceptions=True)
+
+
+class TaskSet:
+    """Tasks that come and go. Leaving cancels and awaits those that are left, cancelled ones included."""
+
+    def __init__(self) -> None:
+        self.running = False  # entered, and not left
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        self.running = True
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.running = False
+        await cancel_tasks(self._tasks)
+
+    def start(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
+        """Only while running. To end the task, cancel it."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
 
 class BackgroundTask(ABC):

@@ -275,7 +275,7 @@ async def test_a_client_that_leaves_in_the_moment_of_the_verdict_is_gone() -> No
         second = asyncio.create_task(ask_in_process(proxy))
         await until(lambda: hung.calls)
         (give_back,) = endpoint(proxy, "a").waiting.values()
-        endpoint(proxy, "a").health.probe(False, 0.0)
+        endpoint(proxy, "a").health.record_probe(False, 0.0)
         proxy.proxy.clusters["default"].drain(EndpointId("a"))  # the verdict is looked at again
         waiting = app if not app.done() else second
         waiting.cancel()

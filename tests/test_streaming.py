@@ -225,7 +225,7 @@ async def test_models_of_all_endpoints_are_one_list() -> None:
         return behave
 
     engines = [FakeEngine("a", lists("m1", "m2")), FakeEngine("b", lists("m2", "m3"))]  # type: ignore[arg-type]
-    routes = [{"model": "alias", "upstream_model": "m3"}, {}]
+    routes = [{"model": "alias", "upstream_model": "m3"}, {"model": "m1", "upstream_model": "m3"}, {}]
     async with (
         serve(engines[0]) as a,
         serve(engines[1]) as b,
@@ -237,6 +237,7 @@ async def test_models_of_all_endpoints_are_one_list() -> None:
         unknown = await proxy.client.get("/v1/models/nobody")
     assert sorted(row["id"] for row in listed["data"]) == ["alias", "m1", "m2", "m3"]
     assert one.json()["root"] == "m3"
+    assert [row for row in listed["data"] if row["id"] == "m1"] == [{"id": "m1", "object": "model"}], "a real one stays"
     assert unknown.status_code == 404
     assert [len(engine.listings) for engine in engines] == [1, 1], "twenty clients, one question"
 

@@ -11,6 +11,8 @@ from kvproxy.admin.operated import AdminTarget, ConfigFinding, OperatorFinding
 from kvproxy.clients.kv_events.status import StreamState
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition, Endpoint
+from kvproxy.cluster.engine_priority import PriorityState
+from kvproxy.config.priority_schema import EnginePriorityMode
 from kvproxy.kvcache.overlap.kv_event_streams import EventStreams
 from kvproxy.request.exchange import FAILED
 from kvproxy.request.recent import Tally
@@ -21,6 +23,11 @@ _FIX = (
     "stream answers, or let the kvcache filter read the engines' own counters: engine_metrics_interval above 0, "
     "SGLang with --enable-metrics and without other clients"
 )
+_UNHEEDED = {
+    PriorityState.IGNORES: "the order in which engines admit shows nothing of it",
+    PriorityState.REFUSED: "engines refuse the field, so they are not sent it",
+}
+_START_WITH = "start vLLM with --scheduling-policy priority (SGLang: --enable-priority-scheduling), or set it to auto"
 #: Out of the rotation by its own fault. An endpoint that an operator drains is not.
 DOWN = frozenset({Condition.UNHEALTHY, Condition.EJECTED, Condition.BREAKER_OPEN})
 #: A share of failed requests from here on is a finding (and so many of them), and from there on a problem. The alert
@@ -46,6 +53,16 @@ def find_unlearned(clusters: Mapping[str, Cluster]) -> Iterable[ConfigFinding]:
         )
         what = f"no sample of the engines' speeds in {speeds.requests_without_sample:,} requests: {believed}"
         yield ConfigFinding("warning", f"clusters.{name}", what, _FIX)
+
+
+def find_unheeded_priority(clusters: Mapping[str, Cluster]) -> Iterable[ConfigFinding]:
+    """A finding for every cluster with engines that are told a priority by `on` and do not go by it."""
+    for name, cluster in clusters.items():
+        told = [one for one in cluster.endpoints if one.priority.mode is EnginePriorityMode.ON]
+        for state, what in _UNHEEDED.items():
+            if unheeding := [one for one in told if one.priority.state is state]:
+                text = f"engine_priority is on, and {what} ({_names(unheeding)})"
+                yield ConfigFinding("warning", f"clusters.{name}", text, _START_WITH)
 
 
 class Rank(IntEnum):
@@ -111,7 +128,13 @@ class Troubles:
         kvcache = self._operated.kvcache
         alarms: Sequence[OperatorFinding] = () if kvcache is None else kvcache.state.predictions.alarms()
         unknown = find_unlearned(self._operated.clusters)
-        for kind, found in (("alarm", alarms), ("speeds", unknown), ("finding", self._operated.findings)):
+        unheeded = find_unheeded_priority(self._operated.clusters)
+        for kind, found in (
+            ("alarm", alarms),
+            ("speeds", unknown),
+            ("priority", unheeded),
+            ("finding", self._operated.findings),
+        ):
             for one in found:
                 # Alarms and speeds count in their text; findings of one place may be several.
                 about = (kind, one.where, one.what) if kind == "finding" else (kind, one.where)

@@ -125,7 +125,7 @@ class VllmClient:
                 pass  # answered without work by the engine; asked once only
         return await self.tokenize_chat(model, body, timeout_s=timeout_s)
 
-    async def health(self, *, timeout_s: float | None = None) -> bool:
+    async def check_health(self, *, timeout_s: float | None = None) -> bool:
         """Whether `/health` says the engine lives; False for an error status, ClientError without any answer."""
         try:
             await self._api.call("GET", "/health", timeout_s=timeout_s or self._timeout_s)
@@ -133,7 +133,7 @@ class VllmClient:
             return False
         return True
 
-    async def metrics(self, *, timeout_s: float | None = None) -> EngineMetrics:
+    async def fetch_metrics(self, *, timeout_s: float | None = None) -> EngineMetrics:
         """One scrape of `/metrics`; costs the engine tens of milliseconds, so never per request."""
         timeout_s = timeout_s or self._timeout_s
         text = await self._api.call("GET", "/metrics", timeout_s=timeout_s, max_bytes=MAX_METRICS_BYTES)
@@ -152,14 +152,14 @@ class VllmClient:
             raise BadResponse(f"vllm {path}: more than {MAX_SOURCES} streams")
         return sources_from_wire(answer, host=self._api.base_url.host)
 
-    async def models(self, *, timeout_s: float | None = None) -> tuple[ModelInfo, ...]:
+    async def list_models(self, *, timeout_s: float | None = None) -> tuple[ModelInfo, ...]:
         """Models and LoRA adapters the engine serves. Answers even when the engine core is dead: not a health check."""
         answer = await self._api.get("/v1/models", _Models, timeout_s=timeout_s or self._timeout_s)
         if len(answer.data) > MAX_MODELS:
             raise BadResponse(f"vllm /v1/models: more than {MAX_MODELS} models")
         return tuple(ModelInfo(row.id, row.root or row.id, row.parent, row.max_model_len) for row in answer.data)
 
-    async def version(self, *, timeout_s: float | None = None) -> str:
+    async def fetch_version(self, *, timeout_s: float | None = None) -> str:
         """The engine's version, such as `0.32.0`."""
         return (await self._api.get("/version", _Version, timeout_s=timeout_s or self._timeout_s)).version
 

@@ -7,12 +7,13 @@ import logging
 import math
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
 from functools import partial
 from typing import Self
 
+from kvproxy.background_task import TaskSet
 from kvproxy.cluster.discovery import Poller, Source, sources_of
 from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.engine_priority import ClusterPriority, utc_seconds
 from kvproxy.cluster.membership import STATIC, Membership
 from kvproxy.cluster.pick import AttemptOutcome, Pick, reserve
 from kvproxy.cluster.policies import PolicySet
@@ -56,22 +57,31 @@ class Cluster:
         probe: Probe | None = None,
         policy: Policy | None = None,
         sources: Sequence[Source] | None = None,
+        wall_clock: Clock = utc_seconds,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.name = name
         self.settings = settings
         self._metrics = metrics
         self._clock = clock
+        self._rng = rng
         self._screening = Screening()
-        self._members = Membership(self._make, on_left=self._left)
-        self._prober = Prober(name, settings.health, probe=probe, on_result=self._probed, rng=rng, sleep=sleep)
-        sources = sources_of(settings.discovery) if sources is None else sources
-        self._poller = Poller(name, sources, on_update=self._update, metrics=metrics, sleep=sleep)
+        self._members = Membership(self._make, configure=self._configure, on_left=self._left)
+        self._rng = rng
+        self._sleep = sleep
+        self._tasks = TaskSet()
+        self._prober = self._make_prober(probe)
+        self._poller = self._make_poller(sources_of(settings.discovery) if sources is None else sources)
         self._shared_failures: dict[str, float] = {}  # when a request last failed alike on several endpoints
-        self._running = AsyncExitStack()
         self._shown = False
         self._hiding: set[Endpoint] = set()  # with requests under way whose first token cannot be seen
         self.policies = PolicySet(name, settings, metrics=metrics, rng=rng, policy=policy)
+        #: How urgent its requests are, where their engines are told.
+        self.priority = ClusterPriority(
+            ageing=settings.queue.ageing, speeds=lambda: self.speeds, clock=clock, wall_clock=wall_clock
+        )
+        #: Whether any engine is told: then a client's own word for it is not passed on as it is.
+        self.tells_priority = False
         #: Where requests wait; None: none does.
         self.queue: RouterQueue | None = None
         self._arrange_queue()
@@ -81,14 +91,16 @@ class Cluster:
         return f"<Cluster {self.name} {len(self.endpoints)} endpoints, {self.policy_name}>"
 
     async def __aenter__(self) -> Self:
-        async with AsyncExitStack() as starting:
-            await starting.enter_async_context(self._poller)
-            await starting.enter_async_context(self._prober)
-            self._running = starting.pop_all()
+        await self._poller.ask_all()
+        await self._tasks.__aenter__()
+        self._poller.start(at_once=False)
+        self._prober.probe_endpoints(self.endpoints)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._running.aclose()
+        self._poller.stop()
+        self._prober.probe_endpoints(())
+        await self._tasks.__aexit__()
 
     @property
     def endpoints(self) -> Sequence[Endpoint]:
@@ -130,14 +142,20 @@ class Cluster:
         """
         # Kept over a reload, and not built again around its state: requests of every generation hold picks on it.
         before, self.settings = self.settings, settings
-        self.policies.reconfigure(before, settings)
+        self.policies = PolicySet(self.name, settings, metrics=self._metrics, rng=self._rng, earlier=self.policies)
+        self.priority.ageing = settings.queue.ageing
         for endpoint in self._members.all_endpoints():
-            endpoint.reconfigure(settings)
             endpoint.load.count_live_blocks(self.policies.counts_live_blocks)
+            if endpoint.load.on_sample is not None:
+                endpoint.load.on_sample = partial(self.policies.observe_sample, endpoint.id)
         if settings.health != before.health:
-            self._prober.reconfigure(settings.health, probe)
+            self._prober.probe_endpoints(())
+            self._prober = self._make_prober(probe)
+            if not settings.health.active:
+                for endpoint in self._members.all_endpoints():
+                    endpoint.health.forget_probes()
         if settings.discovery != before.discovery:
-            self._poller.reconfigure(sources_of(settings.discovery))
+            self._ask_sources(sources_of(settings.discovery))
         self.apply(settings.endpoints)
         self._arrange_queue()
 
@@ -152,7 +170,7 @@ class Cluster:
 
     def close(self) -> None:
         """The cluster is no more: requests that wait are refused, and its endpoints take their metric series along."""
-        self._poller.reconfigure(())
+        self._ask_sources(())
         self.apply(())
         for endpoint in self.endpoints:  # those an operator added
             self.remove(endpoint.id)
@@ -246,10 +264,10 @@ class Cluster:
     def record_outcome(self, endpoint: Endpoint, outcome: AttemptOutcome, now: float) -> None:
         """Draw the conclusions of an attempt; called by its pick."""
         if outcome is AttemptOutcome.FAILURE:
-            if endpoint.health.failure(now) and may_eject(self.endpoints, self.settings.health, now):
+            if endpoint.health.record_failure(now) and may_eject(self.endpoints, self.settings.health, now):
                 self._eject(endpoint, now)
         elif outcome is AttemptOutcome.SUCCESS or outcome is AttemptOutcome.CLIENT_ERROR:
-            endpoint.health.success()
+            endpoint.health.record_success()
 
     def on_release(self, endpoint: Endpoint, now: float) -> None:
         """An attempt's load has been released; called by its pick."""
@@ -302,11 +320,12 @@ class Cluster:
         if outcome is ProbeOutcome.NOT_SENT:
             return
         well = outcome is ProbeOutcome.OK
-        changed = endpoint.health.probe(well, self._clock())
+        changed = endpoint.health.record_probe(well, self._clock())
         if changed:
             self._screening.invalidate()
             if well:
                 log.info("%s/%s is well again", self.name, endpoint.id)
+                endpoint.priority.restarted()
             else:
                 endpoint.metrics.ejection("probes")
                 log.warning("%s/%s is unhealthy: probe %s", self.name, endpoint.id, outcome)
@@ -327,8 +346,42 @@ class Cluster:
 
     def _follow(self) -> None:
         self._screening.replace(self.endpoints)
-        self._prober.follow(self.endpoints)
+        self.tells_priority = any(not endpoint.priority.off for endpoint in self.endpoints)
+        self._prober.probe_endpoints(self.endpoints)
         self._give_back_all()
+
+    def _make_prober(self, probe: Probe | None) -> Prober:
+        return Prober(
+            self.name,
+            self.settings.health,
+            probe=probe,
+            tasks=self._tasks,
+            on_result=self._probed,
+            rng=self._rng,
+            sleep=self._sleep,
+        )
+
+    def _make_poller(self, sources: Sequence[Source]) -> Poller:
+        return Poller(
+            self.name,
+            sources,
+            tasks=self._tasks,
+            known=self._members.named_by,
+            on_update=self._update,
+            metrics=self._metrics,
+            sleep=self._sleep,
+        )
+
+    def _ask_sources(self, sources: Sequence[Source]) -> None:
+        """These and no others, at once for the first time. What one of the same name answered stands until it does."""
+        self._poller.stop()
+        self._poller = self._make_poller(sources)
+        self._members.keep_sources([source.name for source in sources])
+        if self._tasks.running:
+            self._poller.start(at_once=True)
+
+    def _configure(self, endpoint: Endpoint, config: EndpointSettings) -> None:
+        endpoint.configure(config, self.settings)
 
     def _make(self, config: EndpointSettings) -> Endpoint:
         endpoint = Endpoint(
@@ -337,6 +390,7 @@ class Cluster:
             cluster=self.name,
             metrics=self._metrics,
             clock=self._clock,
+            rng=self._rng,
             on_change=self._screening.invalidate,
         )
         if self._shown:

@@ -10,10 +10,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
+from kvproxy.background_task import TaskSet
 from kvproxy.config.addresses import url_fault
 from kvproxy.config.cluster_schema import DiscoverySettings, DnsDiscoverySettings, EndpointSettings
 from kvproxy.config.environment import substitute_variables
@@ -150,10 +151,11 @@ def sources_of(settings: DiscoverySettings) -> list[Source]:
 
 
 class Poller:
-    """Owns one task a source. Entering asks every source once, so that the first request finds endpoints.
+    """One task a source, among `tasks`.
 
-    A source that fails, or knows no endpoint at all, changes nothing: its last good answer stands, and the reason is
-    logged when it is a new one. `on_update` gets a source's name and its whole new answer; ValueError refuses it.
+    A source that fails, or knows no endpoint at all, changes nothing: its last good answer (`known`) stands, and the
+    reason is logged when it is a new one. `on_update` gets a source's name and its whole new answer; ValueError
+    refuses it.
     """
 
     def __init__(
@@ -161,58 +163,37 @@ class Poller:
         cluster: str,
         sources: Sequence[Source],
         *,
+        tasks: TaskSet,
+        known: Callable[[str], Sequence[EndpointSettings] | None],
         on_update: Callable[[str, Sequence[EndpointSettings]], None],
         metrics: Metrics,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
         self._cluster = cluster
-        self._sources = sources
+        self.sources = sources
+        self._tasks = tasks
+        self._known = known
         self._on_update = on_update
         self._sleep = sleep
         self._updates = metrics.endpoint.discovery
-        self._answers: dict[str, tuple[EndpointSettings, ...]] = {}
         self._complaints: dict[str, str] = {}
-        self._tasks: list[asyncio.Task[None]] = []
-        self._ending: set[asyncio.Task[None]] = set()
-        self._running = False
+        self._asking: list[asyncio.Task[None]] = []
 
-    async def __aenter__(self) -> Self:
-        await asyncio.gather(*(self._poll(source) for source in self._sources))
-        self._running = True
-        self._begin()
-        return self
+    async def ask_all(self) -> None:
+        """Each source once, so that the first request finds endpoints."""
+        await asyncio.gather(*(self._poll(source) for source in self.sources))
 
-    async def __aexit__(self, *_: object) -> None:
-        self._running = False
-        self._end()
-        await asyncio.gather(*self._ending, return_exceptions=True)
-
-    def reconfigure(self, sources: Sequence[Source]) -> None:
-        """Ask these from now on, at once for the first time. What one of the same name answered stands until it does;
-        what a source that is gone answered goes with it."""
-        # Kept over a reload for what each source answered last: only it knows which endpoints go with a source.
-        self._end()
-        gone = self._answers.keys() - {source.name for source in sources}
-        self._sources = sources
-        for name in gone:
-            del self._answers[name]
-            self._complaints.pop(name, None)
-            self._on_update(name, ())
-        if self._running:
-            self._begin(at_once=True)
-
-    def _begin(self, *, at_once: bool = False) -> None:
-        self._tasks = [
-            asyncio.create_task(self._run(source, at_once=at_once), name=f"discovery {self._cluster}/{source.name}")
-            for source in self._sources
+    def start(self, *, at_once: bool) -> None:
+        """Ask each source again and again, the first time now or after its interval."""
+        self._asking = [
+            self._tasks.start(self._run(source, at_once=at_once), name=f"discovery {self._cluster}/{source.name}")
+            for source in self.sources
         ]
 
-    def _end(self) -> None:
-        for task in self._tasks:
-            self._ending.add(task)
-            task.add_done_callback(self._ending.discard)
+    def stop(self) -> None:
+        """No source is asked any more."""
+        for task in self._asking:
             task.cancel()
-        self._tasks = []
 
     async def _run(self, source: Source, *, at_once: bool) -> None:
         if at_once:
@@ -227,7 +208,7 @@ class Poller:
                 answer = tuple(await source.discovery.endpoints())
             if not answer:
                 raise DiscoveryError("it knows no endpoint")
-            changed = answer != self._answers.get(source.name)
+            changed = answer != self._known(source.name)
             if changed:
                 self._on_update(source.name, answer)
         except (DiscoveryError, OSError, ValueError) as error:
@@ -237,7 +218,6 @@ class Poller:
             log.exception("discovery %s/%s is broken", self._cluster, source.name)
             self._failed(source, repr(error))
             return
-        self._answers[source.name] = answer
         self._updates.labels(self._cluster, "changed" if changed else "unchanged").inc()
         if self._complaints.pop(source.name, None) is not None:
             log.info("discovery %s/%s answers again", self._cluster, source.name)

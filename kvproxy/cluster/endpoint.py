@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
 
-from prometheus_client import Gauge
-
+from kvproxy.cluster.endpoint_metrics import EndpointMetrics
+from kvproxy.cluster.engine_priority import EndpointPriority
 from kvproxy.cluster.health import Health
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.metrics.collectors import Counter, CounterCell, Histogram, HistogramCell
 from kvproxy.resilience.breaker import Breaker, BreakerState
 from kvproxy.routing.engine_samples import EndedWork
 from kvproxy.routing.load import EndpointLoad
@@ -56,6 +55,7 @@ class Endpoint:
         "metrics",
         "models",
         "origin",
+        "priority",
         "removed",
         "retry",
         "waiting",
@@ -70,6 +70,7 @@ class Endpoint:
         cluster: str,
         metrics: Metrics,
         clock: Clock,
+        rng: random.Random,
         on_change: Callable[[], None],
     ) -> None:
         self.id = EndpointId(config.id)
@@ -78,7 +79,6 @@ class Endpoint:
         self.ended = EndedWork(self.load)
         self.health = Health(settings.health)
         self.breaker = Breaker(f"{cluster}/{config.id}", settings.breaker, clock=clock, on_change=self._breaker_changed)
-        self.max_in_flight = settings.max_in_flight
         self.removed = False  # no longer in the cluster, finishing what it has
         #: Attempts without a first byte, and how each is told that the endpoint is out (its pick adds and removes it).
         self.waiting: dict[object, Callable[[], None]] = {}
@@ -87,13 +87,19 @@ class Endpoint:
         self.metrics = EndpointMetrics(metrics, cluster, self.id)
         self._clock = clock
         self._shown = False
-        self.configure(config)
+        #: Whether its engine is told in which order to admit, and what it makes of that.
+        self.priority = EndpointPriority(config, settings, load=self.load, rng=rng)
+        self.configure(config, settings)
 
     def __repr__(self) -> str:
         return f"<Endpoint {self.id} {self.origin} in_flight={self.load.in_flight}>"
 
-    def configure(self, config: EndpointSettings) -> None:
-        """Take over everything about it that may change while it runs."""
+    def configure(self, config: EndpointSettings, settings: ClusterSettings) -> None:
+        """Take over everything about it that may change while it runs: its own, and what its cluster says of every
+        endpoint. Load, health and breaker go on, by other bounds perhaps."""
+        self.health.settings = settings.health
+        self.breaker.settings = settings.breaker
+        self.max_in_flight = settings.max_in_flight
         self.configured_weight = self.weight = config.weight
         self.models = frozenset(config.models)
         self.instance_id = config.instance_id or config.id
@@ -102,13 +108,9 @@ class Endpoint:
         self.authorization = f"Bearer {key}".encode() if key else None  # never in repr, status or logs
         self.labels = dict(config.labels)
         self.retry = config.retry
-        self._on_change()
-
-    def reconfigure(self, settings: ClusterSettings) -> None:
-        """Take over what the cluster's settings say of every endpoint; load, health and breaker stay as they are."""
-        self.health.reconfigure(settings.health)
-        self.breaker.reconfigure(settings.breaker)
-        self.max_in_flight = settings.max_in_flight
+        self.priority.configure(config, settings)
+        if self._shown:
+            self.metrics.show_priority(self.priority)
         self._on_change()
 
     @property
@@ -160,7 +162,13 @@ class Endpoint:
             "probes_in_doubt": self.health.failed_probes,
             "ejected_for_s": max(0.0, self.health.ejected_until - now),
             "breaker": self.breaker.state.value,
+            "engine_priority": self.priority.status(now),
         }
+
+    def refused_priority(self) -> None:
+        """Its engine took a request without a `priority` that it had refused with one."""
+        self.priority.refused()
+        self.metrics.engine_priority("refused")
 
     def _breaker_changed(self) -> None:
         if self.breaker.state is BreakerState.OPEN:
@@ -179,119 +187,9 @@ class Endpoint:
         self.metrics.gauge(metrics.endpoint.pending_prompt_tokens, lambda: load.pending_tokens)
         self.metrics.gauge(metrics.endpoint.up, lambda: self.condition(clock()) in taking)
         self.metrics.gauge(metrics.bounds.breaker_state, lambda: breaker.state is not BreakerState.CLOSED, breaker.name)
+        self.metrics.show_priority(self.priority)
 
 
 def origin_of(config: EndpointSettings) -> Origin:
     """Where the endpoint listens; ValueError when its URL is none."""
     return Origin.parse(config.url, ca_file=config.ca_file, insecure=config.insecure, server_name=config.server_name)
-
-
-#: Models told apart on one endpoint; further ones are counted together.
-MAX_MODELS = 16
-OTHER = "other"
-
-
-@dataclass(frozen=True, slots=True)
-class Latency:
-    """How long the requests of one model took on one endpoint."""
-
-    ttft: HistogramCell  # of streamed answers
-    whole: HistogramCell  # the same of others, whose first byte is their end
-    itl: HistogramCell
-    duration: HistogramCell
-
-
-class EndpointMetrics:
-    """Series of one endpoint, made when first used, so that no request pays for a look-up of labels.
-
-    After `close` they are gone from the exposition; late observations go nowhere.
-    """
-
-    def __init__(self, metrics: Metrics, cluster: str, endpoint: EndpointId) -> None:
-        self._metrics = metrics
-        self._labels = (cluster, str(endpoint))
-        self._children: dict[tuple[Counter, str], CounterCell] = {}
-        self._answers: dict[int, CounterCell] = {}  # of `requests`, by status: the one that every request needs
-        self._latencies: dict[str, Latency] = {}
-        self._series: list[tuple[Counter | Gauge | Histogram, tuple[str, ...]]] = []
-        self._closed = False
-        self.last_failure = ""  # reason of the last failed attempt; "": none failed yet
-        self.last_probe = ""  # outcome of the last probe
-
-    def request(self, status: int) -> None:
-        """A request was answered from here with this status."""
-        tally = self._answers.get(status)
-        if tally is None:
-            tally = self._tally(self._metrics.request.finished, str(status))
-            if tally is None:
-                return
-            self._answers[status] = tally
-        tally.value += 1.0
-
-    def latency(self, model: str) -> Latency | None:
-        """Histograms of this model's requests here; None once closed. `model` is from a closed set."""
-        latency = self._latencies.get(model)
-        if latency is not None or self._closed:
-            return latency
-        if len(self._latencies) >= MAX_MODELS and model != OTHER:
-            return self.latency(OTHER)
-        metrics, labels = self._metrics, (*self._labels, model)
-        streamed, whole = (*labels, "true"), (*labels, "false")
-        series = [
-            (metrics.latency.ttft, streamed),
-            (metrics.latency.ttft, whole),
-            (metrics.latency.itl, labels),
-            (metrics.latency.duration, labels),
-        ]
-        self._series += series
-        latency = self._latencies[model] = Latency(*(family.labels(*values) for family, values in series))
-        return latency
-
-    def attempt_failure(self, reason: str) -> None:
-        """An attempt here failed; `reason` as UpstreamError names it."""
-        self.last_failure = reason
-        self._count(self._metrics.request.attempt_failures, reason)
-
-    def ejection(self, reason: str) -> None:
-        """The endpoint was taken out."""
-        self._count(self._metrics.endpoint.ejections, reason)
-
-    def probe(self, outcome: str) -> None:
-        """An active probe ended."""
-        self.last_probe = outcome
-        self._count(self._metrics.endpoint.probes, outcome)
-
-    def gauge(self, gauge: Gauge, read: Callable[[], float], *labels: str) -> None:
-        """Read a gauge of this endpoint at scrape time; `labels` where they are not cluster and endpoint."""
-        values = labels or self._labels
-        gauge.labels(*values).set_function(read)
-        self._series.append((gauge, values))
-
-    @property
-    def closed(self) -> bool:
-        """Whether the series are gone."""
-        return self._closed
-
-    def close(self) -> None:
-        """Remove every series of this endpoint. Idempotent."""
-        self._closed = True
-        for metric, values in self._series:
-            metric.remove(*values)
-        self._series.clear()
-        self._children.clear()
-        self._answers.clear()
-        self._latencies.clear()
-
-    def _count(self, counter: Counter, label: str) -> None:
-        tally = self._tally(counter, label)
-        if tally is not None:
-            tally.inc()
-
-    def _tally(self, counter: Counter, label: str) -> CounterCell | None:
-        """The series, made when there is none yet; None once closed."""
-        child = self._children.get((counter, label))
-        if child is None and not self._closed:
-            values = (*self._labels, label)
-            child = self._children[(counter, label)] = counter.labels(*values)
-            self._series.append((counter, values))
-        return child

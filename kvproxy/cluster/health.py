@@ -26,10 +26,11 @@ _FAILING_S = 60.0
 
 
 class Health:
-    """Verdicts on one endpoint. `now` is monotonic seconds and never steps back."""
+    """Verdicts on one endpoint. `now` is monotonic seconds and never steps back. `settings` may be replaced at any
+    time: other bounds count from then on."""
 
     def __init__(self, settings: HealthCheckSettings) -> None:
-        self._settings = settings
+        self.settings = settings
         self._healthy = True  # until a probe says otherwise
         self._ever_healthy = False
         self._streak = 0  # probes in a row that contradict the present verdict
@@ -39,12 +40,6 @@ class Health:
         self._ejected_until = -math.inf
         self._ejections = 0  # doublings the next ejection starts from
         self._back_at = -math.inf
-
-    def reconfigure(self, settings: HealthCheckSettings) -> None:
-        """Other bounds from now on. Verdicts stay, save that of probes that are not sent any more."""
-        self._settings = settings
-        if not settings.active:
-            self._healthy, self._streak = True, 0
 
     @property
     def failures(self) -> int:
@@ -70,7 +65,7 @@ class Health:
         """Whether failed requests keep it out at present."""
         return now < self._ejected_until
 
-    def probe(self, well: bool, now: float) -> bool:
+    def record_probe(self, well: bool, now: float) -> bool:
         """Take a probe's result; whether it changed the verdict.
 
         An endpoint that never passed a probe goes out with the first failed one: it is still starting, or was
@@ -90,29 +85,33 @@ class Health:
             self._unserved = 0
         return True
 
+    def forget_probes(self) -> None:
+        """None is sent any more: their verdict would stand for ever."""
+        self._healthy, self._streak = True, 0
+
     def unserved_in_a_row(self, now: float) -> int:
         """Latest attempts that served nothing (blame apart); 0 when the last one is too long ago to mean anything."""
         return self._unserved if now - self._unserved_at < _FAILING_S else 0
 
-    def unserved(self, now: float) -> None:
+    def record_unserved(self, now: float) -> None:
         """An attempt ended with a failure, "busy" or nothing; blame apart."""
         self._unserved = self.unserved_in_a_row(now) + 1
         self._unserved_at = now
 
-    def success(self) -> None:
+    def record_success(self) -> None:
         """The engine answered a request."""
         self._failures = self._unserved = 0
 
-    def failure(self, now: float) -> bool:
+    def record_failure(self, now: float) -> bool:
         """The engine failed a request; whether it now deserves ejection (the cluster decides if it can be spared)."""
         if now < self._ejected_until:
             return False  # requests from before the ejection, failing late
         self._failures += 1
-        return 0 < self._settings.eject_after <= self._failures
+        return 0 < self.settings.eject_after <= self._failures
 
     def eject(self, now: float) -> float:
         """Take it out; for how many seconds."""
-        settings = self._settings
+        settings = self.settings
         if self._ejections:
             good_s = max(0.0, now - self._ejected_until)
             forgiven = int(good_s / settings.eject_for) if settings.eject_for else self._ejections
@@ -126,7 +125,7 @@ class Health:
     def weight_factor(self, now: float) -> float:
         """Share of its own weight: below 1 while it starts slowly after coming back."""
         since_s = max(0.0, now - self._came_back_at(now))
-        slow_s = self._settings.slow_start
+        slow_s = self.settings.slow_start
         if since_s >= slow_s:
             return 1.0
         grown = math.floor(since_s / slow_s * _SLOW_START_STEPS) / _SLOW_START_STEPS
@@ -137,13 +136,13 @@ class Health:
         if now < self._ejected_until:
             return self._ejected_until
         since_s = max(0.0, now - self._came_back_at(now))
-        slow_s = self._settings.slow_start
+        slow_s = self.settings.slow_start
         return now + slow_s / _SLOW_START_STEPS if since_s < slow_s else math.inf
 
     def _needed(self, well: bool) -> int:
         if well:
-            return self._settings.healthy_threshold
-        return self._settings.unhealthy_threshold if self._ever_healthy else 1
+            return self.settings.healthy_threshold
+        return self.settings.unhealthy_threshold if self._ever_healthy else 1
 
     def _came_back_at(self, now: float) -> float:
         return max(self._back_at, self._ejected_until)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from kvproxy.cluster.endpoint import Endpoint, origin_of
 from kvproxy.config.cluster_schema import EndpointSettings
@@ -24,11 +24,19 @@ MAX_ADDED = 1024
 class Membership:
     """Keeps an endpoint as long as its id and address stay; lets the others finish what they have.
 
-    `make` builds an endpoint; `on_left` is told when one is gone for good (or another took its id).
+    `make` builds an endpoint, `configure` gives one that stays its settings; `on_left` is told when one is gone for
+    good (or another took its id).
     """
 
-    def __init__(self, make: Callable[[EndpointSettings], Endpoint], *, on_left: Callable[[Endpoint], None]) -> None:
+    def __init__(
+        self,
+        make: Callable[[EndpointSettings], Endpoint],
+        *,
+        configure: Callable[[Endpoint, EndpointSettings], None],
+        on_left: Callable[[Endpoint], None],
+    ) -> None:
         self._make = make
+        self._configure = configure
         self._on_left = on_left
         self._sources: dict[str, tuple[EndpointSettings, ...]] = {STATIC: ()}
         self._weights: dict[EndpointId, float] = {}  # an operator's, over the sources'
@@ -46,6 +54,17 @@ class Membership:
     def get(self, endpoint_id: EndpointId) -> Endpoint | None:
         """The member of this id."""
         return self._present.get(endpoint_id)
+
+    def named_by(self, source: str) -> Sequence[EndpointSettings] | None:
+        """What the source knew last; None: it has not said anything yet."""
+        return self._sources.get(source)
+
+    def keep_sources(self, names: Collection[str]) -> None:
+        """Besides these there are the static endpoints and an operator's; what other sources knew leaves with them."""
+        kept = {STATIC, OPERATOR, *names}
+        sources = {name: configs for name, configs in self._sources.items() if name in kept}
+        if len(sources) < len(self._sources):
+            self._apply(sources, self._removed)
 
     def apply(self, source: str, configs: Iterable[EndpointSettings]) -> None:
         """All that `source` knows now. ValueError for a URL that is none, and then nothing changed."""
@@ -87,7 +106,7 @@ class Membership:
         self._present = {}
         for endpoint_id, config in wanted.items():
             endpoint = stays.get(endpoint_id) or self._returning(endpoint_id, config) or self._make(config)
-            endpoint.configure(self._weighted(config))
+            self._configure(endpoint, self._weighted(config))
             self._present[endpoint_id] = endpoint
         self.present = tuple(self._present.values())
 
@@ -98,7 +117,7 @@ class Membership:
         if endpoint is None:
             return False
         self._weights[endpoint_id] = weight
-        endpoint.configure(self._weighted(_merge(self._sources)[endpoint_id]))
+        self._configure(endpoint, self._weighted(_merge(self._sources)[endpoint_id]))
         return True
 
     def all_endpoints(self) -> tuple[Endpoint, ...]:

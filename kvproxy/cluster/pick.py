@@ -80,9 +80,11 @@ class Pick(msgspec.Struct, eq=False):
         """The engine sent the first body byte."""
         self.endpoint.waiting.pop(self, None)
         self.endpoint.load.first_token(self.reservation, now)
+        if not self.reservation.hidden:
+            self.endpoint.priority.first_token(self, now)
         self.picker.on_load_decrease()
         if self.permit is not None and self.endpoint.breaker.state is BreakerState.HALF_OPEN:
-            self.permit.success()  # a probe that streams for minutes must not hold the breaker half open so long
+            self.permit.record_success()  # a probe that streams for minutes must not hold the breaker half open so long
 
     def on_unhealthy(self, give_back: Callable[[], None]) -> None:
         """Until the first byte or the end, `give_back` is called when the endpoint is found unhealthy, and after each
@@ -97,14 +99,14 @@ class Pick(msgspec.Struct, eq=False):
         if outcome is AttemptOutcome.SUCCESS:
             self.endpoint.ended.add(self.reservation)
         if outcome in _UNSERVED:
-            self.endpoint.health.unserved(now)
+            self.endpoint.health.record_unserved(now)
         self._record(outcome, now)
         self.picker.on_release(self.endpoint, now)
 
     def suspend(self, now: float) -> None:
         """The attempt failed, and whether the endpoint is to blame will be known later: `blame` must follow."""
         self._release(now)
-        self.endpoint.health.unserved(now)
+        self.endpoint.health.record_unserved(now)
         self.picker.on_release(self.endpoint, now)
 
     def blame(self, outcome: AttemptOutcome, now: float) -> None:
@@ -114,6 +116,7 @@ class Pick(msgspec.Struct, eq=False):
     def _release(self, now: float) -> None:
         self.endpoint.waiting.pop(self, None)
         self.endpoint.load.release(self.reservation, now)
+        self.endpoint.priority.ended(self)
 
     def _record(self, outcome: AttemptOutcome, now: float) -> None:
         if self.permit is not None:
@@ -123,11 +126,11 @@ class Pick(msgspec.Struct, eq=False):
 
 def _settle_permit(permit: Permit, outcome: AttemptOutcome) -> None:
     if outcome is AttemptOutcome.SUCCESS or outcome is AttemptOutcome.CLIENT_ERROR:
-        permit.success()
+        permit.record_success()
     elif outcome is AttemptOutcome.FAILURE:
-        permit.failure()
+        permit.record_failure()
     else:
-        permit.cancelled()
+        permit.record_cancellation()
 
 
 def reserve(endpoint: Endpoint, request: PickRequest, now: float) -> Reservation:

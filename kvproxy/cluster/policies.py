@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.cluster.shadow import shadow_of
+from kvproxy.cluster.shadow import Shadow, shadow_of
 from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.metrics.collectors import CounterCell
@@ -41,7 +41,8 @@ class PolicySet:
     """All look at the same endpoints with the same load ledgers; only a policy's private memory is its own.
 
     The cluster's own policy and the named ones share what is learned of prefill speeds, so that it is learned once from
-    each sample; the shadow learns in a state of its own. A policy that a reload leaves in place keeps all it has; a new
+    each sample; the shadow learns in a state of its own. `earlier` is the set under the settings before a reload: a
+    policy that both have goes on as it is, with its sessions, its samples and what an operator tuned about it; a new
     one that learns speeds goes on with what is known of them, also from a policy of some time ago.
     """
 
@@ -53,18 +54,38 @@ class PolicySet:
         metrics: Metrics,
         rng: random.Random,
         policy: Policy | None = None,
+        earlier: PolicySet | None = None,
     ) -> None:
         """`policy` in place of that of the settings."""
         self._cluster = cluster
+        self._settings = settings
         self._metrics = metrics
         self._rng = rng
-        self._known: SpeedModel | None = None  # learned under earlier policies, where none of these learns speeds
+        #: Learned under earlier policies, where none of these learns speeds.
+        self._known: SpeedModel | None = None if earlier is None else earlier.speeds or earlier._known
         self._preferences: dict[str, CounterCell] = {}
-        policy = make_policy(settings.policy, settings, rng=rng) if policy is None else policy
-        self.own = self._counted(settings.policy, policy)
-        self.shadow = shadow_of(cluster, settings, metrics=metrics, rng=rng)
+        if earlier is not None:
+            earlier._merge_parameters(settings)
+        self.own: NamedPolicy
+        self.shadow: Shadow | None
+        same_policy = earlier is not None and earlier._settings.policy is settings.policy
+        if earlier is not None and same_policy:
+            self.own = earlier.own
+        else:
+            policy = make_policy(settings.policy, settings, rng=rng) if policy is None else policy
+            self.own = self._counted(settings.policy, self._taught(policy))
+        if earlier is not None and earlier._settings.shadow_policy is settings.shadow_policy:
+            self.shadow = earlier.shadow
+        else:
+            self.shadow = shadow_of(cluster, settings, metrics=metrics, rng=rng)
+            if self.shadow is not None:
+                self._taught(self.shadow.policy)
         #: What clients may ask for, the cluster's own among them; empty where they may not.
-        self.named: Mapping[str, NamedPolicy] = self._named(settings)
+        self.named: Mapping[str, NamedPolicy]
+        if earlier is not None and same_policy and earlier._settings.client_policies == settings.client_policies:
+            self.named = earlier.named
+        else:
+            self.named = self._named(settings)
         self._deciding: Sequence[Policy] = ()  # all but the shadow
         self._learners: Sequence[Policy] = ()  # of these, each model of speeds once
         #: What the policies that decide have learned of the engines' speeds; None where none of them learns any.
@@ -73,21 +94,6 @@ class PolicySet:
         self.counts_live_blocks = False
         #: The same speeds, or what the shadow has learned.
         self.speeds: SpeedModel | None = None
-        self._list_policies()
-
-    def reconfigure(self, before: ClusterSettings, after: ClusterSettings) -> None:
-        """The settings were `before`, and are `after` from now on."""
-        # A policy is kept while the file names it: its sessions, samples and what an operator tuned are in it.
-        self._known = self.speeds or self._known
-        self._merge_parameters(before, after)
-        if after.policy is not before.policy:
-            self.own = self._counted(after.policy, self._taught(make_policy(after.policy, after, rng=self._rng)))
-        if after.shadow_policy is not before.shadow_policy:
-            self.shadow = shadow_of(self._cluster, after, metrics=self._metrics, rng=self._rng)
-            if self.shadow is not None:
-                self._taught(self.shadow.policy)
-        if after.policy is not before.policy or after.client_policies != before.client_policies:
-            self.named = self._named(after)
         self._list_policies()
 
     def find(self, name: str) -> NamedPolicy:
@@ -175,8 +181,9 @@ class PolicySet:
             named[name.value] = self._counted(name, policy)
         return named
 
-    def _merge_parameters(self, before: ClusterSettings, after: ClusterSettings) -> None:
+    def _merge_parameters(self, after: ClusterSettings) -> None:
         """Every policy takes the parameters that changed in the configuration, whatever its part."""
+        before = self._settings
         parts = [(before.policy, self.own.policy)]
         parts += [(PolicyName(name), each.policy) for name, each in self.named.items() if each is not self.own]
         if self.shadow is not None and before.shadow_policy is not None:

@@ -7,8 +7,8 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Iterable
 from enum import StrEnum
-from typing import Self
 
+from kvproxy.background_task import TaskSet
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.cluster_schema import HealthCheckSettings
 from kvproxy.errors import ConnectTimeout, FirstByteTimeout, IdleTimeout, KvproxyError, NoDescriptors
@@ -42,7 +42,7 @@ class ProbeOutcome(StrEnum):
 
 
 class Prober:
-    """Owns one task an endpoint. `on_result` gets every outcome, in the event loop."""
+    """One task an endpoint, among `tasks`. `on_result` gets every outcome, in the event loop."""
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class Prober:
         settings: HealthCheckSettings,
         *,
         probe: Probe | None,
+        tasks: TaskSet,
         on_result: Callable[[Endpoint, ProbeOutcome], None],
         rng: random.Random,
         sleep: Sleep = asyncio.sleep,
@@ -60,46 +61,21 @@ class Prober:
         self._on_result = on_result
         self._rng = rng
         self._sleep = sleep
-        self._endpoints: list[Endpoint] = []
-        self._tasks: dict[Endpoint, asyncio.Task[None]] = {}
-        self._ending: set[asyncio.Task[None]] = set()
+        self._tasks = tasks
+        self._probing: dict[Endpoint, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(MAX_CONCURRENT)
-        self._running = False
 
-    async def __aenter__(self) -> Self:
-        self._running = True
-        self.follow(self._endpoints)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._running = False
-        self.follow([])
-        await asyncio.gather(*self._ending, return_exceptions=True)
-
-    def reconfigure(self, settings: HealthCheckSettings, probe: Probe | None) -> None:
-        """Probe the same endpoints like this from now on."""
-        # Probes start over; the prober is kept to await, at its end, those that are being cancelled.
-        endpoints = self._endpoints
-        self.follow([])
-        self._settings = settings
-        self._probe = probe if settings.active else None
-        self.follow(endpoints)
-
-    def follow(self, endpoints: Iterable[Endpoint]) -> None:
-        """Probe these from now on, and no others."""
-        self._endpoints = list(endpoints)
+    def probe_endpoints(self, endpoints: Iterable[Endpoint]) -> None:
+        """These from now on, and no others; none while `tasks` do not run."""
         if self._probe is None:
             return
-        wanted = self._endpoints if self._running else []
-        for endpoint in self._tasks.keys() - set(wanted):
-            task = self._tasks.pop(endpoint)
-            self._ending.add(task)
-            task.add_done_callback(self._ending.discard)
-            task.cancel()
+        wanted = list(endpoints) if self._tasks.running else []
+        for endpoint in self._probing.keys() - set(wanted):
+            self._probing.pop(endpoint).cancel()
         for endpoint in wanted:
-            if endpoint not in self._tasks:
+            if endpoint not in self._probing:
                 name = f"probe {self._cluster}/{endpoint.id}"
-                self._tasks[endpoint] = asyncio.create_task(self._run(endpoint, self._probe), name=name)
+                self._probing[endpoint] = self._tasks.start(self._run(endpoint, self._probe), name=name)
 
     async def _run(self, endpoint: Endpoint, probe: Probe) -> None:
         interval_s = self._settings.interval

@@ -3,11 +3,16 @@
 Requests leave no cycles, so nearly all memory comes back without it. Python's own rule would look at every object, the
 whole index of KV events among them, whenever there are a quarter more: nearly a second where engines hold a million
 unrelated blocks.
+
+Nor does the C library keep what large bodies leave behind: by its own rule their memory comes from the heap once some
+were freed, where one small block that lives on above them holds all of it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import gc
 import time
 from collections.abc import Awaitable, Callable
@@ -30,6 +35,12 @@ EVERY_S, AT_LATEST_S = 600.0, 86_400.0
 LOOK_S = 1.0
 
 _THRESHOLDS = YOUNG_OBJECTS, YOUNG_ROUNDS, _NEVER
+
+#: What is larger is mapped on its own and given back when freed: glibc's own bound, which it would raise by itself.
+MAPPED_BYTES = 128 * 1024
+#: Free memory at the heap's end that stays for what comes next.
+KEPT_BYTES = 8 * 1024 * 1024
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 class GarbageCollections(BackgroundTask):
@@ -66,6 +77,7 @@ class GarbageCollections(BackgroundTask):
         self._thresholds = gc.get_threshold()
         gc.set_threshold(*_THRESHOLDS)
         gc.callbacks.append(self._timed)
+        return_large_memory()
         return await super().__aenter__()
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -83,6 +95,8 @@ class GarbageCollections(BackgroundTask):
             if is_due and (self.expected_s <= SHORT_S or self._is_quiet() or age_s >= AT_LATEST_S):
                 replaced = self._replaced()
                 gc.collect()
+                if self._is_quiet():
+                    trim_heap()
                 collected_at = self._clock()
 
     def _timed(self, phase: str, info: dict[str, Any]) -> None:
@@ -93,3 +107,17 @@ class GarbageCollections(BackgroundTask):
             self.expected_s += self._cpu_clock() - self._began_s
         elif info["generation"] == 2:
             self.expected_s = self._cpu_clock() - self._began_s
+
+
+def return_large_memory() -> None:
+    """Large blocks go back to the system when they are freed. Nothing where the C library is not glibc."""
+    with contextlib.suppress(AttributeError, OSError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, MAPPED_BYTES)
+        libc.mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
+
+
+def trim_heap() -> None:
+    """Whole free pages of the heap go back to the system: some 10 ms for 100 MB. Nothing where there is no glibc."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -211,7 +211,7 @@ async def look_at_all(engines: Mapping[str, str], lmcache: str) -> tuple[list[Se
 async def _engine(http: httpx.AsyncClient, name: str, url: str) -> SeenEngine:
     client = VllmClient(http, url, timeout_s=_TIMEOUT_S)
     try:
-        models = tuple(model.id for model in await client.models())
+        models = tuple(model.id for model in await client.list_models())
     except ClientError as error:
         return SeenEngine(name, url, trouble=f"no answer on /v1/models ({_short(error)})")
     try:

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from kvproxy.config.model import Duration, Fraction, Model, Name, Port, Secret
 from kvproxy.config.policy_schema import PolicyParameters
+from kvproxy.config.priority_schema import EnginePriorityMode, PriorityOrder
 
 _EVENT_ADDRESS = r"^(tcp://\S+:[1-9]\d{0,4})?$"
 
@@ -157,6 +158,10 @@ class EndpointSettings(Model):
     """Where it publishes KV events, for an older engine; unset: as `kv_event_sources` of the kvcache filter says."""
     retry: EndpointRetrySettings | None = None
     """Attempts on this endpoint itself; unset: one, then another endpoint as `retry` at the top says."""
+    engine_priority: EnginePriorityMode | None = None
+    """As the cluster's, for this engine alone; unset: the cluster's."""
+    engine_priority_order: PriorityOrder | None = None
+    """As the cluster's, for this engine alone; unset: the cluster's."""
     labels: Mapping[str, str] = Field(default_factory=dict)
     """Free text for people; shown in status."""
 
@@ -206,11 +211,12 @@ class RouterQueueSettings(Model):
     admit_below: Duration = 0.3
     """An endpoint with less prefill pending takes a request at once."""
     ageing: float = Field(default=0.3, ge=0, le=10)
-    """Seconds of own prefill that one second of waiting outweighs."""
+    """Seconds of own prefill that one second of waiting outweighs; in engines that take a `priority` too."""
     max_wait: Duration = 30.0
     """Then a request goes out whatever the endpoints have pending."""
     priority_header: str = ""
-    """Header with an integer from -100 to 100, larger first; empty: all are alike. Let clients you trust send it."""
+    """Header with an integer from -100 to 100, larger first; empty: all are alike. Let clients you trust send it. One
+    level is worth 3 s of prefill; in engines that take a `priority` too."""
 
 
 class ClusterSettings(Model):
@@ -237,3 +243,9 @@ class ClusterSettings(Model):
     """Requests one endpoint may have in flight before it counts as saturated; 0: no bound."""
     queue: RouterQueueSettings = RouterQueueSettings(enabled=False)
     """The router queue, for policies that know how long a prefill takes (kv_aware, least_ttft); off unless given."""
+    engine_priority: EnginePriorityMode = EnginePriorityMode.OFF
+    """Tell engines by the body's `priority` in which order to admit what waits in them, for the same policies: `on`
+    where they are started for it, `auto` where that is to be found out, `off` (see docs/engine-priority.md)."""
+    engine_priority_order: PriorityOrder = PriorityOrder.LOWEST_FIRST
+    """Which number these engines admit first: vLLM the lowest, SGLang the highest (unless it is started with
+    `--schedule-low-priority-values-first`)."""

@@ -9,6 +9,7 @@ from kvproxy.config.addresses import is_loopback, listener_at, same_origin, url_
 from kvproxy.config.cluster_schema import ClusterSettings, DiscoverySettings, PolicyName
 from kvproxy.config.fields import closest_word
 from kvproxy.config.paths import Path
+from kvproxy.config.priority_schema import EnginePriorityMode
 from kvproxy.config.schema import Config, RouteSettings
 from kvproxy.config.verify_filters import find_chain_faults
 from kvproxy.config.verify_findings import Finding, error, missing_file, warning
@@ -64,8 +65,26 @@ def _clusters(config: Config) -> Iterator[Finding]:
         if cluster.queue.enabled and cluster.policy not in FORECASTING:
             hint = "use kv_aware or least_ttft, or leave the queue out"
             yield error((*at, "queue"), f"{cluster.policy} does not know how long a prefill takes", hint)
+        yield from _engine_priority(config, cluster, at)
         if cluster.discovery.file is not None and not FilePath(cluster.discovery.file.path).is_file():
             yield warning((*at, "discovery", "file", "path"), "the file does not exist yet")
+
+
+def _engine_priority(config: Config, cluster: ClusterSettings, at: Path) -> Iterator[Finding]:
+    off = EnginePriorityMode.OFF
+    modes = [cluster.engine_priority, *(endpoint.engine_priority for endpoint in cluster.endpoints)]
+    if all(mode in (None, off) for mode in modes):
+        if cluster.queue.priority_header and not cluster.queue.enabled:
+            hint = "turn the queue on, or engine_priority"
+            yield warning((*at, "queue", "priority_header"), "nothing reads it: no request waits by priority", hint)
+        return
+    first = next(index for index, mode in enumerate(modes) if mode not in (None, off))
+    where = (*at, "engine_priority") if not first else (*at, "endpoints", first - 1, "engine_priority")
+    if cluster.policy not in FORECASTING:
+        hint = "use kv_aware or least_ttft, or leave engine_priority off"
+        yield error(where, f"{cluster.policy} does not know how long a prefill takes", hint)
+    if "inference_request" not in [spec.name for spec in config.filters]:
+        yield error(where, "needs the filter inference_request: nothing else reads the body that gets the number")
 
 
 def _endpoints(cluster: ClusterSettings, at: Path) -> Iterator[Finding]:

@@ -41,7 +41,7 @@ class Deployment:
     undiscovered: tuple[Finding, ...] = ()
     open_files: int = field(default_factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
-    def clusters(self) -> Iterable[tuple[str, tuple[EngineFacts, ...]]]:
+    def group_engines(self) -> Iterable[tuple[str, tuple[EngineFacts, ...]]]:
         """Engines by cluster."""
         for name in self.config.clusters:
             yield name, tuple(engine for engine in self.engines if engine.cluster == name)
@@ -160,4 +160,4 @@ class ClusterCheck:
 
     @property
     def engines(self) -> tuple[EngineFacts, ...]:
-        return dict(self.deployment.clusters())[self.cluster]
+        return dict(self.deployment.group_engines())[self.cluster]

@@ -59,7 +59,7 @@ class EngineFacts:
         self._health_path = health_path
         self._routed = routed
         self._stated = stated
-        self._http = tools.http(self.origin)
+        self._http = tools.make_client(self.origin)
         key = endpoint.api_key
         authorization = None if key is None else f"Bearer {key.get_secret_value()}"
         self._headers = {} if authorization is None else {"authorization": authorization}
@@ -72,14 +72,14 @@ class EngineFacts:
         """Its name at LMCache."""
         return self.endpoint.instance_id or self.endpoint.id
 
-    async def link(self) -> ConnectResult:
+    async def try_link(self) -> ConnectResult:
         """Whether it can be connected to."""
         timeout_s = self.tools.timeouts.exchange_s
         return await self.tools.answers.ask_once(f"{self._key} link", lambda: connect(self.origin, timeout_s=timeout_s))
 
     async def is_reachable(self) -> bool:
         """Whether connecting worked; why not is the connection check's business."""
-        return (await self.link()).error is None
+        return (await self.try_link()).error is None
 
     async def speaks_tls(self) -> bool:
         """Whether it needs https although its url says http; asked only after http failed."""
@@ -99,14 +99,14 @@ class EngineFacts:
         """What the health path says."""
         return await self._fact("hello", self._ask_health)
 
-    async def models(self) -> tuple[ModelInfo, ...]:
+    async def list_models(self) -> tuple[ModelInfo, ...]:
         """What it serves."""
-        return await self._fact("models", self.vllm.models)
+        return await self._fact("models", self.vllm.list_models)
 
-    async def version(self) -> str:
-        return await self._fact("version", self.vllm.version)
+    async def fetch_version(self) -> str:
+        return await self._fact("version", self.vllm.fetch_version)
 
-    async def sources(self) -> tuple[KvEventSource, ...]:
+    async def list_sources(self) -> tuple[KvEventSource, ...]:
         """Where it publishes KV events: as it says, else as the configuration says of engines that cannot."""
         try:
             return await self._fact("kv event sources", self.vllm.kv_event_sources)
@@ -115,21 +115,21 @@ class EngineFacts:
                 raise
             return stated_sources(self._stated, host=self.origin.host)
 
-    async def sample(self) -> tuple[int, ...]:
+    async def tokenize_sample(self) -> tuple[int, ...]:
         """Tokens of a sample text by `/tokenize`."""
         return await self._fact("sample", self._tokenize_sample)
 
-    async def exposition(self) -> bytes:
+    async def fetch_exposition(self) -> bytes:
         """`/metrics` as it was before the doctor's own requests."""
         return await self._fact("metrics", self.exposition_now)
 
-    async def trial(self) -> Trial:
+    async def try_generating(self) -> Trial:
         """Two requests of one token each."""
         return await self._fact("trial", self._run_trial)
 
-    async def model(self) -> ModelInfo:
+    async def choose_model(self) -> ModelInfo:
         """The model to try: a declared or routed one that is served, else the first that is no adapter."""
-        models = {one.id: one for one in await self.models()}
+        models = {one.id: one for one in await self.list_models()}
         for name in (*self.endpoint.models, *self._routed):
             if name in models:
                 return models[name]
@@ -153,7 +153,7 @@ class EngineFacts:
     async def sources_or_none(self) -> tuple[KvEventSource, ...]:
         """() where the engine cannot name them."""
         try:
-            return await self.sources()
+            return await self.list_sources()
         except ClientError:
             return ()
 
@@ -169,7 +169,7 @@ class EngineFacts:
 
     async def _run_trial(self) -> Trial:
         await self._scraped()
-        model = await self.model()
+        model = await self.choose_model()
         sources = await self.sources_or_none() if self.plan.events else ()
         target = TrialTarget(model, self.api, self.vllm, sources, self.metrics_now, self.tools)
         return await run_trial(target, self.plan)
@@ -177,12 +177,12 @@ class EngineFacts:
     async def _scraped(self) -> None:
         """The first scrape is taken before our own requests show in it."""
         try:
-            await self.exposition()
+            await self.fetch_exposition()
         except ClientError:
             return
 
     async def _tokenize_sample(self) -> tuple[int, ...]:
-        return tuple((await self.vllm.tokenize_prompt((await self.model()).id, SAMPLE_TEXT)).tokens)
+        return tuple((await self.vllm.tokenize_prompt((await self.choose_model()).id, SAMPLE_TEXT)).tokens)
 
     async def _ask_health(self) -> HealthReply:
         timeout_s = self.tools.timeouts.exchange_s

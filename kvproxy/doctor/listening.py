@@ -31,7 +31,7 @@ class StreamObservation:
     replays: bool | None = None  # None: the engine names no replay socket
     _skipped: Skipped = field(default_factory=Skipped)
 
-    def record(self, frames: Sequence[bytes], tokens: Sequence[int], *, now: float) -> None:
+    def record_batch(self, frames: Sequence[bytes], tokens: Sequence[int], *, now: float) -> None:
         """One message; `tokens` are the prompt's ids."""
         try:
             batch = decode_batch(frames)
@@ -70,8 +70,8 @@ class WatchedStreams:
         ends = self._clock() + within_s
         for stream, subscription in zip(self.observed, self._open, strict=True):
             while not stream.connected and (left_s := ends - self._clock()) > 0:
-                await subscription.wait(left_s)
-                stream.connected = any(subscription.connections())
+                await subscription.wait_for_news(left_s)
+                stream.connected = any(subscription.take_connections())
 
     async def listen(self, tokens: Sequence[int], *, within_s: float) -> None:
         """Returns when one stream had an event of this prompt, or after `within_s`."""
@@ -80,7 +80,7 @@ class WatchedStreams:
             for stream, subscription in zip(self.observed, self._open, strict=True):
                 self._drain(stream, subscription, tokens)
             if not any(stream.mine for stream in self.observed):
-                await self._open[0].wait(min(left_s, 0.05) if len(self._open) > 1 else left_s)
+                await self._open[0].wait_for_news(min(left_s, 0.05) if len(self._open) > 1 else left_s)
 
     async def ask_replays(self, *, within_s: float) -> None:
         """Whether the replay sockets answer. The batch asked for lies in the future, so the answer is its end alone."""
@@ -95,12 +95,12 @@ class WatchedStreams:
             subscription.close()
 
     def _drain(self, stream: StreamObservation, subscription: Subscription, tokens: Sequence[int]) -> None:
-        subscription.connections()
+        subscription.take_connections()
         for _ in range(_MAX_BATCHES):
-            frames = subscription.message()
+            frames = subscription.take_message()
             if frames is None:
                 return
-            stream.record(frames, tokens, now=self._wall_clock())
+            stream.record_batch(frames, tokens, now=self._wall_clock())
 
     async def _replays(self, address: str, within_s: float) -> bool:
         try:

@@ -58,19 +58,19 @@ class LmcacheFacts:
         self.settings = settings
         self.tools = tools
         self.origin = Origin.parse(settings.lmcache_endpoint)
-        http, url, timeout_s = tools.http(self.origin), str(self.origin), tools.timeouts.exchange_s
+        http, url, timeout_s = tools.make_client(self.origin), str(self.origin), tools.timeouts.exchange_s
         self.api = Api(http, url, service="lmcache")
         self._controller = LMCacheControllerClient(http, url, lookup_timeout_s=timeout_s)
         self._coordinator = LMCacheCoordinatorClient(http, url, lookup_timeout_s=timeout_s)
 
-    async def link(self) -> ConnectResult:
+    async def try_link(self) -> ConnectResult:
         """Whether it can be connected to."""
         timeout_s = self.tools.timeouts.exchange_s
         return await self.tools.answers.ask_once("lmcache link", lambda: connect(self.origin, timeout_s=timeout_s))
 
     async def kind(self) -> ProviderName:
         """Which service answers there, whatever the configuration says. Raises BadResponse when it is neither."""
-        link = await self.link()
+        link = await self.try_link()
         if link.error is not None:
             raise ClientUnavailable(f"{self.where} cannot be connected to")
         return await self.tools.answers.ask_once("lmcache kind", self._recognise)
@@ -81,7 +81,7 @@ class LmcacheFacts:
             return CoordinatorProvider(self._coordinator, model=self.settings.directory_model)
         return ControllerProvider(self._controller, self.settings.cache_strategy)
 
-    async def instances(self) -> frozenset[str]:
+    async def list_instances(self) -> frozenset[str]:
         """Registered instances; NotSupported where the service cannot list them."""
         provider = await self.provider()
         return await self.tools.answers.ask_once("lmcache instances", provider.instances)
@@ -127,7 +127,7 @@ class LmcacheFacts:
         return ProviderName.CONTROLLER
 
     async def _find(self, engine: EngineFacts) -> LookupAnswer:
-        kind, trial = await self.kind(), await engine.trial()
+        kind, trial = await self.kind(), await engine.try_generating()
         tokens, timeouts = token_array(list(trial.tokens)), self.tools.timeouts
         for attempt in range(timeouts.lookup_tries):
             if attempt:
@@ -135,7 +135,9 @@ class LmcacheFacts:
             if kind is ProviderName.CONTROLLER:
                 found = await self._ask_controller(tokens)
             else:
-                found = await self._ask_coordinator(tokens, self.expected_model(trial), (await engine.model()).root)
+                found = await self._ask_coordinator(
+                    tokens, self.expected_model(trial), (await engine.choose_model()).root
+                )
             if found.holders or not found.chunks:
                 break
         return found

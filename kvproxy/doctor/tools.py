@@ -95,6 +95,6 @@ class Tools:
     async def __aexit__(self, *_: object) -> None:
         await self._open.aclose()
 
-    def http(self, origin: Origin) -> httpx.AsyncClient:
+    def make_client(self, origin: Origin) -> httpx.AsyncClient:
         """The client for origins verified as this one."""
         return self._clients.client(origin)

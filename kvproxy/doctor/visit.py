@@ -41,7 +41,7 @@ class Check(Protocol):
         """What it looks at."""
         ...
 
-    async def find(self) -> Sequence[Finding]:
+    async def collect_findings(self) -> Sequence[Finding]:
         """What it found, good findings included.
 
         A ClientError means that it could not look; the check that owns the failed exchange says what is wrong.
@@ -67,7 +67,7 @@ async def _run(check: Check, timeout_s: float) -> Sequence[Finding] | SkippedChe
     deadline_s = check.calls * timeout_s
     try:
         async with asyncio.timeout(deadline_s):
-            found = await check.find()
+            found = await check.collect_findings()
     except TimeoutError:
         found = [warning(check.where, f"not known after {deadline_s:g} s", "the service is slow: raise --timeout")]
     except ClientError as error:
@@ -101,19 +101,19 @@ def _quiet(deployment: Deployment, problems: Sequence[Problem], *, trial: bool) 
     yield LimitsCheck(deployment)
     yield PublicCheck(deployment.config)
     for engine in (*deployment.engines, *filter(None, [deployment.tokenizer])):
-        yield ConnectionCheck(engine.where, engine.origin, engine.link, wall_clock)
+        yield ConnectionCheck(engine.where, engine.origin, engine.try_link, wall_clock)
         yield ApiCheck(engine)
     for engine in deployment.engines:
         yield HealthCheck(engine)
         yield MetricsCheck(engine)
         yield EventSourcesCheck(engine, _wants_events(deployment))
         yield ClockCheck(engine, trial)
-    for name, engines in deployment.clusters():
+    for name, engines in deployment.group_engines():
         if engines:
             yield ModelsCheck(deployment, name)
             yield VersionCheck(deployment, name)
     if lmcache is not None:
-        yield ConnectionCheck(lmcache.where, lmcache.origin, lmcache.link, wall_clock)
+        yield ConnectionCheck(lmcache.where, lmcache.origin, lmcache.try_link, wall_clock)
         yield ServiceCheck(lmcache)
         yield InstancesCheck(deployment, lmcache, trial)
         yield ActionsCheck(lmcache)
@@ -126,7 +126,7 @@ def _trials(deployment: Deployment) -> Iterator[Check]:
         yield TokenizeCheck(engine, needed)
         yield CachingCheck(engine)
         yield KvEventsCheck(engine)
-    for name, engines in deployment.clusters():
+    for name, engines in deployment.group_engines():
         if engines:
             yield TokenizersCheck(deployment, name)
     if deployment.tokenizer is not None:

@@ -1,5 +1,6 @@
 """What is changed in a request body: fields by which engines talk to each other are cut out of an untrusted client's, a
-tenant's salt is put in, and a model gets the name its engines know. Every other byte stays as the client sent it.
+tenant's salt is put in, a model gets the name its engines know, and where the proxy tells engines the `priority` of a
+request, a client's own is cut out. Every other byte stays as the client sent it.
 
 With `kv_transfer_params` and its like a client can crash a decoder or have another user's KV cache read into its own
 request: they are between proxies and engines.
@@ -52,8 +53,10 @@ CONTROL_PREFIXES = ("bootstrap_", "remote_")
 #: vLLM copies the members of this one into the same place `kv_transfer_params` goes to.
 _CARRIER = "vllm_xargs"
 _SALT = "cache_salt"
+_PRIORITY = "priority"
 
 _SUSPICIOUS = (b"_transfer_params", b'"bootstrap_', b'"remote_', b"_rank", b"vllm_xargs", b"\\u00")
+_PRIORITY_LETTERS = (b'"priority"', b"\\u00")
 _NAMED = CONTROL_FIELDS | {_CARRIER}
 
 #: Beyond this size and this many colons a strict parse of the names could take long.
@@ -65,6 +68,7 @@ _SLICE_BYTES = 512 * 1024
 _SHORTENED_BYTES = 8 * 1024
 _PROMPT_NAMES = (b'"messages":', b'"prompt":', b'"input":')
 _SEPARATORS = (b",", b", ")
+_MAX_NUMBER_BYTES = 32
 _MAX_SALT_BYTES = 64 * 1024  # of a longer one the digest counts
 _BOM = b"\xef\xbb\xbf"
 _NOT_UTF8 = "JSON is UTF-8 (RFC 8259), and in another encoding it cannot be checked"
@@ -88,18 +92,20 @@ class BodyGuard:
 
     def looks_at(self, start: bytes, exchange: Exchange, headers: Headers) -> bool:
         """Whether all of a body that begins so is needed. A form with files is no JSON: such uploads stream."""
-        return (exchange.isolated or not exchange.trusted) and not _is_form(start, headers)
+        return (exchange.isolated or not exchange.trusted or exchange.tells_priority) and not _is_form(start, headers)
 
     def passes(self, body: bytes, exchange: Exchange) -> bool:
         """Whether an engine may get it as it is, which is so for nearly every body."""
         if exchange.isolated:
             return False
-        if exchange.trusted:
+        if exchange.trusted and not exchange.tells_priority:
             return True
         known, inference = exchange.members, exchange.inference
         if known is None and inference is not None and body is exchange.body and len(body) > _SHORTENED_BYTES:
             body = without_messages(body, inference.prompt.parts)
-        return needs_no_change(body, known)
+        if exchange.trusted:
+            return _has_no_priority(body, known)
+        return needs_no_change(body, known, priority=exchange.tells_priority)
 
     async def checked(self, body: bytes, exchange: Exchange, headers: Headers) -> bytes:
         """The body as an engine may get it. Raises BodyUnchecked."""
@@ -118,9 +124,41 @@ class BodyGuard:
                 known = known if clean is body else None
                 tenant = exchange.tenant
                 clean = await with_salt(clean, tenant=tenant, own=own, encoded=encoded, known=known, pace=self._pace)
+            if exchange.tells_priority:
+                known = exchange.members if clean is body else None
+                clean = await self._without_priority(clean, exchange, encoded=encoded, known=known)
         except Unchecked as error:
             raise BodyUnchecked(f"The request body is refused: {error}.", encoded=encoded) from None
         return clean
+
+    async def _without_priority(
+        self, body: bytes, exchange: Exchange, *, encoded: bool, known: Members | None
+    ) -> bytes:
+        """The body without a `priority`, which the exchange is told of if it is a trusted client's."""
+        if _has_no_priority(body, known) or (encoded and exchange.trusted):
+            return body
+        if encoded:
+            raise Unchecked("with a content-encoding it cannot be checked for a priority, send it plain")
+        if known is None:
+            text = _in_utf8(body)
+            if not await _occurs(_PRIORITY_LETTERS, text):
+                return body
+            if text is not body:
+                return _not_an_object(body, text)
+        try:
+            members = known
+            if members is None:
+                members = await run_in_turns(find_members(body, _PRIORITY.__eq__), self._pace)
+        except NotAnObject:
+            return body
+        except Unreadable as error:
+            raise Unchecked(f"{error}, which cannot be checked for a priority") from None
+        found = [member for member in members.found if member.name == _PRIORITY]
+        if not found:
+            return body
+        if exchange.trusted:
+            exchange.own_priority = _integer(body, found[-1].value)
+        return await run_in_turns(apply_edits(body, cut_members(found)), self._pace)
 
 
 def tenant_salt(tenant: str, own: str | None) -> str:
@@ -137,7 +175,7 @@ def is_control(name: str) -> bool:
 
 def is_guarded(name: str) -> bool:
     """Whether the guard has to know of a top-level member of this name."""
-    return name in (_CARRIER, _SALT) or is_control(name)
+    return name in (_CARRIER, _SALT, _PRIORITY) or is_control(name)
 
 
 def without_messages(body: bytes, messages: Sequence[bytes]) -> bytes:
@@ -164,18 +202,37 @@ def without_messages(body: bytes, messages: Sequence[bytes]) -> bytes:
     return body
 
 
-def needs_no_change(body: bytes, known: Members | None = None) -> bool:
-    """Whether it surely holds no such field: by the guarded members that are `known` from a scan, or by one strict
-    parse of the names alone. False: it must be looked at."""
+def needs_no_change(body: bytes, known: Members | None = None, *, priority: bool = False) -> bool:
+    """Whether it surely holds no such field, nor a `priority` where that matters: by the guarded members that are
+    `known` from a scan, or by one strict parse of the names alone. False: it must be looked at."""
     if known is not None:
-        return not any(is_control(member.name) or member.name == _CARRIER for member in known.found)
+        named = (_CARRIER, _PRIORITY) if priority else (_CARRIER,)
+        return not any(is_control(member.name) or member.name in named for member in known.found)
     names = _names(body)
-    if names is None or not _NAMED.isdisjoint(names):
+    if names is None or not _NAMED.isdisjoint(names) or (priority and _PRIORITY in names):
         return False
     for name in names:  # noqa: SIM110 - a generator would cost more, and every request asks
         if name.startswith(CONTROL_PREFIXES):
             return False
     return True
+
+
+def _has_no_priority(body: bytes, known: Members | None) -> bool:
+    if known is not None:
+        return not any(member.name == _PRIORITY for member in known.found)
+    names = _names(body)
+    return names is not None and _PRIORITY not in names
+
+
+def _integer(body: bytes, span: Span) -> int:
+    """As engines read it, a text or `5.0` included. Raises Unchecked."""
+    try:
+        value = json.loads(body[span.start : min(span.end, span.start + _MAX_NUMBER_BYTES)])
+        if isinstance(value, bool) or int(value) != float(value):
+            raise ValueError
+        return int(value)
+    except (ValueError, TypeError, OverflowError):
+        raise Unchecked("`priority` is no integer") from None
 
 
 def _names(body: bytes) -> dict[str, msgspec.Raw] | None:
@@ -202,7 +259,7 @@ async def without_control_fields(
         raise Unchecked("with a content-encoding it cannot be checked, send it plain")
     if known is None:
         text = _in_utf8(body)
-        if not await _suspicious(text):
+        if not await _occurs(_SUSPICIOUS, text):
             return body
         if text is not body:
             return _not_an_object(body, text)
@@ -296,11 +353,11 @@ def _not_an_object(body: bytes, text: bytes) -> bytes:
     return body
 
 
-async def _suspicious(body: bytes) -> bool:
+async def _occurs(letters: Sequence[bytes], body: bytes) -> bool:
     """Whether the letters of such a name occur anywhere, also in an escaped spelling; in slices, so that others run."""
     for at in range(0, len(body), _SLICE_BYTES):
         piece = body[at : at + _SLICE_BYTES + _LONGEST_NEEDLE]
-        if any(needle in piece for needle in _SUSPICIOUS):
+        if any(needle in piece for needle in letters):
             return True
         await asyncio.sleep(0)
     return False

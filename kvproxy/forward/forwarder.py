@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 import random
 from collections.abc import AsyncIterator
@@ -18,12 +17,13 @@ from kvproxy.config.schema import RetrySettings
 from kvproxy.errors import (
     ConnectError,
     EndpointUnhealthy,
-    EngineReportedError,
     FirstByteTimeout,
     IdleTimeout,
     PoolFull,
     UpstreamError,
 )
+from kvproxy.forward.answer import read_beginning, read_short, verdict_on
+from kvproxy.forward.engine_priority import REFUSING, names_priority, with_priority
 from kvproxy.forward.headers import RequestHead, response_headers
 from kvproxy.forward.relay import Relay
 from kvproxy.forward.request_body import RequestBody
@@ -33,16 +33,11 @@ from kvproxy.metrics.catalog import Metrics
 from kvproxy.request.downstream import Downstream
 from kvproxy.request.exchange import CLIENT_CLOSED_REQUEST, MAX_REMEMBERED, Exchange
 from kvproxy.request.observer import RequestObserver, notify
-from kvproxy.request.usage import ERROR_MARK, error_status
 from kvproxy.resilience.budget import RetryBudget
 from kvproxy.routing.policy import NO_FACTS, PickRequest
 from kvproxy.types import Clock, EndpointId, Headers
 from kvproxy.upstream.pool import Timeouts, UpstreamPool, UpstreamResponse
 
-#: An error answer kept while another endpoint is tried is no longer than this; a longer one goes down as it comes.
-_MAX_HELD_BYTES = 64 * 1024
-#: Nor is its body waited for longer than this.
-_ERROR_BODY_S = 1.0
 _IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
 _PROMPT_HEAD_BYTES = 1024
 _NOBODY: frozenset[EndpointId] = frozenset()
@@ -151,9 +146,12 @@ class Forwarding:
 
     async def _wait_in(self, queue: RouterQueue, request: PickRequest) -> Pick | None:
         """The first attempt may have to wait for its turn; a request that was let in once does not queue again."""
+        return await queue.wait(request, self._place_refreshed, tenant=self._exchange.tenant, priority=self._level())
+
+    def _level(self) -> int:
+        """Of the request's class: what the configured header says, larger first."""
         header = self._cluster.settings.queue.priority_header
-        priority = priority_of(self._head.headers, header.lower().encode()) if header else 0
-        return await queue.wait(request, self._place_refreshed, tenant=self._exchange.tenant, priority=priority)
+        return priority_of(self._head.headers, header.lower().encode()) if header else 0
 
     def _place(self, request: PickRequest, now: float) -> Pick | None:
         """Decide, notify, reserve: no await between them, so that nothing comes between a choice and its load."""
@@ -210,29 +208,9 @@ class Forwarding:
                 head = head.with_credential(pick.endpoint.authorization)
             if self._exchange.trace_parent:
                 head = head.with_trace_parent(self._exchange.trace_parent)
-            headers = head.own
-            body: bytes | AsyncIterator[bytes] | None = self._body.whole
-            if body is None:
-                headers = headers + self._body.framing
-                body = self._body.take()
-            response = await self._shared.pool.request(
-                pick.endpoint.origin,
-                self._method.encode(),
-                self._target,
-                headers,
-                body,
-                timeouts=self._shared.timeouts,
-                early=False,
-                repeated=head.repeated,
-            )
-            status, first = response.status, b""
-            if status < 500:  # the first piece is there, or the end
-                first = response.take() or b""
-            if status == 200 and ERROR_MARK in first:
-                first = await _read_event(response, first)
-                status = error_status(first, first=True) or status
+            response, status, first = await self._ask(pick, head)
             if status >= 500:
-                first, whole = await _read_short(response, first)
+                first, whole = await read_short(response, first)
                 if whole:
                     return self._server_error(pick, response, first, status)
             return await self._deliver(pick, response, first)
@@ -248,6 +226,59 @@ class Forwarding:
             if not pick.reservation.released:
                 pick.endpoint.metrics.request(CLIENT_CLOSED_REQUEST)
                 pick.settle(AttemptOutcome.CANCELLED, now=self._shared.clock())
+
+    async def _ask(self, pick: Pick, head: RequestHead) -> tuple[UpstreamResponse, int, bytes]:
+        """The answer, what its beginning means, and the piece that is there. An engine that refuses the `priority` is
+        asked once more without, at once."""
+        whole, start = self._body.whole, b""
+        if whole is None:
+            return await self._send(pick, head, self._body.take())
+        if self._exchange.tells_priority:
+            start, at = with_priority(whole, self._exchange, self._cluster, pick, level=self._level())
+        if not start:
+            return await self._send(pick, head, whole)
+        response, status, first = await self._send(pick, head, memoryview(whole)[at:], start=start)
+        if status not in REFUSING:
+            return response, status, first
+        try:
+            first, complete = await read_short(response, first)
+        except BaseException:
+            response.abort()
+            raise
+        if not complete or not names_priority(first):
+            return response, status, first
+        response.abort()
+        self._exchange.outcome.engine_priority = None
+        response, status, first = await self._send(pick, head, whole)
+        if status < 400:
+            pick.endpoint.refused_priority()
+        return response, status, first
+
+    async def _send(
+        self,
+        pick: Pick,
+        head: RequestHead,
+        body: bytes | memoryview | AsyncIterator[bytes] | None,
+        *,
+        start: bytes = b"",
+    ) -> tuple[UpstreamResponse, int, bytes]:
+        """The answer, its status or that of an error that a stream begins with, and the piece that is there."""
+        response = await self._shared.pool.request(
+            pick.endpoint.origin,
+            self._method.encode(),
+            self._target,
+            head.own if self._body.whole is not None else head.own + self._body.framing,
+            body,
+            start=start,
+            timeouts=self._shared.timeouts,
+            early=False,
+            repeated=head.repeated,
+        )
+        try:
+            return response, *await read_beginning(response)
+        except BaseException:
+            response.abort()
+            raise
 
     def _failed(self, pick: Pick, error: UpstreamError) -> _Next:
         """Nothing reached the client yet (a relay in progress ends its own failures)."""
@@ -361,7 +392,7 @@ class Forwarding:
         error = await relay.run(headers, first)
         now = self._shared.clock()
         succeeded = error is None and response.status < 400
-        verdict = AttemptOutcome.SUCCESS if succeeded else _verdict(response.status, error)
+        verdict = AttemptOutcome.SUCCESS if succeeded else verdict_on(response.status, error)
         if verdict is AttemptOutcome.FAILURE:
             reason = error.reason if error is not None else f"status_{response.status}"
             if self._cluster.is_spared(pick.endpoint, self._model, reason=reason, now=now):
@@ -373,38 +404,6 @@ class Forwarding:
         if (cached_tokens := self._exchange.outcome.cached_tokens) is not None:
             self._cluster.observe_reuse(pick, cached_tokens, now)
         return _Next.DELIVERED
-
-
-async def _read_event(response: UpstreamResponse, first: bytes) -> bytes:
-    """As much as makes the first event of a stream whole, if it is one and its end is on the way."""
-    if not first.startswith((b"data:", b"event:", b":")):
-        return first
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_ERROR_BODY_S):
-            while not (response.complete or first.endswith(b"\n") or len(first) > _MAX_HELD_BYTES):
-                first += await response.chunk()
-    return first
-
-
-async def _read_short(response: UpstreamResponse, first: bytes) -> tuple[bytes, bool]:
-    """The body of an error, and whether that is all to be had: it is short, or its rest stalls."""
-    body = first
-    try:
-        async with asyncio.timeout(_ERROR_BODY_S):
-            while not response.complete and len(body) <= _MAX_HELD_BYTES:
-                body += await response.chunk()
-    except TimeoutError:
-        return body, True
-    return (body + (response.take() or b""), True) if response.complete else (body, False)
-
-
-def _verdict(status: int, error: UpstreamError | None) -> AttemptOutcome:
-    """Of an answer that was no success."""
-    if isinstance(error, EngineReportedError) and error.status < 500:
-        return AttemptOutcome.CLIENT_ERROR
-    if error is not None or status >= 500:
-        return AttemptOutcome.FAILURE
-    return AttemptOutcome.CLIENT_ERROR
 
 
 def local_status(why: UpstreamError | Refusal) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.endpoint import OTHER
+from kvproxy.cluster.endpoint_metrics import OTHER
 from kvproxy.config.schema import RouteSettings
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.metrics.collectors import CounterCell

@@ -10,7 +10,7 @@ from kvproxy.types import Headers
 
 _LONGEST_SHOWN = 64
 #: The largest priority, and the negative of the least.
-_MAX_PRIORITY = 100
+MAX_PRIORITY = 100
 #: A header line stays readable and small whatever the size of the cluster.
 _MAX_ENDPOINTS = 8
 
@@ -40,7 +40,7 @@ def priority_of(headers: Headers, name: bytes) -> int:
     """The integer in header `name`, from -100 to 100; 0 when there is none."""
     value = next((value for header, value in headers if header == name), b"0")
     try:
-        return max(-_MAX_PRIORITY, min(_MAX_PRIORITY, int(value)))
+        return max(-MAX_PRIORITY, min(MAX_PRIORITY, int(value)))
     except ValueError:
         return 0
 

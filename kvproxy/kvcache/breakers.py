@@ -84,15 +84,15 @@ class OperationBreakers:
         permit = self.breaker(operation).admit()
         try:
             answer = await call()
-            permit.success()
+            permit.record_success()
             return answer
         except ClientError as error:
             self._errors[operation] = error
             alive = isinstance(error, Refused) and error.status < 500 and not isinstance(error, NotSupported)
-            (permit.success if alive else permit.failure)()
+            (permit.record_success if alive else permit.record_failure)()
             raise
         finally:
-            permit.cancelled()  # means nothing once a verdict was given
+            permit.record_cancellation()  # means nothing once a verdict was given
 
     def _changed(self, operation: str) -> None:
         """The breaker may have opened or closed."""

@@ -124,7 +124,7 @@ class MetricsScraper(BackgroundTask):
     async def _read(self, cluster: str, endpoint: Endpoint) -> None:
         try:
             async with self._slots:
-                metrics = await self._engines.client(endpoint).metrics()
+                metrics = await self._engines.client(endpoint).fetch_metrics()
         except ClientError as error:
             log.debug("[kvcache] metrics of %s: %s", endpoint.id, error)
             return
@@ -141,6 +141,7 @@ class MetricsScraper(BackgroundTask):
             self._clusters[cluster].observe_engine(endpoint, reading)
         if self._restarted(cluster, endpoint.id, metrics):
             log.info("[kvcache] %s/%s is a new process: what it held is forgotten", cluster, endpoint.id)
+            endpoint.priority.restarted()
         self._size(cluster, endpoint, metrics)
 
     def _restarted(self, cluster: str, endpoint: EndpointId, metrics: EngineMetrics) -> bool:

@@ -164,13 +164,13 @@ class CoordinatorProvider:
         return Effect(change.affected)
 
     async def instances(self) -> frozenset[str]:
-        return frozenset(one.instance_id for one in await self._client.instances())
+        return frozenset(one.instance_id for one in await self._client.list_instances())
 
     async def indexed_chunks(self) -> int:
-        return (await self._client.stats()).num_keys
+        return (await self._client.fetch_stats()).num_keys
 
     async def memory(self) -> dict[str, float]:
-        usage = await self._client.usage()
+        usage = await self._client.fetch_usage()
         ratios = {
             one.instance_id: [m.usage_ratio for m in one.modules if m.usage_ratio is not None]
             for one in usage.instances
@@ -181,7 +181,7 @@ class CoordinatorProvider:
 async def is_coordinator(client: LMCacheCoordinatorClient) -> bool:
     """Whether a coordinator answers there; ClientError when nothing does."""
     try:
-        await client.stats()
+        await client.fetch_stats()
     except (Refused, BadResponse):
         return False
     return True

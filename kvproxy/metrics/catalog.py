@@ -159,6 +159,14 @@ class EndpointStateMetrics:
             "kvproxy_ejections", "Endpoints taken out", ["cluster", "endpoint", "reason"], registry=r
         )
         self.probes = Counter("kvproxy_health_probes", "Active probes", ["cluster", "endpoint", "outcome"], registry=r)
+        self.engine_priority_requests = Counter(
+            "kvproxy_engine_priority_requests", "Requests that carried the number by which engines order what waits",
+            ["cluster", "endpoint", "outcome"], registry=r,
+        )  # fmt: skip  # sent, refused
+        self.engine_priority_state = Gauge(
+            "kvproxy_engine_priority_state", "1: this is what is known of the engine, where it is told a priority",
+            ["cluster", "endpoint", "state"], registry=r,
+        )  # fmt: skip  # unknown, obeys, ignores, refused
         self.discovery = Counter("kvproxy_discovery_updates", "Discovery results", ["cluster", "outcome"], registry=r)
 
 

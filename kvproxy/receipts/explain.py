@@ -149,12 +149,20 @@ def _outcome(receipt: Receipt) -> Iterator[str]:
         first += f" ({_seconds(receipt.ttft_s - receipt.attempts[-1].at_s)} after the decision)"
     tokens = "" if receipt.completion_tokens is None else f", {receipt.completion_tokens} tokens generated"
     yield f"  {first}, over after {_seconds(receipt.duration_s)}{tokens}"
+    if receipt.engine_priority is not None:
+        yield _told(receipt.engine_priority)
     if receipt.cached_tokens is None:
         yield "  the engine did not say how much it had cached"
         return
     prompt = receipt.engine_prompt_tokens
     expected = 0 if receipt.endpoint is None else matched_tokens(receipt, receipt.endpoint)
     yield f"  cached by the engine's count: {receipt.cached_tokens} of {prompt or '?'} tokens (predicted {expected})"
+
+
+def _told(priority: int) -> str:
+    order = "lowest" if priority >= 0 else "highest"
+    made_of = "its prefill there, when it came, its class and its tenant's turn"
+    return f"  sent with priority {priority} ({made_of}; the engine admits the {order} first)"
 
 
 def _prefill_s(receipt: Receipt, attempt: Attempt, candidate: ReceiptCandidate) -> float | None:

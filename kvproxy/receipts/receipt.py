@@ -77,6 +77,7 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True):
     endpoint: EndpointId | None = None  # the one that answered, or failed last
     status: int = 0
     ttft_s: float | None = None
+    engine_priority: int | None = None  # the number by which the engine was told to order it, in milliseconds
     engine_prompt_tokens: int | None = None
     cached_tokens: int | None = None
     completion_tokens: int | None = None

@@ -6,22 +6,25 @@ import argparse
 import asyncio
 import json
 import sys
-from typing import TextIO
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, TextIO
 
 import httpx
 
 from kvproxy.errors import KvproxyError, describe_os_error
 from kvproxy.receipts.files import ReceiptReader
+from kvproxy.replay.catalogue import find_scenarios, list_scenarios
 from kvproxy.replay.compare import ComparisonPlan, ProgressBar, compare
 from kvproxy.replay.decided import decide_again
 from kvproxy.replay.live import LiveReplay, LiveSettings
 from kvproxy.replay.live_report import ROW, LiveReport, report_live
-from kvproxy.replay.options import DEFAULT_POLICIES
+from kvproxy.replay.options import DEFAULT_LOAD, DEFAULT_POLICIES
 from kvproxy.replay.plot import render_html
+from kvproxy.replay.results import GoodputLimits
 from kvproxy.replay.scenario import PolicySpec
-from kvproxy.replay.settings import Pace, ReplayFleet
+from kvproxy.replay.settings import ENGINES, Pace, ReplayFleet
 from kvproxy.replay.trace import Trace, read_trace
-from kvproxy.simulator.timing import EngineTiming
 
 #: As shells have it for a program that Ctrl-C ended.
 INTERRUPTED = 130
@@ -39,17 +42,18 @@ def run(
     try:
         if args.plot and args.plot.suffix.casefold() not in (".html", ".htm"):
             raise ValueError(f"--plot writes an HTML page: name it {args.plot.with_suffix('.html')}")
+        if args.scenario:
+            return _scenarios(args, out, err)
         if args.receipts or not args.trace:
             return _receipts(args, out)
-        trace = read_trace(args.trace)
-        trace = trace.cut(args.requests) if args.requests else trace
+        trace = _read(args)
         if args.url:
             return _live(trace, args, out, err, transport=transport)
         comparison = compare(trace, _plan(args), err=err)
     except (KvproxyError, OSError, ValueError, httpx.HTTPError) as error:
         print(f"kvproxy replay: {describe_os_error(error) if isinstance(error, OSError) else error}", file=err)
         return 1
-    print(comparison.report.render_table(), file=out)
+    print(comparison.report.render_table(all_figures=args.all_figures), file=out)
     if args.json:
         args.json.write_text(json.dumps(comparison.report.as_json(), indent=2) + "\n")
     if args.plot:
@@ -57,13 +61,46 @@ def run(
     return 0
 
 
+def _read(args: argparse.Namespace) -> Trace:
+    trace = read_trace(args.trace).take_half(args.half)
+    return trace.cut(args.requests) if args.requests else trace
+
+
+def _scenarios(args: argparse.Namespace, out: TextIO, err: TextIO) -> int:
+    """One after the other, each with its own load unless one is given."""
+    if args.scenario == "list":
+        print(list_scenarios(), file=out)
+        return 0
+    if args.url or args.receipts or args.plot:
+        raise ValueError("--scenario goes with neither --url, --receipts nor --plot")
+    reports = []
+    for scenario in find_scenarios(args.scenario):
+        if args.trace and not scenario.any_trace:
+            raise ValueError(f"{scenario.name} is a workload of its own: leave the TRACE out")
+        trace = _read(args) if args.trace else scenario.draw(args.half)
+        if args.trace:
+            trace = replace(trace, name=f"{trace.name} with {scenario.name}")
+        elif args.requests:
+            trace = trace.cut(args.requests)
+        plan = _plan(args, load=scenario.load)
+        report = compare(trace, replace(plan, fleet=scenario.disturb(plan.fleet)), err=err).report
+        print(f"{scenario.name}: {scenario.what}\n{report.render_table(all_figures=args.all_figures)}\n", file=out)
+        reports.append(report.as_json())
+    if args.json:
+        args.json.write_text(json.dumps(reports[0] if len(reports) == 1 else {"scenarios": reports}, indent=2) + "\n")
+    return 0
+
+
 def _receipts(args: argparse.Namespace, out: TextIO) -> int:
     if args.trace or not args.receipts or args.url:
-        raise ValueError("one of TRACE and --receipts FILE is needed, and --url goes with a TRACE")
+        raise ValueError("one of TRACE, --scenario and --receipts FILE is needed, and --url goes with a TRACE")
     wanted = [PolicySpec.parse(text) for text in args.policy.split(",")]
-    policies = [spec for spec in wanted if not spec.queue]
+    policies = [spec for spec in wanted if not spec.queue and not spec.priority]
     if len(policies) < len(wanted) and args.policy != DEFAULT_POLICIES:
-        raise ValueError("receipts tell where requests went, not when: the router queue cannot be replayed from them")
+        raise ValueError(
+            "receipts tell where requests went, not when: "
+            "the router queue and engine priority cannot be replayed from them"
+        )
     review = decide_again(ReceiptReader(args.receipts), policies, limit=args.requests)
     print(review.render_table(), file=out)
     if args.json:
@@ -71,23 +108,18 @@ def _receipts(args: argparse.Namespace, out: TextIO) -> int:
     return 0
 
 
-def _plan(args: argparse.Namespace) -> ComparisonPlan:
+def _plan(args: argparse.Namespace, *, load: float = DEFAULT_LOAD) -> ComparisonPlan:
+    load = load if args.load is None else args.load
     policies = [PolicySpec.parse(text) for text in args.policy.split(",")]
     if args.baseline and args.baseline not in map(str, policies):
         raise ValueError(f"the baseline {args.baseline} is not among the policies")
-    if args.instances < 1 or args.seeds < 1 or args.load <= 0 or not 0 <= args.wrong < 1:
+    if args.instances < 1 or args.seeds < 1 or load <= 0 or not 0 <= args.wrong < 1:
         raise ValueError("--instances and --seeds are at least 1, --load is above 0, --wrong is from 0 to below 1")
     if not 0 <= args.streamed <= 1:
         raise ValueError("--streamed is a share, from 0 to 1")
-    timing = EngineTiming(
-        prefill_tokens_per_s=args.prefill_tokens_per_s,
-        quadratic_tokens=args.quadratic_tokens,
-        decode_step_s=args.decode_step,
-    )
-    fleet = ReplayFleet(
+    fleet = replace(
+        engines(args),
         instances=args.instances,
-        capacity_tokens=args.capacity_tokens,
-        timing=timing,
         slowness=_slowness(args.slow),
         slow_middle=args.slow_middle,
         index=args.index,
@@ -96,8 +128,33 @@ def _plan(args: argparse.Namespace) -> ComparisonPlan:
         learn_capacity=not args.fixed_capacity,
         wrong_share=args.wrong,
     )
-    return ComparisonPlan(fleet, policies, load=args.load, baseline=args.baseline, seeds=args.seeds,
-                closed_loop=not args.open_loop, prior_factor=args.prior_factor, streamed=args.streamed)  # fmt: skip
+    return ComparisonPlan(fleet, policies, load=load, baseline=args.baseline, seeds=args.seeds,
+                closed_loop=not args.open_loop, prior_factor=args.prior_factor, streamed=args.streamed,
+                goodput=GoodputLimits(args.goodput_ttft, args.goodput_tpot))  # fmt: skip
+
+
+def engines(args: argparse.Namespace) -> ReplayFleet:
+    """The engines of `--engine`, with what the other options change of them."""
+    preset = ENGINES[args.engine]
+    timing = {
+        "prefill_tokens_per_s": args.prefill_tokens_per_s,
+        "quadratic_tokens": args.quadratic_tokens,
+        "decode_step_s": args.decode_step,
+        "prefill_floor_s": args.prefill_floor,
+    }
+    settings = {
+        "capacity_tokens": args.capacity_tokens,
+        "block_size": args.block_size,
+        "max_batched_tokens": args.max_num_batched_tokens,
+        "max_sequences": args.max_num_seqs,
+        "long_prefill_token_threshold": args.long_prefill_token_threshold,
+        "reuse_outputs": args.reuse_outputs,
+    }
+    return replace(preset, **_given(settings), timing=replace(preset.timing, **_given(timing)))
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _slowness(text: str) -> tuple[float, ...]:
@@ -125,7 +182,8 @@ def _live(
         interrupted = True
     finally:
         bar.close()
-    report = report_live(trace, replay, settings, pace, interrupted=interrupted)
+    limits = GoodputLimits(args.goodput_ttft, args.goodput_tpot)
+    report = report_live(trace, replay, settings, pace, interrupted=interrupted, limits=limits)
     _write_live(report, args, out, [each.ttft_s for each in replay.outcomes if each.ttft_s is not None])
     if report.summary.requests == report.summary.failed:
         print("kvproxy replay: no request was answered", file=err)
@@ -134,7 +192,7 @@ def _live(
 
 
 def _write_live(report: LiveReport, args: argparse.Namespace, out: TextIO, ttft_s: list[float]) -> None:
-    print(report.render_table(), file=out)
+    print(report.render_table(all_figures=args.all_figures), file=out)
     if args.json:
         args.json.write_text(json.dumps(report.as_json(), indent=2) + "\n")
     if args.plot:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from random import Random
 from typing import TextIO
 
 from kvproxy.replay.pooled import Bound, measure_bound
-from kvproxy.replay.results import ReplayReport, Summary, average_summaries, summarize_outcomes
+from kvproxy.replay.report import ReplayReport
+from kvproxy.replay.results import GoodputLimits, Summary, summarize_outcomes
 from kvproxy.replay.scenario import PolicySpec, play_policy
 from kvproxy.replay.settings import ReplayFleet
 from kvproxy.replay.trace import Trace
+from kvproxy.simulator.engine_io import TokenGaps
 
 _WIDTH = 30
 
@@ -82,21 +84,24 @@ class ComparisonPlan:
     closed_loop: bool = True
     prior_factor: float = 1.0
     streamed: float = 1.0  # share of the answers
+    goodput: GoodputLimits = field(default_factory=GoodputLimits)
 
 
 def compare(trace: Trace, plan: ComparisonPlan, *, err: TextIO, bound: Bound | None = None) -> Comparison:
     """Plays every policy; with `bound` the pace is not calibrated again."""
     if bound is None:
         announce_part("calibrating the load on one pooled cache", err)
-        bound = measure_bound(trace, plan.fleet.undisturbed(), plan.load, closed_loop=plan.closed_loop)
+        bound = measure_bound(
+            trace, plan.fleet.undisturbed(), plan.load, closed_loop=plan.closed_loop, limits=plan.goodput
+        )
     requests = bound.trace.requests
     bar = ProgressBar(requests * plan.seeds * len(plan.policies), out=err)
-    summaries: dict[str, Summary] = {}
+    runs: dict[str, list[Summary]] = {}
     ttft_s: dict[str, list[float]] = {}
     for spec in plan.policies:
         bar.begin(str(spec))
-        runs = []
         for seed in range(1, plan.seeds + 1):
+            token_gaps = TokenGaps()
             policy = spec.make(rng=Random(seed), prior_factor=plan.prior_factor)
             outcomes = play_policy(
                 bound.trace,
@@ -104,35 +109,38 @@ def compare(trace: Trace, plan: ComparisonPlan, *, err: TextIO, bound: Bound | N
                 plan.fleet,
                 policy,
                 queue=spec.queue,
+                priority=spec.priority,
                 seed=seed,
                 streamed=plan.streamed,
+                token_gaps=token_gaps,
                 progress=bar.advance,
             )
             bar.end(requests)
-            runs.append(summarize_outcomes(outcomes, plan.fleet.instances))
+            summary = summarize_outcomes(outcomes, plan.fleet.instances, token_gaps=token_gaps, limits=plan.goodput)
+            runs.setdefault(str(spec), []).append(summary)
             ttft_s.setdefault(str(spec), sorted(each.ttft_s for each in outcomes if each.ttft_s is not None))
-        summaries[str(spec)] = average_summaries(runs)
     bar.close()
-    return Comparison(_report(trace, plan, bound, summaries), ttft_s)
+    return Comparison(_report(trace, plan, bound, runs), ttft_s)
 
 
-def _report(trace: Trace, plan: ComparisonPlan, bound: Bound, summaries: dict[str, Summary]) -> ReplayReport:
+def _report(trace: Trace, plan: ComparisonPlan, bound: Bound, runs: dict[str, list[Summary]]) -> ReplayReport:
     return ReplayReport(
         trace=trace.name,
+        half=trace.half,
         instances=plan.fleet.instances,
         load=plan.load,
         requests=bound.trace.requests,
         hit_ceiling=bound.trace.hit_ceiling(),
-        bound_ttft_mean_s=bound.ttft_mean_s,
-        bound_ttft_p99_s=bound.ttft_p99_s,
-        baseline=plan.baseline or next(iter(summaries)),
-        policies=summaries,
+        reference=bound.summary,
+        baseline=plan.baseline or next(iter(runs)),
+        runs=runs,
         settings={
             "fleet": asdict(plan.fleet),
             "pace": asdict(bound.pace),
             "seeds": plan.seeds,
             "prior_factor": plan.prior_factor,
             "streamed": plan.streamed,
+            "goodput": asdict(plan.goodput),
             "requests_per_s_at_load_1": bound.capacity_per_s,
         },
         of_trace=trace.requests if trace.requests != bound.trace.requests else 0,

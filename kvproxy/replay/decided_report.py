@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvproxy.replay.results import align_columns
+from kvproxy.replay.report import align_columns
 
 _COLUMNS = ("policy", "differs", "regret mean", "p50", "p99", "TTFT", "difference", "hit")
 

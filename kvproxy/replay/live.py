@@ -15,6 +15,7 @@ from kvproxy.errors import KvproxyError
 from kvproxy.replay.results import ReplayOutcome
 from kvproxy.replay.settings import Pace
 from kvproxy.replay.trace import Trace, Turn
+from kvproxy.simulator.engine_io import TokenGaps
 from kvproxy.types import Clock
 
 #: Common English words, each one token (with its space) to most tokenizers.
@@ -57,6 +58,7 @@ class _Details(msgspec.Struct):
 
 class _Usage(msgspec.Struct):
     prompt_tokens: int | None = None
+    completion_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
 
 
@@ -79,7 +81,13 @@ class OutgoingRequest:
 
 
 async def follow_request(
-    client: httpx.AsyncClient, sent: OutgoingRequest, outcome: ReplayOutcome, *, endpoint_header: str, clock: Clock
+    client: httpx.AsyncClient,
+    sent: OutgoingRequest,
+    outcome: ReplayOutcome,
+    *,
+    endpoint_header: str,
+    clock: Clock,
+    token_gaps: TokenGaps,
 ) -> str:
     """Fills in `outcome`; the name of the endpoint that answered ("" when the server does not say). RequestFailed."""
     headers = {"x-session-id": sent.session}
@@ -90,7 +98,7 @@ async def follow_request(
                 raise RequestFailed(f"status {response.status_code}")
             async for line in response.aiter_lines():
                 if line.startswith(_DATA) and not line.endswith(_DONE):
-                    _note(decoder.decode(line[len(_DATA) :]), outcome, clock)
+                    _note(decoder.decode(line[len(_DATA) :]), outcome, clock, token_gaps)
             if outcome.first_token_at is None:
                 raise RequestFailed("empty answer")
             outcome.finished_at = clock()
@@ -105,14 +113,20 @@ async def follow_request(
         raise RequestFailed("unreadable answer") from None
 
 
-def _note(event: _Event, outcome: ReplayOutcome, clock: Clock) -> None:
-    """An event with choices is a token; the last one may carry the counts alone."""
+def _note(event: _Event, outcome: ReplayOutcome, clock: Clock, token_gaps: TokenGaps) -> None:
+    """An event with choices is a token, the latest of which is the end so far; the last may carry the counts alone."""
     if event.error is not None:
         raise RequestFailed("error event")
-    if event.choices and outcome.first_token_at is None:
-        outcome.first_token_at = clock()
+    if event.choices:
+        now = clock()
+        if outcome.finished_at is None:
+            outcome.first_token_at = now
+        else:
+            token_gaps.add(now - outcome.finished_at)
+        outcome.finished_at = now
     if event.usage is not None:
         outcome.prompt_tokens = event.usage.prompt_tokens or outcome.prompt_tokens
+        outcome.output_tokens = event.usage.completion_tokens or outcome.output_tokens
         details = event.usage.prompt_tokens_details
         outcome.cached_tokens = 0 if details is None else details.cached_tokens or 0
 
@@ -177,6 +191,7 @@ class LiveReplay:
         self._model = settings.model
         self.outcomes: list[ReplayOutcome] = []  # of requests that are over, in the order they ended
         self.failures: Counter[str] = Counter()  # by reason
+        self.token_gaps = TokenGaps()  # of all answers: from one event with a token to the next
         self.held_back = 0  # requests that had to wait here for others to end: they came later than they should
 
     @property
@@ -235,10 +250,23 @@ class LiveReplay:
             "stream_options": {"include_usage": True},
             "ignore_eos": True,
         }
-        outcome, sent = ReplayOutcome(self._clock(), turn.prompt_tokens), OutgoingRequest(body, f"replay-{session}")
-        header = self._settings.endpoint_header
+        sent = OutgoingRequest(body, f"replay-{session}")
+        outcome = ReplayOutcome(
+            self._clock(),
+            turn.prompt_tokens,
+            output_tokens=turn.output_tokens,
+            session=session,
+            tenant=self._trace.sessions[session].tenant,
+        )
         try:
-            name = await follow_request(self._client, sent, outcome, endpoint_header=header, clock=self._clock)
+            name = await follow_request(
+                self._client,
+                sent,
+                outcome,
+                endpoint_header=self._settings.endpoint_header,
+                clock=self._clock,
+                token_gaps=self.token_gaps,
+            )
             outcome.endpoint = self._endpoints.setdefault(name, len(self._endpoints))
         except RequestFailed as failed:
             self.failures[str(failed)] += 1

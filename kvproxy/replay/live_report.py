@@ -8,9 +8,10 @@ from typing import Any
 import httpx
 
 from kvproxy.replay.live import LiveReplay, LiveSettings
-from kvproxy.replay.results import ReplayOutcome, ReplayReport, Summary, align_columns, summarize_outcomes
+from kvproxy.replay.report import FIGURES, MORE_FIGURES, MORE_LEGEND, ReplayReport, align_columns, name_half, name_row
+from kvproxy.replay.results import GoodputLimits, ReplayOutcome, Summary, summarize_outcomes
 from kvproxy.replay.settings import Pace
-from kvproxy.replay.trace import Trace
+from kvproxy.replay.trace import Half, Trace
 
 ROW = "live"
 
@@ -20,6 +21,7 @@ class LiveReport:
     """`summary` is over what ended before the run did. Holds no key."""
 
     trace: str
+    half: Half
     wanted: int  # requests of the trace
     hit_ceiling: float
     summary: Summary
@@ -33,6 +35,7 @@ class LiveReport:
         """The whole report; `policies` as in virtual time."""
         return {
             "trace": self.trace,
+            "half": self.half,
             "instances": len(self.endpoints),
             "requests": self.summary.requests,
             "hit_ceiling": self.hit_ceiling,
@@ -48,28 +51,29 @@ class LiveReport:
         """The same for a plot, which knows no more than what both kinds of replay have."""
         return ReplayReport(
             trace=self.trace,
+            half=self.half,
             instances=len(self.endpoints),
             load=0.0,
             requests=self.summary.requests,
             hit_ceiling=self.hit_ceiling,
-            bound_ttft_mean_s=0.0,
-            bound_ttft_p99_s=0.0,
+            reference=None,
             baseline=ROW,
-            policies={ROW: self.summary},
+            runs={ROW: [self.summary]},
             settings=self.settings,
         )
 
-    def render_table(self) -> str:
+    def render_table(self, *, all_figures: bool = False) -> str:
         """For a terminal."""
         summary = self.summary
         ended = f"{summary.requests} of {self.wanted} requests" if self.interrupted else f"{summary.requests} requests"
-        lines = [f"{self.trace}: {ended}, {summary.requests_per_s:.2f} a second, hit ceiling {self.hit_ceiling:.3f}"]
-        lines[0] += "; times in seconds"
-        header = ["policy", "TTFT mean", "p50", "p90", "p99", "e2e", "hit", "imbalance"]
-        times = (summary.ttft_mean_s, summary.ttft_p50_s, summary.ttft_p90_s, summary.ttft_p99_s, summary.e2e_mean_s)
-        name = ROW + (f" ({summary.failed} failed)" if summary.failed else "")
-        row = [name, *(f"{value:.3f}" for value in times), f"{summary.hit_rate:.3f}", f"{summary.imbalance:.2f}"]
-        lines += align_columns([header, row])
+        lines = [
+            f"{self.trace}, {name_half(self.half)}: {ended}, {summary.requests_per_s:.2f} a second, "
+            f"hit ceiling {self.hit_ceiling:.3f}; times in s, between tokens in ms"
+        ]
+        for figures in (FIGURES, MORE_FIGURES) if all_figures else (FIGURES,):
+            header = ["policy", *(column.title for column in figures)]
+            lines += align_columns([header, [name_row(ROW, summary), *(column.show(summary) for column in figures)]])
+        lines += MORE_LEGEND if all_figures else ()
         rows = [[each, *map(str, counts.values())] for each, counts in self.endpoints.items()]
         lines += ["", *align_columns([["endpoint", "requests", "prompt tokens", "cached"], *rows])] if rows else []
         lines += [f"failed: {count} x {reason}" for reason, count in self.failures.items()]
@@ -81,16 +85,25 @@ class LiveReport:
 
 
 def report_live(
-    trace: Trace, replay: LiveReplay, settings: LiveSettings, pace: Pace, *, interrupted: bool
+    trace: Trace,
+    replay: LiveReplay,
+    settings: LiveSettings,
+    pace: Pace,
+    *,
+    interrupted: bool,
+    limits: GoodputLimits = GoodputLimits(),
 ) -> LiveReport:
     """Whatever the replay has by now."""
     outcomes = replay.outcomes
     shown = replace(settings, api_key="", url=str(httpx.URL(settings.url).copy_with(username=None, password=None)))
     return LiveReport(
         trace=trace.name,
+        half=trace.half,
         wanted=trace.requests,
         hit_ceiling=trace.hit_ceiling(),
-        summary=summarize_outcomes(outcomes, max(1, len(replay.endpoints))),
+        summary=summarize_outcomes(
+            outcomes, max(1, len(replay.endpoints)), token_gaps=replay.token_gaps, limits=limits
+        ),
         endpoints={
             name or "(not named)": _counts([each for each in outcomes if each.endpoint == number])
             for number, name in enumerate(replay.endpoints)
@@ -98,7 +111,7 @@ def report_live(
         failures=dict(replay.failures.most_common()),
         held_back=replay.held_back,
         interrupted=interrupted,
-        settings={"live": asdict(shown), "pace": asdict(pace)},
+        settings={"live": asdict(shown), "pace": asdict(pace), "goodput": asdict(limits)},
     )
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kvproxy.replay.settings import IndexMode, ReplayFleet
+from kvproxy.replay.results import GoodputLimits
+from kvproxy.replay.settings import ENGINES, IndexMode, ReplayFleet
+from kvproxy.replay.trace import Half
 from kvproxy.simulator.timing import EngineTiming
 
+DEFAULT_LOAD = 0.7
 DEFAULT_POLICIES = "dynamo,lmetric,least_ttft,kv_aware,kv_aware+queue"
 
 
@@ -17,19 +20,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="a trace (see benchmarks/traces/), gzipped or not")  # fmt: skip
     parser.add_argument("--receipts", type=Path, metavar="FILE",
                         help="instead of a trace: decide recorded decisions again")  # fmt: skip
+    parser.add_argument("--scenario", default="", metavar="S,S...",
+                        help="a workload with its load, or what may be wrong with a fleet (then also on a TRACE), "
+                        "by name; `list` prints them all")  # fmt: skip
     parser.add_argument("--policy", default=DEFAULT_POLICIES, metavar="P,P...", help="policies, side by side; "
-                        "+queue behind kv_aware or least_ttft adds the router queue (default %(default)s)")  # fmt: skip
+                        "behind kv_aware or least_ttft, +queue adds the router queue, +priority has engines "
+                        "admit in the router's order (default %(default)s)")  # fmt: skip
     parser.add_argument("--baseline", default="", metavar="P", help="policy of the last column (default: the first)")
     parser.add_argument("--instances", type=int, default=8, metavar="N", help="engines (default %(default)s)")
-    parser.add_argument("--load", type=float, default=0.7, metavar="X",
-                        help="share of the pooled cache's saturated throughput (default %(default)s)")  # fmt: skip
+    parser.add_argument("--load", type=float, metavar="X", help="share of their throughput with one pooled cache "
+                        f"(default {DEFAULT_LOAD}, or the scenario's)")  # fmt: skip
     parser.add_argument(
         "--seeds",
         type=int,
         default=1,
         metavar="K",
-        help="runs to average; from the second on, "
-        "sessions start up to half a second later than in the trace (default %(default)s)",
+        help="runs to average; in each, sessions start up to "
+        "half a second later than in the trace (default %(default)s)",
     )
     parser.add_argument("--streamed", type=float, default=1.0, metavar="X", help="share of the answers that are "
                         "streamed; the router sees no first token of the others (default %(default)s)")  # fmt: skip
@@ -41,7 +48,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only the first N requests of the trace; in virtual time a "
         "short one is repeated, each time with prefixes of its own, until the figures are steady",
     )
+    parser.add_argument("--half", choices=list(Half), type=Half, default=Half.BOTH, help="only this half of the "
+                        "conversations: constants are tuned on one half, figures reported on the other")  # fmt: skip
     parser.add_argument("--open-loop", action="store_true", help="turns come at fixed times, whatever became of others")
+    goodput = GoodputLimits()
+    parser.add_argument("--goodput-ttft", type=float, default=goodput.ttft_s, metavar="S",
+                        help="an answer is good with its first token before this (default %(default)s)")  # fmt: skip
+    parser.add_argument("--goodput-tpot", type=float, default=goodput.tpot_s, metavar="S",
+                        help="and less than this per token after it, on average (default %(default)s)")  # fmt: skip
+    parser.add_argument("--all-figures", action="store_true", help="a second table: TTFT p90 and the longest, e2e p99, "
+                        "TPOT, session completion time, fairness")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write an HTML page with plots (FILE.html)")
     _add_engine_options(parser.add_argument_group("engines"))
@@ -57,13 +73,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_engine_options(group: argparse._ArgumentGroup) -> None:
-    timing = EngineTiming()
-    group.add_argument("--capacity-tokens", type=int, default=ReplayFleet().capacity_tokens, metavar="N",
-                       help="KV cache of each (default %(default)s)")  # fmt: skip
-    group.add_argument("--prefill-tokens-per-s", type=float, default=timing.prefill_tokens_per_s, metavar="X")
-    group.add_argument("--quadratic-tokens", type=float, default=timing.quadratic_tokens, metavar="X",
-                       help="depth at which attention doubles a token's time (default %(default)s)")  # fmt: skip
-    group.add_argument("--decode-step", type=float, default=timing.decode_step_s, metavar="S")
+    timing, fleet = EngineTiming(), ReplayFleet()
+    group.add_argument("--engine", choices=list(ENGINES), default="default",
+                       help="what the other options change: h100 has the defaults of a vLLM server there, 8192 tokens "
+                       "a step and 1024 sequences, steps of 8 ms at least, and reuses answers")  # fmt: skip
+    group.add_argument("--max-num-batched-tokens", type=int, metavar="N",
+                       help=f"tokens a step (default {fleet.max_batched_tokens})")  # fmt: skip
+    group.add_argument("--max-num-seqs", type=int, metavar="N",
+                       help=f"sequences at once (default {fleet.max_sequences})")  # fmt: skip
+    group.add_argument("--long-prefill-token-threshold", type=int, metavar="N",
+                       help="most tokens a step of one prompt among others (default: no bound)")  # fmt: skip
+    group.add_argument("--block-size", type=int, metavar="N", help="of the engines' caches, a part of the trace's "
+                       "blocks; small ones take milliseconds a request (default: as in the trace)")  # fmt: skip
+    group.add_argument("--prefill-floor", type=float, metavar="S",
+                       help="least time of a step without decodes (default 0)")  # fmt: skip
+    group.add_argument("--reuse-outputs", action=argparse.BooleanOptionalAction, default=None,
+                       help="the next turn finds the blocks of an answer, as with vLLM")  # fmt: skip
+    group.add_argument("--capacity-tokens", type=int, metavar="N",
+                       help=f"KV cache of each (default {fleet.capacity_tokens})")  # fmt: skip
+    group.add_argument("--prefill-tokens-per-s", type=float, metavar="X",
+                       help=f"(default {timing.prefill_tokens_per_s:g})")  # fmt: skip
+    group.add_argument("--quadratic-tokens", type=float, metavar="X",
+                       help="depth at which attention doubles a token's time "
+                       f"(default {timing.quadratic_tokens:g})")  # fmt: skip
+    group.add_argument("--decode-step", type=float, metavar="S", help=f"(default {timing.decode_step_s:g})")
     group.add_argument("--slow", default="", metavar="F,F...", help="slowness of the first engines (2: half as fast)")
     group.add_argument("--slow-middle", type=float, default=1.0, metavar="F",
                        help="slowness of the first engine in the middle third of the run")  # fmt: skip

@@ -6,7 +6,7 @@ import html
 import math
 from collections.abc import Mapping, Sequence
 
-from kvproxy.replay.results import ReplayReport
+from kvproxy.replay.report import REFERENCE, ReplayReport, name_half
 
 #: Distinguishable without hue too (lightness differs), on light and dark.
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999", "#b8a800")
@@ -26,7 +26,7 @@ svg { max-width: 100%; height: auto; } text { fill: var(--ink); font-size: 13px;
 
 def render_html(report: ReplayReport, ttft_s: Mapping[str, Sequence[float]]) -> str:
     """The page. `ttft_s` holds every request's time to first token by policy, sorted."""
-    title = html.escape(f"{report.trace}, {report.instances} instances, load {report.load:g}")
+    title = html.escape(f"{report.trace}, {name_half(report.half)}, {report.instances} instances, load {report.load:g}")
     return "\n".join(
         (
             "<!doctype html>",
@@ -39,6 +39,7 @@ def render_html(report: ReplayReport, ttft_s: Mapping[str, Sequence[float]]) -> 
             _curves(ttft_s),
             f"<h2>Figures</h2><p>{html.escape(report.title())}</p>",
             f"<pre>{html.escape(chr(10).join(report.rows()))}</pre>",
+            f"<pre>{html.escape(chr(10).join(report.more_rows()))}</pre>",
             "</body></html>\n",
         )
     )
@@ -46,7 +47,8 @@ def render_html(report: ReplayReport, ttft_s: Mapping[str, Sequence[float]]) -> 
 
 def _bars(report: ReplayReport) -> str:
     means = {name: summary.ttft_mean_s for name, summary in report.policies.items()}
-    longest = max(max(means.values()), report.bound_ttft_mean_s, 1e-9)
+    reference_s = 0.0 if report.reference is None else report.reference.ttft_mean_s
+    longest = max(max(means.values()), reference_s, 1e-9)
     scale = (_WIDTH - _LABEL - 70) / longest
     parts = []
     for row, (name, mean) in enumerate(means.items()):
@@ -55,10 +57,10 @@ def _bars(report: ReplayReport) -> str:
         parts.append(f'<rect x="{_LABEL}" y="{y + 4}" width="{mean * scale:.1f}" height="20" fill="{_colour(row)}"/>')
         parts.append(f'<text x="{_LABEL + mean * scale + 6:.1f}" y="{y + 19}">{mean:.3f} s</text>')
     height = len(means) * _ROW
-    if report.bound_ttft_mean_s:
-        x = _LABEL + report.bound_ttft_mean_s * scale
+    if reference_s:
+        x = _LABEL + reference_s * scale
         parts.append(f'<line x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{height}" class="axis" stroke-dasharray="4"/>')
-        parts.append(f'<text x="{x:.1f}" y="{height + 16}" text-anchor="middle">pooled-cache bound</text>')
+        parts.append(f'<text x="{x:.1f}" y="{height + 16}" text-anchor="middle">{REFERENCE}</text>')
     return _svg(height + 24, "Mean time to first token by policy", parts)
 
 

@@ -1,6 +1,7 @@
-"""The pooled-cache bound: N engines that share one cache of N times the size, routed by exact least work.
+"""The pooled reference: N engines that share one cache of N times the size, routed by exact least work.
 
-Each engine holds whatever any of them computed, so that load is all there is to balance; of that the routing is greedy.
+Each engine holds whatever any of them computed, so that load is all there is to balance; of that the routing is greedy,
+so it is no bound: a policy that looks further ahead, or an order of admission, can beat it.
 Requests that one engine alone could not hold are rejected as they are without the pool. Its saturated throughput is
 what "load 1.0" means.
 """
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from kvproxy.errors import KvproxyError
-from kvproxy.replay.results import ReplayOutcome, percentile
+from kvproxy.replay.results import GoodputLimits, ReplayOutcome, Summary, summarize_outcomes
 from kvproxy.replay.router import SimEndpoint, VirtualRouter
 from kvproxy.replay.settings import Pace, ReplayFleet
 from kvproxy.replay.trace import Trace, Turn
@@ -24,7 +25,7 @@ from kvproxy.routing.load import Features, features_of, seconds_of
 from kvproxy.routing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest, Policy
 from kvproxy.simulator.block_cache import PooledCache
 from kvproxy.simulator.engine import Engine
-from kvproxy.simulator.engine_io import FirstToken, Rejected, SimRequest
+from kvproxy.simulator.engine_io import FirstToken, Rejected, SimRequest, TokenGaps
 from kvproxy.simulator.kv_event import KvEvent
 
 #: Sessions in flight must outnumber what the wanted rate needs by this much, or turns would wait for turns.
@@ -95,9 +96,7 @@ class Bound:
     trace: Trace
     pace: Pace
     capacity_per_s: float  # requests a second that are load 1.0
-    ttft_mean_s: float
-    ttft_p99_s: float
-    hit_rate: float
+    summary: Summary
 
 
 def average_seconds(fleet: ReplayFleet) -> Features:
@@ -111,7 +110,8 @@ def measure_throughput(trace: Trace, fleet: ReplayFleet) -> float:
     """Requests a second when there is always one more: first tokens of the whole trace over the time they took.
     Raises NothingFits when there is none.
     """
-    pool = PooledFleet(fleet, trace.block_size)
+    blocks = fleet.blocks_of(trace)
+    pool = PooledFleet(fleet, blocks.size)
     seconds = average_seconds(fleet)
     engines = [endpoint.engine for endpoint in pool.endpoints]
     turns = [turn for _, turn in reversed(trace.turns_in_nominal_order(service_s=5.0))]
@@ -123,7 +123,7 @@ def measure_throughput(trace: Trace, fleet: ReplayFleet) -> float:
             index = min(range(len(engines)), key=lambda i: (engines[i].load.waiting, pending_s[i]))
             if engines[index].load.waiting >= _WAITING_WHEN_FED:
                 break
-            turn = turns.pop()
+            turn = blocks.split(turns.pop())
             cached = pool.cached_tokens(turn)
             own_s = seconds_of(features_of(turn.prompt_tokens - cached, cached), seconds)
             name = str(len(turns))
@@ -151,7 +151,9 @@ def _why_nothing_fits(trace: Trace, fleet: ReplayFleet) -> str:
     )
 
 
-def measure_bound(trace: Trace, fleet: ReplayFleet, load: float, *, closed_loop: bool = True) -> Bound:
+def measure_bound(
+    trace: Trace, fleet: ReplayFleet, load: float, *, closed_loop: bool = True, limits: GoodputLimits = GoodputLimits()
+) -> Bound:
     """Paces the trace to `load` and plays it on the pool.
 
     A closed loop is adjusted until the pool's arrivals are right; sessions are cloned where too few would be under way.
@@ -163,21 +165,28 @@ def measure_bound(trace: Trace, fleet: ReplayFleet, load: float, *, closed_loop:
         trace = trace.clone(_copies_for(trace, wanted))
     pace = Pace(_first_scale(trace, wanted), closed_loop)
     for _ in range(_CALIBRATION_RUNS):
-        outcomes = play_on_pool(trace, pace, fleet)
+        token_gaps = TokenGaps()
+        outcomes = play_on_pool(trace, pace, fleet, token_gaps=token_gaps)
         rate = measure_offered_rate(outcomes) if trace.has_sessions else wanted
         if abs(rate / wanted - 1.0) < _RATE_TOLERANCE:
             break
         pace = replace(pace, scale=pace.scale * max(0.25, min(4.0, rate / wanted)))
-    ttft = sorted(each.ttft_s for each in outcomes if each.ttft_s is not None)
-    hit = sum(each.cached_tokens for each in outcomes) / sum(each.prompt_tokens for each in outcomes)
-    return Bound(trace, pace, capacity, sum(ttft) / len(ttft), percentile(ttft, 0.99), hit)
+    summary = summarize_outcomes(outcomes, fleet.instances, token_gaps=token_gaps, limits=limits)
+    return Bound(trace, pace, capacity, summary)
 
 
-def play_on_pool(trace: Trace, pace: Pace, fleet: ReplayFleet) -> Sequence[ReplayOutcome]:
-    """One run of the pool."""
-    pool = PooledFleet(fleet, trace.block_size, duration_s=pace.duration_s(trace))
+def play_on_pool(
+    trace: Trace, pace: Pace, fleet: ReplayFleet, *, token_gaps: TokenGaps | None = None
+) -> Sequence[ReplayOutcome]:
+    """One run of the pool; `token_gaps` is given the times between tokens."""
+    blocks = fleet.blocks_of(trace)
+    pool = PooledFleet(fleet, blocks.size, duration_s=pace.duration_s(trace))
     router = VirtualRouter(pool.endpoints, ExactLeastWork(fleet, rng=Random(1)), pool)
-    return VirtualTime(trace, pace, router, pool, sharing=pool.endpoints).run()
+    outcomes = VirtualTime(blocks, pace, router, pool, sharing=pool.endpoints).run()
+    if token_gaps is not None:
+        for endpoint in pool.endpoints:
+            token_gaps.update(endpoint.engine.counters.token_gaps)
+    return outcomes
 
 
 def measure_offered_rate(outcomes: Sequence[ReplayOutcome]) -> float:

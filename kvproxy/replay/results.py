@@ -1,17 +1,14 @@
-"""What became of the requests of a replay: policies side by side, as a table and as JSON."""
+"""What became of the requests of a replay, and the figures of one run and of several."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from statistics import stdev
-from typing import Any
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
 
-_LEGEND = (
-    "TTFT (with its p50, p90, p99) and e2e are seconds; hit is the share of prompt tokens found in cache; imbalance",
-    "the busiest engine against the mean; the last two are mean TTFT against the pooled cache's and the baseline's.",
-)
-_COLUMNS = ("policy", "TTFT mean", "p50", "p90", "p99", "e2e", "hit", "imbalance", "vs bound", "vs ")
+from kvproxy.simulator.engine_io import TokenGaps
 
 
 @dataclass(slots=True)
@@ -23,19 +20,48 @@ class ReplayOutcome:
     endpoint: int = -1
     predicted_tokens: int = 0
     cached_tokens: int = 0
+    placed_at: float | None = None  # on an endpoint; the arrival, unless the router queue held it
+    admitted_at: float | None = None  # by the engine
     first_token_at: float | None = None
     finished_at: float | None = None
+    preemptions: int = 0
+    output_tokens: int = 0
+    session: int = -1
+    tenant: str = ""
 
     @property
     def ttft_s(self) -> float | None:
         """Time to first token, the router's queue included."""
         return None if self.first_token_at is None else self.first_token_at - self.arrived_at
 
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token after the first; None where there is no second."""
+        if self.first_token_at is None or self.finished_at is None or self.output_tokens < 2:
+            return None
+        return (self.finished_at - self.first_token_at) / (self.output_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class GoodputLimits:
+    """What an answer must keep to count as good."""
+
+    ttft_s: float = 2.0
+    tpot_s: float = 0.1
+
+    def holds(self, outcome: ReplayOutcome) -> bool:
+        """Whether this one does: the first token and, on average, each one after it."""
+        ttft_s, tpot_s = outcome.ttft_s, outcome.tpot_s
+        return ttft_s is not None and ttft_s < self.ttft_s and (tpot_s is None or tpot_s < self.tpot_s)
+
 
 @dataclass(frozen=True, slots=True)
 class Summary:
     """One policy on one trace. `imbalance` is the busiest endpoint's computed tokens against the mean; `hit_rate` the
-    share of prompt tokens served from caches; `wrong_share` of the predicted ones not served."""
+    share of prompt tokens served from caches; `wrong_share` of the predicted ones not served. TPOT is seconds per
+    output token after the first, request by request; ITL, from one token to the next, is over all tokens. `goodput` is
+    the share of requests within the limits, `session_mean_s` the time from a session's start to its last answer,
+    `fairness` Jain's index of the tenants' mean TTFT (of the sessions' where the trace names no tenants)."""
 
     requests: int
     failed: int
@@ -43,7 +69,15 @@ class Summary:
     ttft_p50_s: float
     ttft_p90_s: float
     ttft_p99_s: float
+    ttft_max_s: float
     e2e_mean_s: float
+    e2e_p99_s: float
+    tpot_mean_s: float
+    tpot_p99_s: float
+    itl_p99_s: float
+    goodput: float
+    session_mean_s: float
+    fairness: float
     hit_rate: float
     imbalance: float
     wrong_share: float
@@ -58,11 +92,18 @@ def percentile(ordered: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def summarize_outcomes(outcomes: Sequence[ReplayOutcome], instances: int) -> Summary:
-    """Figures over every request that finished."""
+def summarize_outcomes(
+    outcomes: Sequence[ReplayOutcome],
+    instances: int,
+    *,
+    token_gaps: TokenGaps | None = None,
+    limits: GoodputLimits = GoodputLimits(),
+) -> Summary:
+    """Figures over every request that finished; goodput over all of them."""
     done = [outcome for outcome in outcomes if outcome.first_token_at is not None]
     ttft = sorted(each.ttft_s for each in done if each.ttft_s is not None)
-    e2e = [each.finished_at - each.arrived_at for each in done if each.finished_at is not None]
+    e2e = sorted(each.finished_at - each.arrived_at for each in done if each.finished_at is not None)
+    tpot = sorted(each.tpot_s for each in done if each.tpot_s is not None)
     computed = [0] * instances
     for each in done:
         computed[each.endpoint] += each.prompt_tokens - each.cached_tokens
@@ -72,16 +113,46 @@ def summarize_outcomes(outcomes: Sequence[ReplayOutcome], instances: int) -> Sum
     return Summary(
         requests=len(outcomes),
         failed=len(outcomes) - len(done),
-        ttft_mean_s=sum(ttft) / len(ttft) if ttft else 0.0,
+        ttft_mean_s=_mean(ttft),
         ttft_p50_s=percentile(ttft, 0.5),
         ttft_p90_s=percentile(ttft, 0.9),
         ttft_p99_s=percentile(ttft, 0.99),
-        e2e_mean_s=sum(e2e) / len(e2e) if e2e else 0.0,
+        ttft_max_s=ttft[-1] if ttft else 0.0,
+        e2e_mean_s=_mean(e2e),
+        e2e_p99_s=percentile(e2e, 0.99),
+        tpot_mean_s=_mean(tpot),
+        tpot_p99_s=percentile(tpot, 0.99),
+        itl_p99_s=0.0 if token_gaps is None else token_gaps.percentile(0.99),
+        goodput=sum(map(limits.holds, outcomes)) / len(outcomes) if outcomes else 0.0,
+        session_mean_s=_mean(_session_times(done)),
+        fairness=_fairness(done),
         hit_rate=sum(each.cached_tokens for each in done) / prompt if prompt else 0.0,
         imbalance=max(computed) * instances / sum(computed) if sum(computed) else 1.0,
         wrong_share=missing / predicted if predicted else 0.0,
         requests_per_s=compute_rate([outcome.arrived_at for outcome in outcomes]),
     )
+
+
+def _session_times(done: Sequence[ReplayOutcome]) -> list[float]:
+    """From each session's first request to its last answer."""
+    spans: dict[int, tuple[float, float]] = {}
+    for each in done:
+        if each.finished_at is not None:
+            first, last = spans.get(each.session, (each.arrived_at, each.finished_at))
+            spans[each.session] = min(first, each.arrived_at), max(last, each.finished_at)
+    return [last - first for first, last in spans.values()]
+
+
+def _fairness(done: Sequence[ReplayOutcome]) -> float:
+    """Jain's index: 1 where all wait alike, 1/n where one of n has all the waiting."""
+    named = any(each.tenant for each in done)
+    waits: dict[str | int, list[float]] = {}
+    for each in done:
+        if each.ttft_s is not None:
+            waits.setdefault(each.tenant if named else each.session, []).append(each.ttft_s)
+    means = [fmean(each) for each in waits.values()]
+    squares = sum(mean * mean for mean in means)
+    return sum(means) ** 2 / (len(means) * squares) if squares else 1.0
 
 
 def compute_rate(arrivals: Sequence[float]) -> float:
@@ -92,100 +163,39 @@ def compute_rate(arrivals: Sequence[float]) -> float:
     return (len(arrivals) - 1) / span if span > 0 else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayReport:
-    """What one replay found. `bound_ttft_mean_s` is the pooled cache's, 0 when there is none (a live run)."""
-
-    trace: str
-    instances: int
-    load: float
-    requests: int
-    hit_ceiling: float
-    bound_ttft_mean_s: float
-    bound_ttft_p99_s: float
-    baseline: str
-    policies: Mapping[str, Summary]
-    settings: Mapping[str, Any]
-    of_trace: int = 0
-    """Requests of the trace itself, where it was repeated; 0: it was played once."""
-
-    def ratio(self, policy: str) -> float:
-        """Mean TTFT against the baseline's."""
-        return _ratio(self.policies[policy].ttft_mean_s, self.policies[self.baseline].ttft_mean_s)
-
-    def distance(self, policy: str) -> float:
-        """Mean TTFT against the pooled-cache bound's."""
-        return _ratio(self.policies[policy].ttft_mean_s, self.bound_ttft_mean_s)
-
-    def as_json(self) -> dict[str, Any]:
-        """The whole report."""
-        return {
-            "trace": self.trace,
-            "instances": self.instances,
-            "load": self.load,
-            "requests": self.requests,
-            "requests_of_trace": self.of_trace or self.requests,
-            "hit_ceiling": self.hit_ceiling,
-            "bound": {"ttft_mean_s": self.bound_ttft_mean_s, "ttft_p99_s": self.bound_ttft_p99_s},
-            "baseline": self.baseline,
-            "settings": dict(self.settings),
-            "policies": {
-                name: {**asdict(summary), "vs_bound": self.distance(name), "vs_baseline": self.ratio(name)}
-                for name, summary in self.policies.items()
-            },
-        }
-
-    def render_table(self) -> str:
-        """For a terminal: what was played, the rows, what the columns are."""
-        return "\n".join([self.title(), *self.rows(), *(_LEGEND if self.bound_ttft_mean_s else ())])
-
-    def title(self) -> str:
-        """What was played."""
-        title = f"{self.trace}: {self.requests} requests"
-        if self.of_trace:
-            title += f" ({self.of_trace}, repeated)"
-        title += f", {self.instances} instances, load {self.load:g}, hit ceiling {self.hit_ceiling:.3f}"
-        if self.bound_ttft_mean_s:
-            title += f", pooled-cache bound {self.bound_ttft_mean_s:.3f} s (p99 {self.bound_ttft_p99_s:.3f} s)"
-        return title
-
-    def rows(self) -> list[str]:
-        """The table alone."""
-        rows = [self._row(name, summary) for name, summary in self.policies.items()]
-        header = [*_COLUMNS[:-1], _COLUMNS[-1] + self.baseline]
-        return align_columns([header, *rows])
-
-    def _row(self, name: str, summary: Summary) -> list[str]:
-        times = (summary.ttft_mean_s, summary.ttft_p50_s, summary.ttft_p90_s, summary.ttft_p99_s, summary.e2e_mean_s)
-        return [
-            name + (f" ({summary.failed} failed)" if summary.failed else ""),
-            f"{times[0]:.3f}" + (f" ±{summary.ttft_mean_sd_s:.3f}" if summary.ttft_mean_sd_s else ""),
-            *(f"{value:.3f}" for value in times[1:]),
-            f"{summary.hit_rate:.3f}",
-            f"{summary.imbalance:.2f}",
-            f"{self.distance(name):.2f}" if self.bound_ttft_mean_s else "-",
-            f"{self.ratio(name):.2f}",
-        ]
-
-
 def average_summaries(summaries: Sequence[Summary]) -> Summary:
     """The mean over seeds, figure by figure, and how far the mean TTFT differs between them."""
     rows = [asdict(summary) for summary in summaries]
-    means = {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
-    counts = {"requests": round(means["requests"]), "failed": round(means["failed"])}
+    means: dict[str, Any] = {name: fmean(row[name] for row in rows) for name in rows[0]}
+    means |= {"requests": round(means["requests"]), "failed": round(means["failed"])}
     spread = stdev(each.ttft_mean_s for each in summaries) if len(summaries) > 1 else 0.0
-    return Summary(**{**means, **counts, "ttft_mean_sd_s": spread})
+    return Summary(**{**means, "ttft_mean_sd_s": spread})
 
 
-def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns of equal width; the first to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(cell.ljust(width) if column == 0 else cell.rjust(width)
-                  for column, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
-        for row in rows
-    ]  # fmt: skip
+class Ratio(NamedTuple):
+    """A geometric mean of ratios and its standard error, which is None where nothing was repeated. 0 of nothing."""
+
+    value: float
+    error: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f}" + ("" if self.error is None else f"±{self.error:.3f}".replace("±0.", "±."))
 
 
-def _ratio(value: float, base: float) -> float:
-    return value / base if base else 0.0
+def mean_ratio(cells: Iterable[Sequence[tuple[float, float]]]) -> Ratio:
+    """Of figures against others, over cells of which each was run with several seeds. The error is that of the seeds
+    alone: cells differ by nature. A cell that was run once is taken to scatter as the others do."""
+    logs = [[math.log(a / b) for a, b in runs if a > 0 and b > 0] for runs in cells]
+    logs = [each for each in logs if each]
+    if not logs:
+        return Ratio(0.0)
+    value = math.exp(fmean(fmean(each) for each in logs))
+    freedom = sum(len(each) - 1 for each in logs)
+    if not freedom:
+        return Ratio(value)
+    variance = sum((x - fmean(each)) ** 2 for each in logs for x in each) / freedom
+    return Ratio(value, value * math.sqrt(sum(variance / len(each) for each in logs)) / len(logs))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else 0.0

@@ -10,11 +10,12 @@ from kvproxy.replay.results import ReplayOutcome
 from kvproxy.replay.trace import Turn
 from kvproxy.replay.view import CacheView, Settle
 from kvproxy.routing import selector
-from kvproxy.routing.costs import least_own_s, least_wait_s
+from kvproxy.routing.costs import least_own_s, least_wait_s, own_s
+from kvproxy.routing.engine_priority import engine_priority, urgency_s
 from kvproxy.routing.engine_samples import NOTHING_READ, EndedWork, Reading
 from kvproxy.routing.fair_queue import FairQueue, QueueSettings
 from kvproxy.routing.load import EndpointLoad, EngineState, Reservation
-from kvproxy.routing.policy import PickRequest, Policy
+from kvproxy.routing.policy import OverlapFacts, PickRequest, Policy
 from kvproxy.simulator.engine import Engine
 from kvproxy.types import EndpointId
 
@@ -71,6 +72,7 @@ class Placement:
     endpoint: SimEndpoint
     reservation: Reservation
     settle: Settle
+    priority: int = 0  # for an engine that schedules by it
     prefill_s: float = 0.0  # as the engine counts it
 
 
@@ -78,13 +80,22 @@ class VirtualRouter:
     """Decides and counts as the proxy does, and learns from the same signals."""
 
     def __init__(
-        self, endpoints: Sequence[SimEndpoint], policy: Policy, view: CacheView, *, queue: QueueSettings | None = None
+        self,
+        endpoints: Sequence[SimEndpoint],
+        policy: Policy,
+        view: CacheView,
+        *,
+        queue: QueueSettings | None = None,
+        priority: bool = False,
+        reports_cached: bool = True,
     ) -> None:
         self._endpoints = endpoints
         self._policy = policy
         self._view = view
         self._queue: FairQueue[LiveRequest] = FairQueue(QueueSettings(limit=0) if queue is None else queue)
         self._speeds = policy.speeds if queue is not None else None
+        self._priority = priority
+        self._reports_cached = reports_cached
         for endpoint in endpoints:
             endpoint.load.on_sample = partial(policy.observe_sample, endpoint.id)
             endpoint.load.count_live_blocks(policy.counts_live_blocks)
@@ -95,7 +106,7 @@ class VirtualRouter:
         if self._speeds is None or self._queue.admits(self._least_wait_s(now)):
             return self._place(request, now)
         own_s = least_own_s(self._view.facts(request.turn), self._endpoints, self._speeds)
-        if self._queue.offer(request, own_s, now) is None:
+        if self._queue.offer(request, own_s, now, tenant=request.outcome.tenant) is None:
             return self._place(request, now)
         return None
 
@@ -123,7 +134,8 @@ class VirtualRouter:
         endpoint.load.release(placement.reservation, now)
         if outcome.first_token_at is not None:
             endpoint.ended.add(placement.reservation)
-        predicted, cached = outcome.predicted_tokens, outcome.cached_tokens
+        predicted = outcome.predicted_tokens
+        cached = outcome.cached_tokens if self._reports_cached else 0
         placement.settle(predicted, cached)
         self._policy.observe_reuse(endpoint.id, predicted, cached, now)
 
@@ -143,12 +155,22 @@ class VirtualRouter:
             selector.advance(self._endpoints, self._policy.speeds, now)
         self._policy.placed(pick, self._endpoints, decision.index, now, choice=decision.choice)
         matched = facts.matched_tokens(endpoint.id)
-        request.outcome.endpoint = endpoint.index
+        request.outcome.endpoint, request.outcome.placed_at = endpoint.index, now
         request.outcome.predicted_tokens = matched
         reservation = endpoint.load.reserve(
             turn.prompt_tokens - matched, matched, now, hidden=not request.streams, blocks=facts.blocks
         )
-        return Placement(request, endpoint, reservation, self._view.routed(endpoint.index, turn))
+        settle = self._view.routed(endpoint.index, turn)
+        return Placement(request, endpoint, reservation, settle, self._priority_of(request, facts, endpoint.id, now))
+
+    def _priority_of(self, request: LiveRequest, facts: OverlapFacts, endpoint: EndpointId, now: float) -> int:
+        """What the proxy would forward: the same scale as the router queue's, from the time of arrival."""
+        speeds = self._policy.speeds
+        if not self._priority or speeds is None:
+            return 0
+        own = own_s(facts, endpoint, speeds.seconds)
+        slowness = speeds.slowness(endpoint, now)
+        return engine_priority(urgency_s(own, request.outcome.arrived_at, slowness=slowness))
 
     def _least_wait_s(self, now: float) -> float:
         return 0.0 if self._speeds is None else least_wait_s(self._endpoints, self._speeds, now)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from kvproxy.config.cluster_schema import POLICY_ALIASES, ClusterSettings, PolicyName
@@ -21,38 +21,44 @@ from kvproxy.routing.policy import Policy
 from kvproxy.routing.registry import POLICIES, make_policy
 from kvproxy.routing.speeds import SpeedModel, SpeedPriors
 from kvproxy.simulator.engine import Engine
+from kvproxy.simulator.engine_io import Scheduling, TokenGaps
 
-#: Behind a policy's name: with the router queue in front of it.
-QUEUE_SUFFIX = "+queue"
+#: Behind a policy's name: with the router queue in front of it, and with a priority for the engine in each request.
+QUEUE_SUFFIX, PRIORITY_SUFFIX = "+queue", "+priority"
 
 
 class UnknownPolicy(KvproxyError):
-    """No policy of this name, or none the queue can stand before."""
+    """No policy of this name, or none that can go with the queue or with priorities."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicySpec:
-    """What to run: a policy of the configuration, with or without the router queue."""
+    """What to run: a policy of the configuration, with or without the router queue, with or without engine priority."""
 
     name: PolicyName
     queue: bool = False
+    priority: bool = False
 
     @classmethod
     def parse(cls, text: str) -> PolicySpec:
-        """From `kv_aware` or `kv_aware+queue`."""
-        name, queue = text.strip().removesuffix(QUEUE_SUFFIX), text.strip().endswith(QUEUE_SUFFIX)
+        """From `kv_aware`, `kv_aware+queue`, `kv_aware+priority` or with both, in any order."""
+        name, *extras = text.strip().split("+")
+        suffixes = [f"+{extra}" for extra in extras]
         if name not in PolicyName.__members__.values():
             alias = POLICY_ALIASES.get(re.sub(r"[^a-z0-9]", "", name.casefold()))
             hint = f"did you mean {str(alias)!r}?" if alias else spelling_hint(name, map(str, PolicyName))
             raise UnknownPolicy(f"no policy {name!r} ({hint})")
-        if queue and not POLICIES[PolicyName(name)].learns_speeds:
+        if unknown := [suffix for suffix in suffixes if suffix not in (QUEUE_SUFFIX, PRIORITY_SUFFIX)]:
+            hint = spelling_hint(unknown[0], (QUEUE_SUFFIX, PRIORITY_SUFFIX))
+            raise UnknownPolicy(f"nothing {unknown[0]!r} goes behind a policy ({hint})")
+        if suffixes and not POLICIES[PolicyName(name)].learns_speeds:
             raise UnknownPolicy(
-                f"{name} does not know how long a prefill takes; the queue needs kv_aware or least_ttft"
+                f"{name} does not know how long a prefill takes; {suffixes[0]} needs kv_aware or least_ttft"
             )
-        return cls(PolicyName(name), queue)
+        return cls(PolicyName(name), QUEUE_SUFFIX in suffixes, PRIORITY_SUFFIX in suffixes)
 
     def __str__(self) -> str:
-        return self.name.value + (QUEUE_SUFFIX if self.queue else "")
+        return self.name.value + (QUEUE_SUFFIX if self.queue else "") + (PRIORITY_SUFFIX if self.priority else "")
 
     def make(self, *, rng: Random, prior_factor: float = 1.0) -> Policy:
         """A fresh policy; learned speeds start from priors wrong by `prior_factor`."""
@@ -73,28 +79,37 @@ def play_policy(
     policy: Policy,
     *,
     queue: bool = False,
-    seed: int = 1,
+    priority: bool = False,
+    seed: int = 0,
     streamed: float = 1.0,
+    token_gaps: TokenGaps | None = None,
     progress: Callable[[int], None] = lambda finished: None,
 ) -> Sequence[ReplayOutcome]:
     """Every request of the trace, as its client saw it. The policy is a fresh one: it learns as it goes; `streamed` is
-    the share of requests whose first token it sees."""
-    duration_s = pace.duration_s(trace)
+    the share of requests whose first token it sees; with `priority` the engines schedule by what it sends; any `seed`
+    but 0 moves the arrivals a little; `token_gaps` is given the times between tokens."""
+    fleet = replace(fleet, scheduling=Scheduling.PRIORITY) if priority else fleet
+    blocks, duration_s = fleet.blocks_of(trace), pace.duration_s(trace)
     endpoints = [
-        SimEndpoint(endpoint_id(index), index, Engine(fleet.engine_settings(trace.block_size, index, duration_s)))
+        SimEndpoint(endpoint_id(index), index, Engine(fleet.engine_settings(blocks.size, index, duration_s)))
         for index in range(fleet.instances)
     ]
-    view = IndexView(fleet, trace.block_size, rng=Random(seed + 1))
-    router = VirtualRouter(endpoints, policy, view, queue=QueueSettings(limit=100_000) if queue else None)
+    view = IndexView(fleet, blocks.size, rng=Random(seed + 1))
+    held = QueueSettings(limit=100_000) if queue else None
+    router = VirtualRouter(endpoints, policy, view, queue=held, priority=priority, reports_cached=fleet.reports_cached)
     chance = Random(seed + 2)
     run = VirtualTime(
-        trace,
+        blocks,
         pace,
         router,
         view,
         index_delay_s=fleet.index_delay_s,
-        jitter=Random(seed + 3) if seed > 1 else None,
+        jitter=Random(seed + 3) if seed else None,
         streams=lambda: chance.random() < streamed,
         progress=progress,
     )
-    return run.run()
+    outcomes = run.run()
+    if token_gaps is not None:
+        for endpoint in endpoints:
+            token_gaps.update(endpoint.engine.counters.token_gaps)
+    return outcomes

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from random import Random
 
+from kvproxy.replay.engine_blocks import EngineBlocks
 from kvproxy.replay.trace import Trace
-from kvproxy.simulator.engine_io import EngineSettings
+from kvproxy.simulator.engine_io import EngineSettings, Scheduling
 from kvproxy.simulator.timing import EngineTiming
 
-#: By how much arrivals differ from one seed to the next.
+#: By how much at most a seed moves the start of a session.
 JITTER_S = 0.5
 
 
@@ -27,6 +29,12 @@ class ReplayFleet:
 
     instances: int = 8
     capacity_tokens: int = 819_200  # of each engine's cache
+    block_size: int = 0  # of the engines; 0: the trace's
+    max_batched_tokens: int = 2048  # a step
+    max_sequences: int = 256
+    long_prefill_token_threshold: int = 0
+    scheduling: Scheduling = Scheduling.FCFS
+    reuse_outputs: bool = False  # an answer's blocks are found by the next turn, as vLLM does
     timing: EngineTiming = field(default_factory=EngineTiming)
     slowness: tuple[float, ...] = ()  # of the first endpoints; the others are at 1
     slow_middle: float = 1.0  # the first endpoint's slowness during the middle third of the run
@@ -35,10 +43,15 @@ class ReplayFleet:
     index_capacity: float = 1.0  # share of the true capacity that the approximate index is given
     learn_capacity: bool = True  # correct it by what engines reuse; only without events, as in the proxy
     wrong_share: float = 0.0  # of predictions that claim a prefix the endpoint does not hold
+    reports_cached: bool = True  # engines say how many tokens they found cached; else always 0
 
     def undisturbed(self) -> ReplayFleet:
         """The same fleet with every engine alike and always as fast: what loads are stated for."""
-        return ReplayFleet(instances=self.instances, capacity_tokens=self.capacity_tokens, timing=self.timing)
+        return replace(self, slowness=(), slow_middle=1.0)
+
+    def blocks_of(self, trace: Trace) -> EngineBlocks:
+        """The trace as these engines see it."""
+        return EngineBlocks(trace, self.block_size, reuse_outputs=self.reuse_outputs)
 
     def engine_settings(self, block_size: int, index: int, duration_s: float) -> EngineSettings:
         """Settings of one engine; the trace's blocks are the engine's."""
@@ -49,9 +62,23 @@ class ReplayFleet:
         return EngineSettings(
             capacity_blocks=self.capacity_tokens // block_size,
             block_size=block_size,
+            max_batched_tokens=self.max_batched_tokens,
+            max_sequences=self.max_sequences,
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
+            scheduling=self.scheduling,
             timing=timing,
             kv_events=self.index is IndexMode.EVENTS,
         )
+
+
+#: Fleets to begin from, by name. `h100`: as a vLLM server sets itself up on an H100, with steps that never take less
+#: than reading the weights does.
+ENGINES: Mapping[str, ReplayFleet] = {
+    "default": ReplayFleet(),
+    "h100": ReplayFleet(
+        max_batched_tokens=8192, max_sequences=1024, reuse_outputs=True, timing=EngineTiming(prefill_floor_s=0.008)
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)

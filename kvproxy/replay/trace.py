@@ -5,14 +5,27 @@ from __future__ import annotations
 import gzip
 import json
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from kvproxy.errors import KvproxyError
 
 DEFAULT_BLOCK_SIZE = 512
+
+#: A prefix of more requests than this, and than this share of them, is no conversation's own.
+_COMMON_REQUESTS, _COMMON_SHARE = 100, 0.01
+
+
+class Half(StrEnum):
+    """Which conversations of a trace are played: constants are tuned on one half and figures reported on the other."""
+
+    TUNING = "tuning"  # those of even number, counted from 0 in the order they begin
+    REPORT = "report"  # those of odd number
+    BOTH = "both"
 
 
 class TraceError(KvproxyError):
@@ -35,6 +48,7 @@ class TraceSession:
 
     start_s: float
     turns: tuple[Turn, ...]
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +58,7 @@ class Trace:
     name: str
     block_size: int
     sessions: tuple[TraceSession, ...]
+    half: Half = Half.BOTH
 
     @property
     def requests(self) -> int:
@@ -76,6 +91,34 @@ class Trace:
             seen.update(turn.blocks)
         return hits / tokens if tokens else 0.0
 
+    def take_half(self, half: Half) -> Trace:
+        """One half of the conversations, its first at 0. Raises TraceError where that is nothing."""
+        if half is Half.BOTH:
+            return self
+        wanted = [
+            session
+            for session, number in zip(self.sessions, self._conversations(), strict=True)
+            if (number % 2 == 0) is (half is Half.TUNING)
+        ]
+        if not wanted:
+            raise TraceError(f"{self.name}: no conversation is in the {half} half")
+        first = wanted[0].start_s
+        sessions = tuple(replace(session, start_s=session.start_s - first) for session in wanted)
+        return replace(self, sessions=sessions, half=half)
+
+    def _conversations(self) -> Iterator[int]:
+        """Every session's number. Of single requests those are one conversation that share a prefix, save one so
+        common that it tells nothing: the halves have only such prefixes in common."""
+        if self.has_sessions:
+            yield from range(len(self.sessions))
+            return
+        holders = Counter(block for session in self.sessions for block in session.turns[0].blocks)
+        common = max(_COMMON_REQUESTS, _COMMON_SHARE * self.requests)
+        numbers: dict[object, int] = {}
+        for index, session in enumerate(self.sessions):
+            own = next((block for block in session.turns[0].blocks if holders[block] <= common), None)
+            yield numbers.setdefault(f"alone {index}" if own is None else own, len(numbers))
+
     def cut(self, requests: int) -> Trace:
         """The trace cut after so many requests, whole turns of the earliest sessions."""
         sessions: list[TraceSession] = []
@@ -83,9 +126,9 @@ class Trace:
         for session in self.sessions:
             if left <= 0:
                 break
-            sessions.append(TraceSession(session.start_s, session.turns[:left]))
+            sessions.append(replace(session, turns=session.turns[:left]))
             left -= len(session.turns)
-        return Trace(self.name, self.block_size, tuple(sessions))
+        return replace(self, sessions=tuple(sessions))
 
     def clone(self, copies: int) -> Trace:
         """`copies` of every session, their starts spread evenly over what lies between two of them. Blocks that several
@@ -96,14 +139,15 @@ class Trace:
         shared, highest = self._shared_blocks()
         gap_s = (self.sessions[-1].start_s / len(self.sessions)) / copies
         sessions = [
-            TraceSession(
-                session.start_s + copy * gap_s,
-                tuple(_moved(turn, copy * (highest + 1), shared) for turn in session.turns),
+            replace(
+                session,
+                start_s=session.start_s + copy * gap_s,
+                turns=tuple(_moved(turn, copy * (highest + 1), shared) for turn in session.turns),
             )
             for copy in range(copies)
             for session in self.sessions
         ]
-        return Trace(self.name, self.block_size, tuple(sorted(sessions, key=lambda session: session.start_s)))
+        return replace(self, sessions=tuple(sorted(sessions, key=lambda session: session.start_s)))
 
     def _shared_blocks(self) -> tuple[set[int], int]:
         """Blocks of more than one session, and the highest id."""
@@ -165,13 +209,15 @@ def _unroll(runs: Sequence[int]) -> Iterator[int]:
 def _sessions(rows: list[tuple[dict[str, Any], Turn]]) -> tuple[TraceSession, ...]:
     starts: dict[object, float] = {}
     turns: dict[object, list[Turn]] = {}
+    tenants: dict[object, str] = {}
     for number, (row, turn) in enumerate(rows):
         key = row.get("session_id", f"line {number}")
         if "timestamp" in row:
             starts.setdefault(key, float(row["timestamp"]) / 1000)
         turns.setdefault(key, []).append(turn)
+        tenants.setdefault(key, str(row.get("tenant", "")))
     first = min(starts.values(), default=0.0)
-    sessions = [TraceSession(starts.get(key, first) - first, tuple(each)) for key, each in turns.items()]
+    sessions = [TraceSession(starts.get(key, first) - first, tuple(each), tenants[key]) for key, each in turns.items()]
     return tuple(sorted(sessions, key=lambda session: session.start_s))
 
 

@@ -12,12 +12,12 @@ from enum import IntEnum
 from random import Random
 from typing import Any
 
+from kvproxy.replay.engine_blocks import EngineBlocks
 from kvproxy.replay.results import ReplayOutcome
 from kvproxy.replay.router import LiveRequest, Placement, SimEndpoint, VirtualRouter
 from kvproxy.replay.settings import Pace
-from kvproxy.replay.trace import Trace
 from kvproxy.replay.view import CacheView
-from kvproxy.simulator.engine_io import CacheChanged, Finished, FirstToken, Rejected, SimRequest
+from kvproxy.simulator.engine_io import CacheChanged, Finished, FirstToken, Preempted, Rejected, SimRequest
 
 #: A timer of the router queue is never set closer than this: waits shrink continuously, and asking costs.
 _QUEUE_TICK_S = 0.002
@@ -39,7 +39,7 @@ class VirtualTime:
 
     def __init__(
         self,
-        trace: Trace,
+        blocks: EngineBlocks,
         pace: Pace,
         router: VirtualRouter,
         view: CacheView,
@@ -50,7 +50,8 @@ class VirtualTime:
         jitter: Random | None = None,
         progress: Callable[[int], None] = lambda finished: None,
     ) -> None:
-        self._trace = trace
+        self._blocks = blocks
+        self._trace = blocks.trace
         self._pace = pace
         self._router = router
         self._view = view
@@ -90,8 +91,15 @@ class VirtualTime:
 
     def _arrive(self, turn_of_session: tuple[int, int], now: float) -> None:
         session, number = turn_of_session
-        turn = self._trace.sessions[session].turns[number]
-        request = LiveRequest(session, number, turn, ReplayOutcome(now, turn.prompt_tokens))
+        turn = self._blocks.turn(session, number)
+        outcome = ReplayOutcome(
+            now,
+            turn.prompt_tokens,
+            output_tokens=turn.output_tokens,
+            session=session,
+            tenant=self._trace.sessions[session].tenant,
+        )
+        request = LiveRequest(session, number, turn, outcome)
         request.name, request.streams = str(len(self._outcomes)), self._streams()
         self._outcomes.append(request.outcome)
         placement = self._router.arrive(request, now)
@@ -103,8 +111,9 @@ class VirtualTime:
     def _submit(self, placement: Placement, now: float) -> None:
         request, endpoint = placement.request, placement.endpoint
         self._placed[request.name] = placement
-        turn = request.turn
-        endpoint.engine.submit(SimRequest(request.name, turn.blocks, turn.prompt_tokens, turn.output_tokens), now)
+        turn, blocks = request.turn, self._blocks.left_by(request.session, request.number)
+        work = SimRequest(request.name, blocks, turn.prompt_tokens, turn.output_tokens, priority=placement.priority)
+        endpoint.engine.submit(work, now)
         self._wake(endpoint)
 
     def _wake(self, endpoint: SimEndpoint) -> None:
@@ -122,10 +131,13 @@ class VirtualTime:
                 self._publish(endpoint, output, now)
             elif isinstance(output, FirstToken):
                 placement = self._placed[output.request_id]
-                placement.request.outcome.first_token_at = now
-                placement.request.outcome.cached_tokens = output.cached_tokens
+                outcome = placement.request.outcome
+                outcome.admitted_at, outcome.first_token_at = output.admitted_at, now
+                outcome.cached_tokens = output.cached_tokens
                 placement.prefill_s = now - output.admitted_at
                 self._router.first_token(placement, now)
+            elif isinstance(output, Preempted):
+                self._placed[output.request_id].request.outcome.preemptions += 1
             elif isinstance(output, Finished | Rejected):
                 self._finish(self._placed.pop(output.request_id), now)
         if now >= endpoint.scraped_at + _SCRAPE_S:

@@ -69,6 +69,7 @@ class Outcome:
     completion_tokens: int | None = None
     candidates: Sequence[Endpoint] = ()  # of the last pick, and what each would have cost by the policy; () if there
     costs: Sequence[float] = ()  # were more than MAX_REMEMBERED
+    engine_priority: int | None = None  # the number its engine was told to order it by
 
     def client_left(self) -> None:
         """The client closed its connection before the response was complete."""
@@ -93,11 +94,13 @@ class Exchange:
         "members",
         "observers",
         "outcome",
+        "own_priority",
         "policy",
         "preferred",
         "received_at",
         "received_bytes",
         "request_id",
+        "tells_priority",
         "tenant",
         "text_blocks",
         "trace_id",
@@ -112,6 +115,8 @@ class Exchange:
         self.trusted = False  # its key says that it speaks for engines, not for users
         self.may_debug = True  # with `auth`: only if its key says so
         self.isolated = False  # what it has cached is for its tenant alone
+        self.tells_priority = False  # its cluster tells engines in which order to admit: a client's own word is cut
+        self.own_priority: int | None = None  # what a trusted client said instead, in its body
         self.body: bytes | None = None  # the whole body once inference_request read it
         self.held_bytes = 0  # of it, that are counted among those of all requests
         self.received_bytes = 0  # of the body, from the client

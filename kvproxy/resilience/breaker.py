@@ -36,19 +36,19 @@ class Permit(msgspec.Struct, eq=False):
     breaker: Breaker | None  # None: settled
     era: int
 
-    def success(self) -> None:
+    def record_success(self) -> None:
         """Record that the call was answered."""
         if (breaker := self.breaker) is not None:
             self.breaker = None
             breaker._settle(self.era, True)
 
-    def failure(self) -> None:
+    def record_failure(self) -> None:
         """Record that the call failed through its target."""
         if (breaker := self.breaker) is not None:
             self.breaker = None
             breaker._settle(self.era, False)
 
-    def cancelled(self) -> None:
+    def record_cancellation(self) -> None:
         """Record that the call ended without a word about its target."""
         if (breaker := self.breaker) is not None:
             self.breaker = None
@@ -59,7 +59,8 @@ class Breaker:
     """Opens after `failure_threshold` failures in a row, lets probes through after `recovery_timeout`.
 
     While half open at most `half_open_max_calls` calls run at once; the first success closes it, the first failure
-    opens it again. `on_change` is called whenever what `admits` answers may have changed for another reason than time.
+    opens it again. `settings` may be replaced at any time: other bounds count from then on, and permits that are out
+    stay good. `on_change` is called whenever what `admits` answers may have changed for another reason than time.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Breaker:
         on_change: Callable[[], None] | None = None,
     ) -> None:
         self.name = name
-        self._settings = settings
+        self.settings = settings
         self._clock = clock
         self._on_change = on_change
         self._state = BreakerState.CLOSED
@@ -83,12 +84,6 @@ class Breaker:
 
     def __repr__(self) -> str:
         return f"<Breaker {self.name} {self._state}>"
-
-    def reconfigure(self, settings: BreakerSettings) -> None:
-        """Apply other bounds; state and count stay."""
-        # Kept over a reload: a new breaker would send requests to an engine known to be down, and lose the permits out.
-        self._settings = settings
-        self._circuit.fail_max = settings.failure_threshold
 
     @property
     def state(self) -> BreakerState:
@@ -107,14 +102,14 @@ class Breaker:
             return True
         if self._state is BreakerState.OPEN:
             return self._clock() >= self.reopens_at
-        return self._probes < self._settings.half_open_max_calls
+        return self._probes < self.settings.half_open_max_calls
 
     @property
     def reopens_at(self) -> float:
         """When an open breaker begins to admit probes, on its clock; infinite in other states."""
         if self._state is not BreakerState.OPEN:
             return math.inf
-        return self._opened_at + self._settings.recovery_timeout
+        return self._opened_at + self.settings.recovery_timeout
 
     def admit(self) -> Permit:
         """Leave to make one call, or BreakerOpen. Never blocks."""
@@ -128,7 +123,7 @@ class Breaker:
         if self._state is BreakerState.OPEN:
             self._change_state(self._circuit.half_open)
         self._probes += 1
-        if self._on_change is not None and self._probes >= self._settings.half_open_max_calls:
+        if self._on_change is not None and self._probes >= self.settings.half_open_max_calls:
             self._on_change()
 
     def _settle(self, era: int, answered: bool | None) -> None:
@@ -142,7 +137,7 @@ class Breaker:
                 self._on_change()  # a probe slot is free again
         elif not answered:
             self._counts.increment_counter()
-            if probe or self._counts.counter >= self._circuit.fail_max:
+            if probe or self._counts.counter >= self.settings.failure_threshold:
                 self._change_state(self._circuit.open)
         elif probe:
             self._change_state(self._circuit.close)

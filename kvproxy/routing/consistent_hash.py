@@ -38,7 +38,7 @@ class ConsistentHash(Policy):
 
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
         """O(endpoints), most of it adding up the load."""
-        indexes = self._ring.follow(candidates)
+        indexes = self._ring.place_candidates(candidates)
         in_flight, weight = totals(candidates)
         share = LOAD_FACTOR * (in_flight + 1) / weight
 
@@ -85,7 +85,7 @@ class HashRing:
         self._owners: dict[int, EndpointId] = {}
         self._points: list[int] = []
 
-    def follow(self, candidates: Sequence[Candidate]) -> dict[EndpointId, int]:
+    def place_candidates(self, candidates: Sequence[Candidate]) -> dict[EndpointId, int]:
         """Index of every candidate by id, all of them now on the ring.
 
         A member that is no candidate at the moment stays on it and is passed over by the caller, which has the same

@@ -48,5 +48,5 @@ class Session(Policy):
         return self._sticky[index]
 
     def _home(self, key: bytes, candidates: Sequence[Candidate]) -> int:
-        indexes = self._ring.follow(candidates)
+        indexes = self._ring.place_candidates(candidates)
         return next(indexes[member] for member in self._ring.walk(key) if member in indexes)

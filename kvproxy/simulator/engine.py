@@ -21,7 +21,8 @@ from kvproxy.simulator.engine_io import (
     SimRequest,
     Tokens,
 )
-from kvproxy.simulator.scheduler import Batch, Scheduler, Sequence
+from kvproxy.simulator.scheduler import Batch, Scheduler
+from kvproxy.simulator.sequence import Sequence
 from kvproxy.simulator.timing import Stretch
 
 
@@ -40,6 +41,7 @@ class Engine:
         self._batch: Batch | None = None
         self._stretch = Stretch(0.0, 0.0)
         self._outputs: list[EngineOutput] = []
+        self._paused: dict[str, float] = {}  # preempted in the middle of an answer: when
 
     @property
     def settings(self) -> EngineSettings:
@@ -67,7 +69,7 @@ class Engine:
             return
         sequence = Sequence(request, now)
         self._sequences[request.id] = sequence
-        self._scheduler.waiting[request.id] = sequence
+        self._scheduler.waiting.add(sequence)
         self._join(now)
 
     def cancel(self, request_id: str, now: float) -> bool:
@@ -76,6 +78,7 @@ class Engine:
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return False
+        self._paused.pop(request_id, None)
         self._scheduler.drop(sequence)
         self._join(now)
         return True
@@ -123,7 +126,10 @@ class Engine:
 
     def _begin(self, now: float) -> None:
         batch = self._scheduler.plan(now)
-        self._outputs += [Preempted(sequence.request.id, now) for sequence in batch.preempted]
+        for sequence in batch.preempted:
+            self._outputs.append(Preempted(sequence.request.id, now))
+            if sequence.generated:
+                self._paused.setdefault(sequence.request.id, now)
         self._batch = batch if batch else None
         if batch:
             self._stretch = self._time(batch, now)
@@ -137,6 +143,7 @@ class Engine:
         if batch.chunks:
             step_s += timing.prefill_step_s
             step_s += sum(timing.prefill_s(tokens, sequence.computed) for sequence, tokens in batch.chunks)
+            step_s = step_s if batch.decodes else max(step_s, timing.prefill_floor_s)
             return Stretch(now, step_s * factor)
         if self._settings.token_outputs or batch.preempted:  # admission pauses for one step after a preemption
             return Stretch(now, step_s * factor)
@@ -159,8 +166,11 @@ class Engine:
             self._outputs.insert(before, CacheChanged(at, tuple(events)))
 
     def _complete_decodes(self, at: float) -> None:
-        scheduler, steps = self._scheduler, self._stretch.steps
-        scheduler.counters.generation_tokens += steps * len(scheduler.decoding)
+        scheduler, stretch = self._scheduler, self._stretch
+        steps, tokens = stretch.steps, stretch.steps * len(scheduler.decoding)
+        scheduler.counters.generation_tokens += tokens
+        if tokens:
+            scheduler.counters.token_gaps.add((at - stretch.started_at) / steps, tokens)
         finished = []
         for sequence in scheduler.decoding.values():
             scheduler.decode(sequence, steps)
@@ -173,10 +183,13 @@ class Engine:
 
     def _emit_token(self, sequence: Sequence, at: float) -> None:
         request_id = sequence.request.id
-        self._scheduler.counters.generation_tokens += 1
+        counters = self._scheduler.counters
+        counters.generation_tokens += 1
         if sequence.generated == 1:
             admitted_at = sequence.submitted_at if sequence.admitted_at is None else sequence.admitted_at
             self._outputs.append(FirstToken(request_id, at, sequence.cached_tokens, sequence.submitted_at, admitted_at))
+        elif (paused_at := self._paused.pop(request_id, None)) is not None:
+            counters.token_gaps.add(at - paused_at)
         if self._settings.token_outputs:
             self._outputs.append(Tokens(request_id, at, sequence.generated))
         if sequence.remaining <= 0:

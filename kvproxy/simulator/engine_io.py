@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -10,19 +12,29 @@ from kvproxy.simulator.kv_event import KvEvent
 from kvproxy.simulator.timing import EngineTiming
 
 
+class Scheduling(StrEnum):
+    """In which order what waits is admitted, and which runner is given up when memory runs out: vLLM's policies."""
+
+    FCFS = "fcfs"  # the earliest arrival; the newest runner
+    PRIORITY = "priority"  # the lowest priority, then the earliest arrival; the runner that comes last by the same
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """One engine: its cache, its scheduler's bounds, its speed.
 
     `token_outputs` reports every token (a streaming server needs that); without it stretches of pure decoding are
     one calculation. `kv_events` turns the reports of stored and removed blocks on. Without `prefix_caching` nothing is
-    kept, looked for, counted or reported.
+    kept, looked for, counted or reported. A prompt among others computes at most `long_prefill_token_threshold` tokens
+    a step; 0: as many as the step has left.
     """
 
     capacity_blocks: int = 1600
     block_size: int = 512
     max_batched_tokens: int = 2048
     max_sequences: int = 256
+    scheduling: Scheduling = Scheduling.FCFS
+    long_prefill_token_threshold: int = 0
     timing: EngineTiming = field(default_factory=EngineTiming)
     token_outputs: bool = False
     kv_events: bool = True
@@ -33,6 +45,8 @@ class EngineSettings:
             raise ValueError("capacity and block size must be at least 1")
         if self.max_sequences < 1 or self.max_batched_tokens <= self.max_sequences:
             raise ValueError("max_batched_tokens must exceed max_sequences, which must be at least 1")
+        if self.long_prefill_token_threshold < 0:
+            raise ValueError("long_prefill_token_threshold must not be negative")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +64,7 @@ class SimRequest:
     lora_name: str | None = None
     cache_salt: str | None = None
     finish_reason: str = "length"
+    priority: int = 0  # lower first, where the engine schedules by it
     report_full: bool = False  # publish hit blocks too: vLLM's kv_cache_report_mode "full"
 
     def __post_init__(self) -> None:
@@ -121,6 +136,37 @@ class CacheChanged:
 EngineOutput = FirstToken | Tokens | Finished | Rejected | Preempted | CacheChanged
 
 
+class TokenGaps:
+    """Times from one token of an answer to the next, all answers together, in steps of two per cent."""
+
+    _STEP = math.log(1.02)
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+
+    def add(self, gap_s: float, count: int = 1) -> None:
+        """`count` tokens came `gap_s` after the one before them."""
+        self._counts[round(math.log(max(gap_s, 1e-6)) / self._STEP)] += count
+
+    @property
+    def total(self) -> int:
+        """How many there were."""
+        return self._counts.total()
+
+    def update(self, other: TokenGaps) -> None:
+        """Adds the other's tokens."""
+        self._counts.update(other._counts)
+
+    def percentile(self, share: float) -> float:
+        """Seconds that so many of the gaps do not exceed, within one per cent; 0 of none."""
+        left = share * self.total
+        for step, count in sorted(self._counts.items()):
+            left -= count
+            if left < 0:
+                return math.exp(step * self._STEP)
+        return math.exp(max(self._counts) * self._STEP) if self._counts else 0.0
+
+
 @dataclass(slots=True)
 class EngineCounters:
     """Running totals, in the meaning of vLLM's counters of the same names."""
@@ -131,6 +177,7 @@ class EngineCounters:
     prefix_cache_hits: int = 0
     preemptions: int = 0
     steps: int = 0
+    token_gaps: TokenGaps = field(default_factory=TokenGaps)
 
 
 @dataclass(frozen=True, slots=True)

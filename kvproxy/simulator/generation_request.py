@@ -11,12 +11,14 @@ from typing import Any
 import xxhash
 
 from kvproxy.simulator.block_hashing import hash_blocks
-from kvproxy.simulator.engine_io import SimRequest
+from kvproxy.simulator.engine_io import Scheduling, SimRequest
 from kvproxy.simulator.tokenizer import Tokenizer
 from kvproxy.simulator.vllm_errors import (
     VllmError,
     bad_parameter,
     model_not_found,
+    no_integer,
+    priority_not_enabled,
     prompt_too_long,
     request_too_long,
 )
@@ -102,8 +104,21 @@ class Planner:
             lora_name=lora,
             cache_salt=salt,
             finish_reason=reason,
+            priority=self._priority(body),
             report_full=arguments.get("kv_cache_report_mode") == "full",
         )
+
+    def _priority(self, body: Mapping[str, Any]) -> int:
+        given = body.get("priority", 0)
+        try:
+            if isinstance(given, bool) or int(given) != float(given):
+                raise ValueError
+        except (TypeError, ValueError):
+            raise no_integer("priority", given) from None
+        priority = int(given)
+        if priority and self._settings.refuse_priority and self._settings.engine.scheduling is Scheduling.FCFS:
+            raise priority_not_enabled(priority)
+        return priority
 
     def _answer(self, prompt: Sequence[int], choice: int, count: int) -> list[int]:
         seed = xxhash.xxh3_64_intdigest(repr(prompt).encode(), seed=choice)

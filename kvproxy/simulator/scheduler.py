@@ -2,69 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from kvproxy.simulator.block_cache import BlockCache
-from kvproxy.simulator.engine_io import EngineCounters, EngineSettings, SimRequest
-from kvproxy.simulator.kv_event import BlockStored, ExtraKeys
-
-
-class Sequence:
-    """Progress of one request. `computed` tokens have their KV in `blocks`; `target` must be reached before the next
-    token comes out of a prefill. While decoding, the newest token's KV is not computed yet."""
-
-    __slots__ = (
-        "admitted_at",
-        "blocks",
-        "cached_tokens",
-        "computed",
-        "generated",
-        "gone",
-        "hashed",
-        "request",
-        "submitted_at",
-        "target",
-    )
-
-    def __init__(self, request: SimRequest, submitted_at: float) -> None:
-        self.request = request
-        self.submitted_at = submitted_at
-        self.admitted_at: float | None = None
-        self.cached_tokens = 0
-        self.generated = 0
-        self.gone = False
-        self.restart()
-
-    def restart(self) -> None:
-        """Back to the waiting line with nothing computed; what was generated is computed again with the prompt."""
-        self.blocks: list[int] = []
-        self.hashed = 0
-        self.computed = 0
-        self.target = self.request.prompt_tokens + self.generated
-
-    @property
-    def remaining(self) -> int:
-        """Tokens still to generate."""
-        return self.request.output_tokens - self.generated
-
-    def stored_event(self, first: int, last: int, block_size: int, *, parent: int | None) -> BlockStored:
-        """The event for blocks `first` up to, not including, `last`."""
-        request = self.request
-        return BlockStored(
-            block_hashes=tuple(request.block_hashes[first:last]),
-            parent=parent,
-            token_ids=tuple(request.token_ids[first * block_size : last * block_size]),
-            lora_id=request.lora_id,
-            lora_name=request.lora_name,
-            extra_keys=tuple(self._extra_keys(block) for block in range(first, last)) if request.token_ids else (),
-        )
-
-    def _extra_keys(self, block: int) -> ExtraKeys | None:
-        request = self.request
-        lora = (request.lora_name,) if request.lora_name is not None else ()
-        salt = (request.cache_salt,) if request.cache_salt is not None and block == 0 else ()
-        return (*lora, *salt) or None
+from kvproxy.simulator.engine_io import EngineCounters, EngineSettings, Scheduling
+from kvproxy.simulator.sequence import Sequence, WaitingLine
 
 
 @dataclass(slots=True)
@@ -72,6 +14,8 @@ class Batch:
     """One step: prompt chunks in tokens, and how many decoding sequences (all of them) take part."""
 
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
+    chunk_tokens: int = 0  # of all chunks
+    reserved_blocks: int = 0  # that the decoding sequences need in this step
     decodes: int = 0
     preempted: list[Sequence] = field(default_factory=list)
 
@@ -80,14 +24,15 @@ class Batch:
 
 
 class Scheduler:
-    """Holds the sequences and their blocks. Running ones come first and decodes before chunks; a waiting one is
-    admitted in order of arrival when its whole prompt fits; when memory runs out the newest runner starts over."""
+    """Holds the sequences and their blocks. Running ones come first and decodes before chunks; the first of those that
+    wait is admitted when a slot, tokens of the step and memory for its whole prompt are left. When memory runs out, a
+    runner starts over: the newest, or under priority scheduling the least urgent."""
 
     def __init__(self, settings: EngineSettings, cache: BlockCache) -> None:
         self._settings = settings
         self.cache = cache
         self.counters = EngineCounters()
-        self.waiting: OrderedDict[str, Sequence] = OrderedDict()
+        self.waiting = WaitingLine(settings.scheduling)
         self.running: dict[str, Sequence] = {}
         self.decoding: dict[str, Sequence] = {}
         self.prefilling: dict[str, Sequence] = {}
@@ -100,11 +45,10 @@ class Scheduler:
         """Reserves the memory of the next step and says what it computes; an empty batch when there is nothing."""
         batch = Batch()
         self._make_room_to_decode(batch)
-        budget = self._settings.max_batched_tokens - len(self.decoding)
         for sequence in list(self.prefilling.values()):
-            budget -= self._continue_prefill(sequence, budget, batch)
+            self._continue_prefill(sequence, batch)
         if not batch.preempted:
-            self._admit(now, budget, batch)
+            self._admit(now, batch)
         batch.decodes = len(self.decoding)
         return batch
 
@@ -140,7 +84,8 @@ class Scheduler:
     def drop(self, sequence: Sequence) -> None:
         """Takes a sequence out wherever it is; its blocks are free at once."""
         sequence.gone = True
-        for place in (self.waiting, self.running, self.decoding, self.prefilling):
+        self.waiting.remove(sequence)
+        for place in (self.running, self.decoding, self.prefilling):
             place.pop(sequence.request.id, None)
         self.cache.release(sequence.blocks)
         sequence.blocks = []
@@ -155,50 +100,67 @@ class Scheduler:
         )
 
     def _make_room_to_decode(self, batch: Batch) -> None:
-        while self._blocks_to_decode(1) > self.cache.free_blocks:
-            self._preempt(next(reversed(self.running.values())), batch)
+        batch.reserved_blocks = self._blocks_to_decode(1)
+        while batch.reserved_blocks > self.cache.free_blocks:
+            self._preempt(self._victim(), batch)
+
+    def _victim(self) -> Sequence:
+        """The runner that vLLM gives up for another's memory."""
+        if self._settings.scheduling is Scheduling.PRIORITY:
+            return max(self.running.values(), key=lambda sequence: sequence.urgency)
+        return next(reversed(self.running.values()))
 
     def _preempt(self, sequence: Sequence, batch: Batch) -> None:
-        request_id = sequence.request.id
         self.cache.release(sequence.blocks)
         for place in (self.running, self.decoding, self.prefilling):
-            place.pop(request_id, None)
+            place.pop(sequence.request.id, None)
         sequence.restart()
-        self.waiting[request_id] = sequence
-        self.waiting.move_to_end(request_id, last=False)
+        self.waiting.put_back(sequence)
         self.counters.preemptions += 1
         batch.preempted.append(sequence)
+        batch.chunks = [chunk for chunk in batch.chunks if chunk[0] is not sequence]
+        batch.chunk_tokens = sum(tokens for _, tokens in batch.chunks)
+        batch.reserved_blocks = self._blocks_to_decode(1)
 
-    def _continue_prefill(self, sequence: Sequence, budget: int, batch: Batch) -> int:
-        """Tokens scheduled. A half-computed prompt is always the newest runner: without room it starts over."""
-        chunk = min(budget, sequence.target - sequence.computed)
-        spare = self.cache.free_blocks - self._blocks_to_decode(1)
-        if self._blocks_for(sequence.computed + chunk) - len(sequence.blocks) > spare:
-            self._preempt(sequence, batch)
-            return 0
-        return self._schedule_chunk(sequence, chunk, batch)
+    def _tokens_left(self, batch: Batch) -> int:
+        return self._settings.max_batched_tokens - len(self.decoding) - batch.chunk_tokens
 
-    def _schedule_chunk(self, sequence: Sequence, chunk: int, batch: Batch) -> int:
+    def _next_chunk(self, sequence: Sequence, batch: Batch) -> int:
+        """Prompt tokens it computes in this step; where there are others, a threshold bounds long prompts."""
+        chunk = min(self._tokens_left(batch), sequence.target - sequence.computed)
+        threshold = self._settings.long_prefill_token_threshold
+        return min(chunk, threshold) if threshold and len(self.running) + len(self.waiting) > 1 else chunk
+
+    def _continue_prefill(self, sequence: Sequence, batch: Batch) -> None:
+        """Schedules the next chunk; without room for it runners start over, itself among them."""
+        while sequence.request.id in self.prefilling and self._tokens_left(batch) > 0:
+            chunk = self._next_chunk(sequence, batch)
+            missing = self._blocks_for(sequence.computed + chunk) - len(sequence.blocks)
+            if missing <= self.cache.free_blocks - batch.reserved_blocks:
+                self._schedule_chunk(sequence, chunk, batch)
+                return
+            self._preempt(self._victim(), batch)
+
+    def _schedule_chunk(self, sequence: Sequence, chunk: int, batch: Batch) -> None:
         self._grow(sequence, sequence.computed + chunk)
         batch.chunks.append((sequence, chunk))
-        return chunk
+        batch.chunk_tokens += chunk
 
-    def _admit(self, now: float, budget: int, batch: Batch) -> None:
-        while self.waiting and budget > 0 and len(self.running) < self._settings.max_sequences:
-            sequence = next(iter(self.waiting.values()))
+    def _admit(self, now: float, batch: Batch) -> None:
+        while self.waiting and len(self.running) < self._settings.max_sequences and self._tokens_left(batch) > 0:
+            sequence = self.waiting.first()
             hashes = sequence.request.block_hashes
             limit = (sequence.target - 1) // self._settings.block_size if self._settings.prefix_caching else 0
             hits = self.cache.match_prefix(hashes, limit)
             wanted = self._blocks_for(sequence.target) - hits + self.cache.count_idle(hashes, hits)
-            if wanted > self.cache.free_blocks - self._blocks_to_decode(1):
+            if wanted > self.cache.free_blocks - batch.reserved_blocks:
                 return
             self._start(sequence, hits, now)
-            chunk = min(budget, sequence.target - sequence.computed)
-            budget -= self._schedule_chunk(sequence, chunk, batch)
+            self._schedule_chunk(sequence, self._next_chunk(sequence, batch), batch)
 
     def _start(self, sequence: Sequence, hits: int, now: float) -> None:
         request, block_size = sequence.request, self._settings.block_size
-        del self.waiting[request.id]
+        self.waiting.remove(sequence)
         sequence.blocks = self.cache.acquire(request.block_hashes, hits)
         sequence.hashed = hits
         sequence.computed = hits * block_size

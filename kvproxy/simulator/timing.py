@@ -15,12 +15,14 @@ class EngineTiming:
     """Speed of one engine. The defaults are those of a mid-size model on one accelerator.
 
     `slowness` multiplies every duration; `slowness_changes` are `(time_s, factor)` pairs in order of time, each in
-    force from its time on. `time_scale` stretches (> 1) or shrinks (< 1) everything, for demonstrations and tests.
+    force from its time on. A step without decodes takes `prefill_floor_s` at least: however few tokens it computes, it
+    reads the weights. `time_scale` stretches (> 1) or shrinks (< 1) everything, for demonstrations and tests.
     """
 
     prefill_tokens_per_s: float = 10_000.0
     quadratic_tokens: float = 32_000.0
     prefill_step_s: float = 0.0
+    prefill_floor_s: float = 0.0
     decode_step_s: float = 0.008
     decode_sequence_s: float = 0.000_05
     decode_resident_block_s: float = 0.000_02
@@ -33,6 +35,8 @@ class EngineTiming:
             raise ValueError("prefill speed and quadratic length must be positive")
         if self.decode_step_s <= 0 or self.time_scale <= 0 or self.slowness <= 0:
             raise ValueError("decode step, time scale and slowness must be positive")
+        if self.prefill_floor_s < 0:
+            raise ValueError("the floor of a step must be at least 0")
         if any(factor <= 0 for _, factor in self.slowness_changes):
             raise ValueError("slowness factors must be positive")
         if list(self.slowness_changes) != sorted(self.slowness_changes):

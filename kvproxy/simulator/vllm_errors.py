@@ -80,6 +80,17 @@ def missing_fields(body: Mapping[str, Any], *fields: str) -> VllmError:
     )
 
 
+def no_integer(field: str, value: Any) -> VllmError:
+    """400 for a fraction, null or words where an integer belongs."""
+    problem = {"type": "int_type", "loc": f"body.{field}", "msg": "Input should be a valid integer", "input": value}
+    return validation_errors([problem])
+
+
+def priority_not_enabled(priority: int) -> VllmError:
+    """400 of a version that takes a priority only where it schedules by it."""
+    return VllmError(f"Got priority {priority} but Priority scheduling is not enabled.")
+
+
 def unsupported_media_type() -> VllmError:
     """400 for a body that is not announced as JSON."""
     message = "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed"

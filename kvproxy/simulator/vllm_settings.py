@@ -13,7 +13,8 @@ class VllmSettings:
     """Names after vLLM's own flags. `kv_events` None publishes nothing; `max_num_queued_reqs` None never says busy.
 
     `default_output_tokens` is the length of an answer that the client does not bound (it then ends with "stop").
-    Without `word_pieces` the model has another tokenizer.
+    Without `word_pieces` the model has another tokenizer. With `refuse_priority` a request's `priority` is an error
+    under fcfs, as older versions have it.
     """
 
     model: str = "sim"
@@ -32,6 +33,7 @@ class VllmSettings:
     sse_keep_alive_interval_s: float | None = None
     version: str = "0.32.0"
     word_pieces: bool = True
+    refuse_priority: bool = False
 
     def __post_init__(self) -> None:
         if not self.engine.token_outputs:

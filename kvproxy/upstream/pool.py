@@ -90,6 +90,7 @@ class UpstreamPool:
         headers: Headers,
         body: Body,
         *,
+        start: bytes = b"",
         timeouts: Timeouts,
         early: bool = True,
         repeated: RepeatedFields = NO_FIELDS,
@@ -97,12 +98,14 @@ class UpstreamPool:
         """The response once its head is there; the caller reads it to the end or aborts it. Unless `early`, a part of
         its body or its end is there too, but for a status of 500 or more.
 
-        Host and the framing header are written unless `headers` has them, the `repeated` fields behind them. A
-        connection kept from an earlier request that dies before any byte of the response is replaced once, when the
-        body is bytes. Raises UpstreamError's kinds, UnsafeRequest before anything was sent, and whatever an iterated
-        body raises.
+        `start` is written before the body and belongs to it. Host and the framing header are written unless `headers`
+        has them, the `repeated` fields behind them. A connection kept from an earlier request that dies before any byte
+        of the response is replaced once, when the body is bytes. Raises UpstreamError's kinds, UnsafeRequest before
+        anything was sent, and whatever an iterated body raises.
         """
-        request = encode_request(origin, method, target=target, headers=headers, body=body, repeated=repeated)
+        request = encode_request(
+            origin, method, target=target, headers=headers, body=body, start=start, repeated=repeated
+        )
         pool = self._pools.get(origin.key) or self._new_pool(origin)
         connection = pool.acquire_idle()
         kept = connection is not None

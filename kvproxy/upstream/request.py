@@ -25,7 +25,7 @@ _JOINED_BYTES = 16 * 1024
 #: The kernel takes what it is given in one go: 31 MiB would hold the event loop for 20 ms.
 SLICE_BYTES = 1024 * 1024
 
-Body = bytes | AsyncIterator[bytes] | None
+Body = bytes | memoryview | AsyncIterator[bytes] | None
 _NAME = itemgetter(0)
 
 Write = Callable[[bytes | memoryview], Awaitable[None]]
@@ -36,7 +36,9 @@ class WireRequest:
 
     __slots__ = ("body", "buffers", "length_bytes", "method")
 
-    def __init__(self, method: bytes, buffers: tuple[bytes, ...], body: Body, length_bytes: int | None) -> None:
+    def __init__(
+        self, method: bytes, buffers: tuple[bytes | memoryview, ...], body: Body, length_bytes: int | None
+    ) -> None:
         self.method = method
         self.buffers = buffers
         self.length_bytes = length_bytes  # of the body; None: chunked
@@ -45,11 +47,11 @@ class WireRequest:
     @property
     def replayable(self) -> bool:
         """The same bytes can be sent a second time."""
-        return self.body is None or isinstance(self.body, bytes)
+        return self.body is None or isinstance(self.body, bytes | memoryview)
 
     def upload(self) -> AsyncIterator[bytes | memoryview] | None:
         """The body piece by piece, where it does not go with the head."""
-        return _slices(self.body) if isinstance(self.body, bytes) else self.body
+        return _slices(self.body) if isinstance(self.body, bytes | memoryview) else self.body
 
 
 def _check_fields(text: bytes, names: list[bytes], lines: int) -> None:
@@ -89,15 +91,17 @@ def encode_request(
     target: bytes,
     headers: Headers,
     body: Body,
+    start: bytes = b"",
     repeated: RepeatedFields = NO_FIELDS,
 ) -> WireRequest:
-    """The request for the wire; a body of bytes is not copied unless it is small. Raises UnsafeRequest."""
-    if body is not None and not isinstance(body, bytes):
+    """The request for the wire; a body of bytes is not copied unless it is small, nor is one that a `start` was put in
+    front of. Raises UnsafeRequest."""
+    if body is not None and not isinstance(body, bytes | memoryview):
         head, length_bytes = encode_head(
             origin, method, target=target, headers=headers, body_bytes=None, has_body=True, repeated=repeated
         )
         return WireRequest(method, (head,), body, length_bytes)
-    size_bytes = len(body) if body else 0
+    size_bytes = len(start) + len(body) if body else len(start)
     head, length_bytes = encode_head(
         origin,
         method,
@@ -108,13 +112,15 @@ def encode_request(
         repeated=repeated,
     )
     if length_bytes is None:
-        chunk = (b"%x\r\n" % size_bytes, body, b"\r\n" + _LAST_CHUNK) if body else (_LAST_CHUNK,)
+        chunk = (b"%x\r\n%b" % (size_bytes, start), body, b"\r\n" + _LAST_CHUNK) if body else (_LAST_CHUNK,)
         return WireRequest(method, (head, *chunk), None, None)
+    if not body:
+        return WireRequest(method, (head + start,), None, length_bytes)
     if size_bytes > SLICE_BYTES:
-        return WireRequest(method, (head,), body, length_bytes)
+        return WireRequest(method, (head + start,), body, len(body))
     if size_bytes > _JOINED_BYTES:
-        return WireRequest(method, (head, body), None, length_bytes)  # type: ignore[arg-type]  # no None is that long
-    return WireRequest(method, (head + body if body else head,), None, length_bytes)
+        return WireRequest(method, (head + start, body), None, length_bytes)
+    return WireRequest(method, (b"".join((head, start, body)),), None, length_bytes)
 
 
 def encode_head(
@@ -209,7 +215,7 @@ async def send_body(write: Write, body: AsyncIterator[bytes | memoryview], *, le
         raise UnsafeRequest(f"a body of {sent_bytes} bytes with content-length {length_bytes}")
 
 
-async def _slices(body: bytes) -> AsyncIterator[memoryview]:
+async def _slices(body: bytes | memoryview) -> AsyncIterator[memoryview]:
     """A long body uncopied, with a turn of the loop for others after each slice."""
     view = memoryview(body)
     for start in range(0, len(body), SLICE_BYTES):

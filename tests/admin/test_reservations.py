@@ -65,7 +65,7 @@ def test_a_lease_that_runs_out_speaks_for_nobody_either() -> None:
     cluster = proxy.clusters["default"]
     reservations = Reservations(metrics=proxy.metrics, clock=proxy.clock, later=timers.later)
     held(reservations, cluster)
-    cluster.endpoints[0].health.failure(proxy.clock())
+    cluster.endpoints[0].health.record_failure(proxy.clock())
     timers.started[0].callback()
     assert cluster.endpoints[0].health.failures == 1
 

@@ -191,3 +191,19 @@ async def test_event_streams_that_are_down(clock: FakeClock) -> None:
         assert len((await place.live())["findings"]) == 2
     finally:
         overlap.streams = None
+
+
+async def test_engines_that_pay_no_heed_to_their_priority_are_named(clock: FakeClock) -> None:
+    """By `on` the operator expects an effect; by `auto` it is switched off and nothing is wrong."""
+    place = Place(clock, policy="kv_aware", engine_priority="on")
+    assert not (await place.live())["findings"]
+    place.proxy.clusters["default"].endpoints[1].priority.refused()
+    clock.advance(5.0)
+    [finding] = (await place.live())["findings"]
+    assert finding["severity"] == "warning"
+    assert finding["what"] == "engine_priority is on, and engines refuse the field, so they are not sent it (b)"
+    assert "--scheduling-policy priority" in finding["fix"]
+    place = Place(clock, policy="kv_aware", engine_priority="auto")
+    place.proxy.clusters["default"].endpoints[1].priority.refused()
+    clock.advance(5.0)
+    assert not (await place.live())["findings"]

@@ -181,7 +181,7 @@ async def test_a_worker_that_cannot_evict_says_nothing_about_the_controller() ->
 )
 async def test_health_of_every_version(body: object, health: InstanceHealth, known: bool, healthy: bool) -> None:
     """An unknown instance answers 200 with no worker: that is not health."""
-    answer = await answering(body)[0].health("a")
+    answer = await answering(body)[0].check_health("a")
     assert answer == health
     assert (answer.known, answer.healthy) == (known, healthy)
 
@@ -220,17 +220,17 @@ async def test_workers_are_listed() -> None:
     """With key counts; one worker asked for by id comes bare; none at all is a 404."""
     row = {**WORKER, "key_count": 4}
     client, upstream = answering({"workers": [row], "total_count": 1})
-    assert [worker.key_count for worker in await client.workers()] == [4]
+    assert [worker.key_count for worker in await client.list_workers()] == [4]
     assert upstream.requests[-1].url.query == b""
     client, upstream = answering(row)
-    assert [worker.key_count for worker in await client.workers(instance_id="vllm-a", worker_id=0)] == [4]
+    assert [worker.key_count for worker in await client.list_workers(instance_id="vllm-a", worker_id=0)] == [4]
     assert upstream.requests[-1].url.query == b"instance_id=vllm-a&worker_id=0"
     gone = {"detail": "Worker (x, 0) not found"}
-    assert await answering(gone, status=404)[0].workers(instance_id="x") == ()
+    assert await answering(gone, status=404)[0].list_workers(instance_id="x") == ()
     with pytest.raises(NotSupported):
-        await answering({"detail": "Not Found"}, status=404)[0].workers()
+        await answering({"detail": "Not Found"}, status=404)[0].list_workers()
     with pytest.raises(Refused):
-        await answering({"detail": "x"}, status=500)[0].workers(instance_id="x")
+        await answering({"detail": "x"}, status=500)[0].list_workers(instance_id="x")
 
 
 async def test_key_stats() -> None:
@@ -301,7 +301,7 @@ async def test_a_dead_worker_costs_one_timeout(action: str) -> None:
     """The controller hangs for ever on it; the call ends at its own timeout and other instances go on."""
     actions: dict[str, Action] = {
         "pin": lambda client: client.pin("dead", TOKENS, location="x"),
-        "health": lambda client: client.health("dead"),
+        "health": lambda client: client.check_health("dead"),
         "clear": lambda client: client.clear("dead", location="x"),
         "move": lambda client: client.move(("dead", "x"), ("a", "x"), TOKENS),
     }

@@ -67,7 +67,7 @@ async def test_instances() -> None:
         "metadata": {"a": "b"},
     }
     client, _ = answering({"instances": [row, {"instance_id": "mp-2", "ip": "::1", "http_port": 1}]})
-    assert await client.instances() == (
+    assert await client.list_instances() == (
         Instance("mp-1", "127.0.0.1", 8080, 1.0, {"a": "b"}),
         Instance("mp-2", "::1", 1),
     )
@@ -86,7 +86,7 @@ async def test_usage_is_a_pressure_signal() -> None:
     one = {"instance_id": "mp/1", "registered": True, "declared_capacity": True, "modules": [module]}
     expected = InstanceUsage("mp/1", True, True, (MemoryModule("l1", "dram", 5, 10, 0.5),))
     client, _ = answering({"instances": [one], "shared_modules": []})
-    assert await client.usage() == FleetUsage((expected,))
+    assert await client.fetch_usage() == FleetUsage((expected,))
     client, upstream = answering(one)
     assert await client.instance_usage("mp/1") == expected
     assert upstream.requests[-1].url.raw_path == b"/instances/mp%2F1/usage"
@@ -103,7 +103,7 @@ async def test_pins_are_added_removed_and_listed() -> None:
     ]
     rows = [{"key": {"chunk_hash_hex": "00ff", "model_name": "m", "kv_rank": 0}, "pin_count": 2}]
     client, upstream = answering({"total": 1, "pins": rows})
-    assert await client.pins(model="m") == Pins(1, {"00ff": 2})
+    assert await client.list_pins(model="m") == Pins(1, {"00ff": 2})
     assert upstream.requests[-1].url.query == b"model_name=m&offset=0&limit=1000"
 
 
@@ -131,16 +131,16 @@ async def test_prefetch_and_its_progress() -> None:
 async def test_stats_and_health() -> None:
     """Readiness and size."""
     stats = {"num_keys": 4, "num_placements": 8, "l1_keys_by_instance": {"mp-1": 4}, "l1_size_bytes": 9}
-    assert await answering(stats)[0].stats() == DirectoryStats(4, 8, {"mp-1": 4}, 9)
-    assert await answering({"status": "healthy"})[0].healthz()
-    assert not await answering({"status": "starting"})[0].healthz()
-    assert not await answering({}, status=503)[0].healthz()
+    assert await answering(stats)[0].fetch_stats() == DirectoryStats(4, 8, {"mp-1": 4}, 9)
+    assert await answering({"status": "healthy"})[0].check_health()
+    assert not await answering({"status": "starting"})[0].check_health()
+    assert not await answering({}, status=503)[0].check_health()
 
     def refused(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused")
 
     with pytest.raises(ClientUnavailable):
-        await coordinator(refused)[0].healthz()
+        await coordinator(refused)[0].check_health()
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ class Calls:
         self.order: list[str] = []
 
     async def __call__(self, name: str, *keys: str) -> None:
-        async with self.lock.hold(*keys):
+        async with self.lock.hold_keys(*keys):
             self.running.append(name)
             self.most = max(self.most, len(self.running))
             await self.release.wait()
@@ -37,7 +37,7 @@ async def test_one_key_is_held_by_one_caller_in_order_of_arrival() -> None:
     async with asyncio.TaskGroup() as group:
         for name in "abc":
             group.create_task(calls(name, "vllm-a"))
-        await until(lambda: calls.lock.waiting("vllm-a") == 2)
+        await until(lambda: calls.lock.count_waiting("vllm-a") == 2)
         calls.release.set()
     assert calls.order == ["a", "b", "c"]
     assert calls.most == 1
@@ -59,11 +59,15 @@ async def test_a_full_line_refuses_at_once() -> None:
     async with asyncio.TaskGroup() as group:
         group.create_task(calls("a", "k"))
         group.create_task(calls("b", "k"))
-        await until(lambda: calls.lock.waiting("k") == 1)
+        await until(lambda: calls.lock.count_waiting("k") == 1)
         with pytest.raises(TooManyWaiting, match="k"):
             await calls("c", "k")
+        assert calls.lock.count_waiting("k") == 1
         calls.release.set()
     assert calls.order == ["a", "b"]
+    assert calls.lock.count_waiting("k") == 0
+    async with asyncio.timeout(60):
+        await calls("d", "k")
 
 
 async def test_a_caller_that_gives_up_leaves_the_line() -> None:
@@ -72,14 +76,14 @@ async def test_a_caller_that_gives_up_leaves_the_line() -> None:
     calls = Calls(lock)
     holder = asyncio.create_task(calls("a", "k"))
     waiter = asyncio.create_task(calls("b", "k"))
-    await until(lambda: lock.waiting("k") == 1)
+    await until(lambda: lock.count_waiting("k") == 1)
     for task in (waiter, holder):
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-    assert lock.waiting("k") == 0
+    assert lock.count_waiting("k") == 0
     assert not lock._lines
-    async with lock.hold("k"):
+    async with lock.hold_keys("k"):
         pass
 
 

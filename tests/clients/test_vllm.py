@@ -112,21 +112,21 @@ async def test_ids_that_are_none_are_a_bad_response(tokens: str) -> None:
 
 async def test_health_is_the_status() -> None:
     """200 lives, 503 is a dead engine core, no answer is neither."""
-    assert await client(captured("health"))[0].health()
-    assert not await client(httpx.Response(503))[0].health()
+    assert await client(captured("health"))[0].check_health()
+    assert not await client(httpx.Response(503))[0].check_health()
 
     def refused(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused")
 
     with pytest.raises(ClientUnavailable):
-        await client(refused)[0].health()
+        await client(refused)[0].check_health()
 
 
 async def test_metrics_are_scraped() -> None:
     """The captured page of a real server."""
     text = (FIXTURES / "vllm_http/metrics.txt").read_bytes()
     vllm, upstream = client(httpx.Response(200, content=text))
-    metrics = await vllm.metrics()
+    metrics = await vllm.fetch_metrics()
     assert upstream.requests[0].url.path == "/metrics"
     assert metrics.cache is not None
     assert metrics.cache.block_tokens == 128
@@ -152,14 +152,14 @@ async def test_models_with_lora_adapters() -> None:
     base = json.loads(captures("models")[0]["body"])["data"][0]
     rows = [base, {"id": "lora-a", "parent": "tiny", "max_model_len": None}]
     vllm, _ = client(httpx.Response(200, json={"data": rows}))
-    tiny, lora = await vllm.models()
+    tiny, lora = await vllm.list_models()
     assert (tiny.id, tiny.root, tiny.parent, tiny.max_model_len) == ("tiny", "models/tiny-qwen", None, 8192)
     assert (lora.id, lora.root, lora.parent, lora.max_model_len) == ("lora-a", "lora-a", "tiny", None)
 
 
 async def test_version() -> None:
     """As `/version` says."""
-    assert await client(captured("version"))[0].version() == "0.32.0"
+    assert await client(captured("version"))[0].fetch_version() == "0.32.0"
 
 
 async def test_a_long_list_of_ids_is_read_in_steps() -> None:
@@ -177,14 +177,14 @@ async def test_a_scrape_has_a_bounded_number_of_lines() -> None:
     """An engine whose metrics never end is not read."""
     vllm, _ = client(httpx.Response(200, content=b"\n" * 50_001))
     with pytest.raises(BadResponse, match="lines"):
-        await vllm.metrics()
+        await vllm.fetch_metrics()
 
 
 async def test_a_long_scrape_is_read_like_a_short_one() -> None:
     """Beside the event loop; many data-parallel ranks say much."""
     text = b"".join(b'vllm:num_requests_running{engine="%d"} 2.0\n' % rank for rank in range(4000))
     vllm, _ = client(httpx.Response(200, content=text))
-    assert (await vllm.metrics()).running == 8000
+    assert (await vllm.fetch_metrics()).running == 8000
 
 
 @pytest.mark.parametrize(("streams", "readable"), [(256, True), (257, False)])
@@ -203,4 +203,4 @@ async def test_an_engine_lists_a_bounded_number_of_models() -> None:
     """Beyond it the list is none."""
     vllm, _ = client(httpx.Response(200, json={"data": [{"id": str(number)} for number in range(5001)]}))
     with pytest.raises(BadResponse, match="models"):
-        await vllm.models()
+        await vllm.list_models()

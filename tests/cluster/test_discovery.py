@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kvproxy.background_task import TaskSet
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.discovery import (
     MAX_FILE_BYTES,
@@ -241,14 +242,20 @@ async def test_a_poller_passes_on_what_changed(caplog: pytest.LogCaptureFixture)
     metrics, bell, updates = Metrics(), Bell(), []
     discovery = Scripted(configs("a"))
 
+    known: dict[str, Sequence[EndpointSettings]] = {}
+
     def take(source: str, endpoints: Sequence[EndpointSettings]) -> None:
         if any(endpoint.id == "bad" for endpoint in endpoints):
             raise ValueError("bad is bad")
+        known[source] = endpoints
         updates.append((source, [endpoint.id for endpoint in endpoints]))
 
-    poller = Poller("c", [Source("s", discovery, 3)], on_update=take, metrics=metrics, sleep=bell)
     with caplog.at_level(logging.INFO, logger="kvproxy"):
-        async with poller:
+        async with TaskSet() as tasks:
+            sources = [Source("s", discovery, 3)]
+            poller = Poller("c", sources, tasks=tasks, known=known.get, on_update=take, metrics=metrics, sleep=bell)
+            await poller.ask_all()
+            poller.start(at_once=False)
             assert updates == [("s", ["a"])]
             await asyncio.sleep(0)
             for answer in (
@@ -294,7 +301,11 @@ async def test_a_refused_answer_is_tried_again() -> None:
         raise ValueError("no")
 
     source = Source("s", Scripted(configs("a")), 1)
-    async with Poller("c", [source], on_update=refuse, metrics=Metrics(), sleep=bell):
+    async with TaskSet() as tasks:
+        poller = Poller(
+            "c", [source], tasks=tasks, known=lambda name: None, on_update=refuse, metrics=Metrics(), sleep=bell
+        )
+        poller.start(at_once=True)
         await asyncio.sleep(0)
         await bell.rung()
     assert tried == 2

@@ -31,14 +31,14 @@ def test_probes_decide_by_runs(probes: str, verdict: bool) -> None:
     """Two failures in a row take it out, one success brings it back."""
     subject = health(unhealthy_threshold=2, healthy_threshold=1)
     for mark in probes:
-        subject.probe(mark == "+", 0.0)
+        subject.record_probe(mark == "+", 0.0)
     assert subject.is_healthy is verdict
 
 
 def test_it_comes_back_after_enough_good_probes() -> None:
     """`probe` says when the verdict changed, and only then."""
     subject = health(unhealthy_threshold=1, healthy_threshold=3)
-    said = [subject.probe(mark == "+", 0.0) for mark in "+-++-+++"]
+    said = [subject.record_probe(mark == "+", 0.0) for mark in "+-++-+++"]
     assert said == [False, True, False, False, False, False, False, True]
 
 
@@ -48,15 +48,15 @@ def test_it_comes_back_after_enough_good_probes() -> None:
 def test_failed_requests_in_a_row_deserve_ejection(eject_after: int, failures: int, deserves: bool) -> None:
     """0 never ejects."""
     subject = health(eject_after=eject_after)
-    assert [subject.failure(0.0) for _ in range(failures)][-1] is deserves
+    assert [subject.record_failure(0.0) for _ in range(failures)][-1] is deserves
 
 
 def test_a_success_forgets_the_failures_before_it() -> None:
     """Only failures in a row count."""
     subject = health(eject_after=2)
     for _ in range(5):
-        assert not subject.failure(0.0)
-        subject.success()
+        assert not subject.record_failure(0.0)
+        subject.record_success()
     assert subject.failures == 0
 
 
@@ -107,16 +107,16 @@ def test_requests_failing_late_do_not_prolong_an_ejection() -> None:
     """What was in flight at the ejection fails after it; that is no new evidence."""
     subject = health(eject_after=1, eject_for=10)
     subject.eject(0.0)
-    assert not any(subject.failure(5.0) for _ in range(50))
+    assert not any(subject.record_failure(5.0) for _ in range(50))
     assert subject.failures == 0
 
 
 def test_failures_count_from_nothing_after_an_ejection() -> None:
     """Coming back it gets a whole run of chances again."""
     subject = health(eject_after=3, eject_for=10)
-    assert [subject.failure(0.0) for _ in range(3)] == [False, False, True]
+    assert [subject.record_failure(0.0) for _ in range(3)] == [False, False, True]
     subject.eject(0.0)
-    assert [subject.failure(10.0) for _ in range(3)] == [False, False, True]
+    assert [subject.record_failure(10.0) for _ in range(3)] == [False, False, True]
 
 
 def test_slow_start_grows_the_weight_from_a_tenth() -> None:
@@ -139,8 +139,8 @@ def test_slow_start_grows_the_weight_from_a_tenth() -> None:
 def test_slow_start_follows_a_good_probe_too() -> None:
     """Coming back is coming back."""
     subject = health(slow_start=20, unhealthy_threshold=1)
-    subject.probe(False, 0.0)
-    subject.probe(True, 50.0)
+    subject.record_probe(False, 0.0)
+    subject.record_probe(True, 50.0)
     assert subject.weight_factor(50.0) == pytest.approx(0.1)
 
 

@@ -91,6 +91,6 @@ def test_a_probe_that_is_well_again_forgets_the_failures_before(make_cluster: Ma
     bench = make_cluster("a")
     fail(bench, "a", times=6)
     health = bench.endpoint("a").health
-    health.probe(False, bench.clock())
-    health.probe(True, bench.clock())
+    health.record_probe(False, bench.clock())
+    health.record_probe(True, bench.clock())
     assert health.unserved_in_a_row(bench.clock()) == 0

@@ -221,7 +221,7 @@ def test_a_preference_is_soft_and_its_fate_counted(make_cluster: MakeCluster, ca
         assert pick.endpoint.id == A
         pick.settle(FAILURE, bench.clock())
     elif case == "unhealthy":
-        bench.endpoint("a").health.probe(False, bench.clock())
+        bench.endpoint("a").health.record_probe(False, bench.clock())
         bench.cluster._screening.invalidate()
     elif case == "draining":
         bench.cluster.drain(A)

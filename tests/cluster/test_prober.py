@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from kvproxy.background_task import TaskSet
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.prober import FIRST_PROBES_S, MAX_CONCURRENT, HttpProbe, ProbeOutcome, Prober
 from kvproxy.config.cluster_schema import EndpointSettings, HealthCheckSettings
@@ -58,13 +60,16 @@ class Results:
         self.new.set()
 
 
-def prober_of(
+@contextlib.asynccontextmanager
+async def prober_of(
     probe: Callable[[Endpoint], Awaitable[bool]] | None,
     results: Results,
     pauses: Pauses,
     settings: HealthCheckSettings = SETTINGS,
-) -> Prober:
-    return Prober("c", settings, probe=probe, on_result=results, rng=random.Random(1), sleep=pauses)
+) -> AsyncIterator[Prober]:
+    """With the set its tasks are in."""
+    async with TaskSet() as tasks:
+        yield Prober("c", settings, probe=probe, tasks=tasks, on_result=results, rng=random.Random(1), sleep=pauses)
 
 
 async def well(_endpoint: Endpoint) -> bool:
@@ -76,7 +81,7 @@ async def test_every_endpoint_is_probed_at_its_own_pace(make_cluster: MakeCluste
     results, pauses = Results(), Pauses()
     bench = make_cluster(*"abcdefgh")
     async with prober_of(well, results, pauses) as prober:
-        prober.follow(bench.cluster.endpoints)
+        prober.probe_endpoints(bench.cluster.endpoints)
         await turns()
         assert results.seen == []
         first = list(pauses.asked)
@@ -90,6 +95,7 @@ async def test_every_endpoint_is_probed_at_its_own_pace(make_cluster: MakeCluste
         later = pauses.asked[8:]
         assert len(set(later)) == 16
         assert all(4.5 <= pause <= 5.5 for pause in later)
+        assert min(later) < 5.0 < max(later)
 
 
 async def test_a_few_are_probed_at_once(make_cluster: MakeCluster) -> None:
@@ -108,7 +114,7 @@ async def test_a_few_are_probed_at_once(make_cluster: MakeCluster) -> None:
     results, pauses = Results(), Pauses()
     names = [f"e{number}" for number in range(40)]
     async with prober_of(slow, results, pauses, HealthCheckSettings(timeout=60)) as prober:
-        prober.follow(make_cluster(*names).cluster.endpoints)
+        prober.probe_endpoints(make_cluster(*names).cluster.endpoints)
         await turns()
         pauses.go_on()
         await turns()
@@ -137,7 +143,7 @@ async def test_errors_are_outcomes(make_cluster: MakeCluster, error: Exception, 
 
     results, pauses = Results(), Pauses()
     async with prober_of(failing, results, pauses) as prober:
-        prober.follow(make_cluster("a").cluster.endpoints)
+        prober.probe_endpoints(make_cluster("a").cluster.endpoints)
         for _ in range(3):
             await turns()
             pauses.go_on()
@@ -154,7 +160,7 @@ async def test_a_probe_that_hangs_ends_at_its_timeout(make_cluster: MakeCluster)
 
     results, pauses = Results(), Pauses()
     async with prober_of(hang, results, pauses) as prober:
-        prober.follow(make_cluster("a").cluster.endpoints)
+        prober.probe_endpoints(make_cluster("a").cluster.endpoints)
         await turns()
         pauses.go_on()
         await asyncio.wait_for(results.new.wait(), 60)
@@ -162,22 +168,22 @@ async def test_a_probe_that_hangs_ends_at_its_timeout(make_cluster: MakeCluster)
 
 
 async def test_tasks_follow_the_endpoints(make_cluster: MakeCluster) -> None:
-    """One named task each; none for an endpoint that left; none at all once the prober is closed."""
+    """One named task each; none for an endpoint that left; none before the cluster runs, and none after it."""
 
     def names() -> set[str]:
         return {task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("probe ")}
 
-    bench = make_cluster("a", "b")
-    prober = prober_of(well, Results(), Pauses())
-    prober.follow(bench.cluster.endpoints)
+    bench = make_cluster("a", "b", with_={"probe": well, "sleep": Pauses()}, health=SETTINGS)
+    await turns()
     assert names() == set()
-    async with prober:
-        assert names() == {"probe c/a", "probe c/b"}
-        bench.cluster.apply(configs("b", "d"))
-        prober.follow(bench.cluster.endpoints)
-        await turns()
-        assert names() == {"probe c/b", "probe c/d"}
-    assert names() == set()
+    for _ in range(2):
+        async with bench.cluster:
+            assert names() == {"probe c/a", "probe c/b"}
+            bench.cluster.apply(configs("b", "d"))
+            await turns()
+            assert names() == {"probe c/b", "probe c/d"}
+            bench.cluster.apply(configs("a", "b"))
+        assert names() == set()
 
 
 @pytest.mark.parametrize("probe", [None, well])
@@ -187,7 +193,7 @@ async def test_without_a_probe_or_with_probing_off_nothing_runs(
     """`active: false`."""
     pauses = Pauses()
     async with prober_of(probe, Results(), pauses, HealthCheckSettings(active=probe is None)) as prober:
-        prober.follow(make_cluster("a").cluster.endpoints)
+        prober.probe_endpoints(make_cluster("a").cluster.endpoints)
         await turns()
     assert pauses.asked == []
 
@@ -256,7 +262,7 @@ async def test_an_http_probe_of_nobody_is_unreachable(make_cluster: MakeCluster)
     async with UpstreamPool() as pool:
         probe = HttpProbe(pool, HealthCheckSettings())
         async with prober_of(probe, results, pauses, HealthCheckSettings(timeout=5)) as prober:
-            prober.follow(make_cluster(endpoints=(EndpointSettings(id="a", url=url),)).cluster.endpoints)
+            prober.probe_endpoints(make_cluster(endpoints=(EndpointSettings(id="a", url=url),)).cluster.endpoints)
             await turns()
             pauses.go_on()
             await asyncio.wait_for(results.new.wait(), 60)

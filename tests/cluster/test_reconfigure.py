@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvproxy.cluster.discovery import Poller, Source
+from kvproxy.cluster.discovery import Source
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.config.cluster_schema import (
@@ -18,7 +19,6 @@ from kvproxy.config.cluster_schema import (
     HealthCheckSettings,
     PolicyName,
 )
-from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.dynamo import Dynamo
 from kvproxy.routing.kv_aware import KvAware
 from kvproxy.routing.load import features_of
@@ -87,12 +87,13 @@ def test_new_bounds_count_from_now_on(make_cluster: MakeCluster) -> None:
 def test_a_verdict_of_probes_ends_with_the_probes(make_cluster: MakeCluster) -> None:
     """Nothing would ever bring the endpoint back."""
     bench = make_cluster("a", "b")
-    bench.endpoint("a").health.probe(False, bench.clock())
+    bench.endpoint("a").health.record_probe(False, bench.clock())
     assert bench.endpoint("a").condition(bench.clock()) is Condition.UNHEALTHY
     reconfigure(bench, health={"active": True, "interval": 2})
     assert bench.endpoint("a").condition(bench.clock()) is Condition.UNHEALTHY
     reconfigure(bench, health={"active": False})
     assert bench.ids() == {"a", "b"}
+    assert bench.endpoint("a").health.failed_probes == 0
 
 
 def test_a_policy_that_stays_is_the_same_one(make_cluster: MakeCluster) -> None:
@@ -228,34 +229,31 @@ class Said:
         return configs(*self.ids)
 
 
-class Heard:
-    """What a poller passed on, by source."""
-
-    def __init__(self) -> None:
-        self.present: dict[str, tuple[str, ...]] = {}
-
-    def __call__(self, source: str, endpoints: Sequence[EndpointSettings]) -> None:
-        self.present[source] = tuple(endpoint.id for endpoint in endpoints)
-
-
-async def test_other_sources_are_asked_at_once() -> None:
+async def test_other_sources_are_asked_at_once(make_cluster: MakeCluster, tmp_path: Path) -> None:
     """One of the same name keeps its endpoints until it answers; one that is gone takes them along."""
-    heard, never = Heard(), asyncio.Event()
+    never = asyncio.Event()
 
     async def sleep(seconds: float) -> None:
         await never.wait()
 
-    old, gone, new = Said("a"), Said("x"), Said("b")
+    old, gone = Said("a"), Said("x")
     sources = [Source("file", old, 1.0), Source("dns", gone, 1.0)]
-    poller = Poller("c", sources, on_update=heard, metrics=Metrics(), sleep=sleep)
-    async with poller:
-        assert heard.present == {"file": ("a",), "dns": ("x",)}
-        poller.reconfigure([Source("file", new, 1.0)])
-        assert heard.present == {"file": ("a",), "dns": ()}
-        await until(lambda: heard.present["file"] == ("b",))
-    assert (old.asked, gone.asked, new.asked) == (1, 1, 1)
-    poller.reconfigure([Source("file", old, 1.0)])
-    assert old.asked == 1  # it is asked no more
+    bench = make_cluster(with_={"sources": sources, "sleep": sleep})
+    file = tmp_path / "endpoints.yaml"
+    file.write_text("b: http://127.0.0.1:9\n")
+
+    def ids() -> list[str]:
+        return [str(endpoint.id) for endpoint in bench.cluster.endpoints]
+
+    async with bench.cluster:
+        assert sorted(ids()) == ["a", "x"]
+        reconfigure(bench, discovery={"file": {"path": str(file)}})
+        assert ids() == ["a"]
+        await until(lambda: ids() == ["b"])
+    assert (old.asked, gone.asked) == (1, 1)
+    reconfigure(bench, discovery={})
+    assert ids() == []
+    assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("discovery")]
 
 
 async def test_discovery_is_part_of_it(make_cluster: MakeCluster, tmp_path: Any) -> None:

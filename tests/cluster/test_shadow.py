@@ -128,6 +128,21 @@ def test_a_shadow_that_raises_reaches_no_request(make_cluster: MakeCluster, capl
     assert caplog.records[0].exc_info is not None
 
 
+def test_a_shadow_that_fails_now_and_then_goes_on(make_cluster: MakeCluster) -> None:
+    """Only errors in a row end it."""
+    bench = make_cluster("a", "b")
+    policy = Faulty()
+    shade = shadowed(bench, policy)
+    for _ in range(3):
+        policy.index = None
+        for _ in range(MAX_ERRORS - 1):
+            bench.picked()
+        policy.index = 0
+        bench.picked()
+    assert not shade.given_up
+    assert decisions(bench, "faulty", "error") == 3 * (MAX_ERRORS - 1)
+
+
 def test_a_shadow_that_cannot_learn_reaches_no_request(make_cluster: MakeCluster) -> None:
     """Samples, reuse and leaving are guarded as decisions are."""
     bench = make_cluster("a", "b")

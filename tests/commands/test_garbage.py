@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import json
 import subprocess
@@ -194,3 +195,35 @@ async def _serve() -> list[tuple[int, int, int]]:
 
 if __name__ == "__main__":
     sys.stdout.write(json.dumps(asyncio.run(_serve())))
+
+
+LARGE_BODIES = """
+import ctypes, sys
+from kvproxy.commands.garbage import return_large_memory
+
+class Heap(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in (
+        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")]
+
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Heap
+if sys.argv[1] == "returned":
+    return_large_memory()
+before = libc.mallinfo2().arena
+kept = []
+for _ in range(40):  # a large body comes and goes, and something small that came after it stays
+    body = [bytes(1_000_000) for _ in range(8)]
+    kept.append(bytes(5_000))
+    del body
+print(libc.mallinfo2().arena - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33 or later")
+def test_large_bodies_leave_nothing_in_the_heap() -> None:
+    def heap_growth(how: str) -> int:
+        run = subprocess.run([sys.executable, "-c", LARGE_BODIES, how], capture_output=True, text=True, check=True)
+        return int(run.stdout)
+
+    assert heap_growth("as it is") > 8_000_000
+    assert heap_growth("returned") < 1_000_000

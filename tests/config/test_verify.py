@@ -78,6 +78,19 @@ def test_a_good_configuration_has_no_problem() -> None:
         ("routes: [{model: m}, {model: m}]\n", "error: routes[1]: never reached"),
         # discovery
         ("discovery: {file: {path: /nowhere}}\n", "warning: discovery.file.path: the file does not exist yet"),
+        # engine priority
+        (
+            "policy: round_robin\nengine_priority: auto\n",
+            "error: engine_priority: round_robin does not know how long a prefill takes",
+        ),
+        (
+            "engine_priority: on\nfilters: [router]\n",
+            "error: engine_priority: needs the filter inference_request",
+        ),
+        (
+            "queue: {enabled: false, priority_header: x-priority}\n",
+            "warning: queue.priority_header: nothing reads it",
+        ),
         # the router queue
         ("policy: round_robin\nqueue: {}\n", "error: queue: round_robin does not know how long a prefill takes"),
         # the chain

@@ -23,6 +23,7 @@ from kvproxy.receipts.explain import explain
 from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate
 from kvproxy.replay.live_report import LiveReport
 from kvproxy.replay.results import Summary
+from kvproxy.replay.trace import Half
 from kvproxy.request.exchange import Exchange
 from kvproxy.routing.policy import FactSource, Overlap
 from kvproxy.types import EndpointId
@@ -103,12 +104,19 @@ async def _decision_header() -> str:
 
 
 async def _live_replay() -> str:
-    summary = Summary(1200, 12, 0.412, 0.288, 0.93, 2.104, 3.271, 0.431, 1.08, 0.0, 3.14)
+    summary = Summary(
+        requests=1200, failed=12, ttft_mean_s=0.412, ttft_p50_s=0.288, ttft_p90_s=0.93, ttft_p99_s=2.104,
+        ttft_max_s=3.31, e2e_mean_s=3.271, e2e_p99_s=9.84, tpot_mean_s=0.0214, tpot_p99_s=0.0391, itl_p99_s=0.0617,
+        goodput=0.951, session_mean_s=3.271, fairness=0.62, hit_rate=0.431, imbalance=1.08, wrong_share=0.0,
+        requests_per_s=3.14,
+    )  # fmt: skip
     endpoints = {
         name: {"requests": requests, "prompt_tokens": prompt, "cached_tokens": cached}
         for name, requests, prompt, cached in [("vllm-a", 611, 7912344, 3391200), ("vllm-b", 577, 7466120, 3242880)]
     }
-    return LiveReport("conv", 1200, 0.47, summary, endpoints, {"status 429": 12}, 0, False, {}).render_table()
+    return LiveReport(
+        "conv", Half.BOTH, 1200, 0.47, summary, endpoints, {"status 429": 12}, 0, False, {}
+    ).render_table()
 
 
 async def _pixius_checks() -> str:

@@ -24,7 +24,7 @@ from tests.support.loopback import serve
 async def look(origin: Origin, *, timeout_s: float = 20.0) -> Finding:
     """The verdict on one address."""
     check = ConnectionCheck("endpoint a", origin, lambda: connect(origin, timeout_s=timeout_s), utc_seconds)
-    (found,) = await check.find()
+    (found,) = await check.collect_findings()
     return found
 
 

@@ -104,6 +104,15 @@ async def test_a_refused_key_is_never_shown() -> None:
     assert "s3cr3t-key" not in json.dumps(report.as_dict())
 
 
+async def test_an_adapter_is_not_the_model_to_try() -> None:
+    """It may be listed first; with it tokens and caching are tried of another model than the clients'."""
+    adapter = {"id": "adapter", "object": "model", "root": "x", "parent": "sim"}
+    base = {"id": "sim", "object": "model", "root": "sim", "parent": None, "max_model_len": 8192}
+    report = await visit_front({"/v1/models": (200, {"object": "list", "data": [adapter, base]})})
+    assert report.findings == (), "the simulated engine has no such adapter"
+    assert "generate" in {one.check for one in report.passed}
+
+
 async def test_an_engine_without_chat() -> None:
     """A base model without a template is tried with a text completion."""
     report = await visit_front({"/v1/chat/completions": REFUSAL})
@@ -281,8 +290,8 @@ async def test_an_engine_that_takes_the_prompt_and_never_answers() -> None:
 async def test_events_that_cannot_be_read() -> None:
     """Another program publishes on the engine's port."""
     heard = StreamObservation(KvEventSource(0, "tcp://127.0.0.1:5557"), connected=True)
-    heard.record([b"topic", b"not eight bytes", b"?"], (1, 2), now=0.0)
-    heard.record(
+    heard.record_batch([b"topic", b"not eight bytes", b"?"], (1, 2), now=0.0)
+    heard.record_batch(
         [b"topic", (1).to_bytes(8, "big"), msgspec.msgpack.encode([1.0, [{"type": "BlockStored"}], 0])], (1,), now=3.0
     )
     assert (heard.malformed, heard.batches, heard.encoding, heard.lag_s) == (2, 1, "map", 2.0)

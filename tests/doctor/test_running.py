@@ -23,7 +23,7 @@ class Probe:
     calls: int = 1
     where: str = "here"
 
-    async def find(self) -> Sequence[Finding]:
+    async def collect_findings(self) -> Sequence[Finding]:
         return await self.act()
 
 

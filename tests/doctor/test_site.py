@@ -93,5 +93,5 @@ async def test_the_default_model_must_be_served() -> None:
 )
 async def test_which_paths_are_public_is_said(more: dict[str, Any], said: list[str]) -> None:
     """That all of them are is a warning of the configuration."""
-    found = await PublicCheck(parsed({"endpoints": ["http://127.0.0.1:8000"], **more})).find()
+    found = await PublicCheck(parsed({"endpoints": ["http://127.0.0.1:8000"], **more})).collect_findings()
     assert [one.what for one in found] == said

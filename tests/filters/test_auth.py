@@ -97,6 +97,15 @@ async def test_exempt_paths_are_exact_and_still_hide_the_key(path: str, status: 
     assert [scope["headers"] for scope in inner.scopes] == ([[]] if status == 200 else [])
 
 
+async def test_a_path_without_a_key_gives_no_rights() -> None:
+    """To see decisions takes a key that says so, also where none is needed to get through."""
+    inner = Inner()
+    await call(filter_around(inner, exempt_paths=["/health"]), http_scope("/health"))
+    (scope,) = inner.scopes
+    exchange = scope["kvproxy"]
+    assert (exchange.may_debug, exchange.trusted, exchange.tenant) == (False, False, "")
+
+
 async def test_a_websocket_without_a_key_is_closed() -> None:
     """No kind of connection slips past; the lifespan is no client."""
     inner, context = Inner(), filter_context()

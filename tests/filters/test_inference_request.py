@@ -220,6 +220,34 @@ async def test_reads_time_out_one_by_one() -> None:
         assert await second == b"late"
 
 
+async def test_a_read_that_timed_out_leaves_no_cancellation_behind() -> None:
+    """What goes on after it can be cancelled again; and one that is cancelled besides is cancelled."""
+    reader = BodyReader(limit_bytes=10, timeout_s=20.0, held=HeldBodies(100))
+    never, told = asyncio.Event(), list[int]()
+
+    async def receive() -> Message:
+        await never.wait()
+        return {"type": "http.disconnect"}
+
+    async def read() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            await reader.read(receive)
+        except BodyTooSlow:
+            told.append(task.cancelling())
+
+    with skipping_time() as skip:
+        slow, left = asyncio.create_task(read()), asyncio.create_task(read())
+        await asyncio.sleep(0)
+        asyncio.get_running_loop().call_later(20.0, left.cancel)
+        await skip(30.0)
+        await slow
+        with pytest.raises(asyncio.CancelledError):
+            await left
+    assert told == [0]
+
+
 async def test_a_hundred_megabytes_are_refused_at_once_over_a_socket() -> None:
     """The answer comes before the body does, nothing of which is held, and the connection ends."""
     inner, context = Inner(), filter_context(limits=LimitSettings(body=1000))

@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 import pytest
+from starlette.types import Send
 
 from kvproxy.app import Proxy
 from kvproxy.config.load import load_config
@@ -14,7 +15,7 @@ from kvproxy.filters.chain import FilterContext, FilterType
 from kvproxy.listener.server import Server, serve
 from kvproxy.request.exchange import Exchange
 from kvproxy.request.observer import RequestObserver
-from tests.support.fake_engine import FakeEngine
+from tests.support.fake_engine import Call, FakeEngine, reply
 from tests.support.proxy import chat, running_proxy
 
 
@@ -43,10 +44,19 @@ async def test_a_model_no_endpoint_declares_is_not_served() -> None:
 
 
 async def test_without_any_engine_there_is_no_model_list() -> None:
-    """503, and asked again next time."""
-    async with running_proxy({"dead": "http://127.0.0.1:9"}) as proxy:
-        answers = [await proxy.client.get("/v1/models") for _ in range(2)]
-    assert [answer.status_code for answer in answers] == [503, 503]
+    """503, and asked again next time: an engine that is there by then is listed at once."""
+    up = False
+
+    async def starting(engine: FakeEngine, call: Call, send: Send) -> None:
+        await reply(send, 200 if up else 503, b'{"data": [{"id": "m1"}]}')
+
+    async with (
+        serve(FakeEngine("a", starting)) as url,
+        running_proxy({"a": url, "dead": "http://127.0.0.1:9"}) as proxy,
+    ):
+        assert (await proxy.client.get("/v1/models")).status_code == 503
+        up = True
+        assert (await proxy.client.get("/v1/models")).json()["data"] == [{"id": "m1"}]
 
 
 def build_troublesome(inner: Any, settings: object, context: FilterContext) -> Any:

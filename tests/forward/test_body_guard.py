@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvproxy.forward import body_guard
-from kvproxy.forward.body_guard import Unchecked, is_guarded, needs_no_change, tenant_salt, without_messages
+from kvproxy.forward.body_guard import BodyGuard, Unchecked, is_guarded, needs_no_change, tenant_salt, without_messages
 from kvproxy.json_scan import MAX_DECODED_BYTES, Unreadable, find_members, run_at_once
+from kvproxy.request.body import BodyUnchecked
+from kvproxy.request.exchange import Exchange
 
 
 async def without_control_fields(body: bytes, *, encoded: bool = False) -> bytes:
@@ -236,3 +238,75 @@ def test_long_messages_are_not_parsed_for_names(separators: tuple[str, str]) -> 
     parts = [json.dumps(one, separators=separators).encode() for one in messages]
     assert len(without_messages(body, parts)) < 60
     assert not needs_no_change(without_messages(body, parts))
+
+
+def telling(*, trusted: bool = False) -> Exchange:
+    """A request to a cluster whose engines are told a priority."""
+    exchange = Exchange(received_at=0.0)
+    exchange.trusted, exchange.tells_priority = trusted, True
+    return exchange
+
+
+@pytest.mark.parametrize(
+    ("body", "left"),
+    [
+        (b'{"model":"m"}', b'{"model":"m"}'),
+        (b'{"model":"m","priority":3}', b'{"model":"m"}'),
+        (b'{"priority":null , "model":"m","prior\\u0069ty":-1.5e3}', b'{"model":"m"}'),
+        (b'{"a":NaN,"priority":1}', b'{"a":NaN}'),
+        (b'{"messages":["priority"],"x":{"priority":1}}', b'{"messages":["priority"],"x":{"priority":1}}'),
+        (b'{"x":"priority', b'{"x":"priority'),
+        (b'["priority"]', b'["priority"]'),
+        (b"", b""),
+        (b"{not json", b"{not json"),
+        ('{"a":1}'.encode("utf-16"), '{"a":1}'.encode("utf-16")),
+    ],
+)
+async def test_a_priority_is_cut_out_where_engines_are_told_one(body: bytes, left: bytes) -> None:
+    """In every spelling a parser takes, at the top alone; by the members of a scan too."""
+    guard, exchange = BodyGuard(), telling()
+    assert await guard.checked(body, exchange, []) == left
+    try:
+        exchange.members = run_at_once(find_members(body, is_guarded))
+    except Unreadable:
+        return
+    assert await guard.checked(body, exchange, []) == left
+
+
+@pytest.mark.parametrize(
+    ("body", "headers"),
+    [
+        (b'{"a":"\\ud800\xff" "priority":1}', []),
+        ('{"priority":1}'.encode("utf-16"), []),
+        (b"\x1f\x8b", [(b"content-encoding", b"gzip")]),
+    ],
+)
+async def test_what_may_hold_a_priority_and_cannot_be_read_is_refused(
+    body: bytes, headers: list[tuple[bytes, bytes]]
+) -> None:
+    """An engine may read what we cannot."""
+    with pytest.raises(BodyUnchecked):
+        await BodyGuard().checked(body, telling(), headers)
+
+
+@pytest.mark.parametrize(("value", "own"), [(b"-7", -7), (b'"12"', 12), (b"5.0", 5), (b"0", 0)])
+async def test_a_trusted_clients_priority_is_noted_and_cut_out(value: bytes, own: int) -> None:
+    """As engines read integers."""
+    exchange = telling(trusted=True)
+    body = b'{"model":"m","priority":%b}' % value
+    assert not BodyGuard().passes(body, exchange)
+    assert await BodyGuard().checked(body, exchange, []) == b'{"model":"m"}'
+    assert exchange.own_priority == own
+
+
+@pytest.mark.parametrize("value", [b"1.5", b"null", b"true", b"[]", b'"high"', b"1e999", b"9" * 40])
+async def test_a_trusted_clients_priority_that_is_no_integer_is_refused(value: bytes) -> None:
+    """As an engine would refuse it; a number of 40 digits is nonsense."""
+    with pytest.raises(BodyUnchecked, match="no integer"):
+        await BodyGuard().checked(b'{"priority":%b}' % value, telling(trusted=True), [])
+
+
+async def test_a_trusted_clients_coded_body_passes() -> None:
+    """It gets no number, since nothing is known of it."""
+    body, headers = b"\x1f\x8b", [(b"content-encoding", b"gzip")]
+    assert await BodyGuard().checked(body, telling(trusted=True), headers) == body

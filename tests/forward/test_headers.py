@@ -53,8 +53,15 @@ def test_headers_named_by_connection_stop_here() -> None:
 
 def test_connection_given_twice_is_read_whole() -> None:
     """A second `connection` header names headers too."""
-    headers = built([(b"connection", b"close"), (b"connection", b"x-a"), (b"x-a", b"1")])
-    assert b"x-a" not in headers
+    for named in ((b"close", b"x-a"), (b"x-a", b"close")):
+        headers = built([*((b"connection", value) for value in named), (b"x-a", b"1")])
+        assert b"x-a" not in headers
+
+
+def test_a_list_given_in_several_headers_is_one() -> None:
+    """Proxies may add lines of their own: no hop is lost (RFC 9110, 5.3)."""
+    headers = built([(b"x-forwarded-for", b"198.51.100.1"), (b"x-forwarded-for", b"198.51.100.2")])
+    assert headers[b"x-forwarded-for"] == b"198.51.100.1, 198.51.100.2, 192.0.2.7"
 
 
 def test_the_client_address_is_appended() -> None:

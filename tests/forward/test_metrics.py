@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.endpoint import MAX_MODELS
+from kvproxy.cluster.endpoint_metrics import MAX_MODELS
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings, PolicyName
 from kvproxy.config.schema import RouteSettings
 from kvproxy.forward import metrics as savings

@@ -102,12 +102,12 @@ async def test_streams_that_are_not_complete_are_troubles() -> None:
         assert streams is not None
         assert troubles(service.kv) == []
         (subscriber, *_) = streams._streams[service.cluster.endpoints[0]][2]
-        subscriber._health.disconnected()
+        subscriber._health.mark_disconnected()
         (trouble,) = troubles(service.kv)
         assert (trouble["kind"], trouble["cluster"], trouble["endpoint"]) == ("event_stream", "default", "a")
         assert (trouble["what"], trouble["last_error"]) == ("a/0", "disconnected")
-        subscriber._health.connected()
-        subscriber._health.synchronised(None)
+        subscriber._health.mark_connected()
+        subscriber._health.mark_synchronised(None)
         assert troubles(service.kv) == []
 
 

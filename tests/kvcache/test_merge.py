@@ -159,6 +159,17 @@ def test_lower_tiers_follow_what_is_on_the_device() -> None:
     assert (found[A].device_tokens, found[A].lower_tokens) == (96, 64)
 
 
+def test_what_trust_takes_off_a_claim_may_reach_the_device() -> None:
+    """Of a claim that is hardly believed nothing is left for lower tiers, and not less than nothing."""
+    trust = Trust()
+    for _ in range(30):
+        trust.observe(A, 320, 0, 0)
+    announced = {A: PreciseMatch(256, 64, 0)}
+    found = merge_overlaps(routed={}, announced=announced, exact={A}, trust=trust, lookup_trust=Trust())[A]
+    assert 0 < found.device_tokens < 256
+    assert found.lower_tokens == 0
+
+
 @pytest.mark.parametrize(
     ("predicted", "cached", "contradicted"),
     [(0, 0, False), (100, 38, False), (100, 37, True), (8000, 6936, False), (8000, 6935, True)],

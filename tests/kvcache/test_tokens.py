@@ -125,7 +125,7 @@ async def test_an_engine_that_is_down_is_passed_over() -> None:
     async with world({"a": down, "b": up}, controller(nobody)) as service:
         health = service.cluster.endpoints[0].health
         for _ in range(3):
-            health.probe(False, 0.0)
+            health.record_probe(False, 0.0)
         await service.ask(chat(TURN))
     assert (down.calls["/tokenize"], up.calls["/tokenize"]) == (0, 1)
 

@@ -245,6 +245,7 @@ def test_two_names_of_one_block_are_two_copies() -> None:
     for engine, left in ((1, 8), (2, 8), (3, 6)):
         index.apply(A, 0, [removed(PATH, engine=engine)])
         assert device(index) == {A: left}
+    assert index.rows(A) == 3 * 3  # a row a name, and none of those that were removed
 
 
 def test_a_block_told_below_another_copy_hangs_there() -> None:

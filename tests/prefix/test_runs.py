@@ -75,16 +75,32 @@ def test_dead_places_do_not_pile_up() -> None:
     assert len(run.keys) < SPAN // 4
 
 
-def test_a_taken_name_undoes_the_whole_append() -> None:
+def test_a_name_is_not_found_where_it_was_before() -> None:
+    """A run may hold the name of a block that left, and the same name again for another block."""
+    runs, keys, blocks = filled(8)
+    for key in keys[:3]:
+        place = runs.find(key)
+        assert place is not None
+        runs.drop(*place)
+    again, other = names(4, seed=5), names(4, seed=6)
+    again[0] = keys[1]
+    assert runs.append(again, other, runs.find(keys[-1]), GPU) is not None
+    left = dict(zip([*keys[3:], *again], [*blocks[3:], *other], strict=True))
+    check(runs, left, keys)
+
+
+@pytest.mark.parametrize("count", [1, 2, 700])
+def test_a_taken_name_undoes_the_whole_append(count: int) -> None:
     """However many runs it had filled by then, the one it went on from included."""
-    runs, keys, blocks = filled(700)
+    runs, keys, blocks = filled(count)
     end = runs.find(keys[-1])
-    more = names(2 * SPAN, seed=3) + keys[5:6]
+    more = names(2 * SPAN, seed=3) + keys[:1]
     assert runs.append(more, names(len(more), seed=4), end, CPU) is None
     twice = names(10, seed=6)
     assert runs.append(twice + twice[:1], names(11, seed=7), None, GPU) is None
     check(runs, dict(zip(keys, blocks, strict=True)), more[:-1])
-    assert runs.match(blocks)[0] == 700
+    assert runs.match(blocks)[0] == count
+    assert runs.append(more[:-1], names(2 * SPAN, seed=4), runs.find(keys[-1]), GPU) is not None
 
 
 def test_a_chain_told_block_by_block_is_few_runs() -> None:

@@ -122,3 +122,13 @@ def test_a_receipt_survives_its_line() -> None:
     assert decode(line.replace(b'{"time"', b'{"later":1,"time"')) == one
     with pytest.raises(ValueError, match="not a receipt"):
         decode(b'{"time": 5}')
+
+
+@pytest.mark.parametrize(("priority", "order"), [(8_434_715_315, "lowest"), (-8_434_715_315, "highest")])
+def test_the_number_an_engine_was_told_is_explained(priority: int, order: str) -> None:
+    """What it is made of, and which one comes first there."""
+    told = receipt(attempt(A, candidate(A)), endpoint=A, engine_priority=priority)
+    text = explain(decode(encode(told)))
+    assert f"sent with priority {priority} (" in text
+    assert f"the engine admits the {order} first" in text
+    assert "priority" not in explain(receipt(attempt(A, candidate(A)), endpoint=A))

@@ -22,6 +22,7 @@ def shared(a: array[int], b: array[int]) -> int:
 @pytest.mark.parametrize(
     ("blocks", "text"),
     [(0, "AAAAAAA="), (3, ""), (3, "not base64!"), (2, encode_prefixes(array("Q", range(9)), key=KEY)), (1, "é")],
+    ids=["no blocks", "empty", "no base64", "of a longer prompt", "not ASCII"],
 )
 def test_what_is_no_list_of_prefixes_is_none(blocks: int, text: str) -> None:
     """A receipt that was cut or written by another hand tells nothing, and raises nothing."""

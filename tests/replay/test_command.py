@@ -14,12 +14,15 @@ from pathlib import Path
 import httpx
 import pytest
 
+from kvproxy.replay.catalogue import SCENARIOS
 from kvproxy.replay.command import run
 from kvproxy.replay.compare import ProgressBar
 from kvproxy.replay.decided_report import Recorded, Review, Verdict
 from kvproxy.replay.options import add_arguments
 from kvproxy.replay.plot import render_html
-from kvproxy.replay.results import ReplayReport, summarize_outcomes
+from kvproxy.replay.report import ReplayReport
+from kvproxy.replay.results import summarize_outcomes
+from kvproxy.replay.trace import Half
 from tests.replay.test_live import FakeServer
 from tests.replay.traces import lines
 
@@ -51,13 +54,35 @@ def test_policies_side_by_side(trace_file: Path, tmp_path: Path) -> None:
     status, table, _ = replay(trace_file, "--policy", "round_robin,kv_aware,kv_aware+queue", "--instances", "2",
                               "--seeds", "2", "--json", files[0], "--plot", files[1])  # fmt: skip
     assert status == 0
-    assert [line.split()[0] for line in table.splitlines()[2:5]] == ["round_robin", "kv_aware", "kv_aware+queue"]
+    rows = [line.split()[0] for line in table.splitlines()[2:6]]
+    assert rows == ["round_robin", "kv_aware", "kv_aware+queue", "pooled"]
     figures = json.loads(files[0].read_text())
     assert (figures["trace"], figures["instances"], figures["load"]) == ("small", 2, 0.7)
     assert figures["policies"]["round_robin"]["vs_baseline"] == 1.0
     assert figures["policies"]["kv_aware"]["ttft_p99_s"] >= figures["policies"]["kv_aware"]["ttft_mean_s"] > 0
     assert figures["policies"]["kv_aware"]["requests"] == 40
     assert "kv_aware+queue" in files[1].read_text()
+
+
+def test_engines_begin_from_a_preset_that_options_change(trace_file: Path, tmp_path: Path) -> None:
+    """Every option reaches the engines, and the report says what they were."""
+    file = tmp_path / "figures.json"
+    arguments = ("--policy", "kv_aware+priority", "--instances", "2", "--json", file, "--engine", "h100")
+    assert replay(trace_file, *arguments)[0] == 0
+    fleet = json.loads(file.read_text())["settings"]["fleet"]
+    assert (fleet["max_batched_tokens"], fleet["max_sequences"], fleet["reuse_outputs"]) == (8192, 1024, True)
+    assert fleet["timing"]["prefill_floor_s"] == 0.008
+    status, _, _ = replay(
+        trace_file, *arguments, "--max-num-batched-tokens", "4096", "--max-num-seqs", "32", "--no-reuse-outputs",
+        "--long-prefill-token-threshold", "1024", "--block-size", "64", "--prefill-floor", "0.01",
+        "--capacity-tokens", "100000", "--decode-step", "0.01",
+    )  # fmt: skip
+    assert status == 0
+    fleet = json.loads(file.read_text())["settings"]["fleet"]
+    assert (fleet["max_batched_tokens"], fleet["max_sequences"], fleet["reuse_outputs"]) == (4096, 32, False)
+    assert (fleet["long_prefill_token_threshold"], fleet["block_size"]) == (1024, 64)
+    assert (fleet["capacity_tokens"], fleet["timing"]["prefill_floor_s"]) == (100_000, 0.01)
+    assert fleet["timing"]["decode_step_s"] == 0.01
 
 
 def test_engines_and_knowledge_can_be_disturbed(trace_file: Path) -> None:
@@ -68,7 +93,7 @@ def test_engines_and_knowledge_can_be_disturbed(trace_file: Path) -> None:
         "--open-loop", "--load", "0.5", "--baseline", "kv_aware",
     )  # fmt: skip
     assert status == 0
-    assert "small: 20 requests, 8 instances, load 0.5" in table
+    assert "small, both halves: 20 requests, 8 instances, load 0.5" in table
 
 
 @pytest.mark.parametrize(
@@ -248,7 +273,7 @@ def test_the_table_says_its_units_and_what_was_repeated(tmp_path: Path) -> None:
     status, table, errors = replay(trace_file, "--policy", "round_robin", "--instances", "2")
     assert status == 0
     assert re.search(r": \d+ requests \(2, repeated\), 2 instances", table.splitlines()[0])
-    assert "are seconds" in table
+    assert "e2e: s; ITL p99: ms" in table
     assert errors.startswith("calibrating the load on one pooled cache ...\nreplaying round_robin ...\n")
 
 
@@ -262,7 +287,7 @@ def test_no_sign_without_a_figure(seconds: float, shown: str) -> None:
 
 def test_the_plot_loads_nothing_and_survives_empty_runs() -> None:
     """One file, inline SVG; names are escaped."""
-    report = ReplayReport("<b>", 2, 0.7, 0, 0.0, 0.0, 0.0, "none", {"none": summarize_outcomes([], 2)}, {})
+    report = ReplayReport("<b>", Half.BOTH, 2, 0.7, 0, 0.0, None, "none", {"none": [summarize_outcomes([], 2)]}, {})
     page = Tags()
     page.feed(render_html(report, {"none": []}))
     assert page.loads == []
@@ -270,3 +295,49 @@ def test_the_plot_loads_nothing_and_survives_empty_runs() -> None:
     assert "b" not in page.seen
     text = render_html(report, {"none": []})
     assert all(f">{share}%<" in text for share in (0, 25, 50, 75, 100))
+
+
+def test_scenarios_are_listed_and_played() -> None:
+    """Each with its own load; several are one document."""
+    status, table, _ = replay("--scenario", "list")
+    assert status == 0
+    assert [line.split()[0] for line in table.splitlines()] == list(SCENARIOS)
+    assert max(map(len, table.splitlines())) <= 100
+
+
+def test_a_scenario_needs_no_trace(tmp_path: Path) -> None:
+    """Its workload, its load; a given load is taken instead; several are one document."""
+    file = tmp_path / "figures.json"
+    arguments = ("--requests", "200", "--policy", "lmetric,kv_aware", "--instances", "2", "--json", file)
+    status, table, _ = replay("--scenario", "herd,false_20", "--half", "report", *arguments)
+    assert status == 0
+    assert "herd, report half: 200 requests, 2 instances, load 0.85" in table
+    assert "false_20, report half: 200 requests, 2 instances, load 0.7" in table
+    assert [each["trace"] for each in json.loads(file.read_text())["scenarios"]] == ["herd", "false_20"]
+    _, table, _ = replay("--scenario", "unique", "--load", "0.4", *arguments)
+    assert "load 0.4" in table
+    assert json.loads(file.read_text())["trace"] == "unique"
+
+
+def test_what_is_wrong_with_a_fleet_may_be_played_on_a_trace(trace_file: Path, tmp_path: Path) -> None:
+    """In the workload's place."""
+    file = tmp_path / "figures.json"
+    status, table, _ = replay(trace_file, "--scenario", "slow_half", "--policy", "kv_aware", "--instances", "4",
+                              "--json", file)  # fmt: skip
+    assert status == 0
+    assert "small with slow_half, both halves: 40 requests" in table
+    assert json.loads(file.read_text())["settings"]["fleet"]["slowness"] == [2.5, 2.5]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(("--scenario", "herds"), "did you mean 'herd'?"), (("--scenario", "herd", "--url", "http://a"), "neither"),
+     (("TRACE", "--scenario", "herd"), "herd is a workload of its own"), ((), "one of TRACE, --scenario")],
+)  # fmt: skip
+def test_a_scenario_that_cannot_be_is_an_error_message(
+    trace_file: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    """Nothing is played."""
+    status, table, errors = replay(*(trace_file if each == "TRACE" else each for each in arguments))
+    assert (status, table) == (1, "")
+    assert message in errors

@@ -1,4 +1,4 @@
-"""The pooled-cache bound and the pace it sets."""
+"""The pooled reference and the pace it sets."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from kvproxy.config.cluster_schema import PolicyName
 from kvproxy.replay.pooled import measure_bound, measure_offered_rate, measure_throughput, play_on_pool
 from kvproxy.replay.results import summarize_outcomes
 from kvproxy.replay.scenario import PolicySpec, play_policy
-from kvproxy.replay.settings import ReplayFleet
+from kvproxy.replay.settings import ENGINES, ReplayFleet
 from kvproxy.replay.trace import Trace, parse_trace
+from kvproxy.simulator.engine_io import Scheduling
 from tests.replay.traces import chat_trace, lines, shared_prefix_trace
 
 FLEET = ReplayFleet(instances=3, capacity_tokens=100_000)
@@ -52,8 +53,8 @@ def test_no_router_beats_the_pool() -> None:
         summary = summarize_outcomes(
             play_policy(bound.trace, bound.pace, FLEET, PolicySpec(name).make(rng=Random(1))), FLEET.instances
         )
-        assert summary.ttft_mean_s > 0.98 * bound.ttft_mean_s
-        assert summary.hit_rate <= bound.hit_rate + 0.01
+        assert summary.ttft_mean_s > 0.98 * bound.summary.ttft_mean_s
+        assert summary.hit_rate <= bound.summary.hit_rate + 0.01
 
 
 def test_nothing_offered_is_no_rate() -> None:
@@ -81,8 +82,22 @@ def test_an_engine_that_waits_for_blocks_goes_on_when_another_frees_them(instanc
     assert all(each.first_token_at is not None and each.finished_at is not None for each in outcomes)
 
 
+@pytest.mark.parametrize("scheduling", Scheduling)
+@pytest.mark.parametrize("capacity_tokens", [15 * 512, 24 * 512])
+def test_the_pool_goes_on_whatever_its_engines_are_like(capacity_tokens: int, scheduling: Scheduling) -> None:
+    """Small caches, few slots, small blocks, a threshold and reused answers: every request that fits is served."""
+    trace = tight_trace()
+    fleet = replace(
+        ENGINES["h100"], instances=3, capacity_tokens=capacity_tokens, block_size=64, max_sequences=4,
+        long_prefill_token_threshold=1024, scheduling=scheduling,
+    )  # fmt: skip
+    bound = measure_bound(trace, fleet, 0.9)
+    outcomes = play_on_pool(bound.trace, bound.pace, fleet)
+    assert all(each.first_token_at is not None and each.finished_at is not None for each in outcomes)
+
+
 def test_what_no_engine_holds_is_rejected_by_the_pool_as_well() -> None:
-    """The bound is of the requests that a real fleet can serve."""
+    """The reference is of the requests that a real fleet can serve."""
     rows = [
         {"timestamp": 500 * number, "input_length": size, "output_length": 10, "hash_runs": [100 * (number + 1), 1]}
         for number, size in enumerate((600, 40 * 512, 700))

@@ -82,13 +82,14 @@ def test_seeds_are_other_runs_of_the_same_trace() -> None:
 
 
 def test_the_table_tells_how_far_seeds_differ() -> None:
-    """Standard deviation of the mean; a single run has none."""
-    plan = ComparisonPlan(HALF_SLOW, [PolicySpec.parse("kv_aware")], seeds=3)
+    """Every ratio has its standard error; a single run has none."""
+    plan = ComparisonPlan(HALF_SLOW, [PolicySpec.parse("lmetric"), PolicySpec.parse("kv_aware")], seeds=3)
     several = compare(shared_prefix_trace(), plan, err=StringIO())
     report = several.report
-    spread = report.policies["kv_aware"].ttft_mean_sd_s
-    assert spread > 0.0
-    assert f"±{spread:.3f}" in report.render_table()
+    assert report.policies["kv_aware"].ttft_mean_sd_s > 0.0
+    assert (report.ratio("kv_aware").error or 0.0) > 0.0
+    assert str(report.ratio("kv_aware")) in report.render_table()
+    assert str(report.distance("kv_aware")) in report.render_table()
     single = compare(shared_prefix_trace(), replace(plan, seeds=1), err=StringIO())
     assert "±" not in single.report.render_table()
     assert several.ttft_s == single.ttft_s  # request by request those of the first seed are kept

@@ -10,9 +10,13 @@ import pytest
 
 from kvproxy.config.cluster_schema import PolicyName
 from kvproxy.replay.results import ReplayOutcome, Summary, compute_rate, percentile, summarize_outcomes
+from kvproxy.replay.router import LiveRequest, SimEndpoint, VirtualRouter
 from kvproxy.replay.scenario import PolicySpec, UnknownPolicy, play_policy
 from kvproxy.replay.settings import IndexMode, Pace, ReplayFleet
 from kvproxy.replay.trace import Trace, parse_trace
+from kvproxy.replay.view import IndexView, endpoint_id
+from kvproxy.routing.load import prefill_s
+from kvproxy.simulator.engine import Engine
 from kvproxy.simulator.timing import EngineTiming
 from tests.replay.traces import chat_trace, lines, shared_prefix_trace
 
@@ -22,9 +26,10 @@ ROUND_ROBIN = PolicySpec(PolicyName.ROUND_ROBIN)
 
 
 def outcomes_of(
-    trace: Trace, pace: Pace, fleet: ReplayFleet, spec: PolicySpec, seed: int = 1
+    trace: Trace, pace: Pace, fleet: ReplayFleet, spec: PolicySpec, seed: int = 0
 ) -> Sequence[ReplayOutcome]:
-    return play_policy(trace, pace, fleet, spec.make(rng=Random(seed)), queue=spec.queue, seed=seed)
+    policy = spec.make(rng=Random(seed))
+    return play_policy(trace, pace, fleet, policy, queue=spec.queue, priority=spec.priority, seed=seed)
 
 
 def figures(trace: Trace, fleet: ReplayFleet = FLEET, spec: PolicySpec = KV_AWARE, pace: Pace = Pace()) -> Summary:
@@ -32,7 +37,14 @@ def figures(trace: Trace, fleet: ReplayFleet = FLEET, spec: PolicySpec = KV_AWAR
 
 
 @pytest.mark.parametrize(
-    "spec", [*(PolicySpec(name) for name in PolicyName), PolicySpec(PolicyName.KV_AWARE, queue=True)], ids=str
+    "spec",
+    [
+        *(PolicySpec(name) for name in PolicyName),
+        PolicySpec(PolicyName.KV_AWARE, queue=True),
+        PolicySpec(PolicyName.KV_AWARE, priority=True),
+        PolicySpec(PolicyName.KV_AWARE, queue=True, priority=True),
+    ],
+    ids=str,
 )
 def test_every_policy_finishes_every_request(spec: PolicySpec) -> None:
     """Nothing is lost, nothing ends before it began."""
@@ -141,6 +153,121 @@ def test_the_queue_holds_requests_back_when_all_are_busy() -> None:
     assert queued.ttft_mean_s < 0.8 * direct.ttft_mean_s
 
 
+def test_engines_admit_short_prompts_before_long_ones_that_came_with_them() -> None:
+    """Where prompts wait in engines, priorities shorten the mean, and no request is held in the router for it."""
+    rows = [
+        {"timestamp": number, "input_length": length, "output_length": 2, "hash_runs": [1000 * number, length // 512]}
+        for number, length in enumerate([30_000] * 8 + [600] * 8)
+    ]
+    trace, fleet = parse_trace(lines(*rows), name="burst"), replace(FLEET, instances=2)
+    plain = outcomes_of(trace, Pace(), fleet, KV_AWARE)
+    ordered = outcomes_of(trace, Pace(), fleet, PolicySpec(PolicyName.KV_AWARE, priority=True))
+    assert [each.endpoint for each in ordered] == [each.endpoint for each in plain]
+    assert summarize_outcomes(ordered, 2).ttft_mean_s < 0.8 * summarize_outcomes(plain, 2).ttft_mean_s
+    short = [each.ttft_s for each in ordered[8:] if each.ttft_s is not None]
+    assert max(short) < min(each.ttft_s for each in ordered[:8] if each.ttft_s is not None and each.ttft_s > 10.0)
+
+
+def test_a_priority_is_the_routers_own_estimate_and_the_arrival() -> None:
+    """Milliseconds: own seconds on the endpoint it goes to, by the policy's speeds, and 0.3 of its time of arrival."""
+    engines = [SimEndpoint(endpoint_id(0), 0, Engine(FLEET.engine_settings(512, 0, 1.0)))]
+    trace = parse_trace(lines({"timestamp": 0, "input_length": 8192, "output_length": 1, "hash_ids": []}), name="one")
+    turn = trace.sessions[0].turns[0]
+    sent = []
+    for spec in (KV_AWARE, PolicySpec(PolicyName.KV_AWARE, priority=True)):
+        policy = spec.make(rng=Random(1))
+        view = IndexView(replace(FLEET, instances=1), 512, rng=Random(1))
+        router = VirtualRouter(engines, policy, view, priority=spec.priority)
+        placement = router.arrive(LiveRequest(0, 0, turn, ReplayOutcome(100.0, 8192)), 101.0)
+        assert placement is not None
+        assert policy.speeds is not None
+        sent.append((placement.priority, round(1000 * (prefill_s(8192, 0, 0, policy.speeds.seconds) + 30.0))))
+    assert sent[0][0] == 0
+    assert sent[1][0] == sent[1][1]
+
+
+@pytest.mark.parametrize(
+    ("trace", "scale", "capacity_tokens", "ttft_s", "e2e_s"),
+    [
+        (shared_prefix_trace(), 0.3, 819_200, 0.9816325347265624, 3.258806626067709),
+        (shared_prefix_trace(), 0.3, 9 * 512, 9.726165150690104, 10.098500674895837),
+        (chat_trace(), 0.05, 819_200, 0.3128349424479165, 0.7171407826822915),
+        (chat_trace(), 0.05, 9 * 512, 0.3859643174479163, 0.6569133497395829),
+    ],
+)
+def test_the_default_engine_stays_what_it_was(
+    trace: Trace, scale: float, capacity_tokens: int, ttft_s: float, e2e_s: float
+) -> None:
+    """Figures of the first engine, before it had presets, priorities, floors and smaller blocks."""
+    summary = figures(trace, replace(FLEET, capacity_tokens=capacity_tokens), ROUND_ROBIN, Pace(scale=scale))
+    assert summary.ttft_mean_s == pytest.approx(ttft_s, rel=1e-12)
+    assert summary.e2e_mean_s == pytest.approx(e2e_s, rel=1e-12)
+
+
+def growing_chat(block_size: int) -> Trace:
+    """Turns whose prompts are the one before, its answer and sixteen tokens."""
+    rows: list[dict[str, object]] = []
+    for session in range(6):
+        prompt = 1024
+        for turn in range(4):
+            timing = {"timestamp": session * 500} if turn == 0 else {"delay": 500}
+            hashes = list(range(session * 1000, session * 1000 + prompt // block_size))
+            rows.append({**timing, "session_id": session, "input_length": prompt, "output_length": 256,
+                         "hash_ids": hashes})  # fmt: skip
+            prompt += 256 + 16
+    return parse_trace(lines(*rows, block_size=block_size), name="growing")
+
+
+def test_answers_become_reusable_where_asked() -> None:
+    """The next turn then computes its own sixteen tokens and the last block, as with vLLM, and no answer."""
+    trace, fleet = growing_chat(16), replace(FLEET, instances=1)
+    plain = outcomes_of(trace, Pace(), fleet, KV_AWARE)
+    reused = outcomes_of(trace, Pace(), replace(fleet, reuse_outputs=True), KV_AWARE)
+    assert {each.prompt_tokens - each.cached_tokens for each in plain if each.cached_tokens} == {272}
+    assert {each.prompt_tokens - each.cached_tokens for each in reused if each.cached_tokens} == {32}
+    assert [each.predicted_tokens for each in reused] == [each.cached_tokens for each in reused]
+
+
+def test_smaller_blocks_waste_no_memory_on_short_prompts() -> None:
+    """Sixty tokens take a block of 512, or four of 16: a cache of 4 096 tokens runs eight, or all that come."""
+    rows = [{"timestamp": number, "input_length": 60, "output_length": 50, "hash_ids": []} for number in range(40)]
+    trace, fleet = parse_trace(lines(*rows), name="short"), replace(FLEET, instances=1, capacity_tokens=4096)
+    coarse, fine = figures(trace, fleet, ROUND_ROBIN), figures(trace, replace(fleet, block_size=16), ROUND_ROBIN)
+    assert fine.ttft_mean_s < 0.5 * coarse.ttft_mean_s
+
+
+def test_smaller_blocks_find_what_large_ones_find() -> None:
+    """The same prefixes, known to the router in the engines' own blocks."""
+    trace = shared_prefix_trace()
+    coarse, fine = figures(trace), figures(trace, replace(FLEET, block_size=32))
+    assert fine.hit_rate == pytest.approx(coarse.hit_rate, abs=0.02)
+    assert fine.wrong_share == 0.0
+
+
+def test_any_seed_but_none_moves_the_arrivals() -> None:
+    """By half a second at most, so that a figure has a spread."""
+    trace = shared_prefix_trace()
+    plain, *jittered = (outcomes_of(trace, Pace(), FLEET, ROUND_ROBIN, seed) for seed in (0, 1, 2))
+    assert [each.arrived_at for each in plain] == [at for at, _, _ in Pace().arrivals(trace)]
+    later = [[each.arrived_at for each in outcomes] for outcomes in jittered]
+    assert later[0] != later[1]
+    for outcomes in later:
+        assert all(0.0 <= at - before.arrived_at <= 0.5 for at, before in zip(outcomes, plain, strict=True))
+
+
+def test_an_outcome_says_when_it_was_placed_and_admitted_and_how_often_it_started_over() -> None:
+    """What waited in the router, what in the engine, and what the engine gave up for want of memory."""
+    rows = [{"timestamp": 0, "input_length": 600, "output_length": 900, "hash_ids": [number]} for number in range(9)]
+    trace, fleet = parse_trace(lines(*rows), name="tight"), replace(FLEET, instances=1, capacity_tokens=7 * 512)
+    outcomes = outcomes_of(trace, Pace(), fleet, PolicySpec(PolicyName.KV_AWARE, queue=True))
+    assert sum(each.preemptions for each in outcomes) > 0
+    for each in outcomes:
+        assert each.placed_at is not None
+        assert each.admitted_at is not None
+        assert each.first_token_at is not None
+        assert each.arrived_at <= each.placed_at <= each.admitted_at < each.first_token_at
+
+
 def test_progress_is_reported() -> None:
     """Once for every finished request."""
     seen: list[int] = []
@@ -148,10 +275,17 @@ def test_progress_is_reported() -> None:
     assert seen == list(range(1, 49))
 
 
-@pytest.mark.parametrize("text", ["kv_aware", "kv_aware+queue", "least_ttft+queue", "round_robin"])
+@pytest.mark.parametrize(
+    "text", ["kv_aware", "kv_aware+queue", "least_ttft+priority", "kv_aware+queue+priority", "round_robin"]
+)
 def test_policies_are_named_as_in_the_configuration(text: str) -> None:
-    """With +queue where the policy knows how long a prefill takes."""
+    """With +queue and +priority where the policy knows how long a prefill takes."""
     assert str(PolicySpec.parse(f" {text} ")) == text
+
+
+def test_what_goes_with_a_policy_may_come_in_any_order() -> None:
+    """`+priority+queue` is `+queue+priority`."""
+    assert PolicySpec.parse("kv_aware+priority+queue") == PolicySpec(PolicyName.KV_AWARE, queue=True, priority=True)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +295,8 @@ def test_policies_are_named_as_in_the_configuration(text: str) -> None:
         ("kvaware", "did you mean 'kv_aware'"),
         ("cache_aware+queue", "did you mean 'prefix_affinity'"),
         ("lmetric+queue", "queue needs kv_aware"),
+        ("lmetric+priority", "priority needs kv_aware"),
+        ("kv_aware+prioritiy", "nothing '\\+prioritiy' goes behind a policy .*did you mean '\\+priority'"),
     ],
 )
 def test_unknown_policies_are_refused(text: str, match: str) -> None:

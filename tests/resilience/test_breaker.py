@@ -18,7 +18,7 @@ SETTINGS = BreakerSettings(failure_threshold=3, recovery_timeout=10, half_open_m
 def opened(clock: FakeClock) -> Breaker:
     breaker = Breaker("a", SETTINGS, clock=clock)
     for _ in range(3):
-        breaker.admit().failure()
+        breaker.admit().record_failure()
     return breaker
 
 
@@ -32,7 +32,7 @@ def test_opens_after_the_threshold_of_failures_in_a_row(clock: FakeClock) -> Non
     """Two failures leave it closed, the third opens it, and then no call is admitted."""
     breaker = Breaker("a", SETTINGS, clock=clock)
     for expected in (BreakerState.CLOSED, BreakerState.CLOSED, BreakerState.OPEN):
-        breaker.admit().failure()
+        breaker.admit().record_failure()
         assert breaker.state is expected
     assert not breaker.admits
     with pytest.raises(BreakerOpen, match="breaker a is open"):
@@ -43,9 +43,9 @@ def test_a_success_forgets_earlier_failures(clock: FakeClock) -> None:
     """Only failures in a row count."""
     breaker = Breaker("a", SETTINGS, clock=clock)
     for _ in range(5):
-        breaker.admit().failure()
-        breaker.admit().failure()
-        breaker.admit().success()
+        breaker.admit().record_failure()
+        breaker.admit().record_failure()
+        breaker.admit().record_success()
     assert breaker.state is BreakerState.CLOSED
     assert breaker.failures == 0
 
@@ -53,12 +53,12 @@ def test_a_success_forgets_earlier_failures(clock: FakeClock) -> None:
 def test_cancellation_is_neither_failure_nor_success(clock: FakeClock) -> None:
     """A client that leaves blames no engine, and does not wash earlier failures away."""
     breaker = Breaker("a", SETTINGS, clock=clock)
-    breaker.admit().failure()
-    breaker.admit().failure()
+    breaker.admit().record_failure()
+    breaker.admit().record_failure()
     for _ in range(10):
-        breaker.admit().cancelled()
+        breaker.admit().record_cancellation()
     assert (breaker.state, breaker.failures) == (BreakerState.CLOSED, 2)
-    breaker.admit().failure()
+    breaker.admit().record_failure()
     assert breaker.state is BreakerState.OPEN
 
 
@@ -73,7 +73,7 @@ async def test_an_awaited_call_that_is_cancelled_counts_nothing(clock: FakeClock
             started.set()
             await asyncio.Event().wait()
         except asyncio.CancelledError:
-            permit.cancelled()
+            permit.record_cancellation()
             raise
 
     task = asyncio.create_task(call(), name="call")
@@ -109,14 +109,14 @@ def test_a_cancelled_probe_gives_its_slot_back(clock: FakeClock) -> None:
     """Clients that leave must not leave the breaker stuck half open."""
     breaker = half_open(clock)
     for _ in range(10):
-        breaker.admit().cancelled()
+        breaker.admit().record_cancellation()
     assert (breaker.state, breaker.admits) == (BreakerState.HALF_OPEN, True)
 
 
 def test_a_successful_probe_closes_it(clock: FakeClock) -> None:
     """And failures start counting from nothing."""
     breaker = half_open(clock)
-    breaker.admit().success()
+    breaker.admit().record_success()
     assert (breaker.state, breaker.failures) == (BreakerState.CLOSED, 0)
     assert breaker.reopens_at == math.inf
 
@@ -124,7 +124,7 @@ def test_a_successful_probe_closes_it(clock: FakeClock) -> None:
 def test_a_failed_probe_opens_it_for_a_whole_period_again(clock: FakeClock) -> None:
     """One failure is enough while half open."""
     breaker = half_open(clock)
-    breaker.admit().failure()
+    breaker.admit().record_failure()
     assert breaker.state is BreakerState.OPEN
     clock.advance(9.9)
     assert not breaker.admits
@@ -132,13 +132,13 @@ def test_a_failed_probe_opens_it_for_a_whole_period_again(clock: FakeClock) -> N
     assert breaker.admits
 
 
-@pytest.mark.parametrize("late", ["success", "failure", "cancelled"])
+@pytest.mark.parametrize("late", ["record_success", "record_failure", "record_cancellation"])
 def test_a_verdict_of_a_past_era_counts_nothing(clock: FakeClock, late: str) -> None:
     """A call admitted before the breaker opened says nothing about the endpoint's recovery, nor frees a slot."""
     breaker = Breaker("a", SETTINGS, clock=clock)
     old = breaker.admit()
     for _ in range(3):
-        breaker.admit().failure()
+        breaker.admit().record_failure()
     clock.advance(10)
     breaker.admit()
     breaker.admit()
@@ -151,10 +151,10 @@ def test_a_permit_is_settled_once(clock: FakeClock) -> None:
     """The first word stands."""
     breaker = half_open(clock)
     permit = breaker.admit()
-    permit.cancelled()
-    permit.failure()
-    permit.success()
-    permit.cancelled()
+    permit.record_cancellation()
+    permit.record_failure()
+    permit.record_success()
+    permit.record_cancellation()
     assert breaker.state is BreakerState.HALF_OPEN
     breaker.admit()
     breaker.admit()
@@ -167,18 +167,18 @@ def test_on_change_is_told_whenever_admission_may_change(clock: FakeClock) -> No
     breaker = Breaker(
         "a", SETTINGS, clock=clock, on_change=lambda: changes.append((breaker.state.value, breaker.admits))
     )
-    breaker.admit().success()
-    breaker.admit().failure()
+    breaker.admit().record_success()
+    breaker.admit().record_failure()
     assert changes == []
-    breaker.admit().failure()
-    breaker.admit().failure()
+    breaker.admit().record_failure()
+    breaker.admit().record_failure()
     assert changes == [("open", False)]
     clock.advance(10)
     first, second = breaker.admit(), breaker.admit()
     assert changes[1:] == [("half-open", True), ("half-open", False)]
-    first.cancelled()
+    first.record_cancellation()
     assert changes[3:] == [("half-open", True)]
-    second.success()
+    second.record_success()
     assert changes[4:] == [("closed", True)]
 
 

@@ -21,7 +21,7 @@ KEYS = [f"session-{n}".encode() for n in range(2000)]
 
 
 def owners(ring: HashRing, candidates: list[FakeCandidate]) -> dict[bytes, EndpointId]:
-    indexes = ring.follow(candidates)
+    indexes = ring.place_candidates(candidates)
     return {key: next(member for member in ring.walk(key) if member in indexes) for key in KEYS}
 
 
@@ -79,7 +79,7 @@ def test_the_ring_forgets_who_left_long_ago() -> None:
     """A fleet whose endpoints come and go does not grow its memory."""
     ring = HashRing()
     for generation in range(300):
-        ring.follow([FakeCandidate(EndpointId(f"g{generation}")), *fleet(2)])
+        ring.place_candidates([FakeCandidate(EndpointId(f"g{generation}")), *fleet(2)])
     assert len(list(ring.walk(b"key"))) < 40
     assert len(ring._hashes) < 40
 
@@ -89,7 +89,7 @@ def test_the_ring_forgets_who_left_long_ago() -> None:
 def test_a_walk_meets_every_member_once(weights: list[float], key: bytes) -> None:
     """Whatever the weights: the lightest has a point too."""
     ring = HashRing()
-    ring.follow([FakeCandidate(EndpointId(f"e{i}"), weight) for i, weight in enumerate(weights)])
+    ring.place_candidates([FakeCandidate(EndpointId(f"e{i}"), weight) for i, weight in enumerate(weights)])
     assert sorted(ring.walk(key)) == sorted(f"e{i}" for i in range(len(weights)))
 
 

@@ -132,6 +132,9 @@ def test_onboarding_is_free_until_measured_and_never_dearer_than_computing() -> 
     assert cost.seconds_per_token == 0.0
     cost.observe(1000, -5.0, 0.1)
     assert cost.seconds_per_token == 0.0
+    for _ in range(4):  # no sample weighs more than its bound, whichever way it is off
+        cost.observe(1000, 0.05, 0.1)
+    assert cost.seconds_per_token > 0.0
     for _ in range(2000):
         cost.observe(1000, 99.0, 0.1)
     assert cost.seconds_per_token < 0.1 / 1000

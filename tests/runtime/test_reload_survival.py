@@ -113,7 +113,7 @@ async def test_health_and_breakers(changes: dict[str, Any]) -> None:
         out = endpoint(running, "a")
         out.health.eject(now)
         for _ in range(5):
-            out.breaker.admit().failure()
+            out.breaker.admit().record_failure()
         until_s = out.health.ejected_until
         await reload(running, urls, changes)
         assert running.proxy.clusters["default"] is cluster

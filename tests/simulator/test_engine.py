@@ -77,6 +77,19 @@ def test_one_request_takes_its_prefill_and_its_decode_steps() -> None:
     assert finished(outputs, "a").output_tokens == 3
 
 
+def test_a_short_prefill_takes_a_whole_step() -> None:
+    """A forward pass has a floor, unless decodes share it: these take theirs anyway."""
+    timing = EngineTiming(prefill_floor_s=0.03)
+    engine = Engine(replace(SMALL, timing=timing, token_outputs=True))
+    engine.submit(request("a", 40, 3), 0.0)
+    assert engine.next_event_at() == 0.03
+    engine.advance(0.03)
+    engine.submit(request("b", 40, 1, chain=1), 0.03)
+    outputs = run(engine)
+    shared = timing.decode_s(1, 41) + timing.prefill_s(40, 0)
+    assert first_token(outputs, "b").at == pytest.approx(0.03 + timing.decode_s(1, 40) + shared)
+
+
 def test_a_single_output_token_ends_with_the_prefill() -> None:
     """`max_tokens: 1` never decodes."""
     engine = Engine(SMALL)
@@ -280,6 +293,17 @@ def test_the_newest_runner_starts_over_when_memory_runs_out() -> None:
     assert engine.load.kv_usage == 0.0
 
 
+def test_a_preempted_request_is_the_next_to_run() -> None:
+    """Before those that arrived while it ran: it is older than they are."""
+    engine = Engine(replace(SMALL, capacity_blocks=8, max_sequences=2))
+    engine.submit(request("old", 48, 60), 0.0)
+    engine.submit(request("young", 48, 60, chain=1), 0.0)
+    engine.submit(request("waits", 48, 60, chain=2), 0.01)
+    outputs = run(engine)
+    assert of(outputs, Preempted, "young")
+    assert finished(outputs, "young").at < finished(outputs, "waits").at
+
+
 def test_a_prompt_in_the_middle_of_its_chunks_may_be_preempted() -> None:
     """Growing streams take the memory a half-computed prompt was admitted against; it starts over and finishes."""
     engine = Engine(replace(SMALL, capacity_blocks=24, max_batched_tokens=12, max_sequences=8))
@@ -312,6 +336,21 @@ def test_cancel_frees_blocks_at_once() -> None:
     assert engine.cancel("prefill", 0.121)
     assert engine.load == type(engine.load)(0, 0, 0.0)
     assert of(run(engine), Finished) == []
+
+
+def test_what_a_cancelled_request_held_serves_the_next_one() -> None:
+    """It begins with the next step, and not where the long decode under way would have ended; also where the one that
+    left was alone."""
+    for company in (True, False):
+        engine = Engine(replace(SMALL, capacity_blocks=12))
+        engine.submit(request("large", 112, 20), 0.0)
+        if company:
+            engine.submit(request("decode", 16, 60, chain=1), 0.0)
+        engine.submit(request("waits", 96, 2, chain=2), 0.0)
+        engine.advance(0.1)
+        assert engine.load.waiting == 1
+        engine.cancel("large", 0.1)
+        assert first_token(run(engine), "waits").at < 0.2
 
 
 def test_cancelling_the_unknown_or_the_waiting() -> None:
@@ -360,6 +399,8 @@ def test_nonsense_settings_and_requests_are_refused() -> None:
         EngineSettings(max_batched_tokens=8, max_sequences=8)
     with pytest.raises(ValueError, match="block size"):
         EngineSettings(block_size=0)
+    with pytest.raises(ValueError, match="threshold"):
+        EngineSettings(long_prefill_token_threshold=-1)
     with pytest.raises(ValueError, match="at least one prompt token"):
         SimRequest("a", [], 0, 1)
     assert Engine(SMALL).settings is SMALL
@@ -376,3 +417,21 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
     assert events_of([*first, *second]) == []
     counters = engine.counters
     assert (counters.prompt_tokens, counters.prefix_cache_queries, counters.prefix_cache_hits) == (80, 0, 0)
+
+
+def test_times_between_tokens_are_counted_once_a_token() -> None:
+    """A decode step is a gap of every answer under way; one that was preempted waits until its next token."""
+    engine = Engine(SMALL)
+    engine.submit(request("a", output_tokens=5), 0.0)
+    engine.submit(request("b", output_tokens=5, chain=1), 0.0)
+    outputs = run(engine)
+    step_s = engine.settings.timing.decode_s(2, 90)
+    assert engine.counters.token_gaps.total == engine.counters.generation_tokens - len(of(outputs, FirstToken)) == 8
+    assert engine.counters.token_gaps.percentile(0.0) == pytest.approx(step_s, rel=0.02)
+    tight = Engine(replace(SMALL, capacity_blocks=8))
+    for name, chain in (("a", 0), ("b", 1)):
+        tight.submit(request(name, prompt_tokens=40, output_tokens=40, chain=chain), 0.0)
+    preempted = of(run(tight), Preempted)
+    assert preempted
+    assert tight.counters.token_gaps.total == 78
+    assert tight.counters.token_gaps.percentile(1.0) > 10 * step_s

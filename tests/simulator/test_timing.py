@@ -43,6 +43,7 @@ def test_slowness_changes_at_its_times() -> None:
         {"prefill_tokens_per_s": 0},
         {"quadratic_tokens": -1},
         {"decode_step_s": 0},
+        {"prefill_floor_s": -0.001},
         {"time_scale": 0},
         {"slowness": 0},
         {"slowness_changes": ((1.0, 0.0),)},

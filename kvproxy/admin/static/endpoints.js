@@ -89,6 +89,15 @@ byId("endpoints").addEventListener("click", (event) => {
   row.classList.toggle("open", Boolean(row.dataset.open));
 });
 
+// What the engines make of the priority they are told, where they are.
+function prioritiesOf(rows) {
+  const states = rows.map((row) => row.engine_priority?.state).filter(Boolean);
+  const told = ["obeys", "unknown", "ignores", "refused"].filter((state) => states.includes(state));
+  if (!told.length) return [];
+  const counts = told.map((state) => `${words(state)} ${states.filter((one) => one === state).length}`);
+  return [["", `engine priority: ${counts.join(", ")}`]];
+}
+
 function groupOf(name, rows, live) {
   const up = rows.filter((row) => row.condition === "up" || row.condition === "saturated").length;
   const down = rows.filter((row) => row.condition in DOWN).length;
@@ -100,7 +109,7 @@ function groupOf(name, rows, live) {
     [failed ? "bad" : "", `${count(failed)} failed`],
   ];
   const alone = rows.length === live.endpoints.length; // the card's head has the sums already
-  const facts = [...(alone ? [] : sums), ["", `${count(inFlight)} in flight`]];
+  const facts = [...(alone ? [] : sums), ["", `${count(inFlight)} in flight`], ...prioritiesOf(rows)];
   return (cell) => {
     const shown = JSON.stringify([name, policy, facts]);
     if (cell.dataset.shown === shown) return;

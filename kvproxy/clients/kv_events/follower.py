@@ -104,7 +104,7 @@ class StreamFollower:
             if self._position.applied is None:
                 self._wipe()
                 self._missing = StreamReason.NO_REPLAY
-            self._health.synchronised(self._missing)
+            self._health.mark_synchronised(self._missing)
         elif self.wants_retry or not await self._caught_up(self._replay):
             await self._started_over(self._replay)
 
@@ -125,10 +125,10 @@ class StreamFollower:
         elif verdict is Continuity.GAP:
             await self._fill_gap(batch)
         elif verdict is Continuity.RESTART:
-            self._meter.gap("restart")
+            self._meter.count_gap("restart")
             await self._rebuild(batch)
         else:
-            self._meter.batch(verdict.value)
+            self._meter.count_batch(verdict.value)
             await self._breathe(_MESSAGE_COST_BLOCKS)
 
     def forget(self) -> None:
@@ -144,10 +144,10 @@ class StreamFollower:
 
     async def _fill_gap(self, batch: KvEventBatch) -> None:
         if self._replay is not None and await self._caught_up(self._replay) and self._reaches(batch):
-            self._meter.gap("filled")
+            self._meter.count_gap("filled")
             await self._take_if_next(batch)
         else:
-            self._meter.gap("lost")
+            self._meter.count_gap("lost")
             await self._rebuild(batch)
 
     async def _rebuild(self, batch: KvEventBatch) -> None:
@@ -173,7 +173,7 @@ class StreamFollower:
         self._missing = None if batch.seq == 0 else missing
         self._position.judge(batch.seq)
         await self._take(batch, "applied")
-        self._health.synchronised(self._missing)
+        self._health.mark_synchronised(self._missing)
 
     def _reaches(self, batch: KvEventBatch) -> bool:
         """Whether nothing is missing before this batch."""
@@ -195,7 +195,7 @@ class StreamFollower:
         elif self._position.applied is None:
             self._position.advance(-1, 0.0)
             self._missing = StreamReason.PARTIAL_HISTORY if self._replay_empty else None
-        self._health.synchronised(self._missing)
+        self._health.mark_synchronised(self._missing)
         return delivered
 
     async def _caught_up(self, replay: Replay) -> bool:
@@ -203,7 +203,7 @@ class StreamFollower:
         applied = self._position.applied
         if applied is None or not await self._replayed(replay, max(applied, 0)):
             return False
-        self._health.synchronised(self._missing)
+        self._health.mark_synchronised(self._missing)
         return True
 
     async def _replayed(self, replay: Replay, start: int) -> bool:
@@ -277,20 +277,20 @@ class StreamFollower:
             self._missing = None
         for piece, cost in sliced(batch.steps(skipped), self._slice_blocks):
             self._apply(piece)
-            self._meter.events(piece)
+            self._meter.count_events(piece)
             if any(isinstance(event, AllBlocksCleared) for event in piece):
                 self._missing, self.wants_retry = None, False
             await self._breathe(cost)
         if skipped.counts["malformed"]:
             self._missing = StreamReason.MALFORMED
         self._position.advance(batch.seq, batch.ts)
-        self._meter.batch(outcome)
-        self._meter.skipped(skipped)
+        self._meter.count_batch(outcome)
+        self._meter.count_skipped(skipped)
         if outcome == "applied":
-            self._meter.lag(batch.ts)
-            self._health.heard()
+            self._meter.show_lag(batch.ts)
+            self._health.record_batch()
         if self._missing is not missing:
-            self._health.incomplete(self._missing)
+            self._health.mark_incomplete(self._missing)
         await self._breathe(_MESSAGE_COST_BLOCKS)
 
     async def _breathe(self, blocks: int) -> None:
@@ -302,14 +302,14 @@ class StreamFollower:
 
     async def _pass_over(self, frames: Frames) -> None:
         """A batch that cannot be read: what it said is lost."""
-        self._meter.batch("malformed")
+        self._meter.count_batch("malformed")
         with contextlib.suppress(BadResponse):
             seq = sequence_number(frames)
             applied = self._position.applied
             if seq is not None and applied is not None and seq == applied + 1:
                 self._position.advance(seq, self._position.applied_ts)
         self._missing = StreamReason.MALFORMED
-        self._health.incomplete(self._missing)
+        self._health.mark_incomplete(self._missing)
         await self._breathe(_MESSAGE_COST_BLOCKS + sum(map(len, frames)) // _BYTES_A_BLOCK)
 
     def _wipe(self) -> None:

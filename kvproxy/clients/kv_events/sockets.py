@@ -38,7 +38,7 @@ class Subscription:
         self._connection: ZmtpConnection | None = None
         self._task = asyncio.create_task(self._stay_connected(), name=f"kv events {source.endpoint}")
 
-    async def wait(self, timeout_s: float | None) -> None:
+    async def wait_for_news(self, timeout_s: float | None) -> None:
         """Returns when something happened, or after `timeout_s`."""
         if self._changes or (self._connection is not None and self._connection.has_message):
             await asyncio.sleep(0)
@@ -48,17 +48,17 @@ class Subscription:
             async with asyncio.timeout(timeout_s):
                 await self._wake.wait()
 
-    def connections(self) -> list[bool]:
+    def take_connections(self) -> list[bool]:
         """What happened to the connection since the last call: True for up, False for down."""
         changes, self._changes = self._changes, []
         return changes
 
-    def message(self) -> list[bytes] | None:
+    def take_message(self) -> list[bytes] | None:
         """The next message, if there is one."""
         connection = self._connection
         if connection is None:
             return None
-        found = connection.message()
+        found = connection.take_message()
         if found is None and connection.lost and not connection.has_message:
             self._taken.set()
         return found
@@ -91,7 +91,7 @@ class Subscription:
             if not await self._shake_hands(connection, happened):
                 return False
             self._connection = connection
-            connection.send([b"\x01" + self._source.topic.encode()])
+            connection.send_message([b"\x01" + self._source.topic.encode()])
             self._note(up=True)
             while not connection.lost:
                 happened.clear()
@@ -143,9 +143,9 @@ async def replayed(
         await _connect(address, connection, idle_timeout_s)
         while not connection.ready and not connection.lost:
             await until_something("not connected")
-        connection.send([b"", start.to_bytes(8, "big")])
+        connection.send_message([b"", start.to_bytes(8, "big")])
         for _ in range(MAX_REPLAYED_BATCHES):
-            while (frames := connection.message()) is None:
+            while (frames := connection.take_message()) is None:
                 if connection.lost:
                     raise BadResponse(f"kv events: the replay broke off: {connection.error or 'closed'}")
                 await until_something("silent")

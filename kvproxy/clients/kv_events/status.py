@@ -72,30 +72,30 @@ class StreamHealth:
         self.status = StreamStatus(StreamState.CONNECTING, StreamReason.STARTING)
         self.troubled_since: float | None = None  # None: exact, or never was in trouble
 
-    def connected(self) -> None:
+    def mark_connected(self) -> None:
         """The connection is up; a synchronisation follows."""
         self._ever_connected = self._connected = True
         self._settle()
 
-    def disconnected(self) -> None:
+    def mark_disconnected(self) -> None:
         """The connection is gone: what is known grows stale."""
         self._connected = self._synchronised = self._behind = False
         self._settle()
 
-    def synchronised(self, missing: StreamReason | None) -> None:
+    def mark_synchronised(self, missing: StreamReason | None) -> None:
         """The stream is followed again; `missing` says what of its history is not known."""
         self._synchronised = True
         self._failed = False
         self._missing = missing
         self._settle()
 
-    def failed(self) -> None:
+    def mark_failed(self) -> None:
         """The subscription ended by an error; nothing applied so far counts."""
         self._connected = self._synchronised = self._behind = False
         self._failed = True
         self._settle()
 
-    def incomplete(self, missing: StreamReason | None) -> None:
+    def mark_incomplete(self, missing: StreamReason | None) -> None:
         """What of the history is not known has changed."""
         self._missing = missing
         self._settle()
@@ -108,7 +108,7 @@ class StreamHealth:
         self._settle()
         return True
 
-    def heard(self) -> None:
+    def record_batch(self) -> None:
         """A batch arrived."""
         self._unanswered_since = None
         self._unanswered_blocks = 0
@@ -116,7 +116,7 @@ class StreamHealth:
             self._silent = False
             self._settle()
 
-    def traffic(self, uncached_tokens: int) -> None:
+    def record_traffic(self, uncached_tokens: int) -> None:
         """The engine prefilled these many tokens: it must have stored their whole blocks and said so."""
         blocks = uncached_tokens // self._block_tokens
         if blocks <= 0:
@@ -170,34 +170,34 @@ class StreamMeter:
         self._behind = metrics.kv_events.behind.labels(endpoint)
         self._lag = metrics.kv_events.lag.labels(endpoint, self._rank)
 
-    def batch(self, outcome: str) -> None:
+    def count_batch(self, outcome: str) -> None:
         """One batch: applied, replayed, duplicate or malformed."""
         self._metrics.kv_events.batches.labels(self._endpoint, outcome).inc()
 
-    def events(self, events: Sequence[KvEvent]) -> None:
+    def count_events(self, events: Sequence[KvEvent]) -> None:
         """Events that were applied."""
         self._stored.inc(sum(event.blocks for event in events if isinstance(event, BlockStored)))
         self._removed.inc(sum(event.blocks for event in events if isinstance(event, BlockRemoved)))
 
-    def skipped(self, skipped: Skipped) -> None:
+    def count_skipped(self, skipped: Skipped) -> None:
         """Events that could not be used."""
         for reason, count in skipped.counts.items():
             if count:
                 self._metrics.kv_events.skipped.labels(self._endpoint, reason).inc(count)
 
-    def gap(self, outcome: str) -> None:
+    def count_gap(self, outcome: str) -> None:
         """A break in the numbering: filled, lost, or a restart of the engine."""
         self._metrics.kv_events.gaps.labels(self._endpoint, outcome).inc()
 
-    def behind(self) -> None:
+    def count_behind(self) -> None:
         """Batches come faster than they are applied."""
         self._behind.inc()
 
-    def lag(self, published_at: float) -> None:
+    def show_lag(self, published_at: float) -> None:
         """Seconds from publishing to having applied; includes the clocks' difference between the hosts."""
         self._lag.set(max(0.0, self._wall_clock() - published_at))
 
-    def state(self, status: StreamStatus) -> None:
+    def show_state(self, status: StreamStatus) -> None:
         """The stream's state now."""
         for state in StreamState:
             self._metrics.kv_events.state.labels(self._endpoint, self._rank, state.value).set(state is status.state)

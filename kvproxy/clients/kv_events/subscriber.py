@@ -107,10 +107,10 @@ class KvEventSubscriber(BackgroundTask):
 
     def note_traffic(self, uncached_tokens: int) -> None:
         """The engine prefilled this many tokens of one request; blocks for them should have been announced."""
-        self._health.traffic(uncached_tokens)
+        self._health.record_traffic(uncached_tokens)
 
     async def __aenter__(self) -> Self:
-        self._meter.state(self.status)
+        self._meter.show_state(self.status)
         return await super().__aenter__()
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -126,7 +126,7 @@ class KvEventSubscriber(BackgroundTask):
             except Exception:  # whatever the consumer raises: the stream is rebuilt, and its index with it
                 log.exception("[kvcache] KV events of %s/%d: starting over", self.endpoint, self.source.dp_rank)
                 self._follower.forget()
-                self._health.failed()
+                self._health.mark_failed()
             pause_s = self._retry_s if self._clock() - started > _BACKOFF_MAX_S else min(2 * pause_s, _BACKOFF_MAX_S)
             await self._sleep(pause_s)
 
@@ -138,8 +138,8 @@ class KvEventSubscriber(BackgroundTask):
         pause_s = self._retry_s
         try:
             while True:
-                await subscription.wait(None if retry_at is None else max(0.0, retry_at - self._clock()))
-                reconnected = self._note_connections(subscription.connections())
+                await subscription.wait_for_news(None if retry_at is None else max(0.0, retry_at - self._clock()))
+                reconnected = self._note_connections(subscription.take_connections())
                 # What the old connection left comes first, so that the synchronisation also judges what it did.
                 await self._drain(subscription)
                 if reconnected or (retry_at is not None and self._clock() >= retry_at):
@@ -154,15 +154,15 @@ class KvEventSubscriber(BackgroundTask):
     def _note_connections(self, changes: list[bool]) -> bool:
         for up in changes:
             if up:
-                self._health.connected()
+                self._health.mark_connected()
             else:
                 self._unbroken_bytes = 0
-                self._health.disconnected()
+                self._health.mark_disconnected()
         return True in changes and changes[-1]
 
     async def _drain(self, subscription: Subscription) -> None:
         for _ in range(_DRAINED_AT_ONCE):
-            frames = subscription.message()
+            frames = subscription.take_message()
             if frames is None:
                 self._unbroken_bytes = 0
                 self._health.fell_behind(False)
@@ -177,7 +177,7 @@ class KvEventSubscriber(BackgroundTask):
         self._unbroken_bytes += size
         behind = self._unbroken_bytes > BEHIND_BYTES or self._clock() - self._unbroken_since > BEHIND_S
         if behind and self._health.fell_behind(True):
-            self._meter.behind()
+            self._meter.count_behind()
 
     def _replay(self, start: int) -> AsyncGenerator[list[bytes], None]:
         address = self.source.replay_endpoint
@@ -185,7 +185,7 @@ class KvEventSubscriber(BackgroundTask):
         return replayed(address, start, idle_timeout_s=self._replay_timeout_s, memory=self._replay_memory)
 
     def _state_changed(self, status: StreamStatus) -> None:
-        self._meter.state(status)
+        self._meter.show_state(status)
         self._say(status)
         try:
             self._consumer.state_changed(self.endpoint, self.source.dp_rank, status)

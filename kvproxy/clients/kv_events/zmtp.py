@@ -171,7 +171,7 @@ class ZmtpConnection(asyncio.Protocol):
             self._fail(error)
             return False
 
-    def message(self) -> list[bytes] | None:
+    def take_message(self) -> list[bytes] | None:
         """The next whole message, if there is one; commands of the peer are obeyed on the way, a few at a time."""
         found = None
         try:
@@ -189,7 +189,7 @@ class ZmtpConnection(asyncio.Protocol):
         self._count()
         return found
 
-    def send(self, frames: Sequence[bytes]) -> None:
+    def send_message(self, frames: Sequence[bytes]) -> None:
         """One message."""
         last = len(frames) - 1
         self._write(b"".join(_frame(frame, 0 if index == last else _MORE) for index, frame in enumerate(frames)))

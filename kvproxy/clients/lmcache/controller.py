@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
-import httpx
-
-from kvproxy.clients.api import Api, query_string
+from kvproxy.clients.api import ServiceClient, query_string
 from kvproxy.clients.lmcache.controller_wire import (
     ActionResult,
     Holder,
@@ -35,29 +34,22 @@ _MAX_LISTING_BYTES = 1 << 20
 _MAX_LOOKUP_BYTES = 1 << 18
 
 
-class LMCacheControllerClient:
+class LMCacheControllerClient(ServiceClient):
     """One controller. Every method raises ClientError and nothing else; nothing is retried here.
 
     Calls that reach a worker go one at a time per instance (the controller breaks parallel ones) and wait their turn
     in a bounded line; a dead worker makes the controller hang for ever, so `action_timeout_s` bounds each once sent.
     """
 
-    def __init__(
-        self,
-        http: httpx.AsyncClient,
-        base_url: str,
-        *,
-        authorization: str | None = None,
-        lookup_timeout_s: float = 2.0,
-        action_timeout_s: float = 10.0,
-        serial: KeyedLock | None = None,
-    ) -> None:
-        self._api = Api(http, base_url, service="lmcache controller", authorization=authorization)
-        self._lookup_timeout_s = lookup_timeout_s
-        self._action_timeout_s = action_timeout_s
-        self._serial = KeyedLock() if serial is None else serial
-        #: Whether the controller has `/evict` (no real one does): None until asked, False for good after a 404.
-        self.evicts: bool | None = None
+    service = "lmcache controller"
+
+    #: Whether the controller has `/evict` (no real one does): None until asked, False for good after a 404.
+    evicts: bool | None = None
+
+    @cached_property
+    def _serial(self) -> KeyedLock:
+        """One call at a time to each instance."""
+        return KeyedLock()
 
     async def lookup(self, tokens: TokenIds, *, timeout_s: float | None = None) -> tuple[Holder, ...]:
         """The instances that hold chunks of this prompt; () if none does, or the prompt is shorter than a chunk."""
@@ -108,7 +100,7 @@ class LMCacheControllerClient:
         body = body_with_tokens("tokens", tokens, others)
         return (await self._worker_call("/move", (source[0], target[0]), body, WireAction)).result()
 
-    async def health(self, instance_id: str) -> InstanceHealth:
+    async def check_health(self, instance_id: str) -> InstanceHealth:
         """Asks every worker of the instance; one that is dead makes this time out."""
         return (await self._worker_call("/health", (instance_id,), {"instance_id": instance_id}, WireHealth)).health()
 
@@ -146,7 +138,7 @@ class LMCacheControllerClient:
         """Size of the index, live; also the controller's readiness probe (it has no GET /health)."""
         return await self._api.get("/controller/key-stats", KeyStats, timeout_s=self._lookup_timeout_s)
 
-    async def workers(self, *, instance_id: str = "", worker_id: int | None = None) -> tuple[WorkerInfo, ...]:
+    async def list_workers(self, *, instance_id: str = "", worker_id: int | None = None) -> tuple[WorkerInfo, ...]:
         """Registered workers with their key counts; () when none matches. The unfiltered list is up to 30 s old."""
         query = query_string({"instance_id": instance_id, "worker_id": "" if worker_id is None else worker_id})
         path = "/controller/workers"
@@ -170,7 +162,7 @@ class LMCacheControllerClient:
         return (await self._worker_call(path, (instance_id,), body, WireAction)).result()
 
     async def _worker_call(self, path: str, instances: tuple[str, ...], body: Any, answer: type[T]) -> T:
-        async with self._serial.hold(*instances):
+        async with self._serial.hold_keys(*instances):
             return await self._call(path, body, answer, timeout_s=self._action_timeout_s)
 
     async def _call(
@@ -199,13 +191,13 @@ class KeyedLock:
         self.max_waiting = max_waiting
         self._lines: dict[str, _Line] = {}
 
-    def waiting(self, key: str) -> int:
+    def count_waiting(self, key: str) -> int:
         """Callers that wait for `key` now."""
         line = self._lines.get(key)
         return 0 if line is None else line.callers - 1
 
     @contextlib.asynccontextmanager
-    async def hold(self, *keys: str) -> AsyncIterator[None]:
+    async def hold_keys(self, *keys: str) -> AsyncIterator[None]:
         """Holds every key (in one global order, so that two callers cannot wait for each other).
 
         Raises TooManyWaiting when the line for one of them is full.

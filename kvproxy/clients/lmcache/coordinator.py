@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
-import httpx
-
-from kvproxy.clients.api import Api, query_string
+from kvproxy.clients.api import ServiceClient, query_string
 from kvproxy.clients.lmcache.coordinator_wire import (
     CacheChange,
     CacheScope,
@@ -40,21 +38,10 @@ _LONG_BYTES = 1 << 16
 _MAX_LISTING_BYTES = 1 << 20
 
 
-class LMCacheCoordinatorClient:
+class LMCacheCoordinatorClient(ServiceClient):
     """One coordinator. Every method raises ClientError and nothing else; nothing is retried here."""
 
-    def __init__(
-        self,
-        http: httpx.AsyncClient,
-        base_url: str,
-        *,
-        authorization: str | None = None,
-        lookup_timeout_s: float = 2.0,
-        action_timeout_s: float = 10.0,
-    ) -> None:
-        self._api = Api(http, base_url, service="lmcache coordinator", authorization=authorization)
-        self._lookup_timeout_s = lookup_timeout_s
-        self._action_timeout_s = action_timeout_s
+    service = "lmcache coordinator"
 
     async def directory_lookup(
         self, scope: CacheScope, tokens: TokenIds, *, timeout_s: float | None = None
@@ -78,11 +65,11 @@ class LMCacheCoordinatorClient:
 
         return read() if len(raw) <= _LONG_BYTES else await asyncio.to_thread(read)
 
-    async def instances(self) -> tuple[Instance, ...]:
+    async def list_instances(self) -> tuple[Instance, ...]:
         """Registered MP servers."""
         return tuple((await self._get("/instances", WireInstances)).instances)
 
-    async def usage(self) -> FleetUsage:
+    async def fetch_usage(self) -> FleetUsage:
         """Memory of the whole fleet."""
         return await self._get("/instances/usage", FleetUsage)
 
@@ -98,7 +85,7 @@ class LMCacheCoordinatorClient:
         """Takes one `pin` back."""
         return await self._change("DELETE", "/cache/pins", _body(scope, tokens, {}))
 
-    async def pins(self, *, model: str = "", cache_salt: str = "", offset: int = 0, limit: int = 1000) -> Pins:
+    async def list_pins(self, *, model: str = "", cache_salt: str = "", offset: int = 0, limit: int = 1000) -> Pins:
         """One page of the pinned keys."""
         query = query_string({"model_name": model, "cache_salt": cache_salt, "offset": offset, "limit": limit})
         answer = await self._get("/cache/pins" + query, WirePins)
@@ -123,11 +110,11 @@ class LMCacheCoordinatorClient:
         """Progress of a prefetch; UnknownInstance when instance or job are not known (any more)."""
         return await self._get(f"/cache/prefetches/{_segment(instance_id)}/{_segment(request_id)}", PrefetchStatus)
 
-    async def stats(self) -> DirectoryStats:
+    async def fetch_stats(self) -> DirectoryStats:
         """Size of the directory."""
         return await self._get("/directory/stats", DirectoryStats)
 
-    async def healthz(self) -> bool:
+    async def check_health(self) -> bool:
         """Whether the coordinator says it is healthy; False for an error status, ClientError without any answer."""
         try:
             return (await self._get("/healthz", WireHealth)).status == "healthy"

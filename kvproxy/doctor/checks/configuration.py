@@ -30,7 +30,7 @@ class ConfigurationCheck:
     calls = 1
     where = "configuration"
 
-    async def find(self) -> Sequence[Finding]:
+    async def collect_findings(self) -> Sequence[Finding]:
         found = [*convert_problems(self.problems), *self.undiscovered]
         return found or [ok(self.where, "no errors, no warnings")]
 
@@ -57,7 +57,7 @@ class LimitsCheck:
     calls = 1
     where = "this host"
 
-    async def find(self) -> Sequence[Finding]:
+    async def collect_findings(self) -> Sequence[Finding]:
         config, deployment = self.deployment.config, self.deployment
         needed = config.limits.connections + len(deployment.engines) * config.pool.max_connections + _OTHER_FILES
         if deployment.kvcache is not None and deployment.kvcache.lmcache_endpoint:
@@ -83,7 +83,7 @@ class PublicCheck:
     calls = 1
     where = "public listener"
 
-    async def find(self) -> Sequence[Finding]:
+    async def collect_findings(self) -> Sequence[Finding]:
         settings = [spec.settings for spec in self.config.filters if isinstance(spec.settings, RouterSettings)]
         listed = settings[0].paths if settings else ()
         paths = PublicPaths(listed, prefixes=[route.prefix for route in self.config.routes])

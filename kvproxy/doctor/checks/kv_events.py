@@ -27,10 +27,10 @@ class EventSourcesCheck(EngineCheck):
     name = "kv event sources"
     calls = 3
 
-    async def find(self) -> Sequence[Finding]:
-        await self.engine.models()  # what is no engine is reported elsewhere
+    async def collect_findings(self) -> Sequence[Finding]:
+        await self.engine.list_models()  # what is no engine is reported elsewhere
         try:
-            sources = await self.engine.sources()
+            sources = await self.engine.list_sources()
         except NotSupported:
             fix = (
                 "set `kv_event_sources` of the endpoint (or of the kvcache filter, where it holds for all) to the "
@@ -53,8 +53,8 @@ class KvEventsCheck(EngineCheck):
     name = "kv events"
     calls = TRIAL_CALLS
 
-    async def find(self) -> Sequence[Finding]:
-        trial = await self.engine.trial()
+    async def collect_findings(self) -> Sequence[Finding]:
+        trial = await self.engine.try_generating()
         if trial.observed and caching_enabled(trial) is False:
             raise ClientError(f"{self.where} has prefix caching off, so there is nothing to publish")
         return list(judge_events(self.where, trial)) if trial.observed else []

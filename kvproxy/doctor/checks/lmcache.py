@@ -23,8 +23,8 @@ class ServiceCheck(LmcacheCheck):
     name = "lmcache"
     calls = 4
 
-    async def find(self) -> Sequence[Finding]:
-        if (await self.lmcache.link()).error is not None:
+    async def collect_findings(self) -> Sequence[Finding]:
+        if (await self.lmcache.try_link()).error is not None:
             return []
         try:
             kind = await self.lmcache.kind()
@@ -55,10 +55,10 @@ class InstancesCheck:
     def where(self) -> str:
         return self.lmcache.where
 
-    async def find(self) -> Sequence[Finding]:
+    async def collect_findings(self) -> Sequence[Finding]:
         await self.lmcache.kind()  # what is no LMCache is reported elsewhere
         try:
-            registered = await self.lmcache.instances()
+            registered = await self.lmcache.list_instances()
         except NotSupported:
             fix = "upgrade LMCache's controller to 0.3.11 or newer"
             return [warning(self.where, "cannot list its instances, so their ids are not checked", fix)]
@@ -128,7 +128,7 @@ class ActionsCheck(LmcacheCheck):
     name = "actions"
     calls = 5
 
-    async def find(self) -> Sequence[Finding]:
+    async def collect_findings(self) -> Sequence[Finding]:
         strategy = self.lmcache.settings.cache_strategy
         if not (strategy.enable_pinning or strategy.enable_compression or strategy.enable_eviction):
             return []

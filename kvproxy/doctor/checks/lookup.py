@@ -48,9 +48,9 @@ class LookupCheck(EngineCheck):
     name = "lookup"
     calls = LOOKUP_CALLS
 
-    async def find(self) -> Sequence[Finding]:
+    async def collect_findings(self) -> Sequence[Finding]:
         await self.lmcache.kind()
-        trial = await self.engine.trial()
+        trial = await self.engine.try_generating()
         if not trial.tokens or not await self._registered():
             return []  # reported with tokenize, or with the instance ids
         try:
@@ -69,7 +69,7 @@ class LookupCheck(EngineCheck):
     async def _registered(self) -> bool:
         """Also when the service cannot list its instances."""
         try:
-            return self.engine.instance_id in await self.lmcache.instances()
+            return self.engine.instance_id in await self.lmcache.list_instances()
         except ClientError:
             return True
 
@@ -114,8 +114,8 @@ class BudgetCheck:
 
     where = LmcacheFacts.where
 
-    async def find(self) -> Sequence[Finding]:
-        trials = await gather_facts(self.engines, lambda engine: engine.trial())
+    async def collect_findings(self) -> Sequence[Finding]:
+        trials = await gather_facts(self.engines, lambda engine: engine.try_generating())
         trial = next((one for one in trials.values() if one.tokens), None)
         if trial is None:
             return []
@@ -153,12 +153,12 @@ class ChunksCheck(EngineCheck):
     name = "chunk size"
     calls = LOOKUP_CALLS
 
-    async def find(self) -> Sequence[Finding]:
-        longest = (await self.engine.model()).max_model_len
+    async def collect_findings(self) -> Sequence[Finding]:
+        longest = (await self.engine.choose_model()).max_model_len
         found = await self.lmcache.find_holders(self.engine)
-        asked = len((await self.engine.trial()).tokens)
+        asked = len((await self.engine.try_generating()).tokens)
         try:
-            lengths = parse_prompt_lengths(await self.engine.exposition())
+            lengths = parse_prompt_lengths(await self.engine.fetch_exposition())
         except ClientError:
             lengths = PromptLengths(0, ())
         fixed = await self.lmcache.kind() is ProviderName.CONTROLLER

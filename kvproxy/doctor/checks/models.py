@@ -26,9 +26,9 @@ class ModelsCheck(ClusterCheck):
     name = "models"
     calls = 3
 
-    async def find(self) -> Sequence[Finding]:
+    async def collect_findings(self) -> Sequence[Finding]:
         engines = self.engines
-        listed = await gather_facts(engines, lambda engine: engine.models())
+        listed = await gather_facts(engines, lambda engine: engine.list_models())
         if not listed:
             return []
         served = {engine: frozenset(model.id for model in models) for engine, models in listed.items()}
@@ -96,8 +96,8 @@ class VersionCheck(ClusterCheck):
     name = "version"
     calls = 3
 
-    async def find(self) -> Sequence[Finding]:
-        versions = await gather_facts(self.engines, lambda engine: engine.version())
+    async def collect_findings(self) -> Sequence[Finding]:
+        versions = await gather_facts(self.engines, lambda engine: engine.fetch_version())
         reported = {engine.endpoint.id: version for engine, version in versions.items()}
         if not reported:
             return []
@@ -115,7 +115,7 @@ class TokenizersCheck(ClusterCheck):
     name = "tokenizers"
     calls = 4
 
-    async def find(self) -> Sequence[Finding]:
+    async def collect_findings(self) -> Sequence[Finding]:
         engines = [*self.engines, *filter(None, [self.deployment.tokenizer])]
         samples = await gather_facts(engines, _sampled)
         by_model: dict[str, dict[EngineFacts, tuple[int, ...]]] = {}
@@ -133,10 +133,10 @@ class TokenizerCheck(EngineCheck):
     name = "tokenizer"
     calls = 4
 
-    async def find(self) -> Sequence[Finding]:
-        await self.engine.model()
+    async def collect_findings(self) -> Sequence[Finding]:
+        await self.engine.choose_model()
         try:
-            await self.engine.sample()
+            await self.engine.tokenize_sample()
         except ClientError as error:
             fix = "set `vllm_endpoint` to an engine that has /tokenize, or leave it out"
             return [problem(self.where, f"cannot tokenize: {error}", fix)]
@@ -144,7 +144,7 @@ class TokenizerCheck(EngineCheck):
 
 
 async def _sampled(engine: EngineFacts) -> tuple[str, tuple[int, ...]]:
-    return (await engine.model()).id, await engine.sample()
+    return (await engine.choose_model()).id, await engine.tokenize_sample()
 
 
 def compare_tokenizers(model: str, samples: Mapping[EngineFacts, tuple[int, ...]]) -> Sequence[Finding]:
@@ -166,8 +166,8 @@ class DuplicatesCheck:
     calls = TRIAL_CALLS + 2
     where = "endpoints"
 
-    async def find(self) -> Sequence[Finding]:
-        tried = await gather_facts(self.deployment.engines, lambda engine: engine.trial())
+    async def collect_findings(self) -> Sequence[Finding]:
+        tried = await gather_facts(self.deployment.engines, lambda engine: engine.try_generating())
         first = await gather_facts(tuple(tried), lambda engine: engine.exposition_now())
         second = await gather_facts(tuple(first), lambda engine: engine.exposition_now())
         windows: dict[EngineFacts, Window] = {}

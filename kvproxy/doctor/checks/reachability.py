@@ -32,7 +32,7 @@ class ConnectionCheck:
     name = "connection"
     calls = 2
 
-    async def find(self) -> Sequence[Finding]:
+    async def collect_findings(self) -> Sequence[Finding]:
         link = await self.link()
         if link.error is not None:
             return [explain_failure(self.where, self.origin, link.error, connected=link.connected)]
@@ -53,7 +53,7 @@ class HealthCheck(EngineCheck):
     name = "health"
     calls = 4
 
-    async def find(self) -> Sequence[Finding]:
+    async def collect_findings(self) -> Sequence[Finding]:
         if not await self.engine.is_reachable():
             return []
         try:
@@ -85,11 +85,11 @@ class ApiCheck(EngineCheck):
     name = "api"
     calls = 4
 
-    async def find(self) -> Sequence[Finding]:
+    async def collect_findings(self) -> Sequence[Finding]:
         if not await self.engine.is_reachable():
             return []
         try:
-            models = await self.engine.models()
+            models = await self.engine.list_models()
         except ClientError as error:
             if self.engine.ends_in_v1 and isinstance(error, NotSupported):
                 raise ClientError("its url ends in /v1") from error
@@ -124,11 +124,11 @@ class MetricsCheck(EngineCheck):
     name = "metrics"
     calls = 3
 
-    async def find(self) -> Sequence[Finding]:
-        await self.engine.models()  # what is no engine is reported elsewhere
+    async def collect_findings(self) -> Sequence[Finding]:
+        await self.engine.list_models()  # what is no engine is reported elsewhere
         lost = "its load and cache size are guessed"
         try:
-            metrics = parse_engine_metrics(await self.engine.exposition())
+            metrics = parse_engine_metrics(await self.engine.fetch_exposition())
         except ClientError as error:
             fix = "serve /metrics to the proxy (vLLM: do not start it with `--disable-log-stats`)"
             return [warning(self.where, f"shows no metrics ({error}): {lost}", fix)]

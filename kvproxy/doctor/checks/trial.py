@@ -25,10 +25,10 @@ class GenerateCheck(EngineCheck):
     name = "generate"
     calls = TRIAL_CALLS
 
-    async def find(self) -> Sequence[Finding]:
-        await self.engine.model()  # whatever is wrong before a prompt can be sent is reported elsewhere
+    async def collect_findings(self) -> Sequence[Finding]:
+        await self.engine.choose_model()  # whatever is wrong before a prompt can be sent is reported elsewhere
         try:
-            trial = await self.engine.trial()
+            trial = await self.engine.try_generating()
         except ClientError as error:
             return [_failed(self.where, error)]
         form = "chat" if trial.chat else "text completion (it refuses chats)"
@@ -57,8 +57,8 @@ class TokenizeCheck(EngineCheck):
     name = "tokenize"
     calls = TRIAL_CALLS
 
-    async def find(self) -> Sequence[Finding]:
-        return [judge_tokenize(self.where, await self.engine.trial(), needed=self.needed)]
+    async def collect_findings(self) -> Sequence[Finding]:
+        return [judge_tokenize(self.where, await self.engine.try_generating(), needed=self.needed)]
 
 
 def judge_tokenize(where: str, trial: Trial, *, needed: bool) -> Finding:
@@ -86,8 +86,8 @@ class CachingCheck(EngineCheck):
     name = "prefix caching"
     calls = TRIAL_CALLS
 
-    async def find(self) -> Sequence[Finding]:
-        return [judge_caching(self.where, await self.engine.trial())]
+    async def collect_findings(self) -> Sequence[Finding]:
+        return [judge_caching(self.where, await self.engine.try_generating())]
 
 
 def judge_caching(where: str, trial: Trial) -> Finding:
@@ -139,7 +139,7 @@ class ClockCheck(EngineCheck):
     name = "clock"
     calls = TRIAL_CALLS
 
-    async def find(self) -> Sequence[Finding]:
+    async def collect_findings(self) -> Sequence[Finding]:
         skew_s = await self._event_skew_s() if self.trial else None
         if skew_s is None:
             skew_s = (await self.engine.health_reply()).skew_s
@@ -152,7 +152,7 @@ class ClockCheck(EngineCheck):
 
     async def _event_skew_s(self) -> float | None:
         try:
-            observed = (await self.engine.trial()).observed
+            observed = (await self.engine.try_generating()).observed
         except ClientError:
             return None
         return next((-one.lag_s for one in observed if one.mine is not None and one.lag_s is not None), None)

@@ -92,7 +92,7 @@ class Stream:
         return self.index.blocks
 
     async def connect(self) -> None:
-        self.health.connected()
+        self.health.mark_connected()
         await self.follower.synchronise()
 
     async def live(self, *events: Any) -> None:
@@ -234,7 +234,7 @@ async def test_a_reconnection_to_the_same_process_catches_up() -> None:
     await stream.connect()
     await stream.live(stored(1))
     wipes = stream.index.wipes
-    stream.health.disconnected()
+    stream.health.mark_disconnected()
     assert stream.state == "degraded/disconnected"
     stream.engine.publish(stored(2))
     await stream.connect()
@@ -390,7 +390,7 @@ async def test_an_engine_without_replay_followed_from_its_start() -> None:
     assert stream.state == "degraded/no_replay"
     await stream.live(stored(1))
     assert (stream.state, stream.blocks) == ("exact/following", {1})
-    stream.health.disconnected()
+    stream.health.mark_disconnected()
     await stream.connect()
     assert stream.state == "exact/following"
 

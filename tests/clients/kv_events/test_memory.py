@@ -149,16 +149,16 @@ class Unread:
         self._up = [True]
         self.arrived = asyncio.Event()
 
-    async def wait(self, timeout_s: float | None) -> None:
+    async def wait_for_news(self, timeout_s: float | None) -> None:
         if not self._up and not self._waiting:
             await self.arrived.wait()
             self.arrived.clear()
 
-    def connections(self) -> list[bool]:
+    def take_connections(self) -> list[bool]:
         changes, self._up = self._up, []
         return changes
 
-    def message(self) -> list[bytes] | None:
+    def take_message(self) -> list[bytes] | None:
         return self._waiting.pop(0) if self._waiting else None
 
     def close(self) -> None:

@@ -21,8 +21,8 @@ def health(clock: FakeClock) -> tuple[StreamHealth, list[str]]:
 
 def following(clock: FakeClock) -> tuple[StreamHealth, list[str]]:
     stream, seen = health(clock)
-    stream.connected()
-    stream.synchronised(None)
+    stream.mark_connected()
+    stream.mark_synchronised(None)
     seen.clear()
     return stream, seen
 
@@ -31,20 +31,20 @@ def test_the_way_up(clock: FakeClock) -> None:
     """Connecting, synchronising, exact; each said once."""
     stream, seen = health(clock)
     assert (stream.status.state, stream.status.reason) == ("connecting", "starting")
-    stream.connected()
-    stream.connected()
-    stream.synchronised(None)
-    stream.synchronised(None)
+    stream.mark_connected()
+    stream.mark_connected()
+    stream.mark_synchronised(None)
+    stream.mark_synchronised(None)
     assert seen == ["connecting/synchronising", "exact/following"]
 
 
 @pytest.mark.parametrize(
     ("happens", "status"),
     [
-        (lambda stream: stream.disconnected(), "degraded/disconnected"),
-        (lambda stream: stream.incomplete(StreamReason.MALFORMED), "degraded/malformed"),
-        (lambda stream: stream.synchronised(StreamReason.PARTIAL_HISTORY), "degraded/partial_history"),
-        (lambda stream: stream.failed(), "degraded/failed"),
+        (lambda stream: stream.mark_disconnected(), "degraded/disconnected"),
+        (lambda stream: stream.mark_incomplete(StreamReason.MALFORMED), "degraded/malformed"),
+        (lambda stream: stream.mark_synchronised(StreamReason.PARTIAL_HISTORY), "degraded/partial_history"),
+        (lambda stream: stream.mark_failed(), "degraded/failed"),
     ],
 )
 def test_what_degrades_a_stream_is_its_reason(
@@ -54,34 +54,34 @@ def test_what_degrades_a_stream_is_its_reason(
     stream, seen = following(clock)
     happens(stream)
     assert seen == [status]
-    stream.connected()
-    stream.synchronised(None)
+    stream.mark_connected()
+    stream.mark_synchronised(None)
     assert seen[-1] == "exact/following"
 
 
 def test_an_engine_that_prefills_without_a_word_is_silent(clock: FakeClock) -> None:
     """Four blocks' worth and 30 s without an event: the index is not believed any more."""
     stream, seen = following(clock)
-    stream.traffic(4 * 128)
+    stream.record_traffic(4 * 128)
     clock.advance(29.9)
-    stream.traffic(128)
+    stream.record_traffic(128)
     assert seen == []
     clock.advance(0.1)
-    stream.traffic(128)
+    stream.record_traffic(128)
     assert seen == ["approximate/silent"]
 
 
 def test_a_word_restarts_the_wait(clock: FakeClock) -> None:
     """What was unanswered before it is answered, and its 30 s are over too."""
     stream, seen = following(clock)
-    stream.traffic(128)
+    stream.record_traffic(128)
     clock.advance(29.0)
-    stream.heard()
+    stream.record_batch()
     clock.advance(29.0)
-    stream.traffic(4 * 128)
+    stream.record_traffic(4 * 128)
     assert seen == []
     clock.advance(30.0)
-    stream.traffic(128)
+    stream.record_traffic(128)
     assert seen == ["approximate/silent"]
 
 
@@ -89,11 +89,11 @@ def test_traffic_that_stores_no_block_proves_nothing(clock: FakeClock) -> None:
     """Hits and short prompts publish nothing; three blocks are too few to judge."""
     stream, seen = following(clock)
     for _ in range(100):
-        stream.traffic(127)
-        stream.traffic(0)
+        stream.record_traffic(127)
+        stream.record_traffic(0)
         clock.advance(10)
     for _ in range(3):
-        stream.traffic(128)
+        stream.record_traffic(128)
         clock.advance(100)
     assert seen == []
 
@@ -101,22 +101,22 @@ def test_traffic_that_stores_no_block_proves_nothing(clock: FakeClock) -> None:
 def test_a_word_ends_the_silence(clock: FakeClock) -> None:
     """And the count starts at zero."""
     stream, seen = following(clock)
-    stream.traffic(4 * 128)
+    stream.record_traffic(4 * 128)
     clock.advance(31)
-    stream.heard()
-    stream.traffic(128)
+    stream.record_batch()
+    stream.record_traffic(128)
     assert seen == []
-    stream.traffic(4 * 128)
+    stream.record_traffic(4 * 128)
     clock.advance(31)
-    stream.traffic(128)
-    stream.heard()
+    stream.record_traffic(128)
+    stream.record_batch()
     assert seen == ["approximate/silent", "exact/following"]
 
 
 def test_silence_outweighs_everything_else(clock: FakeClock) -> None:
     """Also where no connection ever came up: a wrong port is said, not waited for."""
     stream, seen = health(clock)
-    stream.traffic(10_000)
+    stream.record_traffic(10_000)
     clock.advance(31)
-    stream.traffic(10_000)
+    stream.record_traffic(10_000)
     assert seen == ["approximate/silent"]

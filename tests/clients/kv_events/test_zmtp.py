@@ -124,9 +124,9 @@ async def test_a_subscription_says_hello_and_takes_messages() -> None:
     async with serving(peer) as address:
         with subscribed(address) as subscription:
             await until(lambda: subscription._connection is not None and subscription._connection.has_message)
-            assert subscription.connections() == [True]
-            assert subscription.message() == [b"kv", b"1", b"x" * 1000]
-            assert subscription.message() is None
+            assert subscription.take_connections() == [True]
+            assert subscription.take_message() == [b"kv", b"1", b"x" * 1000]
+            assert subscription.take_message() is None
             await until(lambda: peer.heard.endswith(encoded([b"\x01kv"])))
             assert peer.heard.startswith(b"\xff")
             assert b"\x05READY\x0bSocket-Type\x00\x00\x00\x03SUB" in peer.heard
@@ -151,8 +151,8 @@ async def test_other_peers_are_left_and_tried_again(said: tuple[bytes, ...]) -> 
     async with serving(peer) as address:
         with subscribed(address) as subscription:
             await until(lambda: peer.connections >= 2)
-            assert subscription.connections() == []
-            assert subscription.message() is None
+            assert subscription.take_connections() == []
+            assert subscription.take_message() is None
 
 
 async def test_what_a_broken_connection_brought_is_still_taken() -> None:
@@ -165,13 +165,13 @@ async def test_what_a_broken_connection_brought_is_still_taken() -> None:
             changes: list[bool] = []
 
             def told(*expected: bool) -> bool:
-                changes.extend(subscription.connections())
+                changes.extend(subscription.take_connections())
                 return changes == list(expected)
 
             await until(lambda: told(True, False))
             assert peer.connections == 1
-            assert [subscription.message(), subscription.message()] == [[b"kv", b"1"], [b"kv", b"2"]]
-            assert subscription.message() is None
+            assert [subscription.take_message(), subscription.take_message()] == [[b"kv", b"1"], [b"kv", b"2"]]
+            assert subscription.take_message() is None
             await until(lambda: told(True, False, True))
 
 
@@ -186,16 +186,16 @@ async def test_commands_before_the_end_hide_no_message() -> None:
             changes: list[bool] = []
 
             def is_lost() -> bool:
-                changes.extend(subscription.connections())
+                changes.extend(subscription.take_connections())
                 return changes == [True, False]
 
             await until(is_lost)
-            assert subscription.message() is None  # a few commands further
+            assert subscription.take_message() is None  # a few commands further
             assert not subscription._taken.is_set()
-            while (found := subscription.message()) is None:
+            while (found := subscription.take_message()) is None:
                 pass
             assert found == [b"kv", b"last"]
-            await until(lambda: subscription.message() is None and peer.connections == 2)
+            await until(lambda: subscription.take_message() is None and peer.connections == 2)
 
 
 async def test_a_subscription_that_ends_while_it_connects_leaves_nothing_open() -> None:
@@ -225,7 +225,7 @@ async def test_pings_are_answered() -> None:
         with subscribed(address) as subscription:
 
             def answered() -> bool:
-                assert subscription.message() is None
+                assert subscription.take_message() is None
                 return peer.heard.endswith(encoded([b"\x04PONGcontext"], flags=4))
 
             await until(answered)
@@ -239,7 +239,7 @@ async def test_a_silent_peer_is_asked_and_then_left(monkeypatch: pytest.MonkeyPa
     async with serving(peer) as address:
         with subscribed(address) as subscription:
             await until(lambda: peer.connections >= 2)
-            assert subscription.connections()[:2] == [True, False]
+            assert subscription.take_connections()[:2] == [True, False]
             assert peer.heard.count(encoded([b"\x04PING\0\0"], flags=4)) >= 2  # in each silence before the last
 
 
@@ -262,7 +262,7 @@ async def test_a_peer_that_is_not_read_is_not_called_silent(monkeypatch: pytest.
             await zmtp.open_connection(at_mute, silent)
             await until(partial(getattr, silent, "lost"))
         assert not unread.lost
-        assert unread.message() == [b"x" * 900]
+        assert unread.take_message() == [b"x" * 900]
         unread.close()
 
 
@@ -300,7 +300,7 @@ async def test_an_engine_that_restarts_while_its_batches_wait_ends_nothing() -> 
         first = publisher(context, 0)
         address = first.getsockopt_string(zmq.LAST_ENDPOINT)
         with subscribed(address) as subscription:
-            await until(lambda: subscription.connections() == [True])
+            await until(lambda: subscription.take_connections() == [True])
             engine = first
             for _ in range(3):
                 await until(until_a_message(subscription, engine))
@@ -312,9 +312,9 @@ async def test_an_engine_that_restarts_while_its_batches_wait_ends_nothing() -> 
                 changes: list[bool] = []
 
                 def up_again(changes: list[bool] = changes) -> bool:
-                    while subscription.message() is not None:
+                    while subscription.take_message() is not None:
                         pass
-                    changes += subscription.connections()
+                    changes += subscription.take_connections()
                     return changes == [False, True]
 
                 await until(up_again)
@@ -339,7 +339,7 @@ def until_a_message(subscription: Subscription, engine: zmq.Socket[bytes]) -> Ca
 
     def arrived() -> bool:
         engine.send_multipart([b"kv", b"first"])
-        return subscription.message() is not None
+        return subscription.take_message() is not None
 
     return arrived
 
@@ -357,7 +357,7 @@ async def test_a_connection_holds_no_more_than_its_share() -> None:
         assert 1000 <= memory.held_bytes < 1000 + 256 * 1024
         taken = 0
         while taken < 2000:
-            if connection.message() is None:
+            if connection.take_message() is None:
                 await asyncio.sleep(0)
             else:
                 taken += 1
@@ -384,7 +384,7 @@ async def test_a_flood_of_commands_is_obeyed_in_steps_and_answered_within_a_boun
         with subscribed(address) as subscription:
 
             def left() -> bool:
-                assert subscription.message() is None
+                assert subscription.take_message() is None
                 return peer.connections >= 2
 
             await until(left)
@@ -406,7 +406,7 @@ def test_the_loop_of_serve_carries_it_too() -> None:
             engine.send_multipart([b"kv", b"1", b"x"])
             await until(lambda: subscription._connection is not None and subscription._connection.has_message)
             last = None
-            while (found := subscription.message()) is not None:
+            while (found := subscription.take_message()) is not None:
                 last = found
             return last
 

@@ -27,11 +27,11 @@ async def test_leaving_a_stream_frees_the_engine(pair: Pair, saw: Saw) -> None:
             for _ in range(10):
                 await anext(lines)
             async with asyncio.timeout(60):  # the gauge is written a moment after the first tokens
-                while not (busy := await engine.metrics()).running:  # noqa: ASYNC110 - another program's state
+                while not (busy := await engine.fetch_metrics()).running:  # noqa: ASYNC110 - another program's state
                     await asyncio.sleep(0.05)
         freed_s = await until_in_flight(http, pair.a, 0)
         async with asyncio.timeout(60):  # so is it a moment after the last
-            while (idle := await engine.metrics()).running:  # noqa: ASYNC110 - another program's state
+            while (idle := await engine.fetch_metrics()).running:  # noqa: ASYNC110 - another program's state
                 await asyncio.sleep(0.05)
         end = proxy.metric("kvproxy_request_ends_total", end="client_disconnected")
         failures = proxy.proxy.clusters["default"].endpoints[0].health.failures
@@ -49,7 +49,7 @@ async def test_leaving_before_the_answer_frees_the_engine(pair: Pair, saw: Saw) 
         await until_in_flight(http, pair.a, 1)
         asking.cancel()
         freed_s = await until_in_flight(http, pair.a, 0)
-        idle = await engine.metrics()
+        idle = await engine.fetch_metrics()
         in_flight = proxy.metric("kvproxy_in_flight", cluster="default", endpoint="a")
     assert (idle.running, in_flight) == (0, 0)
     assert freed_s < 5

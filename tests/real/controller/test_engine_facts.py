@@ -18,9 +18,9 @@ async def test_metrics(pair: Pair, saw: Saw) -> None:
     """Every figure is found, and the counters grow by what was asked."""
     body = chat(pair.model.name, text(200, seed="scrape"))
     async with running_proxy({"a": pair.a.url}) as proxy, engine_client(pair.a) as engine:
-        before = await engine.metrics()
+        before = await engine.fetch_metrics()
         tokens = (await proxy.client.post("/v1/chat/completions", json=body)).json()["usage"]["prompt_tokens"]
-        after = await engine.metrics()
+        after = await engine.fetch_metrics()
     assert after.cache is not None
     assert (after.cache.block_tokens, after.cache.num_gpu_blocks) == (BLOCK_TOKENS, pair.a.blocks)
     assert (after.cache.prefix_caching, after.cache.ranks) == (True, 1)
@@ -37,10 +37,10 @@ async def test_metrics(pair: Pair, saw: Saw) -> None:
 async def test_version_models_and_event_streams(pair: Pair, saw: Saw) -> None:
     """What an engine says about itself is understood, addresses included."""
     async with engine_client(pair.a) as engine:
-        version = await engine.version()
-        models = await engine.models()
+        version = await engine.fetch_version()
+        models = await engine.list_models()
         (source,) = await engine.kv_event_sources()
-        assert await engine.health()
+        assert await engine.check_health()
     assert [(model.id, model.root) for model in models] == [(pair.model.name, str(pair.model.folder))]
     assert source.endpoint.startswith("tcp://127.0.0.1:")
     assert source.replay_endpoint is not None

@@ -44,10 +44,10 @@ async def test_the_instances_are_known(directory: LMCacheControllerClient, saw: 
     """Workers, health and index size, as kvproxy's readiness checks read them."""
     workers = await directory.query_worker_info()
     stats = await directory.key_stats()
-    health = {name: (await directory.health(name)).healthy for name in ("a", "b")}
+    health = {name: (await directory.check_health(name)).healthy for name in ("a", "b")}
     assert {worker.instance_id for worker in workers} == {"a", "b"} == {each.instance_id for each in stats.instances}
     assert health == {"a": True, "b": True}
-    assert not (await directory.health("nobody")).known
+    assert not (await directory.check_health("nobody")).known
     assert await directory.query_instance("127.0.0.1") in ("a", "b")
     saw(f"instances a and b healthy, {stats.total_key_count} chunks in the index; `nobody` is not known")
 

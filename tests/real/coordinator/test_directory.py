@@ -59,7 +59,7 @@ async def test_all_holders_are_known(pair: Pair, directory: LMCacheCoordinatorCl
     await held(directory, tokens, {"mp-a": whole})
     await asked_directly(pair.b.url, short)
     await held(directory, tokens, {"mp-a": whole, "mp-b": common})
-    instances = {one.instance_id for one in await directory.instances()}
+    instances = {one.instance_id for one in await directory.list_instances()}
     assert instances == {"mp-a", "mp-b"}
     saw(f"{len(tokens)} tokens: mp-a holds {whole}, mp-b {common} of them, both known at once")
 
@@ -109,10 +109,10 @@ async def test_memory_by_instance(pair: Pair, directory: LMCacheCoordinatorClien
     body = chat(TINY.name, text(300, seed="memory"))
     await asked_directly(pair.a.url, body)
     await held(directory, tokens := await chat_tokens(pair.a.url, body), {"mp-a": len(tokens) // CHUNK_TOKENS * 256})
-    usage = {one.instance_id: one.modules for one in (await directory.usage()).instances}
+    usage = {one.instance_id: one.modules for one in (await directory.fetch_usage()).instances}
     assert set(usage) == {"mp-a", "mp-b"}
     assert usage["mp-a"][0].used_bytes > 0
-    stats = await directory.stats()
+    stats = await directory.fetch_stats()
     assert stats.num_keys > 0
-    assert await directory.healthz()
+    assert await directory.check_health()
     saw(f"mp-a uses {usage['mp-a'][0].used_bytes >> 10} KiB; {stats.num_keys} keys, {stats.num_placements} placements")

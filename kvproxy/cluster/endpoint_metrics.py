@@ -1,0 +1,138 @@
+"""The metric series of one endpoint, made when first used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from prometheus_client import Gauge
+
+from kvproxy.cluster.engine_priority import EndpointPriority, PriorityState
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.metrics.collectors import Counter, CounterCell, Histogram, HistogramCell
+from kvproxy.types import EndpointId
+
+#: Models told apart on one endpoint; further ones are counted together.
+MAX_MODELS = 16
+OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """How long the requests of one model took on one endpoint."""
+
+    ttft: HistogramCell  # of streamed answers
+    whole: HistogramCell  # the same of others, whose first byte is their end
+    itl: HistogramCell
+    duration: HistogramCell
+
+
+class EndpointMetrics:
+    """Series of one endpoint, made when first used, so that no request pays for a look-up of labels.
+
+    After `close` they are gone from the exposition; late observations go nowhere.
+    """
+
+    def __init__(self, metrics: Metrics, cluster: str, endpoint: EndpointId) -> None:
+        self._metrics = metrics
+        self._labels = (cluster, str(endpoint))
+        self._children: dict[tuple[Counter, str], CounterCell] = {}
+        self._answers: dict[int, CounterCell] = {}  # of `requests`, by status: the one that every request needs
+        self._latencies: dict[str, Latency] = {}
+        self._series: list[tuple[Counter | Gauge | Histogram, tuple[str, ...]]] = []
+        self._closed = False
+        self._priority_shown = False
+        self.last_failure = ""  # reason of the last failed attempt; "": none failed yet
+        self.last_probe = ""  # outcome of the last probe
+
+    def request(self, status: int) -> None:
+        """A request was answered from here with this status."""
+        tally = self._answers.get(status)
+        if tally is None:
+            tally = self._tally(self._metrics.request.finished, str(status))
+            if tally is None:
+                return
+            self._answers[status] = tally
+        tally.value += 1.0
+
+    def latency(self, model: str) -> Latency | None:
+        """Histograms of this model's requests here; None once closed. `model` is from a closed set."""
+        latency = self._latencies.get(model)
+        if latency is not None or self._closed:
+            return latency
+        if len(self._latencies) >= MAX_MODELS and model != OTHER:
+            return self.latency(OTHER)
+        metrics, labels = self._metrics, (*self._labels, model)
+        streamed, whole = (*labels, "true"), (*labels, "false")
+        series = [
+            (metrics.latency.ttft, streamed),
+            (metrics.latency.ttft, whole),
+            (metrics.latency.itl, labels),
+            (metrics.latency.duration, labels),
+        ]
+        self._series += series
+        latency = self._latencies[model] = Latency(*(family.labels(*values) for family, values in series))
+        return latency
+
+    def attempt_failure(self, reason: str) -> None:
+        """An attempt here failed; `reason` as UpstreamError names it."""
+        self.last_failure = reason
+        self._count(self._metrics.request.attempt_failures, reason)
+
+    def ejection(self, reason: str) -> None:
+        """The endpoint was taken out."""
+        self._count(self._metrics.endpoint.ejections, reason)
+
+    def probe(self, outcome: str) -> None:
+        """An active probe ended."""
+        self.last_probe = outcome
+        self._count(self._metrics.endpoint.probes, outcome)
+
+    def engine_priority(self, outcome: str) -> None:
+        """A request carried its `priority`, or the engine refused it for that."""
+        self._count(self._metrics.endpoint.engine_priority_requests, outcome)
+
+    def show_priority(self, priority: EndpointPriority) -> None:
+        """The gauges read it from now on, if the engine is told a priority at all. Idempotent."""
+        if priority.off or self._priority_shown or self._closed:
+            return
+        self._priority_shown = True
+        gauge = self._metrics.endpoint.engine_priority_state
+        for state in PriorityState:
+            self.gauge(gauge, partial(priority.is_in, state), *self._labels, state.value)
+
+    def gauge(self, gauge: Gauge, read: Callable[[], float], *labels: str) -> None:
+        """Read a gauge of this endpoint at scrape time; `labels` where they are not cluster and endpoint."""
+        values = labels or self._labels
+        gauge.labels(*values).set_function(read)
+        self._series.append((gauge, values))
+
+    @property
+    def closed(self) -> bool:
+        """Whether the series are gone."""
+        return self._closed
+
+    def close(self) -> None:
+        """Remove every series of this endpoint. Idempotent."""
+        self._closed = True
+        for metric, values in self._series:
+            metric.remove(*values)
+        self._series.clear()
+        self._children.clear()
+        self._answers.clear()
+        self._latencies.clear()
+
+    def _count(self, counter: Counter, label: str) -> None:
+        tally = self._tally(counter, label)
+        if tally is not None:
+            tally.inc()
+
+    def _tally(self, counter: Counter, label: str) -> CounterCell | None:
+        """The series, made when there is none yet; None once closed."""
+        child = self._children.get((counter, label))
+        if child is None and not self._closed:
+            values = (*self._labels, label)
+            child = self._children[(counter, label)] = counter.labels(*values)
+            self._series.append((counter, values))
+        return child

@@ -1,0 +1,170 @@
+"""The number by which engines admit what waits in them: which requests carry one, and what each engine makes of it."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from datetime import UTC, datetime
+from enum import StrEnum
+
+from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
+from kvproxy.config.priority_schema import EnginePriorityMode, PriorityOrder
+from kvproxy.routing.costs import own_s
+from kvproxy.routing.engine_priority import EPOCH_S, LEVEL_S, TenantTurns, engine_priority, urgency_s
+from kvproxy.routing.load import EndpointLoad
+from kvproxy.routing.policy import OverlapFacts
+from kvproxy.routing.priority_trial import PriorityTrial, Verdict
+from kvproxy.routing.speeds import SpeedModel
+from kvproxy.types import Clock, EndpointId
+
+#: A request takes part in the experiment where so many are without a first token, itself among them.
+_PENDING = 4
+#: Two that wait are the fewest that can be ordered; after this long without, nothing waits in an engine.
+_WAITING, _NOTHING_WAITS_S = 2, 60.0
+
+
+def utc_seconds() -> float:
+    """Wall-clock seconds since 1970."""
+    return datetime.now(UTC).timestamp()
+
+
+class PriorityState(StrEnum):
+    """What is known of one engine; a metric label."""
+
+    UNKNOWN = "unknown"  # not enough waited in it yet to see an effect
+    OBEYS = "obeys"
+    IGNORES = "ignores"  # it accepts the number and orders by something else
+    REFUSED = "refused"  # it answered with an error that names the field
+
+
+class EndpointPriority:
+    """One engine: whether it is sent the number, and the experiment that tells whether it heeds it."""
+
+    __slots__ = ("_load", "_refused", "_rng", "_trial", "_waited_at", "mode", "order")
+
+    def __init__(
+        self, settings: EndpointSettings, cluster: ClusterSettings, *, load: EndpointLoad, rng: random.Random
+    ) -> None:
+        self._load = load
+        self._rng = rng
+        self._waited_at = -math.inf  # when its own count last had several waiting
+        self.configure(settings, cluster)
+        self.restarted()
+
+    def configure(self, settings: EndpointSettings, cluster: ClusterSettings) -> None:
+        """Take over what the configuration says; what is known of the engine stays."""
+        self.mode = settings.engine_priority or cluster.engine_priority
+        self.order = settings.engine_priority_order or cluster.engine_priority_order
+
+    @property
+    def off(self) -> bool:
+        """Nothing is sent and nothing is looked for."""
+        return self.mode is EnginePriorityMode.OFF
+
+    @property
+    def state(self) -> PriorityState:
+        """As far as it is known."""
+        return PriorityState.REFUSED if self._refused else PriorityState(self._trial.verdict)
+
+    def is_in(self, state: PriorityState) -> bool:
+        """Whether this is what is known of the engine, where it is told a priority."""
+        return not self.off and self.state is state
+
+    def sends(self, now: float) -> bool:
+        """Whether a request that goes there now carries the number: by `auto` not where order cannot show, because
+        nothing waits in the engine by its own count, nor where it has none."""
+        if self.off or self._refused:
+            return False
+        if self.mode is EnginePriorityMode.ON:
+            return True
+        return self._trial.verdict is not Verdict.IGNORES and self.waits(now)
+
+    def waits(self, now: float) -> bool:
+        """Whether several requests waited in the engine of late; also where it does not tell."""
+        engine = self._load.engine
+        if engine is None or engine.waiting is None:
+            return True
+        if engine.waiting >= _WAITING:
+            self._waited_at = engine.read_at
+        return now - self._waited_at < _NOTHING_WAITS_S
+
+    def number(self, urgency: float, request: object, now: float, *, hidden: bool) -> int:
+        """As the engine takes it. `request` is what `first_token` and `ended` will be told; the first token of a
+        `hidden` one will not be seen."""
+        trial = self._trial
+        unsettled = not hidden and trial.verdict is Verdict.UNKNOWN
+        if unsettled and self._load.pending_requests >= _PENDING and self.waits(now):
+            urgency = trial.place(request, urgency)
+        number = engine_priority(urgency)
+        return number if self.order is PriorityOrder.LOWEST_FIRST else -number
+
+    def first_token(self, request: object, now: float) -> None:
+        """A request on this engine got its first token."""
+        if not self.off and self._trial.verdict is Verdict.UNKNOWN:
+            self._trial.first_token(request, now)
+
+    def ended(self, request: object) -> None:
+        """A request on this engine is over."""
+        self._trial.ended(request)
+
+    def refused(self) -> None:
+        """The engine takes no request with the number, and the same request without."""
+        self._refused = True
+
+    def restarted(self) -> None:
+        """Another process, maybe with other flags: nothing is known of it."""
+        self._refused = False
+        self._trial = PriorityTrial(self._rng)
+
+    def status(self, now: float) -> dict[str, object] | None:
+        """For people; None where it is off."""
+        if self.off:
+            return None
+        trial = self._trial
+        return {
+            "mode": self.mode.value,
+            "order": self.order.value,
+            "state": self.state.value,
+            "waits": self.waits(now),
+            "sends": self.sends(now),
+            "pairs": trial.pairs,
+            "pairs_in_order": trial.in_order,
+        }
+
+
+class ClusterPriority:
+    """The urgency of one cluster's requests, in seconds: own work at the learned speed, arrival, class and tenant."""
+
+    def __init__(
+        self, *, ageing: float, speeds: Callable[[], SpeedModel | None], clock: Clock, wall_clock: Clock = utc_seconds
+    ) -> None:
+        self.ageing = ageing
+        self._speeds = speeds
+        self.clock = clock
+        self._wall_clock = wall_clock
+        self._turns = TenantTurns()
+
+    def urgency_s(
+        self,
+        facts: OverlapFacts,
+        endpoint: EndpointId,
+        *,
+        received_at: float,
+        now: float,
+        level: int = 0,
+        tenant: str = "",
+        endpoints: int = 1,
+    ) -> float:
+        """Of a request that was received at that time of the clock and goes to `endpoint`, one of so many; the work is
+        counted as granted to its tenant. `level`: of its class, larger first."""
+        speeds = self._speeds()
+        own, slowness = 0.0, 1.0
+        if speeds is not None:
+            own, slowness = own_s(facts, endpoint, speeds.seconds), speeds.slowness(endpoint, now)
+        class_s = level * LEVEL_S
+        if tenant:
+            class_s -= self._turns.behind_s(tenant, endpoints, now)
+            self._turns.grant(tenant, own, now)
+        arrived = self._wall_clock() - EPOCH_S - (now - received_at)
+        return urgency_s(own, arrived, slowness=slowness, ageing=self.ageing, class_s=class_s)

@@ -1,0 +1,117 @@
+"""Whether an engine admits by the number that requests carry: an experiment on live traffic. Pure.
+
+No endpoint of an engine tells its scheduling policy, and one that orders by arrival accepts the number without effect.
+So two requests that wait together are compared. The first is any; the second, placed while the first waits, is put just
+before or just behind it by the toss of a coin. The pair counts once others were given their first token meanwhile (both
+did wait), and tells whether the one put ahead came first. In an engine that pays no heed to the number this is so in
+half of the pairs, whatever else it orders by: lengths, arrival, chunks. A sequential test ends it.
+
+It costs one request of a pair the difference between its own place and its neighbour's; one pair runs at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+from random import Random
+
+#: Of the pairs, those in order: in an engine that pays no heed, and at least in one that does.
+_HEEDLESS, _HEEDING = 0.5, 0.75
+#: Errors of either kind.
+_ERROR = 0.01
+_ENOUGH = math.log((1 - _ERROR) / _ERROR)
+_IN_ORDER = math.log(_HEEDING / _HEEDLESS)
+_OUT_OF_ORDER = math.log((1 - _HEEDING) / (1 - _HEEDLESS))
+
+#: How far apart the two are put, in seconds of urgency: room for others between them.
+GAP_S = 0.2
+#: First tokens of others that must come while both wait.
+_OTHERS = 2
+#: First tokens closer together than this came out of one step.
+_SAME_STEP_S = 0.002
+
+
+class Verdict(StrEnum):
+    """What is known of an engine; a metric label."""
+
+    UNKNOWN = "unknown"  # not enough was seen waiting together yet
+    OBEYS = "obeys"
+    IGNORES = "ignores"
+
+
+class PriorityTrial:
+    """The experiment on one engine. A request is any object that is the same at its placement and its first token."""
+
+    __slots__ = (
+        "_ahead",
+        "_evidence",
+        "_first",
+        "_first_s",
+        "_order",
+        "_others",
+        "_rng",
+        "_second",
+        "in_order",
+        "pairs",
+    )
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+        self.pairs = 0
+        self.in_order = 0
+        self._evidence = 0.0
+        self._first: object | None = None
+        self._second: object | None = None
+        self._first_s = 0.0  # the first one's urgency
+        self._ahead = False  # the second one was put ahead
+        self._others = 0  # first tokens since both wait
+        self._order: tuple[bool, float] | None = None  # whether the second one came first, and when
+
+    @property
+    def verdict(self) -> Verdict:
+        """As far as the pairs tell, with at most one error in a hundred of either kind."""
+        if self._evidence >= _ENOUGH:
+            return Verdict.OBEYS
+        return Verdict.IGNORES if self._evidence <= -_ENOUGH else Verdict.UNKNOWN
+
+    def place(self, request: object, urgency: float) -> float:
+        """The urgency that `request`, which will have to wait and whose first token will be seen, is sent with."""
+        if self._first is None:
+            self._first, self._first_s = request, urgency
+        elif self._second is None and self._order is None:
+            self._second, self._ahead = request, self._rng.random() < 0.5
+            return self._first_s - GAP_S if self._ahead else self._first_s + GAP_S
+        return urgency
+
+    def first_token(self, request: object, now: float) -> None:
+        """A request of this engine, in the experiment or not, got its first token."""
+        if request is not self._first and request is not self._second:
+            self._others += self._second is not None
+        elif self._second is None:
+            self._clear()
+        elif self._order is None:
+            if self._others < _OTHERS:
+                self._clear()
+            else:
+                self._order = (request is self._second, now)
+        else:
+            second_came_first, at = self._order
+            if now - at > _SAME_STEP_S:
+                self._count(second_came_first is self._ahead)
+            self._clear()
+
+    def ended(self, request: object) -> None:
+        """A request is over, maybe without a first token."""
+        if request is not self._first and request is not self._second:
+            return
+        if self._order is None or request is not (self._second if self._order[0] else self._first):
+            self._clear()  # else it came first, and the other one is still awaited
+
+    def _count(self, in_order: bool) -> None:
+        self.pairs += 1
+        self.in_order += in_order
+        self._evidence += _IN_ORDER if in_order else _OUT_OF_ORDER
+
+    def _clear(self) -> None:
+        self._first = self._second = self._order = None
+        self._others = 0

@@ -1,0 +1,114 @@
+"""The requests of a simulated engine: how far each is, and the line in which they wait."""
+
+from __future__ import annotations
+
+import heapq
+from itertools import count
+
+from kvproxy.simulator.engine_io import Scheduling, SimRequest
+from kvproxy.simulator.kv_event import BlockStored, ExtraKeys
+
+
+class Sequence:
+    """Progress of one request. `computed` tokens have their KV in `blocks`; `target` must be reached before the next
+    token comes out of a prefill. While decoding, the newest token's KV is not computed yet."""
+
+    __slots__ = (
+        "admitted_at",
+        "blocks",
+        "cached_tokens",
+        "computed",
+        "generated",
+        "gone",
+        "hashed",
+        "request",
+        "submitted_at",
+        "target",
+    )
+
+    def __init__(self, request: SimRequest, submitted_at: float) -> None:
+        self.request = request
+        self.submitted_at = submitted_at
+        self.admitted_at: float | None = None
+        self.cached_tokens = 0
+        self.generated = 0
+        self.gone = False
+        self.restart()
+
+    def restart(self) -> None:
+        """Back to the waiting line with nothing computed; what was generated is computed again with the prompt."""
+        self.blocks: list[int] = []
+        self.hashed = 0
+        self.computed = 0
+        self.target = self.request.prompt_tokens + self.generated
+
+    @property
+    def urgency(self) -> tuple[int, float]:
+        """What priority scheduling goes by: the lowest first."""
+        return self.request.priority, self.submitted_at
+
+    @property
+    def remaining(self) -> int:
+        """Tokens still to generate."""
+        return self.request.output_tokens - self.generated
+
+    def stored_event(self, first: int, last: int, block_size: int, *, parent: int | None) -> BlockStored:
+        """The event for blocks `first` up to, not including, `last`."""
+        request = self.request
+        return BlockStored(
+            block_hashes=tuple(request.block_hashes[first:last]),
+            parent=parent,
+            token_ids=tuple(request.token_ids[first * block_size : last * block_size]),
+            lora_id=request.lora_id,
+            lora_name=request.lora_name,
+            extra_keys=tuple(self._extra_keys(block) for block in range(first, last)) if request.token_ids else (),
+        )
+
+    def _extra_keys(self, block: int) -> ExtraKeys | None:
+        request = self.request
+        lora = (request.lora_name,) if request.lora_name is not None else ()
+        salt = (request.cache_salt,) if request.cache_salt is not None and block == 0 else ()
+        return (*lora, *salt) or None
+
+
+class WaitingLine:
+    """Sequences that wait for admission, in the order of vLLM's two policies: as they came, those that were preempted
+    in front; or the lowest priority first and then the earliest arrival, preempted or not."""
+
+    def __init__(self, scheduling: Scheduling) -> None:
+        self._by_priority = scheduling is Scheduling.PRIORITY
+        self._heap: list[tuple[float, float, int, Sequence]] = []
+        self._waiting: dict[str, Sequence] = {}
+        self._numbers = count()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        """A request that came just now."""
+        self._push(sequence, next(self._numbers))
+
+    def put_back(self, sequence: Sequence) -> None:
+        """A sequence that was preempted."""
+        self._push(sequence, -next(self._numbers))
+
+    def first(self) -> Sequence:
+        """The next one to admit; the line is not empty."""
+        while self._waiting.get(self._heap[0][3].request.id) is not self._heap[0][3]:
+            heapq.heappop(self._heap)
+        return self._heap[0][3]
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a sequence out, if it is here."""
+        if self._waiting.get(sequence.request.id) is sequence:
+            del self._waiting[sequence.request.id]
+            if self._heap[0][3] is sequence:
+                heapq.heappop(self._heap)
+            elif len(self._heap) > 2 * len(self._waiting) + 16:
+                self._heap = [entry for entry in self._heap if self._waiting.get(entry[3].request.id) is entry[3]]
+                heapq.heapify(self._heap)
+
+    def _push(self, sequence: Sequence, number: int) -> None:
+        urgency = sequence.urgency if self._by_priority else (0, 0.0)
+        self._waiting[sequence.request.id] = sequence
+        heapq.heappush(self._heap, (*urgency, number, sequence))
