@@ -390,6 +390,7 @@ class Cluster:
             cluster=self.name,
             metrics=self._metrics,
             clock=self._clock,
+            payoff=self.priority.payoff,
             rng=self._rng,
             on_change=self._screening.invalidate,
         )
@@ -414,10 +415,9 @@ class Cluster:
         """Hidden requests that are due are taken as prefilled."""
         if (speeds := self.policies.deciding_speeds) is not None:
             selector.advance(self._hiding, speeds, now)
-        for endpoint in self._hiding:
+        for endpoint in [*self._hiding]:
             if not endpoint.load.hidden_requests:
-                self._hiding.discard(endpoint)  # one at a time will do: those behind it have their turn next
-                return
+                self._hiding.discard(endpoint)
 
     def _arrange_queue(self) -> None:
         """As the settings say: the queue there is goes on with the requests in it, or places them all at once."""
