@@ -103,7 +103,7 @@ def _figures(rounds: Sequence[Sequence[Decided]]) -> dict[str, float]:
 def watched(world: World) -> Stopwatch:
     """Stands in front of everything that takes part, from now on."""
     watch, kv, cluster, local = Stopwatch(), world.kv, world.cluster, world.local
-    overlap, precise = kv.overlap, local.precise.lookup
+    overlap, precise = kv.overlap, local.precise.match_prompt
     local.hashes = watch.timed("text hashes", local.hashes)  # type: ignore[method-assign]
     local.overlaps = watch.timed("facts", local.overlaps)  # type: ignore[method-assign]
     tree = {
@@ -116,7 +116,7 @@ def watched(world: World) -> Stopwatch:
     def lookup(hashes_at: Callable[[int], object]) -> object:
         return precise(watch.timed("token hashes", hashes_at))
 
-    found.lookup = watch.timed("precise index, lookup", lookup)
+    found.match_prompt = watch.timed("precise index, lookup", lookup)
     local.precise = found  # type: ignore[assignment]
     overlap.tokens.recall = watch.timed("token memory", overlap.tokens.recall)  # type: ignore[method-assign]
     kv.feedback.finished = watch.timed("compare with the engine", kv.feedback.finished)  # type: ignore[method-assign]

@@ -176,7 +176,7 @@ class World:
         """What the engine's events and `/tokenize` bring after the response."""
         whole = tokens[: len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS]
         hashes = tuple(token_blocks(whole, BLOCK_TOKENS, 1))
-        self.local.precise.apply(endpoint, 0, [BlockStored(hashes, None, whole, BLOCK_TOKENS)])
+        self.local.precise.apply_events(endpoint, 0, [BlockStored(hashes, None, whole, BLOCK_TOKENS)])
         self.kv.overlap.tokens.learned(facts, tokens)
 
 

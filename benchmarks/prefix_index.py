@@ -157,7 +157,7 @@ def _precise(shape: data.Shape) -> dict[str, float]:
         start = time.process_time()
         events = [*decode_batch(frames).events(Skipped())]
         read = time.process_time()
-        index.apply(_NAMES[endpoint], 0, events)
+        index.apply_events(_NAMES[endpoint], 0, events)
         spent += time.process_time() - read
         wire_spent += read - start
     memory = data.resident_bytes() - before - len(prompts) * prompts.itemsize
@@ -170,11 +170,11 @@ def _precise(shape: data.Shape) -> dict[str, float]:
         for at in range(0, len(prompts), per_prompt)
     ]
     asked *= -(-data.LOOKUPS // len(asked))
-    found = index.lookup(lambda size: asked[0])
+    found = index.match_prompt(lambda size: asked[0])
     assert max(match.tokens for match in found.values()) == per_prompt
 
     def lookup(hashes: array[int]) -> object:
-        return index.lookup(lambda size: hashes)
+        return index.match_prompt(lambda size: hashes)
 
     return {
         "blocks_per_s": shape.stored / spent,

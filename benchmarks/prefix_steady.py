@@ -58,20 +58,20 @@ class Engine:
 def steady() -> dict[str, float]:
     """Microseconds by what happens."""
     engine, index = Engine(), PreciseIndex()
-    index.apply(_ENGINE, 0, [engine.system])
+    index.apply_events(_ENGINE, 0, [engine.system])
     while engine.held < _CAPACITY - _PREFILL - _DECODED:
-        index.apply(_ENGINE, 0, engine.request())
+        index.apply_events(_ENGINE, 0, engine.request())
     events = [event for _ in range(300) for event in engine.request()]
     blocks = sum(event.blocks for event in events if isinstance(event, BlockStored))
     result = {"a block stored and one evicted, at capacity": _spent(index, events) / blocks}
     assert index.counts.removed_unknown == 0
-    assert index.rows(_ENGINE) == engine.held + _SYSTEM
+    assert index.count_rows(_ENGINE) == engine.held + _SYSTEM
     return result | _single(engine) | {"512 blocks while a source grows to a million, the longest of all": _longest()}
 
 
 def _single(engine: Engine) -> dict[str, float]:
     index, parents, decoded = PreciseIndex(), [engine.system.block_hashes[-1]] * 64, []
-    index.apply(_ENGINE, 0, [engine.system])
+    index.apply_events(_ENGINE, 0, [engine.system])
     for turn in range(64 * 200):
         event = engine.stored(1, parents[turn % 64])  # type: ignore[arg-type]
         parents[turn % 64] = event.block_hashes[0]
@@ -80,14 +80,14 @@ def _single(engine: Engine) -> dict[str, float]:
     shuffled = list(run.block_hashes)
     random.Random(1).shuffle(shuffled)
     result = {"one decoded block": _spent(index, decoded) / len(decoded)}
-    index.apply(_ENGINE, 0, [run])
+    index.apply_events(_ENGINE, 0, [run])
     result["a block told again, of 2 000"] = _spent(index, [run] * 10) / 20_000
     result["its copy to host memory"] = _spent(index, [replace(run, medium="CPU")]) / 2000
     gone = [BlockRemoved((each,)) for each in reversed(run.block_hashes)]
     result["evicted from the device, last first"] = _spent(index, gone) / 2000
     gone = [BlockRemoved((each,), medium="CPU") for each in run.block_hashes]
     result["from host memory, first first"] = _spent(index, gone) / 2000
-    index.apply(_ENGINE, 0, [run])
+    index.apply_events(_ENGINE, 0, [run])
     result["in random order"] = _spent(index, [BlockRemoved((each,)) for each in shuffled]) / 2000
     return result
 
@@ -105,5 +105,5 @@ def _spent(index: PreciseIndex, events: Iterable[KvEvent]) -> float:
     """Microseconds of CPU time, one call an event."""
     start = time.process_time()
     for event in events:
-        index.apply(_ENGINE, 0, (event,))
+        index.apply_events(_ENGINE, 0, (event,))
     return 1e6 * (time.process_time() - start)

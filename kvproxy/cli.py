@@ -154,6 +154,14 @@ def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
     doctor.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     doctor.add_argument("--strict", action="store_true", help="exit with 2 when there are only warnings")
     doctor.add_argument("-v", "--verbose", action="store_true", help="list the checks that passed, too")
+    advise = doctor.add_argument_group("advice", "instead of the visit: which settings would help the traffic that "
+                                       "receipts recorded; nothing is changed")  # fmt: skip
+    advise.add_argument(
+        "--advise", action="store_true", help="engine settings and kvproxy's own, with the expected gain"
+    )
+    advise.add_argument("--advise-budget", default="60s", metavar="DURATION",
+                        help="for simulations; 0s: only what needs none (default %(default)s)")  # fmt: skip
+    advise.add_argument("--receipts", type=Path, metavar="FILE", help="else `receipts.path` of the configuration")
     doctor.set_defaults(run="commands.doctor:main")
 
 

@@ -24,6 +24,7 @@ ROWS: tuple[dict[str, str], ...] = (
     {"commands": "what each command of `kvproxy` does"},
     {"app": "the one composition root: a configuration becomes a running proxy"},
     {"runtime": "what a configuration is built into, and what outlives a reload"},
+    {"advise": "which settings would help the traffic that was recorded"},
     {
         "admin": "the operator's listener: status, the live page, `/pick`, reload",
         "replay": "policies on recorded requests, in virtual time",
@@ -170,7 +171,7 @@ def test_only_the_command_line_and_replay_use_the_simulator() -> None:
     users = {
         _room(module) for module, targets in _graph().items() if any(_room(target) == "simulator" for target in targets)
     }
-    assert users <= {"simulator", "cli", "commands", "replay"}
+    assert users <= {"simulator", "cli", "commands", "replay", "advise"}
 
 
 def test_files_stay_readable() -> None:

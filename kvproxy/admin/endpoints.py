@@ -70,7 +70,7 @@ class EndpointRoutes:
             )
         if not cluster.add(endpoint):
             raise RequestRefused(409, Problem("id", "too many endpoints were added already", "remove some"))
-        self._audit.write(request, "endpoint.add", cluster=cluster.name, endpoint=endpoint.id, url=endpoint.url)
+        self._audit.write_line(request, "endpoint.add", cluster=cluster.name, endpoint=endpoint.id, url=endpoint.url)
         return self._status_of(cluster, endpoint.id, 201)
 
     async def _drain(self, request: Request) -> Response:
@@ -79,7 +79,7 @@ class EndpointRoutes:
         draining = not request.url.path.endswith("/undrain")
         before, endpoint.draining = endpoint.draining, draining
         action = "endpoint.drain" if draining else "endpoint.undrain"
-        self._audit.write(request, action, cluster=cluster.name, endpoint=endpoint.id, was_draining=before)
+        self._audit.write_line(request, action, cluster=cluster.name, endpoint=endpoint.id, was_draining=before)
         return self._status_of(cluster, endpoint.id)
 
     async def _weight(self, request: Request) -> Response:
@@ -95,7 +95,7 @@ class EndpointRoutes:
         before = endpoint.configured_weight
         cluster.reweight(endpoint.id, float(weight))
         where = {"cluster": cluster.name, "endpoint": endpoint.id}
-        self._audit.write(request, "endpoint.weight", **where, before=before, after=float(weight))
+        self._audit.write_line(request, "endpoint.weight", **where, before=before, after=float(weight))
         return self._status_of(cluster, endpoint.id)
 
     async def _remove(self, request: Request) -> Response:
@@ -103,7 +103,9 @@ class EndpointRoutes:
         cluster, endpoint = self._endpoint(request)
         in_flight = endpoint.load.in_flight
         cluster.remove(endpoint.id)
-        self._audit.write(request, "endpoint.remove", cluster=cluster.name, endpoint=endpoint.id, in_flight=in_flight)
+        self._audit.write_line(
+            request, "endpoint.remove", cluster=cluster.name, endpoint=endpoint.id, in_flight=in_flight
+        )
         return reply({"removed": endpoint.id, "cluster": cluster.name, "in_flight": in_flight})
 
     def _cluster(self, name: Any) -> Cluster:

@@ -75,7 +75,7 @@ class LiveView:
         self._answers: dict[str, tuple[float, bytes]] = {}  # by span
         self._hot: list[dict[str, object]] = []
         self._hot_at = -HOT_AGAIN_S
-        history.on_sample.append(lambda now: self._troubles.update(now, self._minute(now)))
+        history.on_sample.append(lambda now: self._troubles.update_findings(now, self._minute(now)))
 
     def routes(self) -> list[Route]:
         """Its path."""
@@ -88,11 +88,11 @@ class LiveView:
         made_at, body = self._answers.get(span, (now - SHARED_S, b""))
         if now - made_at >= SHARED_S:
             await self._refresh_hot(now)
-            body = msgspec.json.encode(self.snapshot(now, span))
+            body = msgspec.json.encode(self.take_snapshot(now, span))
             self._answers[span] = (now, body)
         return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
 
-    def snapshot(self, now: float, span: str = SPANS[0]) -> dict[str, object]:
+    def take_snapshot(self, now: float, span: str = SPANS[0]) -> dict[str, object]:
         """All of it but for hot prefixes, which are as of the last look."""
         operated = self._operated
         ready, why = check_readiness(operated)
@@ -116,7 +116,7 @@ class LiveView:
             "failed_decisions": list_decisions(operated, DECISIONS, result=FAILED),
             "findings": [
                 {"severity": one.severity, "where": one.where, "what": one.what, "fix": one.fix, "age_s": now - since}
-                for one, since in self._troubles.update(now, minute)
+                for one, since in self._troubles.update_findings(now, minute)
             ],
         }
 

@@ -66,7 +66,7 @@ class PickRoutes:
         if not question.reserve:
             return reply(shown)
         pick, service = cluster.reserve(decision, now), operated.kvcache
-        held = self._held.hold(cluster, pick, service=service, facts=facts, lease_s=question.lease_s)
+        held = self._held.hold_pick(cluster, pick, service=service, facts=facts, lease_s=question.lease_s)
         shown["reservation"] = {"id": held.id, "lease_s": question.lease_s}
         return reply(shown, 201)
 
@@ -99,7 +99,7 @@ class PickRoutes:
 
     async def _done(self, request: Request) -> Response:
         ended = await parse_report(request)
-        held: PickReservation | None = self._held.end(request.path_params["id"], ended)
+        held: PickReservation | None = self._held.end_pick(request.path_params["id"], ended)
         if held is None:
             raise _unknown()
         return reply({"endpoint": held.pick.endpoint.id, "outcome": ended.outcome.value})

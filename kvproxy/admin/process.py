@@ -97,10 +97,10 @@ class SettingsRoutes:
             raise RequestRefused(409, Problem("", "the proxy was not started from a file", "start it with -c FILE"))
         reloaded = await reloader()
         if reloaded.errors:
-            self._audit.write(request, "reload", before="", after="refused")
+            self._audit.write_line(request, "reload", before="", after="refused")
             raise RequestRefused(422, *reloaded.errors)
         outcome = {"after_restart": list(reloaded.after_restart), "lost": reloaded.lost}
-        self._audit.write(request, "reload", before="", after="applied", **outcome)
+        self._audit.write_line(request, "reload", before="", after="applied", **outcome)
         return reply({"reloaded": True, **outcome})
 
     async def _log(self, request: Request) -> Response:
@@ -117,7 +117,7 @@ class SettingsRoutes:
             raise RequestRefused(422, *problems)
         before = _level()
         self._set_level(str(level).upper())
-        self._audit.write(request, "log.level", before=before, after=level)
+        self._audit.write_line(request, "log.level", before=before, after=level)
 
 
 def _level() -> str:

@@ -102,7 +102,7 @@ class Audit:
     def __init__(self) -> None:
         log.setLevel(logging.INFO)
 
-    def write(self, request: Request, action: str, **what: Any) -> None:
+    def write_line(self, request: Request, action: str, **what: Any) -> None:
         """`request` changed something; `what` says what, with plain values."""
         origin = request.client.host if request.client else "unknown"
         log_fields(log, "admin", {"action": action, "from": origin, **what})

@@ -75,7 +75,7 @@ class Reservations:
         """Whether there is no place for another one."""
         return len(self._held) >= self._limit
 
-    def hold(
+    def hold_pick(
         self, cluster: Cluster, pick: Pick, *, service: KvCache | None, facts: RequestFacts | None, lease_s: float
     ) -> PickReservation:
         """Keep this pick until it is settled, at most `lease_s`."""
@@ -94,7 +94,7 @@ class Reservations:
             held.pick.first_token(self._clock())
         return held is not None
 
-    def end(self, name: str, ended: Ended) -> PickReservation | None:
+    def end_pick(self, name: str, ended: Ended) -> PickReservation | None:
         """The request is over; None when there is no such reservation (any more)."""
         held = self._held.pop(name, None)
         if held is not None:

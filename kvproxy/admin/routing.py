@@ -67,7 +67,7 @@ class RoutingRoutes:
             policy.settings = after
             old, new = before.model_dump(), after.model_dump()
             changed = {key: {"before": old[key], "after": new[key]} for key in new if old[key] != new[key]}
-            self._audit.write(request, "routing.change", cluster=name, parameters=changed)
+            self._audit.write_line(request, "routing.change", cluster=name, parameters=changed)
 
     def _find_policy(self, name: str, problems: list[Problem]) -> Policy | None:
         """The cluster's own, where it has parameters."""

@@ -94,7 +94,7 @@ class Troubles:
         self._operated = operated
         self._since: dict[tuple[str, ...], float] = {}
 
-    def update(self, now: float, minute: Tally) -> list[tuple[Trouble, float]]:
+    def update_findings(self, now: float, minute: Tally) -> list[tuple[Trouble, float]]:
         """All there are, each with when it was seen first, the worst first."""
         present = [*self._endpoints(now, minute), *self._sources(now), *_failing(minute), *self._rest()]
         self._since = {one.key: self._since.get(one.key, now) for one in present}

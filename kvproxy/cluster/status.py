@@ -36,5 +36,5 @@ def show_learned(metrics: Metrics, clusters: Callable[[], Iterable[Cluster]], *,
                 for endpoint in cluster.endpoints:
                     yield (cluster.name, str(endpoint.id)), cluster.speeds.slowness(endpoint.id, clock())
 
-    metrics.cache.learned_tokens_per_s.read(speeds)
-    metrics.cache.learned_slowness.read(slowness)
+    metrics.cache.learned_tokens_per_s.set_source(speeds)
+    metrics.cache.learned_slowness.set_source(slowness)

@@ -11,16 +11,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from kvproxy.advise import report as advice_report
+from kvproxy.advise.adviser import Adviser
+from kvproxy.advise.engines import EngineSettingsSeen, ask_engines
 from kvproxy.commands.configuration import named_file
 from kvproxy.commands.serve import run_loop
 from kvproxy.config.load import check_config, load_endpoints
 from kvproxy.config.model import parse_duration_s
 from kvproxy.config.schema import Config
-from kvproxy.doctor.report import print_json, print_table
-from kvproxy.doctor.tools import Tools, VisitTimeouts
+from kvproxy.doctor.checks.configuration import convert_problems
+from kvproxy.doctor.report import DoctorReport, print_json, print_table
+from kvproxy.doctor.tools import Tools, VisitTimeouts, utc_seconds
 from kvproxy.doctor.visit import diagnose
 from kvproxy.errors import ConfigError, Problem
 from kvproxy.filters.registry import discover
+from kvproxy.replay.command import INTERRUPTED
+
+#: As a nice program, to leave the processor to others.
+_NICE = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +42,26 @@ class DoctorOptions:
     strict: bool = False
     lenient: bool = False
     verbose: bool = False
+    advise: bool = False
+    budget: str = "60s"
+    receipts: Path | None = None
 
 
 def main(args: argparse.Namespace) -> int:
     """`kvproxy doctor`."""
     options = DoctorOptions(
-        named_file(args), args.endpoint, args.timeout, args.json, args.strict, args.lenient, args.verbose
-    )
+        named_file(args), args.endpoint, args.timeout, args.json, args.strict, args.lenient, args.verbose,
+        advise=args.advise, budget=args.advise_budget, receipts=args.receipts,
+    )  # fmt: skip
+    if options.advise:
+        os.nice(_NICE)  # it often runs beside the proxy
+        return advise(options, out=sys.stdout, err=sys.stderr)
     return run(options, out=sys.stdout, err=sys.stderr)
 
 
 def run(options: DoctorOptions, *, out: TextIO, err: TextIO) -> int:
     """Print the verdict; 0 fine, 1 problems, 2 only warnings with `strict`. Raises ConfigError for a wrong command."""
-    timeout_s = _timeout_s(options.timeout)
+    timeout_s = _duration_s("--timeout", options.timeout)
     config, problems = load(options)
 
     async def visit() -> int:
@@ -64,6 +79,32 @@ def run(options: DoctorOptions, *, out: TextIO, err: TextIO) -> int:
     return run_loop(visit)
 
 
+def advise(options: DoctorOptions, *, out: TextIO, err: TextIO) -> int:
+    """Print advice; 0, 1 when the configuration has errors, 130 when Ctrl-C ended it early."""
+    timeout_s, budget_s = _duration_s("--timeout", options.timeout), _budget_s(options.budget)
+    config, problems = load(options)
+    if config is None:
+        print_table(DoctorReport.of(convert_problems(problems)), out)
+        return 1
+    tools = Tools(timeouts=VisitTimeouts(exchange_s=timeout_s))
+    engines: list[EngineSettingsSeen] = []
+
+    async def visit() -> int:
+        engines.extend(await ask_engines(config, tools=tools))
+        return 0
+
+    run_loop(visit)
+    path = options.receipts or (Path(config.receipts.path) if config.receipts.path else None)
+    adviser = Adviser(config, engines, path, budget_s=budget_s, now=utc_seconds(), err=err)
+    pools = adviser.advise()
+    if options.as_json:
+        advice_report.print_json(pools, adviser.notes, out, now=adviser.now)
+    else:
+        width, colour = shutil.get_terminal_size().columns, out.isatty() and "NO_COLOR" not in os.environ
+        advice_report.print_text(pools, adviser.notes, out, now=adviser.now, width=width, colour=colour)
+    return INTERRUPTED if adviser.interrupted else 0
+
+
 def load(options: DoctorOptions) -> tuple[Config | None, list[Problem]]:
     """The configuration, None when it has errors, and what is wrong with it. Raises ConfigError when none is named."""
     if (options.path is None) == (not options.endpoints):
@@ -78,11 +119,15 @@ def load(options: DoctorOptions) -> tuple[Config | None, list[Problem]]:
     return check_config(Path(options.path), extra_filters=extra, lenient=options.lenient)
 
 
-def _timeout_s(text: str) -> float:
+def _duration_s(option: str, text: str) -> float:
+    seconds = _budget_s(text, option)
+    if seconds <= 0:
+        raise ConfigError([Problem(option, "must be longer than 0")])
+    return seconds
+
+
+def _budget_s(text: str, option: str = "--advise-budget") -> float:
     try:
-        timeout_s = parse_duration_s(text)
+        return parse_duration_s(text)
     except ValueError as error:
-        raise ConfigError([Problem("--timeout", str(error))]) from None
-    if timeout_s <= 0:
-        raise ConfigError([Problem("--timeout", "must be longer than 0")])
-    return timeout_s
+        raise ConfigError([Problem(option, str(error))]) from None

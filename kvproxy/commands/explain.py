@@ -43,7 +43,7 @@ def run(options: ExplainOptions, *, out: TextIO, err: TextIO, transport: httpx.B
     wanted = options.request_id.rstrip("….")
     file = options.file or Path(DEFAULT_FILE)
     try:
-        found = ReceiptReader(file).find(wanted) if options.file is not None or file.exists() else []
+        found = ReceiptReader(file).find_receipts(wanted) if options.file is not None or file.exists() else []
         if found:
             _print_receipts(found, as_json=options.as_json, out=out, err=err)
             return 0

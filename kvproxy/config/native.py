@@ -28,7 +28,7 @@ def decode_native(
     `known`: problems found before, given back with the rest; what only follows from them is not said again.
     """
     form = to_canonical_form(dict(raw))
-    form.take(known)
+    form.begin_with(known)
     return decode_form(form, extra_filters=extra_filters)
 
 
@@ -38,7 +38,7 @@ def decode_form(
     """The same for a form that another dialect produced."""
     decoded = decode_model(Config, form.data, form.origins)
     for problem in decoded.problems:
-        form.add(_with_shorthands(problem, form))
+        form.add_problem(_with_shorthands(problem, form))
     filters = _filters(form, {**FILTER_SETTINGS, **extra_filters})
     if decoded.value is None:
         return None, form.problems
@@ -47,12 +47,12 @@ def decode_form(
     broken = [path for problem in errors for path in (problem.path, problem.meant) if path]
 
     def written(path: Path) -> str:
-        return form.origins(decoded.moved.written(path))
+        return form.origins(decoded.moved.find_written(path))
 
     for finding in find_faults(config):
         at = written(finding.path)
         if not _stumbled(finding, at, [written(path) for path in finding.follows], broken):
-            form.add(Problem(at, finding.message, finding.hint, finding.severity))
+            form.add_problem(Problem(at, finding.message, finding.hint, finding.severity))
     return config, form.problems
 
 
@@ -79,10 +79,10 @@ def _filters(form: Canonical, known: Mapping[str, type[Model] | None]) -> tuple[
         if name in known:
             specs.append(FilterSpec(name=name, settings=_settings(form, known[name], settings, written)))
         else:
-            form.complain(written, f"unknown filter {name!r}", spelling_hint(name, known))
+            form.add_error(written, f"unknown filter {name!r}", spelling_hint(name, known))
             meant = closest_word(name, known) or name  # so that the order is checked
             specs.append(FilterSpec.model_construct(name=meant))
-        form.origins.add(("filters", len(specs) - 1), written)
+        form.origins.add_move(("filters", len(specs) - 1), written)
     return tuple(specs)
 
 
@@ -92,5 +92,5 @@ def _settings(form: Canonical, kind: type[Model] | None, raw: Any, written: Path
         return retype_scalars(raw)
     decoded = decode_model(kind, raw, Origins([((), written)]))
     for problem in decoded.problems:
-        form.add(problem, tolerable=problem.message == UNKNOWN_KEY)
+        form.add_problem(problem, tolerable=problem.message == UNKNOWN_KEY)
     return decoded.value

@@ -37,11 +37,11 @@ class Origins:
     def __init__(self, moves: Iterable[tuple[Path, Path]] = ()) -> None:
         self._written = dict(moves)
 
-    def add(self, canonical: Path, written: Path) -> None:
+    def add_move(self, canonical: Path, written: Path) -> None:
         """What now stands at `canonical` was written at `written`."""
         self._written[canonical] = written
 
-    def written(self, canonical: Path) -> Path:
+    def find_written(self, canonical: Path) -> Path:
         """Where it was written; the same path where nothing moved."""
         for length in range(len(canonical), -1, -1):
             written = self._written.get(canonical[:length])
@@ -50,7 +50,7 @@ class Origins:
         return canonical
 
     def __call__(self, canonical: Path) -> str:
-        return dotted_path(self.written(canonical))
+        return dotted_path(self.find_written(canonical))
 
 
 _BOUNDARY = re.compile(r"[.\[]")
@@ -66,7 +66,7 @@ class Place:
     column: int = 0
     below: dict[str, Place] = field(default_factory=dict)
 
-    def find(self, path: str) -> Place:
+    def find_place(self, path: str) -> Place:
         """The place of a dotted path, else of its nearest parent that was written."""
         here = self
         while path:
@@ -88,7 +88,7 @@ def sort_in_file_order(problems: Iterable[Problem], root: Place) -> list[Problem
     placed = []
     for problem in problems:
         if not problem.line:
-            place = root.find(problem.path)
+            place = root.find_place(problem.path)
             problem = replace(problem, line=place.line, column=place.column)
         placed.append(problem)
     return sorted(placed, key=lambda one: (one.line, one.column))

@@ -148,7 +148,7 @@ class ReceiptSettings(Model):
     """Share of the requests that get one."""
     prefixes: bool = True
     """Note keyed hashes of every prompt's prefixes (some 300 bytes a receipt), so that recorded traffic can be
-    replayed: the adviser needs them."""
+    replayed: `kvproxy doctor --advise` needs them."""
     max_file: Size = 64 * 1024 * 1024
     """A file that is full becomes `path`.1, and so on."""
     max_files: int = Field(default=4, ge=1, le=1000)

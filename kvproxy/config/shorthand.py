@@ -35,17 +35,17 @@ class Canonical:
     """Unknown filter settings are warnings."""
     _known: set[str] = field(default_factory=set)
 
-    def complain(self, path: Path, message: str, hint: str = "") -> None:
+    def add_error(self, path: Path, message: str, hint: str = "") -> None:
         """Add an error at a written path."""
-        self.add(Problem(dotted_path(path), message, hint))
+        self.add_problem(Problem(dotted_path(path), message, hint))
 
-    def take(self, known: Sequence[Problem]) -> None:
+    def begin_with(self, known: Sequence[Problem]) -> None:
         """Begin with problems found before: nothing more is said about these values."""
         self.problems[:0] = known
         self._known = {problem.path for problem in known}
         self.problems[len(known) :] = [one for one in self.problems[len(known) :] if one.path not in self._known]
 
-    def add(self, problem: Problem, *, tolerable: bool = False) -> None:
+    def add_problem(self, problem: Problem, *, tolerable: bool = False) -> None:
         """Add a problem; a tolerable one is only a warning if the form is lenient."""
         if problem.path in self._known:
             return
@@ -69,17 +69,17 @@ def _listener(form: Canonical, key: str, value: Any) -> Any:
     if key == "admin" and (value is False or (isinstance(value, str) and value.casefold() in _FALSE)):
         return {"enabled": False}
     if value is None:
-        form.complain((key,), "has no value", "`host:port`, or a mapping of settings")
+        form.add_error((key,), "has no value", "`host:port`, or a mapping of settings")
         return {}
     if isinstance(value, bool) or not isinstance(value, str | int):
         return value
     try:
         host, port = split_address(str(value))
     except ValueError as error:
-        form.complain((key,), str(error))
+        form.add_error((key,), str(error))
         return {}
     for name in ("host", "port"):
-        form.origins.add((key, name), (key,))
+        form.origins.add_move((key, name), (key,))
     return {"port": port} if host is None else {"host": host, "port": port}
 
 
@@ -87,7 +87,7 @@ def _filters(form: Canonical, value: Any) -> None:
     if value is None:
         return
     if not isinstance(value, list):
-        form.complain(("filters",), "must be a list of filters")
+        form.add_error(("filters",), "must be a list of filters")
         return
     for index, entry in enumerate(value):
         if isinstance(entry, str):
@@ -96,14 +96,14 @@ def _filters(form: Canonical, value: Any) -> None:
             name, settings = next(iter(entry.items()))
             form.filters.append((name, settings, ("filters", index, name)))
         else:
-            form.complain(("filters", index), "must be a filter's name, or one `name: {settings}`")
+            form.add_error(("filters", index), "must be a filter's name, or one `name: {settings}`")
 
 
 def _clusters(form: Canonical) -> None:
     """Gather the top level's cluster fields into `clusters.default`, and spell every cluster's endpoints out."""
     given = form.data.get("clusters")
     if given is not None and not isinstance(given, dict):
-        form.complain(("clusters",), "must be a mapping of names to clusters")
+        form.add_error(("clusters",), "must be a mapping of names to clusters")
         given = None
     clusters = dict(given or {})
     short = [key for key in keys_of(ClusterSettings) if key in form.data]
@@ -112,11 +112,11 @@ def _clusters(form: Canonical) -> None:
         default = dict(default)
         for key in short:
             if key in default:
-                form.complain((key,), "given here and in clusters.default")
+                form.add_error((key,), "given here and in clusters.default")
             default[key] = form.data[key]
-            form.origins.add(("clusters", "default", key), (key,))
+            form.origins.add_move(("clusters", "default", key), (key,))
         if "default" not in clusters:
-            form.origins.add(("clusters", "default", "endpoints"), ("endpoints",))
+            form.origins.add_move(("clusters", "default", "endpoints"), ("endpoints",))
         clusters["default"] = default
     for key in short:
         del form.data[key]
@@ -132,12 +132,12 @@ def _endpoints(form: Canonical, value: Any, at: Path) -> Any:
         return [_endpoint(item) for item in value]
     if not isinstance(value, dict):
         return value
-    written = form.origins.written(at)
+    written = form.origins.find_written(at)
     items = []
     for index, (name, item) in enumerate(value.items()):
-        form.origins.add((*at, index), (*written, name))
+        form.origins.add_move((*at, index), (*written, name))
         if isinstance(item, dict) and "id" in item and item["id"] != name:
-            form.complain((*written, name, "id"), "the endpoint's id is already given by its key")
+            form.add_error((*written, name, "id"), "the endpoint's id is already given by its key")
         items.append({**item, "id": name} if isinstance(item, dict) else {"id": name, "url": item})
     return items
 

@@ -120,7 +120,6 @@ class KvCacheFilter(Step):
 
     def _hand_over(self, facts: RequestFacts, exchange: Exchange, scope: Scope) -> None:
         exchange.facts = facts.overlaps
-        exchange.text_blocks = facts.hashes
         if self._header or facts.preferred is not None:
             announce(scope, facts.preferred, header=self._header)
         prefers = self._prefer[facts.cluster.name]

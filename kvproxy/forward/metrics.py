@@ -124,7 +124,7 @@ class RouteMetrics(RequestObserver):
         series.prompt_tokens.value += prompt
         if cached is None:
             return
-        series.window.add(prompt, cached)
+        series.window.add_request(prompt, cached)
         if cached:
             series.cached_tokens.value += cached
             speeds = None if cluster is None else cluster.speeds

@@ -72,8 +72,8 @@ class MetricsScraper(BackgroundTask):
 
     def show(self, metrics: Metrics) -> None:
         """The gauges read it from now on."""
-        metrics.holdings.engine_kv_usage.read(self._kv_usage)
-        metrics.holdings.engine_requests.read(self._engine_requests)
+        metrics.holdings.engine_kv_usage.set_source(self._kv_usage)
+        metrics.holdings.engine_requests.set_source(self._engine_requests)
 
     async def _run(self) -> None:
         interval_s = self._interval_s or WITHOUT_READING_S

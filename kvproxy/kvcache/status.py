@@ -96,11 +96,11 @@ def endpoint_index(service: KvCache, cluster: str, endpoint: Endpoint) -> dict[s
         ],
         "approximate_blocks": indexes.approximate.held_blocks(endpoint.id),
         "approximate_capacity_blocks": indexes.approximate.capacity(endpoint.id),
-        "told_capacity_blocks": indexes.capacities.reported(endpoint.id),
+        "told_capacity_blocks": indexes.capacities.reported_blocks(endpoint.id),
         "trust": overlap.trust(cluster, endpoint.id),
         "hit_ratio": asdict(service.state.hit_ratios.use((cluster, endpoint.id))),
         "block_bytes": TEXT_BLOCK_BYTES,
-        "precise_blocks": indexes.precise.rows(endpoint.id),
+        "precise_blocks": indexes.precise.count_rows(endpoint.id),
     }
 
 
@@ -193,7 +193,7 @@ def _hot_prefix(service: KvCache, cluster: str, run: Run, touches: float) -> dic
 def _index_status(service: KvCache, cluster: Cluster) -> dict[str, object]:
     """One cluster's indexes: size, estimated memory, and each endpoint's part."""
     indexes = service.overlap.indexes[cluster.name]
-    rows = sum(indexes.precise.rows(endpoint.id) for endpoint in cluster.endpoints)
+    rows = sum(indexes.precise.count_rows(endpoint.id) for endpoint in cluster.endpoints)
     return {
         "approximate": {
             "entries": indexes.approximate.entries,

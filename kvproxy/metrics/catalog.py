@@ -136,9 +136,9 @@ class CacheUseMetrics:
             ["cluster", "endpoint"], registry=r,
         )  # fmt: skip
         self.hit_windows = HitWindows()
-        self.hit_ratio.read(self.hit_windows.hit_ratios)
-        self.miss_ratio.read(self.hit_windows.miss_ratios)
-        self.hit_window_requests.read(self.hit_windows.sizes)
+        self.hit_ratio.set_source(self.hit_windows.hit_ratios)
+        self.miss_ratio.set_source(self.hit_windows.miss_ratios)
+        self.hit_window_requests.set_source(self.hit_windows.sizes)
 
 
 class EndpointStateMetrics:

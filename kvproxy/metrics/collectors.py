@@ -221,7 +221,7 @@ class CallbackGauge(Collector):
         self._source: Source = tuple
         registry.register(self)
 
-    def read(self, source: Source) -> None:
+    def set_source(self, source: Source) -> None:
         """Ask `source` from now on, and no earlier one."""
         self._source = source
 

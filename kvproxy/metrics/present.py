@@ -32,7 +32,7 @@ class HitWindow:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def add(self, prompt_tokens: int, cached_tokens: int) -> None:
+    def add_request(self, prompt_tokens: int, cached_tokens: int) -> None:
         """One request, by the engine's own count."""
         kept = self._kept
         if len(kept) >= self._size:

@@ -38,7 +38,7 @@ class RotatingFile:
             self._size = os.fstat(self._file).st_size
             self._prune()
 
-    def write(self, lines: Sequence[bytes]) -> None:
+    def write_lines(self, lines: Sequence[bytes]) -> None:
         """Append all of these whole lines, in as few writes as the bound of a file allows."""
         batch: list[bytes] = []
         held = 0
@@ -129,7 +129,7 @@ class ReceiptReader:
             with path.open("rb") as lines:
                 yield from self._receipts(lines)
 
-    def find(self, request_id: str) -> list[Receipt]:
+    def find_receipts(self, request_id: str) -> list[Receipt]:
         """Those of one request id, or of the only one that begins so, the newest first: clients may use an id twice.
 
         Raises Ambiguous when several ids begin so and none is it.

@@ -9,7 +9,7 @@ import msgspec
 
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.receipts.receipt import ReceiptCandidate
-from kvproxy.request.exchange import NO_BLOCKS, Exchange
+from kvproxy.request.exchange import Exchange
 from kvproxy.request.observer import RequestObserver
 from kvproxy.routing.load import Features
 from kvproxy.routing.policy import NO_FACTS, OverlapFacts
@@ -40,12 +40,11 @@ class Placed(msgspec.Struct):
 class AttemptLog(RequestObserver):
     """What became of one request's attempts; `on_finished` takes the log when the request is over."""
 
-    __slots__ = ("_on_finished", "decisions", "facts", "head", "refusals", "text_blocks")
+    __slots__ = ("_on_finished", "decisions", "facts", "head", "refusals")
 
     def __init__(self, on_finished: Callable[[Exchange, AttemptLog, float], None] | None = None) -> None:
         self.facts: OverlapFacts = NO_FACTS
         self.head = b""  # the prompt's first bytes; hashed before they are written
-        self.text_blocks = NO_BLOCKS  # chained hashes of the prompt's text; likewise
         self.decisions: list[Placed] = []
         self.refusals: list[str] = []
         self._on_finished = on_finished
@@ -53,7 +52,6 @@ class AttemptLog(RequestObserver):
     def placed(self, exchange: Exchange, decision: Decision[Endpoint], now: float) -> None:
         """Note the decision and what it was made of."""
         self.facts, self.head = decision.request.facts, decision.request.prompt_head
-        self.text_blocks = exchange.text_blocks
         if len(self.decisions) < MAX_ATTEMPTS:
             self.decisions.append(_noted(decision, now))
 

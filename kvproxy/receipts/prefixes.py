@@ -1,4 +1,4 @@
-"""Which prefixes a recorded prompt shares with others: keyed hashes of its text blocks, at few depths.
+"""Which prefixes a recorded prompt shares with others: keyed hashes of its blocks, at few depths.
 
 A block's chained hash names the whole prefix it ends, so a few of them say how much two prompts share. Depths are close
 together at both ends of a prompt and far apart between: where a shared prefix is missed, it is by at most a third of
@@ -7,8 +7,8 @@ it, or of what follows it, whichever is less. A prompt of a million blocks has s
 
 from __future__ import annotations
 
-from array import array
 from base64 import b64decode, b64encode
+from collections.abc import Sequence
 from functools import lru_cache
 
 #: Bytes of a hash: among ten million of them at one depth, fewer than fifty look like another.
@@ -20,7 +20,7 @@ _SHARE = 4
 
 @lru_cache(1024)
 def prefix_depths(blocks: int) -> tuple[int, ...]:
-    """Depths at which a prompt of so many text blocks is named, its end included; multiples of powers of two, so that
+    """Depths at which a prompt of so many blocks is named, its end included; multiples of powers of two, so that
     prompts of different lengths have them in common."""
     depths, depth = [], 0
     while depth < blocks:
@@ -31,18 +31,18 @@ def prefix_depths(blocks: int) -> tuple[int, ...]:
     return tuple(depths)
 
 
-def encode_prefixes(text_blocks: array[int], *, key: bytes) -> str:
-    """The hashes at the depths of a prompt with these text blocks, under `key`: a prompt that is guessed cannot be
+def encode_prefixes(blocks: Sequence[int], *, key: bytes) -> str:
+    """The hashes at the depths of a prompt with these blocks, under `key`: a prompt that is guessed cannot be
     recognised without it. Python's own keyed hash (SipHash) takes a seventh of the time of blake2b."""
     keyed = [
-        (hash(key + text_blocks[depth - 1].to_bytes(8, "little")) & _MASK).to_bytes(_BYTES, "little")
-        for depth in prefix_depths(len(text_blocks))
+        (hash(key + blocks[depth - 1].to_bytes(8, "little")) & _MASK).to_bytes(_BYTES, "little")
+        for depth in prefix_depths(len(blocks))
     ]
     return b64encode(b"".join(keyed)).decode()
 
 
 def decode_prefixes(blocks: int, text: str) -> list[tuple[int, bytes]]:
-    """(depth in text blocks, hash), the shallowest first; nothing where the two do not belong together."""
+    """(depth in blocks, hash), the shallowest first; nothing where the two do not belong together."""
     try:
         data = b64decode(text, validate=True)
     except ValueError:

@@ -65,12 +65,11 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True):
     head: str = ""  # keyed hash of the prompt's first bytes; likewise
     stream: bool = False
     cluster: str = ""
-    text_blocks: int = 0  # of the prompt's text, whole ones of 256 bytes; 0: unknown, or not noted
-    prefixes: str = ""  # keyed hashes of its prefixes (prefixes.py); likewise
     prompt_tokens: int | None = None  # known or estimated before the decision
     hot_tokens: int = 0
     prompt_blocks: int = 0  # of about `block_tokens` each
     block_tokens: float = 0.0
+    prefixes: str = ""  # keyed hashes of the prompt's prefixes (prefixes.py); "": unknown, or not to be noted
     facts: Mapping[EndpointId, Overlap] = {}
     attempts: tuple[Attempt, ...] = ()
     refusals: tuple[str, ...] = ()  # why no endpoint could be picked, each time it was tried

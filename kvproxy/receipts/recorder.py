@@ -56,8 +56,8 @@ class FinishedRequest:
 def compose_receipt(over: FinishedRequest, *, ended: datetime, hashed: Hash, key: bytes | None = None) -> Receipt:
     """Its receipt; `ended` is the wall clock's time of its end. Prefixes are hashed with `key`; None: not noted."""
     outcome, observed = over.outcome, over.observed
-    prefixes = "" if key is None else encode_prefixes(observed.text_blocks, key=key)
     facts = observed.facts
+    prefixes = "" if key is None else encode_prefixes(facts.blocks, key=key)
     return Receipt(
         time=ended.astimezone(UTC).isoformat(timespec="milliseconds"),
         request_id=over.request_id,
@@ -72,10 +72,9 @@ def compose_receipt(over: FinishedRequest, *, ended: datetime, hashed: Hash, key
         cluster=outcome.cluster,
         prompt_tokens=facts.prompt_tokens or None,
         hot_tokens=facts.hot_tokens,
-        text_blocks=len(observed.text_blocks) if prefixes else 0,
-        prefixes=prefixes,
         prompt_blocks=len(facts.blocks),
         block_tokens=facts.block_tokens,
+        prefixes=prefixes,
         facts=facts.by_endpoint,
         attempts=tuple([_attempt(placed, over.received_at) for placed in observed.decisions]),
         refusals=tuple(observed.refusals),
@@ -148,7 +147,7 @@ class Recorder(RequestObserver):
 
     def _write(self, exchange: Exchange, log: AttemptLog, now: float) -> None:
         inference = exchange.inference
-        self._writer.put(
+        self._writer.put_item(
             FinishedRequest(
                 request_id=exchange.request_id,
                 tenant=exchange.tenant,

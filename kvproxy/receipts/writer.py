@@ -60,7 +60,7 @@ class Writer(Generic[T]):
         self._thread = threading.Thread(target=self._run, name="kvproxy receipts", daemon=True)
         self._thread.start()
 
-    def put(self, item: T) -> None:
+    def put_item(self, item: T) -> None:
         """Have it written soon; dropped when too much is waiting."""
         if len(self._waiting) >= self._limit:
             self._dropped.inc()
@@ -87,7 +87,7 @@ class Writer(Generic[T]):
         while self._waiting:
             lines = self._slice()
             try:
-                self._file.write(lines)
+                self._file.write_lines(lines)
             except OSError as error:
                 self._failed.inc(len(lines))
                 if not self._broken:

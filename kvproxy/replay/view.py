@@ -107,7 +107,7 @@ class IndexView:
         local.settle(entry, prefilled=True, lost=lost)
 
     def observe(self, endpoint: int, events: Sequence[KvEvent]) -> None:
-        self._local.precise.apply(self._ids[endpoint], 0, [_on_the_wire(event) for event in events])
+        self._local.precise.apply_events(self._ids[endpoint], 0, [_on_the_wire(event) for event in events])
 
     def _in_tokens(self, overlap: Overlap, limit: int) -> Overlap:
         """From blocks, of which at most `limit` can be reused."""
@@ -128,7 +128,7 @@ class IndexView:
             self._local.approximate.insert(endpoint, self._local.approximate.locate(turn.blocks))
         elif turn.blocks:
             event = _on_the_wire(BlockStored(tuple(turn.blocks), None))
-            self._local.precise.apply(endpoint, 0, [event])
+            self._local.precise.apply_events(endpoint, 0, [event])
 
 
 def endpoint_id(index: int) -> EndpointId:

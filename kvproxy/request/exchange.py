@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from array import array
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,9 +13,6 @@ from kvproxy.routing.policy import OverlapFacts
 from kvproxy.types import EndpointId, InferenceRequest
 
 SCOPE_KEY = "kvproxy"
-
-#: The text blocks of a prompt that was not hashed.
-NO_BLOCKS = array("Q")
 
 #: nginx's word for it; never on the wire, only in logs and metrics.
 CLIENT_CLOSED_REQUEST = 499
@@ -102,7 +98,6 @@ class Exchange:
         "request_id",
         "tells_priority",
         "tenant",
-        "text_blocks",
         "trace_id",
         "trace_parent",
         "trusted",
@@ -126,7 +121,6 @@ class Exchange:
         self.policy = ""
         self.preferred: EndpointId | None = None
         self.facts: OverlapFacts | None = None
-        self.text_blocks = NO_BLOCKS  # chained hashes of the prompt's text; not to be changed
         #: Brings facts and preference up to date from what is known here; must not raise, block or wait.
         self.facts_source: Callable[[Exchange], None] | None = None
         self.debug = False  # the client asked for x-kvproxy-decision

@@ -38,7 +38,7 @@ def held(reservations: Reservations, cluster: Cluster) -> PickReservation:
     """One more reservation for a minute."""
     pick = cluster.pick(PickRequest(), now=0.0)
     assert pick is not None
-    return reservations.hold(cluster, pick, service=None, facts=None, lease_s=60.0)
+    return reservations.hold_pick(cluster, pick, service=None, facts=None, lease_s=60.0)
 
 
 def test_a_lease_that_runs_out_frees_the_place_and_blames_nobody() -> None:

@@ -159,11 +159,11 @@ def test_what_is_looked_at_together_is_bounded() -> None:
 def test_a_chain_of_one_block_is_two_objects_to_the_collector() -> None:
     """Its hashes and its names; the run itself is in no cycle. An engine can make a million of them."""
     index = PreciseIndex()
-    index.apply(A, 0, [stored((0,))])
+    index.apply_events(A, 0, [stored((0,))])
     gc.collect()
     before = len(gc.get_objects())
     for number in range(1, CHAINS + 1):
-        index.apply(A, 0, [stored((number,))])
+        index.apply_events(A, 0, [stored((number,))])
     gc.collect()
     assert len(gc.get_objects()) - before <= 2 * CHAINS + 100
     assert not any(isinstance(each, Run) for each in gc.get_objects())

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvproxy.config.load import check_config
+from kvproxy.config.paths import is_inside
 from tests.config.pixiu_files import PLACEHOLDERS
 from tests.config.test_problems import PLANTED
 
@@ -125,6 +126,24 @@ def test_merged_and_repeated_values_stand_where_they_are_written() -> None:
     text += "  b:\n    <<: *x\n    policy: worse\n"
     found = {what.split(":")[0]: line for line, _, what in places(text) if "must be 'random'" in what}
     assert found == {"clusters.a.policy": 3, "clusters.b.policy": 7}
+
+
+@pytest.mark.parametrize(
+    ("path", "outer", "inside"),
+    [
+        ("clusters.a.policy", "clusters.a", True),
+        ("clusters.a", "clusters.a", True),
+        ("clusters.ab", "clusters.a", False),
+        ("filters[1].auth", "filters[1]", True),
+        ("filters[1].auth", "filters", True),
+        ("filters[10]", "filters[1]", False),
+        ("anything", "", True),
+        ("clusters", "clusters.a", False),
+    ],
+)
+def test_a_part_is_what_stands_below_it(path: str, outer: str, inside: bool) -> None:
+    """Another key that begins alike is another part."""
+    assert is_inside(path, outer) is inside
 
 
 def test_keys_with_dots_and_brackets_are_found() -> None:

@@ -11,9 +11,19 @@ from typing import Any
 
 import pytest
 
+from kvproxy.advise.advice import Advice, Confidence, Gain, NotGiven, Ratio, Setting
+from kvproxy.advise.adviser import PoolAdvice
+from kvproxy.advise.engines import EngineKind, EngineSettingsSeen
+from kvproxy.advise.gains import Fit, why_not_given
+from kvproxy.advise.known import Known, advise_from_facts, spelled
+from kvproxy.advise.report import print_text
+from kvproxy.advise.today import Today
+from kvproxy.advise.traffic import RecordedRequest, Traffic
 from kvproxy.commands.configuration import format_problem
 from kvproxy.commands.logging_setup import log_to
 from kvproxy.config.changes import summarise_changes
+from kvproxy.config.cluster_schema import PolicyName
+from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.config.load import check_config, load_config
 from kvproxy.config.schema import LogSettings
 from kvproxy.doctor.report import DoctorReport, Finding, Severity, SkippedCheck, print_table
@@ -23,6 +33,8 @@ from kvproxy.receipts.explain import explain
 from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate
 from kvproxy.replay.live_report import LiveReport
 from kvproxy.replay.results import Summary
+from kvproxy.replay.scenario import PolicySpec
+from kvproxy.replay.settings import IndexMode, ReplayFleet
 from kvproxy.replay.trace import Half
 from kvproxy.request.exchange import Exchange
 from kvproxy.routing.policy import FactSource, Overlap
@@ -64,6 +76,39 @@ async def _doctor() -> str:
     ]
     out = io.StringIO()
     print_table(DoctorReport.of(findings), out)
+    return out.getvalue()
+
+
+async def _advised() -> str:
+    requests = [
+        RecordedRequest(0.35 * n, 0.35 * n + 9, 0.35 * n + 1, EndpointId("e0"), "", "m", True, 900, 400, None, 0, 0, ())
+        for n in range(1200)
+    ]
+    traffic = Traffic("default", ("m",), (EndpointId("e0"),), tuple(requests), ())
+    engines = [
+        EngineSettingsSeen(EndpointId(f"e{n}"), "default", EngineKind.VLLM, version="0.32.0", block_tokens=16,
+                           capacity_tokens=65_536, publishes=False)
+        for n in range(3)
+    ]  # fmt: skip
+    today = Today(
+        ReplayFleet(capacity_tokens=65_536, max_sequences=4, index=IndexMode.APPROXIMATE),
+        PolicySpec(PolicyName.KV_AWARE), 16, ("tokens a step",),
+    )  # fmt: skip
+    same, p99 = Ratio(1.0, 0.0), Ratio(0.02, 0.35)
+    gain = Gain(Ratio(0.06, 0.54), p99, Ratio(1.07, 0.01), same, 10, Confidence.MEDIUM)
+    ordered = Gain(Ratio(0.95, 0.19), same, same, same, 10, Confidence.LOW)
+    pool = PoolAdvice(
+        traffic.name, engines, traffic, today, Fit(1.83, 1.76, 0.7, None, 925, 340.0),
+        advice=[
+            *advise_from_facts(Known(engines, traffic, kvcache=KvCacheSettings(kv_events=True))),
+            Advice(Setting.SEQUENCES, "256 sequences at a time instead of 4",
+                   spelled(Setting.SEQUENCES, engines, 256), gain=gain),
+        ],
+        not_given=[NotGiven(Setting.SCHEDULING, "engines order what waits by priority instead of arrival", ordered,
+                            why_not_given(ordered))],
+    )  # fmt: skip
+    out = io.StringIO()
+    print_text([pool], [], out, now=traffic.latest_at + 240.0)
     return out.getvalue()
 
 
@@ -129,6 +174,7 @@ PRINTED: dict[tuple[str, str], Callable[[], Any]] = {
     ("docs/filters/access_log.md", "POST /v1"): _access_log,
     ("docs/quickstart.md", "config.yaml:3:1"): _check,
     ("docs/doctor.md", "fix: set"): _doctor,
+    ("docs/advise.md", "Nothing was changed"): _advised,
     ("docs/receipts.md", "What happened"): _explained,
     ("docs/operations.md", "x-kvproxy-decision:"): _decision_header,
     ("docs/operations.md", "is unhealthy"): _log,

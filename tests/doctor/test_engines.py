@@ -104,6 +104,18 @@ async def test_a_refused_key_is_never_shown() -> None:
     assert "s3cr3t-key" not in json.dumps(report.as_dict())
 
 
+async def test_a_model_the_endpoint_declares_is_tried_before_a_routed_one() -> None:
+    """Routes name models of the whole cluster; of this engine its own declaration says more."""
+    rows = [{"id": name, "object": "model", "root": name, "parent": None} for name in ("elsewhere", "sim")]
+    async with (
+        Fleet(FleetSettings({"a": PLAIN}, None)) as fleet,
+        serve(Front(fleet.engines["a"], {"/v1/models": (200, {"object": "list", "data": rows})})) as url,
+    ):
+        endpoints = [{"id": "a", "url": url, "models": ["sim"]}]
+        report = await visit({"endpoints": endpoints, "routes": [{"model": "elsewhere"}, {}], **QUIET})
+    assert "generate" in {one.check for one in report.passed}, report.findings
+
+
 async def test_an_adapter_is_not_the_model_to_try() -> None:
     """It may be listed first; with it tokens and caching are tried of another model than the clients'."""
     adapter = {"id": "adapter", "object": "model", "root": "x", "parent": "sim"}

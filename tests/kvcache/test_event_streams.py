@@ -73,7 +73,7 @@ async def test_what_an_engine_announces_is_known_whoever_asked_it() -> None:
     """A prompt that came another way is found by its tokens, with the engine's own blocks."""
     async with followed() as (place, service):
         usage = await generate(place, "b", TURN)
-        await until(lambda: service.kv.overlap.indexes["default"].precise.rows(B) > 0)
+        await until(lambda: service.kv.overlap.indexes["default"].precise.count_rows(B) > 0)
         await knows_tokens(service, TURN)
         facts = await service.ask(chat(TURN, model="tiny"))
         assert facts.preferred == B
@@ -158,7 +158,7 @@ async def test_an_older_engine_is_followed_where_the_configuration_says() -> Non
             async with running(configured, cluster_of({"a": url})) as service:
                 await until(lambda: exact(service) == {A})
                 await generate(place, "a", TURN)
-                await until(lambda: service.kv.overlap.indexes["default"].precise.rows(A) > 0)
+                await until(lambda: service.kv.overlap.indexes["default"].precise.count_rows(A) > 0)
 
 
 async def test_an_engine_that_is_down_is_asked_again() -> None:
@@ -166,22 +166,25 @@ async def test_an_engine_that_is_down_is_asked_again() -> None:
     async with world({"a": down}, kv_events=True) as service:
         streams = service.kv.overlap.streams
         assert streams is not None
-        await streams.follow()
-        await streams.follow()
-        assert down.calls["/kv_event_sources"] >= 2
+        await until(lambda: down.calls["/kv_event_sources"])
+        for _ in range(2):
+            await streams.follow()  # what the first answer meant is known by now
+            before = down.calls["/kv_event_sources"]
+            await streams.follow()
+            assert down.calls["/kv_event_sources"] > before
 
 
 async def test_streams_end_with_their_endpoint() -> None:
     """And what they told is forgotten."""
     async with followed() as (place, service):
         await generate(place, "b", TURN)
-        await until(lambda: service.kv.overlap.indexes["default"].precise.rows(B) > 0)
+        await until(lambda: service.kv.overlap.indexes["default"].precise.count_rows(B) > 0)
         service.cluster.apply([EndpointSettings(id="a", url=place.engines["a"])])
         streams = service.kv.overlap.streams
         assert streams is not None
         await streams.follow()
         assert exact(service) == {A}
-        assert service.kv.overlap.indexes["default"].precise.rows(B) == 0
+        assert service.kv.overlap.indexes["default"].precise.count_rows(B) == 0
 
 
 async def test_the_same_tokens_under_a_lora_are_other_blocks() -> None:
@@ -247,16 +250,16 @@ async def test_an_index_of_streams_that_ended_is_given_back_by_and_by(monkeypatc
     """Rather than at once, when the last holder lets go: a million runs take a tenth of a second."""
     steps: list[int] = []
     local = FollowedEvents()
-    sweep = local.precise.sweep
+    sweep = local.precise.sweep_rows
 
     def counted() -> bool:
         steps.append(len(table))
         return sweep()
 
     for number in range(5000):
-        local.precise.apply(A, 0, [BlockStored((number,), None, array("I", [number] * 16), 16)])
+        local.precise.apply_events(A, 0, [BlockStored((number,), None, array("I", [number] * 16), 16)])
     ((table, _),) = local.precise._followed.values()
-    monkeypatch.setattr(local.precise, "sweep", counted)
+    monkeypatch.setattr(local.precise, "sweep_rows", counted)
     consumer = _Consumer(local)
     consumer.forget(A)
     assert len(table) > 0

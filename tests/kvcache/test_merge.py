@@ -34,7 +34,7 @@ def local() -> LocalIndexes:
     sources = LocalIndexes(IndexState())
     sources.exact = frozenset({A})
     sources.settle(sources.route(A, sources.approximate.locate(HASHES)), prefilled=True)
-    sources.precise.apply(A, 0, [BlockStored(NAMES, None, TOKENS, 16), BlockRemoved(NAMES)])
+    sources.precise.apply_events(A, 0, [BlockStored(NAMES, None, TOKENS, 16), BlockRemoved(NAMES)])
     return sources
 
 
@@ -81,7 +81,7 @@ def test_a_promise_survives_a_reload(local: LocalIndexes) -> None:
     state = IndexState()
     before = LocalIndexes(state)
     before.exact = frozenset({A})
-    before.precise.apply(A, 0, [BlockStored(NAMES, None, TOKENS, 16), BlockRemoved(NAMES)])
+    before.precise.apply_events(A, 0, [BlockStored(NAMES, None, TOKENS, 16), BlockRemoved(NAMES)])
     claim = before.route(A, before.approximate.locate(HASHES))
     after = LocalIndexes(state)
     after.exact = frozenset({A})

@@ -107,6 +107,8 @@ async def test_the_length_of_prompts_is_learned() -> None:
         guessed = first.overlaps.prompt_tokens
         service.kv.finished(await service.ask(chat(TURN)), Result(A, True, prompt_tokens=guessed * 2))
         assert (await service.ask(chat(TURN))).overlaps.prompt_tokens == pytest.approx(guessed * 2, rel=0.01)
+        service.kv.finished(await service.ask(chat(TURN)), Result(A, False, prompt_tokens=guessed * 40))  # it failed
+        assert (await service.ask(chat(TURN))).overlaps.prompt_tokens == pytest.approx(guessed * 2, rel=0.01)
 
 
 async def test_a_prefix_many_ask_for_is_hot() -> None:

@@ -23,7 +23,7 @@ def local() -> LocalIndexes:
     """One endpoint that announced the whole prompt."""
     sources = LocalIndexes(IndexState())
     sources.exact = frozenset({A})
-    sources.precise.apply(A, 0, [BlockStored(tuple(range(20)), None, TOKENS, 16)])
+    sources.precise.apply_events(A, 0, [BlockStored(tuple(range(20)), None, TOKENS, 16)])
     return sources
 
 

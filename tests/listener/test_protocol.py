@@ -416,7 +416,7 @@ async def test_an_idle_connection_is_closed() -> None:
 
         limits = ListenerLimits(keep_alive_s=20.0, head_timeout_s=1000.0)
         async with serve(app, limits=limits) as url, connect(url) as client:
-            for _ in range(2):
+            for _ in range(3):
                 await client.send(GET)
                 assert (await client.response())[0].startswith(b"http/1.1 200")
                 await skip(10.0)  # shorter than the limit
@@ -434,6 +434,22 @@ async def test_no_keep_alive_time_is_no_limit() -> None:
                 await client.send(GET)
                 assert (await client.response())[0].startswith(b"http/1.1 200")
                 await skip(30.0)
+
+
+async def test_each_request_has_a_state_of_its_own() -> None:
+    """What an app keeps there for one request is not the next one's."""
+    seen: list[dict[str, Any]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(dict(scope["state"]))
+        scope["state"]["mine"] = True
+        await echo(scope, receive, send)
+
+    async with serve(app) as url, connect(url) as client:
+        for _ in range(2):
+            await client.send(GET)
+            await client.response()
+    assert "mine" not in seen[1]
 
 
 async def test_connections_over_the_bound_get_503() -> None:

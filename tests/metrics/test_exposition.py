@@ -34,10 +34,10 @@ def filled(registry: Registry) -> Registry:
         for value in (0.0, 0.00001, 0.3, 999.0, 1e9):
             histogram.labels(text).observe(value)
     Histogram("y_seconds", "Unlabelled", buckets=(1.0,), registry=registry).observe(0.1 + 0.2)
-    CallbackGauge("x_level", "Level", ["tank"], registry=registry).read(
+    CallbackGauge("x_level", "Level", ["tank"], registry=registry).set_source(
         lambda: [((text,), value) for text, value in zip(AWKWARD, (0.0, -1.5, 1e-9, 1e21, float("inf")), strict=False)]
     )
-    CallbackGauge("y_level", "Unlabelled", registry=registry).read(lambda: [((), 2.0)])
+    CallbackGauge("y_level", "Unlabelled", registry=registry).set_source(lambda: [((), 2.0)])
     prometheus_client.Gauge("x_gauge", "Theirs", ["queue"], registry=registry).labels('a"b').set(3)
     return registry
 

@@ -19,7 +19,7 @@ def played(touches: list[set[int]], span: int) -> tuple[AgeHistogram, dict[Node,
     ages, latest = AgeHistogram(), dict[Node, int]()
     runs = [Node(array("Q", range(length + 1))) for length in range(31)]
     for number, touched in enumerate(touches):
-        ages.touch([runs[each] for each in sorted(touched)], latest, number, span)
+        ages.touch_runs([runs[each] for each in sorted(touched)], latest, number, span)
     return ages, latest
 
 
@@ -32,35 +32,35 @@ def test_the_blocks_touched_since_are_known_to_within_a_generation(touches: list
     """A generation is full at `span` blocks; the touch that fills it may bring up to 124 more, and half counts."""
     ages, latest = played(touches, span)
     for touch in latest.values():
-        assert abs(ages.younger(touch) - younger(latest, touch)) <= (span + 124) / 2
+        assert abs(ages.count_younger(touch) - younger(latest, touch)) <= (span + 124) / 2
 
 
 @given(touches=TOUCHES)
 def test_tidying_up_changes_no_answer(touches: list[set[int]]) -> None:
     """Touches nothing depends on any more lose their number."""
     ages, latest = played(touches, 20)
-    before = {touch: ages.younger(touch) for touch in latest.values()}
+    before = {touch: ages.count_younger(touch) for touch in latest.values()}
     kept = sorted(before)
-    ages.renumber(kept)
-    assert [ages.younger(number) for number in range(len(kept))] == [before[touch] for touch in kept]
+    ages.renumber_touches(kept)
+    assert [ages.count_younger(number) for number in range(len(kept))] == [before[touch] for touch in kept]
 
 
 def test_generations_that_emptied_are_put_together() -> None:
     """One prompt asked for again and again beside an old one that is not evicted."""
     old, hot = Node(array("Q", range(50))), Node(array("Q", range(10)))
     ages, latest = AgeHistogram(), dict[Node, int]()
-    ages.touch([old], latest, 0, 10)
+    ages.touch_runs([old], latest, 0, 10)
     for touch in range(1, 1000):
-        ages.touch([hot], latest, touch, 10)
+        ages.touch_runs([hot], latest, touch, 10)
     assert len(ages._first) <= 48
-    assert ages.younger(0) == 10 + 50 // 2
-    assert ages.younger(999) == 10 // 2
+    assert ages.count_younger(0) == 10 + 50 // 2
+    assert ages.count_younger(999) == 10 // 2
 
 
 def test_what_is_dropped_is_no_age() -> None:
     old, dropped = Node(array("Q", range(30))), Node(array("Q", range(12)))
     ages, latest = AgeHistogram(), dict[Node, int]()
-    ages.touch([old], latest, 0, 10)
-    ages.touch([dropped], latest, 1, 10)
-    ages.change(1, -12)
-    assert ages.younger(0) == 30 // 2
+    ages.touch_runs([old], latest, 0, 10)
+    ages.touch_runs([dropped], latest, 1, 10)
+    ages.change_count(1, -12)
+    assert ages.count_younger(0) == 30 // 2

@@ -78,7 +78,7 @@ def play(
         if rng.random() < lost_share:
             reused = min(reused, SYSTEM)
         known = len(prompt) - claim.new_blocks
-        lost = capacities.observe(claim, reused)
+        lost = capacities.observe_reuse(claim, reused)
         if reused < known:
             index.contradict(A, claim.cursor, reused)
         index.confirm(claim)
@@ -137,7 +137,7 @@ def test_a_restart_empties_the_index_at_once() -> None:
     said = []
     for chat in reversed(chats):
         claim = index.route(A, index.locate(chat))
-        said.append(capacities.observe(claim, 0))
+        said.append(capacities.observe_reuse(claim, 0))
         index.confirm(claim)
     assert said.count(True) == 1
     assert index.held_blocks(A) == 10 * (39 - said.index(True))
@@ -149,17 +149,17 @@ def test_claims_from_before_a_loss_say_nothing() -> None:
     index.insert(A, index.locate(chained(range(40))))
     late = [index.route(A, index.locate(chained(range(40)))) for _ in range(20)]
     index.clear(A)
-    assert not any(capacities.observe(claim, 0) for claim in late)
+    assert not any(capacities.observe_reuse(claim, 0) for claim in late)
 
 
 def test_what_is_reported_and_learned_is_shown_and_forgotten() -> None:
     index = ApproximateIndex(capacity_blocks=1000)
     capacities = Capacities(index)
-    assert capacities.reported(A) == 1000
+    assert capacities.reported_blocks(A) == 1000
     capacities.set_reported(A, 3000)
     capacities.set_reported(B, 0)
-    assert (capacities.reported(A), index.capacity(A), index.capacity(B)) == (3000, 3000, 0)
+    assert (capacities.reported_blocks(A), index.capacity(A), index.capacity(B)) == (3000, 3000, 0)
     for _ in range(2):
-        capacities.forget(A)
+        capacities.forget_endpoint(A)
         index.remove(A)
-    assert capacities.reported(A) == 1000
+    assert capacities.reported_blocks(A) == 1000

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.prefix.approximate.capacity import MOST_BLOCKS, LearnedCapacity, ReuseHistogram, capacity_of
+from kvproxy.prefix.approximate.age_histogram import ReuseHistogram, capacity_of
+from kvproxy.prefix.approximate.capacity import MOST_BLOCKS, LearnedCapacity
 
 
 def kept(under_test: LearnedCapacity, age: int, times: int = 1) -> None:
     for _ in range(times):
-        under_test.observe(age_blocks=age, known_blocks=40, reused_blocks=40, full=True)
+        under_test.observe_reuse(age_blocks=age, known_blocks=40, reused_blocks=40, full=True)
 
 
 def gone(under_test: LearnedCapacity, age: int, times: int = 1, reused: int = 0) -> list[bool]:
-    return [under_test.observe(age_blocks=age, known_blocks=40, reused_blocks=reused, full=True) for _ in range(times)]
+    return [
+        under_test.observe_reuse(age_blocks=age, known_blocks=40, reused_blocks=reused, full=True) for _ in range(times)
+    ]
 
 
 def forgotten(under_test: LearnedCapacity, times: int, *, full: bool = True) -> None:
     """The engine reused what the index did not know of."""
     for _ in range(times):
-        under_test.observe(age_blocks=None, known_blocks=0, reused_blocks=40, full=full)
+        under_test.observe_reuse(age_blocks=None, known_blocks=0, reused_blocks=40, full=full)
 
 
 def test_it_begins_as_reported() -> None:
@@ -175,6 +178,6 @@ def test_outcomes_fade_for_ever() -> None:
     for _ in range(20_000):
         reuses.add_hit(8)
     assert reuses.evicted_from(0) == pytest.approx(0.0, abs=1e-6)
-    assert reuses.count(8, 9) == pytest.approx(1 / (1 - 1 / 1.003), rel=0.01)
-    assert reuses.best(0, 20, near=3)[0] == 9
+    assert reuses.count_between(8, 9) == pytest.approx(1 / (1 - 1 / 1.003), rel=0.01)
+    assert reuses.find_best(0, 20, near=3)[0] == 9
     assert capacity_of(16) == 4

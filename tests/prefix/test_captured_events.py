@@ -30,7 +30,7 @@ def captured(name: str, *, source: str = "") -> Iterator[dict[str, Any]]:
 def apply(index: PreciseIndex, message: dict[str, Any]) -> None:
     skipped = Skipped()
     batch = decode_batch([bytes.fromhex(frame) for frame in message["frames_hex"]])
-    index.apply(A, message["decoded"][2] or 0, list(batch.events(skipped)))
+    index.apply_events(A, message["decoded"][2] or 0, list(batch.events(skipped)))
     assert not any(skipped.counts.values())
 
 
@@ -43,7 +43,9 @@ def tokens_stored(message: dict[str, Any]) -> array[int]:
 def lookup(
     index: PreciseIndex, tokens: array[int], *, lora: str = "", salt: str | None = None
 ) -> dict[str, PreciseMatch]:
-    return dict(index.lookup(lambda size: token_blocks(tokens, size, precise_root(size, lora=lora, cache_salt=salt))))
+    return dict(
+        index.match_prompt(lambda size: token_blocks(tokens, size, precise_root(size, lora=lora, cache_salt=salt)))
+    )
 
 
 @pytest.mark.parametrize(("source", "size"), [("scenarios_bs32_int", 32), ("scenarios_bs64_bytes_xxhash", 64)])

@@ -13,14 +13,14 @@ PATH = (1, 2, 3, 4)
 
 
 def device(index: PreciseIndex, path: tuple[int, ...] = PATH) -> dict[str, int]:
-    return {endpoint: match.device_tokens for endpoint, match in index.lookup(prompt_of(path)).items()}
+    return {endpoint: match.device_tokens for endpoint, match in index.match_prompt(prompt_of(path)).items()}
 
 
 def test_engines_need_not_agree_on_hashes() -> None:
     """The same tokens match on both, whatever each engine calls them."""
     index = PreciseIndex()
-    index.apply(A, 0, [stored(PATH, engine=1)])
-    index.apply(B, 0, [stored(PATH[:2], engine=2), stored(PATH[:3], 2, engine=2)])
+    index.apply_events(A, 0, [stored(PATH, engine=1)])
+    index.apply_events(B, 0, [stored(PATH[:2], engine=2), stored(PATH[:3], 2, engine=2)])
     assert device(index) == {A: 8, B: 6}
 
 
@@ -28,48 +28,50 @@ def test_whole_digests_and_signed_integers_are_names_too() -> None:
     """Engines publish bytes where told to; old ones negative integers."""
     index = PreciseIndex()
     event = replace(stored((1, 2)), block_hashes=(b"\x01" * 32, -5))
-    index.apply(A, 0, [event, BlockRemoved((-5,))])
+    index.apply_events(A, 0, [event, BlockRemoved((-5,))])
     assert device(index) == {A: 2}
 
 
 def test_a_store_told_twice_is_told_once() -> None:
     """Engines report hits again on request; one removal ends it all the same."""
     index = PreciseIndex()
-    index.apply(A, 0, [stored(PATH), stored(PATH), removed(PATH)])
+    index.apply_events(A, 0, [stored(PATH), stored(PATH), removed(PATH)])
     assert device(index) == {A: 6}
 
 
 def test_a_removal_on_the_device_keeps_the_host_copy() -> None:
     """Each medium is a residency of its own; the match goes on there."""
     index = PreciseIndex()
-    index.apply(A, 0, [stored(PATH), stored(PATH, medium="CPU"), removed(PATH, PATH[:3])])
-    assert index.lookup(prompt_of(PATH)) == {A: PreciseMatch(4, 4, 0)}
-    index.apply(A, 0, [removed(PATH[:3], medium="CPU")])
-    assert index.lookup(prompt_of(PATH)) == {A: PreciseMatch(4, 0, 0)}
+    index.apply_events(A, 0, [stored(PATH), stored(PATH, medium="CPU"), removed(PATH, PATH[:3])])
+    assert index.match_prompt(prompt_of(PATH)) == {A: PreciseMatch(4, 4, 0)}
+    index.apply_events(A, 0, [removed(PATH[:3], medium="CPU")])
+    assert index.match_prompt(prompt_of(PATH)) == {A: PreciseMatch(4, 0, 0)}
 
 
 def test_lower_tiers_extend_each_other() -> None:
     """Beyond the device a block may be on any lower tier."""
     index = PreciseIndex()
-    index.apply(A, 0, [stored(PATH[:1]), stored(PATH[:2], 1, medium="cpu"), stored(PATH[:3], 2, medium="STORAGE")])
-    assert index.lookup(prompt_of(PATH)) == {A: PreciseMatch(2, 4, 0)}
+    index.apply_events(
+        A, 0, [stored(PATH[:1]), stored(PATH[:2], 1, medium="cpu"), stored(PATH[:3], 2, medium="STORAGE")]
+    )
+    assert index.match_prompt(prompt_of(PATH)) == {A: PreciseMatch(2, 4, 0)}
 
 
 def test_a_gap_ends_the_match_until_it_is_filled() -> None:
     """What hangs below a removed block stays known and counts again once the block is back."""
     index = PreciseIndex()
-    index.apply(A, 0, [stored(PATH), removed(PATH[:2])])
+    index.apply_events(A, 0, [stored(PATH), removed(PATH[:2])])
     assert device(index) == {A: 2}
-    index.apply(A, 0, [stored(PATH[:2], 1)])
+    index.apply_events(A, 0, [stored(PATH[:2], 1)])
     assert device(index) == {A: 8}
 
 
 def test_a_child_of_a_removed_block_is_placed() -> None:
     """An engine with two copies of a block reports one removed and goes on storing below the other."""
     index = PreciseIndex()
-    index.apply(A, 0, [stored(PATH[:3]), removed(PATH[:3]), stored(PATH, 3)])
+    index.apply_events(A, 0, [stored(PATH[:3]), removed(PATH[:3]), stored(PATH, 3)])
     assert device(index) == {A: 4}
-    index.apply(A, 0, [stored(PATH[:3])])
+    index.apply_events(A, 0, [stored(PATH[:3])])
     assert device(index) == {A: 8}
     assert index.counts.buffered == 0
 
@@ -77,16 +79,16 @@ def test_a_child_of_a_removed_block_is_placed() -> None:
 def test_a_removed_parent_is_forgotten_in_the_end() -> None:
     """What removed blocks were is kept for a bounded number of them."""
     index = PreciseIndex(max_ghosts=1)
-    index.apply(A, 0, [stored(PATH[:3]), removed(PATH[:3]), stored((8,)), removed((8,)), stored(PATH, 3)])
+    index.apply_events(A, 0, [stored(PATH[:3]), removed(PATH[:3]), stored((8,)), removed((8,)), stored(PATH, 3)])
     assert index.counts.buffered == 1
 
 
 def test_an_orphan_waits_for_its_parent() -> None:
     """Events lost and replayed out of order come together again, over several generations."""
     index = PreciseIndex()
-    index.apply(A, 0, [stored(PATH, 3), stored(PATH[:3], 2)])
+    index.apply_events(A, 0, [stored(PATH, 3), stored(PATH[:3], 2)])
     assert (device(index), index.pending_blocks) == ({}, 2)
-    index.apply(A, 0, [stored(PATH[:2])])
+    index.apply_events(A, 0, [stored(PATH[:2])])
     assert (device(index), index.pending_blocks) == ({A: 8}, 0)
     assert (index.counts.buffered, index.counts.attached) == (2, 2)
 
@@ -94,29 +96,31 @@ def test_an_orphan_waits_for_its_parent() -> None:
 def test_a_parked_block_can_be_removed() -> None:
     """It must not come back with its parent; what follows it cannot be reached."""
     index = PreciseIndex()
-    index.apply(A, 0, [stored(PATH, 1), removed(PATH[:3]), stored(PATH[:1])])
-    assert (device(index), index.rows(A)) == ({A: 4}, 2)
+    index.apply_events(A, 0, [stored(PATH, 1), removed(PATH[:3]), stored(PATH[:1])])
+    assert (device(index), index.count_rows(A)) == ({A: 4}, 2)
     assert index.counts.removed_unknown == 0
     index = PreciseIndex()
-    index.apply(A, 0, [stored(PATH, 1), stored((1, 7), 1), removed(PATH[:2]), stored(PATH[:1])])
-    assert index.rows(A) == 2
+    index.apply_events(A, 0, [stored(PATH, 1), stored((1, 7), 1), removed(PATH[:2]), stored(PATH[:1])])
+    assert index.count_rows(A) == 2
 
 
 def test_an_orphan_told_again_is_parked_once() -> None:
     """A replay repeats what is parked already."""
     index = PreciseIndex()
-    index.apply(A, 0, [stored(PATH, 1), stored(PATH, 1), stored(PATH, 1, medium="CPU")])
+    index.apply_events(A, 0, [stored(PATH, 1), stored(PATH, 1), stored(PATH, 1, medium="CPU")])
     assert index.pending_blocks == 6
-    index.apply(A, 0, [stored(PATH[:1])])
-    assert index.lookup(prompt_of(PATH)) == {A: PreciseMatch(8, 0, 0)}
+    index.apply_events(A, 0, [stored(PATH[:1])])
+    assert index.match_prompt(prompt_of(PATH)) == {A: PreciseMatch(8, 0, 0)}
 
 
 def test_parking_is_bounded() -> None:
     """The longest parked go first and are counted, and so is a run too large to park."""
     index = PreciseIndex(max_pending_blocks=4)
-    index.apply(A, 0, [stored((9, 1, 2), 1), stored((8, 1, 2), 1), stored((7, 1, 2), 1), stored((6, 1, 2, 3, 4, 5), 1)])
+    index.apply_events(
+        A, 0, [stored((9, 1, 2), 1), stored((8, 1, 2), 1), stored((7, 1, 2), 1), stored((6, 1, 2, 3, 4, 5), 1)]
+    )
     assert (index.pending_blocks, index.counts.buffer_dropped) == (4, 7)
-    index.apply(A, 0, [stored((9,)), stored((8,))])
+    index.apply_events(A, 0, [stored((9,)), stored((8,))])
     assert device(index, (9, 1, 2)) == {A: 2}
     assert device(index, (8, 1, 2)) == {A: 6}
 
@@ -125,54 +129,58 @@ def test_lora_and_salt_are_part_of_the_key() -> None:
     """Blocks match only under the same LoRA and cache salt."""
     index = PreciseIndex()
     salted = ("tenant-a",), None
-    index.apply(A, 0, [stored((1, 2), engine=1, lora="l", extra=(("l",), ("l",)))])
-    index.apply(B, 0, [stored((1, 2), engine=1, extra=salted), stored((1, 2, 3), 2, engine=1)])
-    assert set(index.lookup(prompt_of(PATH, lora="l"))) == {A}
-    assert index.lookup(prompt_of(PATH, cache_salt="tenant-a")) == {B: PreciseMatch(6, 0, 0)}
-    assert index.lookup(prompt_of(PATH)) == index.lookup(prompt_of(PATH, lora="l", cache_salt="tenant-a")) == {}
+    index.apply_events(A, 0, [stored((1, 2), engine=1, lora="l", extra=(("l",), ("l",)))])
+    index.apply_events(B, 0, [stored((1, 2), engine=1, extra=salted), stored((1, 2, 3), 2, engine=1)])
+    assert set(index.match_prompt(prompt_of(PATH, lora="l"))) == {A}
+    assert index.match_prompt(prompt_of(PATH, cache_salt="tenant-a")) == {B: PreciseMatch(6, 0, 0)}
+    assert (
+        index.match_prompt(prompt_of(PATH))
+        == index.match_prompt(prompt_of(PATH, lora="l", cache_salt="tenant-a"))
+        == {}
+    )
 
 
 def test_a_lora_known_by_number_only_is_not_the_base_model() -> None:
     """Old engines do not say its name: those blocks match no request rather than every one."""
     index = PreciseIndex()
-    index.apply(A, 0, [replace(stored(PATH), lora_id=1)])
+    index.apply_events(A, 0, [replace(stored(PATH), lora_id=1)])
     assert device(index) == {}
 
 
 def test_media_keys_separate_blocks() -> None:
     """Equal placeholder tokens of different pictures are different blocks."""
     index = PreciseIndex()
-    index.apply(A, 0, [stored(PATH, extra=(None, ("picture", 3), None, None))])
+    index.apply_events(A, 0, [stored(PATH, extra=(None, ("picture", 3), None, None))])
     assert device(index) == {A: 2}
 
 
 def test_the_best_rank_counts() -> None:
     """Ranks have caches of their own; the match says which rank."""
     index = PreciseIndex()
-    index.apply(A, 0, [stored(PATH[:2])])
-    index.apply(A, 1, [stored(PATH[:3])])
-    assert index.lookup(prompt_of(PATH)) == {A: PreciseMatch(6, 0, 1)}
-    index.cleared(A, 1)
-    assert index.lookup(prompt_of(PATH)) == {A: PreciseMatch(4, 0, 0)}
+    index.apply_events(A, 0, [stored(PATH[:2])])
+    index.apply_events(A, 1, [stored(PATH[:3])])
+    assert index.match_prompt(prompt_of(PATH)) == {A: PreciseMatch(6, 0, 1)}
+    index.clear_rank(A, 1)
+    assert index.match_prompt(prompt_of(PATH)) == {A: PreciseMatch(4, 0, 0)}
 
 
 def test_all_full_attention_groups_must_hold_a_block() -> None:
     """A hybrid model can reuse only what every one of them has; other groups do not count."""
     index = PreciseIndex()
     window = replace(stored(PATH, group=2, engine=5), spec_kind="sliding_window")
-    index.apply(A, 0, [stored(PATH, group=0), stored(PATH[:3], group=1, engine=3), window])
+    index.apply_events(A, 0, [stored(PATH, group=0), stored(PATH[:3], group=1, engine=3), window])
     assert (device(index), index.counts.other_groups) == ({A: 6}, 1)
-    index.apply(A, 0, [removed(PATH[:2], group=1, engine=3)])
+    index.apply_events(A, 0, [removed(PATH[:2], group=1, engine=3)])
     assert device(index) == {A: 2}
 
 
 def test_all_blocks_cleared_clears_one_rank() -> None:
     """Its orphans go too; other endpoints stay."""
     index = PreciseIndex()
-    index.apply(A, 0, [stored(PATH), stored(PATH, medium="CPU"), stored((9, 9), 1), AllBlocksCleared()])
-    index.apply(B, 0, [stored(PATH)])
-    assert (device(index), index.rows(A), index.pending_blocks) == ({B: 8}, 0, 0)
-    index.apply(A, 0, [stored(PATH[:1])])
+    index.apply_events(A, 0, [stored(PATH), stored(PATH, medium="CPU"), stored((9, 9), 1), AllBlocksCleared()])
+    index.apply_events(B, 0, [stored(PATH)])
+    assert (device(index), index.count_rows(A), index.pending_blocks) == ({B: 8}, 0, 0)
+    index.apply_events(A, 0, [stored(PATH[:1])])
     assert device(index) == {A: 2, B: 8}
 
 
@@ -180,28 +188,28 @@ def test_a_removed_endpoint_is_unknown_at_once_and_swept_in_steps() -> None:
     """No call takes long, and a bit is reused only when nothing carries it any more."""
     index = PreciseIndex(max_sources=1)
     long = tuple(range(3000))
-    index.apply(A, 0, [stored(long)])
-    index.remove(A)
-    assert index.lookup(prompt_of(long)) == {}
-    index.apply(B, 0, [stored(PATH)])
+    index.apply_events(A, 0, [stored(long)])
+    index.remove_endpoint(A)
+    assert index.match_prompt(prompt_of(long)) == {}
+    index.apply_events(B, 0, [stored(PATH)])
     assert index.counts.over_bound == 4
-    assert index.sweep(100_000)
-    index.apply(B, 0, [stored(long[:5])])
+    assert index.sweep_rows(100_000)
+    index.apply_events(B, 0, [stored(long[:5])])
     assert device(index, long) == {B: 10}
 
 
 def test_sweeping_goes_on_with_every_store() -> None:
     """No caller has to remember to do it."""
     index = PreciseIndex()
-    index.apply(A, 0, [stored(tuple(range(3000))), AllBlocksCleared(), stored(PATH), stored(PATH)])
-    assert index.sweep(0)
+    index.apply_events(A, 0, [stored(tuple(range(3000))), AllBlocksCleared(), stored(PATH), stored(PATH)])
+    assert index.sweep_rows(0)
 
 
 def test_another_block_size_is_another_engine_run() -> None:
     """A restart with other flags voids what was stored; each size is looked up in its own hashes."""
     index = PreciseIndex()
-    index.apply(A, 0, [stored(PATH), stored((1, 1, 3), size=1)])
-    index.apply(B, 0, [stored(PATH)])
+    index.apply_events(A, 0, [stored(PATH), stored((1, 1, 3), size=1)])
+    index.apply_events(B, 0, [stored(PATH)])
     assert index.block_sizes == {1, 2}
     assert device(index) == {A: 4 // 2, B: 8}
 
@@ -210,7 +218,7 @@ def test_another_block_size_is_another_engine_run() -> None:
 def test_malformed_events_are_counted_not_believed(wrong: str) -> None:
     """Some groups report blocks whose tokens do not add up; media beyond the bound have no tier."""
     index = PreciseIndex()
-    index.apply(A, 0, [stored((9,), medium=f"M{n}") for n in range(7)])
+    index.apply_events(A, 0, [stored((9,), medium=f"M{n}") for n in range(7)])
     event = {
         "tokens": replace(stored(PATH), block_tokens=3),
         "extra": replace(stored(PATH), extra=(None,)),
@@ -218,46 +226,46 @@ def test_malformed_events_are_counted_not_believed(wrong: str) -> None:
         "twice": replace(stored(PATH), block_hashes=(1, 2, 1, 3)),
         "below itself": replace(stored(PATH), block_hashes=(1, 2, 3, 4), parent=3),
     }[wrong]
-    index.apply(A, 0, [event, removed(PATH, medium="M8")])
+    index.apply_events(A, 0, [event, removed(PATH, medium="M8")])
     assert (device(index), index.counts.malformed, index.counts.removed_unknown) == ({}, 1, 1)
 
 
 def test_rows_are_bounded() -> None:
     """What is over the bound is not stored and counted; the beginning of a run is worth most."""
     index = PreciseIndex(max_blocks=3)
-    index.apply(A, 0, [stored(PATH)])
-    assert (device(index), index.counts.over_bound, index.rows(A)) == ({A: 6}, 1, 3)
-    index.apply(A, 0, [removed(PATH[:3]), stored((1, 2, 5), 2)])
+    index.apply_events(A, 0, [stored(PATH)])
+    assert (device(index), index.counts.over_bound, index.count_rows(A)) == ({A: 6}, 1, 3)
+    index.apply_events(A, 0, [removed(PATH[:3]), stored((1, 2, 5), 2)])
     assert device(index, (1, 2, 5)) == {A: 6}
 
 
 def test_removals_of_unknown_blocks_are_counted() -> None:
     """Of an engine never heard of, and of blocks never stored."""
     index = PreciseIndex()
-    index.apply(A, 0, [removed(PATH), stored(PATH), removed((9,)), removed(PATH, medium="CPU")])
+    index.apply_events(A, 0, [removed(PATH), stored(PATH), removed((9,)), removed(PATH, medium="CPU")])
     assert (index.counts.removed_unknown, device(index)) == (3, {A: 8})
 
 
 def test_two_names_of_one_block_are_two_copies() -> None:
     """Old engines do not report salts: the block is there until its last name is removed."""
     index = PreciseIndex()
-    index.apply(A, 0, [stored(PATH, engine=1), stored(PATH, engine=2), stored(PATH, engine=3)])
+    index.apply_events(A, 0, [stored(PATH, engine=1), stored(PATH, engine=2), stored(PATH, engine=3)])
     for engine, left in ((1, 8), (2, 8), (3, 6)):
-        index.apply(A, 0, [removed(PATH, engine=engine)])
+        index.apply_events(A, 0, [removed(PATH, engine=engine)])
         assert device(index) == {A: left}
-    assert index.rows(A) == 3 * 3  # a row a name, and none of those that were removed
+    assert index.count_rows(A) == 3 * 3  # a row a name, and none of those that were removed
 
 
 def test_a_block_told_below_another_copy_hangs_there() -> None:
     """Which copy is removed first decides whether there is a gap."""
     index = PreciseIndex()
-    index.apply(A, 0, [stored(PATH, engine=1), stored(PATH[:2], engine=2)])
-    index.apply(A, 0, [stored(PATH, 2, engine=1, parent=engine_hash(PATH[:2], 2))])
-    index.apply(A, 0, [removed(PATH[:2], engine=1)])
+    index.apply_events(A, 0, [stored(PATH, engine=1), stored(PATH[:2], engine=2)])
+    index.apply_events(A, 0, [stored(PATH, 2, engine=1, parent=engine_hash(PATH[:2], 2))])
+    index.apply_events(A, 0, [removed(PATH[:2], engine=1)])
     assert device(index) == {A: 8}
-    index.apply(A, 0, [removed(PATH[:2], engine=2)])
+    index.apply_events(A, 0, [removed(PATH[:2], engine=2)])
     assert device(index) == {A: 2}
-    index.apply(A, 0, [stored(PATH[:2], 1, engine=2)])
+    index.apply_events(A, 0, [stored(PATH[:2], 1, engine=2)])
     assert device(index) == {A: 8}
 
 
@@ -265,44 +273,46 @@ def test_a_name_given_to_another_block_is_that_block() -> None:
     """Names are 64 bits at most: on a clash the later store is right, and what hung below stays a gap away."""
     index = PreciseIndex()
     clash = replace(stored((5, 6)), block_hashes=(engine_hash((5,)), engine_hash((1, 2))))
-    index.apply(A, 0, [stored(PATH), clash])
+    index.apply_events(A, 0, [stored(PATH), clash])
     assert device(index, (5, 6)) == {A: 4}
     assert device(index) == {A: 2}
-    index.apply(A, 0, [removed(PATH), removed(PATH[:3]), removed((5,)), BlockRemoved((engine_hash((1, 2)),))])
-    assert (device(index), device(index, (5, 6)), index.rows(A)) == ({A: 2}, {}, 1)
+    index.apply_events(A, 0, [removed(PATH), removed(PATH[:3]), removed((5,)), BlockRemoved((engine_hash((1, 2)),))])
+    assert (device(index), device(index, (5, 6)), index.count_rows(A)) == ({A: 2}, {}, 1)
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_name_of_several_given_to_another_block_leaves_the_others(first: int) -> None:
     """Whichever name came first: what only the lost name vouched for is gone, and the rest goes by those left."""
     index = PreciseIndex()
-    index.apply(A, 0, [stored(PATH, engine=first), stored(PATH, engine=1 - first), stored(PATH, engine=2)])
-    index.apply(A, 0, [stored(PATH, engine=0, medium="CPU"), removed(PATH[:3], engine=1), removed(PATH[:3], engine=2)])
+    index.apply_events(A, 0, [stored(PATH, engine=first), stored(PATH, engine=1 - first), stored(PATH, engine=2)])
+    index.apply_events(
+        A, 0, [stored(PATH, engine=0, medium="CPU"), removed(PATH[:3], engine=1), removed(PATH[:3], engine=2)]
+    )
     clash = replace(stored((5, 6)), block_hashes=(engine_hash((5,)), engine_hash(PATH[:3])))
-    index.apply(A, 0, [clash])
-    assert index.lookup(prompt_of((5, 6))) == {A: PreciseMatch(4, 0, 0)}
-    assert index.lookup(prompt_of(PATH)) == {A: PreciseMatch(4, 0, 0)}
-    index.apply(A, 0, [stored(PATH, engine=2)])
-    assert index.lookup(prompt_of(PATH)) == {A: PreciseMatch(8, 0, 0)}
+    index.apply_events(A, 0, [clash])
+    assert index.match_prompt(prompt_of((5, 6))) == {A: PreciseMatch(4, 0, 0)}
+    assert index.match_prompt(prompt_of(PATH)) == {A: PreciseMatch(4, 0, 0)}
+    index.apply_events(A, 0, [stored(PATH, engine=2)])
+    assert index.match_prompt(prompt_of(PATH)) == {A: PreciseMatch(8, 0, 0)}
     again = replace(stored((7,)), block_hashes=(engine_hash(PATH),))
-    index.apply(A, 0, [again, removed(PATH, engine=1)])
+    index.apply_events(A, 0, [again, removed(PATH, engine=1)])
     assert device(index) == {A: 8}
-    index.apply(A, 0, [removed(PATH, engine=2), removed((7,), engine=9)])
+    index.apply_events(A, 0, [removed(PATH, engine=2), removed((7,), engine=9)])
     assert device(index) == {A: 6}
     for engine in (0, 1, 2):
-        index.apply(A, 0, [removed(*(PATH[:n] for n in range(4, 0, -1)), engine=engine)])
-    assert index.lookup(prompt_of(PATH)) == {A: PreciseMatch(0, 4, 0)}
+        index.apply_events(A, 0, [removed(*(PATH[:n] for n in range(4, 0, -1)), engine=engine)])
+    assert index.match_prompt(prompt_of(PATH)) == {A: PreciseMatch(0, 4, 0)}
 
 
 def test_a_parent_by_a_former_name_is_the_same_block() -> None:
     """What is stored below a name that was removed joins what is there under another, and is one block with it."""
     index = PreciseIndex()
-    index.apply(A, 0, [stored(PATH, engine=1), removed(*(PATH[:n] for n in range(4, 0, -1)), engine=1)])
-    index.apply(A, 0, [stored(PATH), stored(PATH, 2, engine=1)])
-    assert (device(index), index.rows(A)) == ({A: 8}, 6)
-    index.apply(A, 0, [removed(PATH[:2]), removed(PATH[:3]), removed(PATH)])
+    index.apply_events(A, 0, [stored(PATH, engine=1), removed(*(PATH[:n] for n in range(4, 0, -1)), engine=1)])
+    index.apply_events(A, 0, [stored(PATH), stored(PATH, 2, engine=1)])
+    assert (device(index), index.count_rows(A)) == ({A: 8}, 6)
+    index.apply_events(A, 0, [removed(PATH[:2]), removed(PATH[:3]), removed(PATH)])
     assert device(index) == {A: 2}
-    index.apply(A, 0, [stored(PATH[:2], 1)])
+    index.apply_events(A, 0, [stored(PATH[:2], 1)])
     assert device(index) == {A: 8}
 
 
@@ -312,7 +322,7 @@ def test_regular_engine_hashes_are_hashes(stride: int) -> None:
     index = PreciseIndex()
     for at in range(1, 20_000, 500):
         hashes = tuple(range(at * stride, (at + 500) * stride, stride))
-        index.apply(A, 0, [BlockStored(hashes, None, array("I", range(1000 * at, 1000 * (at + 1))), 2)])
-    assert index.rows(A) == 20_000
-    index.apply(A, 0, [BlockRemoved((at * stride,)) for at in range(1, 20_001)])
-    assert (index.rows(A), index.counts.removed_unknown) == (0, 0)
+        index.apply_events(A, 0, [BlockStored(hashes, None, array("I", range(1000 * at, 1000 * (at + 1))), 2)])
+    assert index.count_rows(A) == 20_000
+    index.apply_events(A, 0, [BlockRemoved((at * stride,)) for at in range(1, 20_001)])
+    assert (index.count_rows(A), index.counts.removed_unknown) == (0, 0)

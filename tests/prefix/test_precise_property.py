@@ -75,24 +75,24 @@ class PreciseAgainstNaive(RuleBasedStateMachine):
     def store(self, rank: tuple[EndpointId, int], path: Path, start: int, medium: str, name: int) -> None:
         start = min(start, len(path) - 1)
         self.seen.add(path)
-        self.index.apply(*rank, [stored(path, start, engine=name, medium=medium)])
+        self.index.apply_events(*rank, [stored(path, start, engine=name, medium=medium)])
         run = [(name, path[: i + 1]) for i in range(start, len(path))]
         self.naive.setdefault(rank, NaiveRank()).store(medium, run)
 
     @rule(rank=RANKS, path=PATHS, medium=MEDIA, name=st.integers(0, 1))
     def remove(self, rank: tuple[EndpointId, int], path: Path, medium: str, name: int) -> None:
-        self.index.apply(*rank, [removed(path, engine=name, medium=medium)])
+        self.index.apply_events(*rank, [removed(path, engine=name, medium=medium)])
         if rank in self.naive:
             self.naive[rank].remove(medium, (name, path))
 
     @rule(rank=RANKS)
     def clear(self, rank: tuple[EndpointId, int]) -> None:
-        self.index.cleared(*rank)
+        self.index.clear_rank(*rank)
         self.naive.pop(rank, None)
 
     @rule(endpoint=st.sampled_from([A, B]))
     def endpoint_leaves(self, endpoint: EndpointId) -> None:
-        self.index.remove(endpoint)
+        self.index.remove_endpoint(endpoint)
         self.naive = {rank: known for rank, known in self.naive.items() if rank[0] != endpoint}
 
     @invariant()
@@ -104,7 +104,7 @@ class PreciseAgainstNaive(RuleBasedStateMachine):
                 old = best.get(endpoint, PreciseMatch(0, 0, 0))
                 if (total, device) > (old.device_tokens + old.lower_tokens, old.device_tokens):
                     best[endpoint] = PreciseMatch(device, total - device, dp_rank)
-            assert self.index.lookup(prompt_of(path)) == best
+            assert self.index.match_prompt(prompt_of(path)) == best
         assert self.index.pending_blocks == sum(len(run) for known in self.naive.values() for _, run in known.parked)
 
 

@@ -15,15 +15,15 @@ from tests.prefix.support import A, stored
 def test_a_table_needs_no_collector_to_go(how: str) -> None:
     """Neither that of an endpoint that left, once swept, nor those of an index that is gone."""
     index = PreciseIndex()
-    index.apply(A, 0, [stored(tuple(range(2000)))])
+    index.apply_events(A, 0, [stored(tuple(range(2000)))])
     ((table, _),) = index._followed.values()
     runs = weakref.ref(table._runs)
     gc.disable()
     try:
         del table
         if how == "left":
-            index.remove(A)
-            assert index.sweep(100_000)
+            index.remove_endpoint(A)
+            assert index.sweep_rows(100_000)
         else:
             del index
         assert runs() is None

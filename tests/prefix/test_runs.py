@@ -20,7 +20,7 @@ def names(count: int, *, seed: int) -> array[int]:
 def filled(count: int, *, seed: int = 1) -> tuple[Runs, array[int], array[int]]:
     """One chain, and its names by the engine's word and by ours."""
     runs, keys, blocks = Runs(), names(count, seed=seed), names(count, seed=seed + 100)
-    assert runs.append(keys, blocks, None, GPU) is not None
+    assert runs.append_blocks(keys, blocks, None, GPU) is not None
     return runs, keys, blocks
 
 
@@ -28,10 +28,10 @@ def check(runs: Runs, left: dict[int, int], gone: array[int]) -> None:
     """Every name left leads to its block, none other leads anywhere, and each block is in one run."""
     assert runs.blocks == len(left)
     for key, block in left.items():
-        place = runs.find(key)
+        place = runs.find_key(key)
         assert place is not None
         assert place[0].blocks[place[1]] == block
-    assert not any(runs.find(key) for key in gone if key not in left)
+    assert not any(runs.find_key(key) for key in gone if key not in left)
     listed = [block for first, run in runs.firsts.items() for block in run.blocks[run.start :]]
     assert sorted(listed) == sorted(left.values())
     assert all(run.blocks[run.start] == first for first, run in runs.firsts.items())
@@ -52,15 +52,15 @@ def test_every_order_of_dropping_leaves_the_rest(order: str) -> None:
     elif order == "from the middle":
         sequence = sequence[SPAN // 2 :] + sequence[: SPAN // 2]
     for count, key in enumerate(sequence):
-        place = runs.find(key)
+        place = runs.find_key(key)
         assert place is not None
-        runs.drop(*place)
+        runs.drop_block(*place)
         del left[key]
         if not count % 211:
             check(runs, left, keys)
     check(runs, {}, keys)
     again = names(700, seed=9)
-    assert runs.append(again, again, None, GPU) is not None
+    assert runs.append_blocks(again, again, None, GPU) is not None
     check(runs, dict(zip(again, again, strict=True)), keys)
 
 
@@ -68,9 +68,9 @@ def test_dead_places_do_not_pile_up() -> None:
     """A run whose beginning left is moved to one of its size, so that a block never pins a whole run's memory."""
     runs, keys, _ = filled(SPAN)
     for key in keys[:-1]:
-        place = runs.find(key)
+        place = runs.find_key(key)
         assert place is not None
-        runs.drop(*place)
+        runs.drop_block(*place)
     (run,) = runs.firsts.values()
     assert len(run.keys) < SPAN // 4
 
@@ -79,12 +79,12 @@ def test_a_name_is_not_found_where_it_was_before() -> None:
     """A run may hold the name of a block that left, and the same name again for another block."""
     runs, keys, blocks = filled(8)
     for key in keys[:3]:
-        place = runs.find(key)
+        place = runs.find_key(key)
         assert place is not None
-        runs.drop(*place)
+        runs.drop_block(*place)
     again, other = names(4, seed=5), names(4, seed=6)
     again[0] = keys[1]
-    assert runs.append(again, other, runs.find(keys[-1]), GPU) is not None
+    assert runs.append_blocks(again, other, runs.find_key(keys[-1]), GPU) is not None
     left = dict(zip([*keys[3:], *again], [*blocks[3:], *other], strict=True))
     check(runs, left, keys)
 
@@ -93,21 +93,21 @@ def test_a_name_is_not_found_where_it_was_before() -> None:
 def test_a_taken_name_undoes_the_whole_append(count: int) -> None:
     """However many runs it had filled by then, the one it went on from included."""
     runs, keys, blocks = filled(count)
-    end = runs.find(keys[-1])
+    end = runs.find_key(keys[-1])
     more = names(2 * SPAN, seed=3) + keys[:1]
-    assert runs.append(more, names(len(more), seed=4), end, CPU) is None
+    assert runs.append_blocks(more, names(len(more), seed=4), end, CPU) is None
     twice = names(10, seed=6)
-    assert runs.append(twice + twice[:1], names(11, seed=7), None, GPU) is None
+    assert runs.append_blocks(twice + twice[:1], names(11, seed=7), None, GPU) is None
     check(runs, dict(zip(keys, blocks, strict=True)), more[:-1])
     assert runs.match(blocks)[0] == count
-    assert runs.append(more[:-1], names(2 * SPAN, seed=4), runs.find(keys[-1]), GPU) is not None
+    assert runs.append_blocks(more[:-1], names(2 * SPAN, seed=4), runs.find_key(keys[-1]), GPU) is not None
 
 
 def test_a_chain_told_block_by_block_is_few_runs() -> None:
     """A growing answer is one run, not one a block."""
     runs, keys, blocks, above = Runs(), names(1200, seed=1), names(1200, seed=2), None
     for at in range(1200):
-        above = runs.append(keys[at : at + 1], blocks[at : at + 1], above, GPU)
+        above = runs.append_blocks(keys[at : at + 1], blocks[at : at + 1], above, GPU)
     check(runs, dict(zip(keys, blocks, strict=True)), array("Q"))
     assert len(runs.firsts) == 3
 
@@ -117,9 +117,9 @@ def test_another_name_leads_to_the_same_block() -> None:
     runs, keys, blocks = filled(600)
     left = dict(zip(keys, blocks, strict=True))
     for number, key in enumerate(keys[::7]):
-        place = runs.find(key)
+        place = runs.find_key(key)
         assert place is not None
-        runs.rename(*place, number + 1)
+        runs.rename_block(*place, number + 1)
         left[number + 1] = left.pop(key)
     check(runs, left, keys)
 
@@ -149,9 +149,9 @@ def test_tiers_of_a_run_are_those_of_its_blocks(seed: int) -> None:
 def test_a_guess_changes_nothing_about_a_match(guess: int) -> None:
     """Where the last source's match ended says nothing certain about this one's."""
     runs, keys, blocks = filled(1500)
-    branch = runs.find(keys[700])
+    branch = runs.find_key(keys[700])
     others = names(50, seed=8)
-    assert runs.append(names(50, seed=7), others, branch, CPU) is not None
+    assert runs.append_blocks(names(50, seed=7), others, branch, CPU) is not None
     for length in (1, 299, 300, 301, 511, 512, 513, 701, 1499, 1500):
         prompt = blocks[:length] + names(20, seed=length + 1000)
         assert runs.match(prompt, guess)[:2] == (length, length)
@@ -163,7 +163,7 @@ def test_a_chain_is_swept_in_steps() -> None:
     """What many blocks took is given back a part at a time, and what is left over says that it is done."""
     runs, _, _ = filled(20 * SPAN)
     steps = 1
-    while runs.sweep(1000) <= 0:
+    while runs.sweep_rows(1000) <= 0:
         steps += 1
     assert steps == 20 * SPAN // 1000 + 1
 
@@ -172,13 +172,13 @@ def test_neighbours_are_found_in_either_order() -> None:
     """Blocks removed one by one from the middle of a run, and one looked for again."""
     runs, keys, blocks = filled(SPAN)
     for at in (*range(300, 200, -1), *range(50, 150), 150, 150, 3, SPAN - 1, 4):
-        place = runs.find(keys[at])
+        place = runs.find_key(keys[at])
         assert place is not None
         assert place[0].blocks[place[1]] == blocks[at]
     for at in (299, 300, 298, 301):
-        place = runs.find(keys[at])
+        place = runs.find_key(keys[at])
         assert place is not None
-        runs.drop(*place)
+        runs.drop_block(*place)
     gone = {*keys[298:302]}
     check(runs, {key: block for key, block in zip(keys, blocks, strict=True) if key not in gone}, keys)
 
@@ -189,5 +189,5 @@ def test_regular_keys_are_spread(stride: int) -> None:
     runs = Runs(shards=257)
     for start in range(1, 20_000, 500):
         keys = array("Q", range(start * stride, (start + 500) * stride, stride))
-        assert runs.append(keys, keys, None, GPU) is not None
+        assert runs.append_blocks(keys, keys, None, GPU) is not None
     assert runs.largest_shard < 2 * 20_000 / 257

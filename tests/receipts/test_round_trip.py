@@ -66,7 +66,7 @@ async def test_a_receipt_says_what_was_known_decided_and_done(tmp_path: Path) ->
     assert all(one.cost is not None and one.wait_s == 0.0 and one.in_flight == 0 for one in attempt.candidates)
     assert last.facts[attempt.endpoint].source == "approximate"
     assert last.facts[attempt.endpoint].device_tokens > 0
-    assert last.text_blocks == len(decode_prefixes(last.text_blocks, last.prefixes)) > 2
+    assert last.prompt_blocks == len(decode_prefixes(last.prompt_blocks, last.prefixes)) > 2
 
 
 async def test_nothing_on_a_receipt_tells_what_was_said_or_by_whom(tmp_path: Path) -> None:
@@ -220,5 +220,5 @@ async def test_prefixes_are_noted_unless_they_are_not_wanted(tmp_path: Path) -> 
     await record(path, 1, policy="round_robin")
     await record(path, 1, receipts={"path": str(path), "prefixes": False})
     noted, without = receipts_in(path)
-    assert noted.text_blocks == 3
-    assert (without.text_blocks, without.prefixes, without.status) == (0, "", 200)
+    assert len(decode_prefixes(noted.prompt_blocks, noted.prefixes)) == 3
+    assert (without.prefixes, without.prompt_blocks, without.status) == ("", 3, 200)

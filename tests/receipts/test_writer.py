@@ -41,7 +41,7 @@ def test_closing_writes_what_is_waiting(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "r", interval_s=60.0)
     bench.writer.start()
     for _ in range(3 * SLICE + 1):
-        bench.writer.put(1)
+        bench.writer.put_item(1)
     assert bench.writer.waiting == 3 * SLICE + 1
     bench.writer.close(10.0)
     assert len(bench.lines) == bench.written.value == 3 * SLICE + 1
@@ -53,7 +53,7 @@ def test_a_full_queue_drops_and_counts(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "r", limit=5, interval_s=60.0)
     bench.writer.start()
     for _ in range(8):
-        bench.writer.put(1)
+        bench.writer.put_item(1)
     assert (bench.writer.waiting, bench.dropped.value) == (5, 3)
     bench.writer.close(10.0)
     assert len(bench.lines) == 5
@@ -65,7 +65,7 @@ def test_a_stuck_disk_does_not_hold_the_shutdown(tmp_path: Path) -> None:
     bench.writer.start()
     bench.gate.clear()
     for _ in range(2 * SLICE):
-        bench.writer.put(1)
+        bench.writer.put_item(1)
     bench.writer.close(0.02)
     assert bench.dropped.value >= SLICE
     bench.gate.set()
@@ -76,7 +76,7 @@ def test_an_item_that_cannot_be_encoded_costs_only_itself(tmp_path: Path, caplog
     bench = Bench(tmp_path / "r")
     bench.writer.start()
     for item in (1, 0, 2):
-        bench.writer.put(item)
+        bench.writer.put_item(item)
     bench.writer.close(10.0)
     assert bench.lines == ["100", "50"]
     assert (bench.written.value, bench.failed.value) == (2, 1)
@@ -90,9 +90,9 @@ def test_a_disk_that_fails_is_said_once(tmp_path: Path, caplog: pytest.LogCaptur
     def refuse(lines: list[bytes]) -> None:
         raise OSError(28, "No space left on device")
 
-    bench.writer._file.write = refuse  # type: ignore[method-assign,assignment]
+    bench.writer._file.write_lines = refuse  # type: ignore[method-assign,assignment]
     for _ in range(SLICE + 1):
-        bench.writer.put(1)
+        bench.writer.put_item(1)
     with caplog.at_level(logging.ERROR):
         bench.writer.start()
         bench.writer.close(10.0)

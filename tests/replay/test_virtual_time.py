@@ -137,8 +137,12 @@ def test_a_prompt_no_engine_can_hold_fails_and_the_session_goes_on() -> None:
         {"timestamp": 0, "session_id": 1, "input_length": 5120, "output_length": 1, "hash_runs": [0, 10]},
         {"delay": 10, "session_id": 1, "input_length": 600, "output_length": 1, "hash_runs": [0, 1]},
     )
-    summary = figures(parse_trace(lines(*rows), name="long"), replace(FLEET, capacity_tokens=2048))
+    trace, fleet = parse_trace(lines(*rows), name="long"), replace(FLEET, capacity_tokens=2048)
+    summary = figures(trace, fleet)
     assert (summary.requests, summary.failed) == (2, 1)
+    failed, served = outcomes_of(trace, Pace(), fleet, KV_AWARE)
+    assert (failed.first_token_at, failed.finished_at) == (None, None), "no figure counts how soon it was refused"
+    assert served.finished_at is not None
 
 
 def test_the_queue_holds_requests_back_when_all_are_busy() -> None:

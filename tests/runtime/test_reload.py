@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -196,12 +197,27 @@ async def test_what_needs_a_restart_is_said() -> None:
         assert (await proxy.reload(changed)).after_restart == ("listen", "pool")
 
 
+class Watched(os.PathLike[str]):
+    """A path that counts how often it is looked at."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.looks = 0
+
+    def __fspath__(self) -> str:
+        self.looks += 1
+        return str(self._path)
+
+    __str__ = __fspath__
+
+
 async def test_the_file_reloader_says_why_and_changes_nothing(tmp_path: Path) -> None:
     """Every problem of the file; then a good file is applied, by the watch alone."""
     file = tmp_path / "config.yaml"
     async with two_engines() as (a, b):
         file.write_text(f"endpoints: {{a: '{a}'}}\n")
-        source = ConfigSource(path=str(file))
+        path = Watched(file)
+        source = ConfigSource(path=path)  # type: ignore[arg-type]
         async with Proxy(source.load()[0]) as proxy, FileReloader(proxy, source, interval_s=0.01) as reload:
             assert proxy.reloader is reload
             file.write_text("endpoints: {a: nonsense}\npolcy: x\n")
@@ -209,6 +225,9 @@ async def test_the_file_reloader_says_why_and_changes_nothing(tmp_path: Path) ->
             assert {problem.path for problem in refused.errors} == {"endpoints.a.url", "polcy"}
             assert [endpoint.id for endpoint in proxy.clusters["default"].endpoints] == ["a"]
             file.unlink()
+            away = path.looks
+            await until(lambda: path.looks >= away + 3)  # in the middle of being replaced
+            assert proxy.metrics.registry.get_sample_value("kvproxy_reloads_total", {"result": "refused"}) == 1
             file.write_text(f"endpoints: {{b: '{b}'}}\nlisten: ':1'\n")
             await until(lambda: [endpoint.id for endpoint in proxy.clusters["default"].endpoints] == ["b"])
         assert proxy.reloader is None

@@ -164,12 +164,12 @@ async def test_event_streams_and_pins(changes: dict[str, Any]) -> None:
             body = {"model": "tiny", "messages": [{"role": "user", "content": TURN}], "max_tokens": 1}
             answer = await running.client.post("/v1/chat/completions", json=body)
             went = endpoint(running, answer.headers["x-kvproxy-endpoint"])
-            await until(lambda: local.precise.rows(went.id) > 0)
+            await until(lambda: local.precise.count_rows(went.id) > 0)
             await until(lambda: len(leases(before, running.proxy.clock())) == 1)
-            rows, followed = local.precise.rows(went.id), streams.streams(went)
+            rows, followed = local.precise.count_rows(went.id), streams.streams(went)
             await reload(running, place.engines, changes, filters=filters)
             assert service(running) is before
-            assert (local.precise.rows(went.id), set(local.exact)) == (rows, {"a", "b"})
+            assert (local.precise.count_rows(went.id), set(local.exact)) == (rows, {"a", "b"})
             assert streams.streams(went) == followed
             await streams.follow()
             assert streams.streams(went) == followed
@@ -218,14 +218,14 @@ async def test_event_streams_when_other_settings_of_the_cache_change() -> None:
         body = {"model": "tiny", "messages": [{"role": "user", "content": TURN}], "max_tokens": 1}
         answer = await running.client.post("/v1/chat/completions", json=body)
         went = endpoint(running, answer.headers["x-kvproxy-endpoint"])
-        await until(lambda: before.overlap.indexes["default"].precise.rows(went.id) > 0)
+        await until(lambda: before.overlap.indexes["default"].precise.count_rows(went.id) > 0)
         await reload(running, place.engines, {}, filters=settings(min_matched_tokens=7))
         after = service(running)
         assert after is not before
         assert after.overlap.streams is streams
         local = after.overlap.indexes["default"]
         assert local.exact == {"a", "b"}
-        assert local.precise.rows(went.id) > 0
+        assert local.precise.count_rows(went.id) > 0
         await until(lambda: running.proxy.replaced == 1)
         assert set(streams.streams(went)) == {0}
         await reload(running, place.engines, {}, filters=settings(request_timeout="9s"))

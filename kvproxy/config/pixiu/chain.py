@@ -40,30 +40,32 @@ def translate_chain(translation: Translation, manager: ConnectionManager, at: Pa
         here: Path = (*at, "http_filters", index)
         if item.name == _KVCACHE:
             if proxy_at is not None:
-                translation.warn(here, "stands after the proxy, where it could not act: it is moved before it")
+                translation.add_warning(here, "stands after the proxy, where it could not act: it is moved before it")
             _kvcache(translation, manager, item.config, (*here, "config"), has_clusters=has_clusters)
         elif item.name in (_PROXY, _HTTP_PROXY) and proxy_at is None:
             proxy_at = here
             if item.name == _HTTP_PROXY:
                 router = _PLAIN
-                translation.note((*here, "name"), "a plain HTTP proxy: every path that its routes match is public")
+                translation.add_note((*here, "name"), "a plain HTTP proxy: every path that its routes match is public")
             else:
-                translation.note((*here, "name"), "public are inference and what routes name besides, no other path")
+                translation.add_note(
+                    (*here, "name"), "public are inference and what routes name besides, no other path"
+                )
             proxy = translation.decode(LlmProxy, item.config, (*here, "config"))
             scheme = proxy.scheme if proxy is not None else "http"
             _proxy(translation, proxy or LlmProxy(), (*here, "config"))
         elif item.name == _TOKENIZER:
             translation.decode(Tokenizer, item.config, (*here, "config"))
-            translation.note(here, "token usage is always counted from the engine's own figures, in the metrics")
+            translation.add_note(here, "token usage is always counted from the engine's own figures, in the metrics")
         elif item.name == _CORS:
             _cors(translation, item.config, (*here, "config"))
         elif item.name == _ACCESS_LOG:
-            translation.note(here, "every request is logged in any case, to the process log")
+            translation.add_note(here, "every request is logged in any case, to the process log")
         else:
-            translation.unsupported((*here, "name"), f"unknown filter {item.name!r}", _nearest(item.name))
+            translation.add_unsupported((*here, "name"), f"unknown filter {item.name!r}", _nearest(item.name))
     if proxy_at is None:
         wanted = f"{_PROXY} is required (or {_HTTP_PROXY})"
-        translation.error((*at, "http_filters"), f"no filter forwards requests: {wanted}")
+        translation.add_error((*at, "http_filters"), f"no filter forwards requests: {wanted}")
     translation.form.filters.append(("router", router, proxy_at or (*at, "http_filters")))
     return scheme
 
@@ -87,35 +89,37 @@ def _routes(translation: Translation, routes: list[PixiuRoute], at: Path) -> Non
         prefix = route.match.path or route.match.prefix or "/"
         native.append((prefix, {"prefix": prefix, "cluster": route.route.cluster}, here))
         if route.match.path:
-            translation.note((*here, "match", "path"), "matches the paths below it, too")
+            translation.add_note((*here, "match", "path"), "matches the paths below it, too")
         if route.match.methods:
-            translation.note((*here, "match", "methods"), "every method is forwarded; engines refuse what they lack")
+            translation.add_note(
+                (*here, "match", "methods"), "every method is forwarded; engines refuse what they lack"
+            )
         if route.match.headers is not None:
-            translation.unsupported((*here, "match", "headers"), "routes cannot match headers")
+            translation.add_unsupported((*here, "match", "headers"), "routes cannot match headers")
         if route.route.cluster_not_found_response_code:
-            translation.note(
+            translation.add_note(
                 (*here, "route", "cluster_not_found_response_code"),
                 "never sent: a route to an unknown cluster is refused at start",
             )
     native.sort(key=lambda item: len(item[0].rstrip("/")), reverse=True)
     for number, (_, _, here) in enumerate(native):
-        translation.form.origins.add(("routes", number), here)
-        translation.form.origins.add(("routes", number, "cluster"), (*here, "route", "cluster"))
-        translation.form.origins.add(("routes", number, "prefix"), (*here, "match"))
+        translation.form.origins.add_move(("routes", number), here)
+        translation.form.origins.add_move(("routes", number, "cluster"), (*here, "route", "cluster"))
+        translation.form.origins.add_move(("routes", number, "prefix"), (*here, "match"))
     translation.form.data["routes"] = [route for _, route, _ in native]
 
 
 def _proxy(translation: Translation, proxy: LlmProxy, at: Path) -> None:
     if proxy.timeout:
-        translation.put("timeouts", "first_byte", proxy.timeout, (*at, "timeout"))
-        translation.put("timeouts", "connect", min(proxy.timeout, 2.0), (*at, "timeout"))
-        translation.note((*at, "timeout"), "bounds connecting and the first byte; it does not cut a running stream")
+        translation.set_value("timeouts", "first_byte", proxy.timeout, (*at, "timeout"))
+        translation.set_value("timeouts", "connect", min(proxy.timeout, 2.0), (*at, "timeout"))
+        translation.add_note((*at, "timeout"), "bounds connecting and the first byte; it does not cut a running stream")
     if proxy.max_per_host:
-        translation.put("pool", "max_connections", proxy.max_per_host, (*at, "maxConnsPerHost"))
+        translation.set_value("pool", "max_connections", proxy.max_per_host, (*at, "maxConnsPerHost"))
     if proxy.max_idle_per_host:
-        translation.put("pool", "max_idle", proxy.max_idle_per_host, (*at, "maxIdleConnsPerHost"))
+        translation.set_value("pool", "max_idle", proxy.max_idle_per_host, (*at, "maxIdleConnsPerHost"))
     if proxy.max_idle:
-        translation.note((*at, "maxIdleConns"), "idle connections are bounded per endpoint only")
+        translation.add_note((*at, "maxIdleConns"), "idle connections are bounded per endpoint only")
 
 
 def _cors(translation: Translation, raw: Any, at: Path) -> None:
@@ -124,7 +128,7 @@ def _cors(translation: Translation, raw: Any, at: Path) -> None:
     if cors is None:
         return
     if not cors.allow_origin:
-        translation.note(at, "allows no origin, as it stands: left out")
+        translation.add_note(at, "allows no origin, as it stands: left out")
         return
     origins = [
         scheme + origin
@@ -137,7 +141,9 @@ def _cors(translation: Translation, raw: Any, at: Path) -> None:
             settings[name] = list(getattr(cors, name))
     if cors.max_age is not None:
         settings["max_age"] = cors.max_age
-    translation.note(at, "answers browsers' preflight requests too; allow_origin is compared with their Origin header")
+    translation.add_note(
+        at, "answers browsers' preflight requests too; allow_origin is compared with their Origin header"
+    )
     translation.form.filters.append(("cors", settings, at))
 
 
@@ -163,9 +169,9 @@ def _cluster_of_engine(translation: Translation, manager: ConnectionManager, set
     name = instances.pop() if len(instances) == 1 else "vllm"
     translation.form.data["clusters"] = {names[0]: {"endpoints": [{"id": name, "url": url}]}}
     where: Path = (*at, "vllm_endpoint")
-    translation.form.origins.add(("clusters", names[0]), where)
-    translation.form.origins.add(("clusters", names[0], "endpoints", 0, "url"), where)
-    translation.warn(where, f"the file has no clusters: {names[0]!r} becomes this one engine, as {name!r}")
+    translation.form.origins.add_move(("clusters", names[0]), where)
+    translation.form.origins.add_move(("clusters", names[0], "endpoints", 0, "url"), where)
+    translation.add_warning(where, f"the file has no clusters: {names[0]!r} becomes this one engine, as {name!r}")
 
 
 _CONNECTIONS = ("max_idle_conns", "max_idle_conns_per_host", "max_conns_per_host")
@@ -181,7 +187,7 @@ def translate_kvcache(translation: Translation, raw: dict[str, Any], at: Path) -
     settings.setdefault("tokenize", {"inline_min": 0})
     if str(settings.get("hot_max_keys", "")) == "0":
         del settings["hot_max_keys"]
-        translation.note((*at, "hot_max_keys"), "not unlimited here: the default bound applies")
+        translation.add_note((*at, "hot_max_keys"), "not unlimited here: the default bound applies")
     strategy = settings.get("cache_strategy")
     if isinstance(strategy, dict):
         _strategy(translation, strategy, (*at, "cache_strategy"))
@@ -192,12 +198,12 @@ def _endpoints(translation: Translation, settings: dict[str, Any], at: Path) -> 
     for key in ("vllm_endpoint", "lmcache_endpoint"):
         value = settings.get(key)
         if isinstance(value, str) and not value.strip():
-            translation.error((*at, key), "must not be blank when kvcache is enabled")
+            translation.add_error((*at, key), "must not be blank when kvcache is enabled")
             del settings[key]
     if "lmcache_endpoint" not in settings:
-        translation.error((*at, "lmcache_endpoint"), "required when kvcache is enabled")
+        translation.add_error((*at, "lmcache_endpoint"), "required when kvcache is enabled")
     if "vllm_endpoint" not in settings:
-        translation.note((*at, "vllm_endpoint"), "not given: an endpoint that serves the model tokenizes")
+        translation.add_note((*at, "vllm_endpoint"), "not given: an endpoint that serves the model tokenizes")
 
 
 def _connections(translation: Translation, settings: dict[str, Any], at: Path) -> None:
@@ -205,25 +211,27 @@ def _connections(translation: Translation, settings: dict[str, Any], at: Path) -
     given = {key: settings.pop(key) for key in _CONNECTIONS if key in settings}
     for key, value in given.items():
         if isinstance(value, bool) or not re.fullmatch(r"\d{1,9}", str(value)):
-            translation.error((*at, key), "must be a number of connections, 0 for the default")
+            translation.add_error((*at, key), "must be a number of connections, 0 for the default")
         elif key == "max_conns_per_host" and int(value):
             settings["max_connections"] = int(value)
         elif key != "max_conns_per_host":
-            translation.note((*at, key), "connections are bounded by max_conns_per_host alone")
+            translation.add_note((*at, key), "connections are bounded by max_conns_per_host alone")
 
 
 def _strategy(translation: Translation, strategy: dict[str, Any], at: Path) -> None:
     method = strategy.get("compress_method")
     if strategy.get("enable_compression") and isinstance(method, str) and method != "cachegen":
-        translation.note((*at, "compress_method"), "LMCache compresses with cachegen only; it ignores other methods")
+        translation.add_note(
+            (*at, "compress_method"), "LMCache compresses with cachegen only; it ignores other methods"
+        )
     if strategy.get("enable_compression") or strategy.get("enable_eviction"):
-        translation.note(
+        translation.add_note(
             at,
             "load and memory are the engine's (load_source, memory_source), not this process's; compress and evict act "
             "on the coldest prefixes, never on the one just served",
         )
     if strategy.get("enable_eviction"):
-        translation.note(
+        translation.add_note(
             (*at, "enable_eviction"),
             "LMCache's controller cannot evict one prefix; clearing the whole location needs allow_clear",
         )

@@ -35,27 +35,29 @@ def translate_clusters(translation: Translation, clusters: Sequence[PixiuCluster
     for index, cluster in enumerate(clusters):
         here: Path = (*at, index)
         if cluster.name in native:
-            translation.error((*here, "name"), f"two clusters are named {cluster.name!r}")
-        translation.form.origins.add(("clusters", cluster.name), here)
+            translation.add_error((*here, "name"), f"two clusters are named {cluster.name!r}")
+        translation.form.origins.add_move(("clusters", cluster.name), here)
         native[cluster.name] = _cluster(translation, cluster, here, scheme=scheme)
         endpoints = native[cluster.name]["endpoints"]
         attempts = max(attempts, sum(endpoint.get("retry", {}).get("attempts", 1) for endpoint in endpoints))
     if any(endpoint.llm_meta is not None for cluster in clusters for endpoint in cluster.endpoints):
-        translation.put("retry", "attempts", min(max(attempts, 1), _MAX_ATTEMPTS), at)
+        translation.set_value("retry", "attempts", min(max(attempts, 1), _MAX_ATTEMPTS), at)
 
 
 def _cluster(translation: Translation, cluster: PixiuCluster, at: Path, *, scheme: str) -> dict[str, Any]:
     endpoints = []
     for index, endpoint in enumerate(cluster.endpoints):
         here: Path = (*at, "endpoints", index)
-        translation.form.origins.add(("clusters", cluster.name, "endpoints", index, "url"), (*here, "socket_address"))
+        translation.form.origins.add_move(
+            ("clusters", cluster.name, "endpoints", index, "url"), (*here, "socket_address")
+        )
         endpoints.append(_endpoint(translation, endpoint, here, scheme=scheme))
     if any(endpoint.llm_meta is None for endpoint in cluster.endpoints):
-        translation.note((*at, "endpoints"), "without llm_meta a failed request is tried at another endpoint")
+        translation.add_note((*at, "endpoints"), "without llm_meta a failed request is tried at another endpoint")
     if cluster.type.casefold() != "static":
-        translation.note((*at, "type"), "endpoints are taken as listed; names are resolved at every new connection")
+        translation.add_note((*at, "type"), "endpoints are taken as listed; names are resolved at every new connection")
     if cluster.consistent is not None:
-        translation.note((*at, "consistent"), "ring sizes have no counterpart: the hash here needs none")
+        translation.add_note((*at, "consistent"), "ring sizes have no counterpart: the hash here needs none")
     return {
         "policy": _policy(translation, cluster.lb_policy, (*at, "lb_policy")),
         "endpoints": endpoints,
@@ -67,10 +69,14 @@ def _policy(translation: Translation, written: str, at: Path) -> str:
     letters = re.sub(r"[^a-z]", "", written.casefold())
     policy = _POLICIES.get(letters)
     if policy is None:
-        translation.warn(at, f"unknown policy {written!r}: random, as Pixiu does", f"known: {', '.join(PolicyName)}")
+        translation.add_warning(
+            at, f"unknown policy {written!r}: random, as Pixiu does", f"known: {', '.join(PolicyName)}"
+        )
         return PolicyName.RANDOM
     if letters in ("maglevhashing", "maglev"):
-        translation.note(at, "consistent hashing with bounded load instead of Maglev's table; the same prompts stick")
+        translation.add_note(
+            at, "consistent hashing with bounded load instead of Maglev's table; the same prompts stick"
+        )
     return policy
 
 
@@ -80,11 +86,11 @@ def _probing(translation: Translation, cluster: PixiuCluster, at: Path) -> dict[
         return {"active": False}
     check = cluster.health_checks[0]
     if check.protocol.casefold() not in ("http", "https"):
-        translation.note(
+        translation.add_note(
             (*at, "health_checks", 0, "protocol"), "probed with GET /health: an open port says little about an engine"
         )
     if len(cluster.health_checks) > 1:
-        translation.note((*at, "health_checks"), "only the first is used")
+        translation.add_note((*at, "health_checks"), "only the first is used")
     return {
         "active": True,
         "timeout": check.timeout,
@@ -101,7 +107,7 @@ def _cooldown(translation: Translation, cluster: PixiuCluster, at: Path) -> dict
     if not given:
         return {}
     longest_ms = max(interval for _, interval in given)
-    translation.note(
+    translation.add_note(
         (*at, "endpoints", given[0][0], "llm_meta", "health_check_interval"),
         f"the cluster's endpoints are ejected for {longest_ms} ms after a failure (longer when they keep failing); "
         "client errors (4xx) and cancelled requests never eject",
@@ -133,12 +139,12 @@ def _endpoint(translation: Translation, endpoint: PixiuEndpoint, at: Path, *, sc
 def _authority(translation: Translation, endpoint: PixiuEndpoint, at: Path) -> str:
     socket = endpoint.socket_address
     if len(socket.domains) > 1:
-        translation.note((*at, "domains"), "only the first is used")
+        translation.add_note((*at, "domains"), "only the first is used")
     host = socket.domains[0] if socket.domains else socket.address
     if not host:
-        translation.error((*at, "address"), "an address or a domain is required")
+        translation.add_error((*at, "address"), "an address or a domain is required")
     if not socket.domains and socket.port is None:
-        translation.error((*at, "port"), "required with an address")
+        translation.add_error((*at, "port"), "required with an address")
     bracketed = f"[{host}]" if ":" in host and not host.startswith("[") and not socket.domains else host
     return f"{bracketed}:{socket.port}" if socket.port else bracketed
 
@@ -149,7 +155,7 @@ def _retry(translation: Translation, meta: LlmMeta, at: Path) -> dict[str, Any]:
     times = numbers.times if numbers.times is not None else policy.times
     retries = 0 if policy.name == "NoRetry" else (_DEFAULT_TIMES if times is None else times)
     if retries >= _MAX_ATTEMPTS:
-        translation.note(at, f"at most {_MAX_ATTEMPTS} attempts are made at one endpoint")
+        translation.add_note(at, f"at most {_MAX_ATTEMPTS} attempts are made at one endpoint")
     native: dict[str, Any] = {"attempts": min(retries + 1, _MAX_ATTEMPTS), "fallback": meta.fallback}
     if policy.name == "ExponentialBackoff":
         native |= {"backoff": numbers.initial, "max_backoff": numbers.longest, "multiplier": numbers.multiplier}

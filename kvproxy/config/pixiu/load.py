@@ -36,7 +36,7 @@ def decode_pixiu(
 ) -> tuple[Config | None, list[Problem]]:
     """The configuration, best effort if there are errors, with errors, warnings and notes; `known` ones come first."""
     translation = Translation(lenient=lenient)
-    translation.form.take(known)
+    translation.form.begin_with(known)
     file = translation.decode(PixiuFile, raw, ())
     if file is None:
         return None, translation.form.problems
@@ -44,8 +44,10 @@ def decode_pixiu(
     _unsupported(translation, file, resources, at)
     _metric(translation, file)
     if resources.shutdown_config is not None:
-        translation.put("shutdown", "drain", resources.shutdown_config.timeout, (*at, "shutdown_config", "timeout"))
-        translation.note(
+        translation.set_value(
+            "shutdown", "drain", resources.shutdown_config.timeout, (*at, "shutdown_config", "timeout")
+        )
+        translation.add_note(
             (*at, "shutdown_config"),
             "step_timeout and reject_policy have no counterpart: new requests are refused at once, running ones "
             "have the whole timeout to finish",
@@ -66,23 +68,23 @@ def _in_this_dialect(problem: Problem, at: Path) -> Problem:
 
 def _unsupported(translation: Translation, file: PixiuFile, resources: Resources, at: Path) -> None:
     if file.dynamic_resources is not None:
-        translation.unsupported(("dynamic_resources",), "dynamic resources are not supported", "list the clusters")
+        translation.add_unsupported(("dynamic_resources",), "dynamic resources are not supported", "list the clusters")
     if resources.adapters is not None:
-        translation.unsupported((*at, "adapters"), "adapters (registries) are not supported", "list the endpoints")
+        translation.add_unsupported((*at, "adapters"), "adapters (registries) are not supported", "list the endpoints")
     if resources.pprof is not None:
-        translation.note((*at, "pprofConf"), "ignored: there is no Go profiler here")
+        translation.add_note((*at, "pprofConf"), "ignored: there is no Go profiler here")
     if file.node is not None:
-        translation.note(("node",), "ignored: it only names Pixiu to its control plane")
+        translation.add_note(("node",), "ignored: it only names Pixiu to its control plane")
 
 
 def _metric(translation: Translation, file: PixiuFile) -> None:
     if file.metric is None:
         return
     if not file.metric.enable:
-        translation.put("admin", "enabled", False, ("metric", "enable"))
+        translation.set_value("admin", "enabled", False, ("metric", "enable"))
         return
-    translation.put("admin", "port", file.metric.prometheus_port, ("metric", "prometheus_port"))
-    translation.note(
+    translation.set_value("admin", "port", file.metric.prometheus_port, ("metric", "prometheus_port"))
+    translation.add_note(
         ("metric", "prometheus_port"),
         "metrics are served on loopback only, beside health and status; the native `admin` opens them with a token",
     )
@@ -91,14 +93,14 @@ def _metric(translation: Translation, file: PixiuFile) -> None:
 def _listeners(translation: Translation, resources: Resources, at: Path) -> str:
     """The first listener and its chain; the scheme its proxy filter speaks to endpoints."""
     if not resources.listeners:
-        translation.error((*at, "listeners"), "a listener is required")
+        translation.add_error((*at, "listeners"), "a listener is required")
         return "http"
     for index in range(1, len(resources.listeners)):
-        translation.unsupported((*at, "listeners", index), "only one listener is supported")
+        translation.add_unsupported((*at, "listeners", index), "only one listener is supported")
     here: Path = (*at, "listeners", 0)
     listener = resources.listeners[0]
     if listener.protocol_type.upper() != "HTTP":
-        translation.unsupported(
+        translation.add_unsupported(
             (*here, "protocol_type"), "only HTTP listeners are supported", "the native `listen.tls` serves https"
         )
     _address(translation, listener, here)
@@ -110,24 +112,28 @@ def _listeners(translation: Translation, resources: Resources, at: Path) -> str:
             manager = translation.decode(ConnectionManager, item.config, manager_at)
             managers.append((manager or ConnectionManager(), manager_at))
         else:
-            translation.unsupported((*filters_at, index, "name"), "not the one HTTP filter chain", f"known: {_MANAGER}")
+            translation.add_unsupported(
+                (*filters_at, index, "name"), "not the one HTTP filter chain", f"known: {_MANAGER}"
+            )
     if not managers:
-        translation.error(filters_at, f"no {_MANAGER}")
+        translation.add_error(filters_at, f"no {_MANAGER}")
         return "http"
     return translate_chain(translation, *managers[0], has_clusters=bool(resources.clusters))
 
 
 def _address(translation: Translation, listener: PixiuListener, here: Path) -> None:
     socket, at = listener.address.socket_address, (*here, "address", "socket_address")
-    translation.put("listen", "host", socket.address or "0.0.0.0", (*at, "address"))
+    translation.set_value("listen", "host", socket.address or "0.0.0.0", (*at, "address"))
     if socket.port is None:
-        translation.error((*at, "port"), "required")
+        translation.add_error((*at, "port"), "required")
     else:
-        translation.put("listen", "port", socket.port, (*at, "port"))
+        translation.set_value("listen", "port", socket.port, (*at, "port"))
     if listener.config is not None:
         if listener.config.read_timeout:
-            translation.put("limits", "body_timeout", listener.config.read_timeout, (*here, "config", "read_timeout"))
-        translation.note(
+            translation.set_value(
+                "limits", "body_timeout", listener.config.read_timeout, (*here, "config", "read_timeout")
+            )
+        translation.add_note(
             (*here, "config"),
             "write_timeout and idle_timeout are not applied: they would cut long streams; read_timeout bounds bodies",
         )

@@ -24,27 +24,27 @@ class Translation:
         """`raw` (nothing: defaults) as `kind`; its problems are kept."""
         decoded = decode_model(kind, raw or {}, Origins([((), at)]))
         for problem in decoded.problems:
-            self.form.add(problem, tolerable=problem.message == UNKNOWN_KEY)
+            self.form.add_problem(problem, tolerable=problem.message == UNKNOWN_KEY)
         return decoded.value
 
-    def put(self, section: str, key: str, value: Any, at: Path) -> None:
+    def set_value(self, section: str, key: str, value: Any, at: Path) -> None:
         """Set one of our settings, written at `at`."""
         self.form.data.setdefault(section, {})[key] = value
-        self.form.origins.add((section, key), at)
+        self.form.origins.add_move((section, key), at)
 
-    def note(self, at: Path, message: str) -> None:
+    def add_note(self, at: Path, message: str) -> None:
         """We knowingly do this otherwise."""
-        self.form.add(Problem(dotted_path(at), message, severity="note"))
+        self.form.add_problem(Problem(dotted_path(at), message, severity="note"))
 
-    def warn(self, at: Path, message: str, hint: str = "") -> None:
+    def add_warning(self, at: Path, message: str, hint: str = "") -> None:
         """Loads, but is probably not what was meant."""
-        self.form.add(Problem(dotted_path(at), message, hint, "warning"))
+        self.form.add_problem(Problem(dotted_path(at), message, hint, "warning"))
 
-    def error(self, at: Path, message: str, hint: str = "") -> None:
+    def add_error(self, at: Path, message: str, hint: str = "") -> None:
         """Cannot be used; said once where the value was already found to be wrong."""
         if all(problem.path != dotted_path(at) for problem in self.form.problems):
-            self.form.complain(at, message, hint)
+            self.form.add_error(at, message, hint)
 
-    def unsupported(self, at: Path, message: str, hint: str = "") -> None:
+    def add_unsupported(self, at: Path, message: str, hint: str = "") -> None:
         """Pixiu has it, we do not."""
-        self.form.add(Problem(dotted_path(at), message, hint), tolerable=True)
+        self.form.add_problem(Problem(dotted_path(at), message, hint), tolerable=True)

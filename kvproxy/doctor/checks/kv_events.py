@@ -12,10 +12,12 @@ from kvproxy.doctor.report import Finding, ok, problem, warning
 from kvproxy.doctor.trial import Trial
 from kvproxy.errors import ClientError, NotSupported
 
-_ENABLE = (
-    'start the engine with `--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", '
-    '"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558", "topic": "kv-events"}\'`'
+#: vLLM's flag for KV events, a gap of which can be filled.
+EVENTS_FLAG = (
+    '--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", '
+    '"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558", "topic": "kv-events"}\''
 )
+_ENABLE = f"start the engine with `{EVENTS_FLAG}`"
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,9 +42,9 @@ class PredictionFeedback:
 
     def show(self, metrics: Metrics) -> None:
         """The gauges read it from now on."""
-        metrics.kvcache.prediction_alarm.read(self.predictions.alarm_series)
-        metrics.holdings.endpoint_hit_ratio.read(self.hit_ratios.hit_series)
-        metrics.holdings.engine_foreign_ratio.read(self.hit_ratios.foreign_series)
+        metrics.kvcache.prediction_alarm.set_source(self.predictions.alarm_series)
+        metrics.holdings.endpoint_hit_ratio.set_source(self.hit_ratios.hit_series)
+        metrics.holdings.engine_foreign_ratio.set_source(self.hit_ratios.foreign_series)
 
     def finished(self, facts: RequestFacts, result: Result) -> None:
         """The request is over, however it went. Once a request."""

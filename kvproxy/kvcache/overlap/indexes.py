@@ -153,7 +153,7 @@ class LocalIndexes:
                 return token_blocks(tokens, size, root)
             return hashed.leading_blocks(size, root, len(tokens))
 
-        return self.precise.lookup(blocks)
+        return self.precise.match_prompt(blocks)
 
     def route(self, endpoint: EndpointId, cursor: PrefixCursor[Run]) -> SpeculativeEntry:
         """A request goes there: it counts as holding the prompt until the entry is settled."""
@@ -169,7 +169,7 @@ class LocalIndexes:
     def observe_capacity(self, entry: SpeculativeEntry, cached_blocks: int) -> bool:
         """What a response says about the room at its endpoint, before the entry is settled; True when the engine lost
         all that it held. Where KV events miss nothing they say it better."""
-        return entry.endpoint not in self.exact and self.capacities.observe(entry, cached_blocks)
+        return entry.endpoint not in self.exact and self.capacities.observe_reuse(entry, cached_blocks)
 
     def correct(
         self,
@@ -212,7 +212,7 @@ class LocalIndexes:
         their own business.)"""
         self.started_at.pop(endpoint, None)
         self.approximate.remove(endpoint)
-        self.capacities.forget(endpoint)
+        self.capacities.forget_endpoint(endpoint)
         for trust in (self.trust, self.lookup_trust):
             trust.forget(endpoint)
 

@@ -66,10 +66,10 @@ class _Consumer:
         for event in events:
             if isinstance(event, BlockStored) and event.lora_name:
                 self._followed.loras[event.lora_name] = None
-        self._followed.precise.apply(endpoint, dp_rank, events)
+        self._followed.precise.apply_events(endpoint, dp_rank, events)
 
     def cleared(self, endpoint: EndpointId, dp_rank: int) -> None:
-        self._followed.precise.cleared(endpoint, dp_rank)
+        self._followed.precise.clear_rank(endpoint, dp_rank)
 
     def state_changed(self, endpoint: EndpointId, dp_rank: int, status: StreamStatus) -> None:
         self._states.setdefault(endpoint, {})[dp_rank] = status.state
@@ -78,12 +78,12 @@ class _Consumer:
     def forget(self, endpoint: EndpointId) -> None:
         """Its streams ended."""
         self._states.pop(endpoint, None)
-        self._followed.precise.remove(endpoint)
+        self._followed.precise.remove_endpoint(endpoint)
         self._update_exact()
 
     async def sweep(self) -> None:
         """Give up all that is kept of streams that ended, some at a time: the loop has other work."""
-        while not self._followed.precise.sweep():  # noqa: ASYNC110 - nothing to wait for, only others to let through
+        while not self._followed.precise.sweep_rows():  # noqa: ASYNC110 - nothing to wait for, only others to let through
             await asyncio.sleep(0)
 
     def _update_exact(self) -> None:

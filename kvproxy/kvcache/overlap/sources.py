@@ -204,12 +204,12 @@ class OverlapSources:
         size.labels("approximate").set_function(lambda: sum(one.approximate.estimated_bytes for one in indexes))
         size.labels("precise").set_function(lambda: self._precise_blocks() * PRECISE_ROW_BYTES)
         size.labels("sessions").set_function(lambda: sum(one.sessions.held_bytes for one in indexes))
-        metrics.holdings.index_utilisation.read(self.utilisation_series)
-        metrics.holdings.index_capacity.read(self.capacity_series)
-        metrics.kvcache.trust.read(self.trust_series)
+        metrics.holdings.index_utilisation.set_source(self.utilisation_series)
+        metrics.holdings.index_capacity.set_source(self.capacity_series)
+        metrics.kvcache.trust.set_source(self.trust_series)
 
     def _precise_blocks(self) -> int:
-        return sum(self.indexes[name].precise.rows(endpoint.id) for name, endpoint in self._endpoints())
+        return sum(self.indexes[name].precise.count_rows(endpoint.id) for name, endpoint in self._endpoints())
 
     def _endpoints(self) -> Iterable[tuple[str, Endpoint]]:
         return ((name, endpoint) for name, cluster in self._clusters.items() for endpoint in cluster.endpoints)
@@ -226,7 +226,7 @@ class OverlapSources:
         """Blocks each endpoint has room for, as its engine says and as it proved."""
         for name, endpoint in self._endpoints():
             indexes = self.indexes[name]
-            yield (name, str(endpoint.id), "told"), indexes.capacities.reported(endpoint.id)
+            yield (name, str(endpoint.id), "told"), indexes.capacities.reported_blocks(endpoint.id)
             yield (name, str(endpoint.id), "learned"), indexes.approximate.capacity(endpoint.id)
 
     def trust_series(self) -> Series:

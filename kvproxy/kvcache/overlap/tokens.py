@@ -63,7 +63,9 @@ class TokenSource:
         metrics.bounds.queue_limit.labels("kvcache_tokenize").set(self._settings.tokenize.max_concurrent)
         metrics.holdings.token_memory_entries.set_function(lambda: len(memory))
         metrics.holdings.token_memory_bytes.set_function(lambda: memory.held_bytes)
-        metrics.holdings.recalls.read(lambda: [((result,), float(getattr(memory.stats, result))) for result in results])
+        metrics.holdings.recalls.set_source(
+            lambda: [((result,), float(getattr(memory.stats, result))) for result in results]
+        )
 
     def recall(self, facts: RequestFacts) -> None:
         """Put into `facts` what is known of its tokens without a call."""

@@ -76,8 +76,8 @@ class WarmRestart(BackgroundTask):
 
     def show(self, metrics: Metrics) -> None:
         """The gauges read it from now on."""
-        metrics.snapshot.bytes.read(self._sizes)
-        metrics.snapshot.age.read(self._ages)
+        metrics.snapshot.bytes.set_source(self._sizes)
+        metrics.snapshot.age.set_source(self._ages)
 
     async def __aenter__(self) -> Self:
         if self._fresh:

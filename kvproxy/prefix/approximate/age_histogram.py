@@ -1,7 +1,8 @@
-"""An endpoint's blocks counted by when each was asked for last. Pure."""
+"""Blocks by age: an endpoint's by when each was asked for last, and reused prefixes by how long ago. Pure."""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import TypeVar
@@ -12,6 +13,13 @@ from kvproxy.prefix.approximate.radix import Node
 GENERATIONS = 16
 #: Generations there may be before neighbours are put together; the sum over them is what an answer costs.
 _MOST_GENERATIONS = 3 * GENERATIONS
+
+#: Bins of an octave.
+PER_OCTAVE = 8
+_BINS = 40 * PER_OCTAVE
+#: Each outcome weighs so much more than the one before: about the last 300 count.
+_GROWTH = 1.003
+_WEIGHT_BOUND = 1e9
 
 
 N = TypeVar("N", bound=Node)
@@ -29,7 +37,7 @@ class AgeHistogram:
         self._first = [0]  # touch each generation begins with, rising
         self._blocks = [0]  # with their latest touch in it
 
-    def touch(self, runs: Sequence[N], stamps: dict[N, int], touch: int, span: int) -> None:
+    def touch_runs(self, runs: Sequence[N], stamps: dict[N, int], touch: int, span: int) -> None:
         """All blocks of these runs are touched now, as number `touch`; `stamps` has each run's latest touch. A
         generation of `span` blocks is full."""
         first, blocks = self._first, self._blocks
@@ -46,11 +54,11 @@ class AgeHistogram:
                     blocks[bisect_right(first, before) - 1] -= count
             stamps[run] = touch
 
-    def change(self, touch: int, blocks: int) -> None:
+    def change_count(self, touch: int, blocks: int) -> None:
         """So many more (or fewer) blocks have this as their latest touch."""
         self._blocks[bisect_right(self._first, touch) - 1] += blocks
 
-    def younger(self, touch: int) -> int:
+    def count_younger(self, touch: int) -> int:
         """Blocks touched since, half of the touch's own generation among them."""
         blocks = self._blocks
         if touch >= self._first[-1]:
@@ -58,7 +66,7 @@ class AgeHistogram:
         at = bisect_right(self._first, touch)
         return sum(blocks[at:]) + blocks[at - 1] // 2
 
-    def renumber(self, kept: Sequence[int]) -> None:
+    def renumber_touches(self, kept: Sequence[int]) -> None:
         """Give touches new numbers: `kept[n]` becomes n, the others had no block left."""
         self._first = [bisect_left(kept, touch) for touch in self._first]
 
@@ -78,3 +86,72 @@ class AgeHistogram:
                 first.append(touch)
                 blocks.append(count)
         self._first, self._blocks = first, blocks
+
+
+class ReuseHistogram:
+    """Reused prefixes by their age: still there (a hit), or evicted. The latest counts 1 and older ones fade.
+
+    Ages are in bins of an eighth of an octave of blocks; a capacity that begins with bin n keeps what is in lower ones.
+    """
+
+    def __init__(self) -> None:
+        self._hit = [0.0] * _BINS
+        self._evicted = [0.0] * _BINS
+        self._weight = 1.0  # of the latest; older ones stay as they are
+
+    def add_hit(self, at: int) -> None:
+        """A prefix of this age was still there."""
+        self._age()
+        self._hit[at] += self._weight
+
+    def add_evicted(self, at: int) -> None:
+        """A prefix of this age was evicted."""
+        self._age()
+        self._evicted[at] += self._weight
+
+    def discount_evicted(self, at: int) -> None:
+        """One of the latest that were evicted was lost for another reason."""
+        self._evicted[at] = max(0.0, self._evicted[at] - self._weight)
+
+    def count_between(self, start: int, stop: int) -> float:
+        """Prefixes of these ages, from `start` to before `stop`."""
+        return sum(self._hit[start:stop] + self._evicted[start:stop]) / self._weight
+
+    def evicted_from(self, at: int) -> float:
+        """Prefixes of this age or older that were evicted."""
+        return sum(self._evicted[at:]) / self._weight
+
+    def find_best(self, low: int, high: int, *, near: int) -> tuple[int, float]:
+        """The capacity from `low` to `high` that contradicts the fewest of them, of several the one nearest to `near`;
+        and how many fewer than `near` does."""
+        wrong = sum(self._hit[low:])
+        best, least, there = near, math.inf, 0.0
+        for at in range(low, high + 1):
+            if at == near:
+                there = wrong
+            if (wrong, abs(at - near)) < (least, abs(best - near)):
+                best, least = at, wrong
+            wrong += self._evicted[at] - self._hit[at]
+        return best, (there - least) / self._weight
+
+    def _age(self) -> None:
+        self._weight *= _GROWTH
+        if self._weight > _WEIGHT_BOUND:
+            for bins in (self._hit, self._evicted):
+                bins[:] = [each / self._weight for each in bins]
+            self._weight = 1.0
+
+
+def age_bin(blocks: int) -> int:
+    """The bin an age falls into."""
+    return int(PER_OCTAVE * math.log2(blocks)) if blocks > 1 else 0
+
+
+def capacity_bin(blocks: int) -> int:
+    """The bin that a capacity begins with, or nearly so."""
+    return round(PER_OCTAVE * math.log2(blocks)) if blocks > 1 else 0
+
+
+def capacity_of(at: int) -> int:
+    """Blocks of a capacity that begins with this bin."""
+    return round(math.exp2(at / PER_OCTAVE))

@@ -10,12 +10,17 @@ from __future__ import annotations
 
 import math
 
+from kvproxy.prefix.approximate.age_histogram import (
+    PER_OCTAVE,
+    ReuseHistogram,
+    age_bin,
+    capacity_bin,
+    capacity_of,
+)
 from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
 from kvproxy.prefix.approximate.index import ApproximateIndex
 from kvproxy.types import EndpointId
 
-#: Bins of an octave.
-PER_OCTAVE = 8
 #: How far the estimate may get from what was reported, either way, and how many blocks it never exceeds on its own.
 MOST_FACTOR = 8
 MOST_BLOCKS = 1 << 20
@@ -34,11 +39,6 @@ _LEAST_BLOCKS = 3
 #: An index this full has forgotten something its endpoint was asked for.
 _FULL = 0.9
 
-_BINS = 40 * PER_OCTAVE
-#: Each outcome weighs so much more than the one before: about the last 300 count.
-_GROWTH = 1.003
-_WEIGHT_BOUND = 1e9
-
 
 class Capacities:
     """Sizes the index. Without `learning` an endpoint's capacity is what was reported."""
@@ -54,7 +54,7 @@ class Capacities:
         known.set_reported(blocks)
         self._index.set_capacity(endpoint, known.blocks)
 
-    def observe(self, entry: SpeculativeEntry, reused_blocks: int) -> bool:
+    def observe_reuse(self, entry: SpeculativeEntry, reused_blocks: int) -> bool:
         """The response to this entry's request reused so many leading blocks; before the entry is settled. True: the
         engine lost what it held, and so did the index."""
         lru = entry.lru
@@ -65,19 +65,21 @@ class Capacities:
         held = len(entry.hashes) - entry.new_blocks
         full = reused_blocks > held and lru.blocks >= _FULL * lru.capacity
         before = known.blocks
-        lost = known.observe(age_blocks=entry.age_blocks, known_blocks=held, reused_blocks=reused_blocks, full=full)
+        lost = known.observe_reuse(
+            age_blocks=entry.age_blocks, known_blocks=held, reused_blocks=reused_blocks, full=full
+        )
         if known.blocks != before:
             self._index.set_capacity(endpoint, known.blocks)
         if lost:
             self._index.clear(endpoint)
         return lost
 
-    def reported(self, endpoint: EndpointId) -> int:
+    def reported_blocks(self, endpoint: EndpointId) -> int:
         """Blocks the endpoint has room for by what its engine reported."""
         known = self._learned.get(endpoint)
         return self._index.capacity(endpoint) if known is None else known.reported
 
-    def forget(self, endpoint: EndpointId) -> None:
+    def forget_endpoint(self, endpoint: EndpointId) -> None:
         """The endpoint left, or is another engine now."""
         self._learned.pop(endpoint, None)
 
@@ -109,7 +111,7 @@ class LearnedCapacity:
         self.least = _least(blocks)
         self.blocks = self._bounded(self.blocks)
 
-    def observe(self, *, age_blocks: int | None, known_blocks: int, reused_blocks: int, full: bool) -> bool:
+    def observe_reuse(self, *, age_blocks: int | None, known_blocks: int, reused_blocks: int, full: bool) -> bool:
         """A response reused so many leading blocks of its prompt.
 
         Its endpoint was believed to hold `known_blocks`, the last of which had been asked for `age_blocks` ago (None:
@@ -145,7 +147,7 @@ class LearnedCapacity:
         self._losses.append(age)
         if len(self._losses) >= _LOST and sum(each < self.least for each in self._losses) >= _LOST_YOUNG:
             for each in self._losses:
-                self._reuses.discount(age_bin(each))
+                self._reuses.discount_evicted(age_bin(each))
             self._losses.clear()
             return True
         if age >= self.least:
@@ -157,14 +159,14 @@ class LearnedCapacity:
         return False
 
     def _reconsider(self, current: int) -> None:
-        best, spared = self._reuses.best(capacity_bin(self.least), capacity_bin(self._most), near=current)
+        best, spared = self._reuses.find_best(capacity_bin(self.least), capacity_bin(self._most), near=current)
         if spared >= _MARGIN:
             self._set_blocks(capacity_of(best))
 
     def _try_more(self, current: int) -> None:
         """The oldest prefixes there are, or ones the index had forgotten, were still there: is there more room?"""
         self._far += 1
-        if self._far >= _TRY_AFTER and self._reuses.count(current, current + _STEP) < _TRIED:
+        if self._far >= _TRY_AFTER and self._reuses.count_between(current, current + _STEP) < _TRIED:
             doubtless = self._forgotten and self._reuses.evicted_from(current - PER_OCTAVE) < 1.0
             self._set_blocks(round(self.blocks * math.exp2((2 if doubtless else 1) * _STEP / PER_OCTAVE)))
 
@@ -184,75 +186,6 @@ class LearnedCapacity:
         self._losses: list[int] = []  # ages of what was evicted since the last hit, the latest 16
         self._far = 0  # hits at the far end since the estimate changed, less what was evicted there
         self._forgotten = 0  # of these, what the index had forgotten
-
-
-class ReuseHistogram:
-    """Reused prefixes by their age: still there (a hit), or evicted. The latest counts 1 and older ones fade.
-
-    Ages are in bins of an eighth of an octave of blocks; a capacity that begins with bin n keeps what is in lower ones.
-    """
-
-    def __init__(self) -> None:
-        self._hit = [0.0] * _BINS
-        self._evicted = [0.0] * _BINS
-        self._weight = 1.0  # of the latest; older ones stay as they are
-
-    def add_hit(self, at: int) -> None:
-        """A prefix of this age was still there."""
-        self._age()
-        self._hit[at] += self._weight
-
-    def add_evicted(self, at: int) -> None:
-        """A prefix of this age was evicted."""
-        self._age()
-        self._evicted[at] += self._weight
-
-    def discount(self, at: int) -> None:
-        """One of the latest that were evicted was lost for another reason."""
-        self._evicted[at] = max(0.0, self._evicted[at] - self._weight)
-
-    def count(self, start: int, stop: int) -> float:
-        """Prefixes of these ages, from `start` to before `stop`."""
-        return sum(self._hit[start:stop] + self._evicted[start:stop]) / self._weight
-
-    def evicted_from(self, at: int) -> float:
-        """Prefixes of this age or older that were evicted."""
-        return sum(self._evicted[at:]) / self._weight
-
-    def best(self, low: int, high: int, *, near: int) -> tuple[int, float]:
-        """The capacity from `low` to `high` that contradicts the fewest of them, of several the one nearest to `near`;
-        and how many fewer than `near` does."""
-        wrong = sum(self._hit[low:])
-        best, least, there = near, math.inf, 0.0
-        for at in range(low, high + 1):
-            if at == near:
-                there = wrong
-            if (wrong, abs(at - near)) < (least, abs(best - near)):
-                best, least = at, wrong
-            wrong += self._evicted[at] - self._hit[at]
-        return best, (there - least) / self._weight
-
-    def _age(self) -> None:
-        self._weight *= _GROWTH
-        if self._weight > _WEIGHT_BOUND:
-            for bins in (self._hit, self._evicted):
-                bins[:] = [each / self._weight for each in bins]
-            self._weight = 1.0
-
-
-def age_bin(blocks: int) -> int:
-    """The bin an age falls into."""
-    return int(PER_OCTAVE * math.log2(blocks)) if blocks > 1 else 0
-
-
-def capacity_bin(blocks: int) -> int:
-    """The bin that a capacity begins with, or nearly so."""
-    return round(PER_OCTAVE * math.log2(blocks)) if blocks > 1 else 0
-
-
-def capacity_of(at: int) -> int:
-    """Blocks of a capacity that begins with this bin."""
-    return round(math.exp2(at / PER_OCTAVE))
 
 
 def _least(reported: int) -> int:

@@ -34,42 +34,42 @@ class EndpointLru:
         self._front = 0  # number of the first record
         self._ages = AgeHistogram()
 
-    def touch(self, path: list[Run]) -> None:
+    def touch_path(self, path: list[Run]) -> None:
         """The path was asked for just now."""
         stamp = self._front + len(self._records)
-        self._ages.touch(path, self.stamps, stamp, self.capacity // GENERATIONS)
+        self._ages.touch_runs(path, self.stamps, stamp, self.capacity // GENERATIONS)
         self._records.append(path[-1])
         if len(self._records) > 2 * len(self.stamps) + 64:
             self._compact()
 
-    def add(self, run: Run) -> None:
+    def add_run(self, run: Run) -> None:
         """Count the run in; a touch follows."""
         run.held_by |= self.bit
         self.blocks += len(run.hashes)
 
-    def remove(self, run: Run) -> None:
+    def remove_run(self, run: Run) -> None:
         """Count the run out. Nothing below it may be held."""
         run.held_by &= ~self.bit
         self.blocks -= len(run.hashes)
-        self._ages.change(self.stamps.pop(run), -len(run.hashes))
+        self._ages.change_count(self.stamps.pop(run), -len(run.hashes))
         self.unconfirmed.pop(run, None)
 
-    def shorten(self, run: Run, blocks: int) -> None:
+    def shorten_run(self, run: Run, blocks: int) -> None:
         """Count out so many blocks at the end of the run."""
         self.blocks -= blocks
-        self._ages.change(self.stamps[run], -blocks)
+        self._ages.change_count(self.stamps[run], -blocks)
 
-    def merge(self, run: Run, leaf: Run) -> None:
+    def merge_leaf(self, run: Run, leaf: Run) -> None:
         """`leaf`, perhaps new, becomes the end of `run`; a touch follows."""
         self.flights.pop(leaf, None)  # as those of the run
         stamp, above = self.stamps.pop(leaf, None), self.stamps[run]
         if stamp == above:
             return
         if stamp is not None:
-            self._ages.change(stamp, -len(leaf.hashes))
-        self._ages.change(above, len(leaf.hashes))
+            self._ages.change_count(stamp, -len(leaf.hashes))
+        self._ages.change_count(above, len(leaf.hashes))
 
-    def split(self, head: Run, tail: Run) -> None:
+    def split_run(self, head: Run, tail: Run) -> None:
         """`head` was split off `tail`, which is held: same recency, same requests that vouch for it."""
         self.stamps[head] = self.stamps[tail]
         vouching = self.unconfirmed.get(tail)
@@ -110,7 +110,7 @@ class EndpointLru:
         """Whether just the same requests are in flight for both."""
         return not run.in_flight_at or self.flights.get(run) == self.flights.get(below)
 
-    def oldest(self) -> Run:
+    def find_oldest(self) -> Run:
         """The run to evict next; nothing below it is held. Only while anything is held."""
         while (run := self._tip(self._front, self._records[0])) is None:
             self._records.popleft()
@@ -145,7 +145,7 @@ class EndpointLru:
     def younger_blocks(self, run: Run) -> int:
         """Blocks touched since the run was, to within a sixteenth of the capacity: an engine that evicted it has
         room for about so many at most."""
-        return self._ages.younger(self.stamps[run])
+        return self._ages.count_younger(self.stamps[run])
 
     def _compact(self) -> None:
         """Forget records no run's stamp refers to, and renumber the rest."""
@@ -157,7 +157,7 @@ class EndpointLru:
                 number[stamp] = len(kept)
                 kept.append(run)
         self.stamps = {run: number[stamp] for run, stamp in self.stamps.items()}
-        self._ages.renumber(list(number))
+        self._ages.renumber_touches(list(number))
         self._records = kept
         self._front = 0
 

@@ -56,7 +56,7 @@ class Heat:
         #: Decayed requests that make a block hot at present.
         self.threshold = HOT_REQUESTS_PER_ENDPOINT * max(1, endpoints)
 
-    def count(self, path: Sequence[Run]) -> None:
+    def count_request(self, path: Sequence[Run]) -> None:
         """One request asked for the prompt that these runs are."""
         self._requests += 1
         now, window = self._requests, self._window
@@ -64,11 +64,11 @@ class Heat:
             run.heat = run.heat * exp((run.counted_at - now) / window) + 1.0
             run.counted_at = now
 
-    def begin(self, run: Run) -> None:
+    def begin_run(self, run: Run) -> None:
         """The run is new, by the latest request for it."""
         run.heat, run.counted_at = 1.0, self._requests
 
-    def requests(self, run: Run) -> float:
+    def decayed_requests(self, run: Run) -> float:
         """Decayed requests for the last block of the run."""
         return run.heat * exp((run.counted_at - self._requests) / self._window)
 
@@ -97,21 +97,21 @@ class Heat:
                 return end
         return 0
 
-    def split(self, head: Run, tail: Run, at: int) -> None:
+    def split_run(self, head: Run, tail: Run, at: int) -> None:
         """`head`, the first `at` blocks, was split off `tail`."""
         head.heat, head.counted_at, head.steps = tail.heat, tail.counted_at, tail.steps
         if tail.steps is not None:
-            self.cut(head, at)
+            self.cut_run(head, at)
             tail.steps = [(end - at, more, since) for end, more, since in tail.steps if end > at] or None
 
-    def cut(self, run: Run, keep: int) -> None:
+    def cut_run(self, run: Run, keep: int) -> None:
         """The blocks after the first `keep` are not the run's any more."""
         if run.steps is not None:
             window = self._window
             run.heat += sum(more * exp((at - run.counted_at) / window) for end, more, at in run.steps if end >= keep)
             run.steps = [step for step in run.steps if step[0] < keep] or None
 
-    def absorb(self, run: Run, leaf: Run) -> None:
+    def absorb_leaf(self, run: Run, leaf: Run) -> None:
         """The blocks of `leaf` are about to be added to the end of the run."""
         now, window, length = self._requests, self._window, len(run.hashes)
         steps = run.steps or []

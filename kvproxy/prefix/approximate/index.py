@@ -146,7 +146,7 @@ class ApproximateIndex:
 
     def requests(self, run: Run) -> float:
         """Decayed requests for the whole run at present; 0 for one that is in the index no more."""
-        return self.heat.requests(run) if self._tree.has(run) else 0.0
+        return self.heat.decayed_requests(run) if self._tree.has(run) else 0.0
 
     def prefix(self, run: Run) -> array[int]:
         """All hashes of the prefix that ends with this run."""
@@ -169,7 +169,7 @@ class ApproximateIndex:
         known: Run | None = None
         for run in path:
             if not run.held_by & lru.bit:
-                lru.add(run)
+                lru.add_run(run)
                 lru.unconfirmed[run] = {self._routed}
             elif run in lru.unconfirmed:
                 lru.unconfirmed[run].add(self._routed)
@@ -181,9 +181,9 @@ class ApproximateIndex:
             lru.add_flight(path, self._routed)
         if not cursor.counted:
             cursor.counted = True
-            self.heat.count(path)
+            self.heat.count_request(path)
         entry = SpeculativeEntry(endpoint, cursor, lru.blocks - before, self._routed, lru, age, in_flight)
-        lru.touch(path)
+        lru.touch_path(path)
         if self._retired or lru.blocks > lru.capacity:
             self._step(lru)
         return entry
@@ -208,7 +208,7 @@ class ApproximateIndex:
             if vouching is not None:
                 vouching.discard(entry.number)
                 if not vouching:
-                    lru.remove(run)
+                    lru.remove_run(run)
             self._clean(run)
 
     def insert(self, endpoint: EndpointId, cursor: PrefixCursor[Run]) -> None:
@@ -288,16 +288,16 @@ class ApproximateIndex:
                 if (
                     asked_for and not run.held_by and not run.in_flight_at
                 ):  # evicted or contradicted since it was routed
-                    self.heat.begin(run)
-                lru.add(run)
+                    self.heat.begin_run(run)
+                lru.add_run(run)
             elif lru.unconfirmed:
                 lru.unconfirmed.pop(run, None)
         while len(path) > 1 and path[-2].held_by == lru.bit and self._is_mergeable(path[-2], path[-1], lru):
             leaf = path.pop()
-            lru.merge(path[-1], leaf)
-            self.heat.absorb(path[-1], leaf)
+            lru.merge_leaf(path[-1], leaf)
+            self.heat.absorb_leaf(path[-1], leaf)
             self._tree.absorb(path[-1], leaf)
-        lru.touch(path)
+        lru.touch_path(path)
         if self._retired or lru.blocks > lru.capacity:
             self._step(lru)
 
@@ -335,16 +335,16 @@ class ApproximateIndex:
     def _split(self, run: Run, at: int) -> Run:
         head = self._tree.split(run, at)
         head.held_by, head.in_flight_at = run.held_by, run.in_flight_at
-        self.heat.split(head, run, at)
+        self.heat.split_run(head, run, at)
         for slot in slots_of(run.held_by):
-            self._lrus[slot].split(head, run)
+            self._lrus[slot].split_run(head, run)
         for slot in slots_of(run.in_flight_at):
             flights = self._lrus[slot].flights
             flights[head] = set(flights[run])
         return head
 
     def _drop(self, lru: EndpointLru, run: Run) -> None:
-        lru.remove(run)
+        lru.remove_run(run)
         self._clean(run)
 
     def _clean(self, run: Run) -> None:
@@ -370,14 +370,14 @@ class ApproximateIndex:
         """Bring the LRU down to its capacity in at most so many steps; returns the steps taken (at least one)."""
         steps = 0
         while steps < runs and (surplus := lru.blocks - lru.capacity) > 0:
-            run = lru.oldest()
+            run = lru.find_oldest()
             steps += 1
             if len(run.hashes) <= surplus:
                 self._drop(lru, run)
             elif run.held_by == lru.bit and not run.in_flight_at:
                 self._tree.cut(run, len(run.hashes) - surplus)
-                self.heat.cut(run, len(run.hashes))
-                lru.shorten(run, surplus)
+                self.heat.cut_run(run, len(run.hashes))
+                lru.shorten_run(run, surplus)
             else:
                 self._split(run, len(run.hashes) - surplus)
                 self._drop(lru, run)

@@ -26,12 +26,12 @@ class BlockTable:
         """Rows: engine hashes of blocks that are there."""
         return self._runs.blocks + len(self._aliases)
 
-    def place(self, key: int) -> Place | None:
+    def find_place(self, key: int) -> Place | None:
         """Where the block with this engine hash is; good until the next change."""
-        place = self._runs.find(key)
+        place = self._runs.find_key(key)
         if place is None and self._aliases:
             named = self._aliases.get(key)
-            return None if named is None else self._runs.find(named)
+            return None if named is None else self._runs.find_key(named)
         return place
 
     def removed_block(self, key: int) -> int | None:
@@ -46,13 +46,13 @@ class BlockTable:
         runs = self._runs
         return (
             runs.firsts.keys().isdisjoint(blocks)
-            and (above is None or runs.locate(blocks[0], above) is None)
+            and (above is None or runs.locate_block(blocks[0], above) is None)
             and (not self._aliases or self._aliases.keys().isdisjoint(keys))
             and len(self) + len(keys) <= self._max_rows
-            and runs.append(keys, blocks, above, 1 << tier) is not None
+            and runs.append_blocks(keys, blocks, above, 1 << tier) is not None
         )
 
-    def store(self, keys: array[int], blocks: array[int], parent: int | None, tier: int) -> int:
+    def store_blocks(self, keys: array[int], blocks: array[int], parent: int | None, tier: int) -> int:
         """Consecutive blocks are on `tier`, below the block with the engine hash `parent`, there or not (None: root).
 
         Keys are distinct, and `parent` is none of them. Storing what is there changes nothing. Returns how many fitted
@@ -61,7 +61,7 @@ class BlockTable:
         done, above, bit = 0, parent, 1 << tier
         while done < len(keys):
             place = None if above is None else self._above(above)
-            here = self._runs.locate(blocks[done], place)
+            here = self._runs.locate_block(blocks[done], place)
             known = 0 if here is None or self._several else _equal(here, keys, blocks, done)
             if here is not None and known:
                 here[0].add_tier(here[1], here[1] + known, bit)
@@ -73,9 +73,9 @@ class BlockTable:
             above = keys[done - 1]
         return done
 
-    def remove(self, key: int, tier: int) -> bool:
+    def remove_block(self, key: int, tier: int) -> bool:
         """The block left `tier`; False when it was not known there."""
-        place = self.place(key)
+        place = self.find_place(key)
         if place is None:
             return False
         run, at = place
@@ -93,29 +93,29 @@ class BlockTable:
             run.set_tiers(at, at + 1, tiers ^ bit)
         return True
 
-    def sweep(self, rows: int) -> int:
+    def sweep_rows(self, rows: int) -> int:
         """Give up about so many rows of a table in use no more. Returns how many more could have been given up: 0 or
         less until nothing is left."""
         self._aliases.clear()
-        return self._runs.sweep(rows)
+        return self._runs.sweep_rows(rows)
 
     def _above(self, key: int) -> Place | None:
         """Where a parent is. One removed under this name may be there under another: rare enough to look everywhere."""
-        place = self.place(key)
+        place = self.find_place(key)
         block = self._ghosts.get(key) if place is None else None
-        return place if block is None else self._runs.search(block)
+        return place if block is None else self._runs.search_block(block)
 
     def _store_one(self, key: int, block: int, above: int | None, bit: int) -> bool:
-        named = self.place(key)
+        named = self.find_place(key)
         if named is not None and named[0].blocks[named[1]] != block:
             self._forget(key, *named)
             named = None
         place = None if above is None else self._above(above)
-        here = self._runs.locate(block, place)
+        here = self._runs.locate_block(block, place)
         if named is None and len(self) >= self._max_rows:
             return False
         if here is None:
-            self._runs.append(array("Q", (key,)), array("Q", (block,)), place, bit)
+            self._runs.append_blocks(array("Q", (key,)), array("Q", (block,)), place, bit)
             return True
         run, at = here
         if named is None:
@@ -139,7 +139,7 @@ class BlockTable:
             del self._aliases[other]
             for each in names.keys() - {other}:
                 self._aliases[each] = other
-            self._runs.rename(run, at, other)
+            self._runs.rename_block(run, at, other)
         tiers = 0
         for each in names.values():
             tiers |= each
@@ -160,7 +160,7 @@ class BlockTable:
             self._ghosts[key] = block
             if len(self._ghosts) > self._max_ghosts:
                 self._ghosts.popitem(last=False)
-        self._runs.drop(run, at)
+        self._runs.drop_block(run, at)
 
 
 def _equal(here: Place, keys: array[int], blocks: array[int], start: int) -> int:

@@ -94,7 +94,7 @@ class PreciseIndex:
 
     # events
 
-    def apply(self, endpoint: EndpointId, dp_rank: int, events: Iterable[KvEvent]) -> None:
+    def apply_events(self, endpoint: EndpointId, dp_rank: int, events: Iterable[KvEvent]) -> None:
         """Follow the events of one rank, in order. Their number is the caller's to bound."""
         for event in events:
             if isinstance(event, BlockStored):
@@ -102,22 +102,22 @@ class PreciseIndex:
             elif isinstance(event, BlockRemoved):
                 self._removed((endpoint, dp_rank, event.group or 0), event)
             else:
-                self.cleared(endpoint, dp_rank)
+                self.clear_rank(endpoint, dp_rank)
 
-    def cleared(self, endpoint: EndpointId, dp_rank: int) -> None:
+    def clear_rank(self, endpoint: EndpointId, dp_rank: int) -> None:
         """The engine's rank holds nothing any more, on any tier."""
         for source in [each for each in self._followed if each[:2] == (endpoint, dp_rank)]:
             self._retire(source)
 
-    def remove(self, endpoint: EndpointId) -> None:
+    def remove_endpoint(self, endpoint: EndpointId) -> None:
         """The endpoint left, or its event stream cannot be trusted any more."""
         for source in [each for each in self._followed if each[0] == endpoint]:
             self._retire(source)
 
-    def sweep(self, rows: int = STEP_ROWS) -> bool:
+    def sweep_rows(self, rows: int = STEP_ROWS) -> bool:
         """Give up at most so many rows of retired sources; True when nothing is left to sweep."""
         while self._swept and rows > 0:
-            rows = self._swept[0].sweep(rows)
+            rows = self._swept[0].sweep_rows(rows)
             if rows > 0:
                 self._swept.popleft()
         return not self._swept
@@ -134,11 +134,11 @@ class PreciseIndex:
         """Blocks buffered until their parent comes."""
         return sum(len(each.pending) for each in self._followed.values())
 
-    def rows(self, endpoint: EndpointId) -> int:
+    def count_rows(self, endpoint: EndpointId) -> int:
         """Blocks kept for the endpoint, over ranks and groups."""
         return sum(len(each.table) for source, each in self._followed.items() if source[0] == endpoint)
 
-    def lookup(self, hashes_at: Callable[[int], array[int]]) -> dict[EndpointId, PreciseMatch]:
+    def match_prompt(self, hashes_at: Callable[[int], array[int]]) -> dict[EndpointId, PreciseMatch]:
         """The match of each endpoint that holds anything. `hashes_at(block_size)` gives the prompt's token blocks,
         chained from `precise_root`.
         """
@@ -190,7 +190,7 @@ class PreciseIndex:
         if self._place(followed, reported) and followed.pending:
             self._attach_pending(followed, reported)
         if self._swept:
-            self.sweep()
+            self.sweep_rows()
 
     def _removed(self, source: _Source, event: BlockRemoved) -> None:
         followed, tier = self._followed.get(source), self._tier(event.medium)
@@ -199,7 +199,7 @@ class PreciseIndex:
             return
         table, pending = followed
         for key in keys_of(event.block_hashes):
-            if table.remove(key, tier) or (pending and pending.remove(key, tier)):
+            if table.remove_block(key, tier) or (pending and pending.remove(key, tier)):
                 self.counts.removed += 1
             else:
                 self.counts.removed_unknown += 1
@@ -212,7 +212,7 @@ class PreciseIndex:
         if reported.parent is None:
             seed = self._root(size, lora=reported.lora)
         else:
-            above = table.place(reported.parent)
+            above = table.find_place(reported.parent)
             seed = table.removed_block(reported.parent) if above is None else above[0].blocks[above[1]]
         keys = reported.keys
         blocks = None if seed is None else blocks_of(reported, size, seed)
@@ -228,7 +228,7 @@ class PreciseIndex:
             self.counts.buffered += len(keys)
             self.counts.buffer_dropped += pending.buffer(reported)
             return False
-        stored = table.store(keys, blocks, reported.parent, reported.tier)
+        stored = table.store_blocks(keys, blocks, reported.parent, reported.tier)
         self.counts.stored += stored
         self.counts.over_bound += len(keys) - stored
         return True
@@ -270,7 +270,7 @@ class PreciseIndex:
         if not self._sizes[table.block_size]:
             del self._sizes[table.block_size]
         self._swept.append(table)
-        self.sweep()
+        self.sweep_rows()
 
     def _tier(self, medium: str | None) -> int | None:
         """Index of the medium's tier, made on first sight; None beyond the bound."""

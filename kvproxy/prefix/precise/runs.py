@@ -90,7 +90,7 @@ class Run(msgspec.Struct, gc=False, eq=False):
             self.mixed[place] = tiers
         self._unify(tiers)
 
-    def extend(self, keys: array[int], blocks: array[int], tier_bit: int) -> None:
+    def extend_blocks(self, keys: array[int], blocks: array[int], tier_bit: int) -> None:
         """New blocks at the end, on one tier."""
         if self.mixed is None and self.tiers != tier_bit:
             self.mixed = bytearray((self.tiers,)) * len(self.keys)
@@ -99,7 +99,7 @@ class Run(msgspec.Struct, gc=False, eq=False):
         self.keys += keys
         self.blocks += blocks
 
-    def cut(self, end: int) -> None:
+    def cut_blocks(self, end: int) -> None:
         """Forget the places from `end` on."""
         del self.keys[end:], self.blocks[end:]
         if self.mixed is not None:
@@ -107,7 +107,7 @@ class Run(msgspec.Struct, gc=False, eq=False):
         if not end % TRIM:
             self.keys, self.blocks = self.keys[:], self.blocks[:]
 
-    def leading(self, skip: int, count: int, mask: int) -> int:
+    def count_leading(self, skip: int, count: int, mask: int) -> int:
         """How many of the first `count` blocks, the first `skip` given, come before one on none of these tiers."""
         if self.mixed is None:
             return count if self.tiers & mask else skip
@@ -139,12 +139,12 @@ class Runs:
         self._shards = SystemRandom().choice(_SHARDS) if shards is None else shards
         self._by_key: list[dict[int, Run]] = [{} for _ in range(self._shards)]
 
-    def find(self, key: int) -> Place | None:
+    def find_key(self, key: int) -> Place | None:
         """Where the block with this key is; good until the next change."""
         run = self._by_key[key % self._shards].get(key)
         return None if run is None else (run, run.place_of(key))
 
-    def locate(self, block: int, above: Place | None) -> Place | None:
+    def locate_block(self, block: int, above: Place | None) -> Place | None:
         """Where our block is, given where the one above it is (None: nowhere)."""
         if above is not None:
             run, at = above
@@ -153,7 +153,7 @@ class Runs:
         found = self.firsts.get(block)
         return None if found is None else (found, found.start)
 
-    def search(self, block: int) -> Place | None:
+    def search_block(self, block: int) -> Place | None:
         """Where our block is, by a look at all there are, up to a bound. Not to find it costs nothing but a link."""
         left = _SEARCHED_BLOCKS
         for run in self.firsts.values():
@@ -164,7 +164,7 @@ class Runs:
                 return None
         return None
 
-    def append(self, keys: array[int], blocks: array[int], above: Place | None, tier_bit: int) -> Place | None:
+    def append_blocks(self, keys: array[int], blocks: array[int], above: Place | None, tier_bit: int) -> Place | None:
         """New blocks below `above`, on one tier; returns where the last one is. None, and nothing changed, when one of
         the keys is taken.
         """
@@ -179,7 +179,7 @@ class Runs:
                 start = len(run.keys)
                 end = min(total, done + SPAN - start)
                 piece = keys[done:end]
-                run.extend(piece, blocks[done:end], tier_bit)
+                run.extend_blocks(piece, blocks[done:end], tier_bit)
             added.append((run, start))
             if not self._enter(piece, run):
                 self._undo(added)
@@ -191,7 +191,7 @@ class Runs:
         self.blocks += total
         return last, len(last.keys) - 1
 
-    def drop(self, run: Run, at: int) -> None:
+    def drop_block(self, run: Run, at: int) -> None:
         """Forget one block."""
         self.blocks -= 1
         key = run.keys[at]
@@ -200,7 +200,7 @@ class Runs:
             if at == run.start:
                 del self.firsts[run.blocks[at]]
             else:
-                run.cut(at)
+                run.cut_blocks(at)
         elif at == run.start:
             del self.firsts[run.blocks[at]]
             self._begin(run, at + 1)
@@ -209,9 +209,9 @@ class Runs:
             self._begin(run, at + 1)
         else:
             self._move(run, at + 1, len(run.keys))
-            run.cut(at)
+            run.cut_blocks(at)
 
-    def rename(self, run: Run, at: int, key: int) -> None:
+    def rename_block(self, run: Run, at: int, key: int) -> None:
         """The block goes by another key, which is not taken."""
         former = run.keys[at]
         del self._by_key[former % self._shards][former]
@@ -223,7 +223,7 @@ class Runs:
         """Keys of the largest dict: when it grows, an event takes longest."""
         return max(map(len, self._by_key))
 
-    def sweep(self, rows: int) -> int:
+    def sweep_rows(self, rows: int) -> int:
         """Give up about so many rows of what is in use no more. Returns how many more could have been given up: 0 or
         less until nothing is left."""
         while self._by_key and rows > 0:
@@ -284,7 +284,7 @@ class Runs:
                 del self._by_key[key % self._shards][key]
         for run, start in added:
             if start:
-                run.cut(start)
+                run.cut_blocks(start)
 
 
 def _match(firsts: Mapping[int, Run], hashes: array[int], guess: int = 0) -> tuple[int, int, int]:
@@ -313,11 +313,11 @@ def _match(firsts: Mapping[int, Run], hashes: array[int], guess: int = 0) -> tup
             continue
         here = 0
         if device < 0:
-            here = run.leading(0, count, DEVICE)
+            here = run.count_leading(0, count, DEVICE)
             if here < count:
                 device = depth + here
         if device >= 0:
-            here = run.leading(here, count, LOWER)
+            here = run.count_leading(here, count, LOWER)
             if here < count:
                 return device, depth + here, guess
         depth += count

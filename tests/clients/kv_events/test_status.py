@@ -120,3 +120,13 @@ def test_silence_outweighs_everything_else(clock: FakeClock) -> None:
     clock.advance(31)
     stream.record_traffic(10_000)
     assert seen == ["approximate/silent"]
+
+
+def test_a_lost_connection_ends_the_backlog_with_it(clock: FakeClock) -> None:
+    """What was behind on the old connection says nothing of the next one."""
+    stream, seen = following(clock)
+    assert stream.fell_behind(True)
+    stream.mark_disconnected()
+    stream.mark_connected()
+    stream.mark_synchronised(None)
+    assert seen[-1] == "exact/following"

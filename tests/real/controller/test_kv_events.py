@@ -36,17 +36,17 @@ class Follower:
         self.exact: dict[str, bool] = {}
 
     def apply(self, endpoint: EndpointId, dp_rank: int, events: Sequence[KvEvent]) -> None:
-        self.index.apply(endpoint, dp_rank, events)
+        self.index.apply_events(endpoint, dp_rank, events)
 
     def cleared(self, endpoint: EndpointId, dp_rank: int) -> None:
-        self.index.cleared(endpoint, dp_rank)
+        self.index.clear_rank(endpoint, dp_rank)
 
     def state_changed(self, endpoint: EndpointId, dp_rank: int, status: StreamStatus) -> None:
         self.exact[endpoint] = status.state is StreamState.EXACT
 
     def held(self, endpoint: str, tokens: array[int], *, salt: str | None = None) -> int:
         """Leading tokens of the prompt the endpoint has in its memory."""
-        matches = self.index.lookup(
+        matches = self.index.match_prompt(
             lambda size: token_blocks(tokens, size, precise_root(size, cache_salt=salt)),
         )
         match = matches.get(EndpointId(endpoint))

@@ -1,0 +1,1 @@
+"""Which settings would help the traffic that was recorded."""
