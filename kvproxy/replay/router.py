@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -32,7 +32,6 @@ class SimEndpoint:
     weight: float = 1.0
     due: float | None = None  # when the engine is to be advanced
     prefills: Reading = NOTHING_READ  # of requests that ended, as the engine counts them
-    scraped_at: float = 0.0
 
     def __post_init__(self) -> None:
         self.ended = EndedWork(self.load)
@@ -45,7 +44,6 @@ class SimEndpoint:
 
     def scrape(self, now: float) -> None:
         """The engine's metrics are read, as the proxy reads them."""
-        self.scraped_at = now
         self.ended.read(self.prefills, now)
         settings, load = self.engine.settings, self.engine.load
         capacity_tokens = settings.capacity_blocks * settings.block_size
@@ -89,7 +87,7 @@ class VirtualRouter:
         priority: bool = False,
         reports_cached: bool = True,
     ) -> None:
-        self._endpoints = endpoints
+        self.endpoints = list(endpoints)  # those that are there
         self._policy = policy
         self._view = view
         self._queue: FairQueue[LiveRequest] = FairQueue(QueueSettings(limit=0) if queue is None else queue)
@@ -97,15 +95,14 @@ class VirtualRouter:
         self._priority = priority
         self._reports_cached = reports_cached
         for endpoint in endpoints:
-            endpoint.load.on_sample = partial(policy.observe_sample, endpoint.id)
-            endpoint.load.count_live_blocks(policy.counts_live_blocks)
+            self._connect(endpoint)
 
     def arrive(self, request: LiveRequest, now: float) -> Placement | None:
         """Places a request, or queues it (None). With the queue full it is placed at once, unlike in the proxy, which
         refuses it: figures of policies that refuse different requests could not be compared."""
         if self._speeds is None or self._queue.admits(self._least_wait_s(now)):
             return self._place(request, now)
-        own_s = least_own_s(self._view.facts(request.turn), self._endpoints, self._speeds)
+        own_s = least_own_s(self._view.facts(request.turn), self.endpoints, self._speeds)
         if self._queue.offer(request, own_s, now, tenant=request.outcome.tenant) is None:
             return self._place(request, now)
         return None
@@ -139,6 +136,25 @@ class VirtualRouter:
         placement.settle(predicted, cached)
         self._policy.observe_reuse(endpoint.id, predicted, cached, now)
 
+    def join(self, endpoint: SimEndpoint) -> None:
+        """A new engine in the endpoint's place."""
+        endpoint.prefills = NOTHING_READ
+        self._connect(endpoint)
+        self.endpoints.append(endpoint)
+
+    def leave(self, endpoint: SimEndpoint, lost: Iterable[Placement], now: float) -> None:
+        """The endpoint is gone, and what was placed there with it."""
+        self.endpoints.remove(endpoint)
+        for placement in lost:
+            endpoint.load.release(placement.reservation, now)
+        endpoint.load.engine = None
+        self._view.forget(endpoint.index)
+        self._policy.forget(endpoint.id)
+
+    def _connect(self, endpoint: SimEndpoint) -> None:
+        endpoint.load.on_sample = partial(self._policy.observe_sample, endpoint.id)
+        endpoint.load.count_live_blocks(self._policy.counts_live_blocks)
+
     def _place(self, request: LiveRequest, now: float) -> Placement:
         turn = request.turn
         facts = self._view.facts(turn)
@@ -148,12 +164,12 @@ class VirtualRouter:
             streams=request.streams,
             prompt_head=turn.blocks[0].to_bytes(8, "little") if turn.blocks else b"",
         )
-        decision = selector.decide(pick, self._endpoints, self._policy, now)
+        decision = selector.decide(pick, self.endpoints, self._policy, now)
         assert decision is not None
         endpoint = decision.endpoint
         if self._policy.speeds is not None:
-            selector.advance(self._endpoints, self._policy.speeds, now)
-        self._policy.placed(pick, self._endpoints, decision.index, now, choice=decision.choice)
+            selector.advance(self.endpoints, self._policy.speeds, now)
+        self._policy.placed(pick, self.endpoints, decision.index, now, choice=decision.choice)
         matched = facts.matched_tokens(endpoint.id)
         request.outcome.endpoint, request.outcome.placed_at = endpoint.index, now
         request.outcome.predicted_tokens = matched
@@ -173,4 +189,4 @@ class VirtualRouter:
         return engine_priority(urgency_s(own, request.outcome.arrived_at, slowness=slowness))
 
     def _least_wait_s(self, now: float) -> float:
-        return 0.0 if self._speeds is None else least_wait_s(self._endpoints, self._speeds, now)
+        return 0.0 if self._speeds is None else least_wait_s(self.endpoints, self._speeds, now)
