@@ -6,12 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from kvproxy.cluster.engine_priority import ClusterPriority
 from kvproxy.replay.results import ReplayOutcome
 from kvproxy.replay.trace import Turn
 from kvproxy.replay.view import CacheView, Settle
 from kvproxy.routing import selector
-from kvproxy.routing.costs import least_own_s, least_wait_s, own_s
-from kvproxy.routing.engine_priority import engine_priority, urgency_s
+from kvproxy.routing.costs import least_own_s, least_wait_s
+from kvproxy.routing.engine_priority import AGEING, EPOCH_S, engine_priority
 from kvproxy.routing.engine_samples import NOTHING_READ, EndedWork, Reading
 from kvproxy.routing.fair_queue import FairQueue, QueueSettings
 from kvproxy.routing.load import EndpointLoad, EngineState, Reservation
@@ -92,7 +93,17 @@ class VirtualRouter:
         self._view = view
         self._queue: FairQueue[LiveRequest] = FairQueue(QueueSettings(limit=0) if queue is None else queue)
         self._speeds = policy.speeds if queue is not None else None
-        self._priority = priority
+        self._now = 0.0
+        self._priority = (
+            ClusterPriority(
+                ageing=AGEING,
+                speeds=lambda: policy.speeds,
+                clock=lambda: self._now,
+                wall_clock=lambda: EPOCH_S + self._now,
+            )
+            if priority
+            else None
+        )
         self._reports_cached = reports_cached
         for endpoint in endpoints:
             self._connect(endpoint)
@@ -180,13 +191,19 @@ class VirtualRouter:
         return Placement(request, endpoint, reservation, settle, self._priority_of(request, facts, endpoint.id, now))
 
     def _priority_of(self, request: LiveRequest, facts: OverlapFacts, endpoint: EndpointId, now: float) -> int:
-        """What the proxy would forward: the same scale as the router queue's, from the time of arrival."""
-        speeds = self._policy.speeds
-        if not self._priority or speeds is None:
+        """What the proxy forwards, by its own reckoning; 0 without."""
+        if self._priority is None:
             return 0
-        own = own_s(facts, endpoint, speeds.seconds)
-        slowness = speeds.slowness(endpoint, now)
-        return engine_priority(urgency_s(own, request.outcome.arrived_at, slowness=slowness))
+        self._now, outcome = now, request.outcome
+        urgency = self._priority.urgency_s(
+            facts,
+            endpoint,
+            received_at=outcome.arrived_at,
+            now=now,
+            tenant=outcome.tenant,
+            endpoints=len(self.endpoints),
+        )
+        return engine_priority(urgency)
 
     def _least_wait_s(self, now: float) -> float:
         return 0.0 if self._speeds is None else least_wait_s(self.endpoints, self._speeds, now)

@@ -320,6 +320,21 @@ def test_an_outcome_says_when_it_was_placed_and_admitted_and_how_often_it_starte
         assert each.arrived_at <= each.placed_at <= each.admitted_at < each.first_token_at
 
 
+def test_a_greedy_tenants_requests_stand_behind_anothers() -> None:
+    """Turns of tenants are in the number as the proxy forwards it."""
+    engines = [SimEndpoint(endpoint_id(0), 0, Engine(FLEET.engine_settings(512, 0, 1.0)))]
+    rows = {"timestamp": 0, "input_length": 30_000, "output_length": 1, "hash_ids": []}
+    turn = parse_trace(lines(rows), name="one").sessions[0].turns[0]
+    view = IndexView(replace(FLEET, instances=1), 512, rng=Random(1))
+    router = VirtualRouter(engines, KV_AWARE.make(rng=Random(1)), view, priority=True)
+    numbers = []
+    for tenant, at in [("greedy", 10.0), ("greedy", 10.0), ("polite", 10.0), ("greedy", 12.0), ("polite", 12.0)]:
+        placement = router.arrive(LiveRequest(0, 0, turn, ReplayOutcome(at, 30_000, tenant=tenant)), at)
+        assert placement is not None
+        numbers.append(placement.priority)
+    assert numbers[3] > numbers[4]
+
+
 def test_progress_is_reported() -> None:
     """Once for every finished request."""
     seen: list[int] = []
