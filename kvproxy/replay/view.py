@@ -115,8 +115,8 @@ class IndexView:
 
     def forget(self, endpoint: int) -> None:
         self._local.forget(self._ids[endpoint])
-        self._local.precise.remove(self._ids[endpoint])
-        while not self._local.precise.sweep():
+        self._local.precise.remove_endpoint(self._ids[endpoint])
+        while not self._local.precise.sweep_rows():
             pass
 
     def _in_tokens(self, overlap: Overlap, limit: int) -> Overlap:
