@@ -390,6 +390,7 @@ class Cluster:
             cluster=self.name,
             metrics=self._metrics,
             clock=self._clock,
+            payoff=self.priority.payoff,
             rng=self._rng,
             on_change=self._screening.invalidate,
         )

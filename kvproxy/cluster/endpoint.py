@@ -14,6 +14,7 @@ from kvproxy.metrics.catalog import Metrics
 from kvproxy.resilience.breaker import Breaker, BreakerState
 from kvproxy.routing.engine_samples import EndedWork
 from kvproxy.routing.load import EndpointLoad
+from kvproxy.routing.priority_payoff import PriorityPayoff
 from kvproxy.types import Clock, EndpointId
 from kvproxy.upstream.origin import Origin
 
@@ -70,6 +71,7 @@ class Endpoint:
         cluster: str,
         metrics: Metrics,
         clock: Clock,
+        payoff: PriorityPayoff,
         rng: random.Random,
         on_change: Callable[[], None],
     ) -> None:
@@ -88,7 +90,7 @@ class Endpoint:
         self._clock = clock
         self._shown = False
         #: Whether its engine is told in which order to admit, and what it makes of that.
-        self.priority = EndpointPriority(config, settings, load=self.load, rng=rng)
+        self.priority = EndpointPriority(config, settings, load=self.load, payoff=payoff, rng=rng)
         self.configure(config, settings)
 
     def __repr__(self) -> str:
@@ -158,6 +160,7 @@ class Endpoint:
             "in_flight": self.load.in_flight,
             "pending_tokens": self.load.pending_tokens,
             "resident_tokens": self.load.resident_tokens,
+            "held_s": round(self.load.held_s, 3),
             "failures_in_a_row": self.health.failures,
             "probes_in_doubt": self.health.failed_probes,
             "ejected_for_s": max(0.0, self.health.ejected_until - now),

@@ -14,6 +14,7 @@ from kvproxy.routing.costs import own_s
 from kvproxy.routing.engine_priority import EPOCH_S, LEVEL_S, TenantTurns, engine_priority, urgency_s
 from kvproxy.routing.load import EndpointLoad
 from kvproxy.routing.policy import OverlapFacts
+from kvproxy.routing.priority_payoff import PriorityPayoff
 from kvproxy.routing.priority_trial import PriorityTrial, Verdict
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import Clock, EndpointId
@@ -36,17 +37,25 @@ class PriorityState(StrEnum):
     OBEYS = "obeys"
     IGNORES = "ignores"  # it accepts the number and orders by something else
     REFUSED = "refused"  # it answered with an error that names the field
+    DOES_NOT_PAY = "does_not_pay"  # it obeys, and p99 was measured to pay more than the mean gains
 
 
 class EndpointPriority:
     """One engine: whether it is sent the number, and the experiment that tells whether it heeds it."""
 
-    __slots__ = ("_load", "_refused", "_rng", "_trial", "_waited_at", "mode", "order")
+    __slots__ = ("_load", "_payoff", "_refused", "_rng", "_trial", "_waited_at", "mode", "order")
 
     def __init__(
-        self, settings: EndpointSettings, cluster: ClusterSettings, *, load: EndpointLoad, rng: random.Random
+        self,
+        settings: EndpointSettings,
+        cluster: ClusterSettings,
+        *,
+        load: EndpointLoad,
+        payoff: PriorityPayoff,
+        rng: random.Random,
     ) -> None:
         self._load = load
+        self._payoff = payoff  # of all engines of the cluster
         self._rng = rng
         self._waited_at = -math.inf  # when its own count last had several waiting
         self.configure(settings, cluster)
@@ -65,7 +74,12 @@ class EndpointPriority:
     @property
     def state(self) -> PriorityState:
         """As far as it is known."""
-        return PriorityState.REFUSED if self._refused else PriorityState(self._trial.verdict)
+        if self._refused:
+            return PriorityState.REFUSED
+        verdict = self._trial.verdict
+        if verdict is Verdict.OBEYS and self.mode is EnginePriorityMode.AUTO and self._payoff.pays is False:
+            return PriorityState.DOES_NOT_PAY
+        return PriorityState(verdict)
 
     def is_in(self, state: PriorityState) -> bool:
         """Whether this is what is known of the engine, where it is told a priority."""
@@ -73,12 +87,15 @@ class EndpointPriority:
 
     def sends(self, now: float) -> bool:
         """Whether a request that goes there now carries the number: by `auto` not where order cannot show, because
-        nothing waits in the engine by its own count, nor where it has none."""
+        nothing waits in the engine by its own count, nor where it has no effect or does not pay."""
         if self.off or self._refused:
             return False
         if self.mode is EnginePriorityMode.ON:
             return True
-        return self._trial.verdict is not Verdict.IGNORES and self.waits(now)
+        verdict = self._trial.verdict
+        if verdict is Verdict.IGNORES or not self.waits(now):
+            return False
+        return verdict is Verdict.UNKNOWN or self._payoff.sends(now)
 
     def waits(self, now: float) -> bool:
         """Whether several requests waited in the engine of late; also where it does not tell."""
@@ -99,10 +116,15 @@ class EndpointPriority:
         number = engine_priority(urgency)
         return number if self.order is PriorityOrder.LOWEST_FIRST else -number
 
-    def first_token(self, request: object, now: float) -> None:
-        """A request on this engine got its first token."""
-        if not self.off and self._trial.verdict is Verdict.UNKNOWN:
+    def first_token(self, request: object, placed_at: float, now: float) -> None:
+        """A request on this engine, placed at that time, got its first token."""
+        if self.off:
+            return
+        verdict = self._trial.verdict
+        if verdict is Verdict.UNKNOWN:
             self._trial.first_token(request, now)
+        elif verdict is Verdict.OBEYS and self.mode is EnginePriorityMode.AUTO and self.waits(now):
+            self._payoff.observe(placed_at, now - placed_at)
 
     def ended(self, request: object) -> None:
         """A request on this engine is over."""
@@ -130,6 +152,9 @@ class EndpointPriority:
             "sends": self.sends(now),
             "pairs": trial.pairs,
             "pairs_in_order": trial.in_order,
+            "pays": self._payoff.pays,
+            "mean_ratio": self._payoff.mean_ratio,
+            "p99_ratio": self._payoff.p99_ratio,
         }
 
 
@@ -144,6 +169,7 @@ class ClusterPriority:
         self.clock = clock
         self._wall_clock = wall_clock
         self._turns = TenantTurns()
+        self.payoff = PriorityPayoff()
 
     def urgency_s(
         self,

@@ -81,7 +81,7 @@ class Pick(msgspec.Struct, eq=False):
         self.endpoint.waiting.pop(self, None)
         self.endpoint.load.first_token(self.reservation, now)
         if not self.reservation.hidden:
-            self.endpoint.priority.first_token(self, now)
+            self.endpoint.priority.first_token(self, self.reservation.started_at, now)
         self.picker.on_load_decrease()
         if self.permit is not None and self.endpoint.breaker.state is BreakerState.HALF_OPEN:
             self.permit.record_success()  # a probe that streams for minutes must not hold the breaker half open so long

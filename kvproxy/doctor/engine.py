@@ -18,7 +18,7 @@ from kvproxy.cluster.endpoint import origin_of
 from kvproxy.config.cluster_schema import EndpointSettings, EventSources
 from kvproxy.doctor.connect import ConnectResult, connect, try_tls
 from kvproxy.doctor.tools import Tools
-from kvproxy.doctor.trial import Trial, TrialPlan, TrialTarget, run_trial
+from kvproxy.doctor.trial import Trial, TrialPlan, TrialTarget, run_trial, send_priority
 from kvproxy.errors import BadResponse, ClientError, ClientUnavailable, NotSupported
 
 T = TypeVar("T")
@@ -126,6 +126,11 @@ class EngineFacts:
     async def try_generating(self) -> Trial:
         """Two requests of one token each."""
         return await self._fact("trial", self._run_trial)
+
+    async def send_priority(self, *, chat: bool) -> None:
+        """A request of one token with a `priority`. Raises ClientError."""
+        target = TrialTarget(await self.choose_model(), self.api, self.vllm, (), self.metrics_now, self.tools)
+        await send_priority(target, chat=chat)
 
     async def choose_model(self) -> ModelInfo:
         """The model to try: a declared or routed one that is served, else the first that is no adapter."""

@@ -156,10 +156,15 @@ async def _send_first(target: TrialTarget, text: str) -> tuple[bool, TrialReply]
         raise refusal from None
 
 
-async def _send(target: TrialTarget, text: str, *, chat: bool) -> TrialReply:
+async def send_priority(target: TrialTarget, *, chat: bool) -> None:
+    """One more request, with a `priority`. Raises ClientError when the engine does not answer it."""
+    await _send(target, make_prompt(target.tools.rng, words=_STEP_WORDS), chat=chat, priority=1)
+
+
+async def _send(target: TrialTarget, text: str, *, chat: bool, **fields: int) -> TrialReply:
     path = "/v1/chat/completions" if chat else "/v1/completions"
     options = {"model": target.model.id, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
-    body = {**options, **_prompt(text, chat=chat)}
+    body = {**options, **_prompt(text, chat=chat), **fields}
     answer = await target.api.post(path, body, _Answer, timeout_s=target.tools.timeouts.exchange_s)
     ids = answer.prompt_token_ids or next((one.prompt_token_ids for one in answer.choices), None) or ()
     details = answer.usage.prompt_tokens_details

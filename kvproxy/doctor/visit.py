@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from kvproxy.background_task import BackgroundTask
+from kvproxy.config.priority_schema import EnginePriorityMode
 from kvproxy.config.schema import Config
 from kvproxy.doctor.checks.configuration import ConfigurationCheck, LimitsCheck, PublicCheck, convert_problems
 from kvproxy.doctor.checks.kv_events import EventSourcesCheck, KvEventsCheck
@@ -20,7 +21,14 @@ from kvproxy.doctor.checks.lmcache import ActionsCheck, InstancesCheck, ServiceC
 from kvproxy.doctor.checks.lookup import BudgetCheck, ChunksCheck, LookupCheck
 from kvproxy.doctor.checks.models import DuplicatesCheck, ModelsCheck, TokenizerCheck, TokenizersCheck, VersionCheck
 from kvproxy.doctor.checks.reachability import ApiCheck, ConnectionCheck, HealthCheck, MetricsCheck
-from kvproxy.doctor.checks.trial import CachingCheck, ClockCheck, GenerateCheck, TokenizeCheck
+from kvproxy.doctor.checks.trial import (
+    CachingCheck,
+    ClockCheck,
+    GenerateCheck,
+    PriorityCheck,
+    TokenizeCheck,
+    priority_mode,
+)
 from kvproxy.doctor.deployment import Deployment, survey_deployment
 from kvproxy.doctor.report import DoctorReport, Finding, Severity, SkippedCheck, warning
 from kvproxy.doctor.tools import Tools
@@ -79,7 +87,8 @@ async def _run(check: Check, timeout_s: float) -> Sequence[Finding] | SkippedChe
 
 
 def list_full_checks(deployment: Deployment, problems: Sequence[Problem]) -> list[Check]:
-    """Everything, with two requests of one token to each engine (a third where its KV events were silent)."""
+    """Everything, with two requests of one token to each engine (one more where its KV events were silent, and where it
+    is told a priority)."""
     return [*_quiet(deployment, problems, trial=True), *_trials(deployment), *_lookups(deployment)]
 
 
@@ -126,6 +135,8 @@ def _trials(deployment: Deployment) -> Iterator[Check]:
         yield TokenizeCheck(engine, needed)
         yield CachingCheck(engine)
         yield KvEventsCheck(engine)
+        if (mode := priority_mode(deployment, engine)) is not EnginePriorityMode.OFF:
+            yield PriorityCheck(engine, mode)
     for name, engines in deployment.group_engines():
         if engines:
             yield TokenizersCheck(deployment, name)
@@ -151,7 +162,7 @@ async def diagnose(
 ) -> DoctorReport:
     """Everything found. `config` is None when `problems` (those of `kvproxy check`) leave nothing to visit.
 
-    Sends every engine two requests of one token each, at most three. `open_files` is this process's limit; None: asked
+    Sends every engine two requests of one token each, at most four. `open_files` is this process's limit; None: asked
     of the system.
     """
     if config is None:

@@ -166,7 +166,7 @@ class EndpointStateMetrics:
         self.engine_priority_state = Gauge(
             "kvproxy_engine_priority_state", "1: this is what is known of the engine, where it is told a priority",
             ["cluster", "endpoint", "state"], registry=r,
-        )  # fmt: skip  # unknown, obeys, ignores, refused
+        )  # fmt: skip  # unknown, obeys, ignores, refused, does_not_pay
         self.discovery = Counter("kvproxy_discovery_updates", "Discovery results", ["cluster", "outcome"], registry=r)
 
 

@@ -12,6 +12,7 @@ from kvproxy.config.priority_schema import EnginePriorityMode
 from kvproxy.routing.engine_priority import EPOCH_S, LEVEL_S
 from kvproxy.routing.load import EndpointLoad, EngineState
 from kvproxy.routing.policy import Overlap, OverlapFacts
+from kvproxy.routing.priority_payoff import ENOUGH, WINDOW_S, PriorityPayoff
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import EndpointId
 from tests.cluster.conftest import MakeCluster
@@ -25,7 +26,8 @@ def engine(mode: EnginePriorityMode, load: EndpointLoad | None = None) -> Endpoi
     """One that nothing is known of."""
     settings = ClusterSettings(engine_priority=mode)
     load = EndpointLoad() if load is None else load
-    return EndpointPriority(EndpointSettings(id="a", url="http://a"), settings, load=load, rng=random.Random(1))
+    endpoint = EndpointSettings(id="a", url="http://a")
+    return EndpointPriority(endpoint, settings, load=load, payoff=PriorityPayoff(), rng=random.Random(1))
 
 
 @pytest.mark.parametrize(
@@ -57,6 +59,37 @@ def test_a_lull_does_not_switch_it_off_at_once() -> None:
     load.engine = EngineState(1005.0, waiting=0)
     assert told.sends(1050.0)
     assert not told.sends(1061.0)
+
+
+def obeying(mode: EnginePriorityMode) -> EndpointPriority:
+    """An engine with one slot that the experiment has found to go by the number."""
+    load = EndpointLoad()
+    told = engine(mode, load)
+    waiting: list[tuple[int, object]] = []
+    for at in range(1000):
+        request = object()
+        load.reserve(100, 0, float(at))
+        waiting.append((told.number(float(at), request, float(at), hidden=False), request))
+        if len(waiting) > 8:
+            first = min(waiting, key=lambda one: one[0])
+            waiting.remove(first)
+            told.first_token(first[1], float(at), float(at))
+            told.ended(first[1])
+    assert told.state is PriorityState.OBEYS
+    return told
+
+
+@pytest.mark.parametrize(("mode", "state", "sends"), [(AUTO, "does_not_pay", {False}), (ON, "obeys", {True})])
+def test_auto_switches_off_what_does_not_pay(mode: EnginePriorityMode, state: str, sends: set[bool]) -> None:
+    """Half of the time without it, to compare; by `on` that is the operator's business."""
+    told = obeying(mode)
+    compared = {told.sends(window * WINDOW_S) for window in range(2)}
+    assert compared == ({True, False} if mode is AUTO else {True})
+    for number in range(2 * ENOUGH + 2):
+        placed_at = (number % 2) * WINDOW_S + 30.0
+        told.first_token(object(), placed_at, placed_at + (2.0 if told.sends(placed_at) else 1.0))
+    assert told.state.value == state
+    assert {told.sends(window * WINDOW_S) for window in range(2)} == sends
 
 
 def test_a_refusal_stands_until_the_engine_restarts() -> None:

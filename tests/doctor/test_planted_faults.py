@@ -53,6 +53,17 @@ async def test_only_small_requests_are_sent() -> None:
             assert len(engine.state.requests) == engine.state.runner.engine.counters.generation_tokens
 
 
+async def test_an_engine_that_refuses_the_priority_it_is_to_be_told() -> None:
+    """An older vLLM under fcfs: by `on` a problem, by `auto` a warning."""
+    refusing = replace(ENGINE, refuse_priority=True)
+    async with cluster({"a": ENGINE, "b": refusing}) as site:
+        found = only(await visit(site.config(engine_priority="on")))
+        assert (found.severity, found.where) == (Severity.PROBLEM, "endpoint b")
+        assert "takes no request with a `priority`" in found.what
+        assert "--scheduling-policy priority" in found.fix
+        assert only(await visit(site.config(engine_priority="auto"))).severity is Severity.WARNING
+
+
 async def test_wrong_instance_id() -> None:
     """The engine's LMCache is registered under another name: that name is found, and is the fix."""
     async with cluster() as site:

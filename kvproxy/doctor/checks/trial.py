@@ -1,11 +1,14 @@
-"""What a small prompt, sent twice, shows of an engine: that it answers, what it caches, how its clock goes."""
+"""What a small prompt, sent twice, shows of an engine: that it answers, what it caches, how its clock goes; and whether
+it takes a priority."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvproxy.doctor.engine import EngineCheck
+from kvproxy.config.priority_schema import EnginePriorityMode
+from kvproxy.doctor.deployment import Deployment
+from kvproxy.doctor.engine import EngineCheck, EngineFacts
 from kvproxy.doctor.report import Finding, ok, problem, warning
 from kvproxy.doctor.trial import Trial
 from kvproxy.errors import ClientError, ClientTimeout, NotSupported, Refused
@@ -14,6 +17,10 @@ from kvproxy.errors import ClientError, ClientTimeout, NotSupported, Refused
 TRIAL_CALLS = 12
 _TURN_ON = "start the engine without `--no-enable-prefix-caching` (older versions: with `--enable-prefix-caching`)"
 _SHOW = "start the engine with `--enable-prompt-tokens-details`"
+_BY_PRIORITY = (
+    "start vLLM with `--scheduling-policy priority` (SGLang: `--enable-priority-scheduling "
+    "--disable-priority-preemption`), or set engine_priority to off"
+)
 #: Dates in headers have whole seconds, and an answer takes its time.
 _TOLERATED_S = 2.0
 
@@ -156,3 +163,28 @@ class ClockCheck(EngineCheck):
         except ClientError:
             return None
         return next((-one.lag_s for one in observed if one.mine is not None and one.lag_s is not None), None)
+
+
+def priority_mode(deployment: Deployment, engine: EngineFacts) -> EnginePriorityMode:
+    """What the configuration says of it."""
+    return engine.endpoint.engine_priority or deployment.config.clusters[engine.cluster].engine_priority
+
+
+@dataclass(frozen=True, slots=True)
+class PriorityCheck(EngineCheck):
+    """A request of one token with a `priority`, after the same without was answered. Whether it is heeded shows only
+    where requests wait: the running proxy finds that out."""
+
+    mode: EnginePriorityMode
+
+    name = "engine priority"
+    calls = TRIAL_CALLS + 1
+
+    async def collect_findings(self) -> Sequence[Finding]:
+        trial = await self.engine.try_generating()
+        try:
+            await self.engine.send_priority(chat=trial.chat)
+        except Refused as error:
+            make = problem if self.mode is EnginePriorityMode.ON else warning
+            return [make(self.where, f"takes no request with a `priority`: {error}", _BY_PRIORITY)]
+        return [ok(self.where, "takes a request's `priority`; whether it goes by it, `/endpoints` tells under load")]
