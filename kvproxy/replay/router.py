@@ -94,6 +94,7 @@ class VirtualRouter:
         self._view = view
         self._queue: FairQueue[LiveRequest] = FairQueue(QueueSettings(limit=0) if queue is None else queue)
         self._speeds = policy.speeds if queue is not None else None
+        self._decided: Decision[SimEndpoint] | None = None  # for the request that the queue asked last
         self._now = 0.0
         self._priority = (
             ClusterPriority(
@@ -105,7 +106,6 @@ class VirtualRouter:
             if priority
             else None
         )
-        self._decided: Decision[SimEndpoint] | None = None  # for the request that the queue asked last
         self._reports_cached = reports_cached
         for endpoint in endpoints:
             self._connect(endpoint)
