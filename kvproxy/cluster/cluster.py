@@ -418,7 +418,9 @@ class Cluster:
         """Hidden requests that are due are taken as prefilled."""
         if (speeds := self.policies.deciding_speeds) is not None:
             selector.advance(self._hiding, speeds, now)
-        self._hiding = {endpoint for endpoint in self._hiding if endpoint.load.hidden_requests}
+        for endpoint in [*self._hiding]:
+            if not endpoint.load.hidden_requests:
+                self._hiding.discard(endpoint)
 
     def _arrange_queue(self) -> None:
         """As the settings say: the queue there is goes on with the requests in it, or places them all at once."""

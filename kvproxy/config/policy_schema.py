@@ -82,6 +82,18 @@ class LlmDSettings(Model):
     """KV memory of one endpoint, in tokens."""
 
 
+class LlmDStickySettings(Model):
+    """When it sticks to those that hold the prompt. The defaults are the original's."""
+
+    affinity_threshold: Fraction = 0.8
+    """Share of the prompt that an endpoint must hold for the request to stick to it."""
+    max_penalty_s: float = Field(default=18.0, ge=0, le=3600)
+    """Seconds that the best of them may take longer than the best other endpoint."""
+    peak_prefill_tokens_per_s: float = Field(default=15_928.0, gt=0, le=10_000_000)
+    """Tokens a second that an engine prefills at most: what pending tokens take. The default is that of Qwen 32B on two
+    H100; measure yours."""
+
+
 class PolicyParameters(Model):
     """By policy, whichever part it plays in the cluster: its own, the shadow, one that clients may ask for."""
 
@@ -95,3 +107,5 @@ class PolicyParameters(Model):
     """The same, as Dynamo's preset for agents has them."""
     llm_d: LlmDSettings = LlmDSettings()
     """Weights of llm-d's scorers."""
+    llm_d_sticky: LlmDStickySettings = LlmDStickySettings()
+    """Bounds of llm-d's affinity."""

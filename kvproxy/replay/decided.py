@@ -122,9 +122,8 @@ def _decision(receipt: Receipt, attempt: Attempt, index: int) -> RecordedDecisio
 
 
 def _facts(receipt: Receipt) -> OverlapFacts:
-    prompt_tokens, block_tokens = receipt.prompt_tokens or 0, receipt.block_tokens
-    blocks = range(int(prompt_tokens / block_tokens) if block_tokens else 0)  # how many they were is all a choice needs
-    return OverlapFacts(prompt_tokens, receipt.facts, receipt.hot_tokens, blocks, block_tokens)
+    blocks = range(receipt.prompt_blocks)  # how many they were is all that a choice needs
+    return OverlapFacts(receipt.prompt_tokens or 0, receipt.facts, receipt.hot_tokens, blocks, receipt.block_tokens)
 
 
 def _feedback_sample(receipt: Receipt, attempt: Attempt, chosen: ReceiptCandidate, received: float) -> FeedbackSample:

@@ -284,7 +284,9 @@ class EndpointLoad:
         if not self._pending:
             return held_s
         if self.hidden_requests:
-            return held_s + self.backlog(seconds, slowness, now).wait_s(seconds, slowness)
+            oldest, own = next(iter(self._pending.items()))
+            if oldest.hidden and now >= self._begun + slowness * seconds_of(own, seconds):  # else none is over yet
+                return held_s + self.backlog(seconds, slowness, now).wait_s(seconds, slowness)
         if self._priced_at is not seconds:
             self._priced_at = seconds
             a, b, c, d = seconds  # not seconds_of: this runs for every endpoint of every pick

@@ -177,6 +177,18 @@ def test_a_hidden_request_is_presumed_prefilled_when_its_time_has_passed(load: E
     assert load.in_flight == 1
 
 
+@pytest.mark.parametrize("moment", [0.0, 0.3, 0.99, 1.0, 1.7, 3.5, 9.0])
+@pytest.mark.parametrize("hidden", [(True, True, False), (False, True, True), (True, False, True)])
+def test_the_wait_is_that_of_the_backlog(load: EndpointLoad, hidden: tuple[bool, ...], moment: float) -> None:
+    """Worked out shortly where no hidden request is over; at other speeds and moments the same again."""
+    for one in hidden:
+        load.reserve(1000, 500, 0.0, hidden=one)
+    for seconds in (SECONDS, (0.0, 0.002, 0.0, 0.0), SECONDS):
+        for slowness in (1.0, 2.0):
+            expected = load.backlog(seconds, slowness, moment).wait_s(seconds, slowness)
+            assert load.wait_s(seconds, slowness, moment) == pytest.approx(expected)
+
+
 def test_hidden_requests_are_prefilled_one_after_the_other(load: EndpointLoad) -> None:
     """The second began when the first must have been done, so that half of it is done half its time later."""
     per_token = (0.0, 0.001, 0.0, 0.0)
