@@ -255,10 +255,6 @@ class Cluster:
         if not pick.endpoint.metrics.closed:
             self.policies.observe_reuse(pick.endpoint.id, pick.reservation.cached_tokens, cached_tokens, now)
 
-    def observe_answer(self, pick: Pick, output_tokens: int, now: float) -> None:
-        """The answer of a settled pick had so many tokens; how long they took is known where it was streamed."""
-        self.policies.observe_answer(pick.endpoint.id, pick.reservation, output_tokens, now)
-
     def observe_engine(self, endpoint: Endpoint, reading: Reading) -> None:
         """An engine's own count of its prefills, read just now: what streams do not teach, it does."""
         if not endpoint.metrics.closed:

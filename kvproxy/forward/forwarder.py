@@ -423,7 +423,7 @@ class Forwarding:
         if (cached_tokens := self._exchange.outcome.cached_tokens) is not None:
             self._cluster.observe_reuse(pick, cached_tokens, now)
         if succeeded and (output_tokens := self._exchange.outcome.completion_tokens) is not None:
-            self._cluster.observe_answer(pick, output_tokens, now)
+            self._cluster.policies.observe_answer(pick.endpoint.id, pick.reservation, output_tokens, now)
         return _Next.DELIVERED
 
 
