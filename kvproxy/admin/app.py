@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvproxy.admin.advice import AdviceRoutes
 from kvproxy.admin.cache import CacheRoutes
 from kvproxy.admin.decisions import DecisionRoutes
 from kvproxy.admin.endpoints import EndpointRoutes
@@ -146,6 +147,7 @@ def build_admin_app(
         RoutingRoutes(operated, audit),
         DecisionRoutes(operated),
         PickRoutes(operated),
+        AdviceRoutes(operated, audit),
         SettingsRoutes(operated, audit, set_level=set_level),
     )
     app = Starlette(
