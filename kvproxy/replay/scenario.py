@@ -60,13 +60,13 @@ class PolicySpec:
     def __str__(self) -> str:
         return self.name.value + (QUEUE_SUFFIX if self.queue else "") + (PRIORITY_SUFFIX if self.priority else "")
 
-    def make(self, *, rng: Random, prior_factor: float = 1.0) -> Policy:
+    def make(self, *, rng: Random, prior_factor: float = 1.0, settings: ClusterSettings | None = None) -> Policy:
         """A fresh policy; learned speeds start from priors wrong by `prior_factor`."""
         priors = SpeedPriors()
         priors = SpeedPriors(
             priors.request_s / prior_factor, priors.tokens_per_s * prior_factor, priors.quadratic_tokens
         )
-        policy = make_policy(self.name, ClusterSettings(policy=self.name), rng=rng)
+        policy = make_policy(self.name, settings or ClusterSettings(policy=self.name), rng=rng)
         if policy.learns_speeds:
             policy.speeds = SpeedModel(priors)
         return policy
