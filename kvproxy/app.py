@@ -158,7 +158,12 @@ class Proxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            await self._generation(scope, receive, send)
+            generation = self._generation
+            generation.running += 1
+            try:
+                await generation.chain(scope, receive, send)
+            finally:
+                generation.running -= 1
         elif scope["type"] == "lifespan":
             await self._lifespan(receive, send)
 

@@ -251,10 +251,13 @@ class Cluster:
         return self.reserve(decision, now)
 
     def observe_reuse(self, pick: Pick, cached_tokens: int, now: float) -> None:
-        """The engine said how many prompt tokens it had cached; policies hear of it, unless they have already been told
-        to forget that endpoint."""
+        """The engine said how many prompt tokens it had cached; policies hear of it while they know the endpoint."""
         if not pick.endpoint.metrics.closed:
             self.policies.observe_reuse(pick.endpoint.id, pick.reservation.cached_tokens, cached_tokens, now)
+
+    def observe_answer(self, pick: Pick, output_tokens: int, now: float) -> None:
+        """The answer of a settled pick had so many tokens; how long they took is known where it was streamed."""
+        self.policies.observe_answer(pick.endpoint.id, pick.reservation, output_tokens, now)
 
     def observe_engine(self, endpoint: Endpoint, reading: Reading) -> None:
         """An engine's own count of its prefills, read just now: what streams do not teach, it does."""
@@ -415,7 +418,9 @@ class Cluster:
         """Hidden requests that are due are taken as prefilled."""
         if (speeds := self.policies.deciding_speeds) is not None:
             selector.advance(self._hiding, speeds, now)
-        self._hiding = {endpoint for endpoint in self._hiding if endpoint.load.hidden_requests}
+        for endpoint in [*self._hiding]:
+            if not endpoint.load.hidden_requests:
+                self._hiding.discard(endpoint)
 
     def _arrange_queue(self) -> None:
         """As the settings say: the queue there is goes on with the requests in it, or places them all at once."""

@@ -19,7 +19,7 @@ from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate
 from kvproxy.replay.decided_report import Recorded, Review, Verdict, mean
 from kvproxy.replay.results import percentile
 from kvproxy.replay.scenario import PolicySpec
-from kvproxy.routing.load import Backlog, EngineState, Features
+from kvproxy.routing.load import Backlog, Features
 from kvproxy.routing.policy import OverlapFacts, PickRequest, Policy
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import EndpointId
@@ -37,7 +37,6 @@ class RecordedLoad:
     shared_blocks: int
     held_s: float
     backlog: Backlog
-    engine: EngineState | None = None
 
     def leading_live_blocks(self, blocks: Sequence[int]) -> int:
         """As of EndpointLoad, of the recorded request's prompt."""
@@ -144,7 +143,7 @@ def _feedback_sample(receipt: Receipt, attempt: Attempt, chosen: ReceiptCandidat
 
 
 def _candidate(one: ReceiptCandidate) -> RecordedCandidate:
-    backlog = Backlog(one.work, one.head, one.elapsed_s)
+    backlog = Backlog(one.work, one.head, one.elapsed_s, one.room_s)
     load = RecordedLoad(
         one.in_flight,
         one.pending_requests,

@@ -15,8 +15,9 @@ from kvproxy.routing.costs import Best, best_of, engine_wait_s, least_own_s
 from kvproxy.routing.engine_priority import AGEING, EPOCH_S, engine_priority
 from kvproxy.routing.engine_samples import NOTHING_READ, EndedWork, Reading
 from kvproxy.routing.fair_queue import FairQueue, QueueSettings
-from kvproxy.routing.load import EndpointLoad, EngineState, Reservation
+from kvproxy.routing.load import EndpointLoad, Reservation
 from kvproxy.routing.policy import OverlapFacts, PickRequest, Policy
+from kvproxy.routing.room import EngineState
 from kvproxy.routing.selector import Decision
 from kvproxy.simulator.engine import Engine
 from kvproxy.types import EndpointId
@@ -49,7 +50,8 @@ class SimEndpoint:
         self.ended.read(self.prefills, now)
         settings, load = self.engine.settings, self.engine.load
         capacity_tokens = settings.capacity_blocks * settings.block_size
-        self.load.engine = EngineState(now, capacity_tokens, load.kv_usage, load.running, load.waiting)
+        state = EngineState(now, capacity_tokens, load.kv_usage, load.running, load.waiting)
+        self.load.observe_engine(state)
 
 
 @dataclass(slots=True, eq=False)
@@ -153,6 +155,11 @@ class VirtualRouter:
         cached = outcome.cached_tokens if self._reports_cached else 0
         placement.settle(predicted, cached)
         self._policy.observe_reuse(endpoint.id, predicted, cached, now)
+        reservation = placement.reservation
+        if reservation.first_token_at is not None and outcome.finished_at is not None:
+            decode_s = now - reservation.first_token_at
+            tokens, sequences = placement.request.turn.output_tokens, reservation.sequences
+            self._policy.observe_answer(endpoint.id, tokens, decode_s, sequences, now)
 
     def join(self, endpoint: SimEndpoint) -> None:
         """A new engine in the endpoint's place."""
@@ -165,7 +172,7 @@ class VirtualRouter:
         self.endpoints.remove(endpoint)
         for placement in lost:
             endpoint.load.release(placement.reservation, now)
-        endpoint.load.engine = None
+        endpoint.load.engine = endpoint.load.room = None
         self._view.forget(endpoint.index)
         self._policy.forget(endpoint.id)
 
