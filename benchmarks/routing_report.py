@@ -6,7 +6,7 @@ import platform
 from collections.abc import Sequence
 
 from benchmarks import routing_targets
-from benchmarks.routing_cells import OURS, REQUESTS, SCENARIO_PEERS, TRACES, VARIANTS, distinct
+from benchmarks.routing_cells import ONLY_AT_EIGHT, OURS, REQUESTS, SCENARIO_PEERS, TRACES, VARIANTS, distinct
 from benchmarks.routing_ratios import REFERENCE, Row, cell_of, of_policy, ratio, variant_ratio
 from benchmarks.routing_targets import best_peer, worst_scenario
 from kvproxy.replay.catalogue import SCENARIOS
@@ -120,8 +120,9 @@ def _method(rows: Sequence[Row], grid: Sequence[Row], scenarios: Sequence[Row], 
         "- Everything here is on the **report half** of each trace, and of each scenario's draws; constants were tuned "
         "on the other ([traces](../traces/README.md#halves)).",
         f"- Traces: {len(distinct([cell_of(row) for row in grid]))} cells, at most {REQUESTS:,} requests in each. "
-        "Engines: 2,048 tokens a step, 256 sequences, blocks as in the trace.",
-        f"- Seeds move arrivals. {twice[0]} runs on traces (8 instances, 0.7 and 0.9) and {twice[1]} on scenarios are "
+        "Engines: 2,048 tokens a step, 256 sequences, blocks as in the trace. "
+        f"{' and '.join(ONLY_AT_EIGHT)} were run with 8 instances only.",
+        f"- Seeds move arrivals. {twice[0]} runs on traces (8 instances) and {twice[1]} on scenarios are "
         "a second seed's; a cell that was run once is taken to scatter as those do.",
         "- Speeds are learned from first tokens, nothing is told. The pooled reference is a greedy policy over one "
         "cache that all engines share: no bound, it can be beaten. Load 1.0 is its saturated throughput.",
