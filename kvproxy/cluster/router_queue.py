@@ -5,28 +5,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import AttemptOutcome, Pick
+from kvproxy.cluster.screening import Refusal
 from kvproxy.config.cluster_schema import RouterQueueSettings
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.metrics.collectors import CounterCell
-from kvproxy.routing.costs import least_own_s, least_wait_s
-from kvproxy.routing.fair_queue import FairQueue, QueueSettings, Ticket
-from kvproxy.routing.policy import Candidate, PickRequest, Policy
+from kvproxy.routing.costs import Best, best_of, engine_wait_s, least_own_s
+from kvproxy.routing.fair_queue import FairQueue, QueueSettings
+from kvproxy.routing.policy import Candidate, Policy
+from kvproxy.routing.selector import Decision
 from kvproxy.routing.speeds import SpeedModel
-from kvproxy.types import Clock
+from kvproxy.routing.waiting_lines import Ticket
+from kvproxy.types import Clock, EndpointId
 
 log = logging.getLogger(__name__)
 
 #: Waits shrink continuously; looking more often than this gains nothing.
 _TICK_S = 0.005
 
-#: Chooses and reserves an endpoint for one request now; None when none may take it.
-Place = Callable[[float], Pick | None]
+Verdict = Decision[Endpoint] | Refusal
+#: Where a request would go by what is known now; then makes that true in the same turn of the loop (None: refused).
+Decide = Callable[[float], Verdict]
+Take = Callable[[Verdict, float], Pick | None]
 
 
 class ReleaseReason(StrEnum):
@@ -48,12 +53,14 @@ class QueueFull(Exception):
         self.retry_after_s = retry_after_s
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _QueuedRequest:
     """A request that waits: how to place it once its turn has come, and its answer then."""
 
-    place: Place
+    decide: Decide
+    take: Take
     placed: asyncio.Future[Pick | None]
+    verdict: Verdict | None = None
 
 
 class RouterQueue:
@@ -102,17 +109,19 @@ class RouterQueue:
             "refused": refused,
         }
 
-    def admits(self, request: PickRequest, now: float) -> bool:
-        """Whether a request that comes now need not wait; also where no endpoint may take it, so that it is refused."""
-        candidates = self._candidates(request.model, now)
-        return not candidates or self._queue.admits(least_wait_s(candidates, self._speeds, now))
+    def admits(self, decision: Decision[Endpoint], now: float) -> bool:
+        """Whether a request for which this was decided need not wait: its endpoint has room, and no request goes before
+        it."""
+        return self._queue.admits(decision.endpoint.id, engine_wait_s(decision.endpoint, self._speeds, now))
 
-    async def wait(self, request: PickRequest, place: Place, *, tenant: str, priority: int) -> Pick | None:
-        """What `place` answers once the request's turn has come. Raises QueueFull."""
+    async def wait(
+        self, decision: Decision[Endpoint], decide: Decide, take: Take, *, tenant: str, level: int
+    ) -> Pick | None:
+        """What `take` makes of the decision once the request's turn has come. Raises QueueFull."""
         now = self._clock()
-        queued = _QueuedRequest(place, asyncio.get_running_loop().create_future())
-        own_s = least_own_s(request.facts, self._candidates(request.model, now), self._speeds)
-        ticket = self._queue.offer(queued, own_s, now, priority=priority, tenant=tenant)
+        queued = _QueuedRequest(decide, take, asyncio.get_running_loop().create_future())
+        own_s = least_own_s(decision.request.facts, decision.candidates, self._speeds)
+        ticket = self._queue.offer(queued, own_s, now, level=level, tenant=tenant)
         if ticket is None:
             self._exit_count(ReleaseReason.REFUSED).inc()
             raise QueueFull(self._queue.retry_after_s(now))
@@ -153,7 +162,7 @@ class RouterQueue:
     def close(self) -> None:
         """Place all requests now, and show no queue any more."""
         now = self._clock()
-        while (ticket := self._queue.poll(-math.inf, now)) is not None:
+        while (ticket := self._queue.poll({}, now, self._find_best)) is not None:
             self._place(ticket, ReleaseReason.QUEUE_OFF, now)
         self._load_decreased.set()  # nothing waits: the task ends
         if self._shown:
@@ -184,29 +193,42 @@ class RouterQueue:
     def _release(self, now: float) -> float | None:
         """Seconds until to look again; None when nothing waits."""
         max_wait_s = self._queue.settings.max_wait_s
-        while (ticket := self._queue.poll(self._least_wait_s(now), now)) is not None:
+        while (ticket := self._queue.poll(self._waits(now), now, self._find_best)) is not None:
             overdue = now - ticket.queued_at >= max_wait_s
             self._place(ticket, ReleaseReason.MAX_WAIT if overdue else ReleaseReason.TURN, now)
-        at = self._queue.next_poll_at(self._least_wait_s(now), now)
+        at = self._queue.next_poll_at(self._waits(now), now)
         return None if at is None else max(_TICK_S, at - now)
 
     def _place(self, ticket: Ticket[_QueuedRequest], why: ReleaseReason, now: float) -> None:
         queued = ticket.item
-        if queued.placed.done():  # cancelled, and its own task has not noticed yet
-            self._exit_count(ReleaseReason.CLIENT_LEFT).inc()
+        if queued.placed.done():
+            if queued.placed.cancelled():  # its own task has not noticed yet
+                self._exit_count(ReleaseReason.CLIENT_LEFT).inc()
             return
+        assert queued.verdict is not None
         try:
-            pick = queued.place(now)
+            pick = queued.take(queued.verdict, now)
         except Exception as error:  # noqa: BLE001 - it belongs to the request, not to the others that wait
             queued.placed.set_exception(error)
             return
         self._exit_count(ReleaseReason.NO_ENDPOINT if pick is None else why).inc()
         queued.placed.set_result(pick)
 
-    def _least_wait_s(self, now: float) -> float:
-        """Of the whole cluster: a request for a model that few serve waits with all others."""
-        candidates = self._candidates("", now)
-        return least_wait_s(candidates, self._speeds, now) if candidates else 0.0
+    def _waits(self, now: float) -> Mapping[EndpointId, float]:
+        """Of every endpoint that may be chosen for some model."""
+        speeds = self._speeds
+        return {one.id: engine_wait_s(one, speeds, now) for one in self._candidates("", now)}
+
+    def _find_best(self, queued: _QueuedRequest, now: float) -> Best | None:
+        """None: it is to go at once; its client left, no endpoint may take it, or it cannot be decided on."""
+        if not queued.placed.done():
+            try:
+                queued.verdict = verdict = queued.decide(now)
+                if not isinstance(verdict, Refusal):
+                    return best_of(verdict.request.facts, verdict.endpoint, self._speeds, now)
+            except Exception as error:  # noqa: BLE001 - it belongs to the request, as above
+                queued.placed.set_exception(error)
+        return None
 
     def _exit_count(self, reason: ReleaseReason) -> CounterCell:
         return self._metrics.request.router_queue_exits.labels(self._cluster, reason.value)

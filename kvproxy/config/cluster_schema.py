@@ -202,7 +202,8 @@ class DiscoverySettings(Model):
 
 
 class RouterQueueSettings(Model):
-    """Holding requests at the proxy while every endpoint has enough to prefill, so that short ones may overtake."""
+    """Holding requests at the proxy while the endpoints they would go to have enough to prefill, so that short ones may
+    overtake."""
 
     enabled: bool = True
     """`queue: {}` turns it on."""
@@ -212,8 +213,9 @@ class RouterQueueSettings(Model):
     """An endpoint with less prefill pending takes a request at once."""
     ageing: float = Field(default=0.3, ge=0, le=10)
     """Seconds of own prefill that one second of waiting outweighs; in engines that take a `priority` too."""
-    max_wait: Duration = 30.0
-    """Then a request goes out whatever the endpoints have pending."""
+    max_wait: Duration = 300.0
+    """Then a request goes out whatever the endpoints have pending. A bound for clients that would give up, not a part
+    of the order: what goes out by it overtakes what is more urgent."""
     priority_header: str = ""
     """Header with an integer from -100 to 100, larger first; empty: all are alike. Let clients you trust send it. One
     level is worth 3 s of prefill; in engines that take a `priority` too."""

@@ -35,6 +35,7 @@ from kvproxy.request.exchange import CLIENT_CLOSED_REQUEST, MAX_REMEMBERED, Exch
 from kvproxy.request.observer import RequestObserver, notify
 from kvproxy.resilience.budget import RetryBudget
 from kvproxy.routing.policy import NO_FACTS, PickRequest
+from kvproxy.routing.selector import Decision
 from kvproxy.types import Clock, EndpointId, Headers
 from kvproxy.upstream.pool import Timeouts, UpstreamPool, UpstreamResponse
 
@@ -121,20 +122,26 @@ class Forwarding:
         shared.budget.request(shared.clock())
         try:
             while True:
-                queue, now, request = self._cluster.queue, shared.clock(), self._pick_request()
-                if queue is None or self._exchange.outcome.attempts or queue.admits(request, now):
-                    pick = self._place(request, now)
+                queue, now = self._cluster.queue, shared.clock()
+                verdict = self._cluster.decide(self._pick_request(), now)
+                if (
+                    queue is None
+                    or isinstance(verdict, Refusal)
+                    or self._exchange.outcome.attempts
+                    or queue.admits(verdict, now)
+                ):
+                    pick = self._take(verdict, now)
                 else:
-                    pick = await self._wait_in(queue, request)
+                    pick = await self._wait_in(queue, verdict)
                 if pick is None:
                     pause_s = self._earlier.next_round() if self._earlier is not None else None
                     if pause_s is None:
                         raise GaveUp(self._last)
                 else:
-                    verdict = await self._attempt(pick)
-                    if verdict is _Next.DELIVERED:
+                    next_step = await self._attempt(pick)
+                    if next_step is _Next.DELIVERED:
                         return
-                    pause_s = self._count_failed(pick.endpoint) if verdict is _Next.RETRY else None
+                    pause_s = self._count_failed(pick.endpoint) if next_step is _Next.RETRY else None
                     if pause_s is None:
                         raise GaveUp(self._last)
                 if pause_s:
@@ -143,20 +150,21 @@ class Forwarding:
             if self._suspects:
                 self._blame_suspects()
 
-    async def _wait_in(self, queue: RouterQueue, request: PickRequest) -> Pick | None:
+    async def _wait_in(self, queue: RouterQueue, decision: Decision[Endpoint]) -> Pick | None:
         """The first attempt may have to wait for its turn; a request that was let in once does not queue again."""
-        return await queue.wait(request, self._place_refreshed, tenant=self._exchange.tenant, priority=self._level())
+        return await queue.wait(
+            decision, self._decide_refreshed, self._take, tenant=self._exchange.tenant, level=self._level()
+        )
 
     def _level(self) -> int:
         """Of the request's class: what the configured header says, larger first."""
         header = self._cluster.settings.queue.priority_header
         return priority_of(self._head.headers, header.lower().encode()) if header else 0
 
-    def _place(self, request: PickRequest, now: float) -> Pick | None:
-        """Decide, notify, reserve: no await between them, so that nothing comes between a choice and its load."""
-        decision = self._cluster.decide(request, now)
+    def _take(self, decision: Decision[Endpoint] | Refusal, now: float) -> Pick | None:
+        """Notify, reserve: no await since the decision, so that nothing comes between a choice and its load."""
         if isinstance(decision, Refusal):
-            self._cluster.refuse(request, decision)
+            self._cluster.refuse(self._pick_request(), decision)
             notify(RequestObserver.refused, self._exchange, decision.value, now)
             if not self._exchange.outcome.attempts:
                 self._last = decision
@@ -164,11 +172,11 @@ class Forwarding:
         notify(RequestObserver.placed, self._exchange, decision, now)
         return self._cluster.reserve(decision, now)
 
-    def _place_refreshed(self, now: float) -> Pick | None:
+    def _decide_refreshed(self, now: float) -> Decision[Endpoint] | Refusal:
         """After a wait, in which others with the same prompt may have gone somewhere."""
         if self._exchange.facts_source is not None:
             self._exchange.facts_source(self._exchange)
-        return self._place(self._pick_request(), now)
+        return self._cluster.decide(self._pick_request(), now)
 
     def _count_failed(self, endpoint: Endpoint) -> float | None:
         if self._earlier is None:

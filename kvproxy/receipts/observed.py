@@ -117,6 +117,7 @@ def _candidate(
         endpoint.weight,
         cost,
         slowness,
+        held_s=load.held_s,
         live_blocks=load.live_blocks,
         shared_blocks=load.leading_live_blocks(blocks),
     )

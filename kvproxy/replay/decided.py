@@ -35,6 +35,7 @@ class RecordedLoad:
     resident_tokens: int
     live_blocks: int | None
     shared_blocks: int
+    held_s: float
     backlog: Backlog
     engine: EngineState | None = None
 
@@ -44,7 +45,7 @@ class RecordedLoad:
 
     def wait_s(self, seconds: Features, slowness: float, now: float) -> float:
         """As of EndpointLoad, at the moment of the decision."""
-        return self.backlog.wait_s(seconds, slowness)
+        return slowness * self.held_s + self.backlog.wait_s(seconds, slowness)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +123,9 @@ def _decision(receipt: Receipt, attempt: Attempt, index: int) -> RecordedDecisio
 
 
 def _facts(receipt: Receipt) -> OverlapFacts:
-    blocks = range(receipt.prompt_blocks)  # only how many they were is recorded
-    return OverlapFacts(receipt.prompt_tokens or 0, receipt.facts, receipt.hot_tokens, blocks, receipt.block_tokens)
+    prompt_tokens, block_tokens = receipt.prompt_tokens or 0, receipt.block_tokens
+    blocks = range(int(prompt_tokens / block_tokens) if block_tokens else 0)  # how many they were is all a choice needs
+    return OverlapFacts(prompt_tokens, receipt.facts, receipt.hot_tokens, blocks, block_tokens)
 
 
 def _feedback_sample(receipt: Receipt, attempt: Attempt, chosen: ReceiptCandidate, received: float) -> FeedbackSample:
@@ -151,6 +153,7 @@ def _candidate(one: ReceiptCandidate) -> RecordedCandidate:
         one.resident_tokens,
         one.live_blocks,
         one.shared_blocks,
+        one.held_s,
         backlog,
     )
     return RecordedCandidate(one.id, one.weight, load)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -10,12 +10,13 @@ from kvproxy.replay.results import ReplayOutcome
 from kvproxy.replay.trace import Turn
 from kvproxy.replay.view import CacheView, Settle
 from kvproxy.routing import selector
-from kvproxy.routing.costs import least_own_s, least_wait_s, own_s
+from kvproxy.routing.costs import Best, best_of, engine_wait_s, least_own_s, own_s
 from kvproxy.routing.engine_priority import engine_priority, urgency_s
 from kvproxy.routing.engine_samples import NOTHING_READ, EndedWork, Reading
 from kvproxy.routing.fair_queue import FairQueue, QueueSettings
 from kvproxy.routing.load import EndpointLoad, EngineState, Reservation
 from kvproxy.routing.policy import OverlapFacts, PickRequest, Policy
+from kvproxy.routing.selector import Decision
 from kvproxy.simulator.engine import Engine
 from kvproxy.types import EndpointId
 
@@ -95,6 +96,7 @@ class VirtualRouter:
         self._queue: FairQueue[LiveRequest] = FairQueue(QueueSettings(limit=0) if queue is None else queue)
         self._speeds = policy.speeds if queue is not None else None
         self._priority = priority
+        self._decided: Decision[SimEndpoint] | None = None  # for the request that the queue asked last
         self._reports_cached = reports_cached
         for endpoint in endpoints:
             endpoint.load.on_sample = partial(policy.observe_sample, endpoint.id)
@@ -103,23 +105,28 @@ class VirtualRouter:
     def arrive(self, request: LiveRequest, now: float) -> Placement | None:
         """Places a request, or queues it (None). With the queue full it is placed at once, unlike in the proxy, which
         refuses it: figures of policies that refuse different requests could not be compared."""
-        if self._speeds is None or self._queue.admits(self._least_wait_s(now)):
-            return self._place(request, now)
-        own_s = least_own_s(self._view.facts(request.turn), self._endpoints, self._speeds)
-        if self._queue.offer(request, own_s, now, tenant=request.outcome.tenant) is None:
-            return self._place(request, now)
-        return None
+        decision, speeds = self._decide(request, now), self._speeds
+        if speeds is not None:
+            endpoint = decision.endpoint
+            if not self._queue.admits(endpoint.id, engine_wait_s(endpoint, speeds, now)):
+                own_s = least_own_s(decision.request.facts, self._endpoints, speeds)
+                if self._queue.offer(request, own_s, now, tenant=request.outcome.tenant) is not None:
+                    return None
+        return self._place(request, decision, now)
 
     def release(self, now: float) -> Placement | None:
         """Places the next queued request whose time has come; call until None."""
         if not len(self._queue):
             return None
-        ticket = self._queue.poll(self._least_wait_s(now), now)
-        return None if ticket is None else self._place(ticket.item, now)
+        ticket = self._queue.poll(self._waits(now), now, self._find_best)
+        if ticket is None:
+            return None
+        assert self._decided is not None
+        return self._place(ticket.item, self._decided, now)
 
     def next_release_at(self, now: float) -> float | None:
         """When `release` may have something although no load changes."""
-        return self._queue.next_poll_at(self._least_wait_s(now), now) if len(self._queue) else None
+        return self._queue.next_poll_at(self._waits(now), now) if len(self._queue) else None
 
     def first_token(self, placement: Placement, now: float) -> None:
         """The response began."""
@@ -139,18 +146,26 @@ class VirtualRouter:
         placement.settle(predicted, cached)
         self._policy.observe_reuse(endpoint.id, predicted, cached, now)
 
-    def _place(self, request: LiveRequest, now: float) -> Placement:
+    def _find_best(self, request: LiveRequest, now: float) -> Best:
+        assert self._speeds is not None
+        self._decided = decision = self._decide(request, now)
+        return best_of(decision.request.facts, decision.endpoint, self._speeds, now)
+
+    def _decide(self, request: LiveRequest, now: float) -> Decision[SimEndpoint]:
         turn = request.turn
-        facts = self._view.facts(turn)
         pick = PickRequest(
             session_key=str(request.session),
-            facts=facts,
+            facts=self._view.facts(turn),
             streams=request.streams,
             prompt_head=turn.blocks[0].to_bytes(8, "little") if turn.blocks else b"",
         )
         decision = selector.decide(pick, self._endpoints, self._policy, now)
         assert decision is not None
-        endpoint = decision.endpoint
+        return decision
+
+    def _place(self, request: LiveRequest, decision: Decision[SimEndpoint], now: float) -> Placement:
+        turn, pick, endpoint = request.turn, decision.request, decision.endpoint
+        facts = pick.facts
         if self._policy.speeds is not None:
             selector.advance(self._endpoints, self._policy.speeds, now)
         self._policy.placed(pick, self._endpoints, decision.index, now, choice=decision.choice)
@@ -172,5 +187,6 @@ class VirtualRouter:
         slowness = speeds.slowness(endpoint, now)
         return engine_priority(urgency_s(own, request.outcome.arrived_at, slowness=slowness))
 
-    def _least_wait_s(self, now: float) -> float:
-        return 0.0 if self._speeds is None else least_wait_s(self._endpoints, self._speeds, now)
+    def _waits(self, now: float) -> Mapping[EndpointId, float]:
+        speeds = self._speeds
+        return {} if speeds is None else {one.id: engine_wait_s(one, speeds, now) for one in self._endpoints}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from random import Random
+from typing import NamedTuple
 
 from kvproxy.routing.load import Features, prefill_s
-from kvproxy.routing.policy import Candidate, OverlapFacts
+from kvproxy.routing.policy import Candidate, Ledgered, OverlapFacts
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import EndpointId
 
@@ -46,11 +47,25 @@ def own_s(facts: OverlapFacts, endpoint: EndpointId, seconds: Features) -> float
 
 
 def least_own_s(facts: OverlapFacts, candidates: Sequence[Candidate], speeds: SpeedModel) -> float:
-    """The same where most is cached: what the router queue orders by."""
+    """The same where most is cached: what the router queue orders by until it asks where a request would go."""
     return min(own_s(facts, candidate.id, speeds.seconds) for candidate in candidates)
 
 
-def least_wait_s(candidates: Sequence[Candidate], speeds: SpeedModel, now: float) -> float:
-    """Pending prefill seconds of the freest endpoint: what the router queue opens by."""
-    seconds = speeds.seconds
-    return min(candidate.load.wait_s(seconds, speeds.slowness(candidate.id, now), now) for candidate in candidates)
+class Best(NamedTuple):
+    """Where a request that waits would go now, and the seconds its prefill takes there, pooled and on that endpoint."""
+
+    endpoint: Ledgered
+    pooled_s: float
+    own_s: float
+
+
+def best_of(facts: OverlapFacts, endpoint: Ledgered, speeds: SpeedModel, now: float) -> Best:
+    """The same, where that is `endpoint`."""
+    pooled_s = own_s(facts, endpoint.id, speeds.seconds)
+    return Best(endpoint, pooled_s, pooled_s * speeds.slowness(endpoint.id, now))
+
+
+def engine_wait_s(candidate: Candidate, speeds: SpeedModel, now: float) -> float:
+    """Pending prefill seconds of the engine alone, without what is held for it: what the router queue opens by."""
+    slowness, load = speeds.slowness(candidate.id, now), candidate.load
+    return load.wait_s(speeds.seconds, slowness, now) - slowness * load.held_s

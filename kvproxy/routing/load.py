@@ -133,6 +133,7 @@ class EndpointLoad:
         "_work",
         "_work_s",
         "engine",
+        "held_s",
         "hidden_requests",
         "in_flight",
         "on_sample",
@@ -161,6 +162,7 @@ class EndpointLoad:
         self._priced_at: Features | None = None
         self._work_s = 0.0
         self._head_s = 0.0
+        self.held_s = 0.0  # pooled prefill seconds of requests that the router queue holds for this endpoint
         self._live: LiveBlocks | None = None  # None: nothing asks for it
 
     @property
@@ -258,15 +260,17 @@ class EndpointLoad:
         self.resident_tokens -= reservation.uncached_tokens + reservation.cached_tokens
 
     def wait_s(self, seconds: Features, slowness: float, now: float) -> float:
-        """Until the engine would begin with a request placed now: pending work less what is done of the running step.
+        """Until the engine would begin with a request placed now: pending work less what is done of the running step,
+        and what the router queue holds for it.
 
         `seconds` is the pool's time for one unit of each feature, `slowness` this endpoint's factor on it. Hidden
         requests whose time has passed are left out, and stay in the ledger.
         """
+        held_s = slowness * self.held_s
         if not self._pending:
-            return 0.0
+            return held_s
         if self.hidden_requests:
-            return self.backlog(seconds, slowness, now).wait_s(seconds, slowness)
+            return held_s + self.backlog(seconds, slowness, now).wait_s(seconds, slowness)
         if self._priced_at is not seconds:
             self._priced_at = seconds
             a, b, c, d = seconds  # not seconds_of: this runs for every endpoint of every pick
@@ -280,7 +284,7 @@ class EndpointLoad:
         if elapsed < progress:
             progress = elapsed if elapsed > 0.0 else 0.0
         wait = slowness * self._work_s - progress
-        return wait if wait > 0.0 else 0.0
+        return held_s + wait if wait > 0.0 else held_s
 
     def backlog(self, seconds: Features | None, slowness: float, now: float) -> Backlog:
         """What is pending, without the hidden requests that are over by these speeds; with None without speeds all."""

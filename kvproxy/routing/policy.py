@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol
 import msgspec
 
 from kvproxy.config.model import Model
-from kvproxy.routing.load import EngineState, Features
+from kvproxy.routing.load import EndpointLoad, EngineState, Features
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import EndpointId
 
@@ -89,10 +89,12 @@ class LoadView(Protocol):
     @property
     def resident_tokens(self) -> int: ...
     @property
-    def engine(self) -> EngineState | None: ...
+    def held_s(self) -> float: ...
     @property
     def live_blocks(self) -> int | None: ...
     def leading_live_blocks(self, blocks: Sequence[int]) -> int: ...
+    @property
+    def engine(self) -> EngineState | None: ...
     def wait_s(self, seconds: Features, slowness: float, now: float) -> float: ...
 
 
@@ -105,6 +107,15 @@ class Candidate(Protocol):
     def weight(self) -> float: ...
     @property
     def load(self) -> LoadView: ...
+
+
+class Ledgered(Protocol):
+    """An endpoint with the ledger itself, not a view of it."""
+
+    @property
+    def id(self) -> EndpointId: ...
+    @property
+    def load(self) -> EndpointLoad: ...
 
 
 class Choice(msgspec.Struct, frozen=True):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
-from kvproxy.routing.load import EndpointLoad
-from kvproxy.routing.policy import Candidate, Choice, PickRequest, Policy
+from kvproxy.routing.policy import Candidate, Choice, Ledgered, PickRequest, Policy
 from kvproxy.routing.speeds import SpeedModel
-from kvproxy.types import EndpointId
 
 CandidateT = TypeVar("CandidateT", bound=Candidate)
 
@@ -78,16 +76,7 @@ def decide(
     return Decision(request, candidates, index, candidates[index], reason, name, policy, choice, preference, speeds)
 
 
-class _Ledgered(Protocol):
-    """An endpoint with the ledger itself, not a view of it."""
-
-    @property
-    def id(self) -> EndpointId: ...
-    @property
-    def load(self) -> EndpointLoad: ...
-
-
-def advance(endpoints: Iterable[_Ledgered], speeds: SpeedModel, now: float) -> None:
+def advance(endpoints: Iterable[Ledgered], speeds: SpeedModel, now: float) -> None:
     """Bring the ledgers up to `now`, before a request is placed on one of them: hidden requests that are due, by the
     speeds of the policies that decide, are taken as prefilled."""
     for endpoint in endpoints:

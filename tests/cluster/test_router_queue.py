@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.cluster.router_queue import QueueFull, RouterQueue
+from kvproxy.cluster.screening import Refusal
 from kvproxy.config.cluster_schema import (
     ClusterSettings,
     EndpointSettings,
@@ -21,6 +23,7 @@ from kvproxy.config.cluster_schema import (
 )
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.policy import Overlap, OverlapFacts, PickRequest
+from kvproxy.routing.selector import Decision
 from kvproxy.types import EndpointId
 from tests.support.clock import FakeClock
 from tests.support.until import until
@@ -63,17 +66,23 @@ async def pick_through(
     *,
     again: Callable[[], PickRequest] | None = None,
     tenant: str = "",
-    priority: int = 0,
+    level: int = 0,
 ) -> Pick | None:
     """As the proxy does: at once if it may, otherwise in its turn, asked `again` then."""
     queue = room_of(cluster)
-    if queue.admits(asked, cluster._clock()):
-        return cluster.pick(asked, cluster._clock())
+    decision = cluster.decide(asked, cluster._clock())
+    if isinstance(decision, Refusal):
+        return None
+    if queue.admits(decision, cluster._clock()):
+        return cluster.reserve(decision, cluster._clock())
 
-    def place(now: float) -> Pick | None:
-        return cluster.pick(asked if again is None else again(), now)
+    def decide(now: float) -> Decision[Endpoint] | Refusal:
+        return cluster.decide(asked if again is None else again(), now)
 
-    return await queue.wait(asked, place, tenant=tenant, priority=priority)
+    def take(decision: Decision[Endpoint] | Refusal, now: float) -> Pick | None:
+        return None if isinstance(decision, Refusal) else cluster.reserve(decision, now)
+
+    return await queue.wait(decision, decide, take, tenant=tenant, level=level)
 
 
 async def placed(task: asyncio.Task[Pick | None]) -> Pick:
@@ -140,11 +149,11 @@ async def test_a_place_given_to_a_client_that_leaves_in_the_same_turn_is_given_b
     assert sum(endpoint.load.in_flight for endpoint in cluster.endpoints) == 1
 
 
-async def test_a_higher_priority_goes_first(clock: FakeClock) -> None:
-    """Whatever its length."""
+async def test_a_higher_level_goes_first(clock: FakeClock) -> None:
+    """Though it is longer, as many levels as that is worth."""
     cluster = cluster_of(clock)
     picks = await fill(cluster)
-    low, high = enter(cluster, 5_000), enter(cluster, 50_000, priority=1)
+    low, high = enter(cluster, 5_000), enter(cluster, 50_000, level=4)
     await until(lambda: len(room_of(cluster)) == 2)
     picks[1].settle(AttemptOutcome.FAILURE, clock())
     await placed(high)
@@ -344,3 +353,68 @@ async def test_a_client_that_left_in_this_very_moment_is_passed_over(clock: Fake
     await asyncio.gather(gone, return_exceptions=True)
     released = room_of(cluster).status(clock())["released"]
     assert released == {"turn": 1, "max_wait": 0, "no_endpoint": 0, "queue_off": 0, "client_left": 1}
+
+
+def two_models(clock: FakeClock) -> Cluster:
+    """`busy` is served by a and b, `idle` by c alone."""
+    endpoints = [
+        EndpointSettings(id=name, url=f"http://127.0.0.1:{port}", models=(model,))
+        for port, (name, model) in enumerate((("a", "busy"), ("b", "busy"), ("c", "idle")), 1)
+    ]
+    settings = ClusterSettings(
+        endpoints=tuple(endpoints), health=HealthCheckSettings(active=False), queue=RouterQueueSettings()
+    )
+    return Cluster("c", settings, metrics=Metrics(), clock=clock, rng=random.Random(1))
+
+
+def of_model(model: str, tokens: int) -> PickRequest:
+    return PickRequest(model=model, facts=OverlapFacts(prompt_tokens=tokens))
+
+
+async def test_one_idle_model_lets_nothing_of_another_go(clock: FakeClock) -> None:
+    """Its endpoint has room all the time, which is none for requests of the other model; its own wait for nothing."""
+    cluster = two_models(clock)
+    room = room_of(cluster)
+
+    def start(model: str, tokens: int) -> asyncio.Task[Pick | None]:
+        return asyncio.create_task(pick_through(cluster, of_model(model, tokens)))
+
+    busy = [await placed(start("busy", 20_000)) for _ in range(2)]
+    long, short = start("busy", 9_000), start("busy", 6_000)
+    await until(lambda: len(room) == 2)
+    room.on_load_decrease()
+    await until(lambda: sum(one.load.held_s > 0.0 for one in cluster.endpoints) > 0)
+    assert (await placed(start("idle", 100))).endpoint.id == "c"
+    assert len(room) == 2
+    busy[0].first_token(clock())
+    assert (await placed(short)).endpoint is busy[0].endpoint
+    assert not long.done()
+    busy[1].first_token(clock())
+    await placed(long)
+    assert [one.load.held_s for one in cluster.endpoints] == [0.0, 0.0, 0.0]
+
+
+async def test_a_request_held_for_an_endpoint_that_is_drained_goes_elsewhere(clock: FakeClock) -> None:
+    """It is asked again, and the endpoint is left with no backlog that is not its own."""
+    cluster = two_models(clock)
+    busy = [await placed(asyncio.create_task(pick_through(cluster, of_model("busy", 20_000)))) for _ in range(2)]
+    waiting = asyncio.create_task(pick_through(cluster, of_model("busy", 6_000)))
+    await until(lambda: any(one.load.held_s for one in cluster.endpoints))
+    (held,) = [one for one in cluster.endpoints if one.load.held_s]
+    cluster.drain(held.id)
+    (other,) = [pick for pick in busy if pick.endpoint is not held]
+    other.first_token(clock())
+    assert (await placed(waiting)).endpoint is other.endpoint
+    assert held.load.held_s == 0.0
+
+
+async def test_a_queue_that_is_taken_away_leaves_no_backlog(clock: FakeClock) -> None:
+    """What was held is placed, and counts as what it is."""
+    cluster = two_models(clock)
+    for _ in range(2):
+        await placed(asyncio.create_task(pick_through(cluster, of_model("busy", 20_000))))
+    waiting = asyncio.create_task(pick_through(cluster, of_model("busy", 6_000)))
+    await until(lambda: any(one.load.held_s for one in cluster.endpoints))
+    cluster.reconfigure(cluster.settings.model_copy(update={"queue": RouterQueueSettings(enabled=False)}), probe=None)
+    await placed(waiting)
+    assert [one.load.held_s for one in cluster.endpoints] == [0.0, 0.0, 0.0]
