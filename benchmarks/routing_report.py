@@ -1,186 +1,224 @@
-"""The routing figures as Markdown: ratios as geometric means over cells, against what they are to reach."""
+"""The routing figures as Markdown: the answer first, then what it is made of."""
 
 from __future__ import annotations
 
-import math
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-Row = Mapping[str, Any]
+from benchmarks import routing_targets
+from benchmarks.routing_cells import ONLY_AT_EIGHT, OURS, REQUESTS, SCENARIO_PEERS, TRACES, VARIANTS, distinct
+from benchmarks.routing_ratios import REFERENCE, Row, cell_of, of_policy, ratio, variant_ratio
+from benchmarks.routing_targets import best_peer, worst_scenario
+from kvproxy.replay.catalogue import SCENARIOS
 
-#: (policy, against, figure, at most): "bound" is the pooled cache's mean.
-TARGETS = (
-    ("kv_aware", "dynamo", "ttft_mean_s", 0.40),
-    ("kv_aware", "lmetric", "ttft_mean_s", 0.90),
-    ("kv_aware", "least_ttft", "ttft_mean_s", 0.92),
-    ("kv_aware", "lmetric", "ttft_p99_s", 1.00),
-    ("kv_aware", "bound", "ttft_mean_s", 1.30),
-    ("kv_aware+queue", "dynamo", "ttft_mean_s", 0.36),
-    ("kv_aware+queue", "lmetric", "ttft_mean_s", 0.82),
-    ("kv_aware+queue", "least_ttft", "ttft_mean_s", 0.85),
-    ("kv_aware+queue", "bound", "ttft_mean_s", 1.20),
-)
-
-#: (variant, against policy, against variant, traces or all, at most): mean TTFT of kv_aware.
+#: (variant, against which other, traces or all, at most): mean TTFT of kv_aware.
 VARIANT_TARGETS = (
-    ("events 500 ms late", "kv_aware", "", (), 1.02),
-    ("approximate index", "kv_aware", "", (), 1.05),
-    ("approximate index told a quarter of the capacity", "kv_aware",
-     "approximate index of a quarter of the capacity, fixed", (), 0.90),
-    ("approximate index told four times the capacity", "kv_aware",
-     "approximate index of four times the capacity, fixed", (), 1.00),
-    ("priors 4x too fast", "kv_aware", "", (), 1.03),
-    ("priors 4x too slow", "kv_aware", "", (), 1.03),
-    ("half the fleet at 0.4x", "lmetric", "half the fleet at 0.4x", (), 0.85),
-    ("one endpoint 3x slower in the middle third", "kv_aware", "one endpoint 3x slower in the middle third, known",
-     (), 1.03),
-    ("20 % of entries false", "kv_aware", "", ("agent_dev",), 1.20),
+    ("events 500 ms late", "", (), 1.02),
+    ("approximate index", "", (), 1.05),
+    ("approximate index told a quarter of the capacity", "approximate index of a quarter of the capacity, fixed",
+     (), 0.90),
+    ("approximate index told four times the capacity", "approximate index of four times the capacity, fixed", (), 1.00),
+    ("priors 4x too fast", "", (), 1.03),
+    ("priors 4x too slow", "", (), 1.03),
+    ("one endpoint 3x slower in the middle third", "one endpoint 3x slower in the middle third, known", (), 1.03),
+)  # fmt: skip
+
+_FIGURES = (
+    ("TTFT mean", "ttft_mean_s"), ("p50", "ttft_p50_s"), ("p90", "ttft_p90_s"), ("p99", "ttft_p99_s"),
+    ("longest", "ttft_max_s"), ("e2e", "e2e_mean_s"), ("e2e p99", "e2e_p99_s"), ("TPOT", "tpot_mean_s"),
+    ("TPOT p99", "tpot_p99_s"), ("ITL p99", "itl_p99_s"), ("session", "session_mean_s"),
 )  # fmt: skip
 
 
-def as_markdown(rows: Sequence[Row], *, command: str) -> str:
+def as_markdown(rows: Sequence[Row], *, command: str, wanted: int) -> str:
     """The whole report."""
-    plain = [row for row in rows if not row["variant"]]
+    scenarios = [row for row in rows if row["trace"] in SCENARIOS]
+    traces = [row for row in rows if row["trace"] not in SCENARIOS]
+    grid = [row for row in traces if not row["variant"]]
     parts = [
-        "# Routing policies on real traces, in virtual time",
+        "# Routing policies on request traces and scenarios, in virtual time",
         "",
-        f"`{command}` ({platform.machine()}, Python {platform.python_version()}; virtual time does not depend on the "
-        "machine). Traces, engine model and what load means: benchmarks/traces/README.md. Speeds are learned from "
-        "first tokens, nothing is told. Times in seconds.",
+        *_answer(grid, scenarios),
         "",
-        "## What was to be reached",
+        "## Targets",
         "",
-        *_targets(plain),
-        *_variant_targets(rows),
+        *routing_targets.table(grid, scenarios),
         "",
-        "## Geometric means over traces, instances and loads",
+        *_method(rows, grid, scenarios, command, wanted),
         "",
-        *_overview(plain),
+        "## Traces: geometric means over all cells",
         "",
-        "## By trace (mean TTFT against the pooled-cache bound, geometric mean)",
+        *_overview(grid),
         "",
-        *_by_trace(plain),
+        "## Traces: other figures against lmetric's",
         "",
-        "## Every cell (mean / p99 TTFT)",
+        *_all_figures(grid),
         "",
-        *_cells(plain),
+        "## Traces: one by one",
         "",
-        "## Disturbed (8 instances, load 0.7; mean TTFT against the undisturbed run)",
+        *_by_trace(grid),
         "",
-        *_variants(rows),
+        "## Scenarios: ours against the best peer in each figure",
+        "",
+        *_scenarios(scenarios),
+        "",
+        "## Scenarios: mean / p99 TTFT in s",
+        "",
+        *_cells(scenarios),
+        "",
+        "## Disturbed knowledge: kv_aware's mean TTFT, 8 instances, load 0.7",
+        "",
+        *_variants(traces),
+        "",
+        "## Every cell: mean / p99 TTFT in s",
+        "",
+        *_cells(grid),
         "",
     ]
     return "\n".join(parts)
 
 
-def _targets(plain: Sequence[Row]) -> list[str]:
-    lines = ["| policy | against | figure | at most | found | |", "|---|---|---|---|---|---|"]
-    for policy, against, figure, limit in TARGETS:
-        found = _ratio(plain, policy, against, figure)
-        name = "mean TTFT" if figure == "ttft_mean_s" else "p99 TTFT"
-        lines.append(f"| {policy} | {against} | {name} | {limit:.2f} | {found:.3f} | {_verdict(found, limit)} |")
+def _answer(grid: Sequence[Row], scenarios: Sequence[Row]) -> list[str]:
+    lines = [
+        "Mean TTFT, geometric mean over traces, fleet sizes and loads, and the worst of the scenarios:",
+        "",
+        f"| | {' | '.join(f'of {name}' for name in _SHOWN)} | e2e of lmetric | worst scenario: mean | p99 |",
+        "|---" * 8 + "|",
+    ]
+    for policy in OURS:
+        found = [ratio(grid, policy, name, "ttft_mean_s") for name in _SHOWN]
+        found.append(ratio(grid, policy, "lmetric", "e2e_mean_s"))
+        worst = [_worst(scenarios, policy, figure) for figure in ("ttft_mean_s", "ttft_p99_s")]
+        lines.append(f"| {policy} | " + " | ".join([*map(str, found), *worst]) + " |")
+    return [*lines, "", "Below 1 is better. ± is the standard error over seeds. A peer is the best of "
+            f"{', '.join(SCENARIO_PEERS)} in that figure."]  # fmt: skip
+
+
+_SHOWN = ("lmetric", "least_ttft", "dynamo", "dynamo_agentic")
+
+
+def _worst(scenarios: Sequence[Row], policy: str, figure: str) -> str:
+    found, name = worst_scenario(scenarios, policy, figure)
+    return f"{found} ({name})" if name else "-"
+
+
+def _by_scenario(scenarios: Sequence[Row]) -> dict[str, list[Row]]:
+    return {
+        name: [row for row in scenarios if row["trace"] == name] for name in distinct([r["trace"] for r in scenarios])
+    }
+
+
+def _method(rows: Sequence[Row], grid: Sequence[Row], scenarios: Sequence[Row], command: str, wanted: int) -> list[str]:
+    took_s = sum(row["took_s"] + row["reference_took_s"] for row in rows)
+    twice = sum(1 for row in grid if row["seed"] > 1), sum(1 for row in scenarios if row["seed"] > 1)
+    return [
+        "## How",
+        "",
+        f"`{command}`: {len(rows)} of {wanted} runs, {took_s / 60:.0f} minutes of one core ({platform.machine()}, "
+        f"Python {platform.python_version()}; virtual time does not depend on the machine).",
+        "",
+        "- Everything here is on the **report half** of each trace, and of each scenario's draws; constants were tuned "
+        "on the other ([traces](../traces/README.md#halves)).",
+        f"- Traces: {len(distinct([cell_of(row) for row in grid]))} cells, at most {REQUESTS:,} requests in each. "
+        "Engines: 2,048 tokens a step, 256 sequences, blocks as in the trace. "
+        f"{' and '.join(ONLY_AT_EIGHT)} were run with 8 instances only.",
+        f"- Seeds move arrivals. {twice[0]} runs on traces (8 instances) and {twice[1]} on scenarios are "
+        "a second seed's; a cell that was run once is taken to scatter as those do.",
+        "- Speeds are learned from first tokens, nothing is told. The pooled reference is a greedy policy over one "
+        "cache that all engines share: no bound, it can be beaten. Load 1.0 is its saturated throughput.",
+        "- `+priority`: engines that schedule by priority as vLLM does, and get it from the router; `+queue`: with the "
+        "router queue.",
+    ]
+
+
+def _overview(grid: Sequence[Row]) -> list[str]:
+    against = (*_SHOWN, REFERENCE)
+    lines = [
+        "| policy | " + " | ".join(f"mean of {name} | p99" for name in against) + " | goodput | hit | busiest/mean |"
+    ]
+    lines.append("|---" * (2 * len(against) + 4) + "|")
+    for policy in distinct([row["policy"] for row in grid]):
+        mine = of_policy(grid, policy)
+        found = [str(ratio(grid, policy, name, f)) for name in against for f in ("ttft_mean_s", "ttft_p99_s")]
+        means = [sum(row[f] for row in mine) / len(mine) for f in ("goodput", "hit_rate", "imbalance")]
+        lines.append(f"| {policy} | " + " | ".join([*found, *(f"{mean:.3f}" for mean in means)]) + " |")
     return lines
 
 
-def _variant_targets(rows: Sequence[Row]) -> list[str]:
-    lines = []
-    for variant, policy, other, traces, limit in VARIANT_TARGETS:
-        found = _variant_ratio(rows, variant, policy, other, traces)
-        what = f"kv_aware, {variant}" + (f" ({', '.join(traces)})" if traces else "")
-        against = f"{policy}, {other or 'undisturbed'}"
-        lines.append(f"| {what} | {against} | mean TTFT | {limit:.2f} | {found:.3f} | {_verdict(found, limit)} |")
+def _all_figures(grid: Sequence[Row]) -> list[str]:
+    lines = ["| policy | " + " | ".join(title for title, _ in _FIGURES) + " | fairness |"]
+    lines.append("|---" * (len(_FIGURES) + 2) + "|")
+    for policy in distinct([row["policy"] for row in grid]):
+        found = [f"{ratio(grid, policy, 'lmetric', figure).value:.3f}" for _, figure in _FIGURES]
+        mine = of_policy(grid, policy)
+        fairness = sum(row["fairness"] for row in mine) / len(mine)
+        lines.append(f"| {policy} | " + " | ".join([*found, f"{fairness:.2f}"]) + " |")
     return lines
 
 
-def _overview(plain: Sequence[Row]) -> list[str]:
-    against = ("dynamo", "lmetric", "least_ttft", "bound")
-    lines = ["| policy | " + " | ".join(f"mean vs {name} | p99 vs {name}" for name in against) + " | hit rate |"]
-    lines.append("|---" * (2 * len(against) + 2) + "|")
-    for policy in _policies(plain):
-        figures = [
-            f"{_ratio(plain, policy, name, figure):.2f}" for name in against for figure in ("ttft_mean_s", "ttft_p99_s")
-        ]
-        hits = [row["hit_rate"] for row in plain if row["policy"] == policy]
-        lines.append(f"| {policy} | " + " | ".join(figures) + f" | {sum(hits) / len(hits):.3f} |")
+def _by_trace(grid: Sequence[Row]) -> list[str]:
+    names = [name for name in TRACES if any(row["trace"] == name for row in grid)]
+    lines = ["Mean TTFT of the pooled reference's, and p99 of the best other policy's:", ""]
+    lines += ["| policy | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for policy in distinct([row["policy"] for row in grid]):
+        found = [ratio([r for r in grid if r["trace"] == name], policy, REFERENCE, "ttft_mean_s") for name in names]
+        lines.append(f"| {policy} | " + " | ".join(map(str, found)) + " |")
+    for policy in OURS:
+        worst = {trace: f"{found} ({other})" for found, trace, other in routing_targets.p99_by_trace(grid, policy)}
+        lines.append(f"| {policy}, p99 | " + " | ".join(worst.get(name, "-") for name in names) + " |")
     return lines
 
 
-def _by_trace(plain: Sequence[Row]) -> list[str]:
-    traces = list(dict.fromkeys(row["trace"] for row in plain))
-    lines = ["| policy | " + " | ".join(traces) + " |", "|---" * (len(traces) + 1) + "|"]
-    for policy in _policies(plain):
-        ratios = [_ratio([r for r in plain if r["trace"] == name], policy, "bound", "ttft_mean_s") for name in traces]
-        lines.append(f"| {policy} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |")
+def _scenarios(scenarios: Sequence[Row]) -> list[str]:
+    figures = (("mean", "ttft_mean_s"), ("p99", "ttft_p99_s"), ("e2e", "e2e_mean_s"), ("TPOT p99", "tpot_p99_s"),
+               ("ITL p99", "itl_p99_s"))  # fmt: skip
+    lines = ["| scenario | load | policy | " + " | ".join(title for title, _ in figures) + " | goodput, best peer's |"]
+    lines.append("|---" * (len(figures) + 4) + "|")
+    for name, rows in _by_scenario(scenarios).items():
+        ours = [policy for policy in distinct([row["policy"] for row in rows]) if policy.startswith("kv_aware")]
+        for policy in ours:
+            found = []
+            for _, figure in figures:
+                peer = best_peer(rows, figure)
+                found.append(f"{ratio(rows, policy, peer, figure)} {peer}")
+            good = {each: _mean(of_policy(rows, each), "goodput") for each in (*SCENARIO_PEERS, policy)}
+            best = max(good[each] for each in SCENARIO_PEERS)
+            label = f"{name} | {rows[0]['load']:g}" if policy == ours[0] else " | "
+            lines.append(f"| {label} | {policy} | " + " | ".join(found) + f" | {good[policy]:.3f}, {best:.3f} |")
+    return [*lines, "", *(f"- {each.name}: {each.what}" for each in SCENARIOS.values())]
+
+
+def _mean(rows: Sequence[Row], figure: str) -> float:
+    return sum(row[figure] for row in rows) / len(rows) if rows else 0.0
+
+
+def _cells(rows: Sequence[Row]) -> list[str]:
+    policies = distinct([row["policy"] for row in rows])
+    lines = [
+        "| | N | load | seeds | pooled reference | " + " | ".join(policies) + " |",
+        "|---" * (len(policies) + 5) + "|",
+    ]
+    for key in distinct([cell_of(row) for row in rows]):
+        group = [row for row in rows if cell_of(row) == key]
+        shown = []
+        for policy in policies:
+            mine = of_policy(group, policy)
+            text = f"{_mean(mine, 'ttft_mean_s'):.3f} / {_mean(mine, 'ttft_p99_s'):.2f}" if mine else "-"
+            shown.append(text)
+        reference = group[0]["reference"]
+        seeds = max(row["seed"] for row in group)
+        pooled = f"{reference['ttft_mean_s']:.3f} / {reference['ttft_p99_s']:.2f}"
+        lines.append(f"| {key[0]} | {key[1]} | {key[2]:g} | {seeds} | {pooled} | " + " | ".join(shown) + " |")
     return lines
 
 
-def _cells(plain: Sequence[Row]) -> list[str]:
-    policies = _policies(plain)
-    lines = ["| trace | N | load | bound | " + " | ".join(policies) + " |", "|---" * (len(policies) + 4) + "|"]
-    for key, group in _grouped(plain, _cell).items():
-        by_policy = {row["policy"]: row for row in group}
-        first = group[0]
-        figures = [f"{by_policy[name]['ttft_mean_s']:.3f} / {by_policy[name]['ttft_p99_s']:.2f}" for name in policies]
-        bound = f"{first['bound_ttft_mean_s']:.3f} / {first['bound_ttft_p99_s']:.2f}"
-        lines.append(f"| {key[0]} | {key[1]} | {key[2]} | {bound} | " + " | ".join(figures) + " |")
+def _variants(traces: Sequence[Row]) -> list[str]:
+    rows = [r for r in of_policy(traces, "kv_aware") if r["instances"] == 8 and r["load"] == 0.7 and r["seed"] == 1]
+    present = {row["variant"] for row in rows}
+    lines = ["| what | against | at most | found | |", "|---|---|---|---|---|"]
+    for variant, other, names, limit in VARIANT_TARGETS:
+        if variant in present and variant in VARIANTS:
+            found = variant_ratio(rows, variant, other, names).value
+            verdict = "reached" if found <= limit else f"missed by {100 * (found / limit - 1):.0f} %"
+            lines.append(f"| {variant} | {other or 'undisturbed'} | {limit:.2f} | {found:.3f} | {verdict} |")
     return lines
-
-
-def _variants(rows: Sequence[Row]) -> list[str]:
-    disturbed = [row for row in rows if row["variant"]]
-    traces = list(dict.fromkeys(row["trace"] for row in rows))
-    lines = ["| what | policy | " + " | ".join(traces) + " | all |", "|---" * (len(traces) + 3) + "|"]
-    for variant, policy in dict.fromkeys((row["variant"], row["policy"]) for row in disturbed):
-        mine = [row for row in rows if row["policy"] == policy]
-        ratios = [_variant_ratio(mine, variant, policy, "", (trace,), policy) for trace in traces]
-        ratios.append(_variant_ratio(mine, variant, policy, "", (), policy))
-        lines.append(f"| {variant} | {policy} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |")
-    return lines
-
-
-def _variant_ratio(
-    rows: Sequence[Row], variant: str, policy: str, other: str, traces: Sequence[str], subject: str = "kv_aware"
-) -> float:
-    """The subject's mean TTFT under `variant` against that of `policy` under `other`, cell by cell."""
-    base = {_cell(row): row["ttft_mean_s"] for row in rows if (row["policy"], row["variant"]) == (policy, other)}
-    return _geometric_mean(
-        row["ttft_mean_s"] / base[_cell(row)]
-        for row in rows
-        if (row["policy"], row["variant"]) == (subject, variant)
-        and (not traces or row["trace"] in traces)
-        and _cell(row) in base
-    )
-
-
-def _ratio(plain: Sequence[Row], policy: str, against: str, figure: str) -> float:
-    if against == "bound":
-        return _geometric_mean(row[figure] / row[f"bound_{figure}"] for row in plain if row["policy"] == policy)
-    base = {_cell(row): row[figure] for row in plain if row["policy"] == against}
-    return _geometric_mean(
-        row[figure] / base[_cell(row)] for row in plain if row["policy"] == policy and _cell(row) in base
-    )
-
-
-def _verdict(found: float, limit: float) -> str:
-    return "reached" if 0.0 < found <= limit else f"missed by {100 * (found / limit - 1):.0f} %"
-
-
-def _policies(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(row["policy"] for row in rows))
-
-
-def _cell(row: Row) -> tuple[str, int, float]:
-    return (row["trace"], row["instances"], row["load"])
-
-
-def _grouped(rows: Sequence[Row], key: Callable[[Row], tuple[str, int, float]]) -> dict[Any, list[Row]]:
-    groups: dict[Any, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(key(row), []).append(row)
-    return groups
-
-
-def _geometric_mean(values: Iterable[float]) -> float:
-    logs = [math.log(value) for value in values]
-    return math.exp(sum(logs) / len(logs)) if logs else 0.0

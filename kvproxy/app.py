@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.admin.app import build_admin_app
 from kvproxy.admin.history import History
-from kvproxy.admin.operated import ConfigReloader, OperatorFinding, Reloaded
+from kvproxy.admin.operated import AdviceRuns, ConfigReloader, OperatorFinding, Reloaded
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routes import Routes
 from kvproxy.cluster.status import show_learned
@@ -60,6 +60,7 @@ class Proxy:
         self.findings: Sequence[OperatorFinding] = ()  # what the operator should know, shown on the live page
         self.public_url = ""  # where clients connect, told by the listener
         self.reloader: ConfigReloader | None = None  # reads the configuration again; None: there is no file
+        self.adviser: AdviceRuns | None = None  # likewise
         pool = config.pool
         self._pool = UpstreamPool(
             max_connections=pool.max_connections,
@@ -158,7 +159,12 @@ class Proxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            await self._generation(scope, receive, send)
+            generation = self._generation
+            generation.running += 1
+            try:
+                await generation.chain(scope, receive, send)
+            finally:
+                generation.running -= 1
         elif scope["type"] == "lifespan":
             await self._lifespan(receive, send)
 

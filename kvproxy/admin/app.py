@@ -25,7 +25,7 @@ from kvproxy.admin.history import History
 from kvproxy.admin.live import FILES, LiveView, PageFiles
 from kvproxy.admin.operated import AdminTarget
 from kvproxy.admin.pick import PickRoutes
-from kvproxy.admin.process import HealthRoutes, SettingsRoutes
+from kvproxy.admin.process import AdviceRoutes, HealthRoutes, SettingsRoutes
 from kvproxy.admin.replies import Audit, RequestRefused, error, on_http_error, on_refused
 from kvproxy.admin.routing import RoutingRoutes
 from kvproxy.config.addresses import is_loopback
@@ -146,6 +146,7 @@ def build_admin_app(
         RoutingRoutes(operated, audit),
         DecisionRoutes(operated),
         PickRoutes(operated),
+        AdviceRoutes(operated, audit),
         SettingsRoutes(operated, audit, set_level=set_level),
     )
     app = Starlette(

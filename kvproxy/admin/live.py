@@ -34,7 +34,7 @@ from kvproxy.kvcache.status import hot_prefixes, leases, running_jobs
 from kvproxy.request.exchange import FAILED
 from kvproxy.request.recent import Tally
 
-_SCRIPTS = ("page", "parts", "table", "charts", "endpoints", "decisions")
+_SCRIPTS = ("page", "parts", "table", "charts", "endpoints", "decisions", "advice")
 FILES = {
     "/": ("page.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),

@@ -56,6 +56,18 @@ class Reloaded:
     lost: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
 
+class AdviceRuns(Protocol):
+    """The adviser, in a process of its own."""
+
+    def start(self, budget_s: float) -> bool:
+        """Whether a run was begun; not while one goes on."""
+        ...
+
+    def describe(self) -> Mapping[str, object]:
+        """How it stands, with the latest advice."""
+        ...
+
+
 class AdminTarget(Protocol):
     """Asked again for every request: a reload may have replaced any part."""
 
@@ -79,6 +91,8 @@ class AdminTarget(Protocol):
     def clock(self) -> Clock: ...
     @property
     def reloader(self) -> ConfigReloader | None: ...
+    @property
+    def adviser(self) -> AdviceRuns | None: ...
     @property
     def public_url(self) -> str:
         """Where clients connect; "" while no listener said so."""

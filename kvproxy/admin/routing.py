@@ -77,7 +77,7 @@ class RoutingRoutes:
             problems.append(Problem(f"clusters.{name[:128]}", "there is no such cluster", fix))
             return None
         if cluster.policy.settings is None:
-            fix = "kv_aware, dynamo, dynamo_agentic, llm_d and prefix_affinity have some"
+            fix = "kv_aware, dynamo, dynamo_agentic, llm_d, llm_d_sticky and prefix_affinity have some"
             what = f"the policy {cluster.policy_name} has no parameters"
             problems.append(Problem(f"clusters.{name}.parameters", what, fix))
             return None

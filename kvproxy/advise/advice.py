@@ -44,7 +44,7 @@ _FLAGS: dict[Setting, dict[EngineKind, str]] = {
     Setting.RENDER: {EngineKind.VLLM: "--enable-scale-out"},
     Setting.SCHEDULING: {
         EngineKind.VLLM: "--scheduling-policy priority",
-        EngineKind.SGLANG: "--enable-priority-scheduling",
+        EngineKind.SGLANG: "--enable-priority-scheduling --disable-priority-preemption",
     },
     Setting.STEP_TOKENS: {
         EngineKind.VLLM: "--max-num-batched-tokens {}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +18,12 @@ from kvproxy.advise.simulate import MIN_REQUESTS, MIN_SPAN_S, Expectation, Simul
 from kvproxy.advise.today import NoModel, Today, model_today
 from kvproxy.advise.traffic import Traffic, read_traffic
 from kvproxy.config.cluster_schema import ClusterSettings
+from kvproxy.config.priority_schema import EnginePriorityMode
 from kvproxy.config.schema import Config
 from kvproxy.doctor.deployment import find_kvcache_settings
 from kvproxy.errors import describe_os_error
 from kvproxy.receipts.files import ReceiptReader
+from kvproxy.types import Clock
 
 _OLD_S = 86_400.0
 
@@ -58,6 +61,7 @@ class Adviser:
     budget_s: float
     now: float
     err: TextIO
+    clock: Clock = time.monotonic  # of the budget
     interrupted: bool = False
     notes: list[str] = field(default_factory=list)  # on all pools
 
@@ -104,7 +108,8 @@ class Adviser:
     def _pool(self, traffic: Traffic, budget_s: float) -> PoolAdvice:
         engines = engines_of(self.engines, traffic.cluster, traffic.endpoints)
         cluster = self.config.clusters.get(traffic.cluster, ClusterSettings())
-        known = Known(engines, traffic, measure_occupancy(traffic), find_kvcache_settings(self.config))
+        ordered = cluster.engine_priority is not EnginePriorityMode.OFF
+        known = Known(engines, traffic, measure_occupancy(traffic), find_kvcache_settings(self.config), ordered)
         notes = _notes(engines)
         age_s = self.now - traffic.latest_at
         if age_s > _OLD_S:
@@ -132,7 +137,7 @@ class Adviser:
         engines, occupancy, kvcache = known.engines, known.occupancy, known.kvcache
         follows = kvcache is not None and kvcache.kv_events
         today = model_today(traffic, engines, occupancy, cluster, follows_events=follows)
-        simulation = Simulation(traffic, today, budget_s=budget_s, err=self.err)
+        simulation = Simulation(traffic, today, budget_s=budget_s, err=self.err, clock=self.clock)
         fit = simulation.fit(len(list_candidates(today, engines, occupancy, kvcache=kvcache)))
         expected: list[Expectation] = []
         if fit is not None and fit.good:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from kvproxy.advise.advice import Setting
 from kvproxy.advise.engines import EngineKind, EngineSettingsSeen
-from kvproxy.advise.known import ENGINE_PRIORITY, more_memory, more_sequences, spelled
+from kvproxy.advise.known import more_memory, more_sequences, order_config, spelled
 from kvproxy.advise.occupancy import Occupancy
 from kvproxy.advise.recording import BLOCK_TOKENS
 from kvproxy.advise.today import Today
@@ -76,7 +76,7 @@ def _scheduling(today: Today, engines: Sequence[EngineSettingsSeen]) -> Iterator
         other = replace(today, spec=replace(today.spec, priority=True))
         what = "engines order what waits by priority instead of arrival"
         wanting = [one for one in engines if not one.by_priority]
-        yield Candidate(Setting.SCHEDULING, what, other, spelled(Setting.SCHEDULING, wanting), ENGINE_PRIORITY)
+        yield Candidate(Setting.SCHEDULING, what, other, spelled(Setting.SCHEDULING, wanting), order_config(wanting))
 
 
 def _events(

@@ -168,8 +168,10 @@ def much_waits(known: Known) -> Iterator[Advice]:
     if engines and not known.ordered:
         shares = [waiting[one.id].waiting_share for one in engines]
         what = f"requests wait for each other {min(shares):.0%} to {max(shares):.0%} of the time, in order of arrival"
-        yield from _advice(Setting.SCHEDULING, engines, what, config=ENGINE_PRIORITY)
+        yield from _advice(Setting.SCHEDULING, engines, what, config=order_config(engines))
 
 
-#: kvproxy's side of priority scheduling.
-ENGINE_PRIORITY = "engine_priority: on    (the cluster)"
+def order_config(engines: Sequence[EngineSettingsSeen]) -> str:
+    """kvproxy's side of scheduling by priority."""
+    highest = all(one.kind is EngineKind.SGLANG for one in engines) and bool(engines)
+    return f"engine_priority: on{', engine_priority_order: highest_first' if highest else ''}    (the cluster)"

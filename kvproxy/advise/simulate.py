@@ -32,6 +32,8 @@ from kvproxy.types import Clock
 MIN_REQUESTS, MIN_SPAN_S = 200, 120.0
 #: At most so many of the latest requests are played.
 _MAX_REQUESTS = 4000
+#: A recording is not cut below this: fewer runs say more than shorter ones.
+_LEAST_REQUESTS = 600
 MAX_SEEDS = 5
 #: After so many seeds only promising candidates are played again.
 _TRIED_SEEDS = 2
@@ -129,13 +131,13 @@ class Simulation:
         self._bar.close()
 
     def _cut(self, runs: int) -> None:
-        """To the latest requests of which two rounds of all runs fit the budget."""
+        """To the latest requests of which a round of all runs and a half fits the budget."""
         began = self._clock()
         self._play(self.today, 1)
         took_s = self._clock() - began
-        affordable_s = (self._deadline - self._clock()) / (2.5 * (runs + _FITTING + len(_JUDGED)))
+        affordable_s = (self._deadline - self._clock()) / (1.5 * (runs + _FITTING + len(_JUDGED)))
         if took_s > affordable_s:
-            count = max(MIN_REQUESTS, int(len(self._requests) * affordable_s / took_s))
+            count = max(_LEAST_REQUESTS, int(len(self._requests) * affordable_s / took_s))
             self._requests = self._requests[-count:]
             self._traces.clear()
 

@@ -13,6 +13,7 @@ from kvproxy.advise.occupancy import Occupancy
 from kvproxy.advise.recording import BLOCK_TOKENS
 from kvproxy.advise.traffic import Traffic
 from kvproxy.config.cluster_schema import ClusterSettings
+from kvproxy.config.priority_schema import EnginePriorityMode
 from kvproxy.errors import KvproxyError
 from kvproxy.replay.decided import read_decisions
 from kvproxy.replay.scenario import PolicySpec
@@ -53,7 +54,7 @@ class Today:
         """One line."""
         fleet = self.fleet
         parts = [
-            f"{fleet.scheduling}",
+            "by priority" if self.spec.priority else "fcfs",
             f"{fleet.max_batched_tokens:,} tokens a step",
             f"{fleet.max_sequences:,} sequences",
             f"blocks of {self.block_tokens}",
@@ -92,13 +93,15 @@ def model_today(
         capacity_tokens=capacity,
         max_batched_tokens=max(step_tokens, sequences + 1),
         max_sequences=sequences,
+        reuse_outputs=True,  # as engines do
         timing=timing,
         slowness=tuple(slowness.get(endpoint, 1.0) for endpoint in traffic.endpoints),
         index=IndexMode.EVENTS
         if follows_events and engines and all(one.publishes for one in engines)
         else IndexMode.APPROXIMATE,
     )
-    spec = PolicySpec(cluster.policy, learns and cluster.queue.enabled)
+    ordered = cluster.engine_priority is EnginePriorityMode.ON
+    spec = PolicySpec(cluster.policy, learns and cluster.queue.enabled, learns and ordered)
     blocks = [one.block_tokens for one in engines if one.block_tokens]
     return Today(fleet, spec, round(median(blocks)) if blocks else 16, tuple(assumed))
 

@@ -251,8 +251,7 @@ class Cluster:
         return self.reserve(decision, now)
 
     def observe_reuse(self, pick: Pick, cached_tokens: int, now: float) -> None:
-        """The engine said how many prompt tokens it had cached; policies hear of it, unless they have already been told
-        to forget that endpoint."""
+        """The engine said how many prompt tokens it had cached; policies hear of it while they know the endpoint."""
         if not pick.endpoint.metrics.closed:
             self.policies.observe_reuse(pick.endpoint.id, pick.reservation.cached_tokens, cached_tokens, now)
 
@@ -415,7 +414,9 @@ class Cluster:
         """Hidden requests that are due are taken as prefilled."""
         if (speeds := self.policies.deciding_speeds) is not None:
             selector.advance(self._hiding, speeds, now)
-        self._hiding = {endpoint for endpoint in self._hiding if endpoint.load.hidden_requests}
+        for endpoint in [*self._hiding]:
+            if not endpoint.load.hidden_requests:
+                self._hiding.discard(endpoint)
 
     def _arrange_queue(self) -> None:
         """As the settings say: the queue there is goes on with the requests in it, or places them all at once."""

@@ -42,12 +42,9 @@ class Membership:
         self._weights: dict[EndpointId, float] = {}  # an operator's, over the sources'
         self._removed: frozenset[EndpointId] = frozenset()  # by an operator, whatever the sources say
         self._present: dict[EndpointId, Endpoint] = {}
+        #: Its members in the order of the sources, static ones first.
+        self.present: tuple[Endpoint, ...] = ()
         self._draining: list[Endpoint] = []  # each with requests in flight
-
-    @property
-    def present(self) -> tuple[Endpoint, ...]:
-        """In the order of the sources, static ones first."""
-        return tuple(self._present.values())
 
     @property
     def draining(self) -> tuple[Endpoint, ...]:
@@ -111,6 +108,7 @@ class Membership:
             endpoint = stays.get(endpoint_id) or self._returning(endpoint_id, config) or self._make(config)
             self._configure(endpoint, self._weighted(config))
             self._present[endpoint_id] = endpoint
+        self.present = tuple(self._present.values())
 
     def reweight(self, endpoint_id: EndpointId, weight: float) -> bool:
         """Set an operator's weight until the endpoint leaves or its source gives it another one; whether it is a

@@ -12,7 +12,7 @@ from kvproxy.cluster.shadow import Shadow, shadow_of
 from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.metrics.collectors import CounterCell
-from kvproxy.routing.load import Features
+from kvproxy.routing.load import Features, Reservation
 from kvproxy.routing.policy import Policy
 from kvproxy.routing.registry import configured, make_policy, merge_config
 from kvproxy.routing.selector import Decision
@@ -128,6 +128,16 @@ class PolicySet:
             policy.observe_reuse(endpoint, predicted_tokens, cached_tokens, now)
         if self.shadow is not None:
             self.shadow.observe_reuse(endpoint, predicted_tokens, cached_tokens, now)
+
+    def observe_answer(self, endpoint: EndpointId, reservation: Reservation, output_tokens: int, now: float) -> None:
+        """As of Policy, of a request that was settled; nothing where its first token could not be seen."""
+        if reservation.first_token_at is None:
+            return
+        decode_s, sequences = now - reservation.first_token_at, reservation.sequences
+        for policy in self._deciding:
+            policy.observe_answer(endpoint, output_tokens, decode_s, sequences, now)
+        if self.shadow is not None:
+            self.shadow.observe_answer(endpoint, output_tokens, decode_s, sequences, now)
 
     def forget(self, endpoint: EndpointId) -> None:
         """As of Policy; also those that share speeds, since what they count besides is their own."""

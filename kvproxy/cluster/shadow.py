@@ -66,6 +66,14 @@ class Shadow:
         if not self.given_up:
             self._safely("learn", partial(self.policy.observe_reuse, endpoint, predicted_tokens, cached_tokens, now))
 
+    def observe_answer(
+        self, endpoint: EndpointId, output_tokens: int, decode_s: float, sequences: float, now: float
+    ) -> None:
+        """As of Policy."""
+        if not self.given_up:
+            learn = partial(self.policy.observe_answer, endpoint, output_tokens, decode_s, sequences, now)
+            self._safely("learn", learn)
+
     def forget(self, endpoint: EndpointId) -> None:
         """As of Policy."""
         self._safely("forget", partial(self.policy.forget, endpoint))

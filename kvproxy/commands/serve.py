@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from prometheus_client import ProcessCollector
@@ -18,6 +19,7 @@ from prometheus_client import ProcessCollector
 from kvproxy import __version__
 from kvproxy.admin.operated import Reloaded
 from kvproxy.app import Proxy
+from kvproxy.commands.advice import AdviceRunner, advise_command
 from kvproxy.commands.configuration import ConfigSource, named_file
 from kvproxy.commands.garbage import GarbageCollections
 from kvproxy.commands.logging_setup import log_to
@@ -105,6 +107,9 @@ async def serve_until_signal(config: Config, problems: list[Problem], source: Co
             proxy.findings = [*proxy.findings, *report.findings]
 
         await listeners.enter_async_context(StartupDiagnosis(config, on_report=show))
+        if source.path is not None:
+            command = partial(advise_command, str(source.path))
+            proxy.adviser = await listeners.enter_async_context(AdviceRunner(command))
         await listeners.enter_async_context(reloader)
         await signals.stop.wait()
         proxy.draining = True

@@ -29,6 +29,7 @@ class PolicyName(StrEnum):
     DYNAMO = "dynamo"
     DYNAMO_AGENTIC = "dynamo_agentic"
     LLM_D = "llm_d"
+    LLM_D_STICKY = "llm_d_sticky"
     LMETRIC = "lmetric"
     LEAST_TTFT = "least_ttft"
 

@@ -16,12 +16,15 @@ class KvAwareSettings(Model):
     """Share of those bound to the endpoint and expected until its backlog is over that own work delays."""
     congestion: float = Field(default=0.2, ge=0, le=10)
     """Share of all those expected while the pool's mean backlog lasts that own work delays."""
-    stall: float = Field(default=0.04, ge=0, le=1)
-    """What it costs each sequence in flight there; 0.1 goes with a constant kappa of 1."""
+    stall: float = Field(default=0.05, ge=0, le=1)
+    """What it costs each sequence in flight there, of up to 30; 0.1 goes with a constant kappa of 1."""
     foresight: float = Field(default=0.4, ge=0, le=10)
     """How many of the endpoint's usual waits count: about as many turns as the session still has, discounted."""
     hot_discount: float = Field(default=0.25, ge=0, le=1)
     """What a missing hot token counts."""
+    target_itl: float | None = Field(default=None, ge=0.001, le=10)
+    """Seconds between two tokens of an answer that are to be kept where possible: an endpoint counts as dearer by what
+    an answer is expected to be late by there. None: answers may slow down where sequences gather on a hot prefix."""
 
 
 class PrefixAffinitySettings(Model):
@@ -79,6 +82,18 @@ class LlmDSettings(Model):
     """KV memory of one endpoint, in tokens."""
 
 
+class LlmDStickySettings(Model):
+    """When it sticks to those that hold the prompt. The defaults are the original's."""
+
+    affinity_threshold: Fraction = 0.8
+    """Share of the prompt that an endpoint must hold for the request to stick to it."""
+    max_penalty_s: float = Field(default=18.0, ge=0, le=3600)
+    """Seconds that the best of them may take longer than the best other endpoint."""
+    peak_prefill_tokens_per_s: float = Field(default=15_928.0, gt=0, le=10_000_000)
+    """Tokens a second that an engine prefills at most: what pending tokens take. The default is that of Qwen 32B on two
+    H100; measure yours."""
+
+
 class PolicyParameters(Model):
     """By policy, whichever part it plays in the cluster: its own, the shadow, one that clients may ask for."""
 
@@ -92,3 +107,5 @@ class PolicyParameters(Model):
     """The same, as Dynamo's preset for agents has them."""
     llm_d: LlmDSettings = LlmDSettings()
     """Weights of llm-d's scorers."""
+    llm_d_sticky: LlmDStickySettings = LlmDStickySettings()
+    """Bounds of llm-d's affinity."""

@@ -120,8 +120,10 @@ class KvCacheFilter(Step):
 
     def _hand_over(self, facts: RequestFacts, exchange: Exchange, scope: Scope) -> None:
         exchange.facts = facts.overlaps
-        if self._header or facts.preferred is not None:
+        if self._header:
             announce(scope, facts.preferred, header=self._header)
+        elif facts.preferred is not None:
+            scope.setdefault("state", {})[STATE_KEY] = facts.preferred
         prefers = self._prefer[facts.cluster.name]
         if prefers:
             exchange.preferred = facts.preferred

@@ -185,11 +185,12 @@ class RouterFilter:
             whole = body.whole
             if whole is None or target.upstream_model or not parts.guard.passes(whole, exchange):
                 await self._make_ready(body, exchange, target, scope["headers"])
+            task = asyncio.current_task()
             if body.consumed:
-                watcher.arm()
+                watcher.arm(task)
             else:
-                body.on_consumed = functools.partial(watcher.arm, asyncio.current_task())
-            await forwarding.run()
+                body.on_consumed = functools.partial(watcher.arm, task)
+            await forwarding.run(task)
         except GaveUp as error:
             await self._give_up(exchange, error, downstream)
         except LocalReply as why:

@@ -16,26 +16,20 @@ _MAX_HELD_BYTES = 64 * 1024
 _ERROR_BODY_S = 1.0
 
 
-async def read_beginning(response: UpstreamResponse) -> tuple[int, bytes]:
-    """The status, or that of an error that a stream begins with, and the piece that is there."""
-    status, first = response.status, b""
-    if status < 500:  # the first piece is there, or the end
-        first = response.take() or b""
-    if status == 200 and ERROR_MARK in first:
-        first = await _read_event(response, first)
-        status = error_status(first, first=True) or status
-    return status, first
+def may_be_error(status: int, first: bytes) -> bool:
+    """Whether an answer that begins so has to be looked at: an engine that died in its prefill streams an error."""
+    return status == 200 and ERROR_MARK in first
 
 
-async def _read_event(response: UpstreamResponse, first: bytes) -> bytes:
-    """As much as makes the first event of a stream whole, if it is one and its end is on the way."""
-    if not first.startswith((b"data:", b"event:", b":")):
-        return first
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_ERROR_BODY_S):
-            while not (response.complete or first.endswith(b"\n") or len(first) > _MAX_HELD_BYTES):
-                first += await response.chunk()
-    return first
+async def read_beginning(response: UpstreamResponse, first: bytes) -> tuple[int, bytes]:
+    """The status, or that of an error that a stream begins with, and as much as makes its first event whole, if it is
+    one and its end is on the way."""
+    if first.startswith((b"data:", b"event:", b":")):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ERROR_BODY_S):
+                while not (response.complete or first.endswith(b"\n") or len(first) > _MAX_HELD_BYTES):
+                    first += await response.chunk()
+    return error_status(first, first=True) or response.status, first
 
 
 async def read_short(response: UpstreamResponse, first: bytes) -> tuple[bytes, bool]:

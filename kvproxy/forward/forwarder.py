@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
 
 from kvproxy.cluster.cluster import Cluster
@@ -22,7 +22,7 @@ from kvproxy.errors import (
     PoolFull,
     UpstreamError,
 )
-from kvproxy.forward.answer import read_beginning, read_short, verdict_on
+from kvproxy.forward.answer import may_be_error, read_beginning, read_short, verdict_on
 from kvproxy.forward.engine_priority import REFUSING, names_priority, with_priority
 from kvproxy.forward.headers import RequestHead, response_headers
 from kvproxy.forward.relay import Relay
@@ -115,9 +115,10 @@ class Forwarding:
         self._task: asyncio.Task[object] | None = None
         self._given_back: str | None = None  # by an unhealthy endpoint: "" to be retried, else why it is not
 
-    async def run(self) -> None:
-        """Attempt, and attempt again, within the attempts, the retry budget and what may safely be sent twice."""
-        self._task = asyncio.current_task()
+    async def run(self, task: asyncio.Task[object] | None) -> None:
+        """Attempt, and attempt again, within the attempts, the retry budget and what may safely be sent twice. `task`
+        is the one this runs in."""
+        self._task = task
         shared = self._shared
         shared.budget.request(shared.clock())
         try:
@@ -234,16 +235,22 @@ class Forwarding:
                 pick.endpoint.metrics.request(CLIENT_CLOSED_REQUEST)
                 pick.settle(AttemptOutcome.CANCELLED, now=self._shared.clock())
 
-    async def _ask(self, pick: Pick, head: RequestHead) -> tuple[UpstreamResponse, int, bytes]:
-        """The answer, what its beginning means, and the piece that is there. An engine that refuses the `priority` is
-        asked once more without, at once."""
-        whole, start = self._body.whole, b""
+    def _ask(self, pick: Pick, head: RequestHead) -> Coroutine[None, None, tuple[UpstreamResponse, int, bytes]]:
+        """The answer, what its beginning means, and the piece that is there. (A coroutine around `_send` would be
+        resumed with it.)"""
+        whole = self._body.whole
         if whole is None:
-            return await self._send(pick, head, self._body.take())
+            return self._send(pick, head, self._body.take())
         if self._exchange.tells_priority:
             start, at = with_priority(whole, self._exchange, self._cluster, pick, level=self._level())
-        if not start:
-            return await self._send(pick, head, whole)
+            if start:
+                return self._ask_with_priority(pick, head, whole, start, at)
+        return self._send(pick, head, whole)
+
+    async def _ask_with_priority(
+        self, pick: Pick, head: RequestHead, whole: bytes, start: bytes, at: int
+    ) -> tuple[UpstreamResponse, int, bytes]:
+        """An engine that refuses the `priority` is asked once more without, at once."""
         response, status, first = await self._send(pick, head, memoryview(whole)[at:], start=start)
         if status not in REFUSING:
             return response, status, first
@@ -281,8 +288,13 @@ class Forwarding:
             early=False,
             repeated=head.repeated,
         )
+        status, first = response.status, b""
         try:
-            return response, *await read_beginning(response)
+            if status < 500:  # the first piece is there, or the end
+                first = response.take() or b""
+                if may_be_error(status, first):
+                    status, first = await read_beginning(response, first)
+            return response, status, first
         except BaseException:
             response.abort()
             raise
@@ -410,6 +422,8 @@ class Forwarding:
         pick.settle(verdict, now=now)
         if (cached_tokens := self._exchange.outcome.cached_tokens) is not None:
             self._cluster.observe_reuse(pick, cached_tokens, now)
+        if succeeded and (output_tokens := self._exchange.outcome.completion_tokens) is not None:
+            self._cluster.policies.observe_answer(pick.endpoint.id, pick.reservation, output_tokens, now)
         return _Next.DELIVERED
 
 

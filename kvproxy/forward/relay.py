@@ -14,6 +14,7 @@ from kvproxy.upstream.pool import UpstreamResponse
 _TAIL_BYTES = 16 * 1024
 #: Pieces its last events may come in, however the network cuts them.
 _LAST_PIECES = 4
+_NO_PIECES = deque[bytes](maxlen=0)
 #: Content types of answers that may count tokens.
 _TELLING = (b"application/json", b"text/event-stream")
 
@@ -36,7 +37,7 @@ class Relay:
         self._plain = "body_piece" not in exchange.hooks
         self._post = post
         self._first = b""
-        self._last = deque[bytes](maxlen=_LAST_PIECES)
+        self._last: deque[bytes] = _NO_PIECES  # of a stream, until its end; of any other answer all there is
         self._failure: Exception | None = None  # of a piece that could not be passed on
 
     async def run(self, headers: Headers, first: bytes) -> UpstreamError | None:
@@ -47,7 +48,7 @@ class Relay:
         streams = bool(chunk) and not response.complete
         try:
             if streams:
-                self._last.append(chunk)
+                self._last = deque((chunk,), _LAST_PIECES)
                 await downstream.start(status, headers, chunk, more=True)
                 if downstream.connection is not None:
                     response.on_piece = self._pass_on
@@ -68,14 +69,15 @@ class Relay:
             return error
         finally:
             response.on_piece = None
+        outcome.end = "completed"
+        if not streams:
+            await downstream.start(status, headers, chunk, more=False)
+            return self._look_at_end(status, headers, chunk)
         if chunk:
             self._last.append(chunk)
-        outcome.end = "completed"
-        if streams:
-            await downstream.write(chunk, more=False)
-        else:
-            await downstream.start(status, headers, chunk, more=False)
-        return self._look_at_end(status, headers)
+        await downstream.write(chunk, more=False)
+        *earlier, last = self._last
+        return self._look_at_end(status, headers, b"".join(earlier)[-_TAIL_BYTES:] + last)
 
     def _pass_on(self, piece: bytes) -> bool:
         """A piece has arrived while the task waits for one; False: the task has to take it, and wait for the client."""
@@ -95,9 +97,8 @@ class Relay:
             self._response.abort()
         return True
 
-    def _look_at_end(self, status: int, headers: Headers) -> UpstreamError | None:
+    def _look_at_end(self, status: int, headers: Headers, tail: bytes) -> UpstreamError | None:
         inference, outcome = self._exchange.inference, self._exchange.outcome
-        tail = self._last[0] if len(self._last) == 1 else self._tail()
         if inference is None:
             if self._post and _may_tell_usage(headers):  # no body hides it
                 self._read_usage(tail, None)
@@ -108,10 +109,6 @@ class Relay:
             return EngineReportedError("the engine ended its stream with an error event", status=reported)
         self._read_usage(tail, inference.kind)
         return None
-
-    def _tail(self) -> bytes:
-        *earlier, last = self._last or (b"",)
-        return b"".join(earlier)[-_TAIL_BYTES:] + last
 
     def _read_usage(self, tail: bytes, kind: RequestKind | None) -> None:
         head = self._first if kind in (RequestKind.MESSAGES, None) else b""

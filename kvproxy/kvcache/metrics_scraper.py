@@ -20,7 +20,7 @@ from kvproxy.kvcache.state import CacheState
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.routing.engine_samples import Reading
-from kvproxy.routing.load import EngineState
+from kvproxy.routing.room import EngineState
 from kvproxy.types import Clock, EndpointId, Sleep
 
 log = logging.getLogger("kvproxy.kvcache")
@@ -129,12 +129,9 @@ class MetricsScraper(BackgroundTask):
             log.debug("[kvcache] metrics of %s: %s", endpoint.id, error)
             return
         self.signals.engine(endpoint, metrics)
-        endpoint.load.engine = EngineState(
-            self._clock(),
-            None if metrics.cache is None else metrics.cache.capacity_tokens,
-            metrics.kv_usage,
-            metrics.running,
-            metrics.waiting,
+        capacity_tokens = None if metrics.cache is None else metrics.cache.capacity_tokens
+        endpoint.load.observe_engine(
+            EngineState(self._clock(), capacity_tokens, metrics.kv_usage, metrics.running, metrics.waiting)
         )
         if metrics.prefills is not None and metrics.prefill_s is not None:
             reading = Reading(metrics.prefills, metrics.prefill_s, metrics.prefill_tokens)

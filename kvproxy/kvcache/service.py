@@ -23,7 +23,7 @@ from kvproxy.kvcache.overlap.sources import OverlapSources
 from kvproxy.kvcache.snapshot.restart import warm_restart
 from kvproxy.kvcache.state import CacheState
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.types import Clock, EndpointId, InferenceRequest
+from kvproxy.types import Clock, InferenceRequest
 from kvproxy.upstream.pool import UpstreamPool
 
 
@@ -51,9 +51,7 @@ class KvCache:
         state: CacheState | None = None,
         streams: EventStreams | None = None,
     ) -> None:
-        self.settings = settings
-        self.clusters = clusters
-        self._metrics = metrics
+        self.settings, self.clusters, self._metrics = settings, clusters, metrics
         self.state = CacheState.empty(metrics=metrics, clock=clock) if state is None else state
         self._pool = UpstreamPool(max_connections=settings.max_connections, clock=clock)
         self._engines = Engines(self._pool, timeout_s=settings.request_timeout, tokenizer_url=settings.vllm_endpoint)
@@ -68,6 +66,8 @@ class KvCache:
             metrics=metrics,
             clock=clock,
         )
+        #: What every request asks and tells, without a call between.
+        self.gather, self.placed = self.overlap.gather, self.overlap.placed
         self.feedback = PredictionFeedback(state=self.state, lookups=self.overlap.lookups, clock=clock)
         self.scraper = MetricsScraper(
             settings,
@@ -121,10 +121,6 @@ class KvCache:
         if self.snapshot is not None:
             self.snapshot.show(self._metrics)
 
-    def gather(self, request: InferenceRequest, body: bytes, *, cluster: Cluster, model: str = "") -> RequestFacts:
-        """What our own sources know, at once. `model` is what the engines call it, where that differs."""
-        return self.overlap.gather(request, body, cluster=cluster, model=model)
-
     async def look_up(self, facts: RequestFacts) -> None:
         """Ask the lookup service within what is left of the routing deadline, and complete the facts."""
         holders = await self.overlap.look_up(facts)
@@ -143,10 +139,6 @@ class KvCache:
         if facts.wants_lookup:
             await self.look_up(facts)
         return facts
-
-    def placed(self, facts: RequestFacts, endpoint: EndpointId) -> None:
-        """The request goes there now; what an earlier attempt told the index is taken back."""
-        self.overlap.placed(facts, endpoint)
 
     def finished(self, facts: RequestFacts, result: Result) -> None:
         """The request is over. Queues what is to be done about it; never waits."""

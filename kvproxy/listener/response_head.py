@@ -27,9 +27,11 @@ def encode_head(
     """
     fields = list(headers)
     names = list(map(_NAME, fields))
-    if b"".join(names).translate(None, _TOKEN):  # a capital letter, or none that a name may have
+    unsafe = b"".join(names).translate(None, _TOKEN)
+    if unsafe:  # a capital letter, or none that a name may have
         fields = [(name.lower(), value) for name, value in fields]
         names = [name for name, _ in fields]
+        unsafe = b"".join(names).translate(None, _TOKEN)
     if b"transfer-encoding" in names:
         fields = [pair for pair in fields if pair[0] != b"transfer-encoding"]
     lines = [_STATUS_LINES.get(status, b"\0"), *map(b": ".join, fields)]
@@ -44,7 +46,7 @@ def encode_head(
     head = b"\r\n".join(lines)
     # One look at everything joined costs a tenth of a check per field.
     if (
-        b"".join(names).translate(None, _TOKEN)
+        unsafe
         or b"" in names
         or head.translate(None, _HEAD)
         or not head.count(b"\r\n") == len(lines) == head.count(b"\r") == head.count(b"\n")
@@ -54,7 +56,7 @@ def encode_head(
 
 
 def _stated_length(fields: list[tuple[bytes, bytes]], names: list[bytes]) -> int:
-    value = dict(fields)[b"content-length"]
+    value = fields[names.index(b"content-length")][1]
     if names.count(b"content-length") > 1 or not value.isdigit() or len(value) > 18:
         raise RuntimeError("a content-length that is no number, or a second one")
     return int(value)

@@ -21,6 +21,7 @@ TEXT_BLOCK_BYTES = 256
 
 _TOKEN_BYTES = 4
 _SLICES = {size: Struct(f"{size}s") for size in {TEXT_BLOCK_BYTES, *(_TOKEN_BYTES * n for n in BLOCK_SIZES)}}
+_TEXT_SLICES = _SLICES[TEXT_BLOCK_BYTES].iter_unpack
 #: Raw JSON never contains this byte, so it ends a part without ambiguity.
 _END_OF_PART = b"\0"
 
@@ -78,7 +79,9 @@ def token_blocks(tokens: array[int], block_size: int, seed: int) -> array[int]:
 
 def text_blocks(prompt: Prompt, seed: int) -> array[int]:
     """Hashes of the full 256-byte slices of the prompt's canonical bytes: no tokenizer needed."""
-    return chain(canonical_bytes(prompt), TEXT_BLOCK_BYTES, seed)
+    data, digest = canonical_bytes(prompt), xxh3_64_intdigest
+    whole = memoryview(data)[: len(data) // TEXT_BLOCK_BYTES * TEXT_BLOCK_BYTES]
+    return array("Q", [seed := digest(piece, seed) for (piece,) in _TEXT_SLICES(whole)])
 
 
 def canonical_bytes(prompt: Prompt) -> bytes:

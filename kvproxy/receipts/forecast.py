@@ -30,7 +30,7 @@ def wait_s(candidate: ReceiptCandidate, seconds: Features, slowness: float) -> f
     """Until it would begin."""
     if not candidate.pending_requests:
         return 0.0
-    return Backlog(candidate.work, candidate.head, candidate.elapsed_s).wait_s(seconds, slowness)
+    return Backlog(candidate.work, candidate.head, candidate.elapsed_s, candidate.room_s).wait_s(seconds, slowness)
 
 
 def prefill_s(receipt: Receipt, endpoint: EndpointId, seconds: Features, slowness: float) -> float:

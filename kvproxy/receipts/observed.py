@@ -120,4 +120,5 @@ def _candidate(
         held_s=load.held_s,
         live_blocks=load.live_blocks,
         shared_blocks=load.leading_live_blocks(blocks),
+        room_s=backlog.room_s,
     )

@@ -35,6 +35,7 @@ class ReceiptCandidate(msgspec.Struct, omit_defaults=True):
     held_s: float = 0.0  # pooled prefill seconds of what the router queue held for it
     live_blocks: int | None = None  # distinct prompt blocks of what is in flight, where they are counted
     shared_blocks: int = 0  # leading blocks of this prompt among them
+    room_s: float = 0.0  # of `wait_s`: until there is KV memory, or a slot, for one more request
 
 
 class Attempt(msgspec.Struct, frozen=True, omit_defaults=True):

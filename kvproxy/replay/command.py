@@ -122,6 +122,8 @@ def _plan(args: argparse.Namespace, *, load: float = DEFAULT_LOAD) -> Comparison
         instances=args.instances,
         slowness=_slowness(args.slow),
         slow_middle=args.slow_middle,
+        joins=_moments("--join", args.join),
+        leaves=_moments("--leave", args.leave),
         index=args.index,
         index_delay_s=args.index_delay,
         index_capacity=args.index_capacity,
@@ -155,6 +157,14 @@ def engines(args: argparse.Namespace) -> ReplayFleet:
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
+
+
+def _moments(option: str, text: str) -> tuple[tuple[int, float], ...]:
+    try:
+        pairs = [each.split(":") for each in text.split(",") if each]
+        return tuple((int(engine), float(share)) for engine, share in pairs)
+    except ValueError:
+        raise ValueError(f"{option} takes engines and shares of the run, such as 0:0.5,3:0.7; not {text!r}") from None
 
 
 def _slowness(text: str) -> tuple[float, ...]:

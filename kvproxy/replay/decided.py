@@ -19,7 +19,7 @@ from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate
 from kvproxy.replay.decided_report import Recorded, Review, Verdict, mean
 from kvproxy.replay.results import percentile
 from kvproxy.replay.scenario import PolicySpec
-from kvproxy.routing.load import Backlog, EngineState, Features
+from kvproxy.routing.load import Backlog, Features
 from kvproxy.routing.policy import OverlapFacts, PickRequest, Policy
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import EndpointId
@@ -37,7 +37,6 @@ class RecordedLoad:
     shared_blocks: int
     held_s: float
     backlog: Backlog
-    engine: EngineState | None = None
 
     def leading_live_blocks(self, blocks: Sequence[int]) -> int:
         """As of EndpointLoad, of the recorded request's prompt."""
@@ -123,9 +122,8 @@ def _decision(receipt: Receipt, attempt: Attempt, index: int) -> RecordedDecisio
 
 
 def _facts(receipt: Receipt) -> OverlapFacts:
-    prompt_tokens, block_tokens = receipt.prompt_tokens or 0, receipt.block_tokens
-    blocks = range(int(prompt_tokens / block_tokens) if block_tokens else 0)  # how many they were is all a choice needs
-    return OverlapFacts(prompt_tokens, receipt.facts, receipt.hot_tokens, blocks, block_tokens)
+    blocks = range(receipt.prompt_blocks)  # how many they were is all that a choice needs
+    return OverlapFacts(receipt.prompt_tokens or 0, receipt.facts, receipt.hot_tokens, blocks, receipt.block_tokens)
 
 
 def _feedback_sample(receipt: Receipt, attempt: Attempt, chosen: ReceiptCandidate, received: float) -> FeedbackSample:
@@ -145,7 +143,7 @@ def _feedback_sample(receipt: Receipt, attempt: Attempt, chosen: ReceiptCandidat
 
 
 def _candidate(one: ReceiptCandidate) -> RecordedCandidate:
-    backlog = Backlog(one.work, one.head, one.elapsed_s)
+    backlog = Backlog(one.work, one.head, one.elapsed_s, one.room_s)
     load = RecordedLoad(
         one.in_flight,
         one.pending_requests,

@@ -98,6 +98,10 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
                        f"(default {timing.quadratic_tokens:g})")  # fmt: skip
     group.add_argument("--decode-step", type=float, metavar="S", help=f"(default {timing.decode_step_s:g})")
     group.add_argument("--slow", default="", metavar="F,F...", help="slowness of the first engines (2: half as fast)")
+    group.add_argument("--leave", default="", metavar="E:X,E:X...", help="engine E (from 0) is lost after a share X of "
+                       "the run, with what is under way there")  # fmt: skip
+    group.add_argument("--join", default="", metavar="E:X,E:X...", help="engine E comes, with an empty cache, after a "
+                       "share X of the run; it was not there before, unless it left")  # fmt: skip
     group.add_argument("--slow-middle", type=float, default=1.0, metavar="F",
                        help="slowness of the first engine in the middle third of the run")  # fmt: skip
 

@@ -68,6 +68,9 @@ class PooledFleet:
     def observe(self, endpoint: int, events: Sequence[KvEvent]) -> None:
         """Nothing to learn."""
 
+    def forget(self, endpoint: int) -> None:
+        """Nothing was learned."""
+
 
 class ExactLeastWork(Policy):
     """Least wait and own time by the engines' true speeds."""

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from kvproxy.cluster.engine_priority import ClusterPriority
 from kvproxy.replay.results import ReplayOutcome
 from kvproxy.replay.trace import Turn
 from kvproxy.replay.view import CacheView, Settle
 from kvproxy.routing import selector
-from kvproxy.routing.costs import Best, best_of, engine_wait_s, least_own_s, own_s
-from kvproxy.routing.engine_priority import engine_priority, urgency_s
+from kvproxy.routing.costs import Best, best_of, engine_wait_s, least_own_s
+from kvproxy.routing.engine_priority import AGEING, EPOCH_S, engine_priority
 from kvproxy.routing.engine_samples import NOTHING_READ, EndedWork, Reading
 from kvproxy.routing.fair_queue import FairQueue, QueueSettings
-from kvproxy.routing.load import EndpointLoad, EngineState, Reservation
+from kvproxy.routing.load import EndpointLoad, Reservation
 from kvproxy.routing.policy import OverlapFacts, PickRequest, Policy
+from kvproxy.routing.room import EngineState
 from kvproxy.routing.selector import Decision
 from kvproxy.simulator.engine import Engine
 from kvproxy.types import EndpointId
@@ -33,7 +35,6 @@ class SimEndpoint:
     weight: float = 1.0
     due: float | None = None  # when the engine is to be advanced
     prefills: Reading = NOTHING_READ  # of requests that ended, as the engine counts them
-    scraped_at: float = 0.0
 
     def __post_init__(self) -> None:
         self.ended = EndedWork(self.load)
@@ -46,11 +47,11 @@ class SimEndpoint:
 
     def scrape(self, now: float) -> None:
         """The engine's metrics are read, as the proxy reads them."""
-        self.scraped_at = now
         self.ended.read(self.prefills, now)
         settings, load = self.engine.settings, self.engine.load
         capacity_tokens = settings.capacity_blocks * settings.block_size
-        self.load.engine = EngineState(now, capacity_tokens, load.kv_usage, load.running, load.waiting)
+        state = EngineState(now, capacity_tokens, load.kv_usage, load.running, load.waiting)
+        self.load.observe_engine(state)
 
 
 @dataclass(slots=True, eq=False)
@@ -90,17 +91,26 @@ class VirtualRouter:
         priority: bool = False,
         reports_cached: bool = True,
     ) -> None:
-        self._endpoints = endpoints
+        self.endpoints = list(endpoints)  # those that are there
         self._policy = policy
         self._view = view
         self._queue: FairQueue[LiveRequest] = FairQueue(QueueSettings(limit=0) if queue is None else queue)
         self._speeds = policy.speeds if queue is not None else None
-        self._priority = priority
         self._decided: Decision[SimEndpoint] | None = None  # for the request that the queue asked last
+        self._now = 0.0
+        self._priority = (
+            ClusterPriority(
+                ageing=AGEING,
+                speeds=lambda: policy.speeds,
+                clock=lambda: self._now,
+                wall_clock=lambda: EPOCH_S + self._now,
+            )
+            if priority
+            else None
+        )
         self._reports_cached = reports_cached
         for endpoint in endpoints:
-            endpoint.load.on_sample = partial(policy.observe_sample, endpoint.id)
-            endpoint.load.count_live_blocks(policy.counts_live_blocks)
+            self._connect(endpoint)
 
     def arrive(self, request: LiveRequest, now: float) -> Placement | None:
         """Places a request, or queues it (None). With the queue full it is placed at once, unlike in the proxy, which
@@ -109,7 +119,7 @@ class VirtualRouter:
         if speeds is not None:
             endpoint = decision.endpoint
             if not self._queue.admits(endpoint.id, engine_wait_s(endpoint, speeds, now)):
-                own_s = least_own_s(decision.request.facts, self._endpoints, speeds)
+                own_s = least_own_s(decision.request.facts, self.endpoints, speeds)
                 if self._queue.offer(request, own_s, now, tenant=request.outcome.tenant) is not None:
                     return None
         return self._place(request, decision, now)
@@ -145,6 +155,30 @@ class VirtualRouter:
         cached = outcome.cached_tokens if self._reports_cached else 0
         placement.settle(predicted, cached)
         self._policy.observe_reuse(endpoint.id, predicted, cached, now)
+        reservation = placement.reservation
+        if reservation.first_token_at is not None and outcome.finished_at is not None:
+            decode_s = now - reservation.first_token_at
+            tokens, sequences = placement.request.turn.output_tokens, reservation.sequences
+            self._policy.observe_answer(endpoint.id, tokens, decode_s, sequences, now)
+
+    def join(self, endpoint: SimEndpoint) -> None:
+        """A new engine in the endpoint's place."""
+        endpoint.prefills = NOTHING_READ
+        self._connect(endpoint)
+        self.endpoints.append(endpoint)
+
+    def leave(self, endpoint: SimEndpoint, lost: Iterable[Placement], now: float) -> None:
+        """The endpoint is gone, and what was placed there with it."""
+        self.endpoints.remove(endpoint)
+        for placement in lost:
+            endpoint.load.release(placement.reservation, now)
+        endpoint.load.engine = endpoint.load.room = None
+        self._view.forget(endpoint.index)
+        self._policy.forget(endpoint.id)
+
+    def _connect(self, endpoint: SimEndpoint) -> None:
+        endpoint.load.on_sample = partial(self._policy.observe_sample, endpoint.id)
+        endpoint.load.count_live_blocks(self._policy.counts_live_blocks)
 
     def _find_best(self, request: LiveRequest, now: float) -> Best:
         assert self._speeds is not None
@@ -159,7 +193,7 @@ class VirtualRouter:
             streams=request.streams,
             prompt_head=turn.blocks[0].to_bytes(8, "little") if turn.blocks else b"",
         )
-        decision = selector.decide(pick, self._endpoints, self._policy, now)
+        decision = selector.decide(pick, self.endpoints, self._policy, now)
         assert decision is not None
         return decision
 
@@ -167,8 +201,8 @@ class VirtualRouter:
         turn, pick, endpoint = request.turn, decision.request, decision.endpoint
         facts = pick.facts
         if self._policy.speeds is not None:
-            selector.advance(self._endpoints, self._policy.speeds, now)
-        self._policy.placed(pick, self._endpoints, decision.index, now, choice=decision.choice)
+            selector.advance(self.endpoints, self._policy.speeds, now)
+        self._policy.placed(pick, self.endpoints, decision.index, now, choice=decision.choice)
         matched = facts.matched_tokens(endpoint.id)
         request.outcome.endpoint, request.outcome.placed_at = endpoint.index, now
         request.outcome.predicted_tokens = matched
@@ -179,14 +213,20 @@ class VirtualRouter:
         return Placement(request, endpoint, reservation, settle, self._priority_of(request, facts, endpoint.id, now))
 
     def _priority_of(self, request: LiveRequest, facts: OverlapFacts, endpoint: EndpointId, now: float) -> int:
-        """What the proxy would forward: the same scale as the router queue's, from the time of arrival."""
-        speeds = self._policy.speeds
-        if not self._priority or speeds is None:
+        """What the proxy forwards, by its own reckoning; 0 without."""
+        if self._priority is None:
             return 0
-        own = own_s(facts, endpoint, speeds.seconds)
-        slowness = speeds.slowness(endpoint, now)
-        return engine_priority(urgency_s(own, request.outcome.arrived_at, slowness=slowness))
+        self._now, outcome = now, request.outcome
+        urgency = self._priority.urgency_s(
+            facts,
+            endpoint,
+            received_at=outcome.arrived_at,
+            now=now,
+            tenant=outcome.tenant,
+            endpoints=len(self.endpoints),
+        )
+        return engine_priority(urgency)
 
     def _waits(self, now: float) -> Mapping[EndpointId, float]:
         speeds = self._speeds
-        return {} if speeds is None else {one.id: engine_wait_s(one, speeds, now) for one in self._endpoints}
+        return {} if speeds is None else {one.id: engine_wait_s(one, speeds, now) for one in self.endpoints}

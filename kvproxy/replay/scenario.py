@@ -15,7 +15,7 @@ from kvproxy.replay.router import SimEndpoint, VirtualRouter
 from kvproxy.replay.settings import Pace, ReplayFleet
 from kvproxy.replay.trace import Trace
 from kvproxy.replay.view import IndexView, endpoint_id
-from kvproxy.replay.virtual_time import VirtualTime
+from kvproxy.replay.virtual_time import Change, VirtualTime
 from kvproxy.routing.fair_queue import QueueSettings
 from kvproxy.routing.policy import Policy
 from kvproxy.routing.registry import POLICIES, make_policy
@@ -60,13 +60,13 @@ class PolicySpec:
     def __str__(self) -> str:
         return self.name.value + (QUEUE_SUFFIX if self.queue else "") + (PRIORITY_SUFFIX if self.priority else "")
 
-    def make(self, *, rng: Random, prior_factor: float = 1.0) -> Policy:
+    def make(self, *, rng: Random, prior_factor: float = 1.0, settings: ClusterSettings | None = None) -> Policy:
         """A fresh policy; learned speeds start from priors wrong by `prior_factor`."""
         priors = SpeedPriors()
         priors = SpeedPriors(
             priors.request_s / prior_factor, priors.tokens_per_s * prior_factor, priors.quadratic_tokens
         )
-        policy = make_policy(self.name, ClusterSettings(policy=self.name), rng=rng)
+        policy = make_policy(self.name, settings or ClusterSettings(policy=self.name), rng=rng)
         if policy.learns_speeds:
             policy.speeds = SpeedModel(priors)
         return policy
@@ -90,13 +90,16 @@ def play_policy(
     but 0 moves the arrivals a little; `token_gaps` is given the times between tokens."""
     fleet = replace(fleet, scheduling=Scheduling.PRIORITY) if priority else fleet
     blocks, duration_s = fleet.blocks_of(trace), pace.duration_s(trace)
-    endpoints = [
-        SimEndpoint(endpoint_id(index), index, Engine(fleet.engine_settings(blocks.size, index, duration_s)))
-        for index in range(fleet.instances)
+    settings = [fleet.engine_settings(blocks.size, index, duration_s) for index in range(fleet.instances)]
+    endpoints = [SimEndpoint(endpoint_id(index), index, Engine(each)) for index, each in enumerate(settings)]
+    changes = [
+        Change(share * duration_s, endpoints[index], Engine(settings[index]) if joins else None)
+        for share, index, joins in fleet.changes()
     ]
     view = IndexView(fleet, blocks.size, rng=Random(seed + 1))
     held = QueueSettings(limit=100_000) if queue else None
-    router = VirtualRouter(endpoints, policy, view, queue=held, priority=priority, reports_cached=fleet.reports_cached)
+    first = [endpoints[index] for index in sorted(fleet.there_at_first())]
+    router = VirtualRouter(first, policy, view, queue=held, priority=priority, reports_cached=fleet.reports_cached)
     chance = Random(seed + 2)
     run = VirtualTime(
         blocks,
@@ -104,12 +107,14 @@ def play_policy(
         router,
         view,
         index_delay_s=fleet.index_delay_s,
+        changes=changes,
         jitter=Random(seed + 3) if seed else None,
         streams=lambda: chance.random() < streamed,
         progress=progress,
     )
+    engines = [endpoint.engine for endpoint in endpoints] + [each.engine for each in changes if each.engine is not None]
     outcomes = run.run()
     if token_gaps is not None:
-        for endpoint in endpoints:
-            token_gaps.update(endpoint.engine.counters.token_gaps)
+        for engine in engines:
+            token_gaps.update(engine.counters.token_gaps)
     return outcomes

@@ -38,6 +38,8 @@ class ReplayFleet:
     timing: EngineTiming = field(default_factory=EngineTiming)
     slowness: tuple[float, ...] = ()  # of the first endpoints; the others are at 1
     slow_middle: float = 1.0  # the first endpoint's slowness during the middle third of the run
+    joins: tuple[tuple[int, float], ...] = ()  # (engine, share of the run): it comes, cold; not there before
+    leaves: tuple[tuple[int, float], ...] = ()  # it is lost, and what is under way there; it may join again
     index: IndexMode = IndexMode.EVENTS
     index_delay_s: float = 0.0
     index_capacity: float = 1.0  # share of the true capacity that the approximate index is given
@@ -45,9 +47,28 @@ class ReplayFleet:
     wrong_share: float = 0.0  # of predictions that claim a prefix the endpoint does not hold
     reports_cached: bool = True  # engines say how many tokens they found cached; else always 0
 
+    def __post_init__(self) -> None:
+        there = self.there_at_first()
+        sizes, known = [len(there)], range(self.instances)
+        for _, index, joins in self.changes():
+            (there.add if joins else there.discard)(index)
+            sizes.append(len(there))
+        if not all(sizes) or any(index not in known for index, _ in (*self.joins, *self.leaves)):
+            raise ValueError("engines that join and leave are numbered from 0, and one is always there")
+
+    def changes(self) -> list[tuple[float, int, bool]]:
+        """(share of the run, engine, whether it joins) in order."""
+        leaves = [(share, index, False) for index, share in self.leaves]
+        return sorted([*leaves, *((share, index, True) for index, share in self.joins)])
+
+    def there_at_first(self) -> set[int]:
+        """Engines that do not begin by joining."""
+        first = {index: joins for _, index, joins in reversed(self.changes())}
+        return {index for index in range(self.instances) if not first.get(index)}
+
     def undisturbed(self) -> ReplayFleet:
         """The same fleet with every engine alike and always as fast: what loads are stated for."""
-        return replace(self, slowness=(), slow_middle=1.0)
+        return replace(self, slowness=(), slow_middle=1.0, joins=(), leaves=())
 
     def blocks_of(self, trace: Trace) -> EngineBlocks:
         """The trace as these engines see it."""

@@ -45,6 +45,10 @@ class CacheView(Protocol):
         """KV events of one endpoint."""
         ...
 
+    def forget(self, endpoint: int) -> None:
+        """The endpoint left; another may come in its place."""
+        ...
+
 
 class IndexView:
     """What a proxy's own sources know. In `events` mode the precise index follows every engine without a gap; in
@@ -108,6 +112,12 @@ class IndexView:
 
     def observe(self, endpoint: int, events: Sequence[KvEvent]) -> None:
         self._local.precise.apply_events(self._ids[endpoint], 0, [_on_the_wire(event) for event in events])
+
+    def forget(self, endpoint: int) -> None:
+        self._local.forget(self._ids[endpoint])
+        self._local.precise.remove_endpoint(self._ids[endpoint])
+        while not self._local.precise.sweep_rows():
+            pass
 
     def _in_tokens(self, overlap: Overlap, limit: int) -> Overlap:
         """From blocks, of which at most `limit` can be reused."""

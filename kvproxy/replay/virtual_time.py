@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from random import Random
 from typing import Any
@@ -17,12 +18,13 @@ from kvproxy.replay.results import ReplayOutcome
 from kvproxy.replay.router import LiveRequest, Placement, SimEndpoint, VirtualRouter
 from kvproxy.replay.settings import Pace
 from kvproxy.replay.view import CacheView
+from kvproxy.simulator.engine import Engine
 from kvproxy.simulator.engine_io import CacheChanged, Finished, FirstToken, Preempted, Rejected, SimRequest
 
 #: A timer of the router queue is never set closer than this: waits shrink continuously, and asking costs.
 _QUEUE_TICK_S = 0.002
 
-#: How often engines' metrics are read, where something changes there: as `engine_metrics_interval` has it.
+#: How often engines' metrics are read: as `engine_metrics_interval` has it.
 _SCRAPE_S = 5.0
 
 
@@ -31,11 +33,23 @@ class _Kind(IntEnum):
     ENGINE = 1
     INDEX = 2
     QUEUE = 3
+    SCRAPE = 4
+    CHANGE = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """An endpoint's engine is lost (None), or another comes in its place."""
+
+    at: float
+    endpoint: SimEndpoint
+    engine: Engine | None
 
 
 class VirtualTime:
     """One run. `progress` is called with the number of finished requests. `sharing`: engines that share one cache, of
-    which each may have to wait until another frees blocks."""
+    which each may have to wait until another frees blocks. When an engine is lost, what has no first token is routed
+    again, as the proxy does; the other answers are broken."""
 
     def __init__(
         self,
@@ -46,6 +60,7 @@ class VirtualTime:
         *,
         index_delay_s: float = 0.0,
         sharing: Sequence[SimEndpoint] = (),
+        changes: Sequence[Change] = (),
         streams: Callable[[], bool] = lambda: True,
         jitter: Random | None = None,
         progress: Callable[[int], None] = lambda finished: None,
@@ -57,6 +72,7 @@ class VirtualTime:
         self._view = view
         self._index_delay_s = index_delay_s
         self._sharing = sharing
+        self._changes = changes
         self._streams = streams
         self._jitter = jitter
         self._progress = progress
@@ -71,6 +87,9 @@ class VirtualTime:
         """Plays the whole trace; outcomes in order of arrival."""
         for at, session, number in self._pace.arrivals(self._trace, jitter=self._jitter):
             self._push(at, _Kind.ARRIVAL, (session, number))
+        for change in self._changes:
+            self._push(change.at, _Kind.CHANGE, change)
+        self._push(_SCRAPE_S, _Kind.SCRAPE, None)
         events = self._events
         while events:
             now, _, kind, what = heapq.heappop(events)
@@ -79,8 +98,13 @@ class VirtualTime:
             elif kind is _Kind.ARRIVAL:
                 self._arrive(what, now)
             elif kind is _Kind.INDEX:
-                endpoint, changes = what
-                self._view.observe(endpoint, changes)
+                endpoint, engine, changes = what
+                if endpoint.engine is engine:
+                    self._view.observe(endpoint.index, changes)
+            elif kind is _Kind.SCRAPE:
+                self._scrape(now)
+            elif kind is _Kind.CHANGE:
+                self._change(what, now)
             elif self._queue_due == now:
                 self._release(now)
         return self._outcomes
@@ -102,6 +126,9 @@ class VirtualTime:
         request = LiveRequest(session, number, turn, outcome)
         request.name, request.streams = str(len(self._outcomes)), self._streams()
         self._outcomes.append(request.outcome)
+        self._route(request, now)
+
+    def _route(self, request: LiveRequest, now: float) -> None:
         placement = self._router.arrive(request, now)
         if placement is None:
             self._set_queue_timer(now)
@@ -140,8 +167,6 @@ class VirtualTime:
                 self._placed[output.request_id].request.outcome.preemptions += 1
             elif isinstance(output, Finished | Rejected):
                 self._finish(self._placed.pop(output.request_id), now)
-        if now >= endpoint.scraped_at + _SCRAPE_S:
-            endpoint.scrape(now)
         self._wake(endpoint)
         for each in self._sharing:
             if each.engine.wake(now):
@@ -150,7 +175,7 @@ class VirtualTime:
 
     def _publish(self, endpoint: SimEndpoint, changed: CacheChanged, now: float) -> None:
         if self._index_delay_s:
-            self._push(now + self._index_delay_s, _Kind.INDEX, (endpoint.index, changed.events))
+            self._push(now + self._index_delay_s, _Kind.INDEX, (endpoint, endpoint.engine, changed.events))
         else:
             self._view.observe(endpoint.index, changed.events)
 
@@ -162,12 +187,43 @@ class VirtualTime:
         if request.outcome.first_token_at is not None:
             computed = request.outcome.prompt_tokens - request.outcome.cached_tokens
             placement.endpoint.count(placement.prefill_s, computed)
+        self._end(request, now)
+
+    def _end(self, request: LiveRequest, now: float) -> None:
+        """Whatever became of it, the session goes on."""
         self._finished += 1
         self._progress(self._finished)
         turns = self._trace.sessions[request.session].turns
         if self._pace.closed_loop and request.number + 1 < len(turns):
             following = request.number + 1
             self._push(now + turns[following].delay_s, _Kind.ARRIVAL, (request.session, following))
+
+    def _scrape(self, now: float) -> None:
+        for endpoint in self._router.endpoints:
+            endpoint.scrape(now)
+        if self._events:  # something is still to come
+            self._push(now + _SCRAPE_S, _Kind.SCRAPE, None)
+
+    def _change(self, change: Change, now: float) -> None:
+        endpoint = change.endpoint
+        if change.engine is not None:
+            endpoint.engine = change.engine
+            self._router.join(endpoint)
+        elif endpoint in self._router.endpoints:
+            self._lose(endpoint, now)
+        self._release(now)
+
+    def _lose(self, endpoint: SimEndpoint, now: float) -> None:
+        endpoint.due = None
+        lost = [placement for placement in self._placed.values() if placement.endpoint is endpoint]
+        self._router.leave(endpoint, lost, now)
+        for request in (placement.request for placement in lost):
+            del self._placed[request.name]
+            if request.outcome.first_token_at is None:
+                self._route(request, now)
+            else:
+                request.outcome.first_token_at = None  # a broken answer is none
+                self._end(request, now)
 
     def _release(self, now: float) -> None:
         while (placement := self._router.release(now)) is not None:

@@ -1,6 +1,6 @@
 """kv_aware: the endpoint where this request costs all requests least, in seconds of prefill.
 
-    cost  = wait + own * (slowness + kappa + stall * in_flight) + foresight * usual_wait
+    cost  = wait + own * (slowness + kappa + stall * min(in_flight, 30)) + foresight * usual_wait
     kappa = (crowding * bound_per_s * (wait + slowness * own / 2) + congestion * arrivals_per_s * mean_wait) / (1 - rho)
 
 `wait` is the pending prefill there, `own` the prefill this request would add: uncached tokens with the attention work
@@ -9,9 +9,14 @@ behind them, and bringing lower-tier tokens up. A greedy router stops at wait + 
 - Own work delays requests that come to the endpoint because it holds their prefix (bound_per_s), for as long as its
   backlog then takes to be over; a long prompt weighs more than its length.
 - Where every endpoint has a backlog, it delays all that come, wherever they go (mean_wait).
-- It stalls the sequences decoding there (stall).
+- It stalls the sequences decoding there (stall), up to so many of them: in a large batch decoding is slow already, and
+  what a request saves by waiting for one endpoint is soon less than it waits.
 - The session comes back to where it went, and finds what is usual there (usual_wait): others may have to leave an
   endpoint that is always busy.
+
+With an operator's `target_itl` it also costs what an answer of mean length is expected to be late by, against one
+token each `target_itl`, beside one sequence more than are in flight there (steps.py); without one nothing is learned
+of that.
 
 What others suffer is charged in pooled seconds, so that the slow half of a mixed fleet is not starved. Computing a hot
 prefix once more is an investment and discounted. Speeds are learned (speeds.py).
@@ -30,11 +35,15 @@ from kvproxy.routing.costs import least, own_s
 from kvproxy.routing.load import Features, prefill_s
 from kvproxy.routing.policy import Candidate, Choice, OverlapFacts, PickRequest, Policy
 from kvproxy.routing.speeds import SpeedModel
+from kvproxy.routing.steps import StepModel
 from kvproxy.routing.traffic import ArrivalStats, EndpointArrivals, Utilisation
 from kvproxy.types import EndpointId
 
 #: Work is believed to delay at most this many of those bound to the endpoint, and as many of all.
 MAX_KAPPA = 9.0
+
+#: So many sequences at most count as stalled by a prefill: with hundreds in flight nothing else would decide.
+MAX_STALLED = 30
 
 #: A request that takes under this share of the time it would take elsewhere is bound to its endpoint.
 BOUND_BELOW = 0.5
@@ -97,6 +106,7 @@ class KvAware(Policy):
         self.speeds = SpeedModel() if speeds is None else speeds
         self.utilisation = Utilisation()
         self.arrivals = ArrivalStats()
+        self.steps = StepModel()  # learned while there is a target
         self._pool: _Pool | None = None  # of the latest candidates
         self._latest: _Speeds | None = None  # of the latest placement, where it was in a large pool
 
@@ -122,8 +132,14 @@ class KvAware(Policy):
         for wait, own, slow, load, past, weight in columns:
             bound_s = crowding * past.bound_per_s * (wait + 0.5 * slow * own)
             kappa = delayed + (bound_s if bound_s < MAX_KAPPA else MAX_KAPPA)
-            cost = wait + own * (slow + stall * load.in_flight) + own * kappa + foresight * past.usual_wait_s
+            stalled = load.in_flight
+            if stalled > MAX_STALLED:
+                stalled = MAX_STALLED
+            cost = wait + own * (slow + stall * stalled) + own * kappa + foresight * past.usual_wait_s
             costs.append(cost / weight)
+        if settings.target_itl is not None:
+            for index, (slow, load, weight) in enumerate(zip(slowness, pool.loads, pool.weights, strict=True)):
+                costs[index] += self.steps.late_s(load.in_flight + 1, slow, settings.target_itl) / weight
         index = least(costs, self._rng)
         here, elsewhere = 0, 0
         if held:
@@ -201,6 +217,7 @@ class KvAware(Policy):
         known, (rho, arrivals_per_s) = self.arrivals.known(), self.utilisation.rates(now)
         return {
             **asdict(self.speeds.estimates(now)),
+            **self.steps.estimates(),
             "rho": rho,
             "arrivals_per_s": arrivals_per_s,
             "bound_per_s": {endpoint: past.bound_per_s for endpoint, past in known.items()},
@@ -211,6 +228,13 @@ class KvAware(Policy):
         self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool = False
     ) -> None:
         self.speeds.observe(endpoint, work, busy_s, now, scraped=scraped)
+
+    def observe_answer(
+        self, endpoint: EndpointId, output_tokens: int, decode_s: float, sequences: float, now: float
+    ) -> None:
+        if self.settings.target_itl is not None:
+            slowness = self.speeds.slowness(endpoint, now)
+            self.steps.observe(output_tokens, decode_s / slowness, sequences)
 
     def forget(self, endpoint: EndpointId) -> None:
         self.speeds.forget(endpoint)

@@ -18,6 +18,7 @@ from typing import Protocol
 import msgspec
 
 from kvproxy.routing.live_blocks import LiveBlocks
+from kvproxy.routing.room import HEAD_TOKENS, EngineState, Room, room_of
 
 #: (requests, sum u, sum u*(c+u/2), sum l) for u uncached tokens after c cached ones, l of these on lower tiers:
 #: what prefill time is linear in.
@@ -26,12 +27,18 @@ Features = tuple[float, float, float, float]
 #: First tokens closer together than this left the engine in one step.
 GROUP_GAP_S = 0.002
 
-#: The engine works at once on about this much of what is pending (a step's token budget), never on more requests.
-HEAD_TOKENS = 2048
+#: The engine works at once on no more requests than this, however short they are (HEAD_TOKENS).
 HEAD_REQUESTS = 256
 
 #: A running step is never believed to be further along than this share of its estimate.
 MAX_PROGRESS = 0.95
+
+#: A step that takes longer than so many times its estimate and this many seconds is not the one believed in: the
+#: engine does something else, and nothing of what is pending counts as done.
+OVERDUE, OVERDUE_S = 2.0, 0.05
+
+#: A request that ends moves the mean stay by this share of the difference.
+_STAY_GAIN = 0.05
 
 NO_WORK: Features = (0.0, 0.0, 0.0, 0.0)
 
@@ -64,16 +71,6 @@ class OnSample(Protocol):
     def __call__(self, work: Features, busy_s: float, now: float, *, scraped: bool = False) -> None: ...
 
 
-class EngineState(msgspec.Struct, frozen=True):
-    """What an engine's own metrics said of its memory and its slots at `read_at`. None: this engine does not say."""
-
-    read_at: float
-    capacity_tokens: int | None = None  # KV memory
-    used_share: float | None = None  # of it, held by running requests; a block that several share counts once
-    running: int | None = None  # requests it has admitted
-    waiting: int | None = None  # requests it has not admitted yet
-
-
 class Reservation(msgspec.Struct, eq=False):
     """One request's share of an endpoint's load. Settled exactly once, on every exit."""
 
@@ -84,6 +81,7 @@ class Reservation(msgspec.Struct, eq=False):
     hidden: bool = False  # its first token cannot be seen
     live: tuple[LiveBlocks, Sequence[int]] | None = None  # its prompt's blocks, and the ledger they are counted in
     first_token_at: float | None = None
+    sequences: float = 0.0  # in flight there when its first token came; at its end the mean of then and now
     released: bool = False
 
     @property
@@ -99,14 +97,17 @@ class Backlog(msgspec.Struct, frozen=True):
     work: Features  # of everything pending
     head: Features  # of what it is at work on
     elapsed_s: float  # since that work began, as far as is known
+    room_s: float = 0.0  # until there is KV memory, or a slot, for one more request
 
     def wait_s(self, seconds: Features, slowness: float) -> float:
         """Until it would begin with a request placed now; `seconds` and `slowness` as in `EndpointLoad.wait_s`."""
         if self.work is NO_WORK:
             return 0.0
-        progress = MAX_PROGRESS * slowness * seconds_of(self.head, seconds)
-        wait = slowness * seconds_of(self.work, seconds) - min(progress, max(0.0, self.elapsed_s))
-        return max(0.0, wait)
+        head_s = seconds_of(self.head, seconds)
+        progress = min(MAX_PROGRESS * slowness * head_s, max(0.0, self.elapsed_s))
+        if self.elapsed_s > OVERDUE * slowness * head_s + OVERDUE_S:
+            progress = 0.0
+        return max(0.0, slowness * seconds_of(self.work, seconds) - progress) + self.room_s
 
 
 IDLE = Backlog(NO_WORK, NO_WORK, 0.0)
@@ -130,6 +131,7 @@ class EndpointLoad:
         "_pending",
         "_presumed",
         "_priced_at",
+        "_stay_s",
         "_work",
         "_work_s",
         "engine",
@@ -139,12 +141,11 @@ class EndpointLoad:
         "on_sample",
         "pending_tokens",
         "resident_tokens",
+        "room",
     )
 
     def __init__(self, *, on_sample: OnSample | None = None) -> None:
         self.on_sample = on_sample
-        #: Of the latest scrape, however long ago that is; None before the first.
-        self.engine: EngineState | None = None
         self.in_flight = 0
         self.pending_tokens = 0  # uncached prompt tokens of requests without a first token
         self.resident_tokens = 0  # prompt tokens of live sequences
@@ -164,6 +165,9 @@ class EndpointLoad:
         self._head_s = 0.0
         self.held_s = 0.0  # pooled prefill seconds of requests that the router queue holds for this endpoint
         self._live: LiveBlocks | None = None  # None: nothing asks for it
+        self.engine: EngineState | None = None  # of the latest scrape, however long ago that is
+        self.room: Room | None = None  # as of the latest scrape; None before the first
+        self._stay_s = 0.0  # of a request, until its end; 0: none ended yet
 
     @property
     def pending_requests(self) -> int:
@@ -183,6 +187,11 @@ class EndpointLoad:
         """Whether they are counted from now on; of requests already in flight they never are."""
         if wanted != (self._live is not None):
             self._live = LiveBlocks() if wanted else None
+
+    def observe_engine(self, state: EngineState) -> None:
+        """A scrape: what a request that has to wait for memory or a slot waits for is known for a while."""
+        self.engine = state
+        self.room = room_of(state, self.room, resident_tokens=self.resident_tokens, pending_tokens=self.pending_tokens)
 
     @property
     def pending_work(self) -> Features:
@@ -238,7 +247,7 @@ class EndpointLoad:
         work = self._settle(reservation)
         if work is None:
             return
-        reservation.first_token_at = now
+        reservation.first_token_at, reservation.sequences = now, self.in_flight
         if self._last > self._anchor and now - self._last > GROUP_GAP_S:
             self._close_sample(self._last, now)
         self._done = sum_of(sum_of(self._done, self._presumed), work)
@@ -252,6 +261,10 @@ class EndpointLoad:
         if reservation.released:
             return
         reservation.released = True
+        if reservation.hidden or reservation.first_token_at is not None:
+            stay_s = now - reservation.started_at
+            reservation.sequences = 0.5 * (reservation.sequences + self.in_flight)
+            self._stay_s = self._stay_s + _STAY_GAIN * (stay_s - self._stay_s) if self._stay_s else stay_s
         self._void(reservation, now)
         self.in_flight -= 1
         if reservation.live is not None:
@@ -261,7 +274,8 @@ class EndpointLoad:
 
     def wait_s(self, seconds: Features, slowness: float, now: float) -> float:
         """Until the engine would begin with a request placed now: pending work less what is done of the running step,
-        and what the router queue holds for it.
+        what the router queue holds for it, and with requests waiting for memory or slots the time until enough of those
+        that have them end.
 
         `seconds` is the pool's time for one unit of each feature, `slowness` this endpoint's factor on it. Hidden
         requests whose time has passed are left out, and stay in the ledger.
@@ -270,7 +284,9 @@ class EndpointLoad:
         if not self._pending:
             return held_s
         if self.hidden_requests:
-            return held_s + self.backlog(seconds, slowness, now).wait_s(seconds, slowness)
+            oldest, own = next(iter(self._pending.items()))
+            if oldest.hidden and now >= self._begun + slowness * seconds_of(own, seconds):  # else none is over yet
+                return held_s + self.backlog(seconds, slowness, now).wait_s(seconds, slowness)
         if self._priced_at is not seconds:
             self._priced_at = seconds
             a, b, c, d = seconds  # not seconds_of: this runs for every endpoint of every pick
@@ -283,8 +299,20 @@ class EndpointLoad:
         progress, elapsed = MAX_PROGRESS * slowness * self._head_s, now - self._begun
         if elapsed < progress:
             progress = elapsed if elapsed > 0.0 else 0.0
+        elif elapsed > OVERDUE * slowness * self._head_s + OVERDUE_S:
+            progress = 0.0
         wait = slowness * self._work_s - progress
-        return held_s + wait if wait > 0.0 else held_s
+        if wait < 0.0:
+            wait = 0.0
+        room = self.room
+        if room is not None and (self.resident_tokens > room.tokens or self.in_flight >= room.requests):
+            wait += self._room_s(now)
+        return held_s + wait
+
+    def _room_s(self, now: float) -> float:
+        """Until there is room for one more request."""
+        room = self.room
+        return 0.0 if room is None else self._stay_s * room.shortage(self.resident_tokens, self.in_flight, now)
 
     def backlog(self, seconds: Features | None, slowness: float, now: float) -> Backlog:
         """What is pending, without the hidden requests that are over by these speeds; with None without speeds all."""
@@ -301,7 +329,7 @@ class EndpointLoad:
             if overdue == len(pending):
                 return IDLE
         head = head_of(islice(pending.values(), overdue, None)) if overdue else self.head()
-        return Backlog(work, head, now - begun)
+        return Backlog(work, head, now - begun, self._room_s(now))
 
     def advance(self, seconds: Features, slowness: float, now: float) -> None:
         """Take out the hidden requests that are due: engines prefill in order of arrival, so the oldest one is when its
@@ -347,7 +375,8 @@ class EndpointLoad:
         return work
 
     def _close_sample(self, ended_at: float, now: float) -> None:
-        if self.on_sample is not None and ended_at > self._anchor:
+        """What waited for memory or a slot says nothing of how fast prefill is."""
+        if self.on_sample is not None and ended_at > self._anchor and not self._room_s(now):
             self.on_sample(self._done, ended_at - self._anchor, now)
         self._anchor = ended_at
         self._done = NO_WORK

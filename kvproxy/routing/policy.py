@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol
 import msgspec
 
 from kvproxy.config.model import Model
-from kvproxy.routing.load import EndpointLoad, EngineState, Features
+from kvproxy.routing.load import EndpointLoad, Features
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import EndpointId
 
@@ -93,8 +93,6 @@ class LoadView(Protocol):
     @property
     def live_blocks(self) -> int | None: ...
     def leading_live_blocks(self, blocks: Sequence[int]) -> int: ...
-    @property
-    def engine(self) -> EngineState | None: ...
     def wait_s(self, seconds: Features, slowness: float, now: float) -> float: ...
 
 
@@ -173,6 +171,12 @@ class Policy(ABC):
 
     def observe_reuse(self, endpoint: EndpointId, predicted_tokens: int, cached_tokens: int, now: float) -> None:
         """A response reported `cached_tokens` where `predicted_tokens` had been expected."""
+
+    def observe_answer(
+        self, endpoint: EndpointId, output_tokens: int, decode_s: float, sequences: float, now: float
+    ) -> None:
+        """A streamed answer of so many tokens took `decode_s` from its first token to its end, beside so many sequences
+        in flight on average, itself among them."""
 
     def forget(self, endpoint: EndpointId) -> None:
         """The endpoint left the cluster for good."""

@@ -18,7 +18,7 @@ from kvproxy.routing.consistent_hash import ConsistentHash
 from kvproxy.routing.dynamo import Dynamo, DynamoAgentic
 from kvproxy.routing.kv_aware import KvAware
 from kvproxy.routing.least_ttft import LeastTtft
-from kvproxy.routing.llm_d import LlmD
+from kvproxy.routing.llm_d import LlmD, LlmDSticky
 from kvproxy.routing.lmetric import LMetric
 from kvproxy.routing.policy import Policy
 from kvproxy.routing.prefix_affinity import PrefixAffinity
@@ -37,6 +37,7 @@ POLICIES: Mapping[PolicyName, type[Policy]] = {
     PolicyName.DYNAMO: Dynamo,
     PolicyName.DYNAMO_AGENTIC: DynamoAgentic,
     PolicyName.LLM_D: LlmD,
+    PolicyName.LLM_D_STICKY: LlmDSticky,
     PolicyName.LMETRIC: LMetric,
     PolicyName.LEAST_TTFT: LeastTtft,
 }

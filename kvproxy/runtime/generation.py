@@ -48,7 +48,7 @@ class Generation:
     """What one configuration makes of the states there are, whole or not at all (ConfigError).
 
     Making it has no effect. It serves once its `states` are kept, its `parts` entered and `serve` was called. `running`
-    counts its open requests.
+    counts its open requests, those in its `chain`.
     """
 
     def __init__(self, config: Config, shared: Shared, store: StateStore) -> None:
@@ -74,7 +74,7 @@ class Generation:
         specs = config.filters or tuple(FilterSpec(name=name) for name in DEFAULT_FILTERS)
         extra = shared.extra_filters
         types = {**(discover({spec.name for spec in specs}) if extra is None else extra), **FILTERS}
-        self._chain: ASGIApp = build_chain(specs, self._not_found, context=context, types=types)
+        self.chain: ASGIApp = build_chain(specs, self._not_found, context=context, types=types)
         self.kvcaches: list[KvCache] = context.kvcaches
         self._on_serving = context.on_serving
         #: In the order they are entered; some may be running already, in the generation before.
@@ -96,13 +96,6 @@ class Generation:
         for show in self._on_serving:
             show()
         return lost
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.running += 1
-        try:
-            await self._chain(scope, receive, send)
-        finally:
-            self.running -= 1
 
     def _cluster(self, name: str, settings: ClusterSettings) -> Cluster:
         shared = self._shared

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import lru_cache
 from operator import itemgetter
 
 from kvproxy.errors import UnsafeRequest
@@ -15,6 +16,8 @@ _VISIBLE = bytes(range(0x21, 0x7F)) + bytes(range(0x80, 0x100))
 _HEAD = b"\r\n\t " + _VISIBLE
 _PER_REQUEST = frozenset({b"host", b"content-length", b"transfer-encoding"})
 _WANTS_LENGTH = frozenset({b"POST", b"PUT", b"PATCH"})
+#: The first lines of requests for shorter targets are remembered, since they repeat themselves.
+_MAX_TARGET_BYTES = 256
 _LAST_CHUNK = b"0\r\n\r\n"
 
 #: A smaller body is copied behind its head, which costs less than another buffer of a write.
@@ -137,27 +140,37 @@ def encode_head(
     where one belongs, and for framing headers that contradict the body.
     """
     names = list(map(_NAME, headers))
-    lines = [b"%b %b%b HTTP/1.1" % (method, origin.base_path, target)]
-    if b"host" not in names:
-        lines.append(b"host: " + origin.host_header)
-    elif names.count(b"host") > 1:
-        raise UnsafeRequest("more than one host")
-    lines += map(b": ".join, headers)
+    lines = [*map(b": ".join, headers), b""]
+    own = b"\r\n".join(lines)
+    _check_fields(own, names, len(headers))
+    host, framing = origin.host_header, b""
+    if b"host" in names:
+        host = b""
+        if names.count(b"host") > 1:
+            raise UnsafeRequest("more than one host")
     if b"content-length" in names or b"transfer-encoding" in names:
         length_bytes = _stated_length(headers, names, body_bytes=body_bytes, has_body=has_body)
     elif has_body and body_bytes is None:
         length_bytes = None
-        lines.append(b"transfer-encoding: chunked")
+        framing = b"transfer-encoding: chunked\r\n"
     else:
         length_bytes = body_bytes or 0
         if length_bytes or method in _WANTS_LENGTH:
-            lines.append(b"content-length: %d" % length_bytes)
-    lines.append(b"")
-    own = b"\r\n".join(lines)
+            framing = b"content-length: %d\r\n" % length_bytes
+    first = _first_lines if len(target) <= _MAX_TARGET_BYTES else _first_lines.__wrapped__
+    return b"%b%b%b%b\r\n" % (first(method, origin.base_path, target, host), own, framing, repeated.wire), length_bytes
+
+
+@lru_cache(1024)
+def _first_lines(method: bytes, base_path: bytes, target: bytes, host: bytes) -> bytes:
+    """The request line, and that of the host unless it is b"". Raises UnsafeRequest."""
     if target[:1] not in (b"/", b"*") or target.translate(None, _VISIBLE):
         raise UnsafeRequest("a request target with spaces or control characters, or not starting with a slash")
-    _check_fields(own, [method, *names], len(lines) - 1)
-    return b"%b%b\r\n" % (own, repeated.wire), length_bytes
+    text = b"%b %b%b HTTP/1.1\r\n" % (method, base_path, target)
+    if host:
+        text += b"host: %b\r\n" % host
+    _check_fields(text, [method], 2 if host else 1)
+    return text
 
 
 def _stated_length(headers: Headers, names: list[bytes], *, body_bytes: int | None, has_body: bool) -> int | None:

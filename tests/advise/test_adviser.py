@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,12 @@ from kvproxy.config.load import check_config
 from kvproxy.config.schema import Config
 from kvproxy.receipts.receipt import encode
 from kvproxy.replay.settings import IndexMode, ReplayFleet
-from kvproxy.types import EndpointId
+from kvproxy.types import Clock, EndpointId
 from tests.advise.recorded import BEGAN, Chats, record
 
 FLEET = ReplayFleet(instances=2, capacity_tokens=200_000)
 SLOTS = replace(FLEET, max_sequences=2)
-CHATS = Chats(sessions=110, turns=3, rate=0.5, output_tokens=220)
+CHATS = Chats(sessions=80, turns=3, rate=0.5, output_tokens=220)
 NOW = BEGAN + 3600.0
 
 
@@ -59,10 +60,12 @@ def both(**changes: Any) -> list[EngineSettingsSeen]:
 
 def advise(
     path: Path | None, *, engines: Sequence[EngineSettingsSeen] | None = None, budget_s: float = 0.0, now: float = NOW,
-    **changes: Any,
+    clock: Clock = lambda: 0.0, **changes: Any,
 ) -> tuple[list[PoolAdvice], str]:  # fmt: skip
-    """The advice, and all of its text on one line."""
-    adviser = Adviser(config(**changes), both() if engines is None else engines, path, budget_s, now, io.StringIO())
+    """The advice, and all of its text on one line. The clock of the budget stands still unless said otherwise."""
+    adviser = Adviser(
+        config(**changes), both() if engines is None else engines, path, budget_s, now, io.StringIO(), clock
+    )
     pools, out = adviser.advise(), io.StringIO()
     print_text(pools, adviser.notes, out, now=now, width=1000)
     json.dumps(as_dict(pools, adviser.notes, now=now))
@@ -117,7 +120,7 @@ def test_a_line_that_is_no_receipt_is_passed_over(recorded: Path) -> None:
     (pool,), text = advise(recorded)
     assert "2 lines of the receipts cannot be read" in text
     assert pool.traffic is not None
-    assert len(pool.traffic.requests) == 330
+    assert len(pool.traffic.requests) == 240
 
 
 def test_receipts_of_other_times_are_said_to_be_old(recorded: Path) -> None:
@@ -192,7 +195,7 @@ def test_a_fleet_where_nothing_helps_is_told_so(recorded: Path) -> None:
     assert pool.fit.good
     assert list(pool.advice) == []
     assert {one.setting for one in pool.not_given} >= {Setting.SCHEDULING, Setting.QUEUE, Setting.MEMORY}
-    assert "Nothing helps: these settings fit this traffic." in text
+    assert "Nothing helps beyond noise: these settings fit this traffic." in text
 
 
 def test_slots_that_are_too_few_are_named_with_their_gain(tmp_path: Path) -> None:
@@ -248,6 +251,20 @@ def test_a_model_that_does_not_fit_expects_nothing(tmp_path: Path) -> None:
 
 def test_a_budget_that_is_too_small_ends_without_expectations(recorded: Path) -> None:
     """In its time, with what is known."""
-    (pool,), text = advise(recorded, budget_s=0.01)
+    (pool,), text = advise(recorded, budget_s=0.01, clock=count().__next__)
     assert pool.fit is None
     assert "the budget of 0 s is spent" in text
+
+
+def test_ctrl_c_ends_the_simulations_with_what_is_known(recorded: Path) -> None:
+    """No trace of a stack; what engines and receipts say remains."""
+    calls = count()
+
+    def clock() -> float:
+        if next(calls) == 400:
+            raise KeyboardInterrupt
+        return 0.0
+
+    (pool,), text = advise(recorded, engines=both(publishes=False), budget_s=60, clock=clock)
+    assert "note: interrupted" in text
+    assert Setting.KV_EVENTS in {one.setting for one in pool.advice}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ import pytest
 from starlette.types import Send
 
 from kvproxy.app import Proxy
+from kvproxy.commands.advice import AdviceRunner
 from kvproxy.config.load import load_config
 from kvproxy.listener.server import Server
 from tests.browser.conftest import Browser
@@ -358,3 +361,30 @@ async def test_parts_have_names_for_screen_readers(browser: Browser) -> None:
             " count('svg:not([aria-label])'), count('html[lang]'), count('button[type=button]:not([aria-label])')]"
         )
     assert counts == [0, 0, 1, 0, 1, 0]
+
+
+async def test_advice_is_asked_for_and_shown(browser: Browser) -> None:
+    """A button starts the adviser; its settings and flags come as text, whatever is in them."""
+    said = {
+        "notes": ["no receipts"],
+        "pools": [{
+            "name": "cluster default", "notes": [HOSTILE],
+            "advice": [{
+                "setting": "KV events", "what": "no KV events", "config": "", "gain": None,
+                "flags": [{"engines": "endpoint a", "flag": "--kv-events-config '{...}'"}],
+            }],
+        }],
+    }  # fmt: skip
+    runner = AdviceRunner(lambda budget_s: [sys.executable, "-c", f"print({json.dumps(said)!r})"])
+    async with stage() as on, runner:
+        await browser.open(on.admin.url)
+        await browser.until(f"{ROW}", "a")
+        assert await browser.script("return document.querySelector('#advice-card').hidden")
+        on.proxy.adviser = runner
+        await browser.open(on.admin.url)
+        await browser.until("!document.querySelector('#advice-card').hidden")
+        await browser.script("document.querySelector('#advise').click()")
+        await browser.until("document.querySelector('#advice').innerText.includes('--kv-events-config')")
+        assert await browser.script("return document.querySelectorAll('#advice li').length") == 3
+        assert not await browser.script("return window.hacked")
+        assert await browser.complaints() == []

@@ -149,6 +149,7 @@ async def test_stats_and_health() -> None:
         (404, "instance 'mp-9' is not registered", UnknownInstance),
         (404, "Not Found", NotSupported),
         (502, "MP server mp-1 unreachable", Refused),
+        (500, "internal error", Refused),
         (400, "invalid model_name", Refused),
     ],
 )

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pydantic import Field
 
+from kvproxy.config.fields import keys_of, spelling_hint
 from kvproxy.config.load import check_config
+from kvproxy.config.model import Model
 from kvproxy.config.paths import is_inside
 from tests.config.pixiu_files import PLACEHOLDERS
 from tests.config.test_problems import PLANTED
@@ -144,6 +147,17 @@ def test_merged_and_repeated_values_stand_where_they_are_written() -> None:
 def test_a_part_is_what_stands_below_it(path: str, outer: str, inside: bool) -> None:
     """Another key that begins alike is another part."""
     assert is_inside(path, outer) is inside
+
+
+def test_keys_are_those_that_a_file_writes() -> None:
+    """Where a setting goes by another name in the file, hints name that one."""
+
+    class Renamed(Model):
+        max_idle: int = Field(default=0, alias="maxIdleConns")
+        scheme: str = "http"
+
+    assert keys_of(Renamed) == ["maxIdleConns", "scheme"]
+    assert spelling_hint("maxIdleCons", keys_of(Renamed)) == "did you mean 'maxIdleConns'?"
 
 
 def test_keys_with_dots_and_brackets_are_found() -> None:

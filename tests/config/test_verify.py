@@ -22,6 +22,13 @@ def problems_of(text: str) -> list[str]:
     return [f"{problem.severity}: {problem}" for problem in problems]
 
 
+def test_all_bodies_together_hold_at_least_one() -> None:
+    """As much as the largest body is enough, and less is not."""
+    assert problems_of(E + "limits: {body: 2MiB, bodies: 2MiB}\n") == []
+    (problem,) = problems_of(E + "limits: {body: 2MiB, bodies: 1MiB}\n")
+    assert problem.startswith("error: limits.bodies: less than limits.body")
+
+
 def test_a_good_configuration_has_no_problem() -> None:
     """Everything on at once, in the right order."""
     text = (

@@ -320,13 +320,12 @@ async def test_the_state_key_is_pixius() -> None:
 
 
 async def test_a_pick_that_cannot_be_counted_harms_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    class Stumbling(KvCache):
-        def placed(self, facts: Any, endpoint: EndpointId) -> None:
-            raise RuntimeError("a mistake")
+    def stumbling(facts: Any, endpoint: EndpointId) -> None:
+        raise RuntimeError("a mistake")
 
     engine = FakeEngine("only")
     async with serve(engine) as url, running_proxy({"a": url}, policy="kv_aware") as proxy:
-        service(proxy).__class__ = Stumbling
+        service(proxy).placed = stumbling
         assert await ask(proxy, TURN) == "a"
     assert "KvCacheLearning at `placed`" in caplog.text
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvproxy.clients.kv_events.events import BlockRemoved, BlockStored
 from kvproxy.kvcache.feedback.trust import Trust
-from kvproxy.kvcache.overlap.indexes import IndexState, LocalIndexes
+from kvproxy.kvcache.overlap.indexes import SHORT_BYTES, IndexState, LocalIndexes
 from kvproxy.kvcache.overlap.merge import is_contradicted, merge_overlaps
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.prefix.precise.index import PreciseMatch
@@ -18,6 +18,7 @@ from kvproxy.replay.trace import Turn
 from kvproxy.replay.view import IndexView, endpoint_id
 from kvproxy.routing.policy import FactSource, Overlap
 from kvproxy.simulator import kv_event as simulated
+from kvproxy.types import InferenceRequest, Prompt, RequestKind
 from tests.kvcache.support import A, B
 
 #: A prompt of 256 blocks of 16 tokens, 4,096 in all, and as many blocks of text.
@@ -106,6 +107,17 @@ def test_without_events_nothing_is_kept_twice() -> None:
     local.route(A, local.approximate.locate(HASHES))
     assert local.approximate.in_flight_entries == 0
     assert overlaps(local) == {"a": Overlap(4096)}
+
+
+@pytest.mark.parametrize("size_bytes", [0, 100, 2048, SHORT_BYTES, SHORT_BYTES + 1, 2 * SHORT_BYTES])
+def test_a_prompt_has_the_same_blocks_however_they_are_found(size_bytes: int) -> None:
+    """Short ones without the memory of sessions, where nothing goes by message keys."""
+    prompt = Prompt(b"", (b"x" * size_bytes, b"y" * 300))
+    request = InferenceRequest(RequestKind.CHAT, "m", prompt)
+    plain, keyed = LocalIndexes(IndexState(), follows_events=False, lookups=False), LocalIndexes(IndexState())
+    hashes, keys = plain.hashes(request, "m", prompt.size_bytes)
+    assert (hashes, 2) == (keyed.hashes(request, "m", prompt.size_bytes)[0], len(keyed.hashes(request, "m", 0)[1]))
+    assert (len(plain.sessions), len(keys)) == ((0, 0) if prompt.size_bytes <= SHORT_BYTES else (1, 2))
 
 
 @pytest.mark.parametrize(

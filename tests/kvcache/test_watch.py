@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from typing import Any
 
 import pytest
 
 from kvproxy.config.cluster_schema import EndpointSettings
 from kvproxy.kvcache.actions.signals import HostUse
+from kvproxy.routing.room import Room
 from kvproxy.simulator.lmcache_coordinator import CoordinatorSettings
 from tests.kvcache.fleet import simulated
 from tests.kvcache.support import A, Fake, Service, chat, cluster_of, controller, long_text, running, settings, world
@@ -62,16 +64,16 @@ async def test_readings_become_pressure() -> None:
         assert (pressure.load, pressure.memory) == (0.25, 0.75)
 
 
-async def test_policies_see_the_engines_memory_and_slots() -> None:
-    """Beside the ledger, with the time it was read; what an engine does not say is None, and one not read has none."""
+async def test_the_ledger_hears_of_the_engines_memory() -> None:
+    """With the time it was read: three quarters in use by 600 prompt tokens, so there is room for 800. An engine that
+    is not read has none to speak of."""
     clock = FakeClock(70.0)
-    async with world({"a": engine(tokens=25_600, usage=0.75), "b": Fake({})}, clock=clock) as service:
+    async with world({"a": engine(usage=0.75), "b": Fake({})}, clock=clock) as service:
+        read, unread = service.cluster.endpoints
+        read.load.first_token(read.load.reserve(600, 0, 69.0), 70.0)
         await round_of(service)
-        read, unread = (endpoint.load.engine for endpoint in service.cluster.endpoints)
-        assert read is not None
-        assert (read.capacity_tokens, read.used_share, read.running, read.waiting) == (25_600, 0.75, 64, None)
-        assert read.read_at == 70.0
-        assert unread is None
+        assert read.load.room == Room(800.0, math.inf, 70.0)
+        assert unread.load.room is None
 
 
 async def test_engines_that_do_not_say_change_nothing() -> None:

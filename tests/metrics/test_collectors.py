@@ -6,7 +6,7 @@ import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from kvproxy.metrics.collectors import Counter, Histogram
+from kvproxy.metrics.collectors import CallbackGauge, Counter, Histogram
 
 BOUNDS = (0.005, 0.1, 1.0, 60.0)
 
@@ -71,3 +71,15 @@ def test_a_name_is_taken_once() -> None:
     Counter("x_requests", "Requests", registry=registry)
     with pytest.raises(ValueError, match="x_requests"):
         Histogram("x_requests_total", "Another", buckets=BOUNDS, registry=registry)
+
+
+def test_what_is_read_and_counts_is_shown_as_a_counter() -> None:
+    """Under the name that prometheus_client shows too, in both ways of writing a page."""
+    registry = CollectorRegistry()
+    recalls = CallbackGauge("x_recalls", "Recalls", ["result"], counts=True, registry=registry)
+    recalls.set_source(lambda: [(("exact",), 3.0)])
+    assert registry.get_sample_value("x_recalls_total", {"result": "exact"}) == 3.0
+    assert "".join(recalls.texts()).splitlines()[1:] == [
+        "# TYPE x_recalls_total counter",
+        'x_recalls_total{result="exact"} 3.0',
+    ]

@@ -85,6 +85,10 @@ def test_a_name_is_not_found_where_it_was_before() -> None:
     again, other = names(4, seed=5), names(4, seed=6)
     again[0] = keys[1]
     assert runs.append_blocks(again, other, runs.find_key(keys[-1]), GPU) is not None
+    for key, block in ((keys[3], blocks[3]), (again[0], other[0])):  # far from each other
+        place = runs.find_key(key)
+        assert place is not None
+        assert place[0].blocks[place[1]] == block
     left = dict(zip([*keys[3:], *again], [*blocks[3:], *other], strict=True))
     check(runs, left, keys)
 

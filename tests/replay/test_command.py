@@ -90,7 +90,7 @@ def test_engines_and_knowledge_can_be_disturbed(trace_file: Path) -> None:
     status, table, _ = replay(
         trace_file, "--policy", "kv_aware", "--requests", "20", "--slow", "2,1", "--slow-middle", "3", "--index",
         "approximate", "--index-delay", "0.5", "--index-capacity", "0.5", "--wrong", "0.2", "--prior-factor", "4",
-        "--open-loop", "--load", "0.5", "--baseline", "kv_aware",
+        "--open-loop", "--load", "0.5", "--baseline", "kv_aware", "--leave", "0:0.3,1:0.5", "--join", "0:0.6,7:0.2",
     )  # fmt: skip
     assert status == 0
     assert "small, both halves: 20 requests, 8 instances, load 0.5" in table
@@ -100,6 +100,7 @@ def test_engines_and_knowledge_can_be_disturbed(trace_file: Path) -> None:
     ("arguments", "message"),
     [(("--policy", "best"), "no policy 'best'"), (("--instances", "0"), "at least 1"), (("--wrong", "1"), "--wrong"),
      (("--baseline", "lmetric", "--policy", "kv_aware"), "not among"), (("--slow", "x"), "--slow takes numbers"),
+     (("--join", "3"), "--join takes engines"), (("--leave", "9:0.5"), "are numbered from 0"),
      (("--prefill-tokens-per-s", "0"), "must be positive")],
 )  # fmt: skip
 def test_a_wrong_option_is_an_error_message(trace_file: Path, arguments: tuple[str, ...], message: str) -> None:

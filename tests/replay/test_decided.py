@@ -85,7 +85,7 @@ def test_live_blocks_are_decided_by_where_they_were_counted(tmp_path: Path) -> N
     goes there past B's cache. A receipt that does not say so has each request's tokens for its own."""
     shared = replace(candidate(A), resident_tokens=64_000, live_blocks=2400, shared_blocks=200)
     apart = replace(candidate(B), resident_tokens=64_000, live_blocks=12_800)
-    told = receipt(0, A, shared, apart, facts={B: Overlap(900)}, block_tokens=5.0)
+    told = receipt(0, A, shared, apart, facts={B: Overlap(900)}, prompt_blocks=200, block_tokens=5.0)
     untold = receipt(1, A, replace(shared, live_blocks=None), replace(apart, live_blocks=None), facts=told.facts)
     assert review(tmp_path, [told], "dynamo").policies["dynamo"].different == 0
     assert review(tmp_path, [untold], "dynamo").policies["dynamo"].different == 1

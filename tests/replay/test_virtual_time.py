@@ -131,6 +131,54 @@ def test_an_engine_that_slows_down_for_a_while_is_avoided_for_a_while() -> None:
     assert replace(FLEET, slow_middle=3.0).engine_settings(512, 1, 90.0).timing.slowness_changes == ()
 
 
+def test_a_lost_engine_loses_answers_and_its_waiting_requests_go_elsewhere() -> None:
+    """As in the proxy: what has no first token is routed again, a broken answer fails; its cache is gone for good."""
+    trace = shared_prefix_trace(requests=300, gap_ms=20)
+    outcomes = outcomes_of(trace, Pace(), replace(FLEET, leaves=((0, 0.5),)), KV_AWARE)
+    middle = Pace().duration_s(trace) / 2
+    failed = [each for each in outcomes if each.first_token_at is None]
+    assert 0 < len(failed) < 60
+    assert all(each.endpoint == 0 and each.arrived_at <= middle for each in failed)
+    assert {each.endpoint for each in outcomes if each.arrived_at > middle} == {1, 2}
+    again = [each for each in outcomes if each.placed_at == middle]
+    assert again
+    assert all(each.endpoint > 0 and each.arrived_at < middle and each.finished_at is not None for each in again)
+    assert len(outcomes) == 300
+
+
+def test_an_engine_that_joins_is_cold_and_is_used() -> None:
+    """Nothing it held before is believed of it, nor found."""
+    trace = shared_prefix_trace(requests=300, gap_ms=60)
+    fleet = replace(FLEET, joins=((0, 0.6), (1, 0.4)), leaves=((0, 0.3),))
+    outcomes = outcomes_of(trace, Pace(), fleet, KV_AWARE)
+    duration_s = Pace().duration_s(trace)
+    assert all(each.arrived_at > 0.39 * duration_s for each in outcomes if each.endpoint == 1)
+    came_back = [each for each in outcomes if each.endpoint == 0 and each.arrived_at > 0.5 * duration_s]
+    assert came_back
+    assert (came_back[0].predicted_tokens, came_back[0].cached_tokens) == (0, 0)
+    assert summarize_outcomes(outcomes, 3).wrong_share < 0.05
+
+
+@pytest.mark.parametrize("index", IndexMode)
+@pytest.mark.parametrize("queue", [False, True])
+def test_every_session_goes_on_when_engines_come_and_go(index: IndexMode, queue: bool) -> None:
+    """A broken answer ends its turn, not the conversation; late events of a lost engine are not believed."""
+    trace = chat_trace()
+    fleet = replace(FLEET, leaves=((0, 0.2), (1, 0.5)), joins=((0, 0.4),), index=index, index_delay_s=0.3)
+    outcomes = outcomes_of(trace, Pace(scale=0.1), fleet, PolicySpec(PolicyName.KV_AWARE, queue, True))
+    assert len(outcomes) == trace.requests
+    assert sum(each.finished_at is not None for each in outcomes) >= trace.requests - 12
+
+
+@pytest.mark.parametrize(
+    ("joins", "leaves"), [((), ((0, 0.5), (1, 0.6), (2, 0.7))), (((0, 0.1), (1, 0.1), (2, 0.2)), ()), (((3, 0.5),), ())]
+)
+def test_a_fleet_is_never_empty(joins: tuple[tuple[int, float], ...], leaves: tuple[tuple[int, float], ...]) -> None:
+    """There would be nothing to choose from; nor is there an engine of a number beyond the fleet."""
+    with pytest.raises(ValueError, match="one is always there"):
+        replace(FLEET, joins=joins, leaves=leaves)
+
+
 def test_a_prompt_no_engine_can_hold_fails_and_the_session_goes_on() -> None:
     """Counted as failed, not waited for."""
     rows = (
@@ -270,6 +318,21 @@ def test_an_outcome_says_when_it_was_placed_and_admitted_and_how_often_it_starte
         assert each.admitted_at is not None
         assert each.first_token_at is not None
         assert each.arrived_at <= each.placed_at <= each.admitted_at < each.first_token_at
+
+
+def test_a_greedy_tenants_requests_stand_behind_anothers() -> None:
+    """Turns of tenants are in the number as the proxy forwards it."""
+    engines = [SimEndpoint(endpoint_id(0), 0, Engine(FLEET.engine_settings(512, 0, 1.0)))]
+    rows = {"timestamp": 0, "input_length": 30_000, "output_length": 1, "hash_ids": []}
+    turn = parse_trace(lines(rows), name="one").sessions[0].turns[0]
+    view = IndexView(replace(FLEET, instances=1), 512, rng=Random(1))
+    router = VirtualRouter(engines, KV_AWARE.make(rng=Random(1)), view, priority=True)
+    numbers = []
+    for tenant, at in [("greedy", 10.0), ("greedy", 10.0), ("polite", 10.0), ("greedy", 12.0), ("polite", 12.0)]:
+        placement = router.arrive(LiveRequest(0, 0, turn, ReplayOutcome(at, 30_000, tenant=tenant)), at)
+        assert placement is not None
+        numbers.append(placement.priority)
+    assert numbers[3] > numbers[4]
 
 
 def test_progress_is_reported() -> None:

@@ -1,4 +1,4 @@
-"""Ledger, speeds and cost agree with the reference over random histories."""
+"""Ledger, speeds and cost agree with the reference over random histories, but for steps that are overdue."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 
 from kvproxy.config.policy_schema import KvAwareSettings
 from kvproxy.routing.kv_aware import KvAware
-from kvproxy.routing.load import Reservation
+from kvproxy.routing.load import MAX_PROGRESS, OVERDUE, OVERDUE_S, Reservation
+from kvproxy.routing.room import HEAD_TOKENS
 from kvproxy.routing.speeds import SpeedModel
 from tests.routing import reference_speed_model as reference
 from tests.routing.fleet import FakeCandidate, ask, fleet
@@ -62,9 +63,21 @@ class TwinFleet:
         ours = self.policy.choose(request, self.candidates, self.now).costs
         theirs = [
             reference.cost(self.model, ledger, f"e{index}", uncached, cached, hot_missing, self.now)
+            + self.overdue_s(ledger, f"e{index}")
             for index, ledger in enumerate(self.ledgers)
         ]
         return list(ours), theirs
+
+    def overdue_s(self, ledger: reference.Endpoint, name: str) -> float:
+        """What the reference takes for done of a step that should be over: the project takes nothing for done there."""
+        head = [0.0] * 3
+        for work in ledger.pend.values():
+            head = [total + part for total, part in zip(head, work, strict=True)]
+            if head[1] >= HEAD_TOKENS:
+                break
+        head_s = self.model.factor(name, self.now) * self.model.base(head)
+        overdue = ledger.pend and self.now - ledger.last > OVERDUE * head_s + OVERDUE_S
+        return MAX_PROGRESS * head_s if overdue else 0.0
 
 
 @pytest.mark.parametrize("seed", range(4))

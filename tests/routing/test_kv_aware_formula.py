@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvproxy.config.policy_schema import KvAwareSettings
-from kvproxy.routing.kv_aware import LARGE, MAX_KAPPA, TICK_S, KvAware
+from kvproxy.routing.kv_aware import LARGE, MAX_KAPPA, MAX_STALLED, TICK_S, KvAware
 from kvproxy.routing.load import EndpointLoad, features_of
 from kvproxy.routing.policy import Overlap, OverlapFacts, PickRequest
 from kvproxy.types import EndpointId
@@ -47,7 +47,7 @@ def plain_costs(
         if overlap.lower_tokens:
             own += lower_s * min(overlap.lower_tokens, matched)
         kappa = everywhere + min(MAX_KAPPA, crowding * past.bound_per_s * (wait + 0.5 * slow * own))
-        cost = wait + own * (slow + settings.stall * one.load.in_flight)
+        cost = wait + own * (slow + settings.stall * min(one.load.in_flight, MAX_STALLED))
         costs.append((cost + own * kappa + settings.foresight * past.usual_wait_s) / one.weight)
     return costs
 

@@ -9,10 +9,10 @@ from random import Random
 import pytest
 
 from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
-from kvproxy.config.policy_schema import DynamoSettings, LlmDSettings
+from kvproxy.config.policy_schema import DynamoSettings, LlmDSettings, LlmDStickySettings
 from kvproxy.routing.dynamo import Dynamo
 from kvproxy.routing.least_ttft import LeastTtft
-from kvproxy.routing.llm_d import LlmD
+from kvproxy.routing.llm_d import LlmD, LlmDSticky
 from kvproxy.routing.lmetric import LMetric
 from kvproxy.routing.load import features_of
 from kvproxy.routing.policy import Overlap, PickRequest, Policy
@@ -31,8 +31,8 @@ def test_every_name_makes_a_policy_that_chooses(name: PolicyName) -> None:
 
 @pytest.mark.parametrize(
     "policy",
-    [PrefixAffinity(rng=Random(1)), Dynamo(rng=Random(1)), LlmD(rng=Random(1)), LMetric(rng=Random(1)),
-     LeastTtft(rng=Random(1))],
+    [PrefixAffinity(rng=Random(1)), Dynamo(rng=Random(1)), LlmD(rng=Random(1)), LlmDSticky(rng=Random(1)),
+     LMetric(rng=Random(1)), LeastTtft(rng=Random(1))],
     ids=lambda policy: type(policy).__name__,
 )  # fmt: skip
 def test_all_prefer_the_holder_of_an_idle_pair_and_spread_ties(policy: Policy) -> None:
@@ -182,7 +182,50 @@ def test_llm_d_sums_weighted_scores() -> None:
     occupy(candidates[1], uncached=1000)
     policy = LlmD(rng=Random(1), settings=LlmDSettings(kv_capacity_tokens=4000))
     costs = policy.choose(ask(100, {"e0": 100, "e1": 50}), candidates, 0.0).costs
-    assert costs == pytest.approx([-(2.0 + 0.0 + 0.5), -(1.0 + 0.5 + 0.75), -(0.0 + 1.0 + 1.0)])
+    assert costs == pytest.approx([-(2.0 + 0.0 + 0.5), -(0.0 + 0.5 + 0.75), -(0.0 + 1.0 + 1.0)])
+
+
+def test_llm_d_places_holders_between_the_least_and_the_most_that_any_holds() -> None:
+    """As its utils.go: the least holder scores as one that holds nothing, holders that are alike all score 1."""
+    policy = LlmD(rng=Random(1), settings=LlmDSettings(queue_weight=0, kv_weight=0))
+
+    def scores(**held: int) -> list[float]:
+        return [-cost for cost in policy.choose(ask(100, held), fleet(4), 0.0).costs]
+
+    assert scores(e0=80, e1=60, e2=40) == [2.0, 1.0, 0.0, 0.0]
+    assert scores(e0=30, e1=30) == [2.0, 2.0, 0.0, 0.0]
+    assert scores() == [0.0] * 4
+
+
+def test_llm_d_counts_shared_memory_once() -> None:
+    """Three requests that share all their blocks use as much KV memory as one."""
+    candidates = fleet(2)
+    live(candidates[0], range(100), times=3)
+    live(candidates[1], range(100, 350))
+    settings = LlmDSettings(prefix_weight=0, queue_weight=0, kv_capacity_tokens=8000)
+    costs = LlmD(rng=Random(1), settings=settings).choose(ask(64), candidates, 0.0).costs
+    assert costs == pytest.approx([-(1 - 1600 / 8000), -(1 - 4000 / 8000)])
+
+
+@pytest.mark.parametrize(
+    ("held", "pending", "max_penalty_s", "chosen"),
+    [
+        ({"e0": 90, "e1": 85, "e2": 10}, (0, 0, 0), 5.0, {0}),  # narrowed to two; the first has less to compute
+        ({"e0": 90, "e1": 10}, (500, 50), 0.1, {1}),  # 450 ms more than the other one may not be
+        ({"e0": 90, "e1": 10}, (500, 50), 1.0, {0}),  # 450 ms is within a second
+        ({"e0": 10, "e1": 20, "e2": 50}, (0, 0, 0), 5.0, {2}),  # none is sticky: of all
+    ],
+)
+def test_llm_d_sticky_leaves_the_holders_when_they_are_saturated(
+    held: dict[str, int], pending: tuple[int, ...], max_penalty_s: float, chosen: set[int]
+) -> None:
+    """The worked examples of its filter's tests (plugin_test.go), at 1,000 tokens a second."""
+    candidates = fleet(len(pending))
+    for candidate, tokens in zip(candidates, pending, strict=True):
+        candidate.load.reserve(tokens, 0, 0.0)
+    settings = LlmDStickySettings(peak_prefill_tokens_per_s=1000.0, max_penalty_s=max_penalty_s)
+    policy = LlmDSticky(rng=Random(1), settings=settings)
+    assert {policy.choose(ask(100, held), candidates, 0.0).index for _ in range(20)} == chosen
 
 
 def test_lmetric_multiplies_prefill_and_batch() -> None:

@@ -338,19 +338,18 @@ def test_cancel_frees_blocks_at_once() -> None:
     assert of(run(engine), Finished) == []
 
 
-def test_what_a_cancelled_request_held_serves_the_next_one() -> None:
+@pytest.mark.parametrize("company", [0, 1])
+def test_what_a_cancelled_request_held_serves_the_next_one(company: int) -> None:
     """It begins with the next step, and not where the long decode under way would have ended; also where the one that
     left was alone."""
-    for company in (True, False):
-        engine = Engine(replace(SMALL, capacity_blocks=12))
-        engine.submit(request("large", 112, 20), 0.0)
-        if company:
-            engine.submit(request("decode", 16, 60, chain=1), 0.0)
-        engine.submit(request("waits", 96, 2, chain=2), 0.0)
-        engine.advance(0.1)
-        assert engine.load.waiting == 1
-        engine.cancel("large", 0.1)
-        assert first_token(run(engine), "waits").at < 0.2
+    engine = Engine(replace(SMALL, max_sequences=1 + company))
+    for number in range(1 + company):
+        engine.submit(request(f"decode {number}", 16, 400, chain=number), 0.0)
+    engine.submit(request("waits", 16, 2, chain=9), 0.0)
+    engine.advance(0.1)
+    assert engine.load.waiting == 1
+    engine.cancel("decode 0", 0.1)
+    assert first_token(run(engine), "waits").at < 0.2
 
 
 def test_cancelling_the_unknown_or_the_waiting() -> None:

@@ -1,5 +1,6 @@
 // The live page: asks /live once a second and puts what it says into the document.
 
+import { connectAdvice, refreshAdvice } from "./advice.js";
 import { showHistory } from "./charts.js";
 import { publicUrl, showDecisions } from "./decisions.js";
 import { connect, showEndpoints, showQueues } from "./endpoints.js";
@@ -181,7 +182,9 @@ byId("token-form").addEventListener("submit", (event) => {
   sessionStorage.setItem(TOKEN_KEY, byId("token").value);
   byId("token-dialog").close();
 });
-byId("token-dialog").addEventListener("close", poll);
+byId("token-dialog").addEventListener("close", () => { poll(); refreshAdvice(); });
 document.addEventListener("visibilitychange", poll);
 connect(trouble, poll);
+connectAdvice(trouble);
 poll();
+refreshAdvice();

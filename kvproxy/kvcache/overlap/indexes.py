@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from kvproxy.bounded import BoundedMapping
 from kvproxy.clients.tokens import TokenIds
@@ -15,7 +15,7 @@ from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
 from kvproxy.prefix.approximate.heat import Heat, Run
 from kvproxy.prefix.approximate.index import ApproximateIndex
 from kvproxy.prefix.approximate.radix import PrefixCursor
-from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, message_chain, root_seed, token_blocks
+from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, message_chain, root_seed, text_blocks, token_blocks
 from kvproxy.prefix.precise.index import PreciseIndex, PreciseMatch, precise_root
 from kvproxy.prefix.tokens.session_hashes import SessionHashes
 from kvproxy.prefix.tokens.token_memory import HashedTokens
@@ -27,6 +27,9 @@ DEFAULT_CAPACITY_BLOCKS = 262_144
 #: LoRA adapters told from base models.
 MAX_LORAS = 1024
 
+
+#: To hash all of a prompt that is no longer takes less than to find what an earlier turn of its chat has of it.
+SHORT_BYTES = 4096
 
 #: An engine's start time is the same in every reading, but for the rounding of clocks.
 _SAME_START_S = 2.0
@@ -87,6 +90,9 @@ class LocalIndexes:
         self.started_at, self.sessions = state.started_at, state.sessions
         self._follows_events = follows_events
         self._lookups = lookups
+        self._keyed = follows_events or lookups  # token memory and strategies know prompts by their messages' keys
+        #: A request goes to an endpoint: it counts as holding the prompt until the entry is settled.
+        self.route = partial(self.approximate.route, in_flight=follows_events)
         followed = FollowedEvents() if followed is None else followed
         self.precise, self.loras = followed.precise, followed.loras
         self.exact: Collection[EndpointId] = followed.exact
@@ -94,11 +100,13 @@ class LocalIndexes:
         self._seed = lru_cache(_REMEMBERED_SEEDS)(_seed)
         self._precise_root = lru_cache(_REMEMBERED_SEEDS)(precise_root)
 
-    def hashes(self, request: InferenceRequest, model: str) -> tuple[array[int], Sequence[int]]:
+    def hashes(self, request: InferenceRequest, model: str, prompt_bytes: int) -> tuple[array[int], Sequence[int]]:
         """The prompt's text blocks, empty for a prompt shorter than one, and a key for each message prefix, shortest
-        first. Neither is to be changed.
+        first; of a short one only where something goes by keys. Neither is to be changed.
         """
         seed, prompt = self._seed(model, request.cache_salt), request.prompt
+        if prompt_bytes <= SHORT_BYTES and not self._keyed:
+            return text_blocks(prompt, seed), ()
         keys = message_chain(prompt, seed)
         return self.sessions.text_blocks(prompt, seed, keys), keys
 
@@ -154,10 +162,6 @@ class LocalIndexes:
             return hashed.leading_blocks(size, root, len(tokens))
 
         return self.precise.match_prompt(blocks)
-
-    def route(self, endpoint: EndpointId, cursor: PrefixCursor[Run]) -> SpeculativeEntry:
-        """A request goes there: it counts as holding the prompt until the entry is settled."""
-        return self.approximate.route(endpoint, cursor, in_flight=self._follows_events)
 
     def settle(self, entry: SpeculativeEntry, *, prefilled: bool, lost: bool = False) -> None:
         """The request is over; `prefilled` says whether the engine got as far as a first byte. Once an entry. An engine

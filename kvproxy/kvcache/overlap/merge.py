@@ -45,8 +45,12 @@ def merge_overlaps(
     """
     if announced is None:
         # Endpoints that hold as much as each other share one object: of a large fleet most do, and a policy sees it.
-        by_depth = {blocks: Overlap(int(blocks * tokens_per_block)) for blocks in set(routed.values())}
-        found = {endpoint: by_depth[blocks] for endpoint, blocks in routed.items()}
+        found, by_depth = {}, dict[int, Overlap]()  # a loop: comprehensions are functions to Python 3.11
+        for endpoint, blocks in routed.items():
+            overlap = by_depth.get(blocks)
+            if overlap is None:
+                overlap = by_depth[blocks] = Overlap(int(blocks * tokens_per_block))
+            found[endpoint] = overlap
     else:
         routed = {endpoint: int(blocks * tokens_per_block) for endpoint, blocks in routed.items()}
         in_flight = {endpoint: int(blocks * tokens_per_block) for endpoint, blocks in in_flight.items()}

@@ -101,14 +101,15 @@ class OverlapSources:
         self._entered = False
         await self._running.aclose()
 
-    def gather(self, request: InferenceRequest, body: bytes, *, cluster: Cluster, model: str) -> RequestFacts:
+    def gather(self, request: InferenceRequest, body: bytes, *, cluster: Cluster, model: str = "") -> RequestFacts:
         """What our own sources know, at once. `model` is what the engines call it, where that differs."""
         began = self._clock()
         indexes = self.indexes[cluster.name]
         model = model or request.model or self._settings.default_model
-        hashes, keys = indexes.hashes(request, model)
+        prompt_bytes = request.prompt.size_bytes
+        hashes, keys = indexes.hashes(request, model, prompt_bytes)
         cursor = indexes.approximate.locate(hashes)
-        facts = RequestFacts(cluster, indexes, request, body, model, cursor, keys, request.prompt.size_bytes, began)
+        facts = RequestFacts(cluster, indexes, request, body, model, cursor, keys, prompt_bytes, began)
         if self._uses_tokens:
             self.tokens.recall(facts)
         self._assess(facts)
@@ -174,8 +175,8 @@ class OverlapSources:
             looked_up=facts.lookup_overlaps,
             prompt_tokens=prompt_tokens,
         )
-        hot_tokens = int(indexes.approximate.hot_blocks(cursor) * TEXT_BLOCK_BYTES / bytes_per_token)
         block_tokens = TEXT_BLOCK_BYTES / bytes_per_token
+        hot_tokens = int(indexes.approximate.hot_blocks(cursor) * block_tokens)
         facts.overlaps = OverlapFacts(prompt_tokens, found, hot_tokens, facts.hashes, block_tokens)
         facts.preferred = None
         if found:

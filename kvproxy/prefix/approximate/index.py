@@ -35,6 +35,8 @@ class ApproximateIndex:
         self.default_capacity = capacity_blocks
         self.heat = heat or Heat()
         self._tree: RadixTree[Run] = RadixTree(Run)
+        #: The place of a prompt in the index, for one request. Changes nothing.
+        self.locate = self._tree.locate
         self._slots: BitAllocator[EndpointId] = BitAllocator(limit=max_endpoints)
         self._lrus: dict[int, EndpointLru] = {}  # by slot, retired ones too while their bits remain
         self._present: dict[EndpointId, EndpointLru] = {}
@@ -42,10 +44,6 @@ class ApproximateIndex:
         self._routed = 0
 
     # what is known
-
-    def locate(self, hashes: array[int]) -> PrefixCursor[Run]:
-        """The place of a prompt in the index, for one request. Changes nothing."""
-        return self._tree.locate(hashes)
 
     def lookup(self, cursor: PrefixCursor[Run]) -> dict[EndpointId, int]:
         """Leading blocks each endpoint holds; endpoints that hold none are absent."""

@@ -1,0 +1,76 @@
+"""The routing benchmark's report: ratios, the best peer, what was reached."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from benchmarks import routing_report, routing_targets
+from benchmarks.routing_cells import OURS, Cell, cells
+from benchmarks.routing_ratios import REFERENCE, ratio
+from kvproxy.replay.catalogue import SCENARIOS
+from kvproxy.replay.results import ReplayOutcome, summarize_outcomes
+
+PLAIN = asdict(summarize_outcomes([ReplayOutcome(0.0, 100, 0, first_token_at=1.0, finished_at=2.0)], 1))
+
+
+def row(policy: str, ttft: float, p99: float = 1.0, *, trace: str = "conv_dev", seed: int = 1) -> dict[str, Any]:
+    """A run."""
+    return {
+        **asdict(Cell(trace, 8, 0.9, policy, seed=seed)), **PLAIN, "ttft_mean_s": ttft, "ttft_p99_s": p99,
+        "reference": {"ttft_mean_s": 2.0, "ttft_p99_s": 4.0}, "took_s": 1.0, "reference_took_s": 1.0,
+    }  # fmt: skip
+
+
+def test_ratios_are_seed_by_seed() -> None:
+    """A seed that only one of them was run with does not count."""
+    rows = [row("kv_aware", 1.0), row("lmetric", 2.0), row("kv_aware", 1.0, seed=2), row("kv_aware", 9.0, seed=3),
+            row("lmetric", 2.0, seed=2)]  # fmt: skip
+    assert ratio(rows, "kv_aware", "lmetric", "ttft_mean_s") == (pytest.approx(0.5), pytest.approx(0.0))
+    assert ratio(rows, "lmetric", REFERENCE, "ttft_mean_s").value == pytest.approx(1.0)
+    assert ratio(rows, "kv_aware", "nothing", "ttft_mean_s").value == 0.0
+
+
+def test_p99_is_held_against_whichever_other_is_best() -> None:
+    """On each trace; ours are no others."""
+    rows = [row("kv_aware", 1.0, 6.0), row("kv_aware+queue", 1.0, 1.0), row("lmetric", 1.0, 5.0),
+            row("dynamo_agentic", 9.0, 4.0)]  # fmt: skip
+    ((found, trace, other),) = routing_targets.p99_by_trace(rows, "kv_aware")
+    assert (found.value, trace, other) == (pytest.approx(1.5), "conv_dev", "dynamo_agentic")
+
+
+def test_the_worst_scenario_is_named() -> None:
+    """Each figure has its own best peer; one may be left out."""
+    rows = [row("kv_aware", 3.0, trace="herd"), row("lmetric", 2.0, trace="herd"), row("dynamo", 4.0, trace="herd"),
+            row("kv_aware", 1.0, trace="unique"), row("lmetric", 2.0, trace="unique")]  # fmt: skip
+    found, name = routing_targets.worst_scenario(rows, "kv_aware", "ttft_mean_s")
+    assert (found.value, name) == (pytest.approx(1.5), "herd")
+    assert routing_targets.worst_scenario(rows, "kv_aware", "ttft_mean_s", but="herd")[1] == "unique"
+
+
+@pytest.mark.parametrize(("found", "said"), [(1.0, "reached"), (1.5, "**missed by 92 %**")])
+def test_a_target_is_reached_or_missed(found: float, said: str) -> None:
+    """And says by how much."""
+    table = routing_targets.table([row("kv_aware", found), row("lmetric", found / 1.5 if found > 1 else 2.0)], [])
+    assert said in next(line for line in table if "kv_aware: mean TTFT of lmetric" in line)
+    assert "not run" in next(line for line in table if "of dynamo" in line)
+
+
+def test_a_run_that_was_cut_short_is_a_report() -> None:
+    """It says how much of it there is, on which half, and what no figure is for."""
+    rows = [row(policy, 1.0) for policy in (*OURS, "lmetric")]
+    text = routing_report.as_markdown(rows, command="python -m benchmarks.routing", wanted=900)
+    assert "5 of 900 runs" in text
+    assert "report half" in text
+    assert "not run" in text
+    assert routing_report.as_markdown([], command="c", wanted=1).startswith("# Routing")
+
+
+def test_every_cell_is_run_once() -> None:
+    """All scenarios, and what is quick is a part of it."""
+    everything, quick = cells(quick=False), cells(quick=True)
+    assert len(set(everything)) == len(everything)
+    assert set(quick) < set(everything)
+    assert {cell.trace for cell in quick} >= set(SCENARIOS)
