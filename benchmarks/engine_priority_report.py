@@ -36,7 +36,7 @@ def write(folder: Path, measured: Mapping[str, Any], *, modes: Sequence[str], lo
         "proxies and the clients. Unique prompts, 70 % of about 200 and 30 % of about 3,000 tokens, answers of 8 "
         f"tokens, open loop at {load:g} of the rate the engine took them at when all came at once. The modes of "
         "`engine_priority` take turns on the same arrivals and lengths, through one proxy each. TTFT in seconds, as "
-        "the client sees it.",
+        "the client sees it. Of so few requests a run p99 is next to the longest.",
     ]
     for slots, one in measured.items():
         lines += ["", *_slots(slots, one, modes)]

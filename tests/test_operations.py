@@ -45,10 +45,12 @@ async def test_traffic_shows_in_every_new_metric() -> None:
             assert proxy.metric("kvproxy_learned_slowness", cluster="default", endpoint="a") > 0
             assert proxy.metric("kvproxy_kvcache_facts_seconds_count") == 3
             assert proxy.metric("kvproxy_kvcache_index_bytes", index="approximate") > 0
-            assert proxy.metric("kvproxy_kvcache_index_bytes", index="sessions") > 0
             assert (
                 proxy.metric("kvproxy_shadow_decisions_total", cluster="default", policy="random", result="same") == 3
             )
+            long = chat("the same words over and over " * 300)  # a short prompt is hashed whole each time
+            assert (await proxy.client.post("/v1/chat/completions", json=long)).status_code == 200
+            assert proxy.metric("kvproxy_kvcache_index_bytes", index="sessions") > 0
             await until(lambda: proxy.metric("kvproxy_event_loop_lag_seconds_count") > 0)
 
 

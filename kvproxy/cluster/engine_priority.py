@@ -23,6 +23,8 @@ from kvproxy.types import Clock, EndpointId
 _PENDING = 4
 #: Two that wait are the fewest that can be ordered; after this long without, nothing waits in an engine.
 _WAITING, _NOTHING_WAITS_S = 2, 60.0
+#: An engine that paid no heed is asked again after this long: what waited may have waited in front of its scheduler.
+_ASK_AGAIN_S = 1800.0
 
 
 def utc_seconds() -> float:
@@ -43,7 +45,7 @@ class PriorityState(StrEnum):
 class EndpointPriority:
     """One engine: whether it is sent the number, and the experiment that tells whether it heeds it."""
 
-    __slots__ = ("_load", "_payoff", "_refused", "_rng", "_trial", "_waited_at", "mode", "order")
+    __slots__ = ("_ignored_at", "_load", "_payoff", "_refused", "_rng", "_trial", "_waited_at", "mode", "order")
 
     def __init__(
         self,
@@ -58,6 +60,8 @@ class EndpointPriority:
         self._payoff = payoff  # of all engines of the cluster
         self._rng = rng
         self._waited_at = -math.inf  # when its own count last had several waiting
+        self._trial = PriorityTrial(rng)
+        self._ignored_at = -math.inf  # when the experiment last said so
         self.configure(settings, cluster)
         self.restarted()
 
@@ -93,8 +97,10 @@ class EndpointPriority:
         if self.mode is EnginePriorityMode.ON:
             return True
         verdict = self._trial.verdict
-        if verdict is Verdict.IGNORES or not self.waits(now):
+        if not self.waits(now):
             return False
+        if verdict is Verdict.IGNORES:
+            return now - self._ignored_at >= _ASK_AGAIN_S
         return verdict is Verdict.UNKNOWN or self._payoff.sends(now)
 
     def waits(self, now: float) -> bool:
@@ -110,9 +116,11 @@ class EndpointPriority:
         """As the engine takes it. `request` is what `first_token` and `ended` will be told; the first token of a
         `hidden` one will not be seen."""
         trial = self._trial
+        if trial.verdict is Verdict.IGNORES and now - self._ignored_at >= _ASK_AGAIN_S:
+            trial = self._trial = PriorityTrial(self._rng)
         unsettled = not hidden and trial.verdict is Verdict.UNKNOWN
         if unsettled and self._load.pending_requests >= _PENDING and self.waits(now):
-            urgency = trial.place(request, urgency)
+            urgency = trial.place(request, urgency, now)
         number = engine_priority(urgency)
         return number if self.order is PriorityOrder.LOWEST_FIRST else -number
 
@@ -123,6 +131,8 @@ class EndpointPriority:
         verdict = self._trial.verdict
         if verdict is Verdict.UNKNOWN:
             self._trial.first_token(request, now)
+            if self._trial.verdict is Verdict.IGNORES:
+                self._ignored_at = now
         elif verdict is Verdict.OBEYS and self.mode is EnginePriorityMode.AUTO and self.waits(now):
             self._payoff.observe(placed_at, now - placed_at)
 

@@ -89,7 +89,7 @@ class LlmDStickySettings(Model):
     """Share of the prompt that an endpoint must hold for the request to stick to it."""
     max_penalty_s: float = Field(default=18.0, ge=0, le=3600)
     """Seconds that the best of them may take longer than the best other endpoint."""
-    peak_prefill_tokens_per_s: float = Field(default=15_928.0, gt=0, le=10_000_000)
+    peak_prefill_tokens_per_s: float = Field(default=15_928.0, ge=1, le=10_000_000)
     """Tokens a second that an engine prefills at most: what pending tokens take. The default is that of Qwen 32B on two
     H100; measure yours."""
 

@@ -2,9 +2,9 @@
 
 No endpoint of an engine tells its scheduling policy, and one that orders by arrival accepts the number without effect.
 So two requests that wait together are compared. The first is any; the second, placed while the first waits, is put just
-before or just behind it by the toss of a coin. The pair counts once others were given their first token meanwhile (both
-did wait), and tells whether the one put ahead came first. In an engine that pays no heed to the number this is so in
-half of the pairs, whatever else it orders by: lengths, arrival, chunks. A sequential test ends it.
+before or just behind it by the toss of a coin. The pair counts if both then waited for a while in which others were
+given their first token, and tells whether the one put ahead came first. In an engine that pays no heed to the number
+this is so in half of the pairs, whatever else it orders by: lengths, arrival, chunks. A sequential test ends it.
 
 It costs one request of a pair the difference between its own place and its neighbour's; one pair runs at a time.
 """
@@ -27,6 +27,8 @@ _OUT_OF_ORDER = math.log((1 - _HEEDING) / (1 - _HEEDLESS))
 GAP_S = 0.2
 #: First tokens of others that must come while both wait.
 _OTHERS = 2
+#: And so long they must wait: milliseconds may be spent before a request even reaches the engine's scheduler.
+LEAST_WAIT_S = 0.1
 #: First tokens closer together than this came out of one step.
 _SAME_STEP_S = 0.002
 
@@ -51,6 +53,7 @@ class PriorityTrial:
         "_others",
         "_rng",
         "_second",
+        "_second_at",
         "in_order",
         "pairs",
     )
@@ -63,6 +66,7 @@ class PriorityTrial:
         self._first: object | None = None
         self._second: object | None = None
         self._first_s = 0.0  # the first one's urgency
+        self._second_at = 0.0  # when the second one was placed
         self._ahead = False  # the second one was put ahead
         self._others = 0  # first tokens since both wait
         self._order: tuple[bool, float] | None = None  # whether the second one came first, and when
@@ -74,12 +78,12 @@ class PriorityTrial:
             return Verdict.OBEYS
         return Verdict.IGNORES if self._evidence <= -_ENOUGH else Verdict.UNKNOWN
 
-    def place(self, request: object, urgency: float) -> float:
+    def place(self, request: object, urgency: float, now: float) -> float:
         """The urgency that `request`, which will have to wait and whose first token will be seen, is sent with."""
         if self._first is None:
             self._first, self._first_s = request, urgency
         elif self._second is None and self._order is None:
-            self._second, self._ahead = request, self._rng.random() < 0.5
+            self._second, self._second_at, self._ahead = request, now, self._rng.random() < 0.5
             return self._first_s - GAP_S if self._ahead else self._first_s + GAP_S
         return urgency
 
@@ -90,7 +94,7 @@ class PriorityTrial:
         elif self._second is None:
             self._clear()
         elif self._order is None:
-            if self._others < _OTHERS:
+            if self._others < _OTHERS or now - self._second_at < LEAST_WAIT_S:
                 self._clear()
             else:
                 self._order = (request is self._second, now)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
@@ -27,7 +27,7 @@ BEGAN = 1_800_000_000.0
 KEY = b"k" * 16
 
 
-@dataclass
+@dataclass(frozen=True)
 class Chats:
     """Sessions of growing chats over a few system prompts, with some long unique prompts among them."""
 
@@ -39,13 +39,13 @@ class Chats:
     long_every: int = 0  # each so-manieth session is one long prompt
     output_tokens: int = 60
     block_size: int = 64
-    rng: Random = field(default_factory=lambda: Random(1))
 
     def trace(self) -> Trace:
         """Of blocks of `block_size`."""
+        rng = Random(1)
         fresh, now, sessions = 1000, 0.0, []
         for number in range(self.sessions):
-            now += self.rng.expovariate(self.rate)
+            now += rng.expovariate(self.rate)
             is_long = bool(self.long_every) and number % self.long_every == 0
             system = [] if is_long else range(number % 3 * 100, number % 3 * 100 + self.system_blocks)
             blocks, turns = array("Q", system), []
@@ -53,7 +53,7 @@ class Chats:
                 grow = 40 * self.turn_blocks if is_long else self.turn_blocks
                 blocks = blocks + array("Q", range(fresh, fresh + grow))
                 fresh += grow
-                delay_s = self.rng.uniform(1.0, 6.0) if turn else 0.0
+                delay_s = rng.uniform(1.0, 6.0) if turn else 0.0
                 turns.append(Turn(delay_s, len(blocks) * self.block_size + 9, self.output_tokens, blocks))
             sessions.append(TraceSession(now, tuple(turns)))
         return Trace("chats", self.block_size, tuple(sessions))

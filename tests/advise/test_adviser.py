@@ -27,7 +27,7 @@ from tests.advise.recorded import BEGAN, Chats, record
 
 FLEET = ReplayFleet(instances=2, capacity_tokens=200_000)
 SLOTS = replace(FLEET, max_sequences=2)
-CHATS = Chats(sessions=80, turns=3, rate=0.5, output_tokens=220)
+CHATS = Chats(sessions=160, turns=3, rate=0.6, output_tokens=200)
 NOW = BEGAN + 3600.0
 
 
@@ -120,7 +120,7 @@ def test_a_line_that_is_no_receipt_is_passed_over(recorded: Path) -> None:
     (pool,), text = advise(recorded)
     assert "2 lines of the receipts cannot be read" in text
     assert pool.traffic is not None
-    assert len(pool.traffic.requests) == 240
+    assert len(pool.traffic.requests) == 480
 
 
 def test_receipts_of_other_times_are_said_to_be_old(recorded: Path) -> None:

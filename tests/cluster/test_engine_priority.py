@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -61,22 +62,40 @@ def test_a_lull_does_not_switch_it_off_at_once() -> None:
     assert not told.sends(1061.0)
 
 
-def obeying(mode: EnginePriorityMode) -> EndpointPriority:
-    """An engine with one slot that the experiment has found to go by the number."""
+def settled(mode: EnginePriorityMode, order: Callable[[int, int], int]) -> EndpointPriority:
+    """An engine with one slot and an order of number and arrival, that the experiment has made up its mind about."""
     load = EndpointLoad()
     told = engine(mode, load)
-    waiting: list[tuple[int, object]] = []
+    waiting: list[tuple[int, int, object]] = []
     for at in range(1000):
         request = object()
         load.reserve(100, 0, float(at))
-        waiting.append((told.number(float(at), request, float(at), hidden=False), request))
+        waiting.append((told.number(float(at), request, float(at), hidden=False), at, request))
         if len(waiting) > 8:
-            first = min(waiting, key=lambda one: one[0])
+            first = min(waiting, key=lambda one: order(*one[:2]))
             waiting.remove(first)
-            told.first_token(first[1], float(at), float(at))
-            told.ended(first[1])
+            told.first_token(first[2], float(at), float(at))
+            told.ended(first[2])
+    return told
+
+
+def obeying(mode: EnginePriorityMode) -> EndpointPriority:
+    """One that goes by the number."""
+    told = settled(mode, lambda number, arrival: number)
     assert told.state is PriorityState.OBEYS
     return told
+
+
+@pytest.mark.parametrize(("mode", "sends"), [(AUTO, False), (ON, True)])
+def test_an_engine_that_pays_no_heed_is_asked_again_half_an_hour_later(mode: EnginePriorityMode, sends: bool) -> None:
+    """By `auto` it is sent none meanwhile, being no worse off; by `on` the operator's word counts, and it is shown."""
+    told = settled(mode, lambda number, arrival: arrival)
+    assert told.state is PriorityState.IGNORES
+    assert told.sends(1000.0) is sends
+    later = 1000.0 + 1800.0
+    assert told.sends(later)
+    told.number(later, object(), later, hidden=False)
+    assert told.state is PriorityState.UNKNOWN
 
 
 @pytest.mark.parametrize(("mode", "state", "sends"), [(AUTO, "does_not_pay", {False}), (ON, "obeys", {True})])

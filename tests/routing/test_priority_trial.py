@@ -43,7 +43,7 @@ def play(order: Order, seed: int, *, requests: int = 4000, load: float = 0.95, s
         own_s = 0.1 if rng.random() < 0.7 else 1.0
         request = Request(own_s, now, urgency_s(own_s, now))
         if len(waiting) >= 2 and trial.verdict is Verdict.UNKNOWN:
-            request.urgency = trial.place(request, request.urgency)
+            request.urgency = trial.place(request, request.urgency, now)
         if serving is None:
             serving, free_at = request, now + own_s
         else:
@@ -90,27 +90,39 @@ def test_where_next_to_nothing_waits_nothing_is_concluded() -> None:
 def test_only_the_second_of_a_pair_is_moved() -> None:
     """By the gap before or behind the first, and one pair at a time."""
     trial = PriorityTrial(random.Random(1))
-    assert trial.place("first", 10.0) == 10.0
-    assert trial.place("second", 17.0) in (10.0 - GAP_S, 10.0 + GAP_S)
-    assert trial.place("third", 12.0) == 12.0
+    assert trial.place("first", 10.0, 0.0) == 10.0
+    assert trial.place("second", 17.0, 0.0) in (10.0 - GAP_S, 10.0 + GAP_S)
+    assert trial.place("third", 12.0, 0.0) == 12.0
 
 
 def test_a_pair_that_hardly_waited_does_not_count() -> None:
     """Without others served meanwhile the first may have been at work already."""
     trial = PriorityTrial(random.Random(1))
-    trial.place("first", 10.0)
-    trial.place("second", 10.5)
+    trial.place("first", 10.0, 0.0)
+    trial.place("second", 10.5, 0.0)
     trial.first_token("other", 1.0)
     trial.first_token("first", 2.0)
     trial.first_token("second", 3.0)
     assert trial.pairs == 0
 
 
+def test_milliseconds_of_waiting_do_not_count() -> None:
+    """A request may spend them before it reaches the engine's scheduler, where no number is looked at."""
+    trial = PriorityTrial(random.Random(1))
+    trial.place("first", 10.0, 0.0)
+    trial.place("second", 10.5, 1.0)
+    for other in range(9):
+        trial.first_token(other, 1.0 + other / 1000)
+    trial.first_token("first", 1.05)
+    trial.first_token("second", 1.06)
+    assert trial.pairs == 0
+
+
 def test_one_step_tells_no_order() -> None:
     """First tokens of one step leave the engine together."""
     trial = PriorityTrial(random.Random(1))
-    trial.place("first", 10.0)
-    trial.place("second", 10.5)
+    trial.place("first", 10.0, 0.0)
+    trial.place("second", 10.5, 0.0)
     trial.first_token("other", 1.0)
     trial.first_token("another", 1.5)
     trial.first_token("first", 2.0)
@@ -122,18 +134,18 @@ def test_one_step_tells_no_order() -> None:
 def test_a_client_that_leaves_ends_the_pair(leaves: str) -> None:
     """And the next two may begin."""
     trial = PriorityTrial(random.Random(1))
-    trial.place("first", 10.0)
-    trial.place("second", 10.5)
+    trial.place("first", 10.0, 0.0)
+    trial.place("second", 10.5, 0.0)
     trial.ended(leaves)
-    assert trial.place("third", 11.0) == 11.0
-    assert trial.place("fourth", 15.0) in (11.0 - GAP_S, 11.0 + GAP_S)
+    assert trial.place("third", 11.0, 0.0) == 11.0
+    assert trial.place("fourth", 15.0, 0.0) in (11.0 - GAP_S, 11.0 + GAP_S)
 
 
 def test_a_pair_counts_although_the_one_that_came_first_is_over() -> None:
     """A short answer is complete before the other one begins."""
     trial = PriorityTrial(random.Random(1))
-    trial.place("first", 10.0)
-    ahead = trial.place("second", 10.5) < 10.0
+    trial.place("first", 10.0, 0.0)
+    ahead = trial.place("second", 10.5, 0.0) < 10.0
     trial.first_token("other", 1.0)
     trial.first_token("another", 1.5)
     trial.first_token("first", 2.0)
