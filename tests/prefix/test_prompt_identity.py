@@ -47,13 +47,9 @@ _texts = st.one_of(
     st.sampled_from(["a", '"}]}', "\\", "\\n", "cache_control", '"cache_control"', HEADER.format(1), "\u0142_"]),
     st.text(max_size=8),
 )
-_blocks = st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": _texts}), min_size=1, max_size=3)
-_calls = st.lists(
-    st.fixed_dictionaries(
-        {"type": st.just("tool_use"), "input": st.dictionaries(st.sampled_from(["cache_control", "x"]), _texts)}
-    ),
-    max_size=1,
-)
+_blocks = st.lists(_texts.map(lambda text: {"type": "text", "text": text}), min_size=1, max_size=3)
+_inputs = st.dictionaries(st.sampled_from(["cache_control", "x"]), _texts)
+_calls = st.lists(_inputs.map(lambda given: {"type": "tool_use", "input": given}), max_size=1)
 
 
 @st.composite
