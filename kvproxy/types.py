@@ -78,8 +78,9 @@ class Prompt(msgspec.Struct, frozen=True):
 
     `shape` is the raw JSON of everything besides the messages that shapes the template (tools, chat_template_kwargs,
     system, ...), each field prefixed by its name; `parts` holds one raw JSON value a message, in order, or the single
-    raw `prompt` / `input` value. Equal bytes mean an equal prompt; nothing is re-serialised. Bounded in parts and bytes
-    at the parse: what exceeds that is in the last part, all of it or as a digest.
+    raw `prompt` / `input` value. Equal bytes mean an equal prompt; what else does is in
+    `prefix/prompt_identity.py`. Bounded in parts and bytes at the parse: what exceeds that is in the last part, all of
+    it or as a digest.
     """
 
     shape: bytes

@@ -10,6 +10,7 @@ from typing import Any
 from kvproxy.simulator.tokenizer import Tokenizer
 from kvproxy.simulator.vllm_errors import VllmError, missing_fields, validation_errors
 
+_BILLING_HEADER = "x-anthropic-billing-header"
 _DEFAULT_SYSTEM = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
 Body = Mapping[str, Any]
 #: Ids beyond the built-in vocabulary are accepted, so that prompts of other tokenizers can be used as they are.
@@ -59,6 +60,8 @@ def _preamble(rendering: Rendering) -> str:
 
 
 def _message(message: Mapping[str, Any]) -> str:
+    if message.get("role") == "system":
+        message = {**message, "content": _without_header_lines(message.get("content"))}
     calls = message.get("tool_calls")
     return f"<|im_start|>{message.get('role', '')}\n{_content(message)}{_json(calls) if calls else ''}<|im_end|>\n"
 
@@ -75,6 +78,18 @@ def _content(message: Mapping[str, Any]) -> str:
             raise TemplateError("The model is not a multimodal model: only text parts can be used")
         texts.append(str(part.get("text", "")))
     return "".join(texts)
+
+
+def _without_header_lines(content: Any) -> Any:
+    """vLLM drops Claude Code's billing header where a system message, or a text part of one, begins with it: a line."""
+    if isinstance(content, str):
+        return content.partition("\n")[2] if content.startswith(_BILLING_HEADER) else content
+    if not isinstance(content, list):
+        return content
+    return [
+        {**part, "text": _without_header_lines(part.get("text"))} if isinstance(part, Mapping) else part
+        for part in content
+    ]
 
 
 def _json(value: Any) -> str:
@@ -140,13 +155,17 @@ class Prompts:
         return self._render({**body, "messages": messages}, {})
 
     def encode_anthropic(self, body: Body) -> list[int]:
-        """`/v1/messages`: content blocks of any kind count as the text they carry."""
+        """`/v1/messages`: content blocks of any kind count as the text they carry, `cache_control` for nothing."""
         if not isinstance(body.get("messages"), list):
             raise missing_fields(body, "messages")
         _check_messages(body["messages"])
-        messages = [{"role": "system", "content": _flatten(body["system"])}] if body.get("system") else []
+        messages = (
+            [{"role": "system", "content": _flatten(_without_header_blocks(body["system"]))}]
+            if body.get("system")
+            else []
+        )
         messages += [{**message, "content": _flatten(message.get("content"))} for message in body["messages"]]
-        return self._render({"messages": messages, "tools": body.get("tools")}, {})
+        return self._render({"messages": messages, "tools": [_unmarked(tool) for tool in body.get("tools") or ()]}, {})
 
     def _render(self, body: Body, kwargs: Mapping[str, Any]) -> list[int]:
         messages = body.get("messages")
@@ -197,7 +216,20 @@ def _as_batch(prompt: Any) -> list[Any]:
     raise VllmError("Either prompt or prompt_embeds must be provided and non-empty.")
 
 
+def _without_header_blocks(system: Any) -> Any:
+    """Of blocks those that begin with the billing header are dropped whole."""
+    if not isinstance(system, list):
+        return system
+    return [block for block in system if not str(block.get("text", "")).startswith(_BILLING_HEADER)]
+
+
 def _flatten(content: Any) -> str:
     if not isinstance(content, list):
         return content or ""
-    return "".join(block["text"] if block.get("type") == "text" else json.dumps(block) for block in content)
+    return "".join(block["text"] if block.get("type") == "text" else json.dumps(_unmarked(block)) for block in content)
+
+
+def _unmarked(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return {name: member for name, member in value.items() if name != "cache_control"}

@@ -124,15 +124,14 @@ async def test_a_prefix_many_ask_for_is_hot() -> None:
     [
         {"messages": [{"role": "system", "content": TURN}]},
         {"messages": [{"role": "user", "content": TURN}], "tools": [{"type": "function", "function": {"name": "f"}}]},
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": TURN}]}]},
         {"messages": [{"role": "user", "content": TURN}], "cache_salt": "tenant"},
         {"messages": [{"role": "user", "content": TURN}], "chat_template_kwargs": {"enable_thinking": False}},
         {"messages": [{"role": "user", "content": TURN}], "model": "other"},
     ],
-    ids=["role", "tools", "parts", "salt", "template", "model"],
+    ids=["role", "tools", "salt", "template", "model"],
 )
 async def test_the_same_text_in_another_shape_is_another_prompt(other: dict[str, Any]) -> None:
-    """Roles, tools, parts, salt, template and model all shape the tokens: nothing of it may be mixed up."""
+    """Roles, tools, salt, template and model all shape the tokens: nothing of it may be mixed up."""
     tokenizer = engine()
     async with world({"a": tokenizer}, controller(nobody)) as service:
         await service.serve(chat(TURN), A)

@@ -17,6 +17,7 @@ from kvproxy.prefix.approximate.index import ApproximateIndex
 from kvproxy.prefix.approximate.radix import PrefixCursor
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, message_chain, root_seed, text_blocks, token_blocks
 from kvproxy.prefix.precise.index import PreciseIndex, PreciseMatch, precise_root
+from kvproxy.prefix.prompt_identity import RULED, prompt_identity
 from kvproxy.prefix.tokens.session_hashes import SessionHashes
 from kvproxy.prefix.tokens.token_memory import HashedTokens
 from kvproxy.routing.policy import FactSource, Overlap
@@ -100,15 +101,20 @@ class LocalIndexes:
         self._seed = lru_cache(_REMEMBERED_SEEDS)(_seed)
         self._precise_root = lru_cache(_REMEMBERED_SEEDS)(precise_root)
 
-    def hashes(self, request: InferenceRequest, model: str, prompt_bytes: int) -> tuple[array[int], Sequence[int]]:
-        """The prompt's text blocks, empty for a prompt shorter than one, and a key for each message prefix, shortest
-        first; of a short one only where something goes by keys. Neither is to be changed.
+    def hashes(self, request: InferenceRequest, model: str) -> tuple[array[int], Sequence[int], int]:
+        """The prompt's text blocks, empty for a prompt shorter than one, a key for each message prefix, shortest
+        first, and the bytes of all of it, as they name it (`prompt_identity`). Of a short one there are keys only where
+        something goes by them. Blocks and keys are not to be changed.
         """
-        seed, prompt = self._seed(model, request.cache_salt), request.prompt
+        seed, prompt, kind = self._seed(model, request.cache_salt), request.prompt, request.kind
+        prompt_bytes = prompt.size_bytes
         if prompt_bytes <= SHORT_BYTES and not self._keyed:
-            return text_blocks(prompt, seed), ()
+            prompt = prompt_identity(kind, prompt)
+            return text_blocks(prompt, seed), (), prompt.size_bytes
+        if kind in RULED:
+            return self.sessions.identified(kind, prompt, seed)
         keys = message_chain(prompt, seed)
-        return self.sessions.text_blocks(prompt, seed, keys), keys
+        return self.sessions.text_blocks(prompt, seed, keys), keys, prompt_bytes
 
     def prepare(self, hashed: HashedTokens, *, model: str, cache_salt: str | None) -> None:
         """Hash these tokens for the precise index now, while no request waits for it."""

@@ -106,8 +106,7 @@ class OverlapSources:
         began = self._clock()
         indexes = self.indexes[cluster.name]
         model = model or request.model or self._settings.default_model
-        prompt_bytes = request.prompt.size_bytes
-        hashes, keys = indexes.hashes(request, model, prompt_bytes)
+        hashes, keys, prompt_bytes = indexes.hashes(request, model)
         cursor = indexes.approximate.locate(hashes)
         facts = RequestFacts(cluster, indexes, request, body, model, cursor, keys, prompt_bytes, began)
         if self._uses_tokens:

@@ -3,12 +3,41 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, canonical_bytes, canonical_tail, chain, text_blocks
-from kvproxy.types import Prompt
+from xxhash import xxh3_64_intdigest
 
+from kvproxy.prefix.hashing import (
+    TEXT_BLOCK_BYTES,
+    canonical_bytes,
+    canonical_tail,
+    chain,
+    message_chain,
+    mix_keys,
+    text_blocks,
+)
+from kvproxy.prefix.prompt_identity import PartRules, shape_identity
+from kvproxy.types import Prompt, RequestKind
+
+_MAX_NAMED_BYTES = 16 * 1024 * 1024
 _ENTRY_BYTES = 250  # an entry's objects besides the hashes themselves
+
+
+class _Named(NamedTuple):
+    """Messages that came before: their keys, and the bytes that name them."""
+
+    keys: array[int]
+    size: int
+
+
+class _Text(NamedTuple):
+    """The bytes that name a prompt, by message."""
+
+    shape: bytes
+    part_at: Callable[[int], bytes]
+    parts: int
+    size: int  # of `canonical_bytes`
 
 
 class SessionHashes:
@@ -22,6 +51,8 @@ class SessionHashes:
     def __init__(self, *, max_bytes: int = 64 * 1024 * 1024) -> None:
         self._max_bytes = max_bytes
         self._known: dict[int, array[int]] = {}
+        self._named: dict[int, _Named] = {}  # by the messages as they were sent
+        self._named_bytes = 0
         self._bytes = 0
 
     def __len__(self) -> int:
@@ -30,13 +61,63 @@ class SessionHashes:
     @property
     def held_bytes(self) -> int:
         """Bytes held, objects included."""
-        return self._bytes
+        return self._bytes + self._named_bytes
 
     def text_blocks(self, prompt: Prompt, seed: int, keys: Sequence[int]) -> array[int]:
         """As `hashing.text_blocks`; `keys` is the prompt's `message_chain` of the same seed. The result is not to be
         changed."""
         if not keys:
             return text_blocks(prompt, seed)
+        size = len(prompt.shape) + 1 + sum(map(len, prompt.parts)) + len(prompt.parts)
+        return self._blocks(_Text(prompt.shape, prompt.parts.__getitem__, len(prompt.parts), size), seed, keys)
+
+    def identified(self, kind: RequestKind, prompt: Prompt, seed: int) -> tuple[array[int], Sequence[int], int]:
+        """The text blocks, the message keys and the bytes of the prompt's identity, for a kind that has rules. Only
+        messages that did not come in the same bytes before are looked at."""
+        shape, rules, raw = shape_identity(kind, prompt.shape), PartRules(kind), prompt.parts
+        sent = message_chain(Prompt(shape, raw), mix_keys(seed, (kind.value,)))
+        if not sent:
+            return text_blocks(Prompt(shape, ()), seed), (), len(shape)
+        named, count = self._named, len(sent)
+        while count and sent[count - 1] not in named:
+            count -= 1
+        if count:
+            known = named.pop(sent[count - 1])
+            named[sent[count - 1]] = known
+            keys, size = list(known.keys), known.size
+        else:
+            keys, size = [], len(shape) + 1
+        key = keys[-1] if keys else xxh3_64_intdigest(shape, seed)
+        new: list[bytes] = []
+        for index in range(count, len(raw)):
+            marked = rules.marked
+            part = rules.apply(index, raw[index])
+            if index > count and rules.marked > marked:
+                self._name(sent[index - 1], keys, size)  # how the chat begins when the mark has moved on
+            new.append(part)
+            size += len(part) + 1
+            key = xxh3_64_intdigest(part, key)
+            keys.append(key)
+        if new:
+            self._name(sent[-1], keys, size)
+
+        def part_at(index: int) -> bytes:
+            return new[index - count] if index >= count else rules.apply(index, raw[index])
+
+        prompt_bytes = size - 1 - len(raw) + prompt.unread_bytes  # what ends the parts is none of it
+        return self._blocks(_Text(shape, part_at, len(raw), size), seed, keys), keys, prompt_bytes
+
+    def _name(self, sent: int, keys: list[int], size: int) -> None:
+        named = self._named
+        name = _Named(array("Q", keys), size)
+        if sent in named or _size(name.keys) > _MAX_NAMED_BYTES:
+            return
+        named[sent] = name
+        self._named_bytes += _size(name.keys)
+        while self._named_bytes > _MAX_NAMED_BYTES:
+            self._named_bytes -= _size(named.pop(next(iter(named))).keys)
+
+    def _blocks(self, text: _Text, seed: int, keys: Sequence[int]) -> array[int]:
         known, whole = self._known, keys[-1]
         hashes = known.pop(whole, None)
         if hashes is not None:
@@ -45,10 +126,10 @@ class SessionHashes:
         for key in reversed(keys):
             earlier = known.get(key)
             if earlier is not None:
-                hashes = _continued(earlier, prompt)
+                hashes = _continued(earlier, text)
                 break
         else:
-            hashes = text_blocks(prompt, seed)
+            hashes = text_blocks(Prompt(text.shape, tuple(map(text.part_at, range(text.parts)))), seed)
         self._keep(whole, hashes)
         return hashes
 
@@ -66,16 +147,18 @@ def _size(hashes: array[int]) -> int:
     return _ENTRY_BYTES + hashes.itemsize * len(hashes)
 
 
-def _continued(earlier: array[int], prompt: Prompt) -> array[int]:
+def _continued(earlier: array[int], text: _Text) -> array[int]:
     """The blocks of a prompt that begins with the text of these; only messages they do not cover are looked at."""
-    parts = prompt.parts
     covered = TEXT_BLOCK_BYTES * len(earlier)
-    first, offset = len(parts), len(prompt.shape) + 1 + sum(map(len, parts)) + len(parts)  # as of canonical_bytes
+    first, offset = text.parts, text.size
+    parts: list[bytes] = []
     while offset > covered and first:
         first -= 1
-        offset -= len(parts[first]) + 1
+        parts.append(text.part_at(first))
+        offset -= len(parts[-1]) + 1
+    parts.reverse()
     if offset > covered:  # not even the shape was
-        offset, tail = 0, canonical_bytes(prompt)
+        offset, tail = 0, canonical_bytes(Prompt(text.shape, tuple(parts)))
     else:
-        tail = canonical_tail(parts[first:])
+        tail = canonical_tail(parts)
     return earlier + chain(tail, TEXT_BLOCK_BYTES, earlier[-1], start=covered - offset)

@@ -1,0 +1,240 @@
+"""prompt_identity: what engines read alike is one prompt, and nothing else is."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvproxy.prefix.hashing import message_chain, text_blocks
+from kvproxy.prefix.prompt_identity import prompt_identity
+from kvproxy.prefix.tokens import session_hashes
+from kvproxy.prefix.tokens.session_hashes import SessionHashes
+from kvproxy.request.parse import parse_body
+from kvproxy.simulator.prompts import Prompts
+from kvproxy.simulator.tokenizer import Tokenizer
+from kvproxy.types import Prompt, RequestKind
+
+CHAT, MESSAGES = RequestKind.CHAT, RequestKind.MESSAGES
+HEADER = "x-anthropic-billing-header: cc_version=2.1.37.0d9; cc_entrypoint=cli; cch={};"
+MARK = {"type": "ephemeral", "ttl": "1h"}
+PROMPTS = Prompts(Tokenizer())
+
+
+def sent(kind: RequestKind, body: dict[str, Any] | bytes, *, compact: bool = True) -> Prompt:
+    separators = (",", ":") if compact else (", ", ": ")
+    raw = body if isinstance(body, bytes) else json.dumps(body, separators=separators).encode()
+    request = parse_body(kind, raw)
+    assert request is not None
+    return request.prompt
+
+
+def identity(kind: RequestKind, body: dict[str, Any] | bytes, *, compact: bool = True) -> Prompt:
+    return prompt_identity(kind, sent(kind, body, compact=compact))
+
+
+def rendered(kind: RequestKind, body: dict[str, Any]) -> list[int]:
+    return PROMPTS.encode_anthropic(body) if kind is MESSAGES else PROMPTS.encode_chat(body)
+
+
+_texts = st.one_of(
+    st.sampled_from(["a", '"}]}', "\\", "\\n", "cache_control", '"cache_control"', HEADER.format(1), "\u0142_"]),
+    st.text(max_size=8),
+)
+_blocks = st.lists(_texts.map(lambda text: {"type": "text", "text": text}), min_size=1, max_size=3)
+_inputs = st.dictionaries(st.sampled_from(["cache_control", "x"]), _texts)
+_calls = st.lists(_inputs.map(lambda given: {"type": "tool_use", "input": given}), max_size=1)
+
+
+@st.composite
+def _bodies(draw: st.DrawFn) -> dict[str, Any]:
+    """Small bodies of the Messages API, so that two of them are often alike."""
+    messages = [
+        {"role": role, "content": draw(st.one_of(_texts, st.builds(lambda one, two: one + two, _blocks, _calls)))}
+        for role in ("user", "assistant", "user")[: draw(st.integers(1, 3))]
+    ]
+    tools = [{"name": "f", "input_schema": {"type": "object", "cache_control": draw(_texts)}}, {"name": "g"}]
+    return {"system": draw(st.one_of(_texts, _blocks)), "tools": tools[draw(st.integers(0, 2)) :], "messages": messages}
+
+
+def _blocks_of(body: dict[str, Any]) -> list[dict[str, Any]]:
+    contents = [body["system"], body["tools"], *(message["content"] for message in body["messages"])]
+    return [block for content in contents if isinstance(content, list) for block in content]
+
+
+@st.composite
+def _respelled(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two bodies that every engine renders alike: marks elsewhere, another cch, strings for single text parts."""
+    plain = draw(_bodies())
+    if isinstance(plain["system"], str):
+        plain["system"] = [{"type": "text", "text": plain["system"] or "s"}]
+    plain["system"].append({"type": "text", "text": "You are."})
+    pair = []
+    for cch in ("fa690", "00000"):
+        body = copy.deepcopy(plain)
+        for content in body["messages"]:
+            one = content["content"]
+            if isinstance(one, str) and one and draw(st.booleans()):
+                content["content"] = [{"type": "text", "text": one}]
+            elif len(one) == 1 and isinstance(one, list) and one[0].get("text") and draw(st.booleans()):
+                content["content"] = one[0]["text"]
+        if draw(st.booleans()):
+            body["system"].insert(0, {"type": "text", "text": HEADER.format(cch)})
+        for block in _blocks_of(body):
+            if "cache_control" not in json.dumps(block) and draw(st.booleans()):
+                block["cache_control"] = MARK
+        pair.append(body)
+    return pair[0], pair[1]
+
+
+@given(_respelled(), st.booleans())
+def test_what_renders_alike_is_one_prompt(pair: tuple[dict[str, Any], dict[str, Any]], compact: bool) -> None:
+    """Wherever the marks are, whatever the header's value, whichever way a text was put."""
+    one, other = pair
+    assert rendered(MESSAGES, one) == rendered(MESSAGES, other)
+    first, second = (identity(MESSAGES, body, compact=compact) for body in pair)
+    texts = [json.dumps(each["content"]) for body in pair for each in body["messages"]]
+    if not any(text.count('"cache_control": "') for text in texts):
+        assert first == second
+    assert first.shape == second.shape
+
+
+@given(_bodies(), _bodies(), st.sampled_from([CHAT, MESSAGES]))
+def test_one_prompt_renders_alike(one: dict[str, Any], other: dict[str, Any], kind: RequestKind) -> None:
+    """Whatever enters the prompt is identity: bodies of one identity have the same tokens."""
+    if kind is CHAT:
+        for body in (one, other):
+            system = {"role": "system", "content": body.pop("system")}
+            texts = [{**each, "content": each["content"]} for each in body["messages"]]
+            body["messages"] = [system, *texts]
+            if any("tool_use" in json.dumps(each) for each in texts):
+                return
+    if identity(kind, one) == identity(kind, other):
+        assert rendered(kind, one) == rendered(kind, other)
+
+
+@pytest.mark.parametrize("compact", [True, False])
+@pytest.mark.parametrize(
+    "system",
+    [
+        [{"type": "text", "text": HEADER}, {"type": "text", "text": "You are."}],
+        [{"type": "text", "text": HEADER, "cache_control": MARK}, {"type": "text", "text": "You are."}],
+        HEADER + "\nYou are.",
+    ],
+    ids=["block", "marked", "string"],
+)
+def test_the_billing_header_is_left_out(system: Any, compact: bool) -> None:
+    """Claude Code puts a new value there with each request, and vLLM drops it: with /v1/messages and with chats."""
+    for cch in ("fa690", "00000"):
+        new = json.loads(json.dumps(system).replace("{}", cch))
+        messages = {"system": new, "messages": [{"role": "user", "content": "Hi"}]}
+        plain = {**messages, "system": "You are."}
+        assert identity(MESSAGES, messages, compact=compact) == sent(MESSAGES, plain, compact=compact)
+        assert rendered(MESSAGES, messages) == rendered(MESSAGES, plain)
+        chat = {"messages": [{"role": "system", "content": new}]}
+        plain = {"messages": [{"role": "system", "content": "You are."}]}
+        assert identity(CHAT, chat, compact=compact) == sent(CHAT, plain, compact=compact)
+        assert rendered(CHAT, chat) == rendered(CHAT, plain)
+
+
+@pytest.mark.parametrize("text", ["note: " + HEADER + "\nYou are.", "You are.\n" + HEADER + "\nMore."])
+def test_the_header_elsewhere_is_prompt(text: str) -> None:
+    """The engine keeps it there, so it tells two prompts apart."""
+    for kind in (CHAT, MESSAGES):
+        system = {"role": "system", "content": text.format(1)}
+        one = {"messages": [system, {"role": "user", "content": "Hi"}], "system": text.format(1)}
+        other = json.loads(json.dumps(one).replace("cch=1", "cch=2"))
+        assert rendered(kind, one) != rendered(kind, other)
+        assert identity(kind, one) != identity(kind, other)
+    later = [{"role": "user", "content": "Hi"}, {"role": "user", "content": HEADER + "\nmore"}]
+    assert identity(CHAT, {"messages": later}) == sent(CHAT, {"messages": later})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"messages":[{"role":"user","content":[{"type":"tool_use","input":{"cache_control":{"a":1}}}]}]}',
+        b'{"messages":[{"role":"user","content":[{"type":"x","cache\\u005fcontrol":1,"in":{"cache_control":1}}]}]}',
+        b'{"tools":[{"name":"f","input_schema":{"cache_control":{"a":1}}}]}',
+        b'{"messages":[{"role":"user","content":[{"type":"text","text":""}]}]}',
+        b'{"system":[{"type":"text","text":"x-anthropic-billing-header: a"}]}',
+        b'{"system":"x-anthropic-billing-header: a\\u000aYou\\nare"}',
+    ],
+    ids=[
+        "a tool's input",
+        "an escaped name",
+        "a tool's schema",
+        "an empty text",
+        "nothing else",
+        "an escaped line end",
+    ],
+)
+def test_what_is_not_surely_left_out_stays(body: bytes) -> None:
+    """Names and texts that only look like it."""
+    assert identity(MESSAGES, body) == sent(MESSAGES, body)
+
+
+def test_a_chats_tools_keep_their_marks() -> None:
+    """vLLM hands tools of a chat to the template as they are, and templates print them."""
+    body = {"messages": [], "tools": [{"type": "function", "function": {"name": "f"}, "cache_control": MARK}]}
+    assert identity(CHAT, body) == sent(CHAT, body)
+
+
+@given(st.lists(_bodies(), min_size=1, max_size=4), st.integers(0, 2**32))
+def test_turn_by_turn_hashes_like_whole_prompts(bodies: list[dict[str, Any]], seed: int) -> None:
+    """Whatever was kept of earlier turns and however the marks moved."""
+    memo, rng, said = SessionHashes(), random.Random(seed), []
+    for body in bodies:
+        said += [{**each, "content": each["content"] * 100} for each in body["messages"] if each["content"]]
+        turn = copy.deepcopy({**bodies[0], "messages": said})
+        for block in _blocks_of(turn):
+            if rng.random() < 0.3:
+                block["cache_control"] = MARK
+        prompt = sent(MESSAGES, turn)
+        known = prompt_identity(MESSAGES, prompt)
+        hashes, keys, size_bytes = memo.identified(MESSAGES, prompt, 8)
+        assert (hashes, list(keys)) == (text_blocks(known, 8), list(message_chain(known, 8)))
+        assert size_bytes == known.size_bytes
+
+
+def test_what_is_known_of_chats_as_sent_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest unused first out; all of it counts as held."""
+    monkeypatch.setattr(session_hashes, "_MAX_NAMED_BYTES", 2000)
+    memo = SessionHashes()
+    for number in range(50):
+        memo.identified(CHAT, Prompt(b"", (b"%d" % number,)), 8)
+    assert 0 < memo.held_bytes <= 2000
+
+
+_MARKED = b'{"type":"text","text":"a","cache_control":{"type":"ephemeral"}}'
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"messages":[{"role":"user","content":[' + b",".join([_MARKED] * 60_000) + b"]}]}",
+        b'{"messages":['
+        + b",".join([b'{"role":"user","content":[' + b",".join([_MARKED] * 16) + b"]}"] * 4000)
+        + b"]}",
+        b'{"system":[' + b",".join([_MARKED] * 4000) + b'],"messages":[]}',
+        b'{"system":[' + b"1," * 100_000 + b'1],"messages":[{}]}',
+        b'{"tools":[' + b",".join([_MARKED] * 60_000) + b'],"messages":[{}]}',
+    ],
+    ids=["one message", "many messages", "system", "numbers", "tools"],
+)
+def test_a_hostile_body_is_read_as_it_was_sent(body: bytes) -> None:
+    """Beyond a bound bytes count as sent, well within the 20 ms that nothing may take."""
+    prompt = sent(MESSAGES, body)
+    took_s = []
+    for _ in range(3):
+        began = time.process_time()
+        known = prompt_identity(MESSAGES, prompt)
+        took_s.append(time.process_time() - began)
+    assert known.parts[-1:] == prompt.parts[-1:]
+    assert min(took_s) < 0.02
