@@ -50,6 +50,10 @@ def as_markdown(rows: Sequence[Row], *, command: str, wanted: int) -> str:
         "",
         *_overview(grid),
         "",
+        "## Traces: mean TTFT of lmetric's, by fleet size and load",
+        "",
+        *_by_size(grid),
+        "",
         "## Traces: other figures against lmetric's",
         "",
         *_all_figures(grid),
@@ -114,7 +118,8 @@ def _method(rows: Sequence[Row], grid: Sequence[Row], scenarios: Sequence[Row], 
     return [
         "## How",
         "",
-        f"`{command}`: {len(rows)} of {wanted} runs, {took_s / 60:.0f} minutes of one core ({platform.machine()}, "
+        f"`{command}`: {len(rows)} of {wanted} runs, {took_s / 60:.0f} minutes of one core, "
+        f"kept references not counted ({platform.machine()}, "
         f"Python {platform.python_version()}; virtual time does not depend on the machine).",
         "",
         "- Everything here is on the **report half** of each trace, and of each scenario's draws; constants were tuned "
@@ -126,6 +131,8 @@ def _method(rows: Sequence[Row], grid: Sequence[Row], scenarios: Sequence[Row], 
         "a second seed's; a cell that was run once is taken to scatter as those do.",
         "- Speeds are learned from first tokens, nothing is told. The pooled reference is a greedy policy over one "
         "cache that all engines share: no bound, it can be beaten. Load 1.0 is its saturated throughput.",
+        "- Reports until November 2026 were on whole traces with arrivals as recorded, longer runs, and a Dynamo that "
+        "counted shared blocks once a request: their figures are not comparable with these.",
         "- `+priority`: engines that schedule by priority as vLLM does, and get it from the router; `+queue`: with the "
         "router queue.",
     ]
@@ -142,6 +149,21 @@ def _overview(grid: Sequence[Row]) -> list[str]:
         found = [str(ratio(grid, policy, name, f)) for name in against for f in ("ttft_mean_s", "ttft_p99_s")]
         means = [sum(row[f] for row in mine) / len(mine) for f in ("goodput", "hit_rate", "imbalance")]
         lines.append(f"| {policy} | " + " | ".join([*found, *(f"{mean:.3f}" for mean in means)]) + " |")
+    return lines
+
+
+def _by_size(grid: Sequence[Row]) -> list[str]:
+    kinds = sorted({(row["instances"], row["load"]) for row in grid})
+    lines = [
+        "| policy | " + " | ".join(f"{n} at {load:g}" for n, load in kinds) + " |",
+        "|---" * (len(kinds) + 1) + "|",
+    ]
+    for policy in distinct([row["policy"] for row in grid]):
+        found = [
+            ratio([row for row in grid if (row["instances"], row["load"]) == kind], policy, "lmetric", "ttft_mean_s")
+            for kind in kinds
+        ]
+        lines.append(f"| {policy} | " + " | ".join(f"{each.value:.3f}" if each.value else "-" for each in found) + " |")
     return lines
 
 
