@@ -1,6 +1,6 @@
 """kv_aware: the endpoint where this request costs all requests least, in seconds of prefill.
 
-    cost  = wait + own * (slowness + kappa + stall * min(in_flight, 30)) + foresight * usual_wait
+    cost  = wait + own * (slowness + kappa + stall * min(in_flight, 60)) + foresight * usual_wait
     kappa = (crowding * bound_per_s * (wait + slowness * own / 2) + congestion * arrivals_per_s * mean_wait) / (1 - rho)
 
 `wait` is the pending prefill there, `own` the prefill this request would add: uncached tokens with the attention work
@@ -43,7 +43,7 @@ from kvproxy.types import EndpointId
 MAX_KAPPA = 9.0
 
 #: So many sequences at most count as stalled by a prefill: with hundreds in flight nothing else would decide.
-MAX_STALLED = 30
+MAX_STALLED = 60
 
 #: A request that takes under this share of the time it would take elsewhere is bound to its endpoint.
 BOUND_BELOW = 0.5

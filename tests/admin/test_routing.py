@@ -19,7 +19,7 @@ async def test_what_was_learned_is_shown() -> None:
     async with admin_of(proxy) as client:
         shown = (await client.get("/routing")).json()["clusters"]["default"]
     assert shown["policy"] == "kv_aware"
-    assert shown["parameters"]["stall"] == 0.05
+    assert shown["parameters"]["stall"] == 0.04
     assert shown["allowed"]["stall"] == "0 to 1"
     learned = shown["learned"]
     assert (learned["samples"], learned["samples_by_kind"]) == (1, {"streamed": 1, "scraped": 0})
