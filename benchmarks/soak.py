@@ -378,7 +378,7 @@ def report(soak: Soak, left: dict[str, float], about: dict[str, str]) -> str:
         "",
         f"Median MB of each quarter of the run: {medians}. Held: what its own metrics say",
     ]
-    lines += ["say that indexes, token memory and request bodies take of it.", ""]
+    lines += ["that indexes, token memory and request bodies take of it.", ""]
     lines += ["| minute | MB | held | descriptors | threads | exchanges |", "|---|---|---|---|---|---|"]
     step = max(1, len(soak.samples) // 30)
     lines += [

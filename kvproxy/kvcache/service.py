@@ -118,6 +118,8 @@ class KvCache:
         self.feedback.show(self._metrics)
         self.scraper.show(self._metrics)
         self.actions.jobs.show(self._metrics)
+        hotness = self.actions.hotness
+        self._metrics.holdings.index_bytes.labels("prefixes").set_function(lambda: hotness.held_bytes)
         if self.snapshot is not None:
             self.snapshot.show(self._metrics)
 

@@ -40,7 +40,8 @@ LABELS: Mapping[str, str] = {
     "cluster": "name of the cluster in the configuration",
     "end": "`completed`, `engine_error`, `upstream_died`, `client_disconnected` or `local_reply`",
     "endpoint": "id of the endpoint",
-    "index": "`approximate`, `in_flight`, `precise`, `hot` or `sessions` (hashes of chats, at most 64 MiB a cluster)",
+    "index": "`approximate`, `in_flight`, `precise`, `hot`, `sessions` (hashes of chats, at most 64 MiB a cluster) or "
+    "`prefixes` (tokens of prefixes that may be pinned or evicted, at most 64 MiB)",
     "kind": "which of a few kinds; the meaning of the metric names them",
     "model": "a model that an endpoint declares, a route names or an engine lists (50 of these at most); else `other`, "
     "as the first requests for a listed one are, until the engines were asked",

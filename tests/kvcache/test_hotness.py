@@ -79,7 +79,7 @@ def test_tokens_are_bounded_in_bytes() -> None:
     under_test = hotness(max_token_bytes=4 * 1000)
     for number in range(50):
         under_test.learn(use(under_test, [number]), tokens(100))
-        assert under_test.held_tokens <= 1000
+        assert under_test.held_bytes <= 4000
     assert len(under_test) == 10
 
 
@@ -90,7 +90,7 @@ def test_a_prefix_that_was_dropped_learns_nothing() -> None:
     use(under_test, [2])
     under_test.learn(old, tokens(100))
     under_test.learn([], tokens(100))
-    assert under_test.held_tokens == 0
+    assert under_test.held_bytes == 0
 
 
 def test_of_a_long_chat_the_edges_count() -> None:

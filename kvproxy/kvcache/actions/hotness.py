@@ -63,9 +63,9 @@ class Hotness:
         return len(self._prefixes)
 
     @property
-    def held_tokens(self) -> int:
-        """Token ids kept, over all prefixes."""
-        return self._tokens
+    def held_bytes(self) -> int:
+        """Bytes of token ids kept, over all prefixes."""
+        return 4 * self._tokens
 
     def use(self, keys: Sequence[int], *, model: str, cache_salt: str, instance: str, now: float) -> list[KnownPrefix]:
         """A prompt with these message prefixes (shortest first, the whole prompt last) was served at `instance`."""
