@@ -122,8 +122,9 @@ def _method(rows: Sequence[Row], grid: Sequence[Row], scenarios: Sequence[Row], 
         f"kept references not counted ({platform.machine()}, "
         f"Python {platform.python_version()}; virtual time does not depend on the machine).",
         "",
-        "- Everything here is on the **report half** of each trace, and of each scenario's draws; constants were tuned "
-        "on the other ([traces](../traces/README.md#halves)).",
+        "- Everything here is on the **report half** of each trace, and of each scenario's draws; newer constants were "
+        "tuned on the other ([traces](../traces/README.md#halves)), those from before there were halves on whole "
+        "development traces.",
         f"- Traces: {len(distinct([cell_of(row) for row in grid]))} cells, at most {REQUESTS:,} requests in each. "
         "Engines: 2,048 tokens a step, 256 sequences, blocks as in the trace. "
         f"{' and '.join(ONLY_AT_EIGHT)} were run with 8 instances only.",
