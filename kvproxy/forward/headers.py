@@ -113,7 +113,8 @@ class RequestHeaders:
 
     def _remember(self, sender: _Sender) -> ClientFields:
         fields = ClientFields(self._pass_on(*sender))
-        if len(fields.wire) <= _MAX_REMEMBERED_BYTES:
+        sent_bytes = sum(len(name) + len(value) for name, value in sender[0])  # also what is not passed on is kept
+        if sent_bytes <= _MAX_REMEMBERED_BYTES:
             if len(self._remembered) >= _MAX_REMEMBERED:
                 self._remembered.clear()
             self._remembered[sender] = fields
