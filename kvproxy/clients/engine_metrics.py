@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -59,6 +59,8 @@ _STARTED = re.compile(rb"^process_start_time_seconds ([0-9.eE+]+)", re.MULTILINE
 #: A line of configuration has some thirty labels; there is one a data-parallel rank.
 _MAX_CONFIG_BYTES, _MAX_CONFIGS = 8192, 256
 _LABEL = re.compile(rb'(\w+)="((?:[^"\\]|\\.)*)"')
+#: The data-parallel rank that a sample is of: vLLM's label, SGLang's. It counts over all servers of a deployment.
+_RANK = re.compile(rb'[{,](?:engine|dp_rank)="([0-9]{1,5})"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +92,22 @@ class EngineMetrics:
     prefill_tokens: int | None = None  # of their prompts, those that were not cached
     cache: CacheConfig | None = None
     started_at: float | None = None  # of the process, seconds since the epoch by the engine's clock
+    #: The same of each data-parallel rank, where there are several.
+    ranks: Mapping[int, EngineMetrics] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Samples:
+    """What the lines of one rank say, or of all."""
+
+    values: dict[bytes, list[float]] = field(default_factory=dict)
+    configs: list[dict[bytes, bytes]] = field(default_factory=list)
 
 
 def parse_engine_metrics(text: bytes) -> EngineMetrics:
     """Reads the exposition text; lines it does not know or cannot read are passed over."""
-    samples: dict[bytes, list[float]] = {}
-    configs: list[dict[bytes, bytes]] = []
+    whole = _Samples()
+    by_rank: dict[int, _Samples] = {}
     for line in text.split(b"\n"):
         if not line.startswith((_VLLM_PREFIX, _SGLANG_PREFIX)):
             continue
@@ -103,25 +115,50 @@ def parse_engine_metrics(text: bytes) -> EngineMetrics:
         if name not in _WANTED:
             continue
         if name == _CACHE_CONFIG:
-            if len(line) <= _MAX_CONFIG_BYTES and len(configs) < _MAX_CONFIGS:
-                configs.append(dict(_LABEL.findall(line)))
+            if len(line) <= _MAX_CONFIG_BYTES and len(whole.configs) < _MAX_CONFIGS:
+                config = dict(_LABEL.findall(line))
+                for samples in _told_by(line, whole, by_rank):
+                    samples.configs.append(config)
         elif (value := _value(line)) is not None:
-            samples.setdefault(name, []).append(value)
+            for samples in _told_by(line, whole, by_rank):
+                samples.values.setdefault(name, []).append(value)
+    started_at = _started_at(text)
+    several = sorted(by_rank.items()) if len(by_rank) > 1 else ()
+    ranks = {rank: _metrics(samples, started_at, {}) for rank, samples in several}
+    return _metrics(whole, started_at, ranks)
+
+
+def _told_by(line: bytes, whole: _Samples, by_rank: dict[int, _Samples]) -> Iterable[_Samples]:
+    found = _RANK.search(line)
+    if found is None:
+        return (whole,)
+    rank = int(found[1])
+    of_rank = by_rank.get(rank)
+    if of_rank is None:
+        if len(by_rank) >= _MAX_CONFIGS:
+            return (whole,)
+        of_rank = by_rank[rank] = _Samples()
+    return whole, of_rank
+
+
+def _metrics(samples: _Samples, started_at: float | None, ranks: Mapping[int, EngineMetrics]) -> EngineMetrics:
+    values = samples.values
     return EngineMetrics(
-        kv_usage=_fold(samples, "kv_usage", max),
-        waiting=_total(samples, "waiting"),
-        running=_total(samples, "running"),
-        prefix_queries_tokens=_total(samples, "prefix_queries_tokens"),
-        prefix_hits_tokens=_total(samples, "prefix_hits_tokens"),
-        external_hits_tokens=_total(samples, "external_hits_tokens"),
-        prompt_tokens=_total(samples, "prompt_tokens"),
-        prompt_tokens_cached=_total(samples, "prompt_tokens_cached"),
-        generation_tokens=_total(samples, "generation_tokens"),
-        prefills=_total(samples, "prefills"),
-        prefill_s=_fold(samples, "prefill_s", math.fsum),
-        prefill_tokens=_total(samples, "prefill_tokens"),
-        cache=_cache_config(configs),
-        started_at=_started_at(text),
+        kv_usage=_fold(values, "kv_usage", max),
+        waiting=_total(values, "waiting"),
+        running=_total(values, "running"),
+        prefix_queries_tokens=_total(values, "prefix_queries_tokens"),
+        prefix_hits_tokens=_total(values, "prefix_hits_tokens"),
+        external_hits_tokens=_total(values, "external_hits_tokens"),
+        prompt_tokens=_total(values, "prompt_tokens"),
+        prompt_tokens_cached=_total(values, "prompt_tokens_cached"),
+        generation_tokens=_total(values, "generation_tokens"),
+        prefills=_total(values, "prefills"),
+        prefill_s=_fold(values, "prefill_s", math.fsum),
+        prefill_tokens=_total(values, "prefill_tokens"),
+        cache=_cache_config(samples.configs),
+        started_at=started_at,
+        ranks=ranks,
     )
 
 

@@ -74,6 +74,41 @@ vllm:cache_config_info{block_size="16",enable_prefix_caching="True",engine="1",n
     assert (metrics.kv_usage, metrics.waiting, metrics.running) == (0.9, 7, 3)
     assert metrics.prompt_tokens == 1_000_005
     assert metrics.cache == CacheConfig(16, 200, 3200, True, 2)
+    assert sorted(metrics.ranks) == [0, 1]
+    first, second = metrics.ranks[0], metrics.ranks[1]
+    assert (first.kv_usage, first.waiting, first.running, first.prompt_tokens) == (0.2, 3, 1, 1_000_000)
+    assert (second.kv_usage, second.waiting, second.running, second.prompt_tokens) == (0.9, 4, 2, 5)
+    assert second.cache == CacheConfig(16, 100, 1600, True, 1)
+    assert not second.ranks
+
+
+def test_ranks_are_named_as_their_deployment_counts_them() -> None:
+    """A node of vLLM's hybrid balancing has ranks that do not begin at 0; SGLang calls the label `dp_rank`; all ranks
+    are of one process."""
+    node = b"""process_start_time_seconds 7.0
+vllm:num_requests_running{engine="4",model_name="m"} 1.0
+vllm:num_requests_running{engine="5",model_name="m"} 2.0
+"""
+    ranks = parse_engine_metrics(node).ranks
+    assert {rank: one.running for rank, one in ranks.items()} == {4: 1, 5: 2}
+    assert {one.started_at for one in ranks.values()} == {7.0}
+    sglang = b"""sglang:num_running_reqs{dp_rank="0",engine_type="unified",model_name="m",tp_rank="0"} 3.0
+sglang:num_running_reqs{dp_rank="1",engine_type="unified",model_name="m",tp_rank="0"} 4.0
+"""
+    assert {rank: one.running for rank, one in parse_engine_metrics(sglang).ranks.items()} == {0: 3, 1: 4}
+
+
+@pytest.mark.parametrize("labels", [b'engine="3"', b'engine="x"', b'model_name="m"', b'my_engine="1",engine="2"'])
+def test_one_rank_is_the_engine(labels: bytes) -> None:
+    """Each server of external balancing shows one rank, whatever its number; so do engines without ranks."""
+    assert not parse_engine_metrics(b"vllm:num_requests_running{" + labels + b"} 1.0\n").ranks
+
+
+def test_ranks_beyond_the_bound_count_in_the_sum_alone() -> None:
+    """An exposition cannot make more series of ours than a deployment has ranks."""
+    page = b"\n".join(b'vllm:num_requests_running{engine="%d"} 1' % rank for rank in range(1000))
+    metrics = parse_engine_metrics(page)
+    assert (metrics.running, len(metrics.ranks)) == (1000, 256)
 
 
 def test_old_names_are_understood_and_never_counted_twice() -> None:
