@@ -6,9 +6,8 @@ import asyncio
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 
-from kvproxy.clients.engine_metrics import EngineMetrics, parse_engine_metrics
+from kvproxy.clients.engine_metrics import EngineKind, EngineMetrics, parse_engine_metrics
 from kvproxy.clients.sglang import SglangInfo
 from kvproxy.config.schema import Config
 from kvproxy.doctor.deployment import survey_deployment
@@ -21,14 +20,6 @@ _LABEL = re.compile(rb'(\w+)="([^"]*)"')
 #: So many steps of a size are no accident.
 _STEPS = 20
 _PROBE = b'{"messages": [{"role": "user", "content": "x"}]}'
-
-
-class EngineKind(StrEnum):
-    """How an engine's flags are spelled."""
-
-    VLLM = "vLLM"
-    SGLANG = "SGLang"
-    UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +61,7 @@ async def _ask(engine: EngineFacts) -> EngineSettingsSeen:
     except ClientError as error:
         return EngineSettingsSeen(id_, engine.cluster, error=str(error))
     metrics = parse_engine_metrics(text)
-    if b"\nsglang:" in text:
+    if metrics.kind is EngineKind.SGLANG:
         return await _sglang(engine, metrics)
     labels = _cache_labels(text)
     share, offload = labels.get("gpu_memory_utilization", ""), labels.get("kv_offloading_size")
@@ -79,7 +70,7 @@ async def _ask(engine: EngineFacts) -> EngineSettingsSeen:
     return EngineSettingsSeen(
         id_,
         engine.cluster,
-        EngineKind.VLLM if b"\nvllm:" in text else EngineKind.UNKNOWN,
+        metrics.kind,
         version=await _version(engine),
         capacity_tokens=None if cache is None else cache.capacity_tokens,
         block_tokens=None if cache is None else cache.block_tokens,
