@@ -115,7 +115,7 @@ def test_a_prompt_has_the_same_blocks_however_they_are_found(size_bytes: int) ->
     prompt = Prompt(b"", (b"x" * size_bytes, b"y" * 300))
     request = InferenceRequest(RequestKind.CHAT, "m", prompt)
     plain, keyed = LocalIndexes(IndexState(), follows_events=False, lookups=False), LocalIndexes(IndexState())
-    hashes, keys, _ = plain.hashes(request, "m")
+    hashes, keys, *_ = plain.hashes(request, "m")
     assert (hashes, 2) == (keyed.hashes(request, "m")[0], len(keyed.hashes(request, "m")[1]))
     assert (len(plain.sessions), len(keys)) == ((0, 0) if prompt.size_bytes <= SHORT_BYTES else (1, 2))
 

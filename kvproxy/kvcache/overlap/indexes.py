@@ -19,7 +19,7 @@ from kvproxy.prefix.approximate.radix import PrefixCursor
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, message_chain, root_seed, text_blocks, token_blocks
 from kvproxy.prefix.precise.index import PreciseIndex, PreciseMatch, precise_root
 from kvproxy.prefix.prompt_identity import RULED, prompt_identity
-from kvproxy.prefix.tokens.session_hashes import SessionHashes
+from kvproxy.prefix.tokens.session_hashes import PromptText, SessionHashes
 from kvproxy.prefix.tokens.token_memory import HashedTokens
 from kvproxy.routing.policy import FactSource, Overlap
 from kvproxy.types import EndpointId, InferenceRequest
@@ -110,20 +110,21 @@ class LocalIndexes:
         self._seed = lru_cache(_REMEMBERED_SEEDS)(_seed)
         self._precise_root = lru_cache(_REMEMBERED_SEEDS)(precise_root)
 
-    def hashes(self, request: InferenceRequest, model: str) -> tuple[array[int], Sequence[int], int]:
+    def hashes(self, request: InferenceRequest, model: str) -> tuple[array[int], Sequence[int], int, PromptText | None]:
         """The prompt's text blocks, empty for a prompt shorter than one, a key for each message prefix, shortest
-        first, and the bytes of all of it, as they name it (`prompt_identity`). Of a short one there are keys only where
-        something goes by them. Blocks and keys are not to be changed.
+        first, the bytes of all of it, and the text of its messages, as they name it (`prompt_identity`). Of a short one
+        there are keys only where something goes by them. Blocks and keys are not to be changed.
         """
         seed, prompt, kind = self._seed(model, request.cache_salt), request.prompt, request.kind
         prompt_bytes = prompt.size_bytes
         if prompt_bytes <= SHORT_BYTES and not self._keyed:
             prompt = prompt_identity(kind, prompt)
-            return text_blocks(prompt, seed), (), prompt.size_bytes
+            return text_blocks(prompt, seed), (), prompt.size_bytes, None
         if kind in RULED:
             return self.sessions.identified(kind, prompt, seed)
         keys = message_chain(prompt, seed)
-        return self.sessions.text_blocks(prompt, seed, keys), keys, prompt_bytes
+        text = PromptText(prompt.shape, prompt.parts.__getitem__, len(prompt.parts), prompt_bytes)
+        return self.sessions.text_blocks(prompt, seed, keys), keys, prompt_bytes, text
 
     def prepare(self, hashed: HashedTokens, *, model: str, cache_salt: str | None) -> None:
         """Hash these tokens for the precise index now, while no request waits for it."""

@@ -106,9 +106,9 @@ class OverlapSources:
         began = self._clock()
         indexes = self.indexes[cluster.name]
         model = model or request.model or self._settings.default_model
-        hashes, keys, prompt_bytes = indexes.hashes(request, model)
+        hashes, keys, prompt_bytes, text = indexes.hashes(request, model)
         cursor = indexes.approximate.locate(hashes)
-        facts = RequestFacts(cluster, indexes, request, body, model, cursor, keys, prompt_bytes, began)
+        facts = RequestFacts(cluster, indexes, request, body, model, cursor, keys, prompt_bytes, began, text)
         if self._uses_tokens:
             self.tokens.recall(facts)
         self._assess(facts)
