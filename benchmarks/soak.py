@@ -381,7 +381,8 @@ def report(soak: Soak, left: dict[str, float], about: dict[str, str]) -> str:
         "",
         "## The process",
         "",
-        f"Median MB of each quarter of the run: {medians}; {REST_S:g} s after the last request {soak.rested[-1].rss_mb:.0f}.",
+        f"Median MB of each quarter of the run: {medians}.",
+        f"At rest, {REST_S:g} s after the last request: {soak.rested[-1].rss_mb:.0f} MB.",
         "Held: what its own metrics say that indexes, token memory and request bodies take of it.",
         "",
     ]
