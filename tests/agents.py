@@ -25,6 +25,9 @@ def _marked(blocks: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict
 
 
 _text_blocks = _marked(texts.map(lambda text: {"type": "text", "text": text}))
+_marked_text = st.one_of(
+    st.just("Hi"), st.lists(_marked(st.just({"type": "text", "text": "Hi"})), min_size=1, max_size=2)
+)
 _results = _marked(
     st.builds(
         lambda content: {"type": "tool_result", "tool_use_id": "t1", "content": content},
@@ -41,11 +44,10 @@ _assistants = st.one_of(texts, st.lists(st.one_of(_text_blocks, _calls, _thought
 
 @st.composite
 def messages_bodies(draw: st.DrawFn) -> dict[str, Any]:
-    """For `/v1/messages`."""
-    count = draw(st.integers(1, 3))
+    """For `/v1/messages`; the last message is never empty, since engines refuse a prompt without any."""
     messages = [{"role": "user", "content": draw(_users)}, {"role": "assistant", "content": draw(_assistants)}]
-    messages.append({"role": "user", "content": draw(_users)})
-    body: dict[str, Any] = {"model": "m", "max_tokens": 1, "messages": messages[:count]}
+    last = {"role": "user", "content": draw(_marked_text)}
+    body: dict[str, Any] = {"model": "m", "max_tokens": 1, "messages": [*messages[: draw(st.integers(0, 2))], last]}
     if draw(st.booleans()):
         body["system"] = draw(st.one_of(texts, st.lists(_text_blocks, min_size=1, max_size=3)))
     if draw(st.booleans()):
