@@ -273,6 +273,10 @@ class HoldingMetrics:
             "kvproxy_kvcache_index_capacity_blocks", "Room in an endpoint's cache, as `told` by it and as `learned`",
             ["cluster", "endpoint", "kind"], registry=r,
         )  # fmt: skip
+        self.reuse_step = CallbackGauge(
+            "kvproxy_endpoint_reuse_step_tokens", "What an endpoint reuses is a multiple of this, where that is long",
+            ["cluster", "endpoint"], registry=r,
+        )  # fmt: skip
         self.endpoint_hit_ratio = CallbackGauge(
             "kvproxy_endpoint_cache_hit_ratio", "Share of prompt tokens reused since twelve readings of the engine ago",
             ["cluster", "endpoint", "by"], registry=r,

@@ -22,6 +22,8 @@ from kvproxy.types import Prompt, RequestKind
 
 _MAX_NAMED_BYTES = 16 * 1024 * 1024
 _ENTRY_BYTES = 250  # an entry's objects besides the hashes themselves
+#: Marked messages of one prompt before each of which the chat is kept as it began: the API takes four marks.
+_MARKS = 4
 
 
 class _Named(NamedTuple):
@@ -91,15 +93,18 @@ class SessionHashes:
             keys, size = [], len(shape) + 1
         key = keys[-1] if keys else xxh3_64_intdigest(shape, seed)
         new: list[bytes] = []
+        marks: list[tuple[int, int]] = []  # where a marked message stands, and the bytes that name what is before it
         for index in range(count, len(raw)):
             marked = rules.marked
             part = rules.apply(index, raw[index])
             if index > count and rules.marked > marked:
-                self._name(sent[index - 1], keys, size)  # how the chat begins when the mark has moved on
+                marks.append((index, size))
             new.append(part)
             size += len(part) + 1
             key = xxh3_64_intdigest(part, key)
             keys.append(key)
+        for index, size_before in marks[-_MARKS:]:  # how the chat begins when the mark has moved on
+            self._name(sent[index - 1], keys[:index], size_before)
         if new:
             self._name(sent[-1], keys, size)
 
