@@ -168,6 +168,17 @@ def test_an_engine_that_lost_the_prompt() -> None:
     assert world.send(agent(15)) is None
 
 
+def test_an_engine_that_reuses_in_steps_lost_nothing_below_one() -> None:
+    """A hybrid model reuses up to the last of its states."""
+    world = World()
+    world.send(LONG)
+    world.send(LONGER)
+    indexes = world.kv.overlap.indexes["default"]
+    indexes.steps.tell(A, 8192)
+    world.engines[A].held.clear()
+    assert world.send(LONGEST) is None
+
+
 def test_a_turn_served_elsewhere() -> None:
     """By an endpoint that did not hold it."""
     world = World()
@@ -269,15 +280,11 @@ def test_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_held_is_shown() -> None:
-    """With its bound."""
+    """In bytes."""
     world = World()
     world.send(FIRST)
-    held, limit = (
-        world.metrics.registry.get_sample_value(f"kvproxy_queue_{name}", {"queue": "session_parts"})
-        for name in ("depth", "limit")
-    )
+    held = world.metrics.registry.get_sample_value("kvproxy_kvcache_index_bytes", {"index": "session_parts"})
     assert held == world.breaks.sessions.held_bytes > 0
-    assert limit == 16 * 1024 * 1024
 
 
 def test_a_short_break_is_not_worth_a_word() -> None:

@@ -110,8 +110,6 @@ class PrefixBreaks:
     def show(self, metrics: Metrics) -> None:
         """The gauges read it from now on."""
         metrics.holdings.index_bytes.labels("session_parts").set_function(lambda: self.sessions.held_bytes)
-        metrics.bounds.queue_depth.labels("session_parts").set_function(lambda: self.sessions.held_bytes)
-        metrics.bounds.queue_limit.labels("session_parts").set(self.sessions.max_bytes)
 
     def _lost(self, thread: Thread, facts: RequestFacts, result: Result) -> PrefixBreak | None:
         """The prompt begins with the last one: whether the engine still had that."""
@@ -122,7 +120,8 @@ class PrefixBreaks:
         place = (facts.cluster.name, endpoint)
         if cached:
             self._reusing.add(place)
-        lost = expected - cached
+        step = facts.indexes.steps.known.get(endpoint, 1)
+        lost = expected - expected % step - cached
         if not _is_missed(lost, expected):
             if thread.header and place not in self._dropping and header_of(facts.request.prompt) != thread.header:
                 self._dropping.add(place)
