@@ -28,18 +28,10 @@ class Owner(Protocol):
     """The cluster, as its membership sees it."""
 
     def make_engine(self, config: EndpointSettings) -> Engine: ...
-
     def make_endpoint(self, config: EndpointSettings, engine: Engine, rank: int | None) -> Endpoint: ...
-
-    def configure_engine(self, engine: Engine, config: EndpointSettings) -> None:
-        """One that stays gets its settings, before its endpoints do."""
-        ...
-
+    def configure_engine(self, engine: Engine, config: EndpointSettings) -> None: ...
     def configure_endpoint(self, endpoint: Endpoint, config: EndpointSettings) -> None: ...
-
-    def endpoint_left(self, endpoint: Endpoint) -> None:
-        """It is gone for good, or another one took its id."""
-        ...
+    def endpoint_left(self, endpoint: Endpoint) -> None: ...  # for good, or another one took its id
 
 
 class _Member(NamedTuple):

@@ -9,7 +9,7 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.pick import Pick
 from kvproxy.forward.answer import may_be_error, read_beginning, read_short
 from kvproxy.forward.engine_priority import REFUSING, names_priority, with_priority
-from kvproxy.forward.headers import RequestHead
+from kvproxy.forward.headers import RANK_HEADER, RequestHead
 from kvproxy.forward.request_body import RequestBody
 from kvproxy.forward.request_options import priority_of
 from kvproxy.request.exchange import Exchange
@@ -50,7 +50,7 @@ class Asking:
         self._head = head
         self._body = body
         #: The data-parallel rank that a trusted client asks for itself: its word stands.
-        self.own_rank = head.rank if exchange.trusted else None
+        self.own_rank = dict(head.repeated.headers).get(RANK_HEADER) if exchange.trusted else None
 
     @property
     def level(self) -> int:

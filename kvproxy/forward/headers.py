@@ -195,11 +195,6 @@ class RequestHead(msgspec.Struct):
         """For one attempt, at the data-parallel rank of this number."""
         return RequestHead([*self.own, (RANK_HEADER, b"%d" % number)], self.repeated)
 
-    @property
-    def rank(self) -> bytes | None:
-        """What a client that is trusted says of the data-parallel rank."""
-        return next((value for name, value in self.repeated.headers if name == RANK_HEADER), None)
-
     def with_trace_parent(self, trace_parent: bytes) -> RequestHead:
         """For one attempt that is a span of its own."""
         own = [pair for pair in self.own if pair[0] != b"traceparent"]
