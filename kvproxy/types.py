@@ -101,5 +101,10 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     prompt: Prompt
     stream: bool = False
     max_tokens: int | None = None
-    session_key: str | None = None
+    session_key: str | None = None  # of the conversation; long ones as a digest
     cache_salt: str | None = None
+    client: str = ""  # kind of client, one of `request.session.CLIENTS`; "": unknown
+    parent_session: str | None = None  # key of the session that this one, a sub-agent's or a fork, comes from
+    session_ends: bool = False  # nothing more comes of the session
+    cache_group: str | None = None  # of `prompt_cache_key`: requests that share prefixes, often of many sessions
+    continues: str | None = None  # id of the response whose prompt and answer come before this prompt

@@ -94,8 +94,8 @@ class RateLimitSettings(Model):
 class InferenceRequestSettings(Model):
     """Settings of `inference_request`."""
 
-    session_header: str = "x-session-id"
-    """Header that names the session; then `session_id` and `user` in the body."""
+    session_header: str = ""
+    """Header that names the session, before all those that agents send of their own (docs/sessions.md)."""
 
 
 def _listed_paths(value: Any) -> Any:

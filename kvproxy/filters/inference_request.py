@@ -16,6 +16,7 @@ from kvproxy.request.body import LONG_BYTES, BodyReader
 from kvproxy.request.downstream import Downstream
 from kvproxy.request.exchange import Exchange
 from kvproxy.request.parse import decode_body, scan_body
+from kvproxy.request.session import NO_CALLER, Caller, SessionHeaders
 from kvproxy.types import Clock, Headers, RequestKind
 
 KIND_OF_PATH = {
@@ -39,7 +40,7 @@ class InferenceRequestFilter(Step):
         self, app: ASGIApp, *, session_header: str, reader: BodyReader, metrics: Metrics, clock: Clock
     ) -> None:
         super().__init__(app, metrics=metrics, clock=clock)
-        self._session_header = session_header.lower().encode()
+        self._session_headers = SessionHeaders(session_header)
         self._reader = reader
         self._pace = asyncio.Lock()
 
@@ -49,13 +50,13 @@ class InferenceRequestFilter(Step):
         kind = KIND_OF_PATH.get(scope["path"]) if scope["method"] == "POST" else None
         if kind is None:
             return None
-        length, encoded, session = self._headers(scope["headers"])
+        length, encoded, caller = self._headers(scope["headers"])
         body = downstream.take_body()
         if body is None:
             self._reader.check_length(length)
-            return self._read(exchange, downstream, None if encoded else kind, session)
+            return self._read(exchange, downstream, None if encoded else kind, caller)
         self._reader.accept(body)
-        return self._parse(exchange, downstream, body, None if encoded else kind, session)
+        return self._parse(exchange, downstream, body, None if encoded else kind, caller)
 
     def after(self, exchange: Exchange, downstream: Downstream) -> None:
         """The body is held no longer."""
@@ -63,39 +64,40 @@ class InferenceRequestFilter(Step):
         if held:
             self._reader.release(held)
 
-    async def _read(self, exchange: Exchange, downstream: Downstream, kind: RequestKind | None, session: str) -> None:
+    async def _read(self, exchange: Exchange, downstream: Downstream, kind: RequestKind | None, caller: Caller) -> None:
         body = await self._reader.read(downstream.receive)
-        waits = self._parse(exchange, downstream, body, kind, session)
+        waits = self._parse(exchange, downstream, body, kind, caller)
         if waits is not None:
             await waits
 
     def _parse(
-        self, exchange: Exchange, downstream: Downstream, body: bytes, kind: RequestKind | None, session: str
+        self, exchange: Exchange, downstream: Downstream, body: bytes, kind: RequestKind | None, caller: Caller
     ) -> Awaitable[None] | None:
         exchange.body = body
         exchange.held_bytes += len(body)
         downstream.replayed = body
         if kind is None:
             return None
-        exchange.inference = decode_body(kind, body, session)
+        exchange.inference = decode_body(kind, body, caller)
         if exchange.inference is None:
-            return self._scan(exchange, kind, body, session)
+            return self._scan(exchange, kind, body, caller)
         return asyncio.sleep(0) if len(body) > LONG_BYTES else None
 
-    async def _scan(self, exchange: Exchange, kind: RequestKind, body: bytes, session: str) -> None:
-        exchange.inference, exchange.members = await scan_body(kind, body, session, pace=self._pace, also=is_guarded)
+    async def _scan(self, exchange: Exchange, kind: RequestKind, body: bytes, caller: Caller) -> None:
+        exchange.inference, exchange.members = await scan_body(kind, body, caller, pace=self._pace, also=is_guarded)
 
-    def _headers(self, headers: Headers) -> tuple[int, bool, str]:
-        """Declared length (0 when it says none), whether the body is compressed, and the session header."""
-        length, encoded, session = 0, False, ""
+    def _headers(self, headers: Headers) -> tuple[int, bool, Caller]:
+        """Declared length (0 when it says none), whether the body is compressed, and the caller."""
+        length, encoded, names = 0, False, self._session_headers.names
+        said: dict[bytes, bytes] = {}
         for name, value in headers:
-            if name == b"content-length":
+            if name in names:
+                said[name] = value
+            elif name == b"content-length":
                 length = int(value) if value.isdigit() and len(value) < 20 else 0
             elif name == b"content-encoding":
                 encoded = value.strip().lower() not in (b"", b"identity")
-            elif name == self._session_header:
-                session = value.decode("latin-1").strip()
-        return length, encoded, session
+        return length, encoded, self._session_headers.read(said) if said else NO_CALLER
 
 
 def build(app: ASGIApp, settings: InferenceRequestSettings, context: FilterContext) -> ASGIApp:

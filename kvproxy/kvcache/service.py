@@ -116,6 +116,7 @@ class KvCache:
         """The gauges read this service from now on, and no earlier one."""
         self.overlap.show(self._metrics)
         self.feedback.show(self._metrics)
+        self.state.breaks.show(self._metrics)
         self.scraper.show(self._metrics)
         self.actions.jobs.show(self._metrics)
         hotness = self.actions.hotness
@@ -147,6 +148,7 @@ class KvCache:
         self.feedback.finished(facts, result)
         if not (result.prefilled and self._uses_tokens):
             return
+        self.overlap.tokens.counted(facts, result.prompt_tokens)
         endpoint = None if result.endpoint is None else facts.cluster.endpoint(result.endpoint)
         streams = self.overlap.streams
         if streams is not None and endpoint is not None and result.prompt_tokens is not None:
@@ -157,4 +159,5 @@ class KvCache:
         """Between requests, after each round of the scraper."""
         present = {(name, one.id) for name, cluster in self.clusters.items() for one in cluster.endpoints}
         self.feedback.keep(present)
+        self.state.breaks.keep(present)
         self.actions.tick()

@@ -197,7 +197,7 @@ def test_turn_by_turn_hashes_like_whole_prompts(bodies: list[dict[str, Any]], se
                 block["cache_control"] = MARK
         prompt = sent(MESSAGES, turn)
         known = prompt_identity(MESSAGES, prompt)
-        hashes, keys, size_bytes = memo.identified(MESSAGES, prompt, 8)
+        hashes, keys, size_bytes, _ = memo.identified(MESSAGES, prompt, 8)
         assert (hashes, list(keys)) == (text_blocks(known, 8), list(message_chain(known, 8)))
         assert size_bytes == known.size_bytes
 

@@ -15,6 +15,7 @@ from kvproxy.kvcache.overlap.merge import HolderOverlap
 from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
 from kvproxy.prefix.approximate.heat import Run
 from kvproxy.prefix.approximate.radix import PrefixCursor
+from kvproxy.prefix.tokens.session_hashes import PromptText
 from kvproxy.prefix.tokens.token_memory import HashedTokens
 from kvproxy.routing.policy import NO_FACTS, OverlapFacts
 from kvproxy.types import EndpointId, InferenceRequest
@@ -33,12 +34,14 @@ class RequestFacts(msgspec.Struct):
     keys: Sequence[int]  # one a message prefix, shortest first
     prompt_bytes: int
     started_at: float
+    text: PromptText | None = None  # of its messages, as they name it; None: none to go by
     overlaps: OverlapFacts = NO_FACTS
     preferred: EndpointId | None = None  # the endpoint that holds most
     tokens: TokenIds | None = None  # of the prompt, or of its longest known beginning
     hashed_tokens: HashedTokens | None = None  # begins with these tokens
     tokens_exact: bool = False  # of the whole prompt
     tokens_bytes: int = 0  # of the prompt that these tokens stand for
+    counted_tokens: int | None = None  # by the engine, once it answered
     wants_lookup: bool = False  # a lookup service can still be asked
     lookup_overlaps: Sequence[HolderOverlap] = ()  # by a lookup that answered in time
     holders_found: int | None = None  # by a lookup that answered in time
@@ -63,3 +66,5 @@ class Result(msgspec.Struct):
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     request_id: str = ""
+    tenant: str = ""
+    client: str = ""  # what kind of program asked
