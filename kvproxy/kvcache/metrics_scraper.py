@@ -14,6 +14,7 @@ from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.errors import ClientError
 from kvproxy.kvcache.actions.signals import HostUse, Pressure, Signals
 from kvproxy.kvcache.engines import Engines
+from kvproxy.kvcache.feedback.cache_losses import LossReason
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.kvcache.overlap.lookup import LookupClient
 from kvproxy.kvcache.state import CacheState
@@ -63,6 +64,7 @@ class MetricsScraper(BackgroundTask):
         self._lookups = lookups
         self._bytes_per_token = state.bytes_per_token
         self._hit_ratios = state.hit_ratios
+        self._losses = state.losses
         self._sample_host = sample_host
         self._on_round = on_round
         self._clock = clock
@@ -127,8 +129,12 @@ class MetricsScraper(BackgroundTask):
                 metrics = await self._engines.client(endpoint).fetch_metrics()
         except ClientError as error:
             log.debug("[kvcache] metrics of %s: %s", endpoint.id, error)
+            latest = self.signals.reading(endpoint)
+            if latest is None or latest[0] > self.signals.max_age_s:
+                endpoint.asleep = False  # what it said last is too old to keep it out
             return
         self.signals.engine(endpoint, metrics)
+        self._sleep_or_wake(cluster, endpoint, asleep=metrics.asleep)
         capacity_tokens = None if metrics.cache is None else metrics.cache.capacity_tokens
         endpoint.load.observe_engine(
             EngineState(self._clock(), capacity_tokens, metrics.kv_usage, metrics.running, metrics.waiting)
@@ -138,8 +144,23 @@ class MetricsScraper(BackgroundTask):
             self._clusters[cluster].observe_engine(endpoint, reading)
         if self._restarted(cluster, endpoint.id, metrics):
             log.info("[kvcache] %s/%s is a new process: what it held is forgotten", cluster, endpoint.id)
+            self._losses.note(cluster, endpoint.id, LossReason.RESTARTED)
             endpoint.priority.restarted()
         self._size(cluster, endpoint, metrics)
+
+    def _sleep_or_wake(self, cluster: str, endpoint: Endpoint, *, asleep: bool) -> None:
+        """An engine that sleeps gave its KV memory up, and takes no requests until it is woken."""
+        if asleep is endpoint.asleep:
+            return
+        endpoint.asleep = asleep
+        if not asleep:
+            log.info("[kvcache] %s/%s is awake again", cluster, endpoint.id)
+            return
+        log.info("[kvcache] %s/%s sleeps: it is left out, and what it held is forgotten", cluster, endpoint.id)
+        indexes = self._indexes[cluster]
+        indexes.reset(endpoint.id)
+        indexes.precise.remove_endpoint(endpoint.id)
+        self._losses.note(cluster, endpoint.id, LossReason.ASLEEP)
 
     def _restarted(self, cluster: str, endpoint: EndpointId, metrics: EngineMetrics) -> bool:
         """Whether this is another process than before; one that does not say when it began tells by its counters."""
