@@ -63,6 +63,8 @@ _HANDLERS: dict[str, dict[str, Handler]] = {
     "/v1/messages/count_tokens": {"POST": info.answer_count_tokens},
     "/v1/chat/completions/render": {"POST": info.answer_chat_render},
     "/v1/completions/render": {"POST": info.answer_completion_render},
+    "/v1/messages/render": {"POST": info.answer_messages_render},
+    "/v1/responses/render": {"POST": info.answer_responses_render},
     "/v1/embeddings": {"POST": info.answer_embeddings},
     "/sim/faults": {"POST": info.set_faults},
     "/sim/state": {"GET": info.answer_state},
