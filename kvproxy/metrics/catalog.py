@@ -158,6 +158,10 @@ class EndpointStateMetrics:
         self.ejections = Counter(
             "kvproxy_ejections", "Endpoints taken out", ["cluster", "endpoint", "reason"], registry=r
         )
+        self.cache_losses = Counter(
+            "kvproxy_engine_cache_losses", "Times an endpoint's engine lost what it held, by how that was noticed",
+            ["cluster", "endpoint", "reason"], registry=r,
+        )  # fmt: skip  # restarted, cleared, forgot, asleep
         self.probes = Counter("kvproxy_health_probes", "Active probes", ["cluster", "endpoint", "outcome"], registry=r)
         self.engine_priority_requests = Counter(
             "kvproxy_engine_priority_requests", "Requests that carried the number by which engines order what waits",

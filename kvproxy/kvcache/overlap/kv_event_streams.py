@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Self
 
 from kvproxy.background_task import BackgroundTask
-from kvproxy.clients.kv_events.events import BlockStored, KvEvent
+from kvproxy.clients.kv_events.events import AllBlocksCleared, BlockStored, KvEvent
 from kvproxy.clients.kv_events.source import KvEventSource, stated_sources
 from kvproxy.clients.kv_events.status import StreamState, StreamStatus
 from kvproxy.clients.kv_events.subscriber import KvEventSubscriber
@@ -64,8 +64,13 @@ class _Consumer:
 
     def apply(self, endpoint: EndpointId, dp_rank: int, events: Sequence[KvEvent]) -> None:
         for event in events:
-            if isinstance(event, BlockStored) and event.lora_name:
-                self._followed.loras[event.lora_name] = None
+            if isinstance(event, BlockStored):
+                if event.lora_name:
+                    self._followed.loras[event.lora_name] = None
+                if event.pairs:
+                    self._followed.paired.add(endpoint)
+            elif isinstance(event, AllBlocksCleared) and self._is_live(endpoint, dp_rank):
+                self._followed.on_cleared(endpoint)
         self._followed.precise.apply_events(endpoint, dp_rank, events)
 
     def cleared(self, endpoint: EndpointId, dp_rank: int) -> None:
@@ -79,7 +84,12 @@ class _Consumer:
         """Its streams ended."""
         self._states.pop(endpoint, None)
         self._followed.precise.remove_endpoint(endpoint)
+        self._followed.paired.discard(endpoint)
         self._update_exact()
+
+    def _is_live(self, endpoint: EndpointId, dp_rank: int) -> bool:
+        """Whether what comes now happens now: a stream that is taken up brings its history first."""
+        return self._states.get(endpoint, {}).get(dp_rank) in (StreamState.EXACT, StreamState.DEGRADED)
 
     async def sweep(self) -> None:
         """Give up all that is kept of streams that ended, some at a time: the loop has other work."""
