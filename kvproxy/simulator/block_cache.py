@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from kvproxy.simulator.checkpoints import GROUP
 from kvproxy.simulator.kv_event import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 
 
@@ -25,6 +26,7 @@ class BlockCache:
         self._hash_of: list[int | None] = [None] * capacity_blocks
         self._block_of: dict[int, int] = {}
         self._copies: dict[int, list[int]] = {}
+        self.states: set[int] = set()  # hashes of blocks at whose end a state is kept
         self._record = record_events
         self._events: list[KvEvent] = []
 
@@ -90,6 +92,11 @@ class BlockCache:
                 self._copies.setdefault(block_hash, []).append(block)
         self.announce(event)
 
+    def keep_states(self, event: BlockStored) -> None:
+        """A state is kept at the end of each of these blocks, as long as the block is there, and announces it."""
+        self.states.update(event.block_hashes)
+        self.announce(event)
+
     def announce(self, event: KvEvent) -> None:
         """Queues an event; `take_events` hands it out."""
         if self._record:
@@ -111,6 +118,7 @@ class BlockCache:
             return False
         self._block_of.clear()
         self._copies.clear()
+        self.states.clear()
         self._hash_of = [None] * self.capacity_blocks
         self.announce(AllBlocksCleared())
         return True
@@ -125,6 +133,9 @@ class BlockCache:
         copies = self._copies.get(block_hash)
         if copies is None:
             del self._block_of[block_hash]
+            if block_hash in self.states:
+                self.states.remove(block_hash)
+                self.announce(BlockRemoved(block_hash, GROUP))
         else:
             if self._block_of[block_hash] == block:
                 self._block_of[block_hash] = copies.pop(0)
