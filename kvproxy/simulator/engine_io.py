@@ -27,7 +27,8 @@ class EngineSettings:
     `token_outputs` reports every token (a streaming server needs that); without it stretches of pure decoding are
     one calculation. `kv_events` turns the reports of stored and removed blocks on. Without `prefix_caching` nothing is
     kept, looked for, counted or reported. A prompt among others computes at most `long_prefill_token_threshold` tokens
-    a step; 0: as many as the step has left. With `checkpoints` its model is a hybrid one.
+    a step; 0: as many as the step has left. Reports of stored blocks name `lookahead_tokens` beyond the last of them.
+    With `checkpoints` its model is a hybrid one.
     """
 
     capacity_blocks: int = 1600
@@ -40,6 +41,7 @@ class EngineSettings:
     token_outputs: bool = False
     kv_events: bool = True
     prefix_caching: bool = True
+    lookahead_tokens: int = 0
     checkpoints: Checkpoints | None = None
 
     def __post_init__(self) -> None:
