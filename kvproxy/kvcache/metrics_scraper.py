@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from math import lcm
 
 from kvproxy.background_task import BackgroundTask
 from kvproxy.clients.engine_metrics import EngineMetrics
@@ -190,12 +191,12 @@ class MetricsScraper(BackgroundTask):
         """The index believes an endpoint to hold as much as its engine has room for, in blocks as long as that says, as
         far as nothing contradicts."""
         cache = metrics.cache
-        if cache is not None and cache.block_tokens:
-            self._indexes[cluster].steps.tell(endpoint.id, cache.block_tokens)
+        indexes, block_tokens = self._indexes[cluster], None if cache is None else cache.block_tokens
+        indexes.steps.tell(endpoint.id, lcm(block_tokens or 1, indexes.precise.step_tokens(endpoint.id)))
         if cache is None or not cache.capacity_tokens:
             return
         blocks = int(cache.capacity_tokens * self._bytes_per_token.typical) // TEXT_BLOCK_BYTES
-        self._indexes[cluster].capacities.set_reported(endpoint.id, 0 if cache.prefix_caching is False else blocks)
+        indexes.capacities.set_reported(endpoint.id, 0 if cache.prefix_caching is False else blocks)
 
     async def _read_provider(self) -> None:
         provider = self._lookups.provider
