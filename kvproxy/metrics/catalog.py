@@ -341,6 +341,14 @@ class BoundMetrics:
         self.receipts = Counter(
             "kvproxy_receipts", "Decision receipts", ["result"], registry=r
         )  # written, dropped, failed
+        self.normalized = Counter(
+            "kvproxy_normalized_requests", "Requests with a prompt that rules of `normalize` change",
+            ["cluster", "rules", "result"], registry=r,
+        )  # fmt: skip  # rewritten, left, failed
+        self.normalize_state = Gauge(
+            "kvproxy_normalize_state", "1: this is what is known of the rules on the cluster's traffic",
+            ["cluster", "rules", "state"], registry=r,
+        )  # fmt: skip  # trying, on, off
         self.rate_limited = Counter("kvproxy_rate_limited", "Requests refused by rate_limit", ["kind"], registry=r)
         self.auth_failures = Counter("kvproxy_auth_failures", "Requests refused by auth", ["reason"], registry=r)
         self.body_refused = Counter("kvproxy_bodies_refused", "Bodies over the limit", registry=r)
