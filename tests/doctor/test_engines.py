@@ -87,6 +87,7 @@ REFUSAL = (400, error_body("no chat template", 400))
             "generates nothing: vllm /v1/chat/completions: 400 no chat template",
         ),
         ({"/metrics": (404, {"detail": "Not Found"})}, "metrics", Severity.WARNING, "shows no metrics"),
+        ({"/metrics": (200, b"a 1\n" * 60_000)}, "metrics", Severity.WARNING, "more than 50000 lines"),
         ({"/metrics": (200, _OTHER_FIGURES)}, "metrics", Severity.WARNING, "none of vLLM's or SGLang's figures"),
     ],
 )
