@@ -56,6 +56,11 @@ def config_file(folder: str, server: Vllm, way: str) -> str:
     return str(path)
 
 
+def forget(server: Vllm) -> None:
+    """Both ranks' prefix caches are empty."""
+    httpx.post(f"{server.url}/reset_prefix_cache", timeout=10).raise_for_status()
+
+
 async def await_ranks(url: str) -> None:
     """Ranks that are to be found out are endpoints of their own within seconds."""
     async with httpx.AsyncClient(base_url=url, timeout=30) as http, asyncio.timeout(_FOUND_WITHIN_S):
@@ -74,7 +79,7 @@ async def measure(server: Vllm, shape: Shape, *, repeats: int, folder: str) -> l
         first = repeat % len(WAYS)
         for way in [*WAYS, *WAYS][first : first + len(WAYS)]:
             # The same prompts for all ways of a repeat: the caches were emptied in between.
-            httpx.post(f"{server.url}/reset_prefix_cache", timeout=10).raise_for_status()
+            await asyncio.to_thread(forget, server)
             async with kvproxy_serve("-c", config_file(folder, server, way)) as proxy:
                 if WAYS[way]["data_parallel"].get("steer", True):
                     await await_ranks(proxy.url)

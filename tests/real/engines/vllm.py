@@ -17,7 +17,7 @@ _START_LIMIT_S = 300.0
 
 
 class Vllm:
-    """One server, a core for each data-parallel rank. It may be ended or killed, then started again on the same ports."""
+    """One server, a core a data-parallel rank. It may be ended or killed, and started again on the same ports."""
 
     def __init__(
         self,
