@@ -90,8 +90,12 @@ def endpoint_index(service: KvCache, cluster: str, endpoint: Endpoint) -> dict[s
     overlap = service.overlap
     indexes = overlap.indexes[cluster]
     streams = {} if overlap.streams is None else overlap.streams.streams(endpoint)
+    loss = service.state.losses.latest(cluster, endpoint.id)
     return {
         "state": index_worth(streams).value,
+        "events_believed": endpoint.id not in indexes.missed.doubted,
+        "names_pairs": endpoint.id in indexes.followed.paired,
+        "last_loss": None if loss is None else {"reason": loss.reason.value, "age_s": loss.age_s},
         "streams": [
             {"rank": rank, "state": one.state.value, "reason": one.reason.value} for rank, one in streams.items()
         ],
@@ -115,6 +119,8 @@ def engine_status(service: KvCache, endpoint: Endpoint) -> dict[str, object] | N
     cache = metrics.cache
     return {
         "age_s": age_s,
+        "kind": metrics.kind.value,
+        "asleep": metrics.asleep,
         "kv_usage": metrics.kv_usage,
         "waiting": metrics.waiting,
         "running": metrics.running,

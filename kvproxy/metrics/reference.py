@@ -55,6 +55,7 @@ LABELS: Mapping[str, str] = {
     "rank": "data-parallel rank of the engine",
     "reason": "why; a closed set of each metric",
     "result": "what became of it",
+    "rules": "those of `normalize` that change a prompt, such as `billing_header+sort_tools`",
     "source": "`approximate`, `precise`, `lmcache_controller` or `lmcache_coordinator`",
     "state": "`1` on the series of the current state, `0` on the others; for connections `open` or `idle`",
     "stream": "`true` for streamed answers, whose first byte comes before the rest; `false` for others",
