@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import httpx
 
 from kvproxy.clients.api import Api
-from kvproxy.clients.engine_metrics import EngineMetrics
+from kvproxy.clients.engine_metrics import EngineMetrics, parse_engine_metrics
 from kvproxy.clients.kv_events.source import KvEventSource, stated_sources
 from kvproxy.clients.vllm import ModelInfo, VllmClient
 from kvproxy.cluster.engine import origin_of
