@@ -40,7 +40,6 @@ from kvproxy.types import Clock, EndpointId, Headers
 from kvproxy.upstream.pool import Timeouts, UpstreamPool, UpstreamResponse
 
 _IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
-_PROMPT_HEAD_BYTES = 1024
 _NOBODY: frozenset[EndpointId] = frozenset()
 
 
@@ -187,15 +186,14 @@ class Forwarding:
     def _pick_request(self) -> PickRequest:
         exchange, earlier = self._exchange, self._earlier
         inference, preferred = exchange.inference, None if exchange.policy else exchange.preferred
-        parts = inference.prompt.parts if inference else ()
         return PickRequest(
             model=self._model,
-            session_key=inference.session_key if inference else None,
+            session_key=inference.affinity_key if inference else None,
             facts=exchange.facts or NO_FACTS,
             preferred=preferred if earlier is None else earlier.again or preferred,
             excluded=_NOBODY if earlier is None else earlier.excluded,
             streams=inference is not None and inference.stream,
-            prompt_head=parts[0][:_PROMPT_HEAD_BYTES] if parts else b"",
+            prompt_head=inference.head if inference else b"",
             policy=exchange.policy,
         )
 

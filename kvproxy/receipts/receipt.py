@@ -64,6 +64,8 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True):
     model: str = ""
     tenant: str = ""
     session: str = ""  # keyed hash; equal within one run of the proxy
+    parent: str = ""  # of the session that it was made from; likewise
+    client: str = ""  # kind of client, where it is known
     head: str = ""  # keyed hash of the prompt's first bytes; likewise
     stream: bool = False
     cluster: str = ""

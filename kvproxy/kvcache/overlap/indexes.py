@@ -9,6 +9,7 @@ from functools import lru_cache, partial
 from kvproxy.bounded import BoundedMapping
 from kvproxy.clients.tokens import TokenIds
 from kvproxy.kvcache.feedback.trust import Trust
+from kvproxy.kvcache.overlap.last_served import LastServed, RequestNames
 from kvproxy.kvcache.overlap.merge import NOTHING, HolderOverlap, is_contradicted, merge_overlaps
 from kvproxy.prefix.approximate.capacity import Capacities
 from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
@@ -67,6 +68,7 @@ class IndexState:
         self.lookup_trust = Trust()  # in what LMCache says
         self.started_at: dict[EndpointId, float] = {}  # when each engine's process began, by its own clock
         self.sessions = SessionHashes()
+        self.last_served = LastServed()
 
 
 class LocalIndexes:
@@ -88,7 +90,7 @@ class LocalIndexes:
     ) -> None:
         self.approximate, self.capacities, self.hot = state.approximate, state.capacities, state.hot
         self.trust, self.lookup_trust = state.trust, state.lookup_trust
-        self.started_at, self.sessions = state.started_at, state.sessions
+        self.started_at, self.sessions, self.last_served = state.started_at, state.sessions, state.last_served
         self._follows_events = follows_events
         self._lookups = lookups
         self._keyed = follows_events or lookups  # token memory and strategies know prompts by their messages' keys
@@ -104,8 +106,11 @@ class LocalIndexes:
     def hashes(self, request: InferenceRequest, model: str) -> tuple[array[int], Sequence[int], int]:
         """The prompt's text blocks, empty for a prompt shorter than one, a key for each message prefix, shortest
         first, and the bytes of all of it, as they name it (`prompt_identity`). Of a short one there are keys only where
-        something goes by them. Blocks and keys are not to be changed.
+        something goes by them; none of one that goes on from a response, whose text is only the rest of its prompt.
+        Blocks and keys are not to be changed.
         """
+        if request.continues is not None:
+            return array("Q"), (), request.prompt.size_bytes
         seed, prompt, kind = self._seed(model, request.cache_salt), request.prompt, request.kind
         prompt_bytes = prompt.size_bytes
         if prompt_bytes <= SHORT_BYTES and not self._keyed:
@@ -115,6 +120,10 @@ class LocalIndexes:
             return self.sessions.identified(kind, prompt, seed)
         keys = message_chain(prompt, seed)
         return self.sessions.text_blocks(prompt, seed, keys), keys, prompt_bytes
+
+    def names(self, request: InferenceRequest, model: str, tenant: str) -> RequestNames:
+        """What its session goes by, and the response that it goes on from."""
+        return RequestNames.of(request, self._seed(model, request.cache_salt), tenant)
 
     def prepare(self, hashed: HashedTokens, *, model: str, cache_salt: str | None) -> None:
         """Hash these tokens for the precise index now, while no request waits for it."""
@@ -221,6 +230,7 @@ class LocalIndexes:
         """The endpoint left, or another engine took its id: nothing that was routed there counts. (Its events are
         their own business.)"""
         self.started_at.pop(endpoint, None)
+        self.last_served.forget_cache(endpoint)
         self.approximate.remove(endpoint)
         self.capacities.forget_endpoint(endpoint)
         for trust in (self.trust, self.lookup_trust):
@@ -229,6 +239,7 @@ class LocalIndexes:
     def reset(self, endpoint: EndpointId) -> None:
         """The engine restarted: it holds nothing; its capacity is what it was."""
         self.approximate.clear(endpoint)
+        self.last_served.forget_cache(endpoint)
         for trust in (self.trust, self.lookup_trust):
             trust.forget(endpoint)
 

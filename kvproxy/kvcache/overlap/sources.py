@@ -16,6 +16,7 @@ from kvproxy.kvcache.engines import Engines
 from kvproxy.kvcache.overlap.facts import RequestFacts
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.kvcache.overlap.kv_event_streams import EventStreams, follow_events
+from kvproxy.kvcache.overlap.last_served import ENTRY_BYTES
 from kvproxy.kvcache.overlap.lookup import Connection, LookupClient
 from kvproxy.kvcache.overlap.lookup_task import LookupTask
 from kvproxy.kvcache.overlap.merge import HolderOverlap, preferred_endpoint
@@ -23,8 +24,8 @@ from kvproxy.kvcache.overlap.tokens import TokenSource
 from kvproxy.kvcache.state import CacheState
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
-from kvproxy.routing.policy import FactSource, OverlapFacts
-from kvproxy.types import Clock, EndpointId, InferenceRequest
+from kvproxy.routing.policy import FactSource, Overlap, OverlapFacts
+from kvproxy.types import Clock, EndpointId, InferenceRequest, RequestKind
 
 #: Rows of the precise index with their share of its tables, as benchmarks/prefix_index.py measures them.
 PRECISE_ROW_BYTES = 100
@@ -101,7 +102,9 @@ class OverlapSources:
         self._entered = False
         await self._running.aclose()
 
-    def gather(self, request: InferenceRequest, body: bytes, *, cluster: Cluster, model: str = "") -> RequestFacts:
+    def gather(
+        self, request: InferenceRequest, body: bytes, *, cluster: Cluster, model: str = "", tenant: str = ""
+    ) -> RequestFacts:
         """What our own sources know, at once. `model` is what the engines call it, where that differs."""
         began = self._clock()
         indexes = self.indexes[cluster.name]
@@ -109,10 +112,12 @@ class OverlapSources:
         hashes, keys, prompt_bytes = indexes.hashes(request, model)
         cursor = indexes.approximate.locate(hashes)
         facts = RequestFacts(cluster, indexes, request, body, model, cursor, keys, prompt_bytes, began)
+        if request.session_key is not None or request.kind is RequestKind.RESPONSES:
+            facts.names = indexes.names(request, model, tenant)
         if self._uses_tokens:
             self.tokens.recall(facts)
         self._assess(facts)
-        if self._entered and self._settings.lmcache_endpoint:
+        if self._entered and request.continues is None and self._settings.lmcache_endpoint:
             facts.wants_lookup = self._lookup_task.is_wanted(facts)
         self._facts_seconds.observe(self._clock() - began)
         return facts
@@ -155,6 +160,9 @@ class OverlapSources:
 
     def _assess(self, facts: RequestFacts) -> None:
         """Facts and preference from everything known by now."""
+        if facts.request.continues is not None:
+            self._assess_history(facts)
+            return
         tokens = facts.tokens
         if tokens:
             bytes_per_token = max(facts.tokens_bytes, 1) / len(tokens)
@@ -176,9 +184,21 @@ class OverlapSources:
         )
         block_tokens = TEXT_BLOCK_BYTES / bytes_per_token
         hot_tokens = int(indexes.approximate.hot_blocks(cursor) * block_tokens)
-        facts.overlaps = OverlapFacts(prompt_tokens, found, hot_tokens, facts.hashes, block_tokens)
-        facts.preferred = None
-        if found:
+        self._conclude(facts, OverlapFacts(prompt_tokens, found, hot_tokens, facts.hashes, block_tokens))
+
+    def _assess_history(self, facts: RequestFacts) -> None:
+        """Of a prompt that begins with what only an engine has: that is where it was served last, and as much as it
+        was then."""
+        found, prompt_tokens = {}, int(facts.prompt_bytes / self._bytes_per_token.of(facts.model))
+        served = facts.indexes.last_served.find_history(facts.names, self._clock())
+        if served is not None:
+            prompt_tokens += served.tokens
+            found[served.endpoint] = Overlap(served.prompt_tokens, 0, FactSource.SESSION)
+        self._conclude(facts, OverlapFacts(prompt_tokens, found))
+
+    def _conclude(self, facts: RequestFacts, overlaps: OverlapFacts) -> None:
+        facts.overlaps, facts.preferred = overlaps, None
+        if overlaps.by_endpoint:
             facts.preferred = preferred_endpoint(
                 facts.overlaps, facts.cluster.endpoints, model=facts.model, min_tokens=self._settings.min_matched_tokens
             )
@@ -204,9 +224,17 @@ class OverlapSources:
         size.labels("approximate").set_function(lambda: sum(one.approximate.estimated_bytes for one in indexes))
         size.labels("precise").set_function(lambda: self._precise_blocks() * PRECISE_ROW_BYTES)
         size.labels("sessions").set_function(lambda: sum(one.sessions.held_bytes for one in indexes))
+        size.labels("last_served").set_function(self._last_served_bytes)
+        remembered = metrics.holdings.last_served
+        remembered.labels("sessions").set_function(lambda: sum(one.last_served.sessions for one in indexes))
+        remembered.labels("responses").set_function(lambda: sum(one.last_served.responses for one in indexes))
         metrics.holdings.index_utilisation.set_source(self.utilisation_series)
         metrics.holdings.index_capacity.set_source(self.capacity_series)
         metrics.kvcache.trust.set_source(self.trust_series)
+
+    def _last_served_bytes(self) -> int:
+        tables = [one.last_served for one in self.indexes.values()]
+        return ENTRY_BYTES * sum(table.sessions + table.responses for table in tables)
 
     def _precise_blocks(self) -> int:
         return sum(self.indexes[name].precise.count_rows(endpoint.id) for name, endpoint in self._endpoints())

@@ -160,6 +160,12 @@ class TokenMemory:
         self._bytes += _size(entry)
         return entry.hashed
 
+    def forget(self, key: int) -> None:
+        """Nothing will go on from the prompt with this key, unless something did already."""
+        entry = self._entries.get(key)
+        if entry is not None and not entry.grown_into:
+            self._drop(key)
+
     def clear(self) -> None:
         """Forget everything (a model's template changed)."""
         self._entries.clear()
