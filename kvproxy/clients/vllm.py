@@ -1,4 +1,5 @@
-"""vLLM's own API besides inference: tokenize, render, health, metrics, models, event sources."""
+"""An engine's own API besides inference, in vLLM's shape and where it differs in SGLang's: tokenize, render, health,
+metrics, models, event sources."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from kvproxy.clients.api import Api
 from kvproxy.clients.chat_body import render_body, tokenize_body
 from kvproxy.clients.engine_metrics import EngineMetrics, parse_engine_metrics
 from kvproxy.clients.kv_events.source import MAX_SOURCES, KvEventSource, WireSources, sources_from_wire
+from kvproxy.clients.sglang import SglangInfo, fetch_info
 from kvproxy.clients.tokens import TokenIds, tokens_from_json
 from kvproxy.errors import BadResponse, NotSupported, Refused
 
@@ -147,10 +149,18 @@ class VllmClient:
         """Streams of KV events, one a data-parallel rank; NotSupported where the engine cannot tell."""
         shape = cast("type[WireSources]", WireSources)
         path, timeout_s = "/kv_event_sources", timeout_s or self._timeout_s
-        answer = await self._api.get(path, shape, timeout_s=timeout_s, max_bytes=MAX_SOURCES_BYTES)
+        try:
+            answer = await self._api.get(path, shape, timeout_s=timeout_s, max_bytes=MAX_SOURCES_BYTES)
+        except NotSupported:
+            info = await self.sglang_info(timeout_s=timeout_s)
+            return info.event_sources(host=self._api.base_url.host)
         if len(answer) > MAX_SOURCES:
             raise BadResponse(f"vllm {path}: more than {MAX_SOURCES} streams")
         return sources_from_wire(answer, host=self._api.base_url.host)
+
+    async def sglang_info(self, *, timeout_s: float | None = None) -> SglangInfo:
+        """What SGLang says of itself; NotSupported for every other engine."""
+        return await fetch_info(self._api, timeout_s=timeout_s or self._timeout_s)
 
     async def list_models(self, *, timeout_s: float | None = None) -> tuple[ModelInfo, ...]:
         """Models and LoRA adapters the engine serves. Answers even when the engine core is dead: not a health check."""

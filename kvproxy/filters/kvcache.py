@@ -169,7 +169,9 @@ class KvCacheLearning(RequestObserver):
 
     def finished(self, exchange: Exchange, now: float) -> None:
         """Learn from it, and do what is to be done about it."""
-        self._service.finished(self._facts, result_of(exchange))
+        result = result_of(exchange)
+        self._service.finished(self._facts, result)
+        exchange.outcome.prefix_break = self._service.state.breaks.finished(self._facts, result)
 
 
 def announce(scope: Scope, preferred: EndpointId | None, *, header: bytes) -> None:
@@ -194,6 +196,7 @@ def result_of(exchange: Exchange) -> Result:
         completion_tokens=outcome.completion_tokens,
         response_id=outcome.response_id,
         request_id=exchange.request_id,
+        tenant=exchange.tenant,
     )
 
 

@@ -151,8 +151,11 @@ class MetricsScraper(BackgroundTask):
         return restarted
 
     def _size(self, cluster: str, endpoint: Endpoint, metrics: EngineMetrics) -> None:
-        """The index believes an endpoint to hold as much as its engine has room for, as far as nothing contradicts."""
+        """The index believes an endpoint to hold as much as its engine has room for, in blocks as long as that says, as
+        far as nothing contradicts."""
         cache = metrics.cache
+        if cache is not None and cache.block_tokens:
+            self._indexes[cluster].steps.tell(endpoint.id, cache.block_tokens)
         if cache is None or not cache.capacity_tokens:
             return
         blocks = int(cache.capacity_tokens * self._bytes_per_token.typical) // TEXT_BLOCK_BYTES

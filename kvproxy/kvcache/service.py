@@ -116,6 +116,7 @@ class KvCache:
         """The gauges read this service from now on, and no earlier one."""
         self.overlap.show(self._metrics)
         self.feedback.show(self._metrics)
+        self.state.breaks.show(self._metrics)
         self.scraper.show(self._metrics)
         self.actions.jobs.show(self._metrics)
         hotness = self.actions.hotness
@@ -169,4 +170,5 @@ class KvCache:
         """Between requests, after each round of the scraper."""
         present = {(name, one.id) for name, cluster in self.clusters.items() for one in cluster.endpoints}
         self.feedback.keep(present)
+        self.state.breaks.keep(present)
         self.actions.tick()

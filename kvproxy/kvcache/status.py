@@ -97,6 +97,7 @@ def endpoint_index(service: KvCache, cluster: str, endpoint: Endpoint) -> dict[s
         "approximate_blocks": indexes.approximate.held_blocks(endpoint.id),
         "approximate_capacity_blocks": indexes.approximate.capacity(endpoint.id),
         "told_capacity_blocks": indexes.capacities.reported_blocks(endpoint.id),
+        "reuse_step_tokens": indexes.steps.known.get(endpoint.id),
         "trust": overlap.trust(cluster, endpoint.id),
         "hit_ratio": asdict(service.state.hit_ratios.use((cluster, endpoint.id))),
         "block_bytes": TEXT_BLOCK_BYTES,

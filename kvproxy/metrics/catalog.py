@@ -252,6 +252,10 @@ class KvCacheMetrics:
             "kvproxy_kvcache_prediction_alarm", "1: of the last 8 large predictions at least 3 were wrong",
             ["cluster", "endpoint", "source"], registry=r,
         )  # fmt: skip
+        self.prefix_break_tokens = Counter(
+            "kvproxy_prefix_break_tokens", "Prompt tokens computed again although the session had sent them before",
+            ["cause", "client"], registry=r,
+        )  # fmt: skip
         self.trust = CallbackGauge(
             "kvproxy_kvcache_trust_ratio", "How far what only this source says of an endpoint is believed, once tried",
             ["cluster", "endpoint", "source"], registry=r,
@@ -267,7 +271,7 @@ class HoldingMetrics:
         )  # approximate, in_flight, precise, hot
         self.index_bytes = Gauge(
             "kvproxy_kvcache_index_bytes", "Estimated memory of an index", ["index"], registry=r
-        )  # approximate, precise, sessions, last_served
+        )  # approximate, precise, sessions, session_parts, last_served
         self.last_served = Gauge(
             "kvproxy_kvcache_last_served", "Sessions and responses whose last endpoint is known", ["what"], registry=r
         )  # sessions, responses
@@ -278,6 +282,10 @@ class HoldingMetrics:
         self.index_capacity = CallbackGauge(
             "kvproxy_kvcache_index_capacity_blocks", "Room in an endpoint's cache, as `told` by it and as `learned`",
             ["cluster", "endpoint", "kind"], registry=r,
+        )  # fmt: skip
+        self.reuse_step = CallbackGauge(
+            "kvproxy_endpoint_reuse_step_tokens", "What an endpoint reuses is a multiple of this, where that is long",
+            ["cluster", "endpoint"], registry=r,
         )  # fmt: skip
         self.endpoint_hit_ratio = CallbackGauge(
             "kvproxy_endpoint_cache_hit_ratio", "Share of prompt tokens reused since twelve readings of the engine ago",

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from kvproxy.prefix.hygiene.causes import PrefixBreak
 from kvproxy.routing.load import NO_WORK, Features
 from kvproxy.routing.policy import Overlap
 from kvproxy.types import EndpointId
@@ -84,6 +85,7 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True):
     engine_prompt_tokens: int | None = None
     cached_tokens: int | None = None
     completion_tokens: int | None = None
+    prefix_break: PrefixBreak | None = None  # what was computed again of its session's last prompt, and why
 
 
 _encoder = msgspec.json.Encoder()

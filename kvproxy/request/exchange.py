@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.json_scan import Members
+from kvproxy.prefix.hygiene.causes import PrefixBreak
 from kvproxy.routing.policy import OverlapFacts
 from kvproxy.types import EndpointId, InferenceRequest
 
@@ -67,6 +68,7 @@ class Outcome:
     candidates: Sequence[Endpoint] = ()  # of the last pick, and what each would have cost by the policy; () if there
     costs: Sequence[float] = ()  # were more than MAX_REMEMBERED
     engine_priority: int | None = None  # the number its engine was told to order it by
+    prefix_break: PrefixBreak | None = None  # what it lost of its session's last prompt, and why
 
     def client_left(self) -> None:
         """The client closed its connection before the response was complete."""

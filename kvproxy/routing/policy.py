@@ -35,6 +35,7 @@ class Overlap(msgspec.Struct, frozen=True):
     age_s: float = 0.0
     claimed_tokens: int = 0  # what KV events said; more than is counted where earlier claims proved wrong
     backed_tokens: int = 0  # of those, what was routed there says as well
+    held_tokens: int = 0  # what it holds, where it reuses no more than the whole steps of that; 0: it reuses all
 
     @property
     def tokens(self) -> int:

@@ -26,10 +26,11 @@ class BlockStored:
     block_tokens: int
     lora_name: str | None = None
     lora_id: int | None = None  # all that versions before 0.16 say about a LoRA
-    medium: str = "GPU"  # GPU, CPU, STORAGE, ... ("GPU" is also what CPU builds say)
+    medium: str = "GPU"  # vLLM: GPU (CPU builds too), CPU, STORAGE; SGLang: GPU, CPU_PINNED, DISK, EXTERNAL
     extra: tuple[BlockExtra, ...] | None = None  # one a block; None: no block has any
     group: int | None = None  # KV cache group of a hybrid model
     spec_kind: str | None = None
+    pairs: bool = False  # the engine's keys are pairs of tokens: a block counts for it with the token after it alone
 
     @property
     def uniform(self) -> bool:

@@ -84,9 +84,13 @@ class PredictionFeedback:
         """What was predicted against what the engine says: the sources are corrected and the score is kept. True when
         the engine lost all that it held."""
         overlap, cached, tokens = facts.overlaps.by_endpoint.get(endpoint), result.cached_tokens, result.prompt_tokens
-        predicted = 0
+        predicted = held = 0
         if overlap is not None:
-            predicted = min(overlap.device_tokens + overlap.lower_tokens, facts.overlaps.prompt_tokens)
+            expected_tokens = facts.overlaps.prompt_tokens
+            predicted = min(overlap.device_tokens + overlap.lower_tokens, expected_tokens)
+            held = min(overlap.held_tokens, expected_tokens) or predicted
+            if tokens and expected_tokens:
+                held = held * tokens // expected_tokens
         self.hit_ratios.served(
             (facts.cluster.name, endpoint),
             prompt_tokens=facts.overlaps.prompt_tokens if tokens is None else tokens,
@@ -99,7 +103,7 @@ class PredictionFeedback:
         cached_blocks = int(cached * bytes_per_token) // TEXT_BLOCK_BYTES
         lost = False
         if entry is not None and entry.endpoint == endpoint:
-            lost = facts.indexes.observe_capacity(entry, cached_blocks)
+            lost = facts.indexes.observe_capacity(entry, overlap, cached_tokens=cached, cached_blocks=cached_blocks)
             if lost:
                 log.info(_LOST, facts.cluster.name, endpoint)
         contradicted = facts.indexes.correct(
@@ -107,6 +111,7 @@ class PredictionFeedback:
             facts.cursor,
             overlap,
             predicted_tokens=predicted,
+            held_tokens=held,
             cached_tokens=cached,
             cached_blocks=cached_blocks,
         )

@@ -16,6 +16,7 @@ from kvproxy.kvcache.overlap.merge import HolderOverlap
 from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
 from kvproxy.prefix.approximate.heat import Run
 from kvproxy.prefix.approximate.radix import PrefixCursor
+from kvproxy.prefix.tokens.session_hashes import PromptText
 from kvproxy.prefix.tokens.token_memory import HashedTokens
 from kvproxy.routing.policy import NO_FACTS, OverlapFacts
 from kvproxy.types import EndpointId, InferenceRequest
@@ -34,6 +35,7 @@ class RequestFacts(msgspec.Struct):
     keys: Sequence[int]  # one a message prefix, shortest first
     prompt_bytes: int
     started_at: float
+    text: PromptText | None = None  # of its messages, as they name it; None: none to go by
     names: RequestNames = NO_NAMES  # of its session and what it goes on from
     overlaps: OverlapFacts = NO_FACTS
     preferred: EndpointId | None = None  # the endpoint that holds most
@@ -67,3 +69,5 @@ class Result(msgspec.Struct):
     completion_tokens: int | None = None
     response_id: str = ""  # by which another request may go on from this one
     request_id: str = ""
+    tenant: str = ""
+    client: str = ""  # what kind of program asked

@@ -8,6 +8,7 @@ from functools import lru_cache, partial
 
 from kvproxy.bounded import BoundedMapping
 from kvproxy.clients.tokens import TokenIds
+from kvproxy.kvcache.feedback.reuse_step import ReuseSteps
 from kvproxy.kvcache.feedback.trust import Trust
 from kvproxy.kvcache.overlap.last_served import LastServed, RequestNames
 from kvproxy.kvcache.overlap.merge import NOTHING, HolderOverlap, is_contradicted, merge_overlaps
@@ -19,7 +20,7 @@ from kvproxy.prefix.approximate.radix import PrefixCursor
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, message_chain, root_seed, text_blocks, token_blocks
 from kvproxy.prefix.precise.index import PreciseIndex, PreciseMatch, precise_root
 from kvproxy.prefix.prompt_identity import RULED, prompt_identity
-from kvproxy.prefix.tokens.session_hashes import SessionHashes
+from kvproxy.prefix.tokens.session_hashes import PromptText, SessionHashes
 from kvproxy.prefix.tokens.token_memory import HashedTokens
 from kvproxy.routing.policy import FactSource, Overlap
 from kvproxy.types import EndpointId, InferenceRequest
@@ -36,12 +37,19 @@ SHORT_BYTES = 4096
 #: An engine's start time is the same in every reading, but for the rounding of clocks.
 _SAME_START_S = 2.0
 
+#: Blocks of text by which prompts are told from each other: 4 kB, and with that a system prompt that many share.
+_BEGINNING = 16
+
 _EVENTS = frozenset({FactSource.PRECISE})
 #: What speaks for LMCache.
 LOOKUPS = frozenset({FactSource.LMCACHE_CONTROLLER, FactSource.LMCACHE_COORDINATOR})
 
 #: Models and cache salts whose chains were begun of late; salts come from clients.
 _REMEMBERED_SEEDS = 1024
+
+
+def _beginning(hashes: array[int]) -> int:
+    return hashes[min(_BEGINNING, len(hashes)) - 1] if hashes else 0
 
 
 def _seed(model: str, cache_salt: str | None) -> int:
@@ -66,6 +74,7 @@ class IndexState:
         self.capacities = Capacities(self.approximate)
         self.trust = Trust()  # in what KV events say
         self.lookup_trust = Trust()  # in what LMCache says
+        self.steps = ReuseSteps()
         self.started_at: dict[EndpointId, float] = {}  # when each engine's process began, by its own clock
         self.sessions = SessionHashes()
         self.last_served = LastServed()
@@ -90,7 +99,8 @@ class LocalIndexes:
     ) -> None:
         self.approximate, self.capacities, self.hot = state.approximate, state.capacities, state.hot
         self.trust, self.lookup_trust = state.trust, state.lookup_trust
-        self.started_at, self.sessions, self.last_served = state.started_at, state.sessions, state.last_served
+        self.started_at, self.sessions, self.steps = state.started_at, state.sessions, state.steps
+        self.last_served = state.last_served
         self._follows_events = follows_events
         self._lookups = lookups
         self._keyed = follows_events or lookups  # token memory and strategies know prompts by their messages' keys
@@ -103,23 +113,24 @@ class LocalIndexes:
         self._seed = lru_cache(_REMEMBERED_SEEDS)(_seed)
         self._precise_root = lru_cache(_REMEMBERED_SEEDS)(precise_root)
 
-    def hashes(self, request: InferenceRequest, model: str) -> tuple[array[int], Sequence[int], int]:
+    def hashes(self, request: InferenceRequest, model: str) -> tuple[array[int], Sequence[int], int, PromptText | None]:
         """The prompt's text blocks, empty for a prompt shorter than one, a key for each message prefix, shortest
-        first, and the bytes of all of it, as they name it (`prompt_identity`). Of a short one there are keys only where
-        something goes by them; none of one that goes on from a response, whose text is only the rest of its prompt.
-        Blocks and keys are not to be changed.
+        first, the bytes of all of it, and the text of its messages, as they name it (`prompt_identity`). Of a short one
+        there are keys only where something goes by them; none of one that goes on from a response, whose text is only
+        the rest of its prompt. Blocks and keys are not to be changed.
         """
         if request.continues is not None:
-            return array("Q"), (), request.prompt.size_bytes
+            return array("Q"), (), request.prompt.size_bytes, None
         seed, prompt, kind = self._seed(model, request.cache_salt), request.prompt, request.kind
         prompt_bytes = prompt.size_bytes
         if prompt_bytes <= SHORT_BYTES and not self._keyed:
             prompt = prompt_identity(kind, prompt)
-            return text_blocks(prompt, seed), (), prompt.size_bytes
+            return text_blocks(prompt, seed), (), prompt.size_bytes, None
         if kind in RULED:
             return self.sessions.identified(kind, prompt, seed)
         keys = message_chain(prompt, seed)
-        return self.sessions.text_blocks(prompt, seed, keys), keys, prompt_bytes
+        text = PromptText(prompt.shape, prompt.parts.__getitem__, len(prompt.parts), prompt_bytes)
+        return self.sessions.text_blocks(prompt, seed, keys), keys, prompt_bytes, text
 
     def names(self, request: InferenceRequest, model: str, tenant: str) -> RequestNames:
         """What its session goes by, and the response that it goes on from."""
@@ -161,6 +172,7 @@ class LocalIndexes:
             trust=self.trust,
             looked_up=looked_up,
             lookup_trust=self.lookup_trust,
+            steps=self.steps.known,
             prompt_tokens=prompt_tokens,
         )
 
@@ -185,10 +197,19 @@ class LocalIndexes:
         if lost:
             self.approximate.insert(entry.endpoint, entry.cursor)
 
-    def observe_capacity(self, entry: SpeculativeEntry, cached_blocks: int) -> bool:
+    def observe_capacity(
+        self, entry: SpeculativeEntry, overlap: Overlap | None, *, cached_tokens: int, cached_blocks: int
+    ) -> bool:
         """What a response says about the room at its endpoint, before the entry is settled; True when the engine lost
-        all that it held. Where KV events miss nothing they say it better."""
-        return entry.endpoint not in self.exact and self.capacities.observe_reuse(entry, cached_blocks)
+        all that it held. Where KV events miss nothing they say it better. An engine that reused the whole steps of what
+        it holds lost nothing; that it holds less than one step it cannot say."""
+        if entry.endpoint in self.exact:
+            return False
+        if overlap is not None and overlap.held_tokens and not is_contradicted(overlap.tokens, cached_tokens):
+            if not cached_tokens:
+                return False
+            cached_blocks = max(cached_blocks, len(entry.hashes) - entry.new_blocks)
+        return self.capacities.observe_reuse(entry, cached_blocks)
 
     def correct(
         self,
@@ -199,11 +220,17 @@ class LocalIndexes:
         predicted_tokens: int,
         cached_tokens: int,
         cached_blocks: int,
+        held_tokens: int = 0,
     ) -> bool:
         """The engine reused so many tokens, which are so many of these blocks, where `overlap` had been believed.
         Whether that contradicts the prediction; a contradicted prefix leaves the index at once, since believing it
-        longer would send more requests astray.
+        longer would send more requests astray. `held_tokens` is what it was to hold, reused or not; 0: of an engine
+        whose step is known.
         """
+        if held_tokens:
+            self.steps.observe(
+                endpoint, held_tokens=held_tokens, cached_tokens=cached_tokens, prefix=_beginning(cursor.hashes)
+            )
         if self._follows_events:
             _test(self.trust, endpoint, _EVENTS, overlap, cached_tokens)
         if self._lookups:
@@ -230,6 +257,7 @@ class LocalIndexes:
         """The endpoint left, or another engine took its id: nothing that was routed there counts. (Its events are
         their own business.)"""
         self.started_at.pop(endpoint, None)
+        self.steps.forget(endpoint)
         self.last_served.forget_cache(endpoint)
         self.approximate.remove(endpoint)
         self.capacities.forget_endpoint(endpoint)

@@ -109,9 +109,9 @@ class OverlapSources:
         began = self._clock()
         indexes = self.indexes[cluster.name]
         model = model or request.model or self._settings.default_model
-        hashes, keys, prompt_bytes = indexes.hashes(request, model)
+        hashes, keys, prompt_bytes, text = indexes.hashes(request, model)
         cursor = indexes.approximate.locate(hashes)
-        facts = RequestFacts(cluster, indexes, request, body, model, cursor, keys, prompt_bytes, began)
+        facts = RequestFacts(cluster, indexes, request, body, model, cursor, keys, prompt_bytes, began, text)
         if request.session_key is not None or request.kind is RequestKind.RESPONSES:
             facts.names = indexes.names(request, model, tenant)
         if self._uses_tokens:
@@ -230,6 +230,7 @@ class OverlapSources:
         remembered.labels("responses").set_function(lambda: sum(one.last_served.responses for one in indexes))
         metrics.holdings.index_utilisation.set_source(self.utilisation_series)
         metrics.holdings.index_capacity.set_source(self.capacity_series)
+        metrics.holdings.reuse_step.set_source(self.step_series)
         metrics.kvcache.trust.set_source(self.trust_series)
 
     def _last_served_bytes(self) -> int:
@@ -256,6 +257,13 @@ class OverlapSources:
             indexes = self.indexes[name]
             yield (name, str(endpoint.id), "told"), indexes.capacities.reported_blocks(endpoint.id)
             yield (name, str(endpoint.id), "learned"), indexes.approximate.capacity(endpoint.id)
+
+    def step_series(self) -> Series:
+        """Steps in which endpoints reuse, where they are known."""
+        for name, endpoint in self._endpoints():
+            step = self.indexes[name].steps.known.get(endpoint.id)
+            if step is not None:
+                yield (name, str(endpoint.id)), step
 
     def trust_series(self) -> Series:
         """How far each source is believed about each endpoint."""

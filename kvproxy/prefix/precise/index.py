@@ -45,7 +45,7 @@ class PreciseMatch(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class PreciseCounts:
-    """What became of events, in blocks (`malformed` and `other_groups`: events)."""
+    """What became of events, in blocks (`malformed`, `other_groups` and `short_pages`: events)."""
 
     stored: int = 0
     removed: int = 0
@@ -56,6 +56,7 @@ class PreciseCounts:
     over_bound: int = 0
     malformed: int = 0
     other_groups: int = 0
+    short_pages: int = 0  # ends of SGLang's nodes, which it reuses as part of no page
 
 
 _Rank = tuple[EndpointId, int]
@@ -182,6 +183,9 @@ class PreciseIndex:
         source = endpoint, dp_rank, event.group or 0
         followed = self._followed.get(source)
         if followed is None or followed.table.block_size != event.block_tokens:
+            if followed is not None and _is_short_page(event, followed.table.block_size):
+                self.counts.short_pages += 1
+                return
             followed = self._begin(source, event.block_tokens)
             if followed is None:
                 self.counts.over_bound += event.blocks
@@ -284,6 +288,11 @@ class PreciseIndex:
 def precise_root(block_size: int, *, lora: str = "", cache_salt: str | None = None) -> int:
     """Where a prompt's chain starts, so that it meets the blocks engines report for it."""
     return root_seed(block_size=block_size, lora=lora, cache_salt=cache_salt)
+
+
+def _is_short_page(event: BlockStored, block_size: int) -> bool:
+    """Whether this is the rest of a node, and not the first block of an engine that uses other blocks now."""
+    return event.blocks == 1 and event.parent is not None and event.block_tokens < block_size
 
 
 def reported_blocks(event: BlockStored, tier: int) -> ReportedBlocks:
