@@ -19,7 +19,7 @@ from kvproxy.kvcache.overlap.kv_event_streams import EventStreams, follow_events
 from kvproxy.kvcache.overlap.last_served import ENTRY_BYTES
 from kvproxy.kvcache.overlap.lookup import Connection, LookupClient
 from kvproxy.kvcache.overlap.lookup_task import LookupTask
-from kvproxy.kvcache.overlap.merge import HolderOverlap, preferred_endpoint
+from kvproxy.kvcache.overlap.merge import HolderOverlap, in_steps, preferred_endpoint
 from kvproxy.kvcache.overlap.tokens import TokenSource
 from kvproxy.kvcache.state import CacheState
 from kvproxy.metrics.catalog import Metrics
@@ -193,7 +193,11 @@ class OverlapSources:
         served = facts.indexes.last_served.find_history(facts.names, self._clock())
         if served is not None:
             prompt_tokens += served.tokens
-            found[served.endpoint] = Overlap(served.prompt_tokens, 0, FactSource.SESSION)
+            held, step = (
+                Overlap(served.prompt_tokens, 0, FactSource.SESSION),
+                facts.indexes.steps.known.get(served.endpoint),
+            )
+            found[served.endpoint] = held if step is None else in_steps(held, step, prompt_tokens)
         self._conclude(facts, OverlapFacts(prompt_tokens, found))
 
     def _conclude(self, facts: RequestFacts, overlaps: OverlapFacts) -> None:
