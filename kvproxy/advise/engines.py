@@ -14,7 +14,7 @@ from kvproxy.doctor.deployment import survey_deployment
 from kvproxy.doctor.engine import EngineFacts
 from kvproxy.doctor.tools import Tools
 from kvproxy.errors import ClientError, NotSupported
-from kvproxy.types import EndpointId
+from kvproxy.types import EndpointId, RequestKind
 
 _LABEL = re.compile(rb'(\w+)="([^"]*)"')
 #: So many steps of a size are no accident.
@@ -104,7 +104,7 @@ async def _events(engine: EngineFacts) -> tuple[bool | None, bool | None]:
 
 async def _renders(engine: EngineFacts) -> bool | None:
     try:
-        await engine.vllm.render_chat((await engine.choose_model()).id, _PROBE)
+        await engine.vllm.render(RequestKind.CHAT, (await engine.choose_model()).id, _PROBE)
     except NotSupported:
         return False
     except ClientError:

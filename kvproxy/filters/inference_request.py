@@ -13,7 +13,7 @@ from kvproxy.filters.step import Step
 from kvproxy.forward.body_guard import is_guarded
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.metrics.collectors import CounterCell
-from kvproxy.request.body import BodyReader
+from kvproxy.request.body import LONG_BYTES, BodyReader
 from kvproxy.request.downstream import Downstream
 from kvproxy.request.exchange import Exchange
 from kvproxy.request.parse import decode_body, scan_body
@@ -47,7 +47,7 @@ class InferenceRequestFilter(Step):
         self._counted: dict[tuple[str, str], CounterCell] = {}
 
     def before(self, exchange: Exchange, downstream: Downstream) -> Awaitable[None] | None:
-        """Waits only for a body that has not arrived yet, or that takes long to parse."""
+        """Waits only for a body that has not arrived yet, or where others have their turn because it is long."""
         scope = downstream.scope
         kind = KIND_OF_PATH.get(scope["path"]) if scope["method"] == "POST" else None
         if kind is None:
@@ -84,7 +84,7 @@ class InferenceRequestFilter(Step):
         if inference is None:
             return self._scan(exchange, kind, body, caller)
         self._count(inference)
-        return None
+        return asyncio.sleep(0) if len(body) > LONG_BYTES else None
 
     async def _scan(self, exchange: Exchange, kind: RequestKind, body: bytes, caller: Caller) -> None:
         exchange.inference, exchange.members = await scan_body(kind, body, caller, pace=self._pace, also=is_guarded)

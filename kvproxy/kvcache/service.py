@@ -151,6 +151,7 @@ class KvCache:
             return
         if not (result.prefilled and self._uses_tokens):
             return
+        self.overlap.tokens.counted(facts, result.prompt_tokens)
         endpoint = None if result.endpoint is None else facts.cluster.endpoint(result.endpoint)
         streams = self.overlap.streams
         if streams is not None and endpoint is not None and result.prompt_tokens is not None:
@@ -164,7 +165,7 @@ class KvCache:
         if last is not None:
             self.actions.hotness.end_session(facts.names.session, last.keys)
             for key in last.keys[-1:]:
-                self.overlap.tokens.memory.forget(key)
+                self.overlap.tokens.memory.release(key)
 
     def _tick(self) -> None:
         """Between requests, after each round of the scraper."""

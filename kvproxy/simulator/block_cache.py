@@ -4,8 +4,48 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Protocol
 
 from kvproxy.simulator.kv_event import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+
+
+class PrefixCache(Protocol):
+    """What an engine asks of its cache."""
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks without a user, reusable ones among them."""
+
+    @property
+    def usage(self) -> float:
+        """Share of blocks held by running sequences."""
+
+    def match_prefix(self, block_hashes: Sequence[int], limit: int) -> int:
+        """Length in blocks of the longest held prefix, at most `limit`."""
+
+    def count_idle(self, block_hashes: Sequence[int], count: int) -> int:
+        """How many of the first `count` held blocks have no user."""
+
+    def acquire(self, block_hashes: Sequence[int], count: int) -> list[int]:
+        """Takes the first `count` held blocks into use."""
+
+    def allocate(self, count: int) -> list[int]:
+        """Takes `count` free blocks, forgetting what they held."""
+
+    def store(self, blocks: Sequence[int], event: BlockStored) -> None:
+        """Makes full blocks reusable under the event's hashes, and announces it."""
+
+    def announce(self, event: KvEvent) -> None:
+        """Queues an event."""
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Ends one use of each block."""
+
+    def clear(self) -> bool:
+        """Forgets every hash, unless a sequence is running (False: nothing happened)."""
+
+    def take_events(self) -> list[KvEvent]:
+        """Everything that happened since the last call."""
 
 
 class BlockCache:

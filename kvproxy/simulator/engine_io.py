@@ -26,7 +26,7 @@ class EngineSettings:
     `token_outputs` reports every token (a streaming server needs that); without it stretches of pure decoding are
     one calculation. `kv_events` turns the reports of stored and removed blocks on. Without `prefix_caching` nothing is
     kept, looked for, counted or reported. A prompt among others computes at most `long_prefill_token_threshold` tokens
-    a step; 0: as many as the step has left.
+    a step; 0: as many as the step has left. Reports of stored blocks name `lookahead_tokens` beyond the last of them.
     """
 
     capacity_blocks: int = 1600
@@ -39,6 +39,7 @@ class EngineSettings:
     token_outputs: bool = False
     kv_events: bool = True
     prefix_caching: bool = True
+    lookahead_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.capacity_blocks < 1 or self.block_size < 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvproxy.simulator.block_cache import BlockCache
+from kvproxy.simulator.block_cache import PrefixCache
 from kvproxy.simulator.engine_io import EngineCounters, EngineSettings, Scheduling
 from kvproxy.simulator.sequence import Sequence, WaitingLine
 
@@ -28,7 +28,7 @@ class Scheduler:
     wait is admitted when a slot, tokens of the step and memory for its whole prompt are left. When memory runs out, a
     runner starts over: the newest, or under priority scheduling the least urgent."""
 
-    def __init__(self, settings: EngineSettings, cache: BlockCache) -> None:
+    def __init__(self, settings: EngineSettings, cache: PrefixCache) -> None:
         self._settings = settings
         self.cache = cache
         self.counters = EngineCounters()
@@ -184,6 +184,9 @@ class Scheduler:
         last = min(tokens // self._settings.block_size, len(hashes))
         if last > first and self._settings.prefix_caching:
             parent = hashes[first - 1] if first else None
-            event = sequence.stored_event(first, last, self._settings.block_size, parent=parent)
+            settings = self._settings
+            event = sequence.stored_event(
+                first, last, settings.block_size, parent=parent, lookahead_tokens=settings.lookahead_tokens
+            )
             self.cache.store(sequence.blocks[first:last], event)
             sequence.hashed = last

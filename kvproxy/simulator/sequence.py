@@ -52,13 +52,15 @@ class Sequence:
         """Tokens still to generate."""
         return self.request.output_tokens - self.generated
 
-    def stored_event(self, first: int, last: int, block_size: int, *, parent: int | None) -> BlockStored:
+    def stored_event(
+        self, first: int, last: int, block_size: int, *, parent: int | None, lookahead_tokens: int = 0
+    ) -> BlockStored:
         """The event for blocks `first` up to, not including, `last`."""
-        request = self.request
+        request, end = self.request, last * block_size + lookahead_tokens
         return BlockStored(
             block_hashes=tuple(request.block_hashes[first:last]),
             parent=parent,
-            token_ids=tuple(request.token_ids[first * block_size : last * block_size]),
+            token_ids=tuple(request.token_ids[first * block_size : end]),
             lora_id=request.lora_id,
             lora_name=request.lora_name,
             extra_keys=tuple(self._extra_keys(block) for block in range(first, last)) if request.token_ids else (),

@@ -124,6 +124,23 @@ async def answer_chat_render(state: VllmState, call: HttpCall) -> None:
     await call.reply_json(_rendered(f"chatcmpl-{plan.id}", plan, 0))
 
 
+async def answer_messages_render(state: VllmState, call: HttpCall) -> None:
+    """The same for the chat that a request for messages is."""
+    body = await _scale_out_body(state, call)
+    plan = state.planner.plan(body, [state.prompts.encode_anthropic(body)], state.make_id())
+    await call.reply_json(_rendered(f"chatcmpl-{plan.id}", plan, 0))
+
+
+async def answer_responses_render(state: VllmState, call: HttpCall) -> None:
+    """The same for a response whose history is all in the request."""
+    body = await _scale_out_body(state, call)
+    if body.get("previous_response_id") is not None:
+        name = "previous_response_id"
+        raise VllmError(f"{name} is not supported by the stateless render endpoint.", param=name)
+    plan = state.planner.plan(body, [state.prompts.encode_responses(body)], state.make_id())
+    await call.reply_json(_rendered(f"resp_{plan.id}", plan, 0))
+
+
 async def answer_completion_render(state: VllmState, call: HttpCall) -> None:
     """As `answer_chat_render`, one entry a prompt."""
     body = await _scale_out_body(state, call)

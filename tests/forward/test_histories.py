@@ -37,7 +37,8 @@ class Storing:
             return
         identity = f"resp_{engine.name}{next(self._numbers)}"
         self.stored.add(identity)
-        usage = {"input_tokens": 4000, "input_tokens_details": {"cached_tokens": 3984 if before else 0}, "output_tokens": 20}
+        cached = {"cached_tokens": 3984 if before else 0}
+        usage = {"input_tokens": 4000, "input_tokens_details": cached, "output_tokens": 20}
         response = {"id": identity, "created_at": 1, "object": "response", "usage": None}
         if not body.get("stream"):
             await reply(send, 200, json.dumps({**response, "usage": usage}).encode())

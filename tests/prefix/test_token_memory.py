@@ -158,13 +158,13 @@ def test_a_prompt_that_nothing_went_on_from_can_be_forgotten(memory: TokenMemory
     memory.remember(first, TOKENS)
     memory.remember(second, TOKENS + TOKENS)
     for key in (first[-1], second[-1], 12345):
-        memory.forget(key)
+        memory.release(key)
     assert memory.recall(second) is not None
     assert memory.recall(first) is not None
     assert len(memory) == 1
     memory.clear()
     memory.remember(first, TOKENS)
-    memory.forget(first[-1])
+    memory.release(first[-1])
     assert (len(memory), memory.held_bytes) == (0, 0)
 
 

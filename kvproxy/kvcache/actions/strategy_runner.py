@@ -112,8 +112,8 @@ class StrategyRunner:
     async def _tokenize(self, facts: RequestFacts, used: Sequence[KnownPrefix], endpoint: Endpoint | None) -> bool:
         task = self._tokens.ask(facts)
         tokens = None if task is None else await asyncio.shield(task)
-        if tokens is not None and endpoint is not None and used:
-            self._consider(used, tokens, endpoint)
+        if tokens is not None and tokens.whole and endpoint is not None and used:
+            self._consider(used, tokens.ids, endpoint)
         return tokens is not None
 
     def _consider(self, used: Sequence[KnownPrefix], tokens: TokenIds, endpoint: Endpoint) -> None:

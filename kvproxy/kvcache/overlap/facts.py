@@ -43,6 +43,7 @@ class RequestFacts(msgspec.Struct):
     hashed_tokens: HashedTokens | None = None  # begins with these tokens
     tokens_exact: bool = False  # of the whole prompt
     tokens_bytes: int = 0  # of the prompt that these tokens stand for
+    counted_tokens: int | None = None  # by the engine, once it answered
     wants_lookup: bool = False  # a lookup service can still be asked
     lookup_overlaps: Sequence[HolderOverlap] = ()  # by a lookup that answered in time
     holders_found: int | None = None  # by a lookup that answered in time

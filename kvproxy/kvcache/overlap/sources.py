@@ -193,10 +193,8 @@ class OverlapSources:
         served = facts.indexes.last_served.find_history(facts.names, self._clock())
         if served is not None:
             prompt_tokens += served.tokens
-            held, step = (
-                Overlap(served.prompt_tokens, 0, FactSource.SESSION),
-                facts.indexes.steps.known.get(served.endpoint),
-            )
+            held = Overlap(served.prompt_tokens, 0, FactSource.SESSION)
+            step = facts.indexes.steps.known.get(served.endpoint)
             found[served.endpoint] = held if step is None else in_steps(held, step, prompt_tokens)
         self._conclude(facts, OverlapFacts(prompt_tokens, found))
 
