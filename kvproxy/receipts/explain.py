@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvproxy.filters.access_log import printable
+from kvproxy.prefix.hygiene.causes import ADVICE, PrefixBreak
 from kvproxy.receipts.forecast import matched_tokens, prefill_s
 from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate
 from kvproxy.routing import selector
@@ -157,6 +158,15 @@ def _outcome(receipt: Receipt) -> Iterator[str]:
     prompt = receipt.engine_prompt_tokens
     expected = 0 if receipt.endpoint is None else matched_tokens(receipt, receipt.endpoint)
     yield f"  cached by the engine's count: {receipt.cached_tokens} of {prompt or '?'} tokens (predicted {expected})"
+    if receipt.prefix_break is not None:
+        yield from _broken(receipt.prefix_break)
+
+
+def _broken(found: PrefixBreak) -> Iterator[str]:
+    what, fix = ADVICE[found.cause]
+    took = "" if found.seconds is None else f", {_seconds(found.seconds)} of prefill"
+    yield f"  its session's last prompt was not reused: {what} ({found.part}): {found.tokens} tokens again{took}"
+    yield f"  what helps: {fix}"
 
 
 def _told(priority: int) -> str:

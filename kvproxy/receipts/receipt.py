@@ -64,9 +64,9 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: str = ""
     model: str = ""
     tenant: str = ""
+    client: str = ""  # kind of client, one of a few; "": unknown
     session: str = ""  # keyed hash; equal within one run of the proxy
     parent: str = ""  # of the session that it was made from; likewise
-    client: str = ""  # kind of client, where it is known
     head: str = ""  # keyed hash of the prompt's first bytes; likewise
     stream: bool = False
     cluster: str = ""

@@ -71,4 +71,3 @@ class Result(msgspec.Struct):
     response_id: str = ""  # by which another request may go on from this one
     request_id: str = ""
     tenant: str = ""
-    client: str = ""  # what kind of program asked

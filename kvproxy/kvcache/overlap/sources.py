@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Self
 
 from kvproxy.background_task import cancel_tasks
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.engines import Engines
 from kvproxy.kvcache.overlap.facts import RequestFacts
+from kvproxy.kvcache.overlap.gauges import show_indexes
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.kvcache.overlap.kv_event_streams import EventStreams, follow_events
-from kvproxy.kvcache.overlap.last_served import ENTRY_BYTES
 from kvproxy.kvcache.overlap.lookup import Connection, LookupClient
 from kvproxy.kvcache.overlap.lookup_task import LookupTask
 from kvproxy.kvcache.overlap.merge import HolderOverlap, in_steps, preferred_endpoint
@@ -26,12 +25,6 @@ from kvproxy.metrics.catalog import Metrics
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.routing.policy import FactSource, Overlap, OverlapFacts
 from kvproxy.types import Clock, EndpointId, InferenceRequest, RequestKind
-
-#: Rows of the precise index with their share of its tables, as benchmarks/prefix_index.py measures them.
-PRECISE_ROW_BYTES = 100
-
-#: Label values, and a value.
-Series = Iterable[tuple[tuple[str, ...], float]]
 
 
 class OverlapSources:
@@ -216,59 +209,4 @@ class OverlapSources:
         """The gauges read it from now on."""
         self.tokens.show(metrics)
         self._lookup_task.show(metrics)
-        indexes = self.indexes.values()
-        blocks = metrics.holdings.index_blocks
-        blocks.labels("approximate").set_function(lambda: sum(one.approximate.entries for one in indexes))
-        blocks.labels("in_flight").set_function(lambda: sum(one.approximate.in_flight_entries for one in indexes))
-        blocks.labels("precise").set_function(self._precise_blocks)
-        blocks.labels("hot").set_function(lambda: sum(one.approximate.unique_blocks for one in indexes))
-        size = metrics.holdings.index_bytes
-        size.labels("approximate").set_function(lambda: sum(one.approximate.estimated_bytes for one in indexes))
-        size.labels("precise").set_function(lambda: self._precise_blocks() * PRECISE_ROW_BYTES)
-        size.labels("sessions").set_function(lambda: sum(one.sessions.held_bytes for one in indexes))
-        size.labels("last_served").set_function(self._last_served_bytes)
-        remembered = metrics.holdings.last_served
-        remembered.labels("sessions").set_function(lambda: sum(one.last_served.sessions for one in indexes))
-        remembered.labels("responses").set_function(lambda: sum(one.last_served.responses for one in indexes))
-        metrics.holdings.index_utilisation.set_source(self.utilisation_series)
-        metrics.holdings.index_capacity.set_source(self.capacity_series)
-        metrics.holdings.reuse_step.set_source(self.step_series)
-        metrics.kvcache.trust.set_source(self.trust_series)
-
-    def _last_served_bytes(self) -> int:
-        tables = [one.last_served for one in self.indexes.values()]
-        return ENTRY_BYTES * sum(table.sessions + table.responses for table in tables)
-
-    def _precise_blocks(self) -> int:
-        return sum(self.indexes[name].precise.count_rows(endpoint.id) for name, endpoint in self._endpoints())
-
-    def _endpoints(self) -> Iterable[tuple[str, Endpoint]]:
-        return ((name, endpoint) for name, cluster in self._clusters.items() for endpoint in cluster.endpoints)
-
-    def utilisation_series(self) -> Series:
-        """Blocks each endpoint is believed to hold against its capacity."""
-        for name, endpoint in self._endpoints():
-            approximate = self.indexes[name].approximate
-            capacity = approximate.capacity(endpoint.id)
-            if capacity:
-                yield (name, str(endpoint.id)), approximate.held_blocks(endpoint.id) / capacity
-
-    def capacity_series(self) -> Series:
-        """Blocks each endpoint has room for, as its engine says and as it proved."""
-        for name, endpoint in self._endpoints():
-            indexes = self.indexes[name]
-            yield (name, str(endpoint.id), "told"), indexes.capacities.reported_blocks(endpoint.id)
-            yield (name, str(endpoint.id), "learned"), indexes.approximate.capacity(endpoint.id)
-
-    def step_series(self) -> Series:
-        """Steps in which endpoints reuse, where they are known."""
-        for name, endpoint in self._endpoints():
-            step = self.indexes[name].steps.known.get(endpoint.id)
-            if step is not None:
-                yield (name, str(endpoint.id)), step
-
-    def trust_series(self) -> Series:
-        """How far each source is believed about each endpoint."""
-        for name, endpoint in self._endpoints():
-            for source, share in self.trust(name, endpoint.id).items():
-                yield (name, str(endpoint.id), source), share
+        show_indexes(self.indexes, self._clusters, self.trust, metrics)
