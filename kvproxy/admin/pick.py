@@ -16,6 +16,7 @@ from kvproxy.cluster.routes import RouteTarget
 from kvproxy.cluster.screening import Refusal
 from kvproxy.errors import Problem
 from kvproxy.filters.kvcache import prefers
+from kvproxy.forward.headers import RANK_HEADER
 from kvproxy.kvcache.overlap.facts import RequestFacts
 from kvproxy.routing.policy import NO_FACTS, OverlapFacts, PickRequest
 from kvproxy.routing.selector import Decision
@@ -132,6 +133,7 @@ def _shown(decision: Decision[Endpoint], cluster: Cluster) -> dict[str, object]:
         "cluster": cluster.name,
         "endpoint": endpoint.id,
         "url": str(endpoint.origin),
+        "headers": _headers(endpoint),
         "model": request.model,
         "policy": decision.policy,
         "reason": decision.reason,
@@ -142,6 +144,11 @@ def _shown(decision: Decision[Endpoint], cluster: Cluster) -> dict[str, object]:
         ],
         "reservation": None,
     }
+
+
+def _headers(endpoint: Endpoint) -> dict[str, str]:
+    """What the request has to carry to be served there: the data-parallel rank, where that is what was chosen."""
+    return {} if endpoint.rank is None else {RANK_HEADER.decode(): str(endpoint.engine.ranks.number(endpoint.rank))}
 
 
 def _candidate(endpoint: Endpoint, facts: OverlapFacts, cost: float | None) -> dict[str, object]:

@@ -12,6 +12,9 @@ from kvproxy.cluster.engine import Engine
 from kvproxy.config.cluster_schema import HealthCheckSettings
 from kvproxy.routing.policy import PickRequest
 
+#: No candidates while another is left, however all of them are. Where all sleep, one may have been woken since.
+_UNANSWERING = frozenset({Condition.DRAINING, Condition.ASLEEP})
+
 
 class Refusal(StrEnum):
     """Why no endpoint may take a request; a label of the picks metric."""
@@ -88,7 +91,8 @@ class Screening:
         usable = tuple(endpoint for endpoint, condition in serving if condition is Condition.UP)
         if usable or any(condition is Condition.SATURATED for _, condition in serving):
             return Pool(usable)
-        rest = [endpoint for endpoint, condition in serving if condition is not Condition.DRAINING]
+        awake = [endpoint for endpoint, condition in serving if condition not in _UNANSWERING]
+        rest = awake or [endpoint for endpoint, condition in serving if condition is Condition.ASLEEP]
         return Pool(tuple(endpoint for endpoint in rest if not endpoint.saturated), panic=bool(rest))
 
 

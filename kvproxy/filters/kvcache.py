@@ -171,7 +171,9 @@ class KvCacheLearning(RequestObserver):
         """Learn from it, and do what is to be done about it."""
         result = result_of(exchange)
         self._service.finished(self._facts, result)
-        exchange.outcome.prefix_break = self._service.state.breaks.finished(self._facts, result)
+        state = self._service.state
+        exchange.outcome.cache_loss = state.losses.recent(self._facts.cluster.name, result.endpoint)
+        exchange.outcome.prefix_break = state.breaks.finished(self._facts, result)
 
 
 def announce(scope: Scope, preferred: EndpointId | None, *, header: bytes) -> None:

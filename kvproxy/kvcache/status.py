@@ -90,8 +90,12 @@ def endpoint_index(service: KvCache, cluster: str, endpoint: Endpoint) -> dict[s
     overlap = service.overlap
     indexes = overlap.indexes[cluster]
     streams = {} if overlap.streams is None else overlap.streams.streams(endpoint)
+    loss = service.state.losses.latest(cluster, endpoint.id)
     return {
         "state": index_worth(streams).value,
+        "events_believed": endpoint.id not in indexes.missed.doubted,
+        "names_pairs": endpoint.id in indexes.followed.paired,
+        "last_loss": None if loss is None else {"reason": loss.reason.value, "age_s": loss.age_s},
         "streams": [
             {"rank": rank, "state": one.state.value, "reason": one.reason.value} for rank, one in streams.items()
         ],
@@ -115,6 +119,8 @@ def engine_status(service: KvCache, endpoint: Endpoint) -> dict[str, object] | N
     cache = metrics.cache
     return {
         "age_s": age_s,
+        "kind": metrics.kind.value,
+        "asleep": metrics.asleep,
         "kv_usage": metrics.kv_usage,
         "waiting": metrics.waiting,
         "running": metrics.running,
@@ -243,5 +249,6 @@ def _index_status(service: KvCache, cluster: Cluster) -> dict[str, object]:
         },
         "precise": {"blocks": rows, "estimated_bytes": rows * PRECISE_ROW_BYTES},
         "hot": {"blocks": indexes.approximate.unique_blocks, "runs": indexes.approximate.runs},
+        "last_served": {"sessions": indexes.last_served.sessions, "responses": indexes.last_served.responses},
         "endpoints": {str(one.id): endpoint_index(service, cluster.name, one) for one in cluster.endpoints},
     }

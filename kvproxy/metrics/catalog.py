@@ -162,6 +162,10 @@ class EndpointStateMetrics:
         self.ejections = Counter(
             "kvproxy_ejections", "Endpoints taken out", ["cluster", "endpoint", "reason"], registry=r
         )
+        self.cache_losses = Counter(
+            "kvproxy_engine_cache_losses", "Times an endpoint's engine lost what it held, by how that was noticed",
+            ["cluster", "endpoint", "reason"], registry=r,
+        )  # fmt: skip  # restarted, cleared, forgot, asleep
         self.probes = Counter("kvproxy_health_probes", "Active probes", ["cluster", "endpoint", "outcome"], registry=r)
         self.engine_priority_requests = Counter(
             "kvproxy_engine_priority_requests", "Requests that carried the number by which engines order what waits",
@@ -347,6 +351,14 @@ class BoundMetrics:
         self.receipts = Counter(
             "kvproxy_receipts", "Decision receipts", ["result"], registry=r
         )  # written, dropped, failed
+        self.normalized = Counter(
+            "kvproxy_normalized_requests", "Requests with a prompt that rules of `normalize` change",
+            ["cluster", "rules", "result"], registry=r,
+        )  # fmt: skip  # rewritten, left, failed
+        self.normalize_state = Gauge(
+            "kvproxy_normalize_state", "1: this is what is known of the rules on the cluster's traffic",
+            ["cluster", "rules", "state"], registry=r,
+        )  # fmt: skip  # trying, on, off
         self.rate_limited = Counter("kvproxy_rate_limited", "Requests refused by rate_limit", ["kind"], registry=r)
         self.auth_failures = Counter("kvproxy_auth_failures", "Requests refused by auth", ["reason"], registry=r)
         self.body_refused = Counter("kvproxy_bodies_refused", "Bodies over the limit", registry=r)

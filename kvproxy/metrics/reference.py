@@ -55,6 +55,7 @@ LABELS: Mapping[str, str] = {
     "rank": "data-parallel rank of the engine",
     "reason": "why; a closed set of each metric",
     "result": "what became of it",
+    "rules": "those of `normalize` that change a prompt, such as `billing_header+sort_tools`",
     "session": "`named`, `child` (of a sub-agent or a fork) or `none`",
     "source": "`approximate`, `precise`, `lmcache_controller`, `lmcache_coordinator`, or `session`: where its session "
     "was served last",

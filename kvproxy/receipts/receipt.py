@@ -85,6 +85,7 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True):
     engine_prompt_tokens: int | None = None
     cached_tokens: int | None = None
     completion_tokens: int | None = None
+    cache_loss: str = ""  # how the endpoint had lost its cache less than a minute before: restarted, cleared, ...
     prefix_break: PrefixBreak | None = None  # what was computed again of its session's last prompt, and why
 
 

@@ -89,6 +89,7 @@ def compose_receipt(over: FinishedRequest, *, ended: datetime, hashed: Hash, key
         engine_prompt_tokens=outcome.prompt_tokens,
         cached_tokens=outcome.cached_tokens,
         completion_tokens=outcome.completion_tokens,
+        cache_loss=outcome.cache_loss,
         prefix_break=outcome.prefix_break,
     )
 

@@ -33,7 +33,7 @@ class Overlap(msgspec.Struct, frozen=True):
     lower_tokens: int = 0  # further contiguous tokens on host or disk tiers
     source: FactSource = FactSource.APPROXIMATE
     age_s: float = 0.0
-    claimed_tokens: int = 0  # what KV events said; more than is counted where earlier claims proved wrong
+    claimed_tokens: int = 0  # what KV events said; it may be more than counts, or less (trust, requests under way)
     backed_tokens: int = 0  # of those, what was routed there says as well
     held_tokens: int = 0  # what it holds, where it reuses no more than the whole steps of that; 0: it reuses all
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
+from kvproxy.kvcache.feedback.cache_losses import LossReason
 from kvproxy.kvcache.overlap.facts import RequestFacts, Result
 from kvproxy.kvcache.overlap.last_served import NO_NAMES
 from kvproxy.kvcache.overlap.lookup import EmptyLookups, LookupClient
@@ -41,6 +42,7 @@ class PredictionFeedback:
         self._empty = EmptyLookups(clock=clock)
         self.predictions = state.predictions
         self.hit_ratios = state.hit_ratios
+        self._losses = state.losses
 
     def show(self, metrics: Metrics) -> None:
         """The gauges read it from now on."""
@@ -77,6 +79,7 @@ class PredictionFeedback:
         """Forget all endpoints but these."""
         self.predictions.keep(present)
         self.hit_ratios.keep(present)
+        self._losses.keep(present)
 
     def _compare(
         self, facts: RequestFacts, entry: SpeculativeEntry | None, endpoint: EndpointId, result: Result
@@ -106,6 +109,7 @@ class PredictionFeedback:
             lost = facts.indexes.observe_capacity(entry, overlap, cached_tokens=cached, cached_blocks=cached_blocks)
             if lost:
                 log.info(_LOST, facts.cluster.name, endpoint)
+                self._losses.note(facts.cluster.name, endpoint, LossReason.FORGOT)
         contradicted = facts.indexes.correct(
             endpoint,
             facts.cursor,
@@ -114,6 +118,7 @@ class PredictionFeedback:
             held_tokens=held,
             cached_tokens=cached,
             cached_blocks=cached_blocks,
+            known_tokens=0 if facts.tokens is None else len(facts.tokens),
         )
         if facts.holders_found is not None:
             ever_hit = self._lookups.hits > 0

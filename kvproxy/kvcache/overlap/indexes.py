@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache, partial
 
 from kvproxy.bounded import BoundedMapping
 from kvproxy.clients.tokens import TokenIds
+from kvproxy.kvcache.feedback.missed_reuse import MissedReuses
 from kvproxy.kvcache.feedback.reuse_step import ReuseSteps
 from kvproxy.kvcache.feedback.trust import Trust
 from kvproxy.kvcache.overlap.last_served import LastServed, RequestNames
@@ -63,6 +64,9 @@ class FollowedEvents:
         self.precise = PreciseIndex()
         self.exact: set[EndpointId] = set()  # endpoints whose event streams miss nothing
         self.loras: BoundedMapping[str, None] = BoundedMapping(MAX_LORAS)  # adapters that events spoke of
+        self.paired: set[EndpointId] = set()  # endpoints whose events name pairs of tokens
+        #: Called with an endpoint whose live events say that it dropped its cache.
+        self.on_cleared: Callable[[EndpointId], None] = lambda endpoint: None
 
 
 class IndexState:
@@ -74,6 +78,7 @@ class IndexState:
         self.capacities = Capacities(self.approximate)
         self.trust = Trust()  # in what KV events say
         self.lookup_trust = Trust()  # in what LMCache says
+        self.missed = MissedReuses()  # by KV events that miss nothing
         self.steps = ReuseSteps()
         self.started_at: dict[EndpointId, float] = {}  # when each engine's process began, by its own clock
         self.sessions = SessionHashes()
@@ -98,7 +103,7 @@ class LocalIndexes:
         lookups: bool = True,
     ) -> None:
         self.approximate, self.capacities, self.hot = state.approximate, state.capacities, state.hot
-        self.trust, self.lookup_trust = state.trust, state.lookup_trust
+        self.trust, self.lookup_trust, self.missed = state.trust, state.lookup_trust, state.missed
         self.started_at, self.sessions, self.steps = state.started_at, state.sessions, state.steps
         self.last_served = state.last_served
         self._follows_events = follows_events
@@ -107,6 +112,7 @@ class LocalIndexes:
         #: A request goes to an endpoint: it counts as holding the prompt until the entry is settled.
         self.route = partial(self.approximate.route, in_flight=follows_events)
         followed = FollowedEvents() if followed is None else followed
+        self.followed = followed
         self.precise, self.loras = followed.precise, followed.loras
         self.exact: Collection[EndpointId] = followed.exact
         self.capacities.learning = learn_capacity
@@ -158,17 +164,19 @@ class LocalIndexes:
         begins with them. `looked_up` is what a lookup service said of this prompt of `prompt_tokens`.
         """
         in_flight: Mapping[EndpointId, int] = NOTHING
-        announced = None
+        announced, exact = None, self.exact
         if tokens is not None and self._follows_events:
             announced = self._announced(tokens, hashed, model, cache_salt)
-            if self.exact:
+            if self.missed.doubted:
+                exact = frozenset(exact).difference(self.missed.doubted)
+            if exact:
                 in_flight = self.approximate.lookup_in_flight(cursor)
         return merge_overlaps(
             routed=self.approximate.lookup(cursor),
             in_flight=in_flight,
             tokens_per_block=TEXT_BLOCK_BYTES / bytes_per_token,
             announced=announced,
-            exact=self.exact,
+            exact=exact,
             trust=self.trust,
             looked_up=looked_up,
             lookup_trust=self.lookup_trust,
@@ -203,7 +211,7 @@ class LocalIndexes:
         """What a response says about the room at its endpoint, before the entry is settled; True when the engine lost
         all that it held. Where KV events miss nothing they say it better. An engine that reused the whole steps of what
         it holds lost nothing; that it holds less than one step it cannot say."""
-        if entry.endpoint in self.exact:
+        if entry.endpoint in self.exact and entry.endpoint not in self.missed.doubted:
             return False
         if overlap is not None and overlap.held_tokens and not is_contradicted(overlap.tokens, cached_tokens):
             if not cached_tokens:
@@ -221,11 +229,12 @@ class LocalIndexes:
         cached_tokens: int,
         cached_blocks: int,
         held_tokens: int = 0,
+        known_tokens: int = 0,
     ) -> bool:
         """The engine reused so many tokens, which are so many of these blocks, where `overlap` had been believed.
         Whether that contradicts the prediction; a contradicted prefix leaves the index at once, since believing it
         longer would send more requests astray. `held_tokens` is what it was to hold, reused or not; 0: of an engine
-        whose step is known.
+        whose step is known. KV events were asked about its first `known_tokens`.
         """
         if held_tokens:
             self.steps.observe(
@@ -233,12 +242,21 @@ class LocalIndexes:
             )
         if self._follows_events:
             _test(self.trust, endpoint, _EVENTS, overlap, cached_tokens)
+            if known_tokens and endpoint in self.exact:
+                self._test_events(endpoint, overlap, min(cached_tokens, known_tokens))
         if self._lookups:
             _test(self.lookup_trust, endpoint, LOOKUPS, overlap, cached_tokens)
         contradicted = overlap is not None and is_contradicted(predicted_tokens, cached_tokens)
         if contradicted:
             self.approximate.contradict(endpoint, cursor, cached_blocks)
         return contradicted
+
+    def _test_events(self, endpoint: EndpointId, overlap: Overlap | None, reused_tokens: int) -> None:
+        """Put a complete stream to the test. What a request under way had promised, its events could not say yet."""
+        announced = 0 if overlap is None else overlap.claimed_tokens
+        if overlap is not None and endpoint not in self.missed.doubted:
+            announced = max(announced, overlap.tokens)
+        self.missed.observe(endpoint, announced_tokens=announced, reused_tokens=reused_tokens)
 
     def process_started(self, endpoint: EndpointId, started_at: float) -> bool:
         """The engine says when its process began. Whether that is another process than before, which holds nothing.
@@ -258,6 +276,7 @@ class LocalIndexes:
         their own business.)"""
         self.started_at.pop(endpoint, None)
         self.steps.forget(endpoint)
+        self.missed.forget(endpoint)
         self.last_served.forget_cache(endpoint)
         self.approximate.remove(endpoint)
         self.capacities.forget_endpoint(endpoint)
@@ -265,8 +284,9 @@ class LocalIndexes:
             trust.forget(endpoint)
 
     def reset(self, endpoint: EndpointId) -> None:
-        """The engine restarted: it holds nothing; its capacity is what it was."""
+        """The engine restarted, or dropped its cache: it holds nothing; its capacity is what it was."""
         self.approximate.clear(endpoint)
+        self.missed.forget(endpoint)
         self.last_served.forget_cache(endpoint)
         for trust in (self.trust, self.lookup_trust):
             trust.forget(endpoint)
