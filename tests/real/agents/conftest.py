@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +17,9 @@ from tests.real.engines import vllm
 from tests.real.engines.place import TINY
 from tests.real.engines.vllm import Vllm
 from tests.real.pair import warm_up
+
+#: The tiny model's own template prints calls as they come, keys in whatever order; this one as models want them.
+TEMPLATE = Path(__file__).parent / "hermes.jinja"
 
 
 class Renderer:
@@ -46,11 +50,11 @@ class Renderer:
         return tuple(answer.json()[field]) if answer.status_code == 200 else None
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def engine(saw: Saw) -> Iterator[Renderer]:
     needs_memory(gib=4)
     saw("starting a vLLM server with --enable-scale-out")
-    server = Vllm("agents", TINY, core=0, further=["--enable-scale-out"])
+    server = Vllm("agents", TINY, core=0, further=["--enable-scale-out", "--chat-template", str(TEMPLATE)])
     with vllm.running([server]):
         warm_up(server)
         yield Renderer(server)
