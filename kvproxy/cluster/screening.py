@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvproxy.cluster.endpoint import Condition, Endpoint
+from kvproxy.cluster.engine import Engine
 from kvproxy.config.cluster_schema import HealthCheckSettings
 from kvproxy.routing.policy import PickRequest
 
@@ -119,7 +120,7 @@ def refusal_of(request: PickRequest, endpoints: Sequence[Endpoint], now: float) 
     return Refusal.SATURATED if any(endpoint.saturated for endpoint in untried) else Refusal.ALL_TRIED
 
 
-def may_eject(endpoints: Collection[Endpoint], settings: HealthCheckSettings, now: float) -> bool:
-    """Whether one more endpoint may be ejected: within the share, and one always may."""
-    ejected = sum(endpoint.health.ejected(now) for endpoint in endpoints)
-    return ejected < max(1, math.floor(settings.max_ejected * len(endpoints)))
+def may_eject(engines: Collection[Engine], settings: HealthCheckSettings, now: float) -> bool:
+    """Whether one more engine may be ejected: within the share, and one always may."""
+    ejected = sum(engine.health.ejected(now) for engine in engines)
+    return ejected < max(1, math.floor(settings.max_ejected * len(engines)))

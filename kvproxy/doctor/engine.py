@@ -14,7 +14,7 @@ from kvproxy.clients.api import Api
 from kvproxy.clients.engine_metrics import EngineMetrics, parse_engine_metrics
 from kvproxy.clients.kv_events.source import KvEventSource, stated_sources
 from kvproxy.clients.vllm import MAX_METRICS_BYTES, ModelInfo, VllmClient
-from kvproxy.cluster.endpoint import origin_of
+from kvproxy.cluster.engine import origin_of
 from kvproxy.config.cluster_schema import EndpointSettings, EventSources
 from kvproxy.doctor.connect import ConnectResult, connect, try_tls
 from kvproxy.doctor.tools import Tools

@@ -10,6 +10,7 @@ from kvproxy.background_task import BackgroundTask
 from kvproxy.clients.engine_metrics import EngineMetrics
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.engine import Engine
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.errors import ClientError
 from kvproxy.kvcache.actions.signals import HostUse, Pressure, Signals
@@ -17,6 +18,7 @@ from kvproxy.kvcache.engines import Engines
 from kvproxy.kvcache.feedback.cache_losses import LossReason
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.kvcache.overlap.lookup import LookupClient
+from kvproxy.kvcache.rank_finder import RankFinder
 from kvproxy.kvcache.state import CacheState
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
@@ -61,6 +63,7 @@ class MetricsScraper(BackgroundTask):
         self._clusters = clusters
         self._indexes = indexes
         self._engines = engines
+        self._rank_finder = RankFinder(engines, stated=settings.kv_event_sources)
         self._lookups = lookups
         self._bytes_per_token = state.bytes_per_token
         self._hit_ratios = state.hit_ratios
@@ -105,8 +108,7 @@ class MetricsScraper(BackgroundTask):
 
     async def _read_all(self) -> None:
         self.signals.host(self._sample_host())
-        present = [(name, endpoint) for name, cluster in self._clusters.items() for endpoint in cluster.endpoints]
-        reads = [self._read(name, endpoint) for name, endpoint in present]
+        reads = [self._read(cluster, engine) for cluster in self._clusters.values() for engine in cluster.engines]
         await asyncio.gather(self._read_provider(), *reads)
 
     def _follow(self) -> None:
@@ -120,33 +122,50 @@ class MetricsScraper(BackgroundTask):
             self._present[name] = now
             indexes.hot.endpoints = max(1, len(now))
         every = frozenset(endpoint for cluster in self._clusters.values() for endpoint in cluster.endpoints)
-        self._engines.keep(every)
+        self._engines.keep(endpoint.engine for endpoint in every)
         self.signals.keep(every)
 
-    async def _read(self, cluster: str, endpoint: Endpoint) -> None:
+    async def _read(self, cluster: Cluster, engine: Engine) -> None:
         try:
             async with self._slots:
-                metrics = await self._engines.client(endpoint).fetch_metrics()
+                metrics = await self._engines.client(engine).fetch_metrics()
+                await self._rank_finder.follow(cluster, engine, metrics)
         except ClientError as error:
-            log.debug("[kvcache] metrics of %s: %s", endpoint.id, error)
-            latest = self.signals.reading(endpoint)
-            if latest is None or latest[0] > self.signals.max_age_s:
-                endpoint.asleep = False  # what it said last is too old to keep it out
+            log.debug("[kvcache] metrics of %s: %s", engine.id, error)
+            self._forget_sleep(cluster, engine)
             return
+        restarted = False
+        for endpoint in cluster.of_engine(engine):
+            own = metrics if endpoint.rank is None else metrics.ranks.get(endpoint.rank)
+            if own is not None:
+                restarted |= self._observe(cluster, endpoint, own)
+        if restarted:
+            log.info("[kvcache] %s/%s is a new process: what it held is forgotten", cluster.name, engine.id)
+            cluster.restarted(engine)
+
+    def _observe(self, cluster: Cluster, endpoint: Endpoint, metrics: EngineMetrics) -> bool:
+        """Take in what an engine, or one rank of it, says; whether it is another process than before."""
         self.signals.engine(endpoint, metrics)
-        self._sleep_or_wake(cluster, endpoint, asleep=metrics.asleep)
+        self._sleep_or_wake(cluster.name, endpoint, asleep=metrics.asleep)
         capacity_tokens = None if metrics.cache is None else metrics.cache.capacity_tokens
         endpoint.load.observe_engine(
             EngineState(self._clock(), capacity_tokens, metrics.kv_usage, metrics.running, metrics.waiting)
         )
         if metrics.prefills is not None and metrics.prefill_s is not None:
             reading = Reading(metrics.prefills, metrics.prefill_s, metrics.prefill_tokens)
-            self._clusters[cluster].observe_engine(endpoint, reading)
-        if self._restarted(cluster, endpoint.id, metrics):
-            log.info("[kvcache] %s/%s is a new process: what it held is forgotten", cluster, endpoint.id)
-            self._losses.note(cluster, endpoint.id, LossReason.RESTARTED)
-            endpoint.priority.restarted()
-        self._size(cluster, endpoint, metrics)
+            cluster.observe_engine(endpoint, reading)
+        self._size(cluster.name, endpoint, metrics)
+        restarted = self._restarted(cluster.name, endpoint.id, metrics)
+        if restarted:
+            self._losses.note(cluster.name, endpoint.id, LossReason.RESTARTED)
+        return restarted
+
+    def _forget_sleep(self, cluster: Cluster, engine: Engine) -> None:
+        """What it said last is too old to keep it out."""
+        for endpoint in cluster.of_engine(engine):
+            latest = self.signals.reading(endpoint)
+            if latest is None or latest[0] > self.signals.max_age_s:
+                endpoint.asleep = False
 
     def _sleep_or_wake(self, cluster: str, endpoint: Endpoint, *, asleep: bool) -> None:
         """An engine that sleeps gave its KV memory up, and takes no requests until it is woken."""

@@ -14,6 +14,7 @@ from kvproxy.kvcache.overlap.sources import PRECISE_ROW_BYTES
 from kvproxy.kvcache.service import KvCache
 from kvproxy.prefix.approximate.heat import Run
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
+from kvproxy.prefix.hygiene.causes import ADVICE
 
 #: The worst stream decides what an endpoint's index is worth.
 _WORST_FIRST = (StreamState.APPROXIMATE, StreamState.DEGRADED, StreamState.CONNECTING)
@@ -134,6 +135,45 @@ def index_worth(streams: dict[int, StreamStatus]) -> StreamState:
         return StreamState.APPROXIMATE
     states = {one.state for one in streams.values()}
     return next((state for state in _WORST_FIRST if state in states), StreamState.EXACT)
+
+
+def prefix_breaks(service: KvCache, now: float) -> dict[str, object]:
+    """What broke the prefixes of returning sessions since the start, the dearest cause first, and the latest breaks."""
+    breaks = service.state.breaks
+    return {
+        "returned": breaks.returned,
+        "sessions": len(breaks.sessions),
+        "causes": [
+            {
+                "cause": cause.value,
+                "client": client,
+                "tenant": tenant,
+                "breaks": row.breaks,
+                "tokens": row.tokens,
+                "seconds": row.seconds,
+                "part": row.part,
+                "request_id": row.request_id,
+                "ago_s": now - row.at,
+                "what": ADVICE[cause][0],
+                "fix": ADVICE[cause][1],
+            }
+            for (cause, client, tenant), row in breaks.totals
+        ],
+        "latest": [
+            {
+                "ago_s": now - one.at,
+                "request_id": one.request_id,
+                "cluster": one.cluster,
+                "client": one.client,
+                "tenant": one.tenant,
+                "cause": one.found.cause.value,
+                "part": one.found.part,
+                "tokens": one.found.tokens,
+                "seconds": one.found.seconds,
+            }
+            for one in reversed(breaks.latest)
+        ],
+    }
 
 
 def leases(service: KvCache, now: float) -> list[dict[str, object]]:

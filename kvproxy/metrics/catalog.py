@@ -171,6 +171,10 @@ class EndpointStateMetrics:
             "kvproxy_engine_priority_state", "1: this is what is known of the engine, where it is told a priority",
             ["cluster", "endpoint", "state"], registry=r,
         )  # fmt: skip  # unknown, obeys, ignores, refused, does_not_pay
+        self.rank_refusals = Counter(
+            "kvproxy_rank_refusals", "Requests whose data-parallel rank an engine did not know",
+            ["cluster", "endpoint", "outcome"], registry=r,
+        )  # fmt: skip  # renumbered, dropped, late
         self.discovery = Counter("kvproxy_discovery_updates", "Discovery results", ["cluster", "outcome"], registry=r)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvproxy.filters.access_log import printable
+from kvproxy.prefix.hygiene.causes import ADVICE, PrefixBreak
 from kvproxy.receipts.forecast import matched_tokens, prefill_s
 from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate
 from kvproxy.routing import selector
@@ -160,6 +161,8 @@ def _outcome(receipt: Receipt) -> Iterator[str]:
     if receipt.cache_loss:
         how = _LOSSES.get(receipt.cache_loss, receipt.cache_loss)
         yield f"  it had lost its cache less than a minute before: {how}"
+    if receipt.prefix_break is not None:
+        yield from _broken(receipt.prefix_break)
 
 
 _LOSSES = {
@@ -168,6 +171,13 @@ _LOSSES = {
     "forgot": "it reused nothing of what it was sent just then",
     "asleep": "it was put to sleep",
 }
+
+
+def _broken(found: PrefixBreak) -> Iterator[str]:
+    what, fix = ADVICE[found.cause]
+    took = "" if found.seconds is None else f", {_seconds(found.seconds)} of prefill"
+    yield f"  its session's last prompt was not reused: {what} ({found.part}): {found.tokens} tokens again{took}"
+    yield f"  what helps: {fix}"
 
 
 def _told(priority: int) -> str:

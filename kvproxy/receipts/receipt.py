@@ -64,6 +64,7 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: str = ""
     model: str = ""
     tenant: str = ""
+    client: str = ""  # kind of client, one of a few; "": unknown
     session: str = ""  # keyed hash; equal within one run of the proxy
     head: str = ""  # keyed hash of the prompt's first bytes; likewise
     stream: bool = False

@@ -47,6 +47,7 @@ class FinishedRequest:
     kind: RequestKind | None
     stream: bool
     session_key: str | None
+    client: str
     received_at: float
     ended_at: float
     outcome: Outcome
@@ -66,6 +67,7 @@ def compose_receipt(over: FinishedRequest, *, ended: datetime, hashed: Hash, key
         kind="" if over.kind is None else over.kind.value,
         model=over.model,
         tenant=over.tenant,
+        client=over.client,
         session=hashed((over.session_key or "").encode("utf-8", "surrogatepass")),
         head=hashed(observed.head),
         stream=over.stream,
@@ -157,6 +159,7 @@ class Recorder(RequestObserver):
                 kind=None if inference is None else inference.kind,
                 stream=inference is not None and inference.stream,
                 session_key=None if inference is None else inference.session_key,
+                client="" if inference is None else inference.client,
                 received_at=exchange.received_at,
                 ended_at=now,
                 outcome=exchange.outcome,

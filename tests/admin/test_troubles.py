@@ -37,7 +37,7 @@ class Place:
         cluster = self.proxy.clusters["default"]
         endpoint = cluster.endpoint(EndpointId(name))
         assert endpoint is not None
-        cluster._probed(endpoint, ProbeOutcome.UNREACHABLE)
+        cluster.verdicts.probed(endpoint.engine, ProbeOutcome.UNREACHABLE)
 
     def answer(self, count: int, *, endpoint: str = "b", status: int = 200, end: str = "completed") -> None:
         """Requests that ended so, and a sample of them."""

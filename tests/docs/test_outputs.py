@@ -29,8 +29,10 @@ from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.config.load import check_config, load_config
 from kvproxy.config.schema import LogSettings
 from kvproxy.doctor.report import DoctorReport, Finding, Severity, SkippedCheck, print_table
+from kvproxy.doctor.traffic import Row, traffic_report
 from kvproxy.filters.access_log import as_text, fields
 from kvproxy.log_lines import log_fields
+from kvproxy.prefix.hygiene.causes import Cause
 from kvproxy.receipts.explain import explain
 from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate
 from kvproxy.replay.live_report import LiveReport
@@ -78,6 +80,13 @@ async def _doctor() -> str:
     ]
     out = io.StringIO()
     print_table(DoctorReport.of(findings), out)
+    return out.getvalue()
+
+
+async def _traffic() -> str:
+    row = Row(Cause.VOLATILE_HEADER, "claude-code", "", 88, 1_930_144, 214.5, "system block 1", "7f3c")
+    out = io.StringIO()
+    print_table(traffic_report([row], 400), out, verbose=True)
     return out.getvalue()
 
 
@@ -180,6 +189,7 @@ PRINTED: dict[tuple[str, str], Callable[[], Any]] = {
     ("docs/filters/access_log.md", "POST /v1"): _access_log,
     ("docs/quickstart.md", "config.yaml:3:1"): _check,
     ("docs/doctor.md", "fix: set"): _doctor,
+    ("docs/prefix-hygiene.md", "volatile_header"): _traffic,
     ("docs/advise.md", "Nothing was changed"): _advised,
     ("docs/engines.md", "never hit"): _steps,
     ("docs/receipts.md", "What happened"): _explained,

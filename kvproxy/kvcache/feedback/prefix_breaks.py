@@ -98,6 +98,8 @@ class PrefixBreaks:
         thread.prefilled(endpoint, result.prompt_tokens, now := self._clock())
         if found is not None:
             self._count(found, facts, result, now)
+        if request.session_ends:
+            self.sessions.forget(key)
         return found
 
     def keep(self, present: Collection[Place]) -> None:
@@ -108,8 +110,6 @@ class PrefixBreaks:
     def show(self, metrics: Metrics) -> None:
         """The gauges read it from now on."""
         metrics.holdings.index_bytes.labels("session_parts").set_function(lambda: self.sessions.held_bytes)
-        metrics.bounds.queue_depth.labels("session_parts").set_function(lambda: self.sessions.held_bytes)
-        metrics.bounds.queue_limit.labels("session_parts").set(self.sessions.max_bytes)
 
     def _lost(self, thread: Thread, facts: RequestFacts, result: Result) -> PrefixBreak | None:
         """The prompt begins with the last one: whether the engine still had that."""
@@ -120,7 +120,8 @@ class PrefixBreaks:
         place = (facts.cluster.name, endpoint)
         if cached:
             self._reusing.add(place)
-        lost = expected - cached
+        step = facts.indexes.steps.known.get(endpoint, 1)
+        lost = expected - expected % step - cached
         if not _is_missed(lost, expected):
             if thread.header and place not in self._dropping and header_of(facts.request.prompt) != thread.header:
                 self._dropping.add(place)
@@ -161,14 +162,14 @@ class PrefixBreaks:
     def _cost(self, cause: Cause, part: str, tokens: int, facts: RequestFacts, result: Result) -> PrefixBreak:
         """With what these tokens took behind those that were reused; the rest attends to all of them either way."""
         speeds, endpoint, seconds = facts.cluster.speeds, result.endpoint, None
-        if speeds is not None and endpoint is not None:
+        if speeds is not None and endpoint is not None and not speeds.learning:
             _, token_s, attention_s, _ = speeds.seconds
             own_s = tokens * (token_s + attention_s * ((result.cached_tokens or 0) + 0.5 * tokens))
             seconds = own_s * speeds.slowness(endpoint, self._clock())
         return PrefixBreak(cause, part, tokens, seconds)
 
     def _count(self, found: PrefixBreak, facts: RequestFacts, result: Result, now: float) -> None:
-        client = result.client
+        client = facts.request.client
         key = (found.cause, client, result.tenant)
         if key not in self._totals and len(self._totals) >= MAX_ROWS:
             key = (found.cause, client, OTHER)

@@ -67,4 +67,3 @@ class Result(msgspec.Struct):
     cached_tokens: int | None = None
     request_id: str = ""
     tenant: str = ""
-    client: str = ""  # what kind of program asked

@@ -172,7 +172,7 @@ class EventStreams(BackgroundTask):
         """Bring the subscribers up to date with the endpoints there are."""
         present = {endpoint: name for name, cluster in self._clusters.items() for endpoint in cluster.endpoints}
         self._without &= present.keys()
-        self._engines.keep(present)
+        self._engines.keep(endpoint.engine for endpoint in present)
         for endpoint in self._streams.keys() - present.keys():
             await self._end(endpoint)
         for endpoint, name in present.items():
@@ -190,10 +190,13 @@ class EventStreams(BackgroundTask):
     async def _begin(self, endpoint: Endpoint, cluster: str) -> None:
         why = "publishes no KV events"
         try:
-            sources = await self._engines.client(endpoint).kv_event_sources()
+            sources = await self._engines.client(endpoint.engine).kv_event_sources()
+            if endpoint.rank is not None:
+                sources = tuple(one for one in sources if one.dp_rank == endpoint.rank)
         except NotSupported:
             own = endpoint.kv_event_sources
-            sources = stated_sources(own if own.endpoint else self._stated, host=endpoint.origin.host)
+            stated = own if own.endpoint else self._stated
+            sources = stated_sources(stated, host=endpoint.origin.host, rank=endpoint.rank)
             why = "cannot say where it publishes KV events (`kv_event_sources` of the endpoint can)"
         except ClientError as error:
             log.debug("[kvcache] KV event sources of %s: %s", endpoint.id, error)

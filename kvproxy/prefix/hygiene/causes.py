@@ -83,4 +83,4 @@ class PrefixBreak(msgspec.Struct, frozen=True, omit_defaults=True):
     cause: Cause
     part: str  # "system block 1, line 14", "tool 3", "message 5", "template", "model"; "engine": nothing changed
     tokens: int
-    seconds: float | None = None  # of prefill, at the speeds learned; None: none are learned
+    seconds: float | None = None  # of prefill, at the speeds learned; None: none were learned
