@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from math import lcm
 
 from kvproxy.background_task import BackgroundTask
 from kvproxy.clients.engine_metrics import EngineMetrics
@@ -154,10 +155,10 @@ class MetricsScraper(BackgroundTask):
         if metrics.prefills is not None and metrics.prefill_s is not None:
             reading = Reading(metrics.prefills, metrics.prefill_s, metrics.prefill_tokens)
             cluster.observe_engine(endpoint, reading)
-        self._size(cluster.name, endpoint, metrics)
         restarted = self._restarted(cluster.name, endpoint.id, metrics)
         if restarted:
             self._losses.note(cluster.name, endpoint.id, LossReason.RESTARTED)
+        self._size(cluster.name, endpoint, metrics)
         return restarted
 
     def _forget_sleep(self, cluster: Cluster, engine: Engine) -> None:
@@ -194,12 +195,12 @@ class MetricsScraper(BackgroundTask):
         """The index believes an endpoint to hold as much as its engine has room for, in blocks as long as that says, as
         far as nothing contradicts."""
         cache = metrics.cache
-        if cache is not None and cache.block_tokens:
-            self._indexes[cluster].steps.tell(endpoint.id, cache.block_tokens)
+        indexes, block_tokens = self._indexes[cluster], None if cache is None else cache.block_tokens
+        indexes.steps.tell(endpoint.id, lcm(block_tokens or 1, indexes.precise.step_tokens(endpoint.id)))
         if cache is None or not cache.capacity_tokens:
             return
         blocks = int(cache.capacity_tokens * self._bytes_per_token.typical) // TEXT_BLOCK_BYTES
-        self._indexes[cluster].capacities.set_reported(endpoint.id, 0 if cache.prefix_caching is False else blocks)
+        indexes.capacities.set_reported(endpoint.id, 0 if cache.prefix_caching is False else blocks)
 
     async def _read_provider(self) -> None:
         provider = self._lookups.provider

@@ -96,9 +96,8 @@ class Engine:
         return self._scheduler.cache.clear()
 
     def cached_prefix_blocks(self, request: SimRequest) -> int:
-        """Leading blocks of the prompt held right now (the truth a router can only estimate)."""
-        limit = (request.prompt_tokens - 1) // self._settings.block_size
-        return self._scheduler.cache.match_prefix(request.block_hashes, limit)
+        """Leading blocks of the prompt reusable right now (the truth a router can only estimate)."""
+        return self._scheduler.count_reusable(request)
 
     def next_event_at(self) -> float | None:
         """When `advance` has something to do; None when idle."""

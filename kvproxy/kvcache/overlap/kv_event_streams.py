@@ -61,6 +61,7 @@ class _Consumer:
     def __init__(self, followed: FollowedEvents) -> None:
         self._followed = followed
         self._states: dict[EndpointId, dict[int, StreamState]] = {}
+        self._without_prefixes: set[tuple[EndpointId, int]] = set()  # ranks whose events tell of none
 
     def apply(self, endpoint: EndpointId, dp_rank: int, events: Sequence[KvEvent]) -> None:
         for event in events:
@@ -71,7 +72,11 @@ class _Consumer:
                     self._followed.paired.add(endpoint)
             elif isinstance(event, AllBlocksCleared) and self._is_live(endpoint, dp_rank):
                 self._followed.on_cleared(endpoint)
-        self._followed.precise.apply_events(endpoint, dp_rank, events)
+        precise, rank = self._followed.precise, (endpoint, dp_rank)
+        precise.apply_events(endpoint, dp_rank, events)
+        if precise.lacks_prefixes(endpoint, dp_rank) is not (rank in self._without_prefixes):
+            self._without_prefixes ^= {rank}
+            self._update_exact()
 
     def cleared(self, endpoint: EndpointId, dp_rank: int) -> None:
         self._followed.precise.clear_rank(endpoint, dp_rank)
@@ -83,6 +88,7 @@ class _Consumer:
     def forget(self, endpoint: EndpointId) -> None:
         """Its streams ended."""
         self._states.pop(endpoint, None)
+        self._without_prefixes = {rank for rank in self._without_prefixes if rank[0] != endpoint}
         self._followed.precise.remove_endpoint(endpoint)
         self._followed.paired.discard(endpoint)
         self._update_exact()
@@ -98,6 +104,7 @@ class _Consumer:
 
     def _update_exact(self) -> None:
         exact = {e for e, ranks in self._states.items() if all(one is StreamState.EXACT for one in ranks.values())}
+        exact -= {endpoint for endpoint, _ in self._without_prefixes}
         self._followed.exact.intersection_update(exact)  # in place: the indexes hold the same set
         self._followed.exact.update(exact)
 
