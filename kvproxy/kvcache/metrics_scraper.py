@@ -138,6 +138,7 @@ class MetricsScraper(BackgroundTask):
                 if latest is None or latest[0] > self.signals.max_age_s:
                     endpoint.asleep = False  # what it said last is too old to keep it out
             return
+        engine.adapters.use = metrics.lora
         restarted = False
         for endpoint in cluster.of_engine(engine):
             own = metrics if endpoint.rank is None else metrics.ranks.get(endpoint.rank)
