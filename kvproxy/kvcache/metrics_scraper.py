@@ -135,6 +135,7 @@ class MetricsScraper(BackgroundTask):
             log.debug("[kvcache] metrics of %s: %s", engine.id, error)
             self._forget_sleep(cluster, engine)
             return
+        engine.adapters.use = metrics.lora
         restarted = False
         for endpoint in cluster.of_engine(engine):
             own = metrics if endpoint.rank is None else metrics.ranks.get(endpoint.rank)
