@@ -69,6 +69,10 @@ _COMPLETED = (b"per_stage_req_latency_seconds_count", b"per_stage_req_latency_se
 #: Its labels of that kind.
 _COMPLETES = re.compile(rb'[{,](?:stage|mode)="([^"]*)"')
 
+#: Beyond it a number is no count, and no double tells it from its neighbours.
+_MOST = 2.0**53
+_MAX_DIGITS = 15
+
 _STARTED = re.compile(rb"^process_start_time_seconds ([0-9.eE+]+)", re.MULTILINE)
 #: A line of configuration has some thirty labels; there is one a data-parallel rank.
 _MAX_CONFIG_BYTES, _MAX_CONFIGS = 8192, 256
@@ -240,12 +244,12 @@ def _started_at(text: bytes) -> float | None:
 
 
 def _value(line: bytes) -> float | None:
-    """The sample's value: what follows the labels; a timestamp may follow it."""
+    """The sample's value, which is none below 0: what follows the labels; a timestamp may follow it."""
     try:
         value = float(line[line.rfind(b"}") + 1 :].split()[0] if b"}" in line else line.split()[1])
     except (ValueError, IndexError):
         return None
-    return value if math.isfinite(value) else None
+    return value if 0.0 <= value <= _MOST else None
 
 
 def _fold(samples: dict[bytes, list[float]], field: str, fold: Callable[[Iterable[float]], float]) -> float | None:
@@ -297,4 +301,4 @@ def _cache_config(configs: list[dict[bytes, bytes]]) -> CacheConfig | None:
 def _number(config: dict[bytes, bytes], label: bytes) -> int:
     """A label's whole number; 0 when the label is missing or says `None`."""
     text = config.get(label, b"")
-    return int(text) if text.isdigit() else 0
+    return int(text) if text.isdigit() and len(text) <= _MAX_DIGITS else 0

@@ -13,7 +13,7 @@ import httpx
 from kvproxy.clients.api import Api
 from kvproxy.clients.engine_metrics import EngineMetrics, parse_engine_metrics
 from kvproxy.clients.kv_events.source import KvEventSource, stated_sources
-from kvproxy.clients.vllm import MAX_METRICS_BYTES, ModelInfo, VllmClient
+from kvproxy.clients.vllm import ModelInfo, VllmClient
 from kvproxy.cluster.engine import origin_of
 from kvproxy.config.cluster_schema import DataParallelSettings, EndpointSettings, EventSources
 from kvproxy.doctor.connect import ConnectResult, connect, try_tls
@@ -162,13 +162,12 @@ class EngineFacts:
 
     async def exposition_now(self) -> bytes:
         """A new scrape of `/metrics`."""
-        timeout_s = self.tools.timeouts.exchange_s
-        return await self.api.call("GET", "/metrics", timeout_s=timeout_s, max_bytes=MAX_METRICS_BYTES)
+        return await self.vllm.fetch_exposition(timeout_s=self.tools.timeouts.exchange_s)
 
     async def metrics_now(self) -> EngineMetrics | None:
         """The same as figures; None where the engine shows none."""
         try:
-            return parse_engine_metrics(await self.exposition_now())
+            return await self.vllm.fetch_metrics(timeout_s=self.tools.timeouts.exchange_s)
         except ClientError:
             return None
 
