@@ -35,7 +35,7 @@ class PredictionFeedback:
         lookups: LookupClient,
         clock: Clock,
     ) -> None:
-        self._bytes_per_token = state.bytes_per_token
+        self._bytes_per_token, self._counted = state.bytes_per_token, state.counted
         self._lookups = lookups
         self._empty = EmptyLookups(clock=clock)
         self.predictions = state.predictions
@@ -61,6 +61,7 @@ class PredictionFeedback:
             indexes.approximate.insert(endpoint, facts.cursor)
         if result.prompt_tokens is not None and prefilled:
             self._bytes_per_token.observe(facts.model, facts.prompt_bytes, result.prompt_tokens)
+            self._counted.note(facts.keys, facts.prompt_bytes, result.prompt_tokens)
 
     def keep(self, present: Collection[tuple[str, EndpointId]]) -> None:
         """Forget all endpoints but these."""
