@@ -16,10 +16,10 @@ async def test_a_next_turn_is_as_long_as_its_last_one_says() -> None:
         for number in range(20):
             other = await service.ask(chat(long_text(f"w{number}-")))
             service.kv.finished(other, Result(A, True, prompt_tokens=100))
-        first = await service.ask(chat(long_text("x")))
+        first = await service.ask(chat(long_text("x", 1000)))
         service.kv.placed(first, A)
         service.kv.finished(first, Result(A, True, prompt_tokens=1000))
-        facts = await service.ask(chat(long_text("x"), "I see", "and now?"))
+        facts = await service.ask(chat(long_text("x", 1000), "I see", "and now?"))
     assert facts.overlaps.by_endpoint[A].tokens == pytest.approx(1000, rel=0.05)
     assert facts.overlaps.prompt_tokens == pytest.approx(1010, rel=0.02)
 
