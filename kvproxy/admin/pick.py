@@ -22,8 +22,6 @@ from kvproxy.routing.policy import NO_FACTS, OverlapFacts, PickRequest
 from kvproxy.routing.selector import Decision
 from kvproxy.types import InferenceRequest
 
-_PROMPT_HEAD_BYTES = 1024
-
 
 class PickRoutes:
     """`/pick`, and what becomes of the places it reserved."""
@@ -80,15 +78,15 @@ class PickRoutes:
     def _pick_request(
         self, question: Question, inference: InferenceRequest, target: RouteTarget, facts: RequestFacts | None
     ) -> PickRequest:
-        service, parts = self._operated.kvcache, inference.prompt.parts
+        service = self._operated.kvcache
         prefer = service is not None and prefers(service.settings, target.cluster.settings.policy)
         return PickRequest(
             model=target.upstream_model or inference.model,
-            session_key=inference.session_key,
+            session_key=inference.affinity_key,
             facts=NO_FACTS if facts is None else facts.overlaps,
             preferred=facts.preferred if prefer and facts is not None and not question.policy else None,
             streams=question.first_token,
-            prompt_head=parts[0][:_PROMPT_HEAD_BYTES] if parts else b"",
+            prompt_head=inference.head,
             policy=question.policy,
         )
 

@@ -21,6 +21,7 @@ from kvproxy.doctor.checks.kv_events import EventSourcesCheck, KvEventsCheck
 from kvproxy.doctor.checks.lmcache import ActionsCheck, InstancesCheck, ServiceCheck
 from kvproxy.doctor.checks.lookup import BudgetCheck, ChunksCheck, LookupCheck
 from kvproxy.doctor.checks.models import DuplicatesCheck, ModelsCheck, TokenizerCheck, TokenizersCheck, VersionCheck
+from kvproxy.doctor.checks.ranks import RanksCheck
 from kvproxy.doctor.checks.reachability import ApiCheck, ConnectionCheck, HealthCheck, MetricsCheck
 from kvproxy.doctor.checks.trial import (
     CachingCheck,
@@ -138,6 +139,7 @@ def _trials(deployment: Deployment) -> Iterator[Check]:
             yield AgentPromptsCheck(engine, deployment.tokenizer or engine)
         yield CachingCheck(engine)
         yield KvEventsCheck(engine)
+        yield RanksCheck(engine)
         if (mode := priority_mode(deployment, engine)) is not EnginePriorityMode.OFF:
             yield PriorityCheck(engine, mode)
     for name, engines in deployment.group_engines():

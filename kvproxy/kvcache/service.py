@@ -142,10 +142,10 @@ class KvCache:
         self.overlap.refresh(facts)
 
     async def facts_for(
-        self, request: InferenceRequest, body: bytes, *, cluster: Cluster, model: str = ""
+        self, request: InferenceRequest, body: bytes, *, cluster: Cluster, model: str = "", tenant: str = ""
     ) -> RequestFacts:
         """`gather`, and `look_up` where that is worth it."""
-        facts = self.gather(request, body, cluster=cluster, model=model)
+        facts = self.gather(request, body, cluster=cluster, model=model, tenant=tenant)
         if facts.wants_lookup:
             await self.look_up(facts)
         return facts
@@ -153,6 +153,9 @@ class KvCache:
     def finished(self, facts: RequestFacts, result: Result) -> None:
         """The request is over. Queues what is to be done about it; never waits."""
         self.feedback.finished(facts, result)
+        if facts.request.session_ends:
+            self._end_session(facts)
+            return
         if not (result.prefilled and self._uses_tokens):
             return
         self.overlap.tokens.counted(facts, result.prompt_tokens)
@@ -161,6 +164,15 @@ class KvCache:
         if streams is not None and endpoint is not None and result.prompt_tokens is not None:
             streams.note_traffic(endpoint, result.prompt_tokens - (result.cached_tokens or 0))
         self.actions.served(facts, endpoint)
+
+    def _end_session(self, facts: RequestFacts) -> None:
+        """What was kept for the session alone goes: nothing asks for it again."""
+        last = facts.indexes.last_served.end(facts.names.session)
+        self._metrics.kvcache.sessions_ended.labels("unknown" if last is None else "known").inc()
+        if last is not None:
+            self.actions.hotness.end_session(facts.names.session, last.keys)
+            for key in last.keys[-1:]:
+                self.overlap.tokens.memory.release(key)
 
     def _cleared(self, cluster: str, endpoint: EndpointId) -> None:
         """The engine says that it dropped its cache."""

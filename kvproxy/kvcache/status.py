@@ -10,7 +10,7 @@ from dataclasses import asdict
 from kvproxy.clients.kv_events.status import StreamState, StreamStatus
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.kvcache.overlap.sources import PRECISE_ROW_BYTES
+from kvproxy.kvcache.overlap.gauges import PRECISE_ROW_BYTES
 from kvproxy.kvcache.service import KvCache
 from kvproxy.prefix.approximate.heat import Run
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
@@ -249,5 +249,6 @@ def _index_status(service: KvCache, cluster: Cluster) -> dict[str, object]:
         },
         "precise": {"blocks": rows, "estimated_bytes": rows * PRECISE_ROW_BYTES},
         "hot": {"blocks": indexes.approximate.unique_blocks, "runs": indexes.approximate.runs},
+        "last_served": {"sessions": indexes.last_served.sessions, "responses": indexes.last_served.responses},
         "endpoints": {str(one.id): endpoint_index(service, cluster.name, one) for one in cluster.endpoints},
     }

@@ -60,8 +60,8 @@ def explain_decision(decision: Mapping[str, Any]) -> str:
 def _heading(receipt: Receipt) -> Iterator[str]:
     about = [receipt.kind or "request", *(
         f"{name} {printable(value)}" for name, value in (
-            ("model", receipt.model), ("tenant", receipt.tenant), ("session", receipt.session),
-            ("cluster", receipt.cluster)) if value
+            ("model", receipt.model), ("client", receipt.client), ("tenant", receipt.tenant),
+            ("session", receipt.session), ("cluster", receipt.cluster)) if value
     )]  # fmt: skip
     yield f"Request {printable(receipt.request_id) or '(without an id)'}, ended {receipt.time}"
     yield f"  {', '.join(about)}{', streamed' if receipt.stream else ''}"

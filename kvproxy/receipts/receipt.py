@@ -66,6 +66,7 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True):
     tenant: str = ""
     client: str = ""  # kind of client, one of a few; "": unknown
     session: str = ""  # keyed hash; equal within one run of the proxy
+    parent: str = ""  # of the session that it was made from; likewise
     head: str = ""  # keyed hash of the prompt's first bytes; likewise
     stream: bool = False
     cluster: str = ""

@@ -23,6 +23,7 @@ class FactSource(StrEnum):
     PRECISE = "precise"  # KV events
     LMCACHE_CONTROLLER = "lmcache_controller"
     LMCACHE_COORDINATOR = "lmcache_coordinator"
+    SESSION = "session"  # where its session, or the response it goes on from, was served last
 
 
 class Overlap(msgspec.Struct, frozen=True):
@@ -64,7 +65,7 @@ class PickRequest(msgspec.Struct, frozen=True):
     """What a policy may base its choice on."""
 
     model: str = ""
-    session_key: str | None = None
+    session_key: str | None = None  # of its session, or of the one that this was made from
     facts: OverlapFacts = NO_FACTS
     #: Soft preference of an earlier filter; honoured by the cluster before the policy is asked.
     preferred: EndpointId | None = None

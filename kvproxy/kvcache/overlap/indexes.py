@@ -12,6 +12,7 @@ from kvproxy.clients.tokens import TokenIds
 from kvproxy.kvcache.feedback.missed_reuse import MissedReuses
 from kvproxy.kvcache.feedback.reuse_step import ReuseSteps
 from kvproxy.kvcache.feedback.trust import Trust
+from kvproxy.kvcache.overlap.last_served import LastServed, RequestNames
 from kvproxy.kvcache.overlap.merge import NOTHING, HolderOverlap, is_contradicted, merge_overlaps
 from kvproxy.prefix.approximate.capacity import Capacities
 from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
@@ -83,6 +84,7 @@ class IndexState:
         self.started_at: dict[EndpointId, float] = {}  # when each engine's process began, by its own clock
         self.sessions = SessionHashes()
         self.drops_header = True  # the engines leave a billing header out of prompts; not so where all are SGLang
+        self.last_served = LastServed()
 
 
 class LocalIndexes:
@@ -106,6 +108,7 @@ class LocalIndexes:
         self.approximate, self.capacities, self.hot = state.approximate, state.capacities, state.hot
         self.trust, self.lookup_trust, self.missed = state.trust, state.lookup_trust, state.missed
         self.started_at, self.sessions, self.steps = state.started_at, state.sessions, state.steps
+        self.last_served = state.last_served
         self._follows_events = follows_events
         self._lookups = lookups
         self._keyed = follows_events or lookups  # token memory and strategies know prompts by their messages' keys
@@ -122,8 +125,11 @@ class LocalIndexes:
     def hashes(self, request: InferenceRequest, model: str) -> tuple[array[int], Sequence[int], int, PromptText | None]:
         """The prompt's text blocks, empty for a prompt shorter than one, a key for each message prefix, shortest
         first, the bytes of all of it, and the text of its messages, as they name it (`prompt_identity`). Of a short one
-        there are keys only where something goes by them. Blocks and keys are not to be changed.
+        there are keys only where something goes by them; none of one that goes on from a response, whose text is only
+        the rest of its prompt. Blocks and keys are not to be changed.
         """
+        if request.continues is not None:
+            return array("Q"), (), request.prompt.size_bytes, None
         seed, prompt, kind = self._seed(model, request.cache_salt), request.prompt, request.kind
         drops_header, short = self._state.drops_header, prompt.size_bytes <= SHORT_BYTES and not self._keyed
         if kind in RULED and not short:
@@ -139,6 +145,10 @@ class LocalIndexes:
     def note_kinds(self, kinds: Collection[EngineKind]) -> None:
         """What its engines are, of those that say it: they agree on most of what names a prompt, not on all."""
         self._state.drops_header = set(kinds) != {EngineKind.SGLANG}
+
+    def names(self, request: InferenceRequest, model: str, tenant: str) -> RequestNames:
+        """What its session goes by, and the response that it goes on from."""
+        return RequestNames.of(request, self._seed(model, request.cache_salt), tenant)
 
     def prepare(self, hashed: HashedTokens, *, model: str, cache_salt: str | None) -> None:
         """Hash these tokens for the precise index now, while no request waits for it."""
@@ -275,6 +285,7 @@ class LocalIndexes:
         self.started_at.pop(endpoint, None)
         self.steps.forget(endpoint)
         self.missed.forget(endpoint)
+        self.last_served.forget_cache(endpoint)
         self.approximate.remove(endpoint)
         self.capacities.forget_endpoint(endpoint)
         for trust in (self.trust, self.lookup_trust):
@@ -284,6 +295,7 @@ class LocalIndexes:
         """The engine restarted, or dropped its cache: it holds nothing; its capacity is what it was."""
         self.approximate.clear(endpoint)
         self.missed.forget(endpoint)
+        self.last_served.forget_cache(endpoint)
         for trust in (self.trust, self.lookup_trust):
             trust.forget(endpoint)
 
