@@ -111,6 +111,9 @@ class MetricsScraper(BackgroundTask):
         self.signals.host(self._sample_host())
         reads = [self._read(cluster, engine) for cluster in self._clusters.values() for engine in cluster.engines]
         await asyncio.gather(self._read_provider(), *reads)
+        for name, cluster in self._clusters.items():
+            readings = [self.signals.reading(endpoint) for endpoint in cluster.endpoints]
+            self._indexes[name].note_kinds([reading[1].kind for reading in readings if reading is not None])
 
     def _follow(self) -> None:
         """An endpoint that left, or is another engine now, holds nothing we know of."""
