@@ -382,14 +382,6 @@ class Cluster:
             adapters=Adapters(self.adapters.names),
         )
 
-    def configure_engine(self, engine: Engine, config: EndpointSettings) -> None:
-        """As of Owner."""
-        engine.configure(config, self.settings)
-
-    def configure_endpoint(self, endpoint: Endpoint, config: EndpointSettings) -> None:
-        """As of Owner."""
-        endpoint.configure(config, self.settings)
-
     def make_endpoint(self, config: EndpointSettings, engine: Engine, rank: int | None) -> Endpoint:
         """As of Owner."""
         endpoint = Endpoint(
