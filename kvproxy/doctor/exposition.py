@@ -9,6 +9,7 @@ _LE = re.compile(rb'le="(\+Inf|[0-9.eE+]+)"')
 #: A number beyond it is no count.
 _MOST = 2.0**53
 _GROWING = (b"vllm:prompt_tokens_total", b"vllm:generation_tokens_total", b"vllm:time_to_first_token_seconds_sum")
+_STARTED = b"process_start_time_seconds"
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,7 @@ class Counters:
     """Figures that only grow and that no two engines share: what an engine did since its start."""
 
     values: tuple[float, ...]
+    started_at: float | None = None  # of the process; the same in all figures of one engine
 
     @property
     def used(self) -> bool:
@@ -39,7 +41,9 @@ class PromptLengths:
 def parse_counters(text: bytes) -> Counters | None:
     """None when the engine does not show them."""
     totals = [sum_samples(text, name) for name in _GROWING]
-    return None if None in totals else Counters(tuple(total for total in totals if total is not None))
+    if None in totals:
+        return None
+    return Counters(tuple(total for total in totals if total is not None), sum_samples(text, _STARTED))
 
 
 def parse_prompt_lengths(text: bytes) -> PromptLengths:
