@@ -6,13 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvproxy.admin.operated import ConfigFinding
+from kvproxy.admin.trouble import list_names
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.engine_priority import PriorityState
 from kvproxy.config.priority_schema import EnginePriorityMode
 
-#: Named in one text.
-NAMED = 3
 #: So many placements without one sample are no accident.
 NOTABLE_REQUESTS = 500
 _FIX = (
@@ -68,9 +66,3 @@ def find_unsteered_ranks(clusters: Mapping[str, Cluster]) -> Iterable[ConfigFind
 
 def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks)) or "none"
-
-
-def list_names(endpoints: Sequence[Endpoint]) -> str:
-    """The first few of them."""
-    named = ", ".join(one.id for one in endpoints[:NAMED])
-    return f"{named} and {len(endpoints) - NAMED} more" if len(endpoints) > NAMED else named
