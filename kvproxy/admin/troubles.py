@@ -3,58 +3,23 @@ and the rest. Each with its age."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from kvproxy.admin.cluster_findings import find_unheeded_priority, find_unlearned, find_unsteered_ranks
 from kvproxy.admin.engine_troubles import find_engine_troubles
-from kvproxy.admin.operated import AdminTarget, ConfigFinding, OperatorFinding
+from kvproxy.admin.operated import AdminTarget, OperatorFinding
 from kvproxy.admin.trouble import DOWN, NAMED, Rank, Trouble, list_names, source_trouble
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition, Endpoint
-from kvproxy.cluster.engine_priority import PriorityState
-from kvproxy.config.priority_schema import EnginePriorityMode
 from kvproxy.request.exchange import FAILED
 from kvproxy.request.recent import Tally
 
-#: So many placements without one sample are no accident.
-NOTABLE_REQUESTS = 500
-_FIX = (
-    "stream answers, or let the kvcache filter read the engines' own counters: engine_metrics_interval above 0, "
-    "SGLang with --enable-metrics and without other clients"
-)
-_UNHEEDED = {
-    PriorityState.IGNORES: "the order in which engines admit shows nothing of it",
-    PriorityState.REFUSED: "engines refuse the field, so they are not sent it",
-}
-_START_WITH = "start vLLM with --scheduling-policy priority (SGLang: --enable-priority-scheduling), or set it to auto"
 #: A share of failed requests from here on is a finding (and so many of them), and from there on a problem. The alert
 #: KvproxyErrors has the first of them too.
 FAILED_SHARE, FAILED_LEAST, FAILED_MOST = 0.05, 3, 0.5
 _PROBE = {"unreachable": "it cannot be reached", "timeout": "no answer in time", "failed": "it answers, with an error"}
 _DOCTOR = "read the engine's log, or run `kvproxy doctor`"
 _SEVERITIES = ("problem", "error", "warning", "note", "ok")
-
-
-def find_unlearned(clusters: Mapping[str, Cluster]) -> Iterable[ConfigFinding]:
-    """A finding for every cluster that decides by speeds and has seen none for long."""
-    for name, cluster in clusters.items():
-        speeds = cluster.speeds
-        if speeds is None or speeds.requests_without_sample < NOTABLE_REQUESTS:
-            continue
-        believed = (
-            "speeds are the defaults, alike for all" if speeds.learning else "what was learned of slow ones fades"
-        )
-        what = f"no sample of the engines' speeds in {speeds.requests_without_sample:,} requests: {believed}"
-        yield ConfigFinding("warning", f"clusters.{name}", what, _FIX)
-
-
-def find_unheeded_priority(clusters: Mapping[str, Cluster]) -> Iterable[ConfigFinding]:
-    """A finding for every cluster with engines that are told a priority by `on` and do not go by it."""
-    for name, cluster in clusters.items():
-        told = [one for one in cluster.endpoints if one.priority.mode is EnginePriorityMode.ON]
-        for state, what in _UNHEEDED.items():
-            if unheeding := [one for one in told if one.priority.state is state]:
-                text = f"engine_priority is on, and {what} ({list_names(unheeding)})"
-                yield ConfigFinding("warning", f"clusters.{name}", text, _START_WITH)
 
 
 class Troubles:
@@ -103,6 +68,7 @@ class Troubles:
             ("alarm", alarms),
             ("speeds", unknown),
             ("priority", unheeded),
+            ("ranks", find_unsteered_ranks(self._operated.clusters)),
             ("finding", self._operated.findings),
         ):
             for one in found:

@@ -74,10 +74,10 @@ class Membership:
 
     def named(self, name: EndpointId) -> Sequence[Endpoint]:
         """The member of this id, or those of the engine of this id; () for none."""
-        endpoint, engine = self._present.get(name), self._engines.get(name)
-        if endpoint is not None or engine is None:
-            return () if endpoint is None else (endpoint,)
-        return self.of_engine(engine)
+        if (endpoint := self._present.get(name)) is not None:
+            return (endpoint,)
+        engine = self._engines.get(name)
+        return () if engine is None else self.of_engine(engine)
 
     def of_engine(self, engine: Engine) -> Sequence[Endpoint]:
         """The members that are the engine, or its ranks."""
@@ -117,7 +117,7 @@ class Membership:
         return True
 
     def refresh(self) -> None:
-        """What is known of an engine's ranks has changed."""
+        """An engine has other ranks now."""
         self._apply(self._sources, self._removed)
 
     def _apply(self, sources: dict[str, tuple[EndpointSettings, ...]], removed: frozenset[EndpointId]) -> None:
@@ -195,14 +195,10 @@ class Membership:
 
     def _engine_at(self, config: EndpointSettings, origin: Origin) -> Engine:
         """The engine there is at this address, or another one."""
-        engine = self._engines.get(EndpointId(config.id))
-        if engine is not None and engine.origin == origin:
-            return engine
-        for endpoint in self._draining:
-            engine = endpoint.engine
-            if engine.id == config.id and engine.origin == origin and not endpoint.metrics.closed:
-                return engine
-        return self._owner.make_engine(config)
+        present = self._engines.get(EndpointId(config.id))
+        leaving = [one.engine for one in self._draining if one.engine.id == config.id and not one.metrics.closed]
+        known = leaving if present is None else [present, *leaving]
+        return next((one for one in known if one.origin == origin), None) or self._owner.make_engine(config)
 
     def _returning(self, endpoint_id: EndpointId, engine: Engine) -> Endpoint | None:
         for endpoint in self._draining:

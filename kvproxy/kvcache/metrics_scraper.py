@@ -111,6 +111,9 @@ class MetricsScraper(BackgroundTask):
         self.signals.host(self._sample_host())
         reads = [self._read(cluster, engine) for cluster in self._clusters.values() for engine in cluster.engines]
         await asyncio.gather(self._read_provider(), *reads)
+        for name, cluster in self._clusters.items():
+            readings = [self.signals.reading(endpoint) for endpoint in cluster.endpoints]
+            self._indexes[name].note_kinds([reading[1].kind for reading in readings if reading is not None])
 
     def _follow(self) -> None:
         """An endpoint that left, or is another engine now, holds nothing we know of."""
@@ -135,6 +138,7 @@ class MetricsScraper(BackgroundTask):
             log.debug("[kvcache] metrics of %s: %s", engine.id, error)
             self._forget_sleep(cluster, engine)
             return
+        engine.adapters.use = metrics.lora
         restarted = False
         for endpoint in cluster.of_engine(engine):
             own = metrics if endpoint.rank is None else metrics.ranks.get(endpoint.rank)
