@@ -3,33 +3,21 @@ and the rest. Each with its age."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from kvproxy.admin.operated import AdminTarget, ConfigFinding, OperatorFinding
+from kvproxy.admin.cluster_findings import find_lost_adapters, find_unheeded_priority, find_unlearned, name_some
+from kvproxy.admin.operated import AdminTarget, OperatorFinding
 from kvproxy.clients.kv_events.status import StreamState
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition, Endpoint
-from kvproxy.cluster.engine_priority import PriorityState
-from kvproxy.config.priority_schema import EnginePriorityMode
 from kvproxy.kvcache.feedback.cache_losses import LossReason
 from kvproxy.kvcache.feedback.missed_reuse import WINDOW, MissedReuse
 from kvproxy.kvcache.overlap.kv_event_streams import EventStreams
 from kvproxy.request.exchange import FAILED
 from kvproxy.request.recent import Tally
 
-#: So many placements without one sample are no accident.
-NOTABLE_REQUESTS = 500
-_FIX = (
-    "stream answers, or let the kvcache filter read the engines' own counters: engine_metrics_interval above 0, "
-    "SGLang with --enable-metrics and without other clients"
-)
-_UNHEEDED = {
-    PriorityState.IGNORES: "the order in which engines admit shows nothing of it",
-    PriorityState.REFUSED: "engines refuse the field, so they are not sent it",
-}
-_START_WITH = "start vLLM with --scheduling-policy priority (SGLang: --enable-priority-scheduling), or set it to auto"
 #: Out of the rotation by its own fault. An endpoint that an operator drains is not.
 DOWN = frozenset({Condition.UNHEALTHY, Condition.EJECTED, Condition.BREAKER_OPEN})
 #: A share of failed requests from here on is a finding (and so many of them), and from there on a problem. The alert
@@ -50,29 +38,6 @@ _NAMED = 3
 _PROBE = {"unreachable": "it cannot be reached", "timeout": "no answer in time", "failed": "it answers, with an error"}
 _DOCTOR = "read the engine's log, or run `kvproxy doctor`"
 _SEVERITIES = ("problem", "error", "warning", "note", "ok")
-
-
-def find_unlearned(clusters: Mapping[str, Cluster]) -> Iterable[ConfigFinding]:
-    """A finding for every cluster that decides by speeds and has seen none for long."""
-    for name, cluster in clusters.items():
-        speeds = cluster.speeds
-        if speeds is None or speeds.requests_without_sample < NOTABLE_REQUESTS:
-            continue
-        believed = (
-            "speeds are the defaults, alike for all" if speeds.learning else "what was learned of slow ones fades"
-        )
-        what = f"no sample of the engines' speeds in {speeds.requests_without_sample:,} requests: {believed}"
-        yield ConfigFinding("warning", f"clusters.{name}", what, _FIX)
-
-
-def find_unheeded_priority(clusters: Mapping[str, Cluster]) -> Iterable[ConfigFinding]:
-    """A finding for every cluster with engines that are told a priority by `on` and do not go by it."""
-    for name, cluster in clusters.items():
-        told = [one for one in cluster.endpoints if one.priority.mode is EnginePriorityMode.ON]
-        for state, what in _UNHEEDED.items():
-            if unheeding := [one for one in told if one.priority.state is state]:
-                text = f"engine_priority is on, and {what} ({_names(unheeding)})"
-                yield ConfigFinding("warning", f"clusters.{name}", text, _START_WITH)
 
 
 class Rank(IntEnum):
@@ -121,7 +86,7 @@ class Troubles:
                 for one in down:
                     yield _down(("down", name, str(one.id)), f"{name}/{one.id}", f"{_why(one, now)}; {others}")
             else:
-                what = f"{len(down)} of {len(cluster.endpoints)} endpoints are down ({_names(down)}); {others}"
+                what = f"{len(down)} of {len(cluster.endpoints)} endpoints are down ({name_some(down)}); {others}"
                 yield _down(("down", name), name, what)
 
     def _sources(self, now: float) -> Iterator[Trouble]:
@@ -147,10 +112,12 @@ class Troubles:
         alarms: Sequence[OperatorFinding] = () if kvcache is None else kvcache.state.predictions.alarms()
         unknown = find_unlearned(self._operated.clusters)
         unheeded = find_unheeded_priority(self._operated.clusters)
+        lost = find_lost_adapters(self._operated.clusters)
         for kind, found in (
             ("alarm", alarms),
             ("speeds", unknown),
             ("priority", unheeded),
+            ("adapters", lost),
             ("finding", self._operated.findings),
         ):
             for one in found:
@@ -184,12 +151,7 @@ def _who_took_over(name: str, cluster: Cluster, minute: Tally, now: float) -> st
         return "no endpoint of the cluster is up, so all are tried"
     requests = count_by_endpoint(minute)
     busy = sorted((one for one in up if (name, str(one.id)) in requests), key=lambda e: -requests[name, str(e.id)])
-    return f"{_names(busy)} took over" if busy else f"{_names(up)} would take its requests"
-
-
-def _names(endpoints: Sequence[Endpoint]) -> str:
-    named = ", ".join(one.id for one in endpoints[:_NAMED])
-    return f"{named} and {len(endpoints) - _NAMED} more" if len(endpoints) > _NAMED else named
+    return f"{name_some(busy)} took over" if busy else f"{name_some(up)} would take its requests"
 
 
 def _streams(streams: EventStreams | None, name: str, cluster: Cluster, now: float) -> Iterator[Trouble]:
@@ -207,7 +169,9 @@ def _streams(streams: EventStreams | None, name: str, cluster: Cluster, now: flo
         key, where = ("stream", name, str(one.id)), f"{name}/{one.id}"
         yield _source(key, where, f"KV events: {reason}; {effect}", fix, patience_s=_STREAM_PATIENCE_S)
     if len(broken) > _NAMED:
-        what = f"KV events of {len(broken)} endpoints ({_names([one for one, _ in broken])}): {broken[0][1]}; {effect}"
+        what = (
+            f"KV events of {len(broken)} endpoints ({name_some([one for one, _ in broken])}): {broken[0][1]}; {effect}"
+        )
         yield _source(("stream", name), name, what, fix, patience_s=_STREAM_PATIENCE_S)
 
 
@@ -215,7 +179,7 @@ def _asleep(name: str, cluster: Cluster, now: float) -> Iterator[Trouble]:
     sleeping = [one for one in cluster.endpoints if one.condition(now) is Condition.ASLEEP]
     if sleeping:
         verb, whose = ("sleeps", "its") if len(sleeping) == 1 else ("sleep", "their")
-        what = f"{_names(sleeping)} {verb}, as {whose} own metrics say: left out"
+        what = f"{name_some(sleeping)} {verb}, as {whose} own metrics say: left out"
         fix = "wake it (`POST /wake_up`), or take it out of the configuration"
         yield _source(("asleep", name), name, what, fix)
 
