@@ -1,12 +1,13 @@
-"""What is wrong with how a cluster decides, or with what its engines serve, as findings."""
+"""What an operator should know of how clusters decide: speeds that are not learned, priorities that are not heeded,
+data-parallel ranks that requests cannot ask for, adapters that no engine has any more."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvproxy.admin.operated import ConfigFinding
+from kvproxy.admin.trouble import NAMED, list_names
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.engine_priority import PriorityState
 from kvproxy.config.priority_schema import EnginePriorityMode
 
@@ -21,8 +22,6 @@ _UNHEEDED = {
     PriorityState.REFUSED: "engines refuse the field, so they are not sent it",
 }
 _START_WITH = "start vLLM with --scheduling-policy priority (SGLang: --enable-priority-scheduling), or set it to auto"
-#: Named one by one; of more there is the number.
-NAMED = 3
 
 
 def find_unlearned(clusters: Mapping[str, Cluster]) -> Iterable[ConfigFinding]:
@@ -44,8 +43,29 @@ def find_unheeded_priority(clusters: Mapping[str, Cluster]) -> Iterable[ConfigFi
         told = [one for one in cluster.endpoints if one.priority.mode is EnginePriorityMode.ON]
         for state, what in _UNHEEDED.items():
             if unheeding := [one for one in told if one.priority.state is state]:
-                text = f"engine_priority is on, and {what} ({name_some(unheeding)})"
+                text = f"engine_priority is on, and {what} ({list_names(unheeding)})"
                 yield ConfigFinding("warning", f"clusters.{name}", text, _START_WITH)
+
+
+def find_unsteered_ranks(clusters: Mapping[str, Cluster]) -> Iterable[ConfigFinding]:
+    """A finding for every engine with ranks that it refused, or that only its metrics show."""
+    for name, cluster in clusters.items():
+        for engine in cluster.engines:
+            ranks, where = engine.ranks, f"{name}/{engine.id}"
+            if ranks.refused:
+                what = f"the engine refused the data-parallel rank {_listed(ranks.refused)}, which gets no requests"
+                yield ConfigFinding("warning", where, what, f"set data_parallel.ranks to {_listed(ranks.candidates)}")
+            elif ranks.unknown and ranks.named is not None:
+                what = (
+                    f"it has the data-parallel ranks {_listed(ranks.shown)}, and nothing says that requests may ask "
+                    "for one: a prefix is computed once a rank"
+                )
+                fix = f"set data_parallel.ranks to {_listed(ranks.shown)}, or start it with --kv-events-config"
+                yield ConfigFinding("warning", where, what, fix)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks)) or "none"
 
 
 def find_lost_adapters(clusters: Mapping[str, Cluster]) -> Iterable[ConfigFinding]:
@@ -56,9 +76,3 @@ def find_lost_adapters(clusters: Mapping[str, Cluster]) -> Iterable[ConfigFindin
             what = f"no engine serves the adapter {', '.join(lost[:NAMED])}{more} any more: its requests fail"
             fix = "load it again (vLLM: POST /v1/load_lora_adapter, or --lora-modules), or tell its clients"
             yield ConfigFinding("warning", f"clusters.{name}", what, fix)
-
-
-def name_some(endpoints: Sequence[Endpoint]) -> str:
-    """The first of them by name."""
-    named = ", ".join(one.id for one in endpoints[:NAMED])
-    return f"{named} and {len(endpoints) - NAMED} more" if len(endpoints) > NAMED else named
