@@ -253,6 +253,7 @@ def test_the_same_growing_figures() -> None:
     assert may_be_one(idle, idle)
     assert may_be_one(idle, busy)
     assert not may_be_one(idle, (Counters((1.0, 2.1)), Counters((1.0, 2.5))))
+    assert not may_be_one(idle, (Counters((1.0, 2.0), started_at=5.0), Counters((1.0, 2.0), started_at=5.0)))
     assert not Counters((0.0, 1.0)).used
 
 
