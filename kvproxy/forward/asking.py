@@ -33,6 +33,8 @@ class Asking:
     """What all attempts of one request have in common. What an engine may not know (a `priority`, the data-parallel
     rank) costs no request its answer: it is asked once more without, at once."""
 
+    __slots__ = ("_body", "_cluster", "_exchange", "_head", "_method", "_pool", "_target", "_timeouts", "own_rank")
+
     def __init__(
         self,
         exchange: Exchange,
