@@ -12,6 +12,7 @@ from kvproxy.clients.sglang import SglangInfo
 from kvproxy.config.schema import Config
 from kvproxy.doctor.deployment import survey_deployment
 from kvproxy.doctor.engine import EngineFacts
+from kvproxy.doctor.exposition import sum_samples
 from kvproxy.doctor.tools import Tools
 from kvproxy.errors import ClientError, NotSupported
 from kvproxy.types import EndpointId, RequestKind
@@ -79,7 +80,7 @@ async def _ask(engine: EngineFacts) -> EngineSettingsSeen:
         memory_share=float(share) if re.fullmatch(r"0?\.\d+|1\.0", share) else None,
         offloads=None if offload is None else offload != "None",
         step_tokens=_step_tokens(text),
-        preemptions=_sum(text, b"vllm:num_preemptions_total"),
+        preemptions=None if (preempted := sum_samples(text, b"vllm:num_preemptions_total")) is None else int(preempted),
         publishes=publishes,
         replays=replays,
         renders=await _renders(engine),
@@ -135,14 +136,6 @@ def _step_tokens(text: bytes) -> int | None:
             largest = int(bound)
         before = count
     return largest
-
-
-def _sum(text: bytes, name: bytes) -> int | None:
-    values = [line.rpartition(b" ")[2] for line in text.split(b"\n") if line.startswith(name + b"{")]
-    try:
-        return int(sum(float(value) for value in values)) if values else None
-    except ValueError:
-        return None
 
 
 async def _sglang(engine: EngineFacts, metrics: EngineMetrics) -> EngineSettingsSeen:
