@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import httpx
 
 from benchmarks.real_engines import Shape, Turn, one_run
 from tests.real.engines import vllm
-from tests.real.engines.place import MID, missing
+from tests.real.engines.place import MID, TINY, missing
 from tests.real.engines.vllm import Vllm
 from tests.real.pair import warm_up
 from tests.support.process import kvproxy_serve
@@ -138,6 +138,7 @@ def _machine() -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--model", choices=[TINY.name, MID.name], default=MID.name)
     for name, default in asdict(Shape(8, 5, 2, 800, 60, 8)).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "reports")
@@ -146,7 +147,8 @@ def main() -> int:
         print(f"not installed: {lacking}; run `make test-real`, or python -m tests.real.engines.install")
         return 1
     shape = Shape(**{name: arguments[name] for name in Shape.__dataclass_fields__})
-    server = Vllm("ranks", MID, core=0, ranks=2)
+    model = MID if arguments["model"] == MID.name else replace(TINY, name=MID.name)  # the name that clients ask for
+    server = Vllm("ranks", model, core=0, ranks=2)
     with tempfile.TemporaryDirectory() as folder, vllm.running([server]):
         warm_up(server)
         runs = asyncio.run(measure(server, shape, repeats=arguments["repeats"], folder=folder))
