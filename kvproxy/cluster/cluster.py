@@ -80,7 +80,6 @@ class Cluster:
         self.adapters = KnownAdapters(name, on_change=self._follow)
         #: What becomes known of its engines' data-parallel ranks.
         self.ranks = KnownRanks(name, self._members, on_change=self._follow)
-        self._rng = rng
         self._sleep = sleep
         self._tasks = TaskSet()
         self._prober = self._make_prober(probe)
@@ -212,8 +211,7 @@ class Cluster:
         self._update(STATIC, endpoints)
 
     def drain(self, name: EndpointId, *, draining: bool = True) -> bool:
-        """Stop (or, with False, resume) giving a member, or all ranks of an engine, new requests; whether there is such
-        a one."""
+        """Stop (with False, resume) giving a member, or all of an engine, new requests; whether there is such a one."""
         endpoints = self._members.named(name)
         for endpoint in endpoints:
             endpoint.draining = draining
@@ -226,18 +224,14 @@ class Cluster:
         return added
 
     def remove(self, name: EndpointId) -> bool:
-        """Take a member, or all of an engine, out, whatever its source says, until it is added again; it finishes what
-        it has.
-
-        Whether there was such a one.
-        """
+        """Take a member, or all of an engine, out until it is added again; it finishes what it has. Whether there was
+        such a one."""
         found = self._members.remove(name)
         self._follow()
         return found
 
     def reweight(self, name: EndpointId, weight: float) -> bool:
-        """Give a member, or each rank of an engine, another weight until it leaves, whatever its source says; whether
-        there is such a one."""
+        """Give a member, or each of an engine, another weight until it leaves; whether there is such a one."""
         return self._members.reweight(name, weight)
 
     def decide(self, request: PickRequest, now: float) -> Decision[Endpoint] | Refusal:
@@ -387,14 +381,6 @@ class Cluster:
             on_breaker_change=self.verdicts.breaker_changed,
             adapters=Adapters(self.adapters.names),
         )
-
-    def configure_engine(self, engine: Engine, config: EndpointSettings) -> None:
-        """As of Owner."""
-        engine.configure(config, self.settings)
-
-    def configure_endpoint(self, endpoint: Endpoint, config: EndpointSettings) -> None:
-        """As of Owner."""
-        endpoint.configure(config, self.settings)
 
     def make_endpoint(self, config: EndpointSettings, engine: Engine, rank: int | None) -> Endpoint:
         """As of Owner."""
