@@ -50,6 +50,12 @@ async def proxy_of(server: Vllm, *, events: bool) -> AsyncIterator[tuple[Running
         yield proxy, service
 
 
+async def tell(server: Vllm, path: str) -> None:
+    """One of its developers' commands."""
+    async with httpx.AsyncClient() as http:
+        (await http.post(f"{server.url}{path}", timeout=30)).raise_for_status()
+
+
 def loss(service: KvCache) -> LossReason | None:
     found = service.state.losses.latest("default", A)
     return None if found is None else found.reason
@@ -62,7 +68,7 @@ async def test_a_cache_that_is_cleared(server: Vllm, saw: Saw, events: bool) -> 
         body = chat(TINY.name, text(600, seed=f"cleared {events}"), max_tokens=4)
         first, second = await ask(proxy.client, body), await ask(proxy.client, body)
         assert first.cached_tokens < 64 < second.cached_tokens
-        httpx.post(f"{server.url}/reset_prefix_cache", timeout=10).raise_for_status()
+        await tell(server, "/reset_prefix_cache")
         if events:
             await until(lambda: loss(service) is LossReason.CLEARED, within_s=20)
         third = await ask(proxy.client, body)
@@ -79,12 +85,12 @@ async def test_a_pause(server: Vllm) -> None:
         body = chat(TINY.name, text(600, seed="paused"), max_tokens=4)
         held = [await ask(proxy.client, body) for _ in range(2)][1].cached_tokens
         [endpoint] = proxy.proxy.clusters["default"].endpoints
-        httpx.post(f"{server.url}/sleep?level=0", timeout=10).raise_for_status()
+        await tell(server, "/sleep?level=0")
         try:
             await service.scraper.round()
             assert endpoint.condition(0.0) is Condition.ASLEEP
         finally:
-            httpx.post(f"{server.url}/wake_up", timeout=10).raise_for_status()
+            await tell(server, "/wake_up")
         await service.scraper.round()
         assert endpoint.condition(0.0) is Condition.UP
         assert loss(service) is None
