@@ -34,7 +34,7 @@ class RequestFacts(msgspec.Struct):
     keys: Sequence[int]  # one a message prefix, shortest first
     prompt_bytes: int
     started_at: float
-    text: PromptText | None = None  # of its messages, as they name it; None: none to go by
+    text: PromptText | None = None  # of a conversation, by message; None: of other APIs and short prompts
     overlaps: OverlapFacts = NO_FACTS
     preferred: EndpointId | None = None  # the endpoint that holds most
     tokens: TokenIds | None = None  # of the prompt, or of its longest known beginning
