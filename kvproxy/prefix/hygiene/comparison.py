@@ -28,8 +28,7 @@ import msgspec
 from kvproxy.prefix.approximate.radix import common_blocks
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.prefix.hygiene.causes import Cause
-from kvproxy.prefix.hygiene.parts import HeadText, PartKind, head_texts, items_of
-from kvproxy.prefix.hygiene.system_prompt import Line, lines_behind
+from kvproxy.prefix.hygiene.parts import HeadText, Line, PartKind, head_texts, items_of, lines_behind
 from kvproxy.prefix.hygiene.threads import LENGTH, Session, Thread
 from kvproxy.prefix.tokens.session_hashes import PromptText
 

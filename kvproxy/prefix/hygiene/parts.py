@@ -1,4 +1,5 @@
-"""What is kept of a prompt's head (tools, system prompt, what else shapes the template): digests and sizes, never text.
+"""A prompt's head: tools, system prompt, what else shapes the template. What is kept of it are digests and sizes, never
+text.
 
 Digests are seeded by chance at each start of the process: what one of them stood for cannot be found out afterwards.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from array import array
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -16,6 +18,7 @@ from msgspec import Raw
 from xxhash import xxh3_64_intdigest
 
 from kvproxy.bounded import BoundedMapping
+from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.prefix.tokens.session_hashes import PromptText
 
 #: Beyond these a list is one part.
@@ -28,6 +31,7 @@ SEED = int.from_bytes(os.urandom(8), "little")
 _decode_items = msgspec.json.Decoder(list[Raw]).decode
 _is_system = re.compile(rb'"role"\s?:\s?"(?:system|developer)"').search
 _ROLE_WITHIN = 96
+_END_OF_LINE = b"\\n"  # as JSON spells it
 
 
 class PartKind(StrEnum):
@@ -148,3 +152,34 @@ class Heads:
 
 
 _NO_TOOLS: array[int] = array("Q")
+
+
+class Line(NamedTuple):
+    """A line of a system block, both counted from 1."""
+
+    block: int
+    number: int
+    text: bytes
+    start: int  # in all of it
+
+
+def lines_of(system: bytes) -> Iterator[Line]:
+    """All lines of all blocks of a system prompt."""
+    at = 0
+    for block, item in enumerate(items_of(system), 1):
+        at = system.index(item, at)
+        for number, text in enumerate(item.split(_END_OF_LINE), 1):
+            yield Line(block, number, text, at)
+            at += len(text) + len(_END_OF_LINE)
+        at -= len(_END_OF_LINE)
+
+
+def lines_behind(system: bytes, at: int) -> tuple[list[Line], list[Line]]:
+    """The lines that a difference may be in which begins at that byte of it, or up to a block of text behind
+    it; and all lines after these."""
+    near: list[Line] = []
+    after: list[Line] = []
+    for line in lines_of(system):
+        if line.start + len(line.text) + len(_END_OF_LINE) > at:
+            (near if line.start < at + TEXT_BLOCK_BYTES else after).append(line)
+    return near, after
