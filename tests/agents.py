@@ -79,3 +79,27 @@ def responses_bodies(draw: st.DrawFn) -> dict[str, Any]:
     if draw(st.booleans()):
         body["tools"] = [{"type": "function", "name": draw(_names), "parameters": draw(_schemas)}]
     return body
+
+
+_chat_parts = _marked(texts.map(lambda text: {"type": "text", "text": text}))
+_chat_calls = st.builds(
+    lambda name: [{"id": "c1", "type": "function", "function": {"name": name, "arguments": '{"x": "a"}'}}], _names
+)
+
+
+@st.composite
+def chat_bodies(draw: st.DrawFn) -> dict[str, Any]:
+    """For `/v1/chat/completions`."""
+    contents = st.one_of(texts, st.lists(_chat_parts, min_size=1, max_size=3))
+    messages: list[dict[str, Any]] = [{"role": "user", "content": draw(contents)}]
+    if draw(st.booleans()):
+        messages.insert(0, {"role": "system", "content": draw(contents)})
+    if draw(st.booleans()):
+        messages.append({"role": "assistant", "content": draw(contents)})
+        if draw(st.booleans()):
+            messages[-1]["tool_calls"] = draw(_chat_calls)
+            messages.append({"role": "tool", "tool_call_id": "c1", "content": draw(contents)})
+    body: dict[str, Any] = {"model": "m", "max_tokens": 1, "messages": messages}
+    if draw(st.booleans()):
+        body["tools"] = [{"type": "function", "function": {"name": draw(_names), "parameters": draw(_schemas)}}]
+    return body

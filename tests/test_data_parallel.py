@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from starlette.types import Send
 
 from kvproxy.listener.server import serve
+from kvproxy.types import EndpointId
 from tests.support.fake_engine import Call, FakeEngine, answer_ok, reply
 from tests.support.proxy import RunningProxy, chat, running_proxy
 
@@ -136,3 +138,47 @@ async def test_ranks_of_one_engine_fail_together() -> None:
         async with running_proxy(endpoints) as proxy:
             assert await post(proxy) == ["b"]
     assert len(broken.calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "in_body"),
+    [
+        ("/v1/chat/completions", chat(), True),
+        ("/v1/completions", {"model": "m", "prompt": "x"}, True),
+        ("/v1/responses", {"model": "m", "input": "x"}, True),
+        ("/v1/messages", {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}, False),
+    ],
+)
+async def test_sglang_is_told_in_the_body_too(path: str, fields: dict[str, Any], in_body: bool) -> None:
+    """Where it may not read the header: every other byte stays, with a priority beside it, and after a refusal the
+    field is left out with the header."""
+    engine = RankedEngine("a", range(1))
+    filters = ["request_id", "inference_request", "router"]
+    config = {"policy": "kv_aware", "engine_priority": "on", "filters": filters}
+    async with in_front_of(engine, 0, 1, **config) as proxy:
+        ranked = proxy.proxy.clusters["default"]
+        ranked.ranks.observe(ranked.engines[0], (), None, in_body=True)
+        body = b" " + json.dumps(fields).encode()
+        for name in ("a@0", "a@1"):
+            other = "a@1" if name == "a@0" else "a@0"
+            ranked.drain(EndpointId(name), draining=False)
+            ranked.drain(EndpointId(other))
+            answer = await proxy.client.post(path, content=body, headers={"content-type": "application/json"})
+            assert answer.status_code == 200
+    sent = [json.loads(call.body) for call in engine.calls]
+    assert [one.pop("routed_dp_rank", None) for one in sent] == ([0, 1, None] if in_body else [None] * 3)
+    assert all(one.pop("priority") >= 0 for one in sent)
+    assert sent == [fields] * 3
+    assert engine.asked == ["0", "1", None]
+
+
+async def test_sglangs_field_alone() -> None:
+    """Without a priority."""
+    engine = FakeEngine("a")
+    async with in_front_of(engine, 0, 1) as proxy:
+        ranked = proxy.proxy.clusters["default"]
+        ranked.ranks.observe(ranked.engines[0], (), None, in_body=True)
+        await post(proxy)
+        await proxy.client.post("/v1/embeddings", json={"model": "m", "input": "x"})
+    assert engine.calls[0].body.startswith(b'{"routed_dp_rank":0,"model":')
+    assert b"routed_dp_rank" not in engine.calls[1].body

@@ -3,88 +3,23 @@ and the rest. Each with its age."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
+from collections.abc import Iterator, Mapping, Sequence
 
-from kvproxy.admin.operated import AdminTarget, ConfigFinding, OperatorFinding
-from kvproxy.clients.kv_events.status import StreamState
+from kvproxy.admin.cluster_findings import find_unheeded_priority, find_unlearned, find_unsteered_ranks
+from kvproxy.admin.engine_troubles import find_engine_troubles
+from kvproxy.admin.operated import AdminTarget, OperatorFinding
+from kvproxy.admin.trouble import DOWN, NAMED, Rank, Trouble, list_names, source_trouble
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition, Endpoint
-from kvproxy.cluster.engine_priority import PriorityState
-from kvproxy.config.priority_schema import EnginePriorityMode
-from kvproxy.kvcache.overlap.kv_event_streams import EventStreams
 from kvproxy.request.exchange import FAILED
 from kvproxy.request.recent import Tally
 
-#: So many placements without one sample are no accident.
-NOTABLE_REQUESTS = 500
-_FIX = (
-    "stream answers, or let the kvcache filter read the engines' own counters: engine_metrics_interval above 0, "
-    "SGLang with --enable-metrics and without other clients"
-)
-_UNHEEDED = {
-    PriorityState.IGNORES: "the order in which engines admit shows nothing of it",
-    PriorityState.REFUSED: "engines refuse the field, so they are not sent it",
-}
-_START_WITH = "start vLLM with --scheduling-policy priority (SGLang: --enable-priority-scheduling), or set it to auto"
-#: Out of the rotation by its own fault. An endpoint that an operator drains is not.
-DOWN = frozenset({Condition.UNHEALTHY, Condition.EJECTED, Condition.BREAKER_OPEN})
 #: A share of failed requests from here on is a finding (and so many of them), and from there on a problem. The alert
 #: KvproxyErrors has the first of them too.
 FAILED_SHARE, FAILED_LEAST, FAILED_MOST = 0.05, 3, 0.5
-#: Streams of KV events connect, and fall behind, for a moment in all innocence.
-_STREAM_PATIENCE_S = 10.0
-#: Named one by one; of more in a cluster there is one finding.
-_NAMED = 3
 _PROBE = {"unreachable": "it cannot be reached", "timeout": "no answer in time", "failed": "it answers, with an error"}
 _DOCTOR = "read the engine's log, or run `kvproxy doctor`"
 _SEVERITIES = ("problem", "error", "warning", "note", "ok")
-
-
-def find_unlearned(clusters: Mapping[str, Cluster]) -> Iterable[ConfigFinding]:
-    """A finding for every cluster that decides by speeds and has seen none for long."""
-    for name, cluster in clusters.items():
-        speeds = cluster.speeds
-        if speeds is None or speeds.requests_without_sample < NOTABLE_REQUESTS:
-            continue
-        believed = (
-            "speeds are the defaults, alike for all" if speeds.learning else "what was learned of slow ones fades"
-        )
-        what = f"no sample of the engines' speeds in {speeds.requests_without_sample:,} requests: {believed}"
-        yield ConfigFinding("warning", f"clusters.{name}", what, _FIX)
-
-
-def find_unheeded_priority(clusters: Mapping[str, Cluster]) -> Iterable[ConfigFinding]:
-    """A finding for every cluster with engines that are told a priority by `on` and do not go by it."""
-    for name, cluster in clusters.items():
-        told = [one for one in cluster.endpoints if one.priority.mode is EnginePriorityMode.ON]
-        for state, what in _UNHEEDED.items():
-            if unheeding := [one for one in told if one.priority.state is state]:
-                text = f"engine_priority is on, and {what} ({_names(unheeding)})"
-                yield ConfigFinding("warning", f"clusters.{name}", text, _START_WITH)
-
-
-class Rank(IntEnum):
-    """What hurts most comes first."""
-
-    DOWN = 0
-    SOURCES = 1
-    FAILED = 2
-    REST = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Trouble:
-    """One finding; a FindingLike. `key` is what it is about: its age goes on while that stays."""
-
-    key: tuple[str, ...]
-    rank: Rank
-    severity: str
-    where: str
-    what: str
-    fix: str = ""
-    patience_s: float = 0.0  # shown once it has lasted so long
 
 
 class Troubles:
@@ -107,11 +42,11 @@ class Troubles:
             if not down:
                 continue
             others = _who_took_over(name, cluster, minute, now)
-            if len(down) <= _NAMED:
+            if len(down) <= NAMED:
                 for one in down:
                     yield _down(("down", name, str(one.id)), f"{name}/{one.id}", f"{_why(one, now)}; {others}")
             else:
-                what = f"{len(down)} of {len(cluster.endpoints)} endpoints are down ({_names(down)}); {others}"
+                what = f"{len(down)} of {len(cluster.endpoints)} endpoints are down ({list_names(down)}); {others}"
                 yield _down(("down", name), name, what)
 
     def _sources(self, now: float) -> Iterator[Trouble]:
@@ -120,9 +55,9 @@ class Troubles:
             return
         for outage in kvcache.breakers.outages:
             what = f"{outage.operation} fails: {outage.meaning} (last error: {outage.last_error})"
-            yield _source(("outage", outage.operation), "kvcache", what, "is it up? `kvproxy doctor` asks it")
+            yield source_trouble(("outage", outage.operation), "kvcache", what, "is it up? `kvproxy doctor` asks it")
         for name, cluster in self._operated.clusters.items():
-            yield from _streams(kvcache.overlap.streams, name, cluster, now)
+            yield from find_engine_troubles(kvcache, name, cluster, now)
 
     def _rest(self) -> Iterator[Trouble]:
         kvcache = self._operated.kvcache
@@ -133,6 +68,7 @@ class Troubles:
             ("alarm", alarms),
             ("speeds", unknown),
             ("priority", unheeded),
+            ("ranks", find_unsteered_ranks(self._operated.clusters)),
             ("finding", self._operated.findings),
         ):
             for one in found:
@@ -143,10 +79,6 @@ class Troubles:
 
 def _down(key: tuple[str, ...], where: str, what: str) -> Trouble:
     return Trouble(key, Rank.DOWN, "problem", where, what, _DOCTOR)
-
-
-def _source(key: tuple[str, ...], where: str, what: str, fix: str, *, patience_s: float = 0.0) -> Trouble:
-    return Trouble(key, Rank.SOURCES, "warning", where, what, fix, patience_s)
 
 
 def _why(endpoint: Endpoint, now: float) -> str:
@@ -166,31 +98,7 @@ def _who_took_over(name: str, cluster: Cluster, minute: Tally, now: float) -> st
         return "no endpoint of the cluster is up, so all are tried"
     requests = count_by_endpoint(minute)
     busy = sorted((one for one in up if (name, str(one.id)) in requests), key=lambda e: -requests[name, str(e.id)])
-    return f"{_names(busy)} took over" if busy else f"{_names(up)} would take its requests"
-
-
-def _names(endpoints: Sequence[Endpoint]) -> str:
-    named = ", ".join(one.id for one in endpoints[:_NAMED])
-    return f"{named} and {len(endpoints) - _NAMED} more" if len(endpoints) > _NAMED else named
-
-
-def _streams(streams: EventStreams | None, name: str, cluster: Cluster, now: float) -> Iterator[Trouble]:
-    if streams is None:
-        return
-    broken: list[tuple[Endpoint, str]] = []
-    for one in cluster.endpoints:
-        if one.condition(now) not in DOWN:
-            states = streams.streams(one).values()
-            reasons = [each.reason.value for each in states if each.state is not StreamState.EXACT]
-            broken += [(one, reasons[0].replace("_", " "))] if reasons else []
-    effect = "what it holds is known only by what was routed there"
-    fix = "is its events port open? `kvproxy doctor` listens to it"
-    for one, reason in broken if len(broken) <= _NAMED else ():
-        key, where = ("stream", name, str(one.id)), f"{name}/{one.id}"
-        yield _source(key, where, f"KV events: {reason}; {effect}", fix, patience_s=_STREAM_PATIENCE_S)
-    if len(broken) > _NAMED:
-        what = f"KV events of {len(broken)} endpoints ({_names([one for one, _ in broken])}): {broken[0][1]}; {effect}"
-        yield _source(("stream", name), name, what, fix, patience_s=_STREAM_PATIENCE_S)
+    return f"{list_names(busy)} took over" if busy else f"{list_names(up)} would take its requests"
 
 
 def _failing(minute: Tally) -> Iterator[Trouble]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
@@ -58,6 +59,12 @@ class Api:
     def base_url(self) -> httpx.URL:
         """Where this API lives; its host also reaches the service's other ports."""
         return httpx.URL(self._base)
+
+    def with_header(self, name: str, value: str) -> Api:
+        """The same, with one header more on every request."""
+        other = copy.copy(self)
+        other._headers = {**self._headers, name: value}
+        return other
 
     async def call(
         self, method: str, path: str, *, timeout_s: float, body: bytes | None = None, max_bytes: int = 1 << 20

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
+from kvproxy.clients.lora_use import LoraUse, parse_lora_use
+
 _VLLM_PREFIX = b"vllm:"
 _CACHE_CONFIG = b"cache_config_info"
 #: 0 while the engine sleeps, at whichever level.
@@ -69,6 +71,10 @@ _COMPLETED = (b"per_stage_req_latency_seconds_count", b"per_stage_req_latency_se
 #: Its labels of that kind.
 _COMPLETES = re.compile(rb'[{,](?:stage|mode)="([^"]*)"')
 
+#: Beyond it a number is no count, and no double tells it from its neighbours.
+_MOST = 2.0**53
+_MAX_DIGITS = 15
+
 _STARTED = re.compile(rb"^process_start_time_seconds ([0-9.eE+]+)", re.MULTILINE)
 #: A line of configuration has some thirty labels; there is one a data-parallel rank.
 _MAX_CONFIG_BYTES, _MAX_CONFIGS = 8192, 256
@@ -118,6 +124,7 @@ class EngineMetrics:
     cache: CacheConfig | None = None
     started_at: float | None = None  # of the process, seconds since the epoch by the engine's clock
     kind: EngineKind = EngineKind.UNKNOWN
+    lora: LoraUse | None = None  # of all ranks
     asleep: bool = False  # it gave up its KV cache, on every rank, and serves nothing until it is woken
     #: The same of each data-parallel rank, where there are several.
     ranks: Mapping[int, EngineMetrics] = field(default_factory=dict)
@@ -166,7 +173,7 @@ def parse_engine_metrics(text: bytes) -> EngineMetrics:
     started_at = _started_at(text)
     several = sorted(by_rank.items()) if len(by_rank) > 1 else ()
     ranks = {rank: _metrics(samples, kind, started_at) for rank, samples in several}
-    return replace(_metrics(whole, kind, started_at), ranks=ranks)
+    return replace(_metrics(whole, kind, started_at), ranks=ranks, lora=parse_lora_use(text))
 
 
 def _samples(text: bytes) -> Iterator[_Sample]:
@@ -240,12 +247,12 @@ def _started_at(text: bytes) -> float | None:
 
 
 def _value(line: bytes) -> float | None:
-    """The sample's value: what follows the labels; a timestamp may follow it."""
+    """The sample's value, which is none below 0: what follows the labels; a timestamp may follow it."""
     try:
         value = float(line[line.rfind(b"}") + 1 :].split()[0] if b"}" in line else line.split()[1])
     except (ValueError, IndexError):
         return None
-    return value if math.isfinite(value) else None
+    return value if 0.0 <= value <= _MOST else None
 
 
 def _fold(samples: dict[bytes, list[float]], field: str, fold: Callable[[Iterable[float]], float]) -> float | None:
@@ -297,4 +304,4 @@ def _cache_config(configs: list[dict[bytes, bytes]]) -> CacheConfig | None:
 def _number(config: dict[bytes, bytes], label: bytes) -> int:
     """A label's whole number; 0 when the label is missing or says `None`."""
     text = config.get(label, b"")
-    return int(text) if text.isdigit() else 0
+    return int(text) if text.isdigit() and len(text) <= _MAX_DIGITS else 0

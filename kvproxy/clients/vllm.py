@@ -157,13 +157,18 @@ class VllmClient:
 
     async def fetch_metrics(self, *, timeout_s: float | None = None) -> EngineMetrics:
         """One scrape of `/metrics`; costs the engine tens of milliseconds, so never per request."""
+        text = await self.fetch_exposition(timeout_s=timeout_s)
+        if len(text) > _LONG_BYTES:
+            return await asyncio.to_thread(parse_engine_metrics, text)
+        return parse_engine_metrics(text)
+
+    async def fetch_exposition(self, *, timeout_s: float | None = None) -> bytes:
+        """The text of one scrape."""
         timeout_s = timeout_s or self._timeout_s
         text = await self._api.call("GET", "/metrics", timeout_s=timeout_s, max_bytes=MAX_METRICS_BYTES)
         if text.count(b"\n") > MAX_METRICS_LINES:
             raise BadResponse(f"vllm /metrics: more than {MAX_METRICS_LINES} lines")
-        if len(text) > _LONG_BYTES:
-            return await asyncio.to_thread(parse_engine_metrics, text)
-        return parse_engine_metrics(text)
+        return text
 
     async def kv_event_sources(self, *, timeout_s: float | None = None) -> tuple[KvEventSource, ...]:
         """Streams of KV events, one a data-parallel rank; NotSupported where the engine cannot tell."""

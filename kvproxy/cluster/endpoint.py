@@ -23,6 +23,7 @@ class Condition(StrEnum):
 
     UP = "up"
     DRAINING = "draining"
+    ASLEEP = "asleep"  # by its engine's own word
     UNHEALTHY = "unhealthy"  # by its probes
     EJECTED = "ejected"  # by its failed requests
     BREAKER_OPEN = "breaker_open"
@@ -38,6 +39,7 @@ class Endpoint:
     """
 
     __slots__ = (
+        "_asleep",
         "_clock",
         "_draining",
         "_on_change",
@@ -88,7 +90,7 @@ class Endpoint:
         self.removed = False  # no longer in the cluster, finishing what it has
         #: Attempts without a first byte, and how each is told that the endpoint is out (its pick adds and removes it).
         self.waiting: dict[object, Callable[[], None]] = {}
-        self._draining = False
+        self._draining = self._asleep = False
         self._on_change = on_change
         self.metrics = EndpointMetrics(metrics, cluster, self.id)
         self._clock = clock
@@ -127,18 +129,35 @@ class Endpoint:
         self._on_change()
 
     @property
+    def asleep(self) -> bool:
+        """Its engine sleeps: it would not answer."""
+        return self._asleep
+
+    @asleep.setter
+    def asleep(self, asleep: bool) -> None:
+        if asleep is not self._asleep:
+            self._asleep = asleep
+            self._on_change()
+
+    @property
     def saturated(self) -> bool:
         """At its bound of requests in flight."""
         return 0 < self.max_in_flight <= self.load.in_flight
 
     def serves(self, model: str) -> bool:
-        """Whether it would take this model; "" is any."""
-        return not model or not self.models or model in self.models
+        """Whether it would take this model; "" is any. An adapter that engines of its cluster list goes to these; of
+        what none lists an endpoint without `models` is asked."""
+        if not model or model in self.models:
+            return True
+        listed = self.engine.adapters.serves(model)
+        return not self.models if listed is None else listed
 
     def condition(self, now: float) -> Condition:
         """Whether it may be picked now."""
         if self._draining or self.removed:
             return Condition.DRAINING
+        if self._asleep:
+            return Condition.ASLEEP
         if not self.health.is_healthy:
             return Condition.UNHEALTHY
         if self.health.ejected(now):
@@ -158,6 +177,7 @@ class Endpoint:
             "weight": self.configured_weight,
             "effective_weight": self.weight,
             "models": sorted(self.models),
+            "adapters": self.engine.adapters.status(),
             "instance_id": self.instance_id,
             "labels": self.labels,
             "in_flight": self.load.in_flight,

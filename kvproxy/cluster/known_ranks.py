@@ -21,10 +21,13 @@ class KnownRanks:
         self._members = members
         self._on_change = on_change
 
-    def observe(self, engine: Engine, shown: Collection[int], named: Collection[int] | None) -> None:
+    def observe(
+        self, engine: Engine, shown: Collection[int], named: Collection[int] | None, *, in_body: bool = False
+    ) -> None:
         """The ranks that an engine's metrics show now, and those that its event sources name (None: they were not
-        asked). Once they are known each is an endpoint."""
+        asked); whether it reads them in a body. Once they are known each is an endpoint."""
         before = engine.ranks.candidates
+        engine.ranks.in_body = in_body
         engine.ranks.observe(shown, named)
         self._follow(engine, before)
 

@@ -27,13 +27,14 @@ class Ranks:
     balancing). Where the two differ the first is tried first.
     """
 
-    __slots__ = ("_first", "_found", "_refused", "_settings", "named", "shown")
+    __slots__ = ("_first", "_found", "_refused", "_settings", "in_body", "named", "shown")
 
     def __init__(self, settings: DataParallelSettings) -> None:
         self._settings = settings
         self._found: tuple[int, ...] = ()
         self._refused: frozenset[int] = frozenset()
         self._first = 0  # subtracted from a rank to get its number
+        self.in_body = False  # requests name theirs in the body, too
         self.shown: tuple[int, ...] = ()  # by its metrics, if several
         self.named: tuple[int, ...] | None = (
             None  # by its event sources, or what is configured of them; None: not asked

@@ -12,6 +12,9 @@ from kvproxy.cluster.engine import Engine
 from kvproxy.config.cluster_schema import HealthCheckSettings
 from kvproxy.routing.policy import PickRequest
 
+#: No candidates while another is left, however all of them are. Where all sleep, one may have been woken since.
+_UNANSWERING = frozenset({Condition.DRAINING, Condition.ASLEEP})
+
 
 class Refusal(StrEnum):
     """Why no endpoint may take a request; a label of the picks metric."""
@@ -43,18 +46,25 @@ class Screening:
         self._endpoints: tuple[Endpoint, ...] = ()
         self._conditions: dict[Endpoint, Condition] = {}
         self._declared: frozenset[str] = frozenset()
-        self._pools: dict[str | None, Pool] = {}  # None: models that none declares
+        self._named: frozenset[str] = frozenset()
+        self._pools: dict[str | None, Pool] = {}  # None: models that none names
         self._stale_at = -math.inf
 
     @property
     def declared(self) -> frozenset[str]:
-        """Models some endpoint names."""
+        """Models some endpoint's configuration names."""
         return self._declared
+
+    @property
+    def named(self) -> frozenset[str]:
+        """These, and the adapters that their engines list."""
+        return self._named
 
     def replace(self, endpoints: Collection[Endpoint]) -> None:
         """Screen these from now on."""
         self._endpoints = tuple(endpoints)
         self._declared = frozenset().union(*(endpoint.models for endpoint in self._endpoints))
+        self._named = self._declared.union(*(endpoint.engine.adapters.names for endpoint in self._endpoints))
         self.invalidate()
 
     def invalidate(self) -> None:
@@ -65,7 +75,7 @@ class Screening:
         """The endpoints for `model` ("": any)."""
         if now >= self._stale_at:
             self._refresh(now)
-        key = model if not model or model in self._declared else None
+        key = model if not model or model in self._named else None
         pool = self._pools.get(key)
         if pool is None:
             pool = self._pools[key] = self._screen(model)
@@ -88,7 +98,8 @@ class Screening:
         usable = tuple(endpoint for endpoint, condition in serving if condition is Condition.UP)
         if usable or any(condition is Condition.SATURATED for _, condition in serving):
             return Pool(usable)
-        rest = [endpoint for endpoint, condition in serving if condition is not Condition.DRAINING]
+        awake = [endpoint for endpoint, condition in serving if condition not in _UNANSWERING]
+        rest = awake or [endpoint for endpoint, condition in serving if condition is Condition.ASLEEP]
         return Pool(tuple(endpoint for endpoint in rest if not endpoint.saturated), panic=bool(rest))
 
 

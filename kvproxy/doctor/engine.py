@@ -11,12 +11,14 @@ from typing import Any, TypeVar
 import httpx
 
 from kvproxy.clients.api import Api
-from kvproxy.clients.engine_metrics import EngineMetrics, parse_engine_metrics
+from kvproxy.clients.engine_metrics import EngineKind, EngineMetrics, parse_engine_metrics
 from kvproxy.clients.kv_events.source import KvEventSource, stated_sources
-from kvproxy.clients.vllm import MAX_METRICS_BYTES, ModelInfo, VllmClient
+from kvproxy.clients.sglang import SglangInfo
+from kvproxy.clients.vllm import ModelInfo, VllmClient
 from kvproxy.cluster.engine import origin_of
-from kvproxy.config.cluster_schema import EndpointSettings, EventSources
+from kvproxy.config.cluster_schema import DataParallelSettings, EndpointSettings, EventSources
 from kvproxy.doctor.connect import ConnectResult, connect, try_tls
+from kvproxy.doctor.ranks import RankAnswers, asking_for, try_ranks
 from kvproxy.doctor.tools import Tools
 from kvproxy.doctor.trial import Trial, TrialPlan, TrialTarget, run_trial, send_priority
 from kvproxy.errors import BadResponse, ClientError, ClientUnavailable, NotSupported
@@ -33,6 +35,7 @@ class HealthReply:
 
     status: int
     skew_s: float | None = None
+    took_s: float = 0.0
 
 
 class EngineFacts:
@@ -49,6 +52,7 @@ class EngineFacts:
         label: str = "",
         routed: tuple[str, ...] = (),
         stated: EventSources | None = None,
+        data_parallel: DataParallelSettings = DataParallelSettings(),
     ) -> None:
         self.endpoint = endpoint
         self.cluster = cluster
@@ -59,6 +63,7 @@ class EngineFacts:
         self._health_path = health_path
         self._routed = routed
         self._stated = stated
+        self.data_parallel = endpoint.data_parallel or data_parallel
         self._http = tools.make_client(self.origin)
         key = endpoint.api_key
         authorization = None if key is None else f"Bearer {key.get_secret_value()}"
@@ -106,6 +111,24 @@ class EngineFacts:
     async def fetch_version(self) -> str:
         return await self._fact("version", self.vllm.fetch_version)
 
+    async def sglang_info(self) -> SglangInfo:
+        """What it was started with. Raises NotSupported where it is no SGLang."""
+        return await self._fact("sglang info", self.vllm.sglang_info)
+
+    async def kind(self) -> EngineKind:
+        """Which program it is, by its metrics, else by whether it answers as SGLang does."""
+        try:
+            kind = parse_engine_metrics(await self.fetch_exposition()).kind
+        except ClientError:
+            kind = EngineKind.UNKNOWN
+        if kind is not EngineKind.UNKNOWN:
+            return kind
+        try:
+            await self.sglang_info()
+        except ClientError:
+            return EngineKind.VLLM
+        return EngineKind.SGLANG
+
     async def list_sources(self) -> tuple[KvEventSource, ...]:
         """Where it publishes KV events: as it says, else as the configuration says of engines that cannot."""
         try:
@@ -129,8 +152,22 @@ class EngineFacts:
 
     async def send_priority(self, *, chat: bool) -> None:
         """A request of one token with a `priority`. Raises ClientError."""
-        target = TrialTarget(await self.choose_model(), self.api, self.vllm, (), self.metrics_now, self.tools)
-        await send_priority(target, chat=chat)
+        await send_priority(await self._target(), chat=chat)
+
+    async def shown_ranks(self) -> tuple[int, ...]:
+        """Its data-parallel ranks by its metrics, if there are several."""
+        try:
+            return tuple(sorted(parse_engine_metrics(await self.fetch_exposition()).ranks))
+        except ClientError:
+            return ()
+
+    async def try_ranks(self) -> RankAnswers | None:
+        """What it makes of requests for its ranks, as configured or else shown; None where there are none."""
+        ranks = self.data_parallel.ranks or await self.shown_ranks()
+        if not ranks or not self.data_parallel.steer:
+            return None
+        target = await self._target()
+        return await self._fact("ranks", lambda: try_ranks(target, ranks))
 
     async def choose_model(self) -> ModelInfo:
         """The model to try: a declared or routed one that is served, else the first that is no adapter."""
@@ -145,13 +182,12 @@ class EngineFacts:
 
     async def exposition_now(self) -> bytes:
         """A new scrape of `/metrics`."""
-        timeout_s = self.tools.timeouts.exchange_s
-        return await self.api.call("GET", "/metrics", timeout_s=timeout_s, max_bytes=MAX_METRICS_BYTES)
+        return await self.vllm.fetch_exposition(timeout_s=self.tools.timeouts.exchange_s)
 
     async def metrics_now(self) -> EngineMetrics | None:
         """The same as figures; None where the engine shows none."""
         try:
-            return parse_engine_metrics(await self.exposition_now())
+            return await self.vllm.fetch_metrics(timeout_s=self.tools.timeouts.exchange_s)
         except ClientError:
             return None
 
@@ -173,25 +209,32 @@ class EngineFacts:
         return await self.tools.answers.ask_once(f"{self._key} {name}", ask)
 
     async def _run_trial(self) -> Trial:
-        await self._scraped()
+        if await self.sleeps():
+            raise ClientError(f"{self.where} sleeps")
         model = await self.choose_model()
         sources = await self.sources_or_none() if self.plan.events else ()
         target = TrialTarget(model, self.api, self.vllm, sources, self.metrics_now, self.tools)
+        answers = await self.try_ranks()
+        if answers is not None and answers.taken:  # the second prompt finds what the first left only on the same rank
+            target = asking_for(target, next(iter(answers.taken.values())))
         return await run_trial(target, self.plan)
 
-    async def _scraped(self) -> None:
-        """The first scrape is taken before our own requests show in it."""
+    async def _target(self) -> TrialTarget:
+        return TrialTarget(await self.choose_model(), self.api, self.vllm, (), self.metrics_now, self.tools)
+
+    async def sleeps(self) -> bool:
+        """Whether its metrics say so. They are taken before our own requests show in them."""
         try:
-            await self.fetch_exposition()
+            return parse_engine_metrics(await self.fetch_exposition()).asleep
         except ClientError:
-            return
+            return False
 
     async def _tokenize_sample(self) -> tuple[int, ...]:
         return tuple((await self.vllm.tokenize_prompt((await self.choose_model()).id, SAMPLE_TEXT)).tokens)
 
     async def _ask_health(self) -> HealthReply:
         timeout_s = self.tools.timeouts.exchange_s
-        sent = self.tools.wall_clock()
+        sent, began = self.tools.wall_clock(), self.tools.clock()
         try:
             response = await self._http.get(
                 f"{self.origin}{self._health_path}", headers=self._headers, timeout=httpx.Timeout(timeout_s)
@@ -199,7 +242,8 @@ class EngineFacts:
         except httpx.HTTPError as error:
             raise ClientUnavailable(f"{self.where} {self._health_path}: {type(error).__name__}") from error
         now = (sent + self.tools.wall_clock()) / 2
-        return HealthReply(response.status_code, _skew_s(response.headers.get("date"), now))
+        skew_s = _skew_s(response.headers.get("date"), now)
+        return HealthReply(response.status_code, skew_s, self.tools.clock() - began)
 
 
 def _skew_s(date: str | None, now: float) -> float | None:

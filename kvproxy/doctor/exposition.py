@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 _LE = re.compile(rb'le="([^"]+)"')
 _GROWING = (b"vllm:prompt_tokens_total", b"vllm:generation_tokens_total", b"vllm:time_to_first_token_seconds_sum")
+_STARTED = b"process_start_time_seconds"
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +15,7 @@ class Counters:
     """Figures that only grow and that no two engines share: what an engine did since its start."""
 
     values: tuple[float, ...]
+    started_at: float | None = None  # of the process; the same in all figures of one engine
 
     @property
     def used(self) -> bool:
@@ -37,7 +39,9 @@ class PromptLengths:
 def parse_counters(text: bytes) -> Counters | None:
     """None when the engine does not show them."""
     totals = [_total(text, name) for name in _GROWING]
-    return None if None in totals else Counters(tuple(total for total in totals if total is not None))
+    if None in totals:
+        return None
+    return Counters(tuple(total for total in totals if total is not None), _total(text, _STARTED))
 
 
 def parse_prompt_lengths(text: bytes) -> PromptLengths:

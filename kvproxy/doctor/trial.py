@@ -64,6 +64,7 @@ class Trial:
     tokenized: tuple[int, ...] | ClientError
     first: TrialReply
     second: TrialReply
+    longer: TrialReply | None = None  # the second time, of a longer prompt, where nothing was reused of the first
     tokenize_s: float = 0.0
     before: EngineMetrics | None = None
     after: EngineMetrics | None = None
@@ -128,8 +129,19 @@ async def run_trial(target: TrialTarget, plan: TrialPlan) -> Trial:
             await _listen_again(target, listening, len(tokens), chat=chat)
         await listening.ask_replays(within_s=timeouts.event_s)
         observed = tuple(listening.observed)
+    longer = await _try_longer(target, first.prompt_tokens, chat=chat) if second.cached_tokens == 0 else None
     after = await target.scrape()
-    return Trial(target.model.id, chat, tokenized, first, second, tokenize_s, before, after, observed)
+    return Trial(target.model.id, chat, tokenized, first, second, longer, tokenize_s, before, after, observed)
+
+
+async def _try_longer(target: TrialTarget, tokens: int, *, chat: bool) -> TrialReply | None:
+    """Hybrid models reuse in long steps, and nothing of a prompt shorter than one."""
+    words = min(_MAX_WORDS, (target.model.max_model_len or 2 * _MAX_WORDS) // 2)
+    if words < 2 * tokens:
+        return None
+    text = make_prompt(target.tools.rng, words=words)
+    await _send(target, text, chat=chat)
+    return await _send(target, text, chat=chat)
 
 
 async def _listen_again(target: TrialTarget, listening: WatchedStreams, words: int, *, chat: bool) -> None:
@@ -154,6 +166,15 @@ async def _send_first(target: TrialTarget, text: str) -> tuple[bool, TrialReply]
         return False, await _send(target, text, chat=False)
     except Refused:
         raise refusal from None
+
+
+async def send_small(target: TrialTarget, *, chat: bool | None = None) -> bool:
+    """A few words, as a chat if the engine takes one, or as said; whether it was one. Raises ClientError."""
+    text = make_prompt(target.tools.rng, words=_STEP_WORDS)
+    if chat is None:
+        return (await _send_first(target, text))[0]
+    await _send(target, text, chat=chat)
+    return chat
 
 
 async def send_priority(target: TrialTarget, *, chat: bool) -> None:

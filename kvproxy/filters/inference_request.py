@@ -12,12 +12,13 @@ from kvproxy.filters.chain import FilterContext
 from kvproxy.filters.step import Step
 from kvproxy.forward.body_guard import is_guarded
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.metrics.collectors import CounterCell
 from kvproxy.request.body import LONG_BYTES, BodyReader
 from kvproxy.request.downstream import Downstream
 from kvproxy.request.exchange import Exchange
 from kvproxy.request.parse import decode_body, scan_body
 from kvproxy.request.session import NO_CALLER, Caller, SessionHeaders
-from kvproxy.types import Clock, Headers, RequestKind
+from kvproxy.types import Clock, Headers, InferenceRequest, RequestKind
 
 KIND_OF_PATH = {
     "/v1/chat/completions": RequestKind.CHAT,
@@ -43,6 +44,7 @@ class InferenceRequestFilter(Step):
         self._session_headers = SessionHeaders(session_header)
         self._reader = reader
         self._pace = asyncio.Lock()
+        self._counted: dict[tuple[str, str], CounterCell] = {}
 
     def before(self, exchange: Exchange, downstream: Downstream) -> Awaitable[None] | None:
         """Waits only for a body that has not arrived yet, or where others have their turn because it is long."""
@@ -78,13 +80,24 @@ class InferenceRequestFilter(Step):
         downstream.replayed = body
         if kind is None:
             return None
-        exchange.inference = decode_body(kind, body, caller)
-        if exchange.inference is None:
+        inference = exchange.inference = decode_body(kind, body, caller)
+        if inference is None:
             return self._scan(exchange, kind, body, caller)
+        self._count(inference)
         return asyncio.sleep(0) if len(body) > LONG_BYTES else None
 
     async def _scan(self, exchange: Exchange, kind: RequestKind, body: bytes, caller: Caller) -> None:
         exchange.inference, exchange.members = await scan_body(kind, body, caller, pace=self._pace, also=is_guarded)
+        if exchange.inference is not None:
+            self._count(exchange.inference)
+
+    def _count(self, inference: InferenceRequest) -> None:
+        session = "child" if inference.parent_session else "named" if inference.session_key else "none"
+        about = (inference.client, session)
+        counted = self._counted.get(about)
+        if counted is None:
+            counted = self._counted[about] = self.metrics.request.clients.labels(about[0] or "unknown", session)
+        counted.inc()
 
     def _headers(self, headers: Headers) -> tuple[int, bool, Caller]:
         """Declared length (0 when it says none), whether the body is compressed, and the caller."""

@@ -13,13 +13,17 @@ from kvproxy.forward.headers import RANK_HEADER, RequestHead
 from kvproxy.forward.request_body import RequestBody
 from kvproxy.forward.request_options import priority_of
 from kvproxy.request.exchange import Exchange
-from kvproxy.types import EndpointId
+from kvproxy.types import EndpointId, RequestKind
 from kvproxy.upstream.pool import Timeouts, UpstreamPool, UpstreamResponse
 
 #: The response, its status or that of an error that a stream begins with, and the piece that is there.
 Answer = tuple[UpstreamResponse, int, bytes]
 
 _BAD_REQUEST = 400
+#: SGLang reads the rank here, too: newer versions for Responses, older ones for the others. (A client's own is cut out
+#: by the guard; a trusted one's comes later in the body and wins.)
+_RANK_MEMBER = b'"routed_dp_rank":%d,'
+_WITH_FIELD = frozenset({RequestKind.CHAT, RequestKind.COMPLETION, RequestKind.RESPONSES})
 #: What engines call a data-parallel rank that they do not have: vLLM and SGLang, and vLLM's front end in Rust, which
 #: says no more.
 _NO_SUCH_RANK = re.compile(rb"data.parallel.rank|dp.rank|engine-core error", re.IGNORECASE)
@@ -75,8 +79,15 @@ class Asking:
             return self._ask(pick, head)
         return self._ask_rank(pick, head, endpoint.engine.ranks.number(endpoint.rank))
 
+    def _rank_member(self, pick: Pick, number: int) -> bytes:
+        """The field for engines that do not read the header everywhere."""
+        inference = self._exchange.inference
+        if not pick.endpoint.engine.ranks.in_body or inference is None or inference.kind not in _WITH_FIELD:
+            return b""
+        return _RANK_MEMBER % number if inference.model or inference.prompt.parts else b""
+
     async def _ask_rank(self, pick: Pick, head: RequestHead, number: int) -> Answer:
-        response, status, first = await self._ask(pick, head.with_rank(number))
+        response, status, first = await self._ask(pick, head.with_rank(number), self._rank_member(pick, number))
         if status != _BAD_REQUEST or self._body.whole is None:
             return response, status, first
         first, refused = await _refused(response, first, lambda error: _NO_SUCH_RANK.search(error) is not None)
@@ -87,25 +98,34 @@ class Asking:
             self._cluster.ranks.refused(pick.endpoint, number)
         return response, status, first
 
-    def _ask(self, pick: Pick, head: RequestHead) -> Coroutine[None, None, Answer]:
+    def _ask(self, pick: Pick, head: RequestHead, member: bytes = b"") -> Coroutine[None, None, Answer]:
+        """`member` is written in front of those of the body."""
         whole = self._body.whole
         if whole is None:
             return self._send(pick, head, self._body.take())
         if self._exchange.tells_priority:
             start, at = with_priority(whole, self._exchange, self._cluster, pick, level=self.level)
             if start:
-                return self._ask_with_priority(pick, head, whole, start, at)
-        return self._send(pick, head, whole)
+                return self._ask_with_priority(pick, head, whole, start, at, member)
+        return self._send_whole(pick, head, whole, member)
 
-    async def _ask_with_priority(self, pick: Pick, head: RequestHead, whole: bytes, start: bytes, at: int) -> Answer:
-        response, status, first = await self._send(pick, head, memoryview(whole)[at:], start=start)
+    def _send_whole(self, pick: Pick, head: RequestHead, whole: bytes, member: bytes) -> Coroutine[None, None, Answer]:
+        if not member:
+            return self._send(pick, head, whole)
+        at = whole.index(b"{") + 1
+        return self._send(pick, head, memoryview(whole)[at:], start=whole[:at] + member)
+
+    async def _ask_with_priority(
+        self, pick: Pick, head: RequestHead, whole: bytes, start: bytes, at: int, member: bytes
+    ) -> Answer:
+        response, status, first = await self._send(pick, head, memoryview(whole)[at:], start=start + member)
         if status not in REFUSING:
             return response, status, first
         first, refused = await _refused(response, first, names_priority)
         if not refused:
             return response, status, first
         self._exchange.outcome.engine_priority = None
-        response, status, first = await self._send(pick, head, whole)
+        response, status, first = await self._send_whole(pick, head, whole, member)
         if status < 400:
             pick.endpoint.refused_priority()
         return response, status, first

@@ -21,7 +21,7 @@ from kvproxy.errors import (
     PoolFull,
     UpstreamError,
 )
-from kvproxy.forward.answer import read_short, verdict_on
+from kvproxy.forward.answer import names_no_model, read_short, verdict_on
 from kvproxy.forward.asking import Asking
 from kvproxy.forward.headers import RequestHead, response_headers
 from kvproxy.forward.relay import Relay
@@ -39,7 +39,7 @@ from kvproxy.types import Clock, EndpointId, Headers
 from kvproxy.upstream.pool import Timeouts, UpstreamPool, UpstreamResponse
 
 _IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
-_PROMPT_HEAD_BYTES = 1024
+_NOT_FOUND = 404
 _BAD_REQUEST = 400
 _NOBODY: frozenset[EndpointId] = frozenset()
 
@@ -118,9 +118,11 @@ class Forwarding:
         self._downstream = downstream
         self._debug = debug
         self._earlier: Attempts | None = None  # once one failed
+        self._holder: EndpointId | None = None  # of the history, once another endpoint proved not to know it
         self._last: UpstreamError | HeldReply | Refusal = Refusal.NO_ENDPOINTS
         self._suspects: list[tuple[Pick, str]] = []  # failed attempts, and how, until it is known what is to blame
         self._task: asyncio.Task[object] | None = None
+        self._asked_elsewhere = False  # for a model that the first engine did not know
         self._given_back: str | None = None  # by an unhealthy endpoint: "" to be retried, else why it is not
 
     async def run(self, task: asyncio.Task[object] | None) -> None:
@@ -190,18 +192,17 @@ class Forwarding:
     def _pick_request(self) -> PickRequest:
         exchange, earlier = self._exchange, self._earlier
         inference, preferred = exchange.inference, None if exchange.policy else exchange.preferred
-        parts = inference.prompt.parts if inference else ()
         excluded = _NOBODY if earlier is None else earlier.excluded
         if self._asking.own_rank is not None:
             excluded |= self._asking.other_ranks()
         return PickRequest(
             model=self._model,
-            session_key=inference.session_key if inference else None,
+            session_key=inference.affinity_key if inference else None,
             facts=exchange.facts or NO_FACTS,
-            preferred=preferred if earlier is None else earlier.again or preferred,
+            preferred=preferred if earlier is None else earlier.again or self._holder or preferred,
             excluded=excluded,
             streams=inference is not None and inference.stream,
-            prompt_head=parts[0][:_PROMPT_HEAD_BYTES] if parts else b"",
+            prompt_head=inference.head if inference else b"",
             policy=exchange.policy,
         )
 
@@ -222,6 +223,14 @@ class Forwarding:
                 first, whole = await read_short(response, first)
                 if whole:
                     return self._server_error(pick, response, first, status)
+            elif status == _NOT_FOUND and self._is_history_elsewhere(pick.endpoint):
+                first, whole = await read_short(response, first)
+                if whole:
+                    return self._not_here(pick, response, first)
+            elif status == _NOT_FOUND and self._may_know_elsewhere(pick):
+                first, whole = await read_short(response, first)
+                if whole and names_no_model(first):
+                    return self._unknown_model(pick, response, first)
             return await self._deliver(pick, response, first)
         except UpstreamError as error:
             return self._failed(pick, error)
@@ -262,13 +271,47 @@ class Forwarding:
             pick.settle(AttemptOutcome.BUSY, now=now)
         else:
             self._suspect(pick, f"status_{status}", now)
+        self._hold_reply(pick, response, body)
+        reason = "busy" if busy else "status_5xx"
+        pick.endpoint.metrics.attempt_failure(reason)
+        return self._after_failure(reason, self._why_no_retry(unprocessed=busy))
+
+    def _hold_reply(self, pick: Pick, response: UpstreamResponse, body: bytes) -> None:
         headers = response_headers(response.headers, endpoint=pick.endpoint.id.encode(), origin=pick.endpoint.origin)
         if not response.complete:
             headers = [(name, value) for name, value in headers if name != b"content-length"]
         self._last = HeldReply(pick.endpoint, response.status, headers, body)
-        reason = "busy" if busy else "status_5xx"
-        pick.endpoint.metrics.attempt_failure(reason)
-        return self._after_failure(reason, self._why_no_retry(unprocessed=busy))
+
+    def _is_history_elsewhere(self, endpoint: Endpoint) -> bool:
+        """Whether another endpoint answered what the request goes on from: engines keep responses to themselves."""
+        facts = self._exchange.facts
+        if facts is None or self._exchange.inference is None or self._exchange.inference.continues is None:
+            return False
+        self._holder = next(iter(facts.by_endpoint), None)
+        return self._holder is not None and self._holder != endpoint.id
+
+    def _not_here(self, pick: Pick, response: UpstreamResponse, body: bytes) -> _Next:
+        """The endpoint does not know what the request goes on from; it is sent to the one that does."""
+        pick.settle(AttemptOutcome.CLIENT_ERROR, now=self._shared.clock())
+        self._hold_reply(pick, response, body)
+        return self._after_failure("history_elsewhere", self._why_no_retry(unprocessed=True))
+
+    def _may_know_elsewhere(self, pick: Pick) -> bool:
+        """Whether another engine is to be asked for a model that this one may not know: once a request."""
+        if self._asked_elsewhere or not self._model or self._exchange.inference is None:
+            return False
+        engine, endpoints = pick.endpoint.engine, self._cluster.endpoints
+        return any(one.engine is not engine and one.serves(self._model) for one in endpoints)
+
+    def _unknown_model(self, pick: Pick, response: UpstreamResponse, body: bytes) -> _Next:
+        """An adapter that this engine has not loaded, or has no more. Its answer is kept in case no other knows it."""
+        self._asked_elsewhere = True
+        pick.settle(AttemptOutcome.CLIENT_ERROR, now=self._shared.clock())
+        engine = pick.endpoint.engine
+        self._cluster.adapters.missing(str(engine.id), engine.adapters, self._model)
+        self._hold_reply(pick, response, body)
+        pick.endpoint.metrics.attempt_failure("unknown_model")
+        return self._after_failure("unknown_model", self._why_no_retry(unprocessed=True))
 
     def _suspect(self, pick: Pick, how: str, now: float) -> None:
         """The attempt failed; the endpoint is to blame if another one serves the request."""

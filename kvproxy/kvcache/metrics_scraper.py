@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from math import lcm
 
 from kvproxy.background_task import BackgroundTask
 from kvproxy.clients.engine_metrics import EngineMetrics
@@ -15,6 +16,7 @@ from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.errors import ClientError
 from kvproxy.kvcache.actions.signals import HostUse, Pressure, Signals
 from kvproxy.kvcache.engines import Engines
+from kvproxy.kvcache.feedback.cache_losses import LossReason
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.kvcache.overlap.lookup import LookupClient
 from kvproxy.kvcache.rank_finder import RankFinder
@@ -66,6 +68,7 @@ class MetricsScraper(BackgroundTask):
         self._lookups = lookups
         self._bytes_per_token = state.bytes_per_token
         self._hit_ratios = state.hit_ratios
+        self._losses = state.losses
         self._sample_host = sample_host
         self._on_round = on_round
         self._clock = clock
@@ -108,6 +111,9 @@ class MetricsScraper(BackgroundTask):
         self.signals.host(self._sample_host())
         reads = [self._read(cluster, engine) for cluster in self._clusters.values() for engine in cluster.engines]
         await asyncio.gather(self._read_provider(), *reads)
+        for name, cluster in self._clusters.items():
+            readings = [self.signals.reading(endpoint) for endpoint in cluster.endpoints]
+            self._indexes[name].note_kinds([reading[1].kind for reading in readings if reading is not None])
 
     def _follow(self) -> None:
         """An endpoint that left, or is another engine now, holds nothing we know of."""
@@ -130,7 +136,9 @@ class MetricsScraper(BackgroundTask):
                 await self._rank_finder.follow(cluster, engine, metrics)
         except ClientError as error:
             log.debug("[kvcache] metrics of %s: %s", engine.id, error)
+            self._forget_sleep(cluster, engine)
             return
+        engine.adapters.use = metrics.lora
         restarted = False
         for endpoint in cluster.of_engine(engine):
             own = metrics if endpoint.rank is None else metrics.ranks.get(endpoint.rank)
@@ -143,6 +151,7 @@ class MetricsScraper(BackgroundTask):
     def _observe(self, cluster: Cluster, endpoint: Endpoint, metrics: EngineMetrics) -> bool:
         """Take in what an engine, or one rank of it, says; whether it is another process than before."""
         self.signals.engine(endpoint, metrics)
+        self._sleep_or_wake(cluster.name, endpoint, asleep=metrics.asleep)
         capacity_tokens = None if metrics.cache is None else metrics.cache.capacity_tokens
         endpoint.load.observe_engine(
             EngineState(self._clock(), capacity_tokens, metrics.kv_usage, metrics.running, metrics.waiting)
@@ -150,8 +159,32 @@ class MetricsScraper(BackgroundTask):
         if metrics.prefills is not None and metrics.prefill_s is not None:
             reading = Reading(metrics.prefills, metrics.prefill_s, metrics.prefill_tokens)
             cluster.observe_engine(endpoint, reading)
+        restarted = self._restarted(cluster.name, endpoint.id, metrics)
+        if restarted:
+            self._losses.note(cluster.name, endpoint.id, LossReason.RESTARTED)
         self._size(cluster.name, endpoint, metrics)
-        return self._restarted(cluster.name, endpoint.id, metrics)
+        return restarted
+
+    def _forget_sleep(self, cluster: Cluster, engine: Engine) -> None:
+        """What it said last is too old to keep it out."""
+        for endpoint in cluster.of_engine(engine):
+            latest = self.signals.reading(endpoint)
+            if latest is None or latest[0] > self.signals.max_age_s:
+                endpoint.asleep = False
+
+    def _sleep_or_wake(self, cluster: str, endpoint: Endpoint, *, asleep: bool) -> None:
+        """An engine that sleeps gave its KV memory up, and takes no requests until it is woken."""
+        if asleep is endpoint.asleep:
+            return
+        endpoint.asleep = asleep
+        if not asleep:
+            log.info("[kvcache] %s/%s is awake again", cluster, endpoint.id)
+            return
+        log.info("[kvcache] %s/%s sleeps: it is left out, and what it held is forgotten", cluster, endpoint.id)
+        indexes = self._indexes[cluster]
+        indexes.reset(endpoint.id)
+        indexes.precise.remove_endpoint(endpoint.id)
+        self._losses.note(cluster, endpoint.id, LossReason.ASLEEP)
 
     def _restarted(self, cluster: str, endpoint: EndpointId, metrics: EngineMetrics) -> bool:
         """Whether this is another process than before; one that does not say when it began tells by its counters."""
@@ -166,12 +199,12 @@ class MetricsScraper(BackgroundTask):
         """The index believes an endpoint to hold as much as its engine has room for, in blocks as long as that says, as
         far as nothing contradicts."""
         cache = metrics.cache
-        if cache is not None and cache.block_tokens:
-            self._indexes[cluster].steps.tell(endpoint.id, cache.block_tokens)
+        indexes, block_tokens = self._indexes[cluster], None if cache is None else cache.block_tokens
+        indexes.steps.tell(endpoint.id, lcm(block_tokens or 1, indexes.precise.step_tokens(endpoint.id)))
         if cache is None or not cache.capacity_tokens:
             return
         blocks = int(cache.capacity_tokens * self._bytes_per_token.typical) // TEXT_BLOCK_BYTES
-        self._indexes[cluster].capacities.set_reported(endpoint.id, 0 if cache.prefix_caching is False else blocks)
+        indexes.capacities.set_reported(endpoint.id, 0 if cache.prefix_caching is False else blocks)
 
     async def _read_provider(self) -> None:
         provider = self._lookups.provider

@@ -33,6 +33,10 @@ class RequestMetrics:
             "kvproxy_request_results", "Requests over by what became of them; failed: 5xx, or broken off",
             ["cluster", "result"], registry=r,
         )  # fmt: skip  # ok, failed, client_error, client_left
+        self.clients = Counter(
+            "kvproxy_client_requests", "Inference requests by kind of client, and whether they name a session",
+            ["client", "session"], registry=r,
+        )  # fmt: skip  # one of request.session.CLIENTS, or unknown; named, child (a sub-agent's or a fork), none
         self.picks = Counter("kvproxy_picks", "Routing decisions", ["cluster", "policy", "reason"], registry=r)
         self.shadow_decisions = Counter(
             "kvproxy_shadow_decisions", "Decisions of a shadow policy against the live one",
@@ -158,6 +162,10 @@ class EndpointStateMetrics:
         self.ejections = Counter(
             "kvproxy_ejections", "Endpoints taken out", ["cluster", "endpoint", "reason"], registry=r
         )
+        self.cache_losses = Counter(
+            "kvproxy_engine_cache_losses", "Times an endpoint's engine lost what it held, by how that was noticed",
+            ["cluster", "endpoint", "reason"], registry=r,
+        )  # fmt: skip  # restarted, cleared, forgot, asleep
         self.probes = Counter("kvproxy_health_probes", "Active probes", ["cluster", "endpoint", "outcome"], registry=r)
         self.engine_priority_requests = Counter(
             "kvproxy_engine_priority_requests", "Requests that carried the number by which engines order what waits",
@@ -245,6 +253,9 @@ class KvCacheMetrics:
             "kvproxy_kvcache_reused_tokens", "Of these, tokens the engine did reuse",
             ["cluster", "endpoint", "source"], registry=r,
         )  # fmt: skip
+        self.sessions_ended = Counter(
+            "kvproxy_kvcache_sessions_ended", "Sessions that their clients ended", ["result"], registry=r
+        )  # known, unknown
         self.prediction_alarm = CallbackGauge(
             "kvproxy_kvcache_prediction_alarm", "1: of the last 8 large predictions at least 3 were wrong",
             ["cluster", "endpoint", "source"], registry=r,
@@ -268,7 +279,10 @@ class HoldingMetrics:
         )  # approximate, in_flight, precise, hot
         self.index_bytes = Gauge(
             "kvproxy_kvcache_index_bytes", "Estimated memory of an index", ["index"], registry=r
-        )  # approximate, precise, sessions, session_parts
+        )  # approximate, precise, sessions, session_parts, last_served
+        self.last_served = Gauge(
+            "kvproxy_kvcache_last_served", "Sessions and responses whose last endpoint is known", ["what"], registry=r
+        )  # sessions, responses
         self.index_utilisation = CallbackGauge(
             "kvproxy_kvcache_index_utilisation_ratio", "Blocks believed to be at an endpoint against its capacity",
             ["cluster", "endpoint"], registry=r,

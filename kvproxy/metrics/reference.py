@@ -56,13 +56,16 @@ LABELS: Mapping[str, str] = {
     "reason": "why; a closed set of each metric",
     "result": "what became of it",
     "rules": "those of `normalize` that change a prompt, such as `billing_header+sort_tools`",
-    "source": "`approximate`, `precise`, `lmcache_controller` or `lmcache_coordinator`",
+    "session": "`named`, `child` (of a sub-agent or a fork) or `none`",
+    "source": "`approximate`, `precise`, `lmcache_controller`, `lmcache_coordinator`, or `session`: where its session "
+    "was served last",
     "state": "`1` on the series of the current state, `0` on the others; for connections `open` or `idle`",
     "stream": "`true` for streamed answers, whose first byte comes before the rest; `false` for others",
     "tenant": "name of the API key, empty without `auth`; `other` beyond 200 pairs of model and tenant",
     "tier": "`device` or `lower` (host memory, disk)",
     "status": "HTTP status",
     "version": "of kvproxy",
+    "what": "`sessions` or `responses`",
 }
 
 

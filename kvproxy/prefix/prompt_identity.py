@@ -5,9 +5,13 @@
 | Messages | a text block of `system` that starts with Claude Code's billing header | `anthropic/serving.py`, also run |
 | Messages | that header as the first line of a string `system` | `renderers/chat_utils.py`, also run |
 | Chat | the same in the leading system message, a string or text parts | `renderers/chat_utils.py`, also run |
+| Responses | the same in `instructions`, which are that message | `responses/utils.py`, also run |
 | Messages | `cache_control` of tools and system blocks | `anthropic/protocol.py` knows none, also run |
 | both | `cache_control` of content parts | text parts are taken apart to their text, also run |
+| both | the order of a message's fields | objects have none, also run |
 | both | a content of one text part is that text, a `system` of one text block that string | both, also run |
+
+SGLang (0198d48, PR #21064 was not taken) leaves the header in: where all engines are of that kind it counts.
 
 All else counts as it was sent: whatever enters a prompt, and what only some engines or templates leave out (ids of
 tool calls; `cache_control` of a chat's tools, which templates print). Each rule makes of a message another one that
@@ -37,6 +41,7 @@ _MAX_SYSTEM_BYTES = 256 * 1024
 _NO_RAW = Raw()
 _MARK = b'"cache_control":'  # with the colon, since a text may be just that name
 _HEADER = b"x-anthropic-billing-header"
+_SYSTEM_BLOCKS, _INSTRUCTIONS = b"system:[", b'instructions:"'
 #: Text up to the end of its first line, in JSON. Other escapes than these might spell a line's end differently.
 _REST_OF_LINE = rb'(?:[^"\\]|\\["\\/bfrt]){0,1024}+'
 _END_OF_LINE = rb'\\n(?!")'  # and a text follows
@@ -50,8 +55,16 @@ _HEADS_OF_TEXT = tuple(
     for form in (b'{"role":"%b","content":"', b'{"role": "%b", "content": "')
 )
 _begins_with_text = re.compile(b"(" + _MESSAGE % rb"[a-z]{1,16}" + rb")\[\s?" + _TEXT_BLOCK).match
+_begins_as_usual = re.compile(_MESSAGE % rb"[a-z]{1,16}").match
+_begins_with_text_part = re.compile(rb"\[\s?" + _TEXT_BLOCK).match
+_is_spaced = re.compile(rb'\{\s?"[^"\\]{0,64}"\s?:\s').match
 _is_text_block = re.compile(_TEXT_BLOCK).match
 _header_of_text = re.compile(b'"' + _HEADER + _REST_OF_LINE + _END_OF_LINE).match
+#: With a mark or without, and another block behind it.
+_first_block_is_header = re.compile(
+    b'%b"%b%b"' % (_TEXT_BLOCK, _HEADER, _REST_OF_LINE)
+    + rb'(?:,\s?"cache_control"\s?:\s?\{[^{}]{0,64}\})?\s?\},\s?(?=\{)'
+).match
 #: In a system message that begins with text: a line of it, or all of the first part of several.
 _header_of_message = re.compile(
     b"(%b)%b%b(?:%b|%b)"
@@ -74,30 +87,34 @@ class _Message(msgspec.Struct, gc=False):
 _decode_objects: Callable[[bytes], list[_Object]] = msgspec.json.Decoder(list[_Object]).decode
 _decode_object = msgspec.json.Decoder(_Object).decode
 _decode_message = msgspec.json.Decoder(_Message).decode
+_decode_fields = msgspec.json.Decoder(dict[str, Raw]).decode
 _decode_items = msgspec.json.Decoder(list[Raw]).decode
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-#: The APIs that there are rules for.
+#: The APIs whose messages there are rules for.
 RULED = frozenset((RequestKind.CHAT, RequestKind.MESSAGES))
 
 
-def prompt_identity(kind: RequestKind, prompt: Prompt) -> Prompt:
-    """The prompt in the bytes that name it, with as many parts. Equal ones render alike."""
-    if kind not in RULED:
+def prompt_identity(kind: RequestKind, prompt: Prompt, *, drops_header: bool = True) -> Prompt:
+    """The prompt in the bytes that name it, with as many parts. Equal ones render alike on engines that drop the
+    billing header, or that do not."""
+    shape, parts = shape_identity(kind, prompt.shape, drops_header=drops_header), prompt.parts
+    if kind in RULED:
+        rules = PartRules(kind, drops_header=drops_header)
+        parts = tuple([rules.apply(index, part) for index, part in enumerate(parts)])
+    elif shape is prompt.shape:
         return prompt
-    rules = PartRules(kind)
-    parts = tuple([rules.apply(index, part) for index, part in enumerate(prompt.parts)])
-    return Prompt(shape_identity(kind, prompt.shape), parts, prompt.unread_bytes)
+    return Prompt(shape, parts, prompt.unread_bytes)
 
 
 class PartRules:
     """The rules for the messages of one request of an API in `RULED`, and what may still be looked into for marks."""
 
-    __slots__ = ("_kind", "_left", "_left_bytes", "marked")
+    __slots__ = ("_left", "_left_bytes", "_may_begin_with_header", "marked")
 
-    def __init__(self, kind: RequestKind) -> None:
-        self._kind = kind
+    def __init__(self, kind: RequestKind, *, drops_header: bool = True) -> None:
+        self._may_begin_with_header = drops_header and kind is RequestKind.CHAT
         self._left = _MAX_OBJECTS
         self._left_bytes = _MAX_MARKED_BYTES
         self.marked = 0  # messages with a mark, so far
@@ -111,38 +128,72 @@ class PartRules:
                 self._left_bytes -= len(part)
                 if self._left >= 0 and self._left_bytes >= 0:
                     part = _without_marks(part, _objects_of_message)
-            part = _as_text(part)
-        if index == 0 and self._kind is RequestKind.CHAT and (header := _header_of_message(part)):
+            begins = _begins_with_text(part)
+            if begins is not None and part.endswith(b'"}]}'):
+                # Of one part that is the message with its text; of several it is no JSON, so equal to nothing but
+                # another spelling of the same.
+                part = begins[1] + part[begins.end() : -len(b"}]}")] + b"}"
+            elif not (_begins_as_usual(part) if begins is None else part.endswith(b"]}")):
+                part = self._in_usual_order(part)
+        if index == 0 and self._may_begin_with_header and (header := _header_of_message(part)):
             return header[1] + part[header.end() :]
         return part
 
+    def _in_usual_order(self, message: bytes) -> bytes:
+        """Role and content first, then the others by name; a content of text as `apply` has it."""
+        self._left -= _MESSAGE_OBJECTS + message.count(b"{")
+        self._left_bytes -= len(message)
+        try:
+            fields = _decode_fields(message) if self._left >= 0 and self._left_bytes >= 0 else {}
+        except _UNREADABLE:
+            return message
+        if "role" not in fields or "content" not in fields:
+            return message
+        content = bytes(fields["content"])
+        begins = _begins_with_text_part(content)
+        if begins is not None and content.endswith(b'"}]'):
+            fields["content"] = Raw(content[begins.end() : -len(b"}]")])
+        colon, comma = (b": ", b", ") if _is_spaced(message) else (b":", b",")
+        names = ["role", "content", *sorted(fields.keys() - {"role", "content"})]
+        return b"{%b}" % comma.join([msgspec.json.encode(name) + colon + bytes(fields[name]) for name in names])
 
-def shape_identity(kind: RequestKind, shape: bytes) -> bytes:
+
+def shape_identity(kind: RequestKind, shape: bytes, *, drops_header: bool = True) -> bytes:
     """The same for a prompt's shape."""
-    if kind is not RequestKind.MESSAGES or not shape:
+    if kind is RequestKind.MESSAGES and shape:
+        return b"\0".join([_field(field, drops_header=drops_header) for field in shape.split(b"\0")])
+    if kind is RequestKind.RESPONSES and drops_header:
+        return _without_headers_line(shape)
+    return shape
+
+
+def rough_shape(kind: RequestKind, shape: bytes, *, drops_header: bool = True) -> bytes:
+    """A shape without the header that is new with each request, of one that has it where it mostly is; two that are the
+    same so are the same to `shape_identity`."""
+    if kind is not RequestKind.MESSAGES or not drops_header or len(shape) > _MAX_SYSTEM_BYTES:
         return shape
-    return b"\0".join([_field(field) for field in shape.split(b"\0")])
+    at = shape.find(_SYSTEM_BLOCKS)
+    header = _first_block_is_header(shape, at + len(_SYSTEM_BLOCKS)) if at >= 0 else None
+    return shape if header is None else shape[: header.start()] + shape[header.end() :]
 
 
-def _as_text(message: bytes) -> bytes:
-    """A message that begins and ends with a text part, without what is around these: of one part that is the message
-    with its text; of several it is no JSON, so equal to nothing but another spelling of the same."""
-    begins = _begins_with_text(message)
-    if begins is None or not message.endswith(b'"}]}'):
-        return message
-    return begins[1] + message[begins.end() : -len(b"}]}")] + b"}"
+def _without_headers_line(shape: bytes) -> bytes:
+    """No string in JSON holds the name of the field with a quote behind it."""
+    at = shape.find(_INSTRUCTIONS)
+    header = _header_of_text(shape, at + len(_INSTRUCTIONS) - 1) if at >= 0 else None
+    return shape if header is None else shape[: header.start() + 1] + shape[header.end() :]
 
 
-def _field(field: bytes) -> bytes:
+def _field(field: bytes, *, drops_header: bool) -> bytes:
     """One `name:value` of a shape."""
     if field.startswith(b"system:"):
-        return b"system:" + _system(field[len(b"system:") :])
+        return b"system:" + _system(field[len(b"system:") :], drops_header=drops_header)
     return _without_last_mark(field, _decode_tools) if field.startswith(b"tools:") else field
 
 
-def _system(value: bytes) -> bytes:
+def _system(value: bytes, *, drops_header: bool) -> bytes:
     """Without the billing header and marks; blocks are written one way, and a single text block as its text."""
-    if header := _header_of_text(value):
+    if drops_header and (header := _header_of_text(value)):
         return b'"' + value[header.end() :]
     if not value.startswith(b"[") or len(value) > _MAX_SYSTEM_BYTES:
         return value
@@ -152,7 +203,8 @@ def _system(value: bytes) -> bytes:
         return value
     if len(items) > _MAX_BLOCKS:
         return value
-    blocks = [_without_last_mark(block, _decode_block) for block in map(bytes, items) if not _is_header(block)]
+    kept = [block for block in map(bytes, items) if not (drops_header and _is_header(block))]
+    blocks = [_without_last_mark(block, _decode_block) for block in kept]
     if not blocks:
         return value
     if len(blocks) == 1 and (text := _is_text_block(blocks[0])) and blocks[0].endswith(b'"}'):

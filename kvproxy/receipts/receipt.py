@@ -66,6 +66,7 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True):
     tenant: str = ""
     client: str = ""  # kind of client, one of a few; "": unknown
     session: str = ""  # keyed hash; equal within one run of the proxy
+    parent: str = ""  # of the session that it was made from; likewise
     head: str = ""  # keyed hash of the prompt's first bytes; likewise
     stream: bool = False
     cluster: str = ""
@@ -84,6 +85,7 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True):
     engine_prompt_tokens: int | None = None
     cached_tokens: int | None = None
     completion_tokens: int | None = None
+    cache_loss: str = ""  # how the endpoint had lost its cache less than a minute before: restarted, cleared, ...
     prefix_break: PrefixBreak | None = None  # what was computed again of its session's last prompt, and why
 
 

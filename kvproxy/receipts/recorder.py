@@ -47,6 +47,7 @@ class FinishedRequest:
     kind: RequestKind | None
     stream: bool
     session_key: str | None
+    parent_session: str | None
     client: str
     received_at: float
     ended_at: float
@@ -67,8 +68,9 @@ def compose_receipt(over: FinishedRequest, *, ended: datetime, hashed: Hash, key
         kind="" if over.kind is None else over.kind.value,
         model=over.model,
         tenant=over.tenant,
-        client=over.client,
         session=hashed((over.session_key or "").encode("utf-8", "surrogatepass")),
+        parent=hashed((over.parent_session or "").encode("utf-8", "surrogatepass")),
+        client=over.client,
         head=hashed(observed.head),
         stream=over.stream,
         cluster=outcome.cluster,
@@ -87,6 +89,7 @@ def compose_receipt(over: FinishedRequest, *, ended: datetime, hashed: Hash, key
         engine_prompt_tokens=outcome.prompt_tokens,
         cached_tokens=outcome.cached_tokens,
         completion_tokens=outcome.completion_tokens,
+        cache_loss=outcome.cache_loss,
         prefix_break=outcome.prefix_break,
     )
 
@@ -158,6 +161,7 @@ class Recorder(RequestObserver):
                 kind=None if inference is None else inference.kind,
                 stream=inference is not None and inference.stream,
                 session_key=None if inference is None else inference.session_key,
+                parent_session=None if inference is None else inference.parent_session,
                 client="" if inference is None else inference.client,
                 received_at=exchange.received_at,
                 ended_at=now,

@@ -108,8 +108,12 @@ class Common(_SessionFields, gc=False):
     truncate_prompt_tokens: Raw = NO_RAW
 
     def continues(self) -> str | None:
-        """The id of the response that this request goes on from."""
+        """The id of the response, or conversation, that this request goes on from."""
         return None
+
+    def continuable(self) -> bool:
+        """Whether another request may go on from its response."""
+        return False
 
 
 class Templated(Common, gc=False):
@@ -151,6 +155,7 @@ class Responses(Templated, gc=False):
     conversation: Raw = NO_RAW
     max_output_tokens: int | None = None
     client_metadata: _ClientMetadata | None = None
+    store: bool | None = None
 
     def own_session(self) -> Session | None:
         if self.client_metadata is not None and (session := self.client_metadata.session()):
@@ -159,8 +164,11 @@ class Responses(Templated, gc=False):
         return Session(bounded_key(conversation)) if conversation else None
 
     def continues(self) -> str | None:
-        response = _id_of(self.previous_response_id)
-        return bounded_key(response) if response else None
+        history = _id_of(self.previous_response_id) or _id_of(self.conversation)
+        return bounded_key(history) if history else None
+
+    def continuable(self) -> bool:
+        return self.store is not False
 
 
 class Embeddings(Templated, gc=False):

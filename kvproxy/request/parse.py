@@ -142,6 +142,7 @@ class _Reader:
             caller.ends,
             data.cache_group(),
             data.continues(),
+            data.continuable(),
         )
 
     def _shape(self, data: Common) -> bytes:

@@ -18,6 +18,8 @@ With an operator's `target_itl` it also costs what an answer of mean length is e
 token each `target_itl`, beside one sequence more than are in flight there (steps.py); without one nothing is learned
 of that.
 
+A request for an adapter also costs what it takes to have it loaded there, and a slot for it (cluster/adapters.py).
+
 What others suffer is charged in pooled seconds, so that the slow half of a mixed fleet is not starved. Computing a hot
 prefix once more is an investment and discounted. Speeds are learned (speeds.py).
 """
@@ -140,6 +142,9 @@ class KvAware(Policy):
         if settings.target_itl is not None:
             for index, (slow, load, weight) in enumerate(zip(slowness, pool.loads, pool.weights, strict=True)):
                 costs[index] += self.steps.late_s(load.in_flight + 1, slow, settings.target_itl) / weight
+        if request.adapter_s is not None:
+            for index, (endpoint, weight) in enumerate(zip(pool.ids, pool.weights, strict=True)):
+                costs[index] += request.adapter_s.get(endpoint, 0.0) / weight
         index = least(costs, self._rng)
         here, elsewhere = 0, 0
         if held:

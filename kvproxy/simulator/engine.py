@@ -21,6 +21,7 @@ from kvproxy.simulator.engine_io import (
     SimRequest,
     Tokens,
 )
+from kvproxy.simulator.lora_slots import LoraSlots
 from kvproxy.simulator.scheduler import Batch, Scheduler
 from kvproxy.simulator.sequence import Sequence
 from kvproxy.simulator.timing import Stretch
@@ -59,6 +60,11 @@ class Engine:
         scheduler = self._scheduler
         return EngineLoad(len(scheduler.running), len(scheduler.waiting), scheduler.cache.usage)
 
+    @property
+    def loras(self) -> LoraSlots:
+        """Its slots for adapters."""
+        return self._scheduler.loras
+
     def submit(self, request: SimRequest, now: float) -> None:
         """Queues a request; an id in use is a ValueError."""
         if request.id in self._sequences:
@@ -96,9 +102,8 @@ class Engine:
         return self._scheduler.cache.clear()
 
     def cached_prefix_blocks(self, request: SimRequest) -> int:
-        """Leading blocks of the prompt held right now (the truth a router can only estimate)."""
-        limit = (request.prompt_tokens - 1) // self._settings.block_size
-        return self._scheduler.cache.match_prefix(request.block_hashes, limit)
+        """Leading blocks of the prompt reusable right now (the truth a router can only estimate)."""
+        return self._scheduler.count_reusable(request)
 
     def next_event_at(self) -> float | None:
         """When `advance` has something to do; None when idle."""
@@ -141,7 +146,7 @@ class Engine:
         if batch.decodes:
             step_s = timing.decode_s(batch.decodes, self._scheduler.count_resident_tokens())
         if batch.chunks:
-            step_s += timing.prefill_step_s
+            step_s += timing.prefill_step_s + batch.loads * self._settings.lora_load_s
             step_s += sum(timing.prefill_s(tokens, sequence.computed) for sequence, tokens in batch.chunks)
             step_s = step_s if batch.decodes else max(step_s, timing.prefill_floor_s)
             return Stretch(now, step_s * factor)

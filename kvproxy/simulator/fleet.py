@@ -14,14 +14,15 @@ from kvproxy.simulator.lmcache_coordinator import CoordinatorApp, CoordinatorSet
 from kvproxy.simulator.lmcache_worker import WorkerSettings
 from kvproxy.simulator.sglang.server import SglangApp, create_sglang_app
 from kvproxy.simulator.sglang.settings import SglangSettings
+from kvproxy.simulator.vllm_ranks import RankedSettings, RankedVllm
 from kvproxy.simulator.vllm_server import VllmApp, create_engine_app, utc_seconds
 from kvproxy.simulator.vllm_settings import VllmSettings
 from kvproxy.simulator.vllm_state import OnPrefilled, Prefilled
 from kvproxy.types import Clock
 
-EngineKindSettings = VllmSettings | SglangSettings
-EngineApp = VllmApp | SglangApp
-_Settings = TypeVar("_Settings", VllmSettings, SglangSettings)
+EngineKindSettings = VllmSettings | RankedSettings | SglangSettings
+EngineApp = VllmApp | RankedVllm | SglangApp
+_Settings = TypeVar("_Settings", VllmSettings, RankedSettings, SglangSettings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,10 @@ class Fleet:
         for name, engine in settings.engines.items():
             if isinstance(engine, SglangSettings):
                 self.engines[name] = create_sglang_app(engine, clock=clock, wall_clock=wall_clock, rng=source)
+            elif isinstance(engine, RankedSettings):
+                self.engines[name] = RankedVllm(
+                    engine, clock=clock, wall_clock=wall_clock, rng=source, on_prefilled=self._offload(name)
+                )
             else:
                 offload = self._offload(name)
                 self.engines[name] = create_engine_app(

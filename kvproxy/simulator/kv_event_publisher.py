@@ -70,7 +70,7 @@ class EventEncoder:
             return {"type": "AllBlocksCleared"}
         if isinstance(event, BlockRemoved):
             hashes = [self._hash(event.block_hash)]
-            return {"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU", "group_idx": 0}
+            return {"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU", "group_idx": event.group}
         return self._stored(event)
 
     def _stored(self, event: BlockStored) -> dict[str, Any]:
@@ -84,8 +84,8 @@ class EventEncoder:
             "medium": "GPU",
             "lora_name": event.lora_name,
             "extra_keys": event.extra_keys,
-            "group_idx": 0,
-            "kv_cache_spec_kind": "full_attention",
+            "group_idx": event.group,
+            "kv_cache_spec_kind": event.kind,
         }
 
     def _short_array(self, event: dict[str, Any]) -> list[Any]:

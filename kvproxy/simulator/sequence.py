@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 
+from kvproxy.simulator.checkpoints import GROUP, KIND
 from kvproxy.simulator.engine_io import Scheduling, SimRequest
 from kvproxy.simulator.kv_event import BlockStored, ExtraKeys
 
@@ -21,6 +24,7 @@ class Sequence:
         "generated",
         "gone",
         "hashed",
+        "parted",
         "request",
         "submitted_at",
         "target",
@@ -39,6 +43,7 @@ class Sequence:
         """Back to the waiting line with nothing computed; what was generated is computed again with the prompt."""
         self.blocks: list[int] = []
         self.hashed = 0
+        self.parted = 0  # blocks found held when it was admitted, reusable or not
         self.computed = 0
         self.target = self.request.prompt_tokens + self.generated
 
@@ -66,6 +71,15 @@ class Sequence:
             extra_keys=tuple(self._extra_keys(block) for block in range(first, last)) if request.token_ids else (),
         )
 
+    def states_event(self, ends: list[int], first: int, last: int, block_size: int) -> BlockStored:
+        """The event for states after the blocks of these numbers, told with blocks `first` up to `last`."""
+        event = self.stored_event(
+            first, last, block_size, parent=self.request.block_hashes[first - 1] if first else None
+        )
+        hashes = tuple(self.request.block_hashes[end - 1] for end in ends)
+        keys = tuple(self._extra_keys(end - 1) for end in ends) if event.extra_keys else ()
+        return replace(event, block_hashes=hashes, extra_keys=keys, group=GROUP, kind=KIND)
+
     def _extra_keys(self, block: int) -> ExtraKeys | None:
         request = self.request
         lora = (request.lora_name,) if request.lora_name is not None else ()
@@ -85,6 +99,9 @@ class WaitingLine:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._waiting.values())
 
     def add(self, sequence: Sequence) -> None:
         """A request that came just now."""

@@ -86,12 +86,17 @@ async def answer_metrics(state: VllmState, call: HttpCall) -> None:
 
 async def answer_kv_event_sources(state: VllmState, call: HttpCall) -> None:
     """Where cache events are published, by data-parallel rank."""
+    source = describe_event_source(state)
+    await call.reply_json({} if source is None else {str(state.settings.rank): source})
+
+
+def describe_event_source(state: VllmState) -> dict[str, Any] | None:
+    """Where one rank publishes; None: it does not."""
     publisher = state.publisher
     if publisher is None:
-        await call.reply_json({})
-        return
+        return None
     settings = publisher.settings
-    source = {
+    return {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
         "endpoint": publisher.endpoint,
@@ -101,7 +106,6 @@ async def answer_kv_event_sources(state: VllmState, call: HttpCall) -> None:
         "max_queue_size": 100_000,
         "topic": settings.topic,
     }
-    await call.reply_json({str(settings.rank): source})
 
 
 async def answer_reset_prefix_cache(state: VllmState, call: HttpCall) -> None:

@@ -199,6 +199,8 @@ def test_what_a_version_does_not_say_is_none() -> None:
         b"vllm:num_requests_waiting{} ",
         b"vllm:num_requests_waiting NaN",
         b"vllm:num_requests_waiting +Inf",
+        b"vllm:num_requests_waiting 1e308\nvllm:num_requests_waiting 1e308",
+        b"vllm:num_requests_waiting -1",
         b"vllm:num_requests_waiting seven",
         b"vllm:num_requests_waiting_by_reason 9",
         b"other:num_requests_waiting 9",
@@ -208,6 +210,16 @@ def test_lines_that_cannot_be_read_are_passed_over(line: bytes) -> None:
     """One bad line does not spoil a scrape."""
     metrics = parse_engine_metrics(line + b"\nvllm:num_requests_running 2\n")
     assert (metrics.waiting, metrics.running) == (None, 2)
+
+
+def test_a_cache_beyond_all_reason_is_unknown() -> None:
+    """Numbers that no float or integer of this size can be made of spoil nothing else."""
+    labels = b'block_size="%b",num_gpu_blocks="%b"' % (b"9" * 5000, b"9" * 20)
+    metrics = parse_engine_metrics(b"vllm:cache_config_info{" + labels + b"} 1\nvllm:num_requests_running 2\n")
+    assert metrics.cache is not None
+    assert (metrics.cache.block_tokens, metrics.cache.capacity_tokens, metrics.running) == (None, None, 2)
+    sglang = parse_engine_metrics(b"sglang:max_total_num_tokens 1e308\nsglang:num_running_reqs 2\n")
+    assert (sglang.cache, sglang.running) == (None, 2)
 
 
 def test_labels_may_hold_anything() -> None:

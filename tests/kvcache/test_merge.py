@@ -127,8 +127,8 @@ def test_a_prompt_has_the_same_blocks_however_they_are_found(size_bytes: int) ->
         (320, 160, None, True, Overlap(160)),
         (320, 160, None, False, Overlap(320)),
         (320, 0, 160, True, Overlap(160, 0, FactSource.PRECISE, 0.0, 160, 160)),
-        (320, 0, 160, False, Overlap(320)),
-        (320, 320, 160, True, Overlap(320)),
+        (320, 0, 160, False, Overlap(320, claimed_tokens=160)),
+        (320, 320, 160, True, Overlap(320, claimed_tokens=160)),
         (320, 160, 320, True, Overlap(320, 0, FactSource.PRECISE, 0.0, 320, 320)),
         (160, 0, 320, True, Overlap(320, 0, FactSource.PRECISE, 0.0, 320, 160)),
         (160, 0, 320, False, Overlap(320, 0, FactSource.PRECISE, 0.0, 320, 160)),
@@ -161,7 +161,7 @@ def test_a_promise_counts_over_announcements_that_are_not_trusted() -> None:
         "lookup_trust": trust,
     }
     assert merge_overlaps(in_flight={}, **sources)[A].tokens < 32  # type: ignore[arg-type]
-    assert merge_overlaps(in_flight={A: 160}, **sources)[A] == Overlap(160)  # type: ignore[arg-type]
+    assert merge_overlaps(in_flight={A: 160}, **sources)[A] == Overlap(160, claimed_tokens=320)  # type: ignore[arg-type]
 
 
 def test_lower_tiers_follow_what_is_on_the_device() -> None:

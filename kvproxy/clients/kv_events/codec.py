@@ -73,6 +73,7 @@ class _StoredFields(msgspec.Struct):
     extra_keys: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_EVENT_BLOCKS)] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: _Name | None = None
+    kv_cache_spec_sliding_window: int | None = None
 
 
 class _BlockStored(_StoredFields, tag="BlockStored"):
@@ -237,6 +238,7 @@ def _stored(event: _StoredFields) -> Generator[Effort, None, BlockStored]:
         extra=extra,
         group=event.group_idx,
         spec_kind=event.kv_cache_spec_kind,
+        window=event.kv_cache_spec_sliding_window,
         pairs=pairs,
     )
 

@@ -190,5 +190,7 @@ def _same(windows: Mapping[EngineFacts, Window]) -> Iterator[Finding]:
 def may_be_one(one: Window, other: Window) -> bool:
     """Whether both may have been the same growing figures, each read twice at about the same time."""
     (a1, a2), (b1, b2) = one, other
+    if a2.started_at != b2.started_at:
+        return False
     figures = zip(a1.values, a2.values, b1.values, b2.values, strict=True)
     return all(a_from <= b_to and b_from <= a_to for a_from, a_to, b_from, b_to in figures)

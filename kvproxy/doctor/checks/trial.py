@@ -6,17 +6,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvproxy.clients.engine_metrics import EngineKind
 from kvproxy.config.priority_schema import EnginePriorityMode
 from kvproxy.doctor.deployment import Deployment
 from kvproxy.doctor.engine import EngineCheck, EngineFacts
 from kvproxy.doctor.report import Finding, ok, problem, warning
-from kvproxy.doctor.trial import Trial
+from kvproxy.doctor.trial import Trial, TrialReply
 from kvproxy.errors import ClientError, ClientTimeout, NotSupported, Refused
+from kvproxy.kvcache.feedback.reuse_step import LEAST_STEP_TOKENS
 
-#: A trial: link, models, metrics, event sources, subscriptions, two or three requests, tokenize, events, replays.
-TRIAL_CALLS = 12
-_TURN_ON = "start the engine without `--no-enable-prefix-caching` (older versions: with `--enable-prefix-caching`)"
-_SHOW = "start the engine with `--enable-prompt-tokens-details`"
+#: A trial: link, models, metrics, event sources, subscriptions, two to five requests, tokenize, events, replays.
+TRIAL_CALLS = 14
+_TURN_ON = {
+    EngineKind.VLLM: (
+        "start the engine without `--no-enable-prefix-caching` (older versions: with `--enable-prefix-caching`)"
+    ),
+    EngineKind.SGLANG: "start the engine without `--disable-radix-cache`",
+}
+_SHOW = {
+    EngineKind.VLLM: "start the engine with `--enable-prompt-tokens-details`",
+    EngineKind.SGLANG: "start the engine with `--enable-cache-report`",
+}
 _BY_PRIORITY = (
     "start vLLM with `--scheduling-policy priority` (SGLang: `--enable-priority-scheduling "
     "--disable-priority-preemption`), or set engine_priority to off"
@@ -34,6 +44,8 @@ class GenerateCheck(EngineCheck):
 
     async def collect_findings(self) -> Sequence[Finding]:
         await self.engine.choose_model()  # whatever is wrong before a prompt can be sent is reported elsewhere
+        if await self.engine.sleeps():
+            raise ClientError("it sleeps")
         try:
             trial = await self.engine.try_generating()
         except ClientError as error:
@@ -74,6 +86,9 @@ def judge_tokenize(where: str, trial: Trial, *, needed: bool) -> Finding:
     if isinstance(tokens, NotSupported):
         fix = "set `vllm_endpoint` of the kvcache filter to an engine that has it; without, nothing can be looked up"
         return make(where, "has no /tokenize", fix) if needed else ok(where, "has no /tokenize, which nothing needs")
+    if isinstance(tokens, Refused) and trial.chat and tokens.status in (400, 422):
+        fix = "upgrade it (older SGLangs tokenize prompts alone); until then only text completions are matched by token"
+        return make(where, f"/tokenize takes no chats: {tokens}", fix)
     if isinstance(tokens, ClientError):
         return make(where, f"/tokenize fails: {tokens}", "read the engine's log; without it nothing can be looked up")
     counted, exact = trial.first.prompt_tokens, trial.first.token_ids
@@ -94,31 +109,57 @@ class CachingCheck(EngineCheck):
     calls = TRIAL_CALLS
 
     async def collect_findings(self) -> Sequence[Finding]:
-        return [judge_caching(self.where, await self.engine.try_generating())]
+        return [judge_caching(self.where, await self.engine.try_generating(), await self.engine.kind())]
 
 
-def judge_caching(where: str, trial: Trial) -> Finding:
+def judge_caching(where: str, trial: Trial, kind: EngineKind = EngineKind.VLLM) -> Finding:
     """The verdict on one trial. What the answer says goes before what metrics say, since those count others too."""
     cached, counted = trial.second.cached_tokens, trial.second.prompt_tokens
+    turn_on, show = _TURN_ON[kind], _SHOW[kind]
     if cached:
-        return ok(where, f"{cached} of {counted} prompt tokens came from its cache the second time")
+        said = f"{cached} of {counted} prompt tokens came from its cache the second time"
+        step = _block_tokens(trial)
+        return ok(where, f"{said}; it {_in_steps(step)}" if step >= LEAST_STEP_TOKENS else said)
     configured, hits = caching_enabled(trial), _hits(trial)
+    if trial.longer is not None and trial.longer.cached_tokens:
+        return _in_long_steps(where, trial, trial.longer)
     if configured is False:
-        return problem(where, "prefix caching is off (by its /metrics)", _TURN_ON)
+        return problem(where, "prefix caching is off (by its /metrics)", turn_on)
     if cached == 0:
         if configured is None and not hits:
-            return problem(where, "nothing of a prompt sent twice was reused: prefix caching is off", _TURN_ON)
-        fix = "is its KV cache too small, or was it very busy? See `vllm:kv_cache_usage_perc`, give it more memory"
+            return problem(where, "nothing of a prompt sent twice was reused: prefix caching is off", turn_on)
+        fix = "is its KV cache too small, or was it very busy? Look at its KV usage, give it more memory"
         return warning(where, "prefix caching is on, but a prompt sent twice was computed twice", fix)
     what = "does not say how much of a prompt it reused: predictions cannot be checked"
     if hits:
-        return warning(where, f"prefix caching works (by its counters), but the engine {what}", _SHOW)
+        return warning(where, f"prefix caching works (by its counters), but the engine {what}", show)
     if configured:
-        fix = f"{_SHOW}; older versions leave the figure out when it is 0, then its KV cache may be too small"
+        fix = f"{show}; older versions leave the figure out when it is 0, then its KV cache may be too small"
         return warning(where, f"prefix caching is on, but no reuse was seen; the engine {what}", fix)
     if hits == 0:
-        return problem(where, "no cached tokens in the answer and none counted: prefix caching is off", _TURN_ON)
-    return warning(where, f"the engine shows no counters and {what}", f"{_SHOW}, and serve /metrics")
+        return problem(where, "no cached tokens in the answer and none counted: prefix caching is off", turn_on)
+    return warning(where, f"the engine shows no counters and {what}", f"{show}, and serve /metrics")
+
+
+def _in_long_steps(where: str, trial: Trial, longer: TrialReply) -> Finding:
+    """Nothing was reused of a short prompt, and something of a longer one."""
+    short = trial.second.prompt_tokens
+    what = (
+        f"reuses in steps: {longer.cached_tokens} of {longer.prompt_tokens} prompt tokens sent twice came from its "
+        f"cache, and none of {short}"
+    )
+    step = _block_tokens(trial)
+    return ok(where, f"{what}; it {_in_steps(step)}" if step > short else f"{what}; the proxy learns the step")
+
+
+def _in_steps(step: int) -> str:
+    return f"reuses in steps of {step:,} tokens; prompts under {step:,} never hit"
+
+
+def _block_tokens(trial: Trial) -> int:
+    """By its metrics; 0 where they do not say."""
+    cache = None if trial.after is None else trial.after.cache
+    return 0 if cache is None else cache.block_tokens or 0
 
 
 def caching_enabled(trial: Trial) -> bool | None:

@@ -101,7 +101,12 @@ class StrategyRunner:
         """Count the use of this prompt's prefixes."""
         salt = facts.request.cache_salt or ""
         return self.hotness.use(
-            facts.keys, model=facts.model, cache_salt=salt, instance=endpoint.instance_id, now=self._clock()
+            facts.keys,
+            model=facts.model,
+            cache_salt=salt,
+            instance=endpoint.instance_id,
+            now=self._clock(),
+            session=facts.names.session,
         )
 
     async def _tokenize(self, facts: RequestFacts, used: Sequence[KnownPrefix], endpoint: Endpoint | None) -> bool:

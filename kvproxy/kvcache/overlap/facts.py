@@ -11,6 +11,7 @@ from kvproxy.clients.tokens import TokenIds
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
+from kvproxy.kvcache.overlap.last_served import NO_NAMES, RequestNames
 from kvproxy.kvcache.overlap.merge import HolderOverlap
 from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
 from kvproxy.prefix.approximate.heat import Run
@@ -35,6 +36,7 @@ class RequestFacts(msgspec.Struct):
     prompt_bytes: int
     started_at: float
     text: PromptText | None = None  # of a conversation, by message; None: of other APIs and short prompts
+    names: RequestNames = NO_NAMES  # of its session and what it goes on from
     overlaps: OverlapFacts = NO_FACTS
     preferred: EndpointId | None = None  # the endpoint that holds most
     tokens: TokenIds | None = None  # of the prompt, or of its longest known beginning
@@ -65,5 +67,7 @@ class Result(msgspec.Struct):
     prefilled: bool  # a first byte of a good answer came
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
+    completion_tokens: int | None = None
+    response_id: str = ""  # by which another request may go on from this one
     request_id: str = ""
     tenant: str = ""

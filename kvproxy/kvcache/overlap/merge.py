@@ -90,7 +90,7 @@ def _with_events(
             device = min(device, believed)
         promised = in_flight.get(endpoint, 0) if endpoint in exact else backed
         if promised > believed:
-            found[endpoint] = Overlap(promised)
+            found[endpoint] = Overlap(promised, claimed_tokens=claimed)
         else:
             alike = (device, believed, claimed, backed)
             overlap = shared.get(alike)

@@ -42,8 +42,6 @@ _given_ids = msgspec.json.Decoder(list[int])
 _given_prompts = msgspec.json.Decoder(list[list[int]])
 #: What cannot be tokenized by any engine: a body it refuses, one that no chat can say, an encoding we cannot read.
 _UNUSABLE = (ValueError, OverflowError, msgspec.DecodeError)
-#: Fields of a response whose history only the engine knows, as they begin in a prompt's shape.
-_KEPT_ELSEWHERE = (b"previous_response_id:", b"conversation:")
 
 
 class AskedTokens(NamedTuple):
@@ -221,14 +219,12 @@ async def _call(client: VllmClient, facts: RequestFacts, body: bytes, *, counted
 
 def _is_askable(request: InferenceRequest) -> bool:
     """Whether its body says all of the prompt, in text."""
-    parts, shape = request.prompt.parts, request.prompt.shape
+    parts = request.prompt.parts
     if not parts or request.kind is RequestKind.EMBEDDINGS:
         return False
     if request.kind is RequestKind.COMPLETION:
         return parts[0].startswith(b'"')
-    return request.kind is not RequestKind.RESPONSES or not any(
-        shape.startswith(field) or b"\0" + field in shape for field in _KEPT_ELSEWHERE
-    )
+    return request.continues is None  # else only an engine knows its history
 
 
 def _take_given(facts: RequestFacts) -> None:

@@ -173,6 +173,12 @@ class TokenMemory:
         if keys:
             self._drop(keys[-1])
 
+    def release(self, key: int) -> None:
+        """Nothing goes on from the prompt with this key: it is forgotten, unless something did go on from it."""
+        entry = self._entries.get(key)
+        if entry is not None and not entry.grown_into:
+            self._drop(key)
+
     def clear(self) -> None:
         """Forget everything (a model's template changed)."""
         self._entries.clear()

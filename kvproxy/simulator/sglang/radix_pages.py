@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import pairwise
@@ -60,6 +60,14 @@ class RadixPages:
     def free_blocks(self) -> int:
         """Pages without a user, evictable ones among them."""
         return len(self._spare) + len(self._nodes) - self._in_use
+
+    @property
+    def states(self) -> Container[int]:
+        """None: hybrid models are simulated of vLLM alone."""
+        return ()
+
+    def keep_states(self, event: BlockStored) -> None:
+        """Of no effect."""
 
     @property
     def usage(self) -> float:
