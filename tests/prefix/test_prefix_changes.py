@@ -158,6 +158,21 @@ CHANGED: dict[str, tuple[Body, Body, Cause, str]] = {
         Cause.TOOLS,
         "tool 2",
     ),
+    "tools for the first time": (edited(FIRST, "tools", lambda _: []), NEXT, Cause.TOOLS, "tool 1"),
+    "no tools any more": (FIRST, {**NEXT, "tools": None}, Cause.TOOLS, "tool 1"),
+    "no system prompt any more": (FIRST, {**NEXT, "system": None}, Cause.SYSTEM, "system block 1"),
+    "a token counter that makes two blocks of one": (
+        edited(FIRST, "system", lambda all_: all_[:1]),
+        edited(NEXT, "system", lambda all_: counted(40)(all_[:1])),
+        Cause.TOKEN_COUNTER,
+        "system block 2, line 1",
+    ),
+    "the end of the system prompt, cut off": (
+        edited(FIRST, "system", lambda _: words("role", 100)),
+        edited(NEXT, "system", lambda _: words("role", 90)),
+        Cause.SYSTEM,
+        "system block 1, line 1",
+    ),
     "thinking": (FIRST, {**NEXT, "thinking": {"type": "enabled"}}, Cause.TEMPLATE, "template"),
     "a message": (
         FIRST,

@@ -5,7 +5,7 @@ again behind it. Pure; the new prompt's text is looked at, and nothing of it is 
 |---|---|
 | `volatile_header` | where a system block first differs, or behind, is a line with a header (`x-...:`) |
 | `token_counter` | or one that counts the tokens that are left |
-| `date_or_id` | there, or in a tool or message that differs, is a date, a time or an id; its size is nearly the same |
+| `date_or_id` | there, or in a message, of nearly the same size, is a date, a time or an id; or in a changed tool |
 | `tool_order` | the same tools in another order |
 | `tools`, `system`, `template` | tools; a system block; another field that shapes the template: changed otherwise |
 | `compaction` | messages were dropped or cut short, and what came after them was sent again |
