@@ -1,7 +1,7 @@
 """Whether what breaks prefixes is named: planted habits, clean traffic, and what looking costs.
 
-`python -m benchmarks.prefix_hygiene [--turns N] [--engine URL MODEL] [--out FOLDER]`; writes prefix-hygiene.md and
-prefix-hygiene.json. Whole proxies in front of simulated engines on loopback, which count for themselves what they
+`python -m benchmarks.prefix_hygiene [--turns N] [--engine URL MODEL] [--lines N] [--out FOLDER]`; writes
+prefix-hygiene.md and prefix-hygiene.json. Whole proxies in front of simulated engines on loopback, which count for themselves what they
 reuse; with `--engine` the planted habits go to a real one instead.
 
 Planted: sessions of six turns with one habit each, beside a twin without it. The truth about its cost is what the
@@ -30,7 +30,7 @@ from typing import Any
 import httpx
 
 from benchmarks.hygiene_cost import Cost, measure_cost
-from benchmarks.hygiene_traffic import CLIENTS, HABITS, Client, Dialogue, words
+from benchmarks.hygiene_traffic import CLIENTS, HABITS, SYSTEM_LINES, Client, Dialogue, words
 from kvproxy.app import Proxy
 from kvproxy.config.load import load_config
 from kvproxy.listener.server import Server
@@ -162,11 +162,11 @@ class Planted:
     tokens_computed: int = 0
 
 
-async def plant(world: World, client: Client, name: str, model: str) -> Planted:
+async def plant(world: World, client: Client, name: str, *, model: str, lines: int) -> Planted:
     """A session with the habit beside a twin without it."""
     habit, rng, found = HABITS[name], random.Random(f"{client.name}{name}"), Planted(name, client.name)
     header = client.name == "claude-code"
-    dialogue, twin = Dialogue.begun(rng, header=header), Dialogue.begun(rng, header=header)
+    dialogue, twin = (Dialogue.begun(rng, lines=lines, header=header) for _ in range(2))
     twin.tools = list(dialogue.tools)
     dialogue.model = twin.model = model
     for turn in range(TURNS):
@@ -191,7 +191,7 @@ async def plant(world: World, client: Client, name: str, model: str) -> Planted:
     return found
 
 
-async def run_planted(engine: tuple[str, str] | None) -> list[Planted]:
+async def run_planted(engine: tuple[str, str] | None, lines: int) -> list[Planted]:
     """Every habit of every client that can have it."""
     found = []
     async with world(blocks=60_000, count=1, engine=engine) as place:
@@ -199,7 +199,7 @@ async def run_planted(engine: tuple[str, str] | None) -> list[Planted]:
             for name, habit in HABITS.items():
                 usable = client.path in habit.apis and (engine is None or name != "another model")
                 if usable:
-                    found.append(await plant(place, client, name, engine[1] if engine else "sim"))
+                    found.append(await plant(place, client, name, model=engine[1] if engine else "sim", lines=lines))
     return found
 
 
@@ -332,7 +332,7 @@ def render(arguments: argparse.Namespace, planted: Sequence[Planted], clean: Cle
             wrong=clean.wrong,
         )  # fmt: skip
     return TEXT.format(
-        command="python -m benchmarks.prefix_hygiene" + (" --engine URL MODEL" if arguments.engine else ""),
+        command="python -m benchmarks.prefix_hygiene" + (f" --engine URL MODEL --lines {arguments.lines}" if arguments.engine else ""),
         engines="a real vLLM" if arguments.engine else "simulated engines",
         sessions=len(planted), turns=TURNS, named=sum(one.named for one in planted),
         broken=sum(one.breaks for one in planted), planted="\n".join(rows), clean=shown,
@@ -349,9 +349,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--turns", type=int, default=1000)
     parser.add_argument("--engine", nargs=2, metavar=("URL", "MODEL"))
+    parser.add_argument("--lines", type=int, default=SYSTEM_LINES, help="of a planted session's system prompt")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "reports")
     arguments = parser.parse_args()
-    planted = asyncio.run(run_planted(arguments.engine))
+    planted = asyncio.run(run_planted(arguments.engine, arguments.lines))
     clean = None if arguments.engine else asyncio.run(run_clean(arguments.turns))
     cost = [] if arguments.engine else measure_cost()
     name = "prefix-hygiene-vllm" if arguments.engine else "prefix-hygiene"
