@@ -1,8 +1,8 @@
 """Whether what breaks prefixes is named: planted habits, clean traffic, and what looking costs.
 
 `python -m benchmarks.prefix_hygiene [--turns N] [--engine URL MODEL] [--lines N] [--out FOLDER]`; writes
-prefix-hygiene.md and prefix-hygiene.json. Whole proxies in front of simulated engines on loopback, which count for themselves what they
-reuse; with `--engine` the planted habits go to a real one instead.
+prefix-hygiene.md and prefix-hygiene.json. Whole proxies in front of simulated engines on loopback, which count for
+themselves what they reuse; with `--engine` the planted habits go to a real one instead.
 
 Planted: sessions of six turns with one habit each, beside a twin without it. The truth about its cost is what the
 engine computed for it more than for the twin. Clean: sessions side by side with retries, sub-agents, branches, side
@@ -331,8 +331,9 @@ def render(arguments: argparse.Namespace, planted: Sequence[Planted], clean: Cle
             compacted=clean.truth["compaction"], said_compacted=clean.said["compaction"], false=len(clean.false),
             wrong=clean.wrong,
         )  # fmt: skip
+    real = f" --engine URL MODEL --lines {arguments.lines}" if arguments.engine else ""
     return TEXT.format(
-        command="python -m benchmarks.prefix_hygiene" + (f" --engine URL MODEL --lines {arguments.lines}" if arguments.engine else ""),
+        command="python -m benchmarks.prefix_hygiene" + real,
         engines="a real vLLM" if arguments.engine else "simulated engines",
         sessions=len(planted), turns=TURNS, named=sum(one.named for one in planted),
         broken=sum(one.breaks for one in planted), planted="\n".join(rows), clean=shown,
