@@ -14,6 +14,7 @@ import httpx
 import pytest
 from starlette.types import Send
 
+from kvproxy.admin.cluster_findings import find_lost_adapters
 from kvproxy.cluster.adapters import AdapterState
 from kvproxy.kvcache.service import KvCache
 from kvproxy.simulator.fleet import Fleet, FleetSettings
@@ -203,3 +204,21 @@ async def _predicted(proxy: RunningProxy, service: KvCache, model: str, text: st
     async with admin_of(proxy.proxy) as admin:
         last = (await admin.get("/decisions?limit=1")).json()["decisions"][0]
     return last["matched_tokens"], answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+async def test_an_operator_is_told_of_an_adapter_that_no_engine_has_any_more() -> None:
+    """Until one lists it again; what was learned of loading is shown with the cluster."""
+    async with fleet({"a": with_loras("x"), "b": with_loras("x")}) as (_, proxy), admin_of(proxy.proxy) as admin:
+        cluster = proxy.proxy.clusters["default"]
+        assert (await admin.get("/routing")).json()["clusters"]["default"]["adapters"]["full"] == {
+            "seconds": 1.0,
+            "samples": 0,
+        }
+        for engine in cluster.engines:
+            cluster.adapters.missing(str(engine.id), engine.adapters, "x")
+        (finding,) = find_lost_adapters(proxy.proxy.clusters)
+        assert finding.what == "no engine serves the adapter x any more: its requests fail"
+        findings = (await admin.get("/live")).json()["findings"]
+        assert finding.what in [one["what"] for one in findings]
+        cluster.adapters.observe("a", cluster.engines[0].adapters, listed=["x"])
+        assert list(find_lost_adapters(proxy.proxy.clusters)) == []

@@ -207,9 +207,10 @@ async def test_probes_of_a_health_path_that_generates(path: str, timeout: float,
 
 
 async def test_an_engine_that_cannot_tokenize_chats_is_judged_by_what_was_routed() -> None:
-    """Older releases refuse them: nothing is matched wrongly, and requests go back to where they were."""
+    """Older releases refuse them: asked once, nothing is matched wrongly, and requests go back to where they were."""
     async with fleet(replace(QUICK, tokenizes_chats=False)) as place:
         await until(lambda: place.exact == {"a", "b"})
         chat = opening("tell me of the sea")
         homes = {(await place.turn(chat))[0] for _ in range(4)}
         assert len(homes) == 1
+        assert {app.calls["POST /tokenize"] for app in place.apps.values()} <= {0, 1}

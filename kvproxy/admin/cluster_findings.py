@@ -1,12 +1,12 @@
 """What an operator should know of how clusters decide: speeds that are not learned, priorities that are not heeded,
-data-parallel ranks that requests cannot ask for."""
+data-parallel ranks that requests cannot ask for, adapters that no engine has any more."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvproxy.admin.operated import ConfigFinding
-from kvproxy.admin.trouble import list_names
+from kvproxy.admin.trouble import NAMED, list_names
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.engine_priority import PriorityState
 from kvproxy.config.priority_schema import EnginePriorityMode
@@ -66,3 +66,13 @@ def find_unsteered_ranks(clusters: Mapping[str, Cluster]) -> Iterable[ConfigFind
 
 def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks)) or "none"
+
+
+def find_lost_adapters(clusters: Mapping[str, Cluster]) -> Iterable[ConfigFinding]:
+    """A finding for every cluster with adapters that its engines listed once, and none of them does now."""
+    for name, cluster in clusters.items():
+        if lost := sorted(cluster.adapters.lost):
+            more = f" and {len(lost) - NAMED} more" if len(lost) > NAMED else ""
+            what = f"no engine serves the adapter {', '.join(lost[:NAMED])}{more} any more: its requests fail"
+            fix = "load it again (vLLM: POST /v1/load_lora_adapter, or --lora-modules), or tell its clients"
+            yield ConfigFinding("warning", f"clusters.{name}", what, fix)

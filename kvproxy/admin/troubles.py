@@ -5,7 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from kvproxy.admin.cluster_findings import find_unheeded_priority, find_unlearned, find_unsteered_ranks
+from kvproxy.admin.cluster_findings import (
+    find_lost_adapters,
+    find_unheeded_priority,
+    find_unlearned,
+    find_unsteered_ranks,
+)
 from kvproxy.admin.engine_troubles import find_engine_troubles
 from kvproxy.admin.operated import AdminTarget, OperatorFinding
 from kvproxy.admin.trouble import DOWN, NAMED, Rank, Trouble, list_names, source_trouble
@@ -69,6 +74,7 @@ class Troubles:
             ("speeds", unknown),
             ("priority", unheeded),
             ("ranks", find_unsteered_ranks(self._operated.clusters)),
+            ("adapters", find_lost_adapters(self._operated.clusters)),
             ("finding", self._operated.findings),
         ):
             for one in found:

@@ -193,10 +193,20 @@ class _Validation(msgspec.Struct):
 
 
 class _ErrorBody(msgspec.Struct):
-    """The error bodies of vLLM, FastAPI and the LMCache coordinator; of FastAPI's 422 everything but `input`."""
+    """The error bodies of vLLM, SGLang (flat), FastAPI and the LMCache coordinator; of FastAPI's 422 everything but
+    `input`."""
 
     error: _OpenAIError | str = ""
     detail: list[_Validation] | str = ""
+    kind: object = msgspec.field(name="object", default="")
+    message: object = ""
+    param: object = None
+
+    @property
+    def blamed(self) -> _OpenAIError | str:
+        """The error, wherever it is written."""
+        flat = self.kind == "error" and isinstance(self.message, str)
+        return _OpenAIError(str(self.message), self.param) if flat else self.error
 
 
 _DECODER = msgspec.json.Decoder(_ErrorBody)
@@ -213,15 +223,16 @@ def error_text(body: bytes, *, secret: str = "") -> str:
         return ""
     if isinstance(parsed.detail, list):
         return scrub_text("; ".join(_validation_text(entry) for entry in parsed.detail[:3]), secret=secret)
-    if isinstance(parsed.error, str):
-        return scrub_text(parsed.detail or parsed.error, secret=secret)
-    return scrub_text(parsed.error.message, secret=secret)
+    error = parsed.blamed
+    if isinstance(error, str):
+        return scrub_text(parsed.detail or error, secret=secret)
+    return scrub_text(error.message, secret=secret)
 
 
 def error_param(body: bytes) -> str:
     """The field an OpenAI-style error blames; empty when it names none."""
     try:
-        error = _DECODER.decode(body).error
+        error = _DECODER.decode(body).blamed
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ""
     return error.param if isinstance(error, _OpenAIError) and isinstance(error.param, str) else ""

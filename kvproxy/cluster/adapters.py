@@ -152,12 +152,16 @@ class KnownAdapters:
         self._on_change = on_change
         self.names: Counter[str] = Counter()  # engines that list it, by adapter
         self.times = LoadTimes()
+        self.lost: set[str] = set()  # once listed, and by no engine of the cluster now
 
     def keep(self, present: Iterable[Adapters]) -> None:
         """These are the cluster's engines."""
+        before = set(self.names)
         self.names.clear()  # in place: engines hold it too
         for adapters in present:
             self.names.update(adapters.names)
+        lost = (self.lost | before) - self.names.keys()
+        self.lost = set(sorted(lost)[:MAX_ADAPTERS])
 
     def observe(self, engine: str, adapters: Adapters, *, listed: Iterable[str]) -> None:
         """What an engine listed."""
@@ -191,8 +195,10 @@ class KnownAdapters:
         adapters.begin(adapter)
         return placement
 
-    def estimates(self) -> dict[str, object]:
-        """What was learned, for people."""
+    def estimates(self) -> dict[str, object] | None:
+        """What was learned, for people; None where there are no adapters."""
+        if not self.names:
+            return None
         return {
             state.value: {"seconds": round(self.times.seconds(state), 4), "samples": self.times.samples[state]}
             for state in AdapterState

@@ -80,8 +80,9 @@ class Membership:
         return () if engine is None else self.of_engine(engine)
 
     def of_engine(self, engine: Engine) -> Sequence[Endpoint]:
-        """The members that are the engine, or its ranks."""
-        return tuple(self._present[member] for member in engine.members)
+        """The members that are the engine, or its ranks; () when it left, as the end of a request may find it."""
+        present = (self._present.get(member) for member in engine.members)
+        return tuple(endpoint for endpoint in present if endpoint is not None and endpoint.engine is engine)
 
     def named_by(self, source: str) -> Sequence[EndpointSettings] | None:
         """What the source knew last; None: it has not said anything yet."""

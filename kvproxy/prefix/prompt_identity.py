@@ -23,23 +23,28 @@ costs a match, never a wrong one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
 
 import msgspec
 from msgspec import Raw
 
+from kvproxy.prefix.cache_marks import (
+    MARK,
+    MAX_BYTES,
+    MAX_OBJECTS,
+    UNREADABLE,
+    block_itself,
+    parts_of_message,
+    tools_of_field,
+    without_last_mark,
+    without_marks,
+)
 from kvproxy.types import Prompt, RequestKind
 
-#: Objects and bytes of what is looked into for marks, and blocks and bytes of a `system`: a few ms at most. Beyond it,
-#: bytes count as they were sent.
-_MAX_OBJECTS = 8192
-_MAX_MARKED_BYTES = 512 * 1024
 _MESSAGE_OBJECTS = 16  # what a message counts for besides those in it
+#: Blocks and bytes of a `system` that is looked into: a few ms at most. Beyond it, bytes count as they were sent.
 _MAX_BLOCKS = 64
 _MAX_SYSTEM_BYTES = 256 * 1024
 
-_NO_RAW = Raw()
-_MARK = b'"cache_control":'  # with the colon, since a text may be just that name
 _HEADER = b"x-anthropic-billing-header"
 _SYSTEM_BLOCKS, _INSTRUCTIONS = b"system:[", b'instructions:"'
 #: Text up to the end of its first line, in JSON. Other escapes than these might spell a line's end differently.
@@ -70,26 +75,9 @@ _header_of_message = re.compile(
     b"(%b)%b%b(?:%b|%b)"
     % (_MESSAGE % b"system" + b'"', _HEADER, _REST_OF_LINE, _END_OF_LINE, rb'"\},\s?' + _TEXT_BLOCK + b'"')
 ).match
-_last_mark = re.compile(rb',\s?"cache_control"\s?:\s?\{[^{}]{0,64}\}(\}\]?)\Z').search
-_MOST_OF_A_MARK = 96
-_space = re.compile(rb"\s{0,8}").match
-_comma = re.compile(rb"\s{0,8},\s{0,8}").match
 
-
-class _Object(msgspec.Struct, gc=False):
-    cache_control: Raw = _NO_RAW
-
-
-class _Message(msgspec.Struct, gc=False):
-    content: list[_Object]
-
-
-_decode_objects: Callable[[bytes], list[_Object]] = msgspec.json.Decoder(list[_Object]).decode
-_decode_object = msgspec.json.Decoder(_Object).decode
-_decode_message = msgspec.json.Decoder(_Message).decode
 _decode_fields = msgspec.json.Decoder(dict[str, Raw]).decode
 _decode_items = msgspec.json.Decoder(list[Raw]).decode
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 #: The APIs whose messages there are rules for.
@@ -115,19 +103,19 @@ class PartRules:
 
     def __init__(self, kind: RequestKind, *, drops_header: bool = True) -> None:
         self._may_begin_with_header = drops_header and kind is RequestKind.CHAT
-        self._left = _MAX_OBJECTS
-        self._left_bytes = _MAX_MARKED_BYTES
+        self._left = MAX_OBJECTS
+        self._left_bytes = MAX_BYTES
         self.marked = 0  # messages with a mark, so far
 
     def apply(self, index: int, part: bytes) -> bytes:
         """The bytes that name the message at that place."""
         if not part.startswith(_HEADS_OF_TEXT):
-            if _MARK in part:
+            if MARK in part:
                 self.marked += 1
                 self._left -= _MESSAGE_OBJECTS + part.count(b"{")
                 self._left_bytes -= len(part)
                 if self._left >= 0 and self._left_bytes >= 0:
-                    part = _without_marks(part, _objects_of_message)
+                    part = without_marks(part, parts_of_message)
             begins = _begins_with_text(part)
             if begins is not None and part.endswith(b'"}]}'):
                 # Of one part that is the message with its text; of several it is no JSON, so equal to nothing but
@@ -145,7 +133,7 @@ class PartRules:
         self._left_bytes -= len(message)
         try:
             fields = _decode_fields(message) if self._left >= 0 and self._left_bytes >= 0 else {}
-        except _UNREADABLE:
+        except UNREADABLE:
             return message
         if "role" not in fields or "content" not in fields:
             return message
@@ -188,7 +176,7 @@ def _field(field: bytes, *, drops_header: bool) -> bytes:
     """One `name:value` of a shape."""
     if field.startswith(b"system:"):
         return b"system:" + _system(field[len(b"system:") :], drops_header=drops_header)
-    return _without_last_mark(field, _decode_tools) if field.startswith(b"tools:") else field
+    return without_last_mark(field, tools_of_field) if field.startswith(b"tools:") else field
 
 
 def _system(value: bytes, *, drops_header: bool) -> bytes:
@@ -199,12 +187,12 @@ def _system(value: bytes, *, drops_header: bool) -> bytes:
         return value
     try:
         items = _decode_items(value)
-    except _UNREADABLE:
+    except UNREADABLE:
         return value
     if len(items) > _MAX_BLOCKS:
         return value
     kept = [block for block in map(bytes, items) if not (drops_header and _is_header(block))]
-    blocks = [_without_last_mark(block, _decode_block) for block in kept]
+    blocks = [without_last_mark(block, block_itself) for block in kept]
     if not blocks:
         return value
     if len(blocks) == 1 and (text := _is_text_block(blocks[0])) and blocks[0].endswith(b'"}'):
@@ -215,58 +203,3 @@ def _system(value: bytes, *, drops_header: bool) -> bytes:
 def _is_header(block: bytes) -> bool:
     text = _is_text_block(block)
     return text is not None and block.startswith(_HEADER, text.end() + 1)
-
-
-def _objects_of_message(message: bytes) -> list[_Object]:
-    return _decode_message(message).content
-
-
-def _decode_block(block: bytes) -> list[_Object]:
-    return [_decode_object(block)]
-
-
-def _decode_tools(field: bytes) -> list[_Object]:
-    return _decode_objects(field[len(b"tools:") :])
-
-
-def _without_last_mark(data: bytes, decode: Callable[[bytes], list[_Object]]) -> bytes:
-    """As `_without_marks`; one that ends the object, or the last one of a list, is surely a member of that object."""
-    if last := _last_mark(data, max(0, len(data) - _MOST_OF_A_MARK)):
-        data = data[: last.start()] + last[1]
-    if len(data) <= _MAX_MARKED_BYTES and _MARK in data and data.count(b"{") <= _MAX_OBJECTS:
-        return _without_marks(data, decode)
-    return data
-
-
-def _without_marks(data: bytes, decode: Callable[[bytes], list[_Object]]) -> bytes:
-    """Without the `cache_control` of the objects that `decode` finds; unchanged where the name is elsewhere too, since
-    what is inside of a tool's input or schema is part of the prompt."""
-    try:
-        values = [bytes(each.cache_control) for each in decode(data) if each.cache_control is not _NO_RAW]
-        if len(values) != data.count(_MARK):
-            return data
-        cut = _cut(data, values)
-        if any(each.cache_control is not _NO_RAW for each in decode(cut)):
-            return data  # a name was spelled with an escape, and another one was cut in its place
-    except _UNREADABLE:
-        return data
-    return cut
-
-
-def _cut(data: bytes, values: Iterable[bytes]) -> bytes:
-    """Without these members, each with the comma and the space beside it."""
-    pieces, done = [], 0
-    for value in values:
-        start = data.index(_MARK, done)
-        space = _space(data, start + len(_MARK))
-        if space is None or not data.startswith(value, space.end()):
-            return data
-        before, end = data[done:start].rstrip(), space.end() + len(value)
-        if before.endswith(b","):
-            pieces.append(before[:-1])
-        else:
-            pieces.append(data[done:start])
-            if comma := _comma(data, end):
-                end = comma.end()
-        done = end
-    return b"".join((*pieces, data[done:]))

@@ -83,12 +83,12 @@ class TokenizeCheck(EngineCheck):
 def judge_tokenize(where: str, trial: Trial, *, needed: bool) -> Finding:
     """The verdict on one trial."""
     tokens, make = trial.tokenized, problem if needed else warning
+    if isinstance(tokens, NotSupported) and tokens.status in (400, 422):
+        fix = "upgrade it (older SGLangs tokenize prompts alone); until then its prompts are matched as text"
+        return make(where, f"/tokenize takes no chats: {tokens}", fix)
     if isinstance(tokens, NotSupported):
         fix = "set `vllm_endpoint` of the kvcache filter to an engine that has it; without, nothing can be looked up"
         return make(where, "has no /tokenize", fix) if needed else ok(where, "has no /tokenize, which nothing needs")
-    if isinstance(tokens, Refused) and trial.chat and tokens.status in (400, 422):
-        fix = "upgrade it (older SGLangs tokenize prompts alone); until then only text completions are matched by token"
-        return make(where, f"/tokenize takes no chats: {tokens}", fix)
     if isinstance(tokens, ClientError):
         return make(where, f"/tokenize fails: {tokens}", "read the engine's log; without it nothing can be looked up")
     counted, exact = trial.first.prompt_tokens, trial.first.token_ids
