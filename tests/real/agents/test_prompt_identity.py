@@ -32,9 +32,7 @@ BODIES: dict[RequestKind, Callable[[], st.SearchStrategy[dict[str, Any]]]] = {
 }
 TRANSLATED = {MESSAGES: chat_of_messages, RESPONSES: chat_of_responses}
 #: An engine answers in some milliseconds.
-_often = settings(
-    max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
-)
+_often = settings(max_examples=150, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
 
 
 def named(kind: RequestKind, body: dict[str, Any]) -> Prompt:
