@@ -146,7 +146,7 @@ def main() -> int:
         print(f"not installed: {lacking}; run `make test-real`, or python -m tests.real.engines.install")
         return 1
     shape = Shape(**{name: arguments[name] for name in Shape.__dataclass_fields__})
-    server = Vllm("a", MID, core=0, ranks=2)
+    server = Vllm("ranks", MID, core=0, ranks=2)
     with tempfile.TemporaryDirectory() as folder, vllm.running([server]):
         warm_up(server)
         runs = asyncio.run(measure(server, shape, repeats=arguments["repeats"], folder=folder))

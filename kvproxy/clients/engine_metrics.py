@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
+from kvproxy.clients.lora_use import LoraUse, parse_lora_use
+
 _VLLM_PREFIX = b"vllm:"
 _CACHE_CONFIG = b"cache_config_info"
 #: 0 while the engine sleeps, at whichever level.
@@ -122,6 +124,7 @@ class EngineMetrics:
     cache: CacheConfig | None = None
     started_at: float | None = None  # of the process, seconds since the epoch by the engine's clock
     kind: EngineKind = EngineKind.UNKNOWN
+    lora: LoraUse | None = None  # of all ranks
     asleep: bool = False  # it gave up its KV cache, on every rank, and serves nothing until it is woken
     #: The same of each data-parallel rank, where there are several.
     ranks: Mapping[int, EngineMetrics] = field(default_factory=dict)
@@ -170,7 +173,7 @@ def parse_engine_metrics(text: bytes) -> EngineMetrics:
     started_at = _started_at(text)
     several = sorted(by_rank.items()) if len(by_rank) > 1 else ()
     ranks = {rank: _metrics(samples, kind, started_at) for rank, samples in several}
-    return replace(_metrics(whole, kind, started_at), ranks=ranks)
+    return replace(_metrics(whole, kind, started_at), ranks=ranks, lora=parse_lora_use(text))
 
 
 def _samples(text: bytes) -> Iterator[_Sample]:

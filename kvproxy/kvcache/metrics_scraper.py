@@ -111,6 +111,9 @@ class MetricsScraper(BackgroundTask):
         self.signals.host(self._sample_host())
         reads = [self._read(cluster, engine) for cluster in self._clusters.values() for engine in cluster.engines]
         await asyncio.gather(self._read_provider(), *reads)
+        for name, cluster in self._clusters.items():
+            readings = [self.signals.reading(endpoint) for endpoint in cluster.endpoints]
+            self._indexes[name].note_kinds([reading[1].kind for reading in readings if reading is not None])
 
     def _follow(self) -> None:
         """An endpoint that left, or is another engine now, holds nothing we know of."""
@@ -133,11 +136,9 @@ class MetricsScraper(BackgroundTask):
                 await self._rank_finder.follow(cluster, engine, metrics)
         except ClientError as error:
             log.debug("[kvcache] metrics of %s: %s", engine.id, error)
-            for endpoint in cluster.of_engine(engine):
-                latest = self.signals.reading(endpoint)
-                if latest is None or latest[0] > self.signals.max_age_s:
-                    endpoint.asleep = False  # what it said last is too old to keep it out
+            self._forget_sleep(cluster, engine)
             return
+        engine.adapters.use = metrics.lora
         restarted = False
         for endpoint in cluster.of_engine(engine):
             own = metrics if endpoint.rank is None else metrics.ranks.get(endpoint.rank)
@@ -163,6 +164,13 @@ class MetricsScraper(BackgroundTask):
             self._losses.note(cluster.name, endpoint.id, LossReason.RESTARTED)
         self._size(cluster.name, endpoint, metrics)
         return restarted
+
+    def _forget_sleep(self, cluster: Cluster, engine: Engine) -> None:
+        """What it said last is too old to keep it out."""
+        for endpoint in cluster.of_engine(engine):
+            latest = self.signals.reading(endpoint)
+            if latest is None or latest[0] > self.signals.max_age_s:
+                endpoint.asleep = False
 
     def _sleep_or_wake(self, cluster: str, endpoint: Endpoint, *, asleep: bool) -> None:
         """An engine that sleeps gave its KV memory up, and takes no requests until it is woken."""

@@ -16,7 +16,7 @@ behind them, and bringing lower-tier tokens up. A greedy router stops at wait + 
 
 With an operator's `target_itl` it also costs what an answer of mean length is expected to be late by, against one
 token each `target_itl`, beside one sequence more than are in flight there (steps.py); without one nothing is learned
-of that.
+of that. A request for an adapter also costs the seconds until it is loaded there (cluster/adapters.py).
 
 What others suffer is charged in pooled seconds, so that the slow half of a mixed fleet is not starved. Computing a hot
 prefix once more is an investment and discounted. Speeds are learned (speeds.py).
@@ -140,6 +140,8 @@ class KvAware(Policy):
         if settings.target_itl is not None:
             for index, (slow, load, weight) in enumerate(zip(slowness, pool.loads, pool.weights, strict=True)):
                 costs[index] += self.steps.late_s(load.in_flight + 1, slow, settings.target_itl) / weight
+        if (more := request.adapter_s) is not None:
+            costs = [one + more.get(id_, 0.0) / w for one, id_, w in zip(costs, pool.ids, pool.weights, strict=True)]
         index = least(costs, self._rng)
         here, elsewhere = 0, 0
         if held:

@@ -21,8 +21,8 @@ from kvproxy.advise.today import Today
 from kvproxy.advise.traffic import RecordedRequest, Traffic
 from kvproxy.clients.engine_metrics import EngineKind
 from kvproxy.commands.configuration import format_problem
+from kvproxy.commands.engine_lines import describe_steps
 from kvproxy.commands.logging_setup import log_to
-from kvproxy.commands.status import describe_steps
 from kvproxy.config.changes import summarise_changes
 from kvproxy.config.cluster_schema import PolicyName
 from kvproxy.config.kvcache_schema import KvCacheSettings

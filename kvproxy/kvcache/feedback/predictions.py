@@ -36,7 +36,7 @@ class PredictionFeedback:
         lookups: LookupClient,
         clock: Clock,
     ) -> None:
-        self._bytes_per_token = state.bytes_per_token
+        self._bytes_per_token, self._counted = state.bytes_per_token, state.counted
         self._lookups = lookups
         self._clock = clock
         self._empty = EmptyLookups(clock=clock)
@@ -63,6 +63,7 @@ class PredictionFeedback:
             indexes.approximate.insert(endpoint, facts.cursor)
         if result.prompt_tokens is not None and prefilled and facts.request.continues is None:
             self._bytes_per_token.observe(facts.model, facts.prompt_bytes, result.prompt_tokens)
+            self._counted.note(facts.keys, facts.prompt_bytes, result.prompt_tokens)
         if prefilled and endpoint is not None and facts.names is not NO_NAMES and not facts.request.session_ends:
             said = result.prompt_tokens
             indexes.last_served.note(

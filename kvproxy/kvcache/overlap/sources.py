@@ -47,7 +47,7 @@ class OverlapSources:
         self._clusters = clusters
         self._engines = engines
         self._clock = clock
-        self._bytes_per_token = state.bytes_per_token
+        self._bytes_per_token, self._counted = state.bytes_per_token, state.counted
         self._own_streams = None
         if settings.kv_events and streams is None:
             streams = self._own_streams = follow_events(settings, clusters, metrics, clock)
@@ -167,7 +167,7 @@ class OverlapSources:
             rest = 0 if facts.tokens_exact else facts.prompt_bytes - facts.tokens_bytes
             prompt_tokens = len(tokens) + int(rest / bytes_per_token)
         else:
-            bytes_per_token = self._bytes_per_token.of(facts.model)
+            bytes_per_token = self._counted.ratio(facts.keys) or self._bytes_per_token.of(facts.model)
             prompt_tokens = int(facts.prompt_bytes / bytes_per_token)
         indexes, cursor, history = facts.indexes, facts.cursor, None
         if facts.request.continues is not None:

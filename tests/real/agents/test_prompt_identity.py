@@ -84,6 +84,7 @@ def respelled(kind: RequestKind, body: dict[str, Any], cch: int, choose: Callabl
             message["content"] = [{"type": "text", "text": content}]
         elif isinstance(content, list) and len(content) == 1 and content[0].get("text") and choose():
             message["content"] = content[0]["text"]
+    body["messages"] = [dict(reversed(one.items())) if choose() else one for one in body["messages"]]
     if kind is MESSAGES and isinstance(body.get("system"), list):
         body["system"].insert(0, {"type": "text", "text": HEADER.format(cch)})
     return body
