@@ -211,6 +211,7 @@ class OverlapSources:
 def _add_history(found: dict[EndpointId, Overlap], history: Served, step: int | None, prompt_tokens: int) -> None:
     """What a prompt begins with that goes on from there: only its engine has it whole. What the answer is in the next
     prompt, templates decide, so that only the prompt before counts."""
-    held, known = Overlap(history.prompt_tokens, 0, FactSource.SESSION), found.get(history.endpoint)
-    if known is None or known.tokens < held.tokens:
-        found[history.endpoint] = held if step is None else in_steps(held, step, prompt_tokens)
+    known = found.get(history.endpoint)
+    tokens = history.prompt_tokens if known is None else max(known.tokens, history.prompt_tokens)
+    held = Overlap(tokens, 0, FactSource.SESSION)
+    found[history.endpoint] = held if step is None else in_steps(held, step, prompt_tokens)
