@@ -17,7 +17,7 @@ class KvAwareSettings(Model):
     congestion: float = Field(default=0.2, ge=0, le=10)
     """Share of all those expected while the pool's mean backlog lasts that own work delays."""
     stall: float = Field(default=0.04, ge=0, le=1)
-    """What it costs each sequence in flight there, of up to 60; 0.1 goes with a constant kappa of 1."""
+    """What it costs each sequence it stalls there; 0.1 goes with a constant kappa of 1."""
     foresight: float = Field(default=0.4, ge=0, le=10)
     """How many of the endpoint's usual waits count: about as many turns as the session still has, discounted."""
     hot_discount: float = Field(default=0.25, ge=0, le=1)

@@ -1,6 +1,6 @@
 """kv_aware: the endpoint where this request costs all requests least, in seconds of prefill.
 
-    cost  = wait + own * (slowness + kappa + stall * min(in_flight, 60)) + foresight * usual_wait
+    cost  = wait + own * (slowness + kappa + stall * stalled) + foresight * usual_wait
     kappa = (crowding * bound_per_s * (wait + slowness * own / 2) + congestion * arrivals_per_s * mean_wait) / (1 - rho)
 
 `wait` is the pending prefill there, `own` the prefill this request would add: uncached tokens with the attention work
@@ -9,8 +9,9 @@ behind them, and bringing lower-tier tokens up. A greedy router stops at wait + 
 - Own work delays requests that come to the endpoint because it holds their prefix (bound_per_s), for as long as its
   backlog then takes to be over; a long prompt weighs more than its length.
 - Where every endpoint has a backlog, it delays all that come, wherever they go (mean_wait).
-- It stalls the sequences decoding there (stall), up to so many of them: in a large batch decoding is slow already, and
-  what a request saves by waiting for one endpoint is soon less than it waits.
+- It stalls the sequences decoding there (stall): up to 30 of the number that are in flight on every endpoint, and up to
+  30 of those that are more here. In a large batch decoding is slow already, and what a request saves by waiting for one
+  endpoint is soon less than it waits.
 - The session comes back to where it went, and finds what is usual there (usual_wait): others may have to leave an
   endpoint that is always busy.
 
@@ -24,6 +25,7 @@ prefix once more is an investment and discounted. Speeds are learned (speeds.py)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from random import Random
@@ -42,8 +44,9 @@ from kvproxy.types import EndpointId
 #: Work is believed to delay at most this many of those bound to the endpoint, and as many of all.
 MAX_KAPPA = 9.0
 
-#: So many sequences at most count as stalled by a prefill: with hundreds in flight nothing else would decide.
-MAX_STALLED = 60
+#: So many sequences at most count as stalled where the fewest are in flight, and so many more elsewhere: with hundreds
+#: everywhere nothing else would decide, and without the second count nothing would keep them alike.
+MAX_STALLED = 30
 
 #: A request that takes under this share of the time it would take elsewhere is bound to its endpoint.
 BOUND_BELOW = 0.5
@@ -115,9 +118,13 @@ class KvAware(Policy):
         speeds = self._speeds_of(candidates, now)
         pool, seconds, slowness = speeds.pool, speeds.seconds, speeds.slowness
         owns, held = self._own_s(facts, pool, seconds)
-        waits = []  # loops, not comprehensions: these are functions of their own to Python 3.11, with cells for names
+        waits, least_in_flight = [], math.inf
+        # Loops, not comprehensions: these are functions of their own to Python 3.11, with cells for names.
         for load, slow in zip(pool.loads, slowness, strict=True):
             waits.append(load.wait_s(seconds, slow, now))
+            if load.in_flight < least_in_flight:
+                least_in_flight = load.in_flight
+        everywhere = least_in_flight if least_in_flight < MAX_STALLED else MAX_STALLED
         arrivals = self.arrivals.estimate(pool.ids, waits, now)
         crowding, delayed, stall, foresight = 0.0, settings.kappa, settings.stall, settings.foresight
         if delayed is None:
@@ -132,10 +139,10 @@ class KvAware(Policy):
         for wait, own, slow, load, past, weight in columns:
             bound_s = crowding * past.bound_per_s * (wait + 0.5 * slow * own)
             kappa = delayed + (bound_s if bound_s < MAX_KAPPA else MAX_KAPPA)
-            stalled = load.in_flight
+            stalled = load.in_flight - least_in_flight
             if stalled > MAX_STALLED:
                 stalled = MAX_STALLED
-            cost = wait + own * (slow + stall * stalled) + own * kappa + foresight * past.usual_wait_s
+            cost = wait + own * (slow + stall * (everywhere + stalled)) + own * kappa + foresight * past.usual_wait_s
             costs.append(cost / weight)
         if settings.target_itl is not None:
             for index, (slow, load, weight) in enumerate(zip(slowness, pool.loads, pool.weights, strict=True)):

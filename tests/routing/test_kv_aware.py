@@ -53,6 +53,16 @@ def test_a_batch_that_decodes_is_disturbed_by_prefill() -> None:
     assert chosen(ask(4000), candidates) == "e1"
 
 
+def test_large_batches_are_kept_alike() -> None:
+    """With hundreds decoding everywhere the one with fewer is still taken, and the rest of the price is as with few."""
+    candidates = fleet(2)
+    decode(candidates[0], tokens=500, times=230)
+    decode(candidates[1], tokens=500, times=220)
+    costs = policy().choose(ask(4000), candidates, 0.0).costs
+    own_s = seconds_of(features_of(4000, 0), SpeedModel().seconds)
+    assert costs == pytest.approx([own_s * (2.0 + 0.1 * 40), own_s * (2.0 + 0.1 * 30)])
+
+
 def test_replicating_a_hot_prefix_is_an_investment() -> None:
     """The same queue drives a hot prefix to a second endpoint, and a cold one not."""
     candidates = fleet(2)
