@@ -9,15 +9,15 @@ behind them, and bringing lower-tier tokens up. A greedy router stops at wait + 
 - Own work delays requests that come to the endpoint because it holds their prefix (bound_per_s), for as long as its
   backlog then takes to be over; a long prompt weighs more than its length.
 - Where every endpoint has a backlog, it delays all that come, wherever they go (mean_wait).
-- It stalls the sequences decoding there (stall): up to 30 of the number that are in flight on every endpoint, and up to
-  30 of those that are more here. In a large batch decoding is slow already, and what a request saves by waiting for one
+- It stalls the sequences decoding there (stall): up to 60 of the number that are in flight on every endpoint, and up to
+  60 of those that are more here. In a large batch decoding is slow already, and what a request saves by waiting for one
   endpoint is soon less than it waits.
 - The session comes back to where it went, and finds what is usual there (usual_wait): others may have to leave an
   endpoint that is always busy.
 
-With an operator's `target_itl` it also costs what an answer of mean length is expected to be late by, against one
-token each `target_itl`, beside one sequence more than are in flight there (steps.py); without one nothing is learned
-of that.
+With an operator's `target_itl` it also costs a share of what all answers there end late by for it: one sequence more
+makes every step longer, those over the target count (steps.py), and the prefill holds up every sequence under way.
+Without one nothing is learned of that.
 
 What others suffer is charged in pooled seconds, so that the slow half of a mixed fleet is not starved. Computing a hot
 prefix once more is an investment and discounted. Speeds are learned (speeds.py).
@@ -46,7 +46,10 @@ MAX_KAPPA = 9.0
 
 #: So many sequences at most count as stalled where the fewest are in flight, and so many more elsewhere: with hundreds
 #: everywhere nothing else would decide, and without the second count nothing would keep them alike.
-MAX_STALLED = 30
+MAX_STALLED = 60
+
+#: Where there is a target for the time between tokens, what a second costs that an answer ends late by.
+LATENESS = 0.1
 
 #: A request that takes under this share of the time it would take elsewhere is bound to its endpoint.
 BOUND_BELOW = 0.5
@@ -145,8 +148,10 @@ class KvAware(Policy):
             cost = wait + own * (slow + stall * (everywhere + stalled)) + own * kappa + foresight * past.usual_wait_s
             costs.append(cost / weight)
         if settings.target_itl is not None:
-            for index, (slow, load, weight) in enumerate(zip(slowness, pool.loads, pool.weights, strict=True)):
-                costs[index] += self.steps.late_s(load.in_flight + 1, slow, settings.target_itl) / weight
+            loaded = enumerate(zip(owns, slowness, pool.loads, pool.weights, strict=True))
+            for index, (own, slow, load, weight) in loaded:
+                late_s = self.steps.late_s(load.in_flight, slow, settings.target_itl) + slow * own * load.in_flight
+                costs[index] += LATENESS * late_s / weight
         index = least(costs, self._rng)
         here, elsewhere = 0, 0
         if held:

@@ -60,7 +60,7 @@ def test_large_batches_are_kept_alike() -> None:
     decode(candidates[1], tokens=500, times=220)
     costs = policy().choose(ask(4000), candidates, 0.0).costs
     own_s = seconds_of(features_of(4000, 0), SpeedModel().seconds)
-    assert costs == pytest.approx([own_s * (2.0 + 0.1 * 40), own_s * (2.0 + 0.1 * 30)])
+    assert costs == pytest.approx([own_s * (2.0 + 0.1 * 70), own_s * (2.0 + 0.1 * 60)])
 
 
 def test_replicating_a_hot_prefix_is_an_investment() -> None:
