@@ -54,6 +54,8 @@ FAULTS: tuple[dict[str, Any], ...] = (
 FAULT_EVERY_S = 7.0
 SAMPLE_EVERY_S = 15.0
 SETTLE_S = 45.0
+#: How long nothing runs before memory is looked at for the last time: a quiet process trims its heap once a minute.
+REST_S = 90.0
 #: Counters that tell what the proxy did about the faults.
 TOLD = re.compile(
     r"^kvproxy_(local_replies|retries|retries_refused|attempt_failures|request_ends|kv_event_batches)_total\{"
@@ -93,6 +95,7 @@ class Soak:
     answers: Counter[str] = field(default_factory=Counter)
     faults: int = 0
     samples: list[Sample] = field(default_factory=list)
+    rested: list[Sample] = field(default_factory=list)
     counters: dict[str, float] = field(default_factory=dict)
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
@@ -306,7 +309,7 @@ async def _faults(client: httpx.AsyncClient, port: int, faults: dict[str, Any]) 
         await client.post(f"http://127.0.0.1:{port}/sim/faults", json={"reset": True, **faults})
 
 
-async def watch(soak: Soak, until: float) -> None:
+async def watch(soak: Soak, until: float, samples: list[Sample]) -> None:
     """Memory, what the proxy says it holds of that, descriptors and threads."""
     process, began = psutil.Process(soak.processes["proxy"].pid), time.monotonic()
     async with httpx.AsyncClient(timeout=10) as client:
@@ -314,7 +317,7 @@ async def watch(soak: Soak, until: float) -> None:
             await asyncio.sleep(SAMPLE_EVERY_S)
             page = (await client.get(f"http://127.0.0.1:{soak.admin}/metrics")).text
             held = sum(float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if HELD.match(line))
-            soak.samples.append(
+            samples.append(
                 Sample(
                     (time.monotonic() - began) / 60,
                     process.memory_info().rss / 1e6,
@@ -356,8 +359,10 @@ async def run(soak: Soak, minutes: float) -> dict[str, float]:
     """The whole soak; gauges that were left over."""
     await wait_ready(soak)
     until = time.monotonic() + 60 * minutes
-    await asyncio.gather(load(soak, until), disturb(soak, until), watch(soak, until))
-    return await left_over(soak)
+    await asyncio.gather(load(soak, until), disturb(soak, until), watch(soak, until, soak.samples))
+    left = await left_over(soak)
+    await watch(soak, time.monotonic() + REST_S, soak.rested)
+    return left
 
 
 def quarters(samples: list[Sample]) -> list[float]:
@@ -376,9 +381,11 @@ def report(soak: Soak, left: dict[str, float], about: dict[str, str]) -> str:
         "",
         "## The process",
         "",
-        f"Median MB of each quarter of the run: {medians}. Held: what its own metrics say",
+        f"Median MB of each quarter of the run: {medians}.",
+        f"At rest, {REST_S:g} s after the last request: {soak.rested[-1].rss_mb:.0f} MB.",
+        "Held: what its own metrics say that indexes, token memory and request bodies take of it.",
+        "",
     ]
-    lines += ["that indexes, token memory and request bodies take of it.", ""]
     lines += ["| minute | MB | held | descriptors | threads | exchanges |", "|---|---|---|---|---|---|"]
     step = max(1, len(soak.samples) // 30)
     lines += [

@@ -97,7 +97,7 @@ def _lenient_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _admin_options(parser: argparse.ArgumentParser) -> None:
+def _admin_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8889", help="its admin listener (default %(default)s)")
     parser.add_argument("--token-file", metavar="FILE", help="file with the admin token (else $KVPROXY_ADMIN_TOKEN)")
 
@@ -154,6 +154,10 @@ def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
     doctor.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     doctor.add_argument("--strict", action="store_true", help="exit with 2 when there are only warnings")
     doctor.add_argument("-v", "--verbose", action="store_true", help="list the checks that passed, too")
+    traffic = doctor.add_argument_group("traffic", "instead of the visit: what breaks the prefixes of sessions that "
+                                        "return, from a running proxy, or from --receipts")  # fmt: skip
+    traffic.add_argument("--traffic", action="store_true", help="by cause, client and tenant, with what it cost")
+    _admin_options(traffic)
     advise = doctor.add_argument_group("advice", "instead of the visit: which settings would help the traffic that "
                                        "receipts recorded; nothing is changed")  # fmt: skip
     advise.add_argument(

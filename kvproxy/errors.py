@@ -9,7 +9,7 @@
       UnsafeRequest        the request cannot be framed: answered with 400, no endpoint is to blame
       BreakerOpen          a breaker refused the call
       ClientError          a call to a helper API failed: costs a fact or an action, never a request
-        ClientTimeout, ClientUnavailable, BadResponse, TooManyWaiting,
+        ClientTimeout, ClientUnavailable, BadResponse, WrongTokens, TooManyWaiting,
         Refused (InstanceBusy, UnknownInstance, NotSupported)
 
 `reason` is a closed set: a metric label, and the `code` of the OpenAI error object the client gets.
@@ -173,6 +173,12 @@ class BadResponse(ClientError):
     """An answer that is not what this API sends: wrong shape, not JSON, over the bound."""
 
     reason = "bad_response"
+
+
+class WrongTokens(ClientError):
+    """Token ids of a prompt that cannot be those which the engine computed: it counted another number."""
+
+    reason = "wrong_tokens"
 
 
 class TooManyWaiting(ClientError):

@@ -93,6 +93,10 @@ class Prompt(msgspec.Struct, frozen=True):
         return len(self.shape) + sum(map(len, self.parts)) + self.unread_bytes
 
 
+#: Of a prompt's first part, what hashing policies go by.
+_HEAD_BYTES = 1024
+
+
 class InferenceRequest(msgspec.Struct, frozen=True):
     """One parsed inference request; the raw body beside it is what goes upstream, unchanged."""
 
@@ -101,5 +105,23 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     prompt: Prompt
     stream: bool = False
     max_tokens: int | None = None
-    session_key: str | None = None
+    session_key: str | None = None  # of the conversation; long ones as a digest
     cache_salt: str | None = None
+    client: str = ""  # kind of client, one of `request.session.CLIENTS`; "": unknown
+    parent_session: str | None = None  # key of the session that this one, a sub-agent's or a fork, comes from
+    session_ends: bool = False  # nothing more comes of the session
+    cache_group: str | None = None  # of `prompt_cache_key`: requests that share prefixes, often of many sessions
+    continues: str | None = None  # id of the response, or conversation, that comes before this prompt
+    continuable: bool = False  # another request may go on from its response by that one's id
+
+    @property
+    def head(self) -> bytes:
+        """How prompts that share a prefix begin: the cache group and the first message's beginning; b"" of none."""
+        parts, group = self.prompt.parts, self.cache_group
+        start = parts[0][:_HEAD_BYTES] if parts else b""
+        return start if group is None else group.encode("utf-8", "surrogatepass") + b"\0" + start
+
+    @property
+    def affinity_key(self) -> str | None:
+        """What sticky policies go by: a sub-agent or a fork goes where the session goes that it was made from."""
+        return self.parent_session or self.session_key

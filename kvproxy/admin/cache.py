@@ -1,4 +1,4 @@
-"""The cache's side: sources and indexes, hot prefixes, leases. Hashes only, never a prompt."""
+"""The cache's side: sources and indexes, hot prefixes, leases, what breaks prefixes. Hashes only, never a prompt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvproxy.admin.operated import AdminTarget, OperatorFinding
 from kvproxy.admin.replies import RequestRefused, read_limit, reply
 from kvproxy.errors import Problem
 from kvproxy.kvcache.service import KvCache
-from kvproxy.kvcache.status import cache_status, hot_prefixes, leases
+from kvproxy.kvcache.status import cache_status, hot_prefixes, leases, prefix_breaks
 
 MAX_LIMIT = 1000
 
@@ -30,6 +30,7 @@ class CacheRoutes:
             Route("/cache/status", self._status, methods=["GET"]),
             Route("/cache/hot", self._hot, methods=["GET"]),
             Route("/cache/leases", self._leases, methods=["GET"]),
+            Route("/cache/breaks", self._breaks, methods=["GET"]),
         ]
 
     async def _status(self, request: Request) -> Response:
@@ -56,6 +57,9 @@ class CacheRoutes:
 
     async def _leases(self, request: Request) -> Response:
         return reply({"leases": leases(self._service(), self._operated.clock())})
+
+    async def _breaks(self, request: Request) -> Response:
+        return reply(prefix_breaks(self._service(), self._operated.clock()))
 
     def _alarms(self) -> Sequence[OperatorFinding]:
         return self._service().state.predictions.alarms()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -64,7 +65,7 @@ class EndpointRoutes:
         body = await read_json_object(request)
         cluster = self._cluster(body.pop("cluster", None))
         endpoint = _decoded(body)
-        if cluster.endpoint(EndpointId(endpoint.id)) is not None:
+        if cluster.named(EndpointId(endpoint.id)):
             raise RequestRefused(
                 409, Problem("id", f"{cluster.name} has an endpoint {endpoint.id!r}", "remove it first")
             )
@@ -75,16 +76,17 @@ class EndpointRoutes:
 
     async def _drain(self, request: Request) -> Response:
         await read_json_object(request, optional=True)
-        cluster, endpoint = self._endpoint(request)
+        cluster, name, endpoints = self._named(request)
         draining = not request.url.path.endswith("/undrain")
-        before, endpoint.draining = endpoint.draining, draining
+        before = all(endpoint.draining for endpoint in endpoints)
+        cluster.drain(name, draining=draining)
         action = "endpoint.drain" if draining else "endpoint.undrain"
-        self._audit.write_line(request, action, cluster=cluster.name, endpoint=endpoint.id, was_draining=before)
-        return self._status_of(cluster, endpoint.id)
+        self._audit.write_line(request, action, cluster=cluster.name, endpoint=name, was_draining=before)
+        return self._status_of(cluster, name)
 
     async def _weight(self, request: Request) -> Response:
         body = await read_json_object(request)
-        cluster, endpoint = self._endpoint(request)
+        cluster, name, endpoints = self._named(request)
         unknown = [Problem(key, "unknown key", spelling_hint(key, ["weight"])) for key in body if key != "weight"]
         weight = body.get("weight")
         if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 < weight <= 1000:
@@ -92,21 +94,19 @@ class EndpointRoutes:
         if unknown:
             raise RequestRefused(422, *unknown)
         assert isinstance(weight, int | float)
-        before = endpoint.configured_weight
-        cluster.reweight(endpoint.id, float(weight))
-        where = {"cluster": cluster.name, "endpoint": endpoint.id}
+        before = endpoints[0].configured_weight
+        cluster.reweight(name, float(weight))
+        where = {"cluster": cluster.name, "endpoint": name}
         self._audit.write_line(request, "endpoint.weight", **where, before=before, after=float(weight))
-        return self._status_of(cluster, endpoint.id)
+        return self._status_of(cluster, name)
 
     async def _remove(self, request: Request) -> Response:
         await read_json_object(request, optional=True)
-        cluster, endpoint = self._endpoint(request)
-        in_flight = endpoint.load.in_flight
-        cluster.remove(endpoint.id)
-        self._audit.write_line(
-            request, "endpoint.remove", cluster=cluster.name, endpoint=endpoint.id, in_flight=in_flight
-        )
-        return reply({"removed": endpoint.id, "cluster": cluster.name, "in_flight": in_flight})
+        cluster, name, endpoints = self._named(request)
+        in_flight = sum(endpoint.load.in_flight for endpoint in endpoints)
+        cluster.remove(name)
+        self._audit.write_line(request, "endpoint.remove", cluster=cluster.name, endpoint=name, in_flight=in_flight)
+        return reply({"removed": name, "cluster": cluster.name, "in_flight": in_flight})
 
     def _cluster(self, name: Any) -> Cluster:
         """The named cluster, or the only one; RequestRefused when there is none."""
@@ -121,19 +121,23 @@ class EndpointRoutes:
             )
         return cluster
 
-    def _endpoint(self, request: Request) -> tuple[Cluster, Endpoint]:
+    def _named(self, request: Request) -> tuple[Cluster, EndpointId, Sequence[Endpoint]]:
+        """What the path names: an endpoint, or the engine of several, one a data-parallel rank."""
         cluster = self._cluster(request.path_params["cluster"])
-        name = request.path_params["id"]
-        endpoint = cluster.endpoint(EndpointId(name))
-        if endpoint is None:
+        name = EndpointId(request.path_params["id"])
+        endpoints = cluster.named(name)
+        if not endpoints:
             known = spelling_hint(name, [each.id for each in cluster.endpoints])
             raise RequestRefused(404, Problem("id", f"{cluster.name} has no endpoint {name[:128]!r}", known))
-        return cluster, endpoint
+        return cluster, name, endpoints
 
     def _status_of(self, cluster: Cluster, name: str, status: int = 200) -> Response:
-        endpoint = cluster.endpoint(EndpointId(name))
-        assert endpoint is not None
-        return reply(describe_endpoint(self._operated, cluster.name, endpoint), status)
+        endpoints = cluster.named(EndpointId(name))
+        described = [describe_endpoint(self._operated, cluster.name, each) for each in endpoints]
+        if [each.id for each in endpoints] == [name]:
+            return reply(described[0], status)
+        in_flight = sum(endpoint.load.in_flight for endpoint in endpoints)
+        return reply({"id": name, "in_flight": in_flight, "ranks": described}, status)
 
 
 def _decoded(body: dict[str, Any]) -> EndpointSettings:

@@ -30,18 +30,19 @@ from kvproxy.admin.troubles import (
 from kvproxy.cluster.endpoint import Condition
 from kvproxy.config.schema import ListenerSettings
 from kvproxy.errors import Problem
-from kvproxy.kvcache.status import hot_prefixes, leases, running_jobs
+from kvproxy.kvcache.service import KvCache
+from kvproxy.kvcache.status import hot_prefixes, leases, prefix_breaks, running_jobs
 from kvproxy.request.exchange import FAILED
 from kvproxy.request.recent import Tally
 
-_SCRIPTS = ("page", "parts", "table", "charts", "endpoints", "decisions", "advice")
+_SCRIPTS = ("page", "parts", "table", "charts", "endpoints", "decisions", "breaks", "advice")
 FILES = {
     "/": ("page.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     **{f"/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8") for name in _SCRIPTS},
 }
 DECISIONS = 15
-HOT = 8
+HOT, CAUSES = 8, 8
 #: Viewers within this time share one answer, and the search for hot prefixes is repeated no more often than that.
 SHARED_S, HOT_AGAIN_S = 0.5, 5.0
 #: What `?span=` may ask for: five minutes by the second, or an hour by ten.
@@ -166,7 +167,16 @@ class LiveView:
             "leases": len(leases(kvcache, now)),
             "breakers": kvcache.breakers.states(),
             "hot": self._hot,
+            "breaks": self._breaks(kvcache, now),
         }
+
+    @staticmethod
+    def _breaks(kvcache: KvCache, now: float) -> dict[str, object]:
+        """What breaks prefixes, without the single breaks."""
+        found = prefix_breaks(kvcache, now)
+        causes = found["causes"]
+        assert isinstance(causes, list)
+        return {"returned": found["returned"], "causes": causes[:CAUSES]}
 
     async def _refresh_hot(self, now: float) -> None:
         kvcache = self._operated.kvcache

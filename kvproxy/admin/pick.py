@@ -16,12 +16,11 @@ from kvproxy.cluster.routes import RouteTarget
 from kvproxy.cluster.screening import Refusal
 from kvproxy.errors import Problem
 from kvproxy.filters.kvcache import prefers
+from kvproxy.forward.headers import RANK_HEADER
 from kvproxy.kvcache.overlap.facts import RequestFacts
 from kvproxy.routing.policy import NO_FACTS, OverlapFacts, PickRequest
 from kvproxy.routing.selector import Decision
 from kvproxy.types import InferenceRequest
-
-_PROMPT_HEAD_BYTES = 1024
 
 
 class PickRoutes:
@@ -79,15 +78,15 @@ class PickRoutes:
     def _pick_request(
         self, question: Question, inference: InferenceRequest, target: RouteTarget, facts: RequestFacts | None
     ) -> PickRequest:
-        service, parts = self._operated.kvcache, inference.prompt.parts
+        service = self._operated.kvcache
         prefer = service is not None and prefers(service.settings, target.cluster.settings.policy)
         return PickRequest(
             model=target.upstream_model or inference.model,
-            session_key=inference.session_key,
+            session_key=inference.affinity_key,
             facts=NO_FACTS if facts is None else facts.overlaps,
             preferred=facts.preferred if prefer and facts is not None and not question.policy else None,
             streams=question.first_token,
-            prompt_head=parts[0][:_PROMPT_HEAD_BYTES] if parts else b"",
+            prompt_head=inference.head,
             policy=question.policy,
         )
 
@@ -134,6 +133,7 @@ def _shown(decision: Decision[Endpoint], cluster: Cluster) -> dict[str, object]:
         "cluster": cluster.name,
         "endpoint": endpoint.id,
         "url": str(endpoint.origin),
+        "headers": _headers(endpoint),
         "model": request.model,
         "policy": decision.policy,
         "reason": decision.reason,
@@ -144,6 +144,11 @@ def _shown(decision: Decision[Endpoint], cluster: Cluster) -> dict[str, object]:
         ],
         "reservation": None,
     }
+
+
+def _headers(endpoint: Endpoint) -> dict[str, str]:
+    """What the request has to carry to be served there: the data-parallel rank, where that is what was chosen."""
+    return {} if endpoint.rank is None else {RANK_HEADER.decode(): str(endpoint.engine.ranks.number(endpoint.rank))}
 
 
 def _candidate(endpoint: Endpoint, facts: OverlapFacts, cost: float | None) -> dict[str, object]:

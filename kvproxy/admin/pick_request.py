@@ -16,6 +16,7 @@ from kvproxy.errors import Problem
 from kvproxy.filters.inference_request import KIND_OF_PATH
 from kvproxy.json_scan import MAX_DECODED_BYTES, Edit, Unreadable, apply_edits, find_members, run_in_turns
 from kvproxy.request.parse import read_body
+from kvproxy.request.session import Caller, Session, bounded_key
 from kvproxy.request.usage import MAX_COUNT
 from kvproxy.types import InferenceRequest
 
@@ -29,7 +30,7 @@ class Question(msgspec.Struct, forbid_unknown_fields=True):
 
     request: msgspec.Raw
     path: str = DEFAULT_PATH
-    session: str = ""  # as the x-session-id header
+    session: str = ""  # its key; before whatever the body says
     policy: str = ""  # one of the cluster's client_policies
     reserve: bool = False
     lease_s: float = DEFAULT_LEASE_S
@@ -56,7 +57,8 @@ async def parse_question(request: Request, *, most_bytes: int) -> tuple[Question
         raise RequestRefused(
             422, Problem("lease_s", "not a possible lease", f"allowed: more than 0, at most {MAX_LEASE_S:g}")
         )
-    inference = await read_body(kind, body, session=question.session, pace=asyncio.Lock())
+    session = Session(bounded_key(question.session)) if question.session else None
+    inference = await read_body(kind, body, caller=Caller(session), pace=asyncio.Lock())
     if inference is None:
         raise RequestRefused(422, Problem("request", "not a body of this path", "what the engine would be sent"))
     return question, body, inference

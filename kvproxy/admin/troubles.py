@@ -13,6 +13,8 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.engine_priority import PriorityState
 from kvproxy.config.priority_schema import EnginePriorityMode
+from kvproxy.kvcache.feedback.cache_losses import LossReason
+from kvproxy.kvcache.feedback.missed_reuse import WINDOW, MissedReuse
 from kvproxy.kvcache.overlap.kv_event_streams import EventStreams
 from kvproxy.request.exchange import FAILED
 from kvproxy.request.recent import Tally
@@ -33,6 +35,14 @@ DOWN = frozenset({Condition.UNHEALTHY, Condition.EJECTED, Condition.BREAKER_OPEN
 #: A share of failed requests from here on is a finding (and so many of them), and from there on a problem. The alert
 #: KvproxyErrors has the first of them too.
 FAILED_SHARE, FAILED_LEAST, FAILED_MOST = 0.05, 3, 0.5
+#: A loss of a cache explains what follows for so long.
+_LOSS_SHOWN_S = 600.0
+_LOST = {
+    LossReason.RESTARTED: "restarted",
+    LossReason.CLEARED: "dropped its cache (its KV events say so)",
+    LossReason.FORGOT: "lost its cache (it reused nothing of what it was sent just then)",
+    LossReason.ASLEEP: "gave its cache up when it was put to sleep",
+}
 #: Streams of KV events connect, and fall behind, for a moment in all innocence.
 _STREAM_PATIENCE_S = 10.0
 #: Named one by one; of more in a cluster there is one finding.
@@ -123,6 +133,14 @@ class Troubles:
             yield _source(("outage", outage.operation), "kvcache", what, "is it up? `kvproxy doctor` asks it")
         for name, cluster in self._operated.clusters.items():
             yield from _streams(kvcache.overlap.streams, name, cluster, now)
+            yield from _asleep(name, cluster, now)
+            for one in kvcache.overlap.indexes[name].missed.raised():
+                yield _disbelieved(name, one)
+            for endpoint in cluster.endpoints:
+                loss = kvcache.state.losses.latest(name, endpoint.id)
+                if loss is not None and loss.age_s <= _LOSS_SHOWN_S and not endpoint.asleep:
+                    where = f"{name}/{endpoint.id}"
+                    yield Trouble(("loss", name, str(endpoint.id)), Rank.REST, "note", where, _LOST[loss.reason])
 
     def _rest(self) -> Iterator[Trouble]:
         kvcache = self._operated.kvcache
@@ -191,6 +209,24 @@ def _streams(streams: EventStreams | None, name: str, cluster: Cluster, now: flo
     if len(broken) > _NAMED:
         what = f"KV events of {len(broken)} endpoints ({_names([one for one, _ in broken])}): {broken[0][1]}; {effect}"
         yield _source(("stream", name), name, what, fix, patience_s=_STREAM_PATIENCE_S)
+
+
+def _asleep(name: str, cluster: Cluster, now: float) -> Iterator[Trouble]:
+    sleeping = [one for one in cluster.endpoints if one.condition(now) is Condition.ASLEEP]
+    if sleeping:
+        verb, whose = ("sleeps", "its") if len(sleeping) == 1 else ("sleep", "their")
+        what = f"{_names(sleeping)} {verb}, as {whose} own metrics say: left out"
+        fix = "wake it (`POST /wake_up`), or take it out of the configuration"
+        yield _source(("asleep", name), name, what, fix)
+
+
+def _disbelieved(name: str, one: MissedReuse) -> Trouble:
+    what = (
+        f"its KV events announce less than it reuses ({one.announced_tokens:,} of {one.reused_tokens:,} tokens; "
+        f"{one.count} of the last {WINDOW}): what was routed there counts instead"
+    )
+    fix = "it may name blocks in a way that is not understood, or see other prompts: `kvproxy doctor` listens to it"
+    return _source(("missed", name, str(one.endpoint)), f"{name}/{one.endpoint}", what, fix)
 
 
 def _failing(minute: Tally) -> Iterator[Trouble]:

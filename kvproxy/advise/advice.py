@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvproxy.advise.engines import EngineKind
+from kvproxy.clients.engine_metrics import EngineKind
 from kvproxy.doctor.checks.kv_events import EVENTS_FLAG
 
 

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvproxy.advise.advice import Setting
-from kvproxy.advise.engines import EngineKind, EngineSettingsSeen
+from kvproxy.advise.engines import EngineSettingsSeen
 from kvproxy.advise.known import more_memory, more_sequences, order_config, spelled
 from kvproxy.advise.occupancy import Occupancy
 from kvproxy.advise.recording import BLOCK_TOKENS
 from kvproxy.advise.today import Today
+from kvproxy.clients.engine_metrics import EngineKind
 from kvproxy.config.cluster_schema import PolicyName
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.replay.scenario import PolicySpec

@@ -6,31 +6,20 @@ import asyncio
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 
-import msgspec
-
-from kvproxy.clients.engine_metrics import EngineMetrics, parse_engine_metrics
+from kvproxy.clients.engine_metrics import EngineKind, EngineMetrics, parse_engine_metrics
+from kvproxy.clients.sglang import SglangInfo
 from kvproxy.config.schema import Config
 from kvproxy.doctor.deployment import survey_deployment
 from kvproxy.doctor.engine import EngineFacts
 from kvproxy.doctor.tools import Tools
 from kvproxy.errors import ClientError, NotSupported
-from kvproxy.types import EndpointId
+from kvproxy.types import EndpointId, RequestKind
 
 _LABEL = re.compile(rb'(\w+)="([^"]*)"')
 #: So many steps of a size are no accident.
 _STEPS = 20
-_MAX_INFO_BYTES = 4 << 20
 _PROBE = b'{"messages": [{"role": "user", "content": "x"}]}'
-
-
-class EngineKind(StrEnum):
-    """How an engine's flags are spelled."""
-
-    VLLM = "vLLM"
-    SGLANG = "SGLang"
-    UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +61,7 @@ async def _ask(engine: EngineFacts) -> EngineSettingsSeen:
     except ClientError as error:
         return EngineSettingsSeen(id_, engine.cluster, error=str(error))
     metrics = parse_engine_metrics(text)
-    if b"\nsglang:" in text:
+    if metrics.kind is EngineKind.SGLANG:
         return await _sglang(engine, metrics)
     labels = _cache_labels(text)
     share, offload = labels.get("gpu_memory_utilization", ""), labels.get("kv_offloading_size")
@@ -81,7 +70,7 @@ async def _ask(engine: EngineFacts) -> EngineSettingsSeen:
     return EngineSettingsSeen(
         id_,
         engine.cluster,
-        EngineKind.VLLM if b"\nvllm:" in text else EngineKind.UNKNOWN,
+        metrics.kind,
         version=await _version(engine),
         capacity_tokens=None if cache is None else cache.capacity_tokens,
         block_tokens=None if cache is None else cache.block_tokens,
@@ -115,7 +104,7 @@ async def _events(engine: EngineFacts) -> tuple[bool | None, bool | None]:
 
 async def _renders(engine: EngineFacts) -> bool | None:
     try:
-        await engine.vllm.render_chat((await engine.choose_model()).id, _PROBE)
+        await engine.vllm.render(RequestKind.CHAT, (await engine.choose_model()).id, _PROBE)
     except NotSupported:
         return False
     except ClientError:
@@ -155,33 +144,12 @@ def _sum(text: bytes, name: bytes) -> int | None:
         return None
 
 
-class _ServerInfo(msgspec.Struct):
-    """Of SGLang's `/server_info` (its arguments, flat), what is looked at."""
-
-    max_running_requests: int | None = None
-    chunked_prefill_size: int | None = None
-    page_size: int | None = None
-    max_total_num_tokens: int | None = None
-    mem_fraction_static: float | None = None
-    enable_priority_scheduling: bool | None = None
-    enable_cache_report: bool | None = None
-    enable_hierarchical_cache: bool | None = None
-    disable_radix_cache: bool | None = None
-    kv_events_config: str | None = None
-    version: str = ""
-
-
 async def _sglang(engine: EngineFacts, metrics: EngineMetrics) -> EngineSettingsSeen:
-    info = _ServerInfo()
-    for path in ("/server_info", "/get_server_info"):
-        try:
-            info = await engine.api.get(
-                path, _ServerInfo, timeout_s=engine.tools.timeouts.exchange_s, max_bytes=_MAX_INFO_BYTES
-            )
-            break
-        except ClientError:
-            continue
-    chunk = info.chunked_prefill_size
+    try:
+        info = await engine.vllm.sglang_info()
+    except ClientError:
+        info = SglangInfo()
+    chunk, sources = info.chunked_prefill_size, info.event_sources(host=engine.origin.host)
     return EngineSettingsSeen(
         EndpointId(engine.endpoint.id),
         engine.cluster,
@@ -196,8 +164,8 @@ async def _sglang(engine: EngineFacts, metrics: EngineMetrics) -> EngineSettings
         sequences=info.max_running_requests,
         by_priority=info.enable_priority_scheduling,
         cache_report=info.enable_cache_report,
-        publishes=None if info.version == "" else bool(info.kv_events_config),
-        replays=None if not info.kv_events_config else "replay_endpoint" in info.kv_events_config,
+        publishes=None if info.page_size is None else bool(sources),
+        replays=all(source.replay_endpoint for source in sources) if sources else None,
         metrics=metrics,
     )
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from statistics import median
 
 from kvproxy.advise.advice import Advice, Setting, spell_flag
-from kvproxy.advise.engines import EngineKind, EngineSettingsSeen
+from kvproxy.advise.engines import EngineSettingsSeen
 from kvproxy.advise.occupancy import NOT_MEASURED, Occupancy
 from kvproxy.advise.traffic import Traffic
+from kvproxy.clients.engine_metrics import EngineKind
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.types import EndpointId
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 import httpx
@@ -29,6 +30,8 @@ MAX_ERROR_BYTES = 64 * 1024
 
 #: Objects and lists of an answer: to make so many takes some milliseconds, however small they are.
 MAX_VALUES = 16_384
+
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 _TIMEOUTS = (TimeoutError, httpx.TimeoutException, ConnectTimeout, FirstByteTimeout, IdleTimeout)
 
@@ -60,10 +63,19 @@ class Api:
         return httpx.URL(self._base)
 
     async def call(
-        self, method: str, path: str, *, timeout_s: float, body: bytes | None = None, max_bytes: int = 1 << 20
+        self,
+        method: str,
+        path: str,
+        *,
+        timeout_s: float,
+        body: bytes | None = None,
+        max_bytes: int = 1 << 20,
+        further: Mapping[str, str] = NO_HEADERS,
     ) -> bytes:
-        """The body of a 2xx answer; raises ClientError for everything else. Cancellation passes through."""
-        headers = self._headers if body is None else {**self._headers, "content-type": "application/json"}
+        """The body of a 2xx answer, to a request with `further` headers; raises ClientError for everything else.
+        Cancellation passes through."""
+        json_type = {} if body is None else {"content-type": "application/json"}
+        headers = {**self._headers, **json_type, **further}
         try:
             async with (
                 asyncio.timeout(timeout_s),
@@ -83,10 +95,19 @@ class Api:
         """The decoded answer of a GET."""
         return self.decode(await self.call("GET", path, timeout_s=timeout_s, max_bytes=max_bytes), answer, path)
 
-    async def post(self, path: str, body: Any, answer: type[T], *, timeout_s: float, max_bytes: int = 1 << 20) -> T:
+    async def post(
+        self,
+        path: str,
+        body: Any,
+        answer: type[T],
+        *,
+        timeout_s: float,
+        max_bytes: int = 1 << 20,
+        further: Mapping[str, str] = NO_HEADERS,
+    ) -> T:
         """The decoded answer of a POST; `body` is raw JSON bytes or something to encode."""
         raw = body if isinstance(body, bytes) else msgspec.json.encode(body)
-        reply = await self.call("POST", path, timeout_s=timeout_s, body=raw, max_bytes=max_bytes)
+        reply = await self.call("POST", path, timeout_s=timeout_s, body=raw, max_bytes=max_bytes, further=further)
         return self.decode(reply, answer, path)
 
     def decode(self, raw: bytes, answer: type[T], path: str, *, max_values: int = MAX_VALUES) -> T:

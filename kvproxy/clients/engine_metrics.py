@@ -1,16 +1,18 @@
-"""What engines say of their load: `/metrics` (vLLM or SGLang, 50 kB in one quick pass) and the ORCA header. Pure."""
+"""What engines say of their load: `/metrics`, vLLM's or SGLang's, 50 kB in one quick pass. Pure."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-
-import msgspec
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import NamedTuple
 
 _VLLM_PREFIX = b"vllm:"
 _CACHE_CONFIG = b"cache_config_info"
+#: 0 while the engine sleeps, at whichever level.
+_SLEEP, _AWAKE = b"engine_sleep_state", b'sleep_state="awake"'
 
 #: Field of EngineMetrics -> names in order of preference; a version may show several of them, only the first counts.
 _NAMES: dict[str, tuple[bytes, ...]] = {
@@ -36,11 +38,15 @@ _NAMES: dict[str, tuple[bytes, ...]] = {
     "prefills": (b"request_prefill_time_seconds_count",),
     "prefill_s": (b"request_prefill_time_seconds_sum",),
     "prefill_tokens": (b"request_prefill_kv_computed_tokens_sum",),
+    "awake": (_SLEEP,),
+    "page_tokens": (b"page_size",),
+    "pages": (b"num_pages",),
+    "room_tokens": (b"max_total_num_tokens",),
 }
 _WANTED = frozenset(name for names in _NAMES.values() for name in names) | {_CACHE_CONFIG}
 
-#: SGLang's name, or its name with a label's value -> vLLM's name of the same thing. Long prompts are prefilled in
-#: chunks: each is a stage of its own, and only the last one counts as a prefill.
+#: SGLang's name, or its name with a label's value -> vLLM's name of the same thing (or its own, where vLLM has none).
+#: Long prompts are prefilled in chunks: each is a stage of its own, and only the last one counts as a prefill.
 _SGLANG_PREFIX = b"sglang:"
 _SGLANG: dict[bytes, bytes] = {
     b"token_usage": b"kv_cache_usage_perc",
@@ -52,18 +58,43 @@ _SGLANG: dict[bytes, bytes] = {
     b"per_stage_req_latency_seconds_count prefill_forward": b"request_prefill_time_seconds_count",
     b"per_stage_req_latency_seconds_sum prefill_forward": b"request_prefill_time_seconds_sum",
     b"per_stage_req_latency_seconds_sum chunked_prefill": b"request_prefill_time_seconds_sum",
+    b"realtime_tokens_total prefill_compute": b"request_prefill_kv_computed_tokens_sum",
+    b"page_size": b"page_size",
+    b"num_pages": b"num_pages",
+    b"max_total_num_tokens": b"max_total_num_tokens",
+    _CACHE_CONFIG: _CACHE_CONFIG,
 }
-_STAGED = b"per_stage_req_latency_seconds_"
+#: Names of SGLang that a label's value completes.
+_COMPLETED = (b"per_stage_req_latency_seconds_count", b"per_stage_req_latency_seconds_sum", b"realtime_tokens_total")
+#: Its labels of that kind.
+_COMPLETES = re.compile(rb'[{,](?:stage|mode)="([^"]*)"')
+
+#: Beyond it a number is no count, and no double tells it from its neighbours.
+_MOST = 2.0**53
+_MAX_DIGITS = 15
 
 _STARTED = re.compile(rb"^process_start_time_seconds ([0-9.eE+]+)", re.MULTILINE)
 #: A line of configuration has some thirty labels; there is one a data-parallel rank.
 _MAX_CONFIG_BYTES, _MAX_CONFIGS = 8192, 256
 _LABEL = re.compile(rb'(\w+)="((?:[^"\\]|\\.)*)"')
+#: The data-parallel rank that a sample is of: vLLM's label, SGLang's. It counts over all servers of a deployment.
+_RANK = re.compile(rb'[{,](?:engine|dp_rank)="([0-9]{1,5})"')
+#: SGLang's processes that work on one request together, each with the same story. Those of a data-parallel rank need
+#: not begin at 0.
+_SHARD = re.compile(rb'[{,](pp_rank|tp_rank)="([0-9]{1,5})"')
+
+
+class EngineKind(StrEnum):
+    """Which program an engine is; it decides how flags are spelled."""
+
+    VLLM = "vLLM"
+    SGLANG = "SGLang"
+    UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """`cache_config_info` over all data-parallel ranks. None: this version does not say."""
+    """The KV cache over all data-parallel ranks. None: this version does not say."""
 
     block_tokens: int | None  # tokens a KV block holds
     num_gpu_blocks: int | None  # summed
@@ -90,54 +121,121 @@ class EngineMetrics:
     prefill_tokens: int | None = None  # of their prompts, those that were not cached
     cache: CacheConfig | None = None
     started_at: float | None = None  # of the process, seconds since the epoch by the engine's clock
+    kind: EngineKind = EngineKind.UNKNOWN
+    asleep: bool = False  # it gave up its KV cache, on every rank, and serves nothing until it is woken
+    #: The same of each data-parallel rank, where there are several.
+    ranks: Mapping[int, EngineMetrics] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Samples:
+    """What the lines of one rank say, or of all."""
+
+    values: dict[bytes, list[float]] = field(default_factory=dict)
+    configs: list[dict[bytes, bytes]] = field(default_factory=list)
+
+
+class _Sample(NamedTuple):
+    """A line that is wanted."""
+
+    name: bytes  # vLLM's
+    line: bytes
+    rank: int | None
+    shard: tuple[int, int] | None  # pipeline and tensor rank; None: of all of them
 
 
 def parse_engine_metrics(text: bytes) -> EngineMetrics:
     """Reads the exposition text; lines it does not know or cannot read are passed over."""
-    samples: dict[bytes, list[float]] = {}
-    configs: list[dict[bytes, bytes]] = []
+    found = list(_samples(text))
+    leaders: dict[int | None, tuple[int, int]] = {}
+    for one in found:
+        if one.shard is not None:
+            leaders[one.rank] = min(one.shard, leaders.get(one.rank, one.shard))
+    whole = _Samples()
+    by_rank: dict[int, _Samples] = {}
+    for one in found:
+        if one.shard is not None and one.shard != leaders[one.rank]:
+            continue
+        if one.name == _CACHE_CONFIG:
+            if len(one.line) <= _MAX_CONFIG_BYTES and len(whole.configs) < _MAX_CONFIGS:
+                config = dict(_LABEL.findall(one.line))
+                for samples in _told_by(one.rank, whole, by_rank):
+                    samples.configs.append(config)
+        elif (value := _value(one.line)) is not None:
+            for samples in _told_by(one.rank, whole, by_rank):
+                samples.values.setdefault(one.name, []).append(value)
+    kind = EngineKind.UNKNOWN
+    if found:
+        kind = EngineKind.SGLANG if found[0].line.startswith(_SGLANG_PREFIX) else EngineKind.VLLM
+    started_at = _started_at(text)
+    several = sorted(by_rank.items()) if len(by_rank) > 1 else ()
+    ranks = {rank: _metrics(samples, kind, started_at) for rank, samples in several}
+    return replace(_metrics(whole, kind, started_at), ranks=ranks)
+
+
+def _samples(text: bytes) -> Iterator[_Sample]:
     for line in text.split(b"\n"):
-        if not line.startswith((_VLLM_PREFIX, _SGLANG_PREFIX)):
-            continue
-        name = _name(line)
-        if name not in _WANTED:
-            continue
-        if name == _CACHE_CONFIG:
-            if len(line) <= _MAX_CONFIG_BYTES and len(configs) < _MAX_CONFIGS:
-                configs.append(dict(_LABEL.findall(line)))
-        elif (value := _value(line)) is not None:
-            samples.setdefault(name, []).append(value)
-    return EngineMetrics(
-        kv_usage=_fold(samples, "kv_usage", max),
-        waiting=_total(samples, "waiting"),
-        running=_total(samples, "running"),
-        prefix_queries_tokens=_total(samples, "prefix_queries_tokens"),
-        prefix_hits_tokens=_total(samples, "prefix_hits_tokens"),
-        external_hits_tokens=_total(samples, "external_hits_tokens"),
-        prompt_tokens=_total(samples, "prompt_tokens"),
-        prompt_tokens_cached=_total(samples, "prompt_tokens_cached"),
-        generation_tokens=_total(samples, "generation_tokens"),
-        prefills=_total(samples, "prefills"),
-        prefill_s=_fold(samples, "prefill_s", math.fsum),
-        prefill_tokens=_total(samples, "prefill_tokens"),
-        cache=_cache_config(configs),
-        started_at=_started_at(text),
-    )
+        if line.startswith(_VLLM_PREFIX):
+            name = _bare_name(line)
+            if name in _WANTED and (name != _SLEEP or _AWAKE in line):
+                yield _Sample(name, line, _rank(line), None)
+        elif line.startswith(_SGLANG_PREFIX):
+            name = _bare_name(line)
+            if name in _COMPLETED:
+                label = _COMPLETES.search(line)
+                name += b" " + (label[1] if label is not None else b"")
+            if name in _SGLANG:
+                shard = {label: int(number) for label, number in _SHARD.findall(line)}
+                place = (shard.get(b"pp_rank", 0), shard.get(b"tp_rank", 0)) if shard else None
+                yield _Sample(_SGLANG[name], line, _rank(line), place)
 
 
-def _name(line: bytes) -> bytes:
-    """What the sample is called, without the prefix; SGLang's under vLLM's name, and b"" for what is read elsewhere."""
+def _bare_name(line: bytes) -> bytes:
+    """What the sample is called, without the prefix."""
     brace = line.find(b"{")
-    name = line[line.find(b":") + 1 : brace if brace > 0 else line.find(b" ")]
-    if line.startswith(_VLLM_PREFIX):
-        return name
-    staged = name.startswith(_STAGED)
-    if not staged and name not in _SGLANG:
-        return b""
-    labels = dict(_LABEL.findall(line))
-    if labels.get(b"tp_rank", b"0") != b"0" or labels.get(b"pp_rank", b"0") != b"0":
-        return b""  # the ranks that work on one request together tell the same story
-    return _SGLANG.get(name + b" " + labels.get(b"stage", b"") if staged else name, b"")
+    return line[line.find(b":") + 1 : brace if brace > 0 else line.find(b" ")]
+
+
+def _rank(line: bytes) -> int | None:
+    found = _RANK.search(line)
+    return None if found is None else int(found[1])
+
+
+def _told_by(rank: int | None, whole: _Samples, by_rank: dict[int, _Samples]) -> Iterable[_Samples]:
+    if rank is None:
+        return (whole,)
+    of_rank = by_rank.get(rank)
+    if of_rank is None:
+        if len(by_rank) >= _MAX_CONFIGS:
+            return (whole,)
+        of_rank = by_rank[rank] = _Samples()
+    return whole, of_rank
+
+
+def _metrics(samples: _Samples, kind: EngineKind, started_at: float | None) -> EngineMetrics:
+    values = samples.values
+    prompt, cached = _total(values, "prompt_tokens"), _total(values, "prompt_tokens_cached")
+    queries, hits = _total(values, "prefix_queries_tokens"), _total(values, "prefix_hits_tokens")
+    if kind is EngineKind.SGLANG:  # it counts them as requests end, and a kind of hit from its first one on
+        queries, hits = prompt, cached or 0
+    return EngineMetrics(
+        kv_usage=_fold(values, "kv_usage", max),
+        waiting=_total(values, "waiting"),
+        running=_total(values, "running"),
+        prefix_queries_tokens=queries,
+        prefix_hits_tokens=None if queries is None else hits,
+        external_hits_tokens=_total(values, "external_hits_tokens"),
+        prompt_tokens=prompt,
+        prompt_tokens_cached=cached,
+        generation_tokens=_total(values, "generation_tokens"),
+        prefills=_total(values, "prefills"),
+        prefill_s=_fold(values, "prefill_s", math.fsum),
+        prefill_tokens=_total(values, "prefill_tokens"),
+        cache=_told_cache(values, _cache_config(samples.configs)),
+        started_at=started_at,
+        kind=kind,
+        asleep=_fold(values, "awake", max) == 0.0,
+    )
 
 
 def _started_at(text: bytes) -> float | None:
@@ -146,12 +244,12 @@ def _started_at(text: bytes) -> float | None:
 
 
 def _value(line: bytes) -> float | None:
-    """The sample's value: what follows the labels; a timestamp may follow it."""
+    """The sample's value, which is none below 0: what follows the labels; a timestamp may follow it."""
     try:
         value = float(line[line.rfind(b"}") + 1 :].split()[0] if b"}" in line else line.split()[1])
     except (ValueError, IndexError):
         return None
-    return value if math.isfinite(value) else None
+    return value if 0.0 <= value <= _MOST else None
 
 
 def _fold(samples: dict[bytes, list[float]], field: str, fold: Callable[[Iterable[float]], float]) -> float | None:
@@ -166,11 +264,26 @@ def _total(samples: dict[bytes, list[float]], field: str) -> int | None:
     return None if value is None else int(value)
 
 
+def _told_cache(samples: dict[bytes, list[float]], info: CacheConfig | None) -> CacheConfig | None:
+    """By SGLang's gauges, one of each a rank, and by `info` what older versions have no gauge for."""
+    capacity, pages = _total(samples, "room_tokens"), _total(samples, "pages")
+    page_tokens = int(_fold(samples, "page_tokens", max) or 0)
+    capacity = capacity or (pages or 0) * page_tokens
+    if not capacity:
+        return info
+    if info is not None:
+        page_tokens, pages = page_tokens or info.block_tokens or 0, pages or info.num_gpu_blocks
+    ranks = len(samples.get(b"max_total_num_tokens") or samples[b"num_pages"])
+    return CacheConfig(page_tokens or None, pages, capacity, None, ranks)
+
+
 def _cache_config(configs: list[dict[bytes, bytes]]) -> CacheConfig | None:
+    """By the labels of `cache_config_info`: vLLM, and SGLang before it had gauges."""
     if not configs:
         return None
-    blocks = [_number(config, b"num_gpu_blocks") for config in configs]
-    block_tokens = next((size for config in configs if (size := _number(config, b"block_size"))), 0)
+    blocks = [_number(config, b"num_gpu_blocks") or _number(config, b"num_pages") for config in configs]
+    sizes = (_number(config, b"block_size") or _number(config, b"page_size") for config in configs)
+    block_tokens = next((size for size in sizes if size), 0)
     capacity = [
         _number(config, b"kv_cache_size_tokens") or count * block_tokens
         for config, count in zip(configs, blocks, strict=True)
@@ -188,60 +301,4 @@ def _cache_config(configs: list[dict[bytes, bytes]]) -> CacheConfig | None:
 def _number(config: dict[bytes, bytes], label: bytes) -> int:
     """A label's whole number; 0 when the label is missing or says `None`."""
     text = config.get(label, b"")
-    return int(text) if text.isdigit() else 0
-
-
-#: Ask for the report with this request header.
-ORCA_REQUEST_HEADER = (b"endpoint-load-metrics-format", b"JSON")
-ORCA_RESPONSE_HEADER = b"endpoint-load-metrics"
-
-_MAX_ORCA_BYTES, _ORCA_PREFIX = 4096, "named_metrics."
-
-
-@dataclass(frozen=True, slots=True)
-class OrcaLoad:
-    """Load at the time of one response. None: not reported."""
-
-    waiting: float | None
-    kv_usage: float | None  # 0..1
-
-
-class _Report(msgspec.Struct):
-    named_metrics: dict[str, float]
-
-
-_ORCA_DECODER = msgspec.json.Decoder(_Report)
-
-
-def parse_orca(value: bytes) -> OrcaLoad | None:
-    """The load in a header value, `JSON {...}` or `TEXT name=value, ...`; None when it is neither."""
-    form, _, rest = value.strip()[:_MAX_ORCA_BYTES].partition(b" ")
-    if form == b"JSON":
-        metrics = _from_json(rest)
-    elif form == b"TEXT":
-        metrics = _from_text(rest.decode("latin-1"))
-    else:
-        return None
-    if metrics is None:
-        return None
-    return OrcaLoad(waiting=metrics.get("num_requests_waiting"), kv_usage=metrics.get("kv_cache_usage_perc"))
-
-
-def _from_json(text: bytes) -> dict[str, float] | None:
-    try:
-        return _ORCA_DECODER.decode(text).named_metrics
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
-
-
-def _from_text(text: str) -> dict[str, float]:
-    metrics: dict[str, float] = {}
-    for pair in text.split(","):
-        name, _, number = pair.strip().partition("=")
-        try:
-            value = float(number)
-        except ValueError:
-            continue
-        if math.isfinite(value):
-            metrics[name.removeprefix(_ORCA_PREFIX)] = value
-    return metrics
+    return int(text) if text.isdigit() and len(text) <= _MAX_DIGITS else 0

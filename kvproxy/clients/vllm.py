@@ -1,8 +1,10 @@
-"""vLLM's own API besides inference: tokenize, render, health, metrics, models, event sources."""
+"""An engine's own API besides inference, in vLLM's shape and where it differs in SGLang's: tokenize, render, health,
+metrics, models, event sources."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -13,8 +15,12 @@ from kvproxy.clients.api import Api
 from kvproxy.clients.chat_body import render_body, tokenize_body
 from kvproxy.clients.engine_metrics import EngineMetrics, parse_engine_metrics
 from kvproxy.clients.kv_events.source import MAX_SOURCES, KvEventSource, WireSources, sources_from_wire
+from kvproxy.clients.messages_chat import chat_of_messages
+from kvproxy.clients.responses_chat import chat_of_responses
+from kvproxy.clients.sglang import SglangInfo, fetch_info
 from kvproxy.clients.tokens import TokenIds, tokens_from_json
 from kvproxy.errors import BadResponse, NotSupported, Refused
+from kvproxy.types import RequestKind
 
 #: A million tokens as JSON.
 MAX_TOKENS_BYTES = 8 << 20
@@ -23,6 +29,17 @@ MAX_METRICS_BYTES, MAX_METRICS_LINES = 4 << 20, 50_000
 #: Longer texts are read beside the event loop.
 _LONG_BYTES = 1 << 17
 MAX_SOURCES_BYTES = 1 << 16
+#: Where an engine renders requests of a kind (`--enable-scale-out`), and what chat each of them is.
+RENDER_PATHS = {
+    RequestKind.CHAT: "/v1/chat/completions/render",
+    RequestKind.MESSAGES: "/v1/messages/render",
+    RequestKind.RESPONSES: "/v1/responses/render",
+}
+AS_CHAT: dict[RequestKind, Callable[[bytes], bytes]] = {
+    RequestKind.CHAT: bytes,
+    RequestKind.MESSAGES: chat_of_messages,
+    RequestKind.RESPONSES: chat_of_responses,
+}
 MAX_MODELS = 5000
 _FORBIDDEN = 403
 
@@ -77,8 +94,8 @@ class VllmClient:
     ) -> None:
         self._api = Api(http, base_url, service="vllm", authorization=authorization)
         self._timeout_s = timeout_s
-        #: Whether the engine renders chats: None until asked, False once it said no (then never asked again).
-        self.renders: bool | None = None
+        #: Whether the engine renders requests of a kind: False once it said no (then never asked again).
+        self.renders: dict[RequestKind, bool] = {}
 
     async def tokenize_prompt(self, model: str, prompt: str, *, timeout_s: float | None = None) -> Tokenized:
         """Token ids of a completion prompt; special tokens as the engine's completion endpoint adds them."""
@@ -92,12 +109,12 @@ class VllmClient:
         """
         return await self._tokenize(tokenize_body(model, body), timeout_s)
 
-    async def render_chat(self, model: str, body: bytes, *, timeout_s: float | None = None) -> Tokenized:
-        """The same by the engine's own renderer: exact for every template input, where the engine enables it.
+    async def render(self, kind: RequestKind, model: str, body: bytes, *, timeout_s: float | None = None) -> Tokenized:
+        """Token ids of a request by the engine's own renderer: exact for every input, where the engine has it.
 
-        Raises NotSupported where it does not; `renders` then stays False.
+        Raises NotSupported where it has not; `renders` then stays False for the kind.
         """
-        path = "/v1/chat/completions/render"
+        path = RENDER_PATHS[kind]
         try:
             answer = await self._api.post(
                 path,
@@ -108,22 +125,27 @@ class VllmClient:
             )
         except Refused as error:
             if error.status == _FORBIDDEN:
-                self.renders = False
+                self.renders[kind] = False
                 raise NotSupported(str(error), status=error.status) from error
             if isinstance(error, NotSupported):
-                self.renders = False
+                self.renders[kind] = False
             raise
-        self.renders = True
+        self.renders[kind] = True
         return Tokenized(await _tokens(answer.token_ids, path))
 
-    async def chat_tokens(self, model: str, body: bytes, *, timeout_s: float | None = None) -> Tokenized:
-        """Token ids of a chat request by the best means this engine has: render, else tokenize."""
-        if self.renders is not False:
+    async def prompt_tokens(
+        self, kind: RequestKind, model: str, body: bytes, *, timeout_s: float | None = None
+    ) -> Tokenized:
+        """Token ids of a request by the best means this engine has: render, else the chat it is and `/tokenize`.
+
+        Raises ValueError for what is no such request, or cannot be told as a chat.
+        """
+        if self.renders.get(kind) is not False:
             try:
-                return await self.render_chat(model, body, timeout_s=timeout_s)
+                return await self.render(kind, model, body, timeout_s=timeout_s)
             except NotSupported:
                 pass  # answered without work by the engine; asked once only
-        return await self.tokenize_chat(model, body, timeout_s=timeout_s)
+        return await self.tokenize_chat(model, AS_CHAT[kind](body), timeout_s=timeout_s)
 
     async def check_health(self, *, timeout_s: float | None = None) -> bool:
         """Whether `/health` says the engine lives; False for an error status, ClientError without any answer."""
@@ -135,22 +157,35 @@ class VllmClient:
 
     async def fetch_metrics(self, *, timeout_s: float | None = None) -> EngineMetrics:
         """One scrape of `/metrics`; costs the engine tens of milliseconds, so never per request."""
+        text = await self.fetch_exposition(timeout_s=timeout_s)
+        if len(text) > _LONG_BYTES:
+            return await asyncio.to_thread(parse_engine_metrics, text)
+        return parse_engine_metrics(text)
+
+    async def fetch_exposition(self, *, timeout_s: float | None = None) -> bytes:
+        """The text of one scrape."""
         timeout_s = timeout_s or self._timeout_s
         text = await self._api.call("GET", "/metrics", timeout_s=timeout_s, max_bytes=MAX_METRICS_BYTES)
         if text.count(b"\n") > MAX_METRICS_LINES:
             raise BadResponse(f"vllm /metrics: more than {MAX_METRICS_LINES} lines")
-        if len(text) > _LONG_BYTES:
-            return await asyncio.to_thread(parse_engine_metrics, text)
-        return parse_engine_metrics(text)
+        return text
 
     async def kv_event_sources(self, *, timeout_s: float | None = None) -> tuple[KvEventSource, ...]:
         """Streams of KV events, one a data-parallel rank; NotSupported where the engine cannot tell."""
         shape = cast("type[WireSources]", WireSources)
         path, timeout_s = "/kv_event_sources", timeout_s or self._timeout_s
-        answer = await self._api.get(path, shape, timeout_s=timeout_s, max_bytes=MAX_SOURCES_BYTES)
+        try:
+            answer = await self._api.get(path, shape, timeout_s=timeout_s, max_bytes=MAX_SOURCES_BYTES)
+        except NotSupported:
+            info = await self.sglang_info(timeout_s=timeout_s)
+            return info.event_sources(host=self._api.base_url.host)
         if len(answer) > MAX_SOURCES:
             raise BadResponse(f"vllm {path}: more than {MAX_SOURCES} streams")
         return sources_from_wire(answer, host=self._api.base_url.host)
+
+    async def sglang_info(self, *, timeout_s: float | None = None) -> SglangInfo:
+        """What SGLang says of itself; NotSupported for every other engine."""
+        return await fetch_info(self._api, timeout_s=timeout_s or self._timeout_s)
 
     async def list_models(self, *, timeout_s: float | None = None) -> tuple[ModelInfo, ...]:
         """Models and LoRA adapters the engine serves. Answers even when the engine core is dead: not a health check."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -13,13 +12,16 @@ from typing import Self
 from kvproxy.background_task import TaskSet
 from kvproxy.cluster.discovery import Poller, Source, sources_of
 from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.engine import Engine
 from kvproxy.cluster.engine_priority import ClusterPriority, utc_seconds
+from kvproxy.cluster.known_ranks import KnownRanks
 from kvproxy.cluster.membership import STATIC, Membership
 from kvproxy.cluster.pick import AttemptOutcome, Pick, reserve
 from kvproxy.cluster.policies import PolicySet
-from kvproxy.cluster.prober import Probe, ProbeOutcome, Prober
+from kvproxy.cluster.prober import Probe, Prober
 from kvproxy.cluster.router_queue import RouterQueue
-from kvproxy.cluster.screening import Refusal, Screening, may_eject, refusal_of, skip_reason
+from kvproxy.cluster.screening import Refusal, Screening, refusal_of, skip_reason
+from kvproxy.cluster.verdicts import Verdicts
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing import selector
@@ -30,12 +32,6 @@ from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import Clock, EndpointId
 
 log = logging.getLogger(__name__)
-
-#: So many attempts in a row that served nothing, on every endpoint at least one, make an outage.
-_OUTAGE_ATTEMPTS = 6
-
-#: A kind of failure that requests had on several endpoints is held against none for this long.
-_SHARED_FAILURE_S = 10.0
 
 
 class Cluster:
@@ -66,13 +62,23 @@ class Cluster:
         self._clock = clock
         self._rng = rng
         self._screening = Screening()
-        self._members = Membership(self._make, configure=self._configure, on_left=self._left)
+        self._members = Membership(self)
+        #: What attempts and probes say of its engines.
+        self.verdicts = Verdicts(
+            name,
+            settings.health,
+            members=self._members,
+            screening=self._screening,
+            clock=clock,
+            on_return=self.restarted,
+        )
+        #: What becomes known of its engines' data-parallel ranks.
+        self.ranks = KnownRanks(name, self._members, on_change=self._follow)
         self._rng = rng
         self._sleep = sleep
         self._tasks = TaskSet()
         self._prober = self._make_prober(probe)
         self._poller = self._make_poller(sources_of(settings.discovery) if sources is None else sources)
-        self._shared_failures: dict[str, float] = {}  # when a request last failed alike on several endpoints
         self._shown = False
         self._hiding: set[Endpoint] = set()  # with requests under way whose first token cannot be seen
         self.policies = PolicySet(name, settings, metrics=metrics, rng=rng, policy=policy)
@@ -94,18 +100,23 @@ class Cluster:
         await self._poller.ask_all()
         await self._tasks.__aenter__()
         self._poller.start(at_once=False)
-        self._prober.probe_endpoints(self.endpoints)
+        self._prober.probe_engines(self.engines)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._poller.stop()
-        self._prober.probe_endpoints(())
+        self._prober.probe_engines(())
         await self._tasks.__aexit__()
 
     @property
     def endpoints(self) -> Sequence[Endpoint]:
         """The members, draining ones included, in the order of the configuration."""
         return self._members.present
+
+    @property
+    def engines(self) -> Sequence[Engine]:
+        """Those of the members: one each, or one for all of its data-parallel ranks."""
+        return self._members.engines
 
     @property
     def draining(self) -> Sequence[Endpoint]:
@@ -136,12 +147,21 @@ class Cluster:
         """The member of this id."""
         return self._members.get(endpoint_id)
 
+    def named(self, name: EndpointId) -> Sequence[Endpoint]:
+        """The member of this id, or the ranks of the engine of this id; () for none."""
+        return self._members.named(name)
+
+    def of_engine(self, engine: Engine) -> Sequence[Endpoint]:
+        """The members that are this engine, or its ranks."""
+        return self._members.of_engine(engine)
+
     def reconfigure(self, settings: ClusterSettings, *, probe: Probe | None) -> None:
         """These are the settings from now on. Endpoints that stay keep their load, health and breaker, policies what
         they learned, and requests that wait their turn. ValueError as in `apply`, and then the endpoints are as before.
         """
         # Kept over a reload, and not built again around its state: requests of every generation hold picks on it.
         before, self.settings = self.settings, settings
+        self.verdicts.settings = settings.health
         self.policies = PolicySet(self.name, settings, metrics=self._metrics, rng=self._rng, earlier=self.policies)
         self.priority.ageing = settings.queue.ageing
         for endpoint in self._members.all_endpoints():
@@ -149,11 +169,11 @@ class Cluster:
             if endpoint.load.on_sample is not None:
                 endpoint.load.on_sample = partial(self.policies.observe_sample, endpoint.id)
         if settings.health != before.health:
-            self._prober.probe_endpoints(())
+            self._prober.probe_engines(())
             self._prober = self._make_prober(probe)
             if not settings.health.active:
-                for endpoint in self._members.all_endpoints():
-                    endpoint.health.forget_probes()
+                for engine in self.engines:
+                    engine.health.forget_probes()
         if settings.discovery != before.discovery:
             self._ask_sources(sources_of(settings.discovery))
         self.apply(settings.endpoints)
@@ -180,12 +200,13 @@ class Cluster:
         """These are the static endpoints from now on. ValueError for a URL that is none, and then nothing changed."""
         self._update(STATIC, endpoints)
 
-    def drain(self, endpoint_id: EndpointId, *, draining: bool = True) -> bool:
-        """Stop (or, with False, resume) giving a member new requests; whether there is such a one."""
-        endpoint = self._members.get(endpoint_id)
-        if endpoint is not None:
+    def drain(self, name: EndpointId, *, draining: bool = True) -> bool:
+        """Stop (or, with False, resume) giving a member, or all ranks of an engine, new requests; whether there is such
+        a one."""
+        endpoints = self._members.named(name)
+        for endpoint in endpoints:
             endpoint.draining = draining
-        return endpoint is not None
+        return bool(endpoints)
 
     def add(self, endpoint: EndpointSettings) -> bool:
         """An operator's endpoint, beside the sources'; False when there are too many. ValueError as in `apply`."""
@@ -193,18 +214,20 @@ class Cluster:
         self._follow()
         return added
 
-    def remove(self, endpoint_id: EndpointId) -> bool:
-        """Take a member out, whatever its source says, until it is added again; it finishes what it has.
+    def remove(self, name: EndpointId) -> bool:
+        """Take a member, or all of an engine, out, whatever its source says, until it is added again; it finishes what
+        it has.
 
         Whether there was such a one.
         """
-        found = self._members.remove(endpoint_id)
+        found = self._members.remove(name)
         self._follow()
         return found
 
-    def reweight(self, endpoint_id: EndpointId, weight: float) -> bool:
-        """Give a member another weight until it leaves, whatever its source says; whether there is such a one."""
-        return self._members.reweight(endpoint_id, weight)
+    def reweight(self, name: EndpointId, weight: float) -> bool:
+        """Give a member, or each rank of an engine, another weight until it leaves, whatever its source says; whether
+        there is such a one."""
+        return self._members.reweight(name, weight)
 
     def decide(self, request: PickRequest, now: float) -> Decision[Endpoint] | Refusal:
         """Where the request would go; changes nothing. A preferred endpoint is taken if it may serve; otherwise the
@@ -262,11 +285,13 @@ class Cluster:
 
     def record_outcome(self, endpoint: Endpoint, outcome: AttemptOutcome, now: float) -> None:
         """Draw the conclusions of an attempt; called by its pick."""
-        if outcome is AttemptOutcome.FAILURE:
-            if endpoint.health.record_failure(now) and may_eject(self.endpoints, self.settings.health, now):
-                self._eject(endpoint, now)
-        elif outcome is AttemptOutcome.SUCCESS or outcome is AttemptOutcome.CLIENT_ERROR:
-            endpoint.health.record_success()
+        self.verdicts.record_outcome(endpoint.engine, outcome, now)
+
+    def restarted(self, engine: Engine) -> None:
+        """It is another process than before: what it was found to heed or to refuse is open again."""
+        for endpoint in self.of_engine(engine):
+            endpoint.priority.restarted()
+        self.ranks.restarted(engine)
 
     def on_release(self, endpoint: Endpoint, now: float) -> None:
         """An attempt's load has been released; called by its pick."""
@@ -286,59 +311,6 @@ class Cluster:
         pool = self._screening.pool(model, now)
         return bool(pool.usable) and not pool.panic
 
-    def has_outage(self, model: str, now: float) -> bool:
-        """Whether every endpoint of `model` is out, or has of late served nothing: a retry would only be more load."""
-        pool = self._screening.pool(model, now)
-        if pool.panic or not pool.usable:
-            return pool.panic
-        unserved = [endpoint.health.unserved_in_a_row(now) for endpoint in pool.usable]
-        return all(unserved) and sum(unserved) >= _OUTAGE_ATTEMPTS
-
-    def is_spared(self, endpoint: Endpoint, model: str, *, reason: str, now: float) -> bool:
-        """Whether a failure on `endpoint` alone may be the request's fault: no other endpoint does better at present,
-        or requests that fail in this way wherever they go (`record_shared_failure`) have been seen lately."""
-        if now - self._shared_failures.get(reason, -math.inf) < _SHARED_FAILURE_S:
-            return True
-        others = [other for other in self._screening.pool(model, now).usable if other is not endpoint]
-        return bool(others) and all(other.health.unserved_in_a_row(now) for other in others)
-
-    def record_shared_failure(self, reason: str, now: float) -> None:
-        """A request failed in the same way on several endpoints, and none served it. `reason` is from a closed set."""
-        self._shared_failures[reason] = now
-
-    def _eject(self, endpoint: Endpoint, now: float) -> None:
-        length_s = endpoint.health.eject(now)
-        endpoint.metrics.ejection("failures")
-        self._screening.invalidate()
-        log.warning("%s/%s is ejected for %.1f s: requests failed in a row", self.name, endpoint.id, length_s)
-        if not self.settings.health.active:  # no probe will say more
-            _give_back(endpoint)
-
-    def _probed(self, endpoint: Endpoint, outcome: ProbeOutcome) -> None:
-        endpoint.metrics.probe(outcome.value)
-        if outcome is ProbeOutcome.NOT_SENT:
-            return
-        well = outcome is ProbeOutcome.OK
-        changed = endpoint.health.record_probe(well, self._clock())
-        if changed:
-            self._screening.invalidate()
-            if well:
-                log.info("%s/%s is well again", self.name, endpoint.id)
-                endpoint.priority.restarted()
-            else:
-                endpoint.metrics.ejection("probes")
-                log.warning("%s/%s is unhealthy: probe %s", self.name, endpoint.id, outcome)
-        if not well and not endpoint.health.is_healthy:
-            _give_back(endpoint)
-        elif changed:
-            self._give_back_all()
-
-    def _give_back_all(self) -> None:
-        """There may be an alternative now for what waits on unhealthy endpoints."""
-        for endpoint in self._members.all_endpoints():
-            if not endpoint.health.is_healthy:
-                _give_back(endpoint)
-
     def _update(self, source: str, endpoints: Sequence[EndpointSettings]) -> None:
         self._members.apply(source, endpoints)
         self._follow()
@@ -346,8 +318,8 @@ class Cluster:
     def _follow(self) -> None:
         self._screening.replace(self.endpoints)
         self.tells_priority = any(not endpoint.priority.off for endpoint in self.endpoints)
-        self._prober.probe_endpoints(self.endpoints)
-        self._give_back_all()
+        self._prober.probe_engines(self.engines)
+        self.verdicts.give_back_all()
 
     def _make_prober(self, probe: Probe | None) -> Prober:
         return Prober(
@@ -355,7 +327,7 @@ class Cluster:
             self.settings.health,
             probe=probe,
             tasks=self._tasks,
-            on_result=self._probed,
+            on_result=self.verdicts.probed,
             rng=self._rng,
             sleep=self._sleep,
         )
@@ -379,13 +351,27 @@ class Cluster:
         if self._tasks.running:
             self._poller.start(at_once=True)
 
-    def _configure(self, endpoint: Endpoint, config: EndpointSettings) -> None:
+    def make_engine(self, config: EndpointSettings) -> Engine:
+        """As of Owner."""
+        return Engine(
+            config, self.settings, cluster=self.name, clock=self._clock, on_breaker_change=self.verdicts.breaker_changed
+        )
+
+    def configure_engine(self, engine: Engine, config: EndpointSettings) -> None:
+        """As of Owner."""
+        engine.configure(config, self.settings)
+
+    def configure_endpoint(self, endpoint: Endpoint, config: EndpointSettings) -> None:
+        """As of Owner."""
         endpoint.configure(config, self.settings)
 
-    def _make(self, config: EndpointSettings) -> Endpoint:
+    def make_endpoint(self, config: EndpointSettings, engine: Engine, rank: int | None) -> Endpoint:
+        """As of Owner."""
         endpoint = Endpoint(
             config,
             self.settings,
+            engine=engine,
+            rank=rank,
             cluster=self.name,
             metrics=self._metrics,
             clock=self._clock,
@@ -399,7 +385,8 @@ class Cluster:
         endpoint.load.count_live_blocks(self.policies.counts_live_blocks)
         return endpoint
 
-    def _left(self, endpoint: Endpoint) -> None:
+    def endpoint_left(self, endpoint: Endpoint) -> None:
+        """As of Owner."""
         endpoint.load.on_sample = None
         self.policies.forget(endpoint.id)
 
@@ -441,9 +428,3 @@ class Cluster:
         if self.queue is not None:
             queue, self.queue = self.queue, None
             queue.close()
-
-
-def _give_back(endpoint: Endpoint) -> None:
-    """Offer what waits for a first byte here to the requests it belongs to; each decides what to do with itself."""
-    for give_back in tuple(endpoint.waiting.values()):
-        give_back()

@@ -1,4 +1,4 @@
-"""One engine instance with all that is known about it: where it is, how busy, how well, and its metric series."""
+"""An engine, or one data-parallel rank of it, with all that is known about it: how busy, how well, its series."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from collections.abc import Callable
 from enum import StrEnum
 
 from kvproxy.cluster.endpoint_metrics import EndpointMetrics
+from kvproxy.cluster.engine import Engine
 from kvproxy.cluster.engine_priority import EndpointPriority
-from kvproxy.cluster.health import Health
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.resilience.breaker import Breaker, BreakerState
+from kvproxy.resilience.breaker import BreakerState
 from kvproxy.routing.engine_samples import EndedWork
 from kvproxy.routing.load import EndpointLoad
 from kvproxy.routing.priority_payoff import PriorityPayoff
-from kvproxy.types import Clock, EndpointId
-from kvproxy.upstream.origin import Origin
+from kvproxy.types import Clock
 
 
 class Condition(StrEnum):
@@ -24,6 +23,7 @@ class Condition(StrEnum):
 
     UP = "up"
     DRAINING = "draining"
+    ASLEEP = "asleep"  # by its engine's own word
     UNHEALTHY = "unhealthy"  # by its probes
     EJECTED = "ejected"  # by its failed requests
     BREAKER_OPEN = "breaker_open"
@@ -31,13 +31,15 @@ class Condition(StrEnum):
 
 
 class Endpoint:
-    """An engine instance as the cluster knows it.
+    """What the cluster chooses among: an engine, or one of its data-parallel ranks, which share the engine's address,
+    health and breaker and have a load of their own.
 
     Equal only to itself: an engine that moved to another address is another endpoint, even under the same id.
     `on_change` is called whenever its condition or weight may have changed for another reason than time.
     """
 
     __slots__ = (
+        "_asleep",
         "_clock",
         "_draining",
         "_on_change",
@@ -46,6 +48,7 @@ class Endpoint:
         "breaker",
         "configured_weight",
         "ended",
+        "engine",
         "health",
         "id",
         "instance_id",
@@ -57,6 +60,7 @@ class Endpoint:
         "models",
         "origin",
         "priority",
+        "rank",
         "removed",
         "retry",
         "waiting",
@@ -68,6 +72,8 @@ class Endpoint:
         config: EndpointSettings,
         settings: ClusterSettings,
         *,
+        engine: Engine,
+        rank: int | None,
         cluster: str,
         metrics: Metrics,
         clock: Clock,
@@ -75,16 +81,16 @@ class Endpoint:
         rng: random.Random,
         on_change: Callable[[], None],
     ) -> None:
-        self.id = EndpointId(config.id)
-        self.origin = origin_of(config)
+        self.id = engine.endpoint_id(rank)
+        self.engine = engine
+        self.rank = rank  # None: all of the engine
+        self.origin, self.health, self.breaker = engine.origin, engine.health, engine.breaker
         self.load = EndpointLoad()
         self.ended = EndedWork(self.load)
-        self.health = Health(settings.health)
-        self.breaker = Breaker(f"{cluster}/{config.id}", settings.breaker, clock=clock, on_change=self._breaker_changed)
         self.removed = False  # no longer in the cluster, finishing what it has
         #: Attempts without a first byte, and how each is told that the endpoint is out (its pick adds and removes it).
         self.waiting: dict[object, Callable[[], None]] = {}
-        self._draining = False
+        self._draining = self._asleep = False
         self._on_change = on_change
         self.metrics = EndpointMetrics(metrics, cluster, self.id)
         self._clock = clock
@@ -97,17 +103,14 @@ class Endpoint:
         return f"<Endpoint {self.id} {self.origin} in_flight={self.load.in_flight}>"
 
     def configure(self, config: EndpointSettings, settings: ClusterSettings) -> None:
-        """Take over everything about it that may change while it runs: its own, and what its cluster says of every
-        endpoint. Load, health and breaker go on, by other bounds perhaps."""
-        self.health.settings = settings.health
-        self.breaker.settings = settings.breaker
+        """Take over everything about it that may change while it runs: its own, what its engine was configured to
+        before, and what its cluster says of every endpoint. Its load goes on."""
         self.max_in_flight = settings.max_in_flight
         self.configured_weight = self.weight = config.weight
         self.models = frozenset(config.models)
         self.instance_id = config.instance_id or config.id
         self.kv_event_sources = config.kv_event_sources  # of an engine that cannot say it
-        key = config.api_key.get_secret_value() if config.api_key else ""
-        self.authorization = f"Bearer {key}".encode() if key else None  # never in repr, status or logs
+        self.authorization = self.engine.authorization
         self.labels = dict(config.labels)
         self.retry = config.retry
         self.priority.configure(config, settings)
@@ -126,6 +129,17 @@ class Endpoint:
         self._on_change()
 
     @property
+    def asleep(self) -> bool:
+        """Its engine sleeps: it would not answer."""
+        return self._asleep
+
+    @asleep.setter
+    def asleep(self, asleep: bool) -> None:
+        if asleep is not self._asleep:
+            self._asleep = asleep
+            self._on_change()
+
+    @property
     def saturated(self) -> bool:
         """At its bound of requests in flight."""
         return 0 < self.max_in_flight <= self.load.in_flight
@@ -138,6 +152,8 @@ class Endpoint:
         """Whether it may be picked now."""
         if self._draining or self.removed:
             return Condition.DRAINING
+        if self._asleep:
+            return Condition.ASLEEP
         if not self.health.is_healthy:
             return Condition.UNHEALTHY
         if self.health.ejected(now):
@@ -148,8 +164,10 @@ class Endpoint:
 
     def status(self, now: float) -> dict[str, object]:
         """For people and the admin listener; no secrets."""
+        rank = {} if self.rank is None else {"engine_id": str(self.engine.id), "data_parallel_rank": self.rank}
         return {
             "id": str(self.id),
+            **rank,
             "url": str(self.origin),
             "condition": self.condition(now).value,
             "weight": self.configured_weight,
@@ -173,11 +191,6 @@ class Endpoint:
         self.priority.refused()
         self.metrics.engine_priority("refused")
 
-    def _breaker_changed(self) -> None:
-        if self.breaker.state is BreakerState.OPEN:
-            self.metrics.ejection(Condition.BREAKER_OPEN.value)
-        self._on_change()
-
     def show(self, metrics: Metrics) -> None:
         """The gauges read it from now on. Idempotent; nothing once it is gone."""
         if self._shown or self.metrics.closed:
@@ -189,10 +202,6 @@ class Endpoint:
             self.metrics.gauge(gauge, lambda: load.in_flight)
         self.metrics.gauge(metrics.endpoint.pending_prompt_tokens, lambda: load.pending_tokens)
         self.metrics.gauge(metrics.endpoint.up, lambda: self.condition(clock()) in taking)
-        self.metrics.gauge(metrics.bounds.breaker_state, lambda: breaker.state is not BreakerState.CLOSED, breaker.name)
+        name = f"{self.metrics.cluster}/{self.id}"
+        self.metrics.gauge(metrics.bounds.breaker_state, lambda: breaker.state is not BreakerState.CLOSED, name)
         self.metrics.show_priority(self.priority)
-
-
-def origin_of(config: EndpointSettings) -> Origin:
-    """Where the endpoint listens; ValueError when its URL is none."""
-    return Origin.parse(config.url, ca_file=config.ca_file, insecure=config.insecure, server_name=config.server_name)

@@ -36,6 +36,7 @@ class EndpointMetrics:
 
     def __init__(self, metrics: Metrics, cluster: str, endpoint: EndpointId) -> None:
         self._metrics = metrics
+        self.cluster = cluster
         self._labels = (cluster, str(endpoint))
         self._children: dict[tuple[Counter, str], CounterCell] = {}
         self._answers: dict[int, CounterCell] = {}  # of `requests`, by status: the one that every request needs
@@ -92,6 +93,10 @@ class EndpointMetrics:
     def engine_priority(self, outcome: str) -> None:
         """A request carried its `priority`, or the engine refused it for that."""
         self._count(self._metrics.endpoint.engine_priority_requests, outcome)
+
+    def rank_refused(self, refusal: str) -> None:
+        """The engine does not know the rank by this number; `refusal` is what was done about it."""
+        self._count(self._metrics.endpoint.rank_refusals, refusal)
 
     def show_priority(self, priority: EndpointPriority) -> None:
         """The gauges read it from now on, if the engine is told a priority at all. Idempotent."""

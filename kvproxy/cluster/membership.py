@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
-from kvproxy.cluster.endpoint import Endpoint, origin_of
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.engine import Engine, origin_of
 from kvproxy.config.cluster_schema import EndpointSettings
 from kvproxy.types import EndpointId
+from kvproxy.upstream.origin import Origin
 
 log = logging.getLogger(__name__)
 
@@ -21,26 +24,35 @@ OPERATOR = "operator"
 MAX_ADDED = 1024
 
 
+class Owner(Protocol):
+    """The cluster, as its membership sees it."""
+
+    def make_engine(self, config: EndpointSettings) -> Engine: ...
+    def make_endpoint(self, config: EndpointSettings, engine: Engine, rank: int | None) -> Endpoint: ...
+    def configure_engine(self, engine: Engine, config: EndpointSettings) -> None: ...
+    def configure_endpoint(self, endpoint: Endpoint, config: EndpointSettings) -> None: ...
+    def endpoint_left(self, endpoint: Endpoint) -> None: ...  # for good, or another one took its id
+
+
+class _Member(NamedTuple):
+    """An endpoint that is to be there."""
+
+    config: EndpointSettings  # its engine's
+    engine: Engine
+    rank: int | None
+
+
 class Membership:
-    """Keeps an endpoint as long as its id and address stay; lets the others finish what they have.
+    """Keeps an endpoint as long as its id and address stay; lets the others finish what they have. An engine whose
+    data-parallel ranks are known has an endpoint for each of them, every other engine has one."""
 
-    `make` builds an endpoint, `configure` gives one that stays its settings; `on_left` is told when one is gone for
-    good (or another took its id).
-    """
-
-    def __init__(
-        self,
-        make: Callable[[EndpointSettings], Endpoint],
-        *,
-        configure: Callable[[Endpoint, EndpointSettings], None],
-        on_left: Callable[[Endpoint], None],
-    ) -> None:
-        self._make = make
-        self._configure = configure
-        self._on_left = on_left
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
         self._sources: dict[str, tuple[EndpointSettings, ...]] = {STATIC: ()}
         self._weights: dict[EndpointId, float] = {}  # an operator's, over the sources'
         self._removed: frozenset[EndpointId] = frozenset()  # by an operator, whatever the sources say
+        self._engines: dict[EndpointId, Engine] = {}
+        self._configs: dict[EndpointId, EndpointSettings] = {}  # of the members
         self._present: dict[EndpointId, Endpoint] = {}
         #: Its members in the order of the sources, static ones first.
         self.present: tuple[Endpoint, ...] = ()
@@ -51,9 +63,25 @@ class Membership:
         """No longer members, still with requests in flight."""
         return tuple(self._draining)
 
+    @property
+    def engines(self) -> Sequence[Engine]:
+        """Those of the members."""
+        return tuple(self._engines.values())
+
     def get(self, endpoint_id: EndpointId) -> Endpoint | None:
         """The member of this id."""
         return self._present.get(endpoint_id)
+
+    def named(self, name: EndpointId) -> Sequence[Endpoint]:
+        """The member of this id, or those of the engine of this id; () for none."""
+        endpoint, engine = self._present.get(name), self._engines.get(name)
+        if endpoint is not None or engine is None:
+            return () if endpoint is None else (endpoint,)
+        return self.of_engine(engine)
+
+    def of_engine(self, engine: Engine) -> Sequence[Endpoint]:
+        """The members that are the engine, or its ranks."""
+        return tuple(self._present[member] for member in engine.members)
 
     def named_by(self, source: str) -> Sequence[EndpointSettings] | None:
         """What the source knew last; None: it has not said anything yet."""
@@ -75,50 +103,61 @@ class Membership:
         added = [one for one in self._sources.get(OPERATOR, ()) if one.id != config.id]
         if len(added) >= MAX_ADDED:
             return False
-        self._apply({**self._sources, OPERATOR: (*added, config)}, self._removed - {config.id})
+        ranks = {one for one in self._removed if one.startswith(f"{config.id}@")}
+        self._apply({**self._sources, OPERATOR: (*added, config)}, self._removed - {config.id} - ranks)
         return True
 
-    def remove(self, endpoint_id: EndpointId) -> bool:
-        """Take a member out until it is added again, or every source has stopped naming it; whether it was one."""
-        if endpoint_id not in self._present:
+    def remove(self, name: EndpointId) -> bool:
+        """Take a member, or all of an engine, out until it is added again, or every source has stopped naming it;
+        whether there was such a one."""
+        if not self.named(name):
             return False
-        added = tuple(one for one in self._sources.get(OPERATOR, ()) if one.id != endpoint_id)
-        self._apply({**self._sources, OPERATOR: added}, self._removed | {endpoint_id})
+        added = tuple(one for one in self._sources.get(OPERATOR, ()) if one.id != name)
+        self._apply({**self._sources, OPERATOR: added}, self._removed | {name})
         return True
+
+    def refresh(self) -> None:
+        """What is known of an engine's ranks has changed."""
+        self._apply(self._sources, self._removed)
 
     def _apply(self, sources: dict[str, tuple[EndpointSettings, ...]], removed: frozenset[EndpointId]) -> None:
-        named, earlier = _merge(sources), _merge(self._sources)
-        wanted = {endpoint_id: config for endpoint_id, config in named.items() if endpoint_id not in removed}
-        origins = {endpoint_id: origin_of(config) for endpoint_id, config in wanted.items()}
+        named = _merge(sources)
+        origins = {config.id: origin_of(config) for config in named.values()}  # before anything changes
+        engines = {name: self._engine_at(config, origins[config.id]) for name, config in named.items()}
+        for name, engine in engines.items():
+            self._owner.configure_engine(engine, named[name])
+        members = _members(named, engines)
+        wanted = {one: member for one, member in members.items() if not removed & {one, member.engine.id}}
         self._sources = sources
-        self._removed = removed & named.keys()
-        self._weights = {
-            kept: weight
-            for kept, weight in self._weights.items()
-            if kept in wanted and wanted[kept].weight == earlier[kept].weight
-        }
+        self._removed = removed & (named.keys() | members.keys())
 
         before = self._present
-        stays = {i: e for i, e in before.items() if i in wanted and e.origin == origins[i]}
+        self._weights = self._kept_weights(wanted)
+        stays = {i: e for i, e in before.items() if i in wanted and e.engine is wanted[i].engine}
         for endpoint_id, endpoint in before.items():
             if endpoint_id not in stays:
                 self._leave(endpoint, replaced=endpoint_id in wanted)
-        self._present = {}
-        for endpoint_id, config in wanted.items():
-            endpoint = stays.get(endpoint_id) or self._returning(endpoint_id, config) or self._make(config)
-            self._configure(endpoint, self._weighted(config))
-            self._present[endpoint_id] = endpoint
-        self.present = tuple(self._present.values())
+        present: dict[EndpointId, Endpoint] = {}
+        ids: dict[Engine, list[EndpointId]] = {}
+        self._configs = {endpoint_id: member.config for endpoint_id, member in wanted.items()}
+        for endpoint_id, member in wanted.items():
+            endpoint = stays.get(endpoint_id) or self._returning(endpoint_id, member.engine) or self._new(member)
+            self._owner.configure_endpoint(endpoint, self._weighted(endpoint_id))
+            present[endpoint_id] = endpoint
+            ids.setdefault(member.engine, []).append(endpoint_id)
+        for engine, its in ids.items():
+            engine.members = tuple(its)
+        self._present, self._engines = present, {engine.id: engine for engine in ids}
+        self.present = tuple(present.values())
 
-    def reweight(self, endpoint_id: EndpointId, weight: float) -> bool:
-        """Set an operator's weight until the endpoint leaves or its source gives it another one; whether it is a
-        member."""
-        endpoint = self._present.get(endpoint_id)
-        if endpoint is None:
-            return False
-        self._weights[endpoint_id] = weight
-        self._configure(endpoint, self._weighted(_merge(self._sources)[endpoint_id]))
-        return True
+    def reweight(self, name: EndpointId, weight: float) -> bool:
+        """Set an operator's weight until the endpoint leaves or its source gives it another one; whether it (or an
+        engine of this id) is there."""
+        endpoints = self.named(name)
+        for endpoint in endpoints:
+            self._weights[endpoint.id] = weight
+            self._owner.configure_endpoint(endpoint, self._weighted(endpoint.id))
+        return bool(endpoints)
 
     def all_endpoints(self) -> tuple[Endpoint, ...]:
         """Members, and those that only finish what they have."""
@@ -130,13 +169,44 @@ class Membership:
             self._draining.remove(endpoint)
             self._finalize(endpoint)
 
-    def _weighted(self, config: EndpointSettings) -> EndpointSettings:
-        weight = self._weights.get(EndpointId(config.id))
+    def _weighted(self, endpoint_id: EndpointId) -> EndpointSettings:
+        config, weight = self._configs[endpoint_id], self._weights.get(endpoint_id)
         return config if weight is None else config.model_copy(update={"weight": weight})
 
-    def _returning(self, endpoint_id: EndpointId, config: EndpointSettings) -> Endpoint | None:
+    def _new(self, member: _Member) -> Endpoint:
+        """Drained as what its engine had before was, if an operator drained all of that."""
+        endpoint = self._owner.make_endpoint(*member)
+        formerly = [self._present[one] for one in self._formerly(member)]
+        endpoint.draining = bool(formerly) and all(one.draining for one in formerly)
+        return endpoint
+
+    def _formerly(self, member: _Member) -> list[EndpointId]:
+        """What its engine had before its ranks were known, or known to be others."""
+        return [one for one in member.engine.members if one in self._present]
+
+    def _kept_weights(self, wanted: Mapping[EndpointId, _Member]) -> dict[EndpointId, float]:
+        """An operator's, each until its source names another one; they go over to ranks that were not known before."""
+        kept, configs = {}, self._configs
+        for endpoint_id, member in wanted.items():
+            for one in [endpoint_id] if endpoint_id in configs else self._formerly(member):
+                if one in self._weights and configs[one].weight == member.config.weight:
+                    kept[endpoint_id] = self._weights[one]
+        return kept
+
+    def _engine_at(self, config: EndpointSettings, origin: Origin) -> Engine:
+        """The engine there is at this address, or another one."""
+        engine = self._engines.get(EndpointId(config.id))
+        if engine is not None and engine.origin == origin:
+            return engine
         for endpoint in self._draining:
-            if endpoint.id == endpoint_id and endpoint.origin == origin_of(config) and not endpoint.metrics.closed:
+            engine = endpoint.engine
+            if engine.id == config.id and engine.origin == origin and not endpoint.metrics.closed:
+                return engine
+        return self._owner.make_engine(config)
+
+    def _returning(self, endpoint_id: EndpointId, engine: Engine) -> Endpoint | None:
+        for endpoint in self._draining:
+            if endpoint.id == endpoint_id and endpoint.engine is engine and not endpoint.metrics.closed:
                 self._draining.remove(endpoint)
                 endpoint.removed = False
                 return endpoint
@@ -153,7 +223,7 @@ class Membership:
     def _finalize(self, endpoint: Endpoint) -> None:
         if not endpoint.metrics.closed:
             endpoint.metrics.close()
-            self._on_left(endpoint)
+            self._owner.endpoint_left(endpoint)
 
 
 def _merge(sources: Mapping[str, Sequence[EndpointSettings]]) -> dict[EndpointId, EndpointSettings]:
@@ -165,3 +235,20 @@ def _merge(sources: Mapping[str, Sequence[EndpointSettings]]) -> dict[EndpointId
                 log.warning("endpoint %s of %s is ignored: another source has the same id", config.id, source)
     merged.update((EndpointId(config.id), config) for config in sources.get(OPERATOR, ()))
     return merged
+
+
+def _members(
+    named: Mapping[EndpointId, EndpointSettings], engines: Mapping[EndpointId, Engine]
+) -> dict[EndpointId, _Member]:
+    members: dict[EndpointId, _Member] = {}
+    for name, config in named.items():
+        engine = engines[name]
+        for rank in engine.ranks.candidates or (None,):
+            endpoint_id = engine.endpoint_id(rank)
+            if rank is not None and (endpoint_id in named or endpoint_id in members):
+                log.warning(
+                    "rank %d of endpoint %s is ignored: another endpoint has its id %s", rank, name, endpoint_id
+                )
+            else:
+                members[endpoint_id] = _Member(config, engine, rank)
+    return members

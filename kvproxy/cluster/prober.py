@@ -1,4 +1,4 @@
-"""Active health probes: each endpoint at its own jittered pace, a few at a time; and the one all engines understand."""
+"""Active health probes: each engine at its own jittered pace, a few at a time; and the one all engines understand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from enum import StrEnum
 
 from kvproxy.background_task import TaskSet
-from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.engine import Engine
 from kvproxy.config.cluster_schema import HealthCheckSettings
 from kvproxy.errors import ConnectTimeout, FirstByteTimeout, IdleTimeout, KvproxyError, NoDescriptors
 from kvproxy.types import Headers, Sleep
@@ -17,8 +17,8 @@ from kvproxy.upstream.pool import Timeouts, UpstreamPool
 
 log = logging.getLogger(__name__)
 
-#: Asks an endpoint whether it is well. KvproxyError and OSError mean no.
-Probe = Callable[[Endpoint], Awaitable[bool]]
+#: Asks an engine whether it is well. KvproxyError and OSError mean no.
+Probe = Callable[[Engine], Awaitable[bool]]
 
 
 #: Probes in flight at once.
@@ -38,11 +38,11 @@ class ProbeOutcome(StrEnum):
     FAILED = "failed"  # it answered, and not well
     UNREACHABLE = "unreachable"
     TIMEOUT = "timeout"
-    NOT_SENT = "not_sent"  # for want of a socket on our side: says nothing about the endpoint
+    NOT_SENT = "not_sent"  # for want of a socket on our side: says nothing about the engine
 
 
 class Prober:
-    """One task an endpoint, among `tasks`. `on_result` gets every outcome, in the event loop."""
+    """One task an engine, among `tasks`. `on_result` gets every outcome, in the event loop."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Prober:
         *,
         probe: Probe | None,
         tasks: TaskSet,
-        on_result: Callable[[Endpoint, ProbeOutcome], None],
+        on_result: Callable[[Engine, ProbeOutcome], None],
         rng: random.Random,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
@@ -62,50 +62,50 @@ class Prober:
         self._rng = rng
         self._sleep = sleep
         self._tasks = tasks
-        self._probing: dict[Endpoint, asyncio.Task[None]] = {}
+        self._probing: dict[Engine, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(MAX_CONCURRENT)
 
-    def probe_endpoints(self, endpoints: Iterable[Endpoint]) -> None:
+    def probe_engines(self, engines: Iterable[Engine]) -> None:
         """These from now on, and no others; none while `tasks` do not run."""
         if self._probe is None:
             return
-        wanted = list(endpoints) if self._tasks.running else []
-        for endpoint in self._probing.keys() - set(wanted):
-            self._probing.pop(endpoint).cancel()
-        for endpoint in wanted:
-            if endpoint not in self._probing:
-                name = f"probe {self._cluster}/{endpoint.id}"
-                self._probing[endpoint] = self._tasks.start(self._run(endpoint, self._probe), name=name)
+        wanted = list(engines) if self._tasks.running else []
+        for engine in self._probing.keys() - set(wanted):
+            self._probing.pop(engine).cancel()
+        for engine in wanted:
+            if engine not in self._probing:
+                name = f"probe {self._cluster}/{engine.id}"
+                self._probing[engine] = self._tasks.start(self._run(engine, self._probe), name=name)
 
-    async def _run(self, endpoint: Endpoint, probe: Probe) -> None:
+    async def _run(self, engine: Engine, probe: Probe) -> None:
         interval_s = self._settings.interval
         await self._sleep(self._rng.random() * min(interval_s, FIRST_PROBES_S))
         while True:
             async with self._slots:
-                outcome = await self._ask(endpoint, probe)
-            self._on_result(endpoint, outcome)
+                outcome = await self._ask(engine, probe)
+            self._on_result(engine, outcome)
             await self._sleep(interval_s * self._rng.uniform(1 - JITTER, 1 + JITTER))
 
-    async def _ask(self, endpoint: Endpoint, probe: Probe) -> ProbeOutcome:
+    async def _ask(self, engine: Engine, probe: Probe) -> ProbeOutcome:
         try:
             async with asyncio.timeout(self._settings.timeout):
-                return ProbeOutcome.OK if await probe(endpoint) else ProbeOutcome.FAILED
+                return ProbeOutcome.OK if await probe(engine) else ProbeOutcome.FAILED
         except (TimeoutError, ConnectTimeout, FirstByteTimeout, IdleTimeout):
             return ProbeOutcome.TIMEOUT
         except NoDescriptors:
             return ProbeOutcome.NOT_SENT
         except (KvproxyError, OSError):
             return ProbeOutcome.UNREACHABLE
-        except Exception:  # a probe written elsewhere must not end the probing of its endpoint
-            log.exception("the probe of %s/%s is broken", self._cluster, endpoint.id)
+        except Exception:  # a probe written elsewhere must not end the probing of its engine
+            log.exception("the probe of %s/%s is broken", self._cluster, engine.id)
             return ProbeOutcome.FAILED
 
 
 class HttpProbe:
-    """Any 2xx is well. Carries the endpoint's own credential, for gateways that ask for it.
+    """Any 2xx is well. Carries the engine's own credential, for gateways that ask for it.
 
     `pool` is best one of its own that keeps no connections: where requests fill every connection a probe would wait for
-    one, and a busy endpoint would look dead; and a kept connection does not show that new ones are still accepted.
+    one, and a busy engine would look dead; and a kept connection does not show that new ones are still accepted.
     """
 
     def __init__(self, pool: UpstreamPool, settings: HealthCheckSettings) -> None:
@@ -113,12 +113,10 @@ class HttpProbe:
         self._target = settings.path.encode("utf-8")
         self._timeouts = Timeouts(settings.timeout, settings.timeout, settings.timeout)
 
-    async def __call__(self, endpoint: Endpoint) -> bool:
+    async def __call__(self, engine: Engine) -> bool:
         headers: Headers = [(b"user-agent", b"kvproxy-health")]
-        if endpoint.authorization:
-            headers.append((b"authorization", endpoint.authorization))
-        response = await self._pool.request(
-            endpoint.origin, b"GET", self._target, headers, None, timeouts=self._timeouts
-        )
+        if engine.authorization:
+            headers.append((b"authorization", engine.authorization))
+        response = await self._pool.request(engine.origin, b"GET", self._target, headers, None, timeouts=self._timeouts)
         response.abort()  # the status says it all
         return 200 <= response.status < 300

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 #: Waits shrink continuously; looking more often than this gains nothing.
 _TICK_S = 0.005
+#: Requests asked where they would go in one turn of the event loop, a millisecond each over 200 endpoints.
+_ASKED_A_TURN = 8
 
 Verdict = Decision[Endpoint] | Refusal
 #: Where a request would go by what is known now; then makes that true in the same turn of the loop (None: refused).
@@ -87,6 +89,8 @@ class RouterQueue:
         self._clock = clock
         self._task: asyncio.Task[None] | None = None
         self._load_decreased = asyncio.Event()
+        self._asked = 0  # in this turn
+        self._closed = False
         self._cluster = cluster
         self._name = f"router/{cluster}"
         self._shown = False
@@ -160,11 +164,9 @@ class RouterQueue:
             self._exit_count(reason)  # from 0 on, so that the first of a kind is an increase
 
     def close(self) -> None:
-        """Place all requests now, and show no queue any more."""
-        now = self._clock()
-        while (ticket := self._queue.poll({}, now, self._find_best)) is not None:
-            self._place(ticket, ReleaseReason.QUEUE_OFF, now)
-        self._load_decreased.set()  # nothing waits: the task ends
+        """Let all requests go, and show no queue any more."""
+        self._closed = True
+        self._load_decreased.set()
         if self._shown:
             self._metrics.bounds.queue_limit.remove(self._name)
             self._metrics.bounds.queue_depth.remove(self._name)
@@ -185,19 +187,28 @@ class RouterQueue:
             except Exception:
                 log.exception("the router queue of %s cannot look at its endpoints", self._cluster)
                 delay_s = 1.0
-            if delay_s is not None:
+            if delay_s == 0.0:
+                await asyncio.sleep(0)
+            elif delay_s is not None:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(delay_s):
                         await self._load_decreased.wait()
 
     def _release(self, now: float) -> float | None:
-        """Seconds until to look again; None when nothing waits."""
-        max_wait_s = self._queue.settings.max_wait_s
+        """Seconds until to look again, 0 when other tasks are to have their turn first; None when nothing waits."""
+        self._asked = 0
         while (ticket := self._queue.poll(self._waits(now), now, self._find_best)) is not None:
-            overdue = now - ticket.queued_at >= max_wait_s
-            self._place(ticket, ReleaseReason.MAX_WAIT if overdue else ReleaseReason.TURN, now)
+            self._place(ticket, self._reason(ticket, now), now)
+            if self._asked >= _ASKED_A_TURN:
+                return 0.0
         at = self._queue.next_poll_at(self._waits(now), now)
         return None if at is None else max(_TICK_S, at - now)
+
+    def _reason(self, ticket: Ticket[_QueuedRequest], now: float) -> ReleaseReason:
+        if self._closed:
+            return ReleaseReason.QUEUE_OFF
+        overdue = now - ticket.queued_at >= self._queue.settings.max_wait_s
+        return ReleaseReason.MAX_WAIT if overdue else ReleaseReason.TURN
 
     def _place(self, ticket: Ticket[_QueuedRequest], why: ReleaseReason, now: float) -> None:
         queued = ticket.item
@@ -215,12 +226,15 @@ class RouterQueue:
         queued.placed.set_result(pick)
 
     def _waits(self, now: float) -> Mapping[EndpointId, float]:
-        """Of every endpoint that may be chosen for some model."""
+        """Of every endpoint that may be chosen for some model; none where all may go."""
+        if self._closed:
+            return {}
         speeds = self._speeds
         return {one.id: engine_wait_s(one, speeds, now) for one in self._candidates("", now)}
 
     def _find_best(self, queued: _QueuedRequest, now: float) -> Best | None:
         """None: it is to go at once; its client left, no endpoint may take it, or it cannot be decided on."""
+        self._asked += 1
         if not queued.placed.done():
             try:
                 queued.verdict = verdict = queued.decide(now)

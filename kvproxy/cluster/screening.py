@@ -8,8 +8,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvproxy.cluster.endpoint import Condition, Endpoint
+from kvproxy.cluster.engine import Engine
 from kvproxy.config.cluster_schema import HealthCheckSettings
 from kvproxy.routing.policy import PickRequest
+
+#: No candidates while another is left, however all of them are. Where all sleep, one may have been woken since.
+_UNANSWERING = frozenset({Condition.DRAINING, Condition.ASLEEP})
 
 
 class Refusal(StrEnum):
@@ -87,7 +91,8 @@ class Screening:
         usable = tuple(endpoint for endpoint, condition in serving if condition is Condition.UP)
         if usable or any(condition is Condition.SATURATED for _, condition in serving):
             return Pool(usable)
-        rest = [endpoint for endpoint, condition in serving if condition is not Condition.DRAINING]
+        awake = [endpoint for endpoint, condition in serving if condition not in _UNANSWERING]
+        rest = awake or [endpoint for endpoint, condition in serving if condition is Condition.ASLEEP]
         return Pool(tuple(endpoint for endpoint in rest if not endpoint.saturated), panic=bool(rest))
 
 
@@ -115,7 +120,7 @@ def refusal_of(request: PickRequest, endpoints: Sequence[Endpoint], now: float) 
     return Refusal.SATURATED if any(endpoint.saturated for endpoint in untried) else Refusal.ALL_TRIED
 
 
-def may_eject(endpoints: Collection[Endpoint], settings: HealthCheckSettings, now: float) -> bool:
-    """Whether one more endpoint may be ejected: within the share, and one always may."""
-    ejected = sum(endpoint.health.ejected(now) for endpoint in endpoints)
-    return ejected < max(1, math.floor(settings.max_ejected * len(endpoints)))
+def may_eject(engines: Collection[Engine], settings: HealthCheckSettings, now: float) -> bool:
+    """Whether one more engine may be ejected: within the share, and one always may."""
+    ejected = sum(engine.health.ejected(now) for engine in engines)
+    return ejected < max(1, math.floor(settings.max_ejected * len(engines)))

@@ -1,4 +1,5 @@
-"""`kvproxy doctor`: visits the configured engines and LMCache and says what is wrong and how to fix it."""
+"""`kvproxy doctor`: visits the configured engines and LMCache and says what is wrong and how to fix it; or says what
+the traffic does to prefixes (`--traffic`), or which settings would help it (`--advise`)."""
 
 from __future__ import annotations
 
@@ -11,10 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+import httpx
+
 from kvproxy.advise import report as advice_report
 from kvproxy.advise.adviser import Adviser
 from kvproxy.advise.engines import EngineSettingsSeen, ask_engines
 from kvproxy.commands.configuration import named_file
+from kvproxy.commands.operate import AdminAddress, AdminRefused, ask_admin
 from kvproxy.commands.serve import run_loop
 from kvproxy.config.load import check_config, load_endpoints
 from kvproxy.config.model import parse_duration_s
@@ -22,9 +26,11 @@ from kvproxy.config.schema import Config
 from kvproxy.doctor.checks.configuration import convert_problems
 from kvproxy.doctor.report import DoctorReport, print_json, print_table
 from kvproxy.doctor.tools import Tools, VisitTimeouts, utc_seconds
+from kvproxy.doctor.traffic import rows_of, rows_of_receipts, traffic_report
 from kvproxy.doctor.visit import diagnose
 from kvproxy.errors import ConfigError, Problem
 from kvproxy.filters.registry import discover
+from kvproxy.receipts.files import ReceiptReader
 from kvproxy.replay.command import INTERRUPTED
 
 #: As a nice program, to leave the processor to others.
@@ -47,8 +53,22 @@ class DoctorOptions:
     receipts: Path | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class TrafficOptions:
+    """Of `--traffic`: the running proxy to ask, or the receipts to read instead."""
+
+    address: AdminAddress
+    receipts: Path | None = None
+    as_json: bool = False
+    strict: bool = False
+
+
 def main(args: argparse.Namespace) -> int:
     """`kvproxy doctor`."""
+    if args.traffic:
+        address = AdminAddress(args.url, args.token_file)
+        asked = TrafficOptions(address, args.receipts, args.json, args.strict)
+        return traffic(asked, out=sys.stdout, err=sys.stderr)
     options = DoctorOptions(
         named_file(args), args.endpoint, args.timeout, args.json, args.strict, args.lenient, args.verbose,
         advise=args.advise, budget=args.advise_budget, receipts=args.receipts,
@@ -66,11 +86,7 @@ def run(options: DoctorOptions, *, out: TextIO, err: TextIO) -> int:
 
     async def visit() -> int:
         report = await diagnose(config, problems, tools=Tools(timeouts=VisitTimeouts(exchange_s=timeout_s)))
-        if options.as_json:
-            print_json(report, out)
-        else:
-            width, colour = shutil.get_terminal_size().columns, out.isatty() and "NO_COLOR" not in os.environ
-            print_table(report, out, width=width, colour=colour, verbose=options.verbose)
+        _print(report, out, as_json=options.as_json, verbose=options.verbose)
         return report.exit_status(strict=options.strict)
 
     if config is not None:
@@ -103,6 +119,31 @@ def advise(options: DoctorOptions, *, out: TextIO, err: TextIO) -> int:
         width, colour = shutil.get_terminal_size().columns, out.isatty() and "NO_COLOR" not in os.environ
         advice_report.print_text(pools, adviser.notes, out, now=adviser.now, width=width, colour=colour)
     return INTERRUPTED if adviser.interrupted else 0
+
+
+def traffic(options: TrafficOptions, *, out: TextIO, err: TextIO, transport: httpx.BaseTransport | None = None) -> int:
+    """Print what breaks prefixes; 0, 1 when there is nothing to read, 2 for warnings with `strict`."""
+    try:
+        if options.receipts is not None:
+            rows, returned = rows_of_receipts(ReceiptReader(options.receipts).oldest_first())
+        else:
+            with options.address.connect(transport=transport) as client:
+                answer = ask_admin(client, options.address.url, "/cache/breaks")
+            rows, returned = rows_of(answer), answer["returned"]
+    except (AdminRefused, OSError) as error:
+        print(f"kvproxy doctor --traffic: {error}", file=err)
+        return 1
+    report = traffic_report(rows, returned)
+    _print(report, out, as_json=options.as_json, verbose=True)
+    return report.exit_status(strict=options.strict)
+
+
+def _print(report: DoctorReport, out: TextIO, *, as_json: bool, verbose: bool) -> None:
+    if as_json:
+        print_json(report, out)
+    else:
+        width, colour = shutil.get_terminal_size().columns, out.isatty() and "NO_COLOR" not in os.environ
+        print_table(report, out, width=width, colour=colour, verbose=verbose)
 
 
 def load(options: DoctorOptions) -> tuple[Config | None, list[Problem]]:

@@ -31,8 +31,8 @@ _NEVER = 2**31 - 1
 SHORT_S = 0.01
 #: How often everything is looked at, in a quiet moment; and whatever it takes.
 EVERY_S, AT_LATEST_S = 600.0, 86_400.0
-#: How often a quiet moment is looked for.
-LOOK_S = 1.0
+#: How often a quiet moment is looked for, and how often the heap is trimmed in one.
+LOOK_S, TRIM_EVERY_S = 1.0, 60.0
 
 _THRESHOLDS = YOUNG_OBJECTS, YOUNG_ROUNDS, _NEVER
 
@@ -87,17 +87,19 @@ class GarbageCollections(BackgroundTask):
         gc.unfreeze()
 
     async def _run(self) -> None:
-        collected_at, replaced = self._clock(), self._replaced()
+        collected_at = trimmed_at = self._clock()
+        replaced = self._replaced()
         while True:
             await self._sleep(LOOK_S)
-            age_s = self._clock() - collected_at
-            is_due = age_s >= EVERY_S or self._replaced() != replaced
-            if is_due and (self.expected_s <= SHORT_S or self._is_quiet() or age_s >= AT_LATEST_S):
+            now = self._clock()
+            is_due = now - collected_at >= EVERY_S or self._replaced() != replaced
+            if is_due and (self.expected_s <= SHORT_S or self._is_quiet() or now - collected_at >= AT_LATEST_S):
                 replaced = self._replaced()
                 gc.collect()
-                if self._is_quiet():
-                    trim_heap()
                 collected_at = self._clock()
+            if now - trimmed_at >= TRIM_EVERY_S and self._is_quiet():
+                trim_heap()
+                trimmed_at = self._clock()
 
     def _timed(self, phase: str, info: dict[str, Any]) -> None:
         """What stayed through the middle generation is looked at again with everything: it takes as long again."""

@@ -144,7 +144,11 @@ def _cluster_of(answer: dict[str, Any], endpoint: str, cluster: str | None) -> s
         if cluster not in clusters:
             raise AdminRefused(f"there is no cluster {cluster!r} ({spelling_hint(cluster, clusters)})")
         clusters = {cluster: clusters[cluster]}
-    holding = [name for name, endpoints in clusters.items() if any(one.get("id") == endpoint for one in endpoints)]
+    holding = [
+        name
+        for name, endpoints in clusters.items()
+        if any(endpoint in (one.get("id"), one.get("engine_id")) for one in endpoints)
+    ]
     if len(holding) > 1:
         raise AdminRefused(f"clusters {', '.join(holding)} have an endpoint {endpoint!r}: name one (--cluster)")
     if not holding:

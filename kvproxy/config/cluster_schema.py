@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from kvproxy.config.model import Duration, Fraction, Model, Name, Port, Secret
 from kvproxy.config.policy_schema import PolicyParameters
 from kvproxy.config.priority_schema import EnginePriorityMode, PriorityOrder
+
+#: As many as vLLM can name.
+Rank = Annotated[int, Field(ge=0, le=65535)]
 
 _EVENT_ADDRESS = r"^(tcp://\S+:[1-9]\d{0,4})?$"
 
@@ -134,6 +137,24 @@ class EventSources(Model):
     """Ranks of each engine."""
 
 
+class DataParallelSettings(Model):
+    """Ranks of an engine that runs data-parallel (vLLM's `--data-parallel-size`, SGLang's `--dp-size`) behind one
+    address. Each has a cache of its own, so each is a candidate of its own, `ID@RANK`."""
+
+    steer: bool = True
+    """Choose the rank for each request and name it in `x-data-parallel-rank`; false: the engine balances."""
+    ranks: tuple[Rank, ...] = Field(default=(), max_length=256)
+    """Their numbers in the whole deployment, such as 4 to 7 for the second of two servers with four each; empty: found
+    out where the engine's metrics and its KV event sources say the same."""
+
+    @field_validator("ranks")
+    @classmethod
+    def _distinct(cls, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(ranks)) < len(ranks):
+            raise ValueError("a rank stands there twice")
+        return ranks
+
+
 class EndpointSettings(Model):
     """One engine instance."""
 
@@ -157,6 +178,8 @@ class EndpointSettings(Model):
     """Do not verify an https endpoint's certificate (tests only)."""
     kv_event_sources: EventSources = EventSources()
     """Where it publishes KV events, for an older engine; unset: as `kv_event_sources` of the kvcache filter says."""
+    data_parallel: DataParallelSettings | None = None
+    """As the cluster's, for this engine alone; unset: the cluster's."""
     retry: EndpointRetrySettings | None = None
     """Attempts on this endpoint itself; unset: one, then another endpoint as `retry` at the top says."""
     engine_priority: EnginePriorityMode | None = None
@@ -244,6 +267,8 @@ class ClusterSettings(Model):
     """One breaker per endpoint."""
     max_in_flight: int = Field(default=0, ge=0)
     """Requests one endpoint may have in flight before it counts as saturated; 0: no bound."""
+    data_parallel: DataParallelSettings = DataParallelSettings()
+    """Ranks of the engines that have several behind one address."""
     queue: RouterQueueSettings = RouterQueueSettings(enabled=False)
     """The router queue, for policies that know how long a prefill takes (kv_aware, least_ttft); off unless given."""
     engine_priority: EnginePriorityMode = EnginePriorityMode.OFF

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
@@ -94,8 +95,29 @@ class RateLimitSettings(Model):
 class InferenceRequestSettings(Model):
     """Settings of `inference_request`."""
 
-    session_header: str = "x-session-id"
-    """Header that names the session; then `session_id` and `user` in the body."""
+    session_header: str = ""
+    """Header that names the session, before all those that agents send of their own (docs/sessions.md)."""
+
+
+class NormalizeRule(StrEnum):
+    """What `normalize` may do to a prompt."""
+
+    BILLING_HEADER = "billing_header"
+    """Takes out the header that Claude Code puts in front of its system prompt, another one in every request."""
+    SORT_TOOLS = "sort_tools"
+    """Sorts tools by name."""
+    TOKEN_COUNTERS = "token_counters"
+    """Takes `<total_tokens>N tokens left</total_tokens>` out of system prompts."""
+
+
+class NormalizeSettings(Model):
+    """Settings of `normalize`."""
+
+    rules: tuple[NormalizeRule, ...] = ()
+    """`billing_header`, `sort_tools`, `token_counters`; none: the filter does nothing."""
+    share: Fraction = 0.2
+    """Share of the sessions it is tried on, until it is clear whether engines reuse more of what is rewritten; then it
+    is on, or off. 1: on, without a trial."""
 
 
 def _listed_paths(value: Any) -> Any:
@@ -148,6 +170,7 @@ FILTER_SETTINGS: dict[str, type[Model]] = {
     "cors": CorsSettings,
     "inference_request": InferenceRequestSettings,
     "kvcache": KvCacheSettings,
+    "normalize": NormalizeSettings,
     "rate_limit": RateLimitSettings,
     "request_id": RequestIdSettings,
     "router": RouterSettings,

@@ -17,6 +17,9 @@ from kvproxy.config.verify_findings import Finding, error, missing_file, warning
 #: (earlier, later, severity of the other order, why).
 _ORDER = (
     ("inference_request", "kvcache", error, "kvcache needs the request that inference_request parses"),
+    ("inference_request", "normalize", error, "normalize rewrites what inference_request parses"),
+    ("normalize", "kvcache", warning, "kvcache predicts for prompts that normalize then rewrites"),
+    ("auth", "normalize", warning, "sessions of one name are told apart by tenant, which auth names only later"),
     ("auth", "rate_limit", warning, "rate_limit counts by client address, since auth names the tenant only later"),
     ("auth", "kvcache", warning, "kvcache works for requests that auth then refuses"),
     ("cors", "auth", warning, "auth refuses browsers' preflight requests before cors can answer them"),
@@ -59,8 +62,9 @@ def _order(names: list[str]) -> Iterator[Finding]:
 
 
 def _without_parsing(config: Config, names: list[str]) -> Iterator[Finding]:
-    if "kvcache" in names:
-        yield error(("filters", names.index("kvcache")), "needs inference_request before it")
+    for name in ("kvcache", "normalize"):
+        if name in names:
+            yield error(("filters", names.index(name)), "needs inference_request before it")
     for index, route in enumerate(config.routes):
         if route.model:
             yield error(("routes", index, "model"), "needs the filter inference_request: nothing else reads the model")

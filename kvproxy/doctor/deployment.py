@@ -69,6 +69,7 @@ async def survey_deployment(config: Config, *, tools: Tools, open_files: int | N
                     label=f"endpoint {name}/{endpoint.id}" if len(config.clusters) > 1 else "",
                     routed=routed,
                     stated=_stated(endpoint, kvcache),
+                    data_parallel=cluster.data_parallel,
                 )
             )
     return Deployment(

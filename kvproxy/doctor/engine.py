@@ -13,10 +13,11 @@ import httpx
 from kvproxy.clients.api import Api
 from kvproxy.clients.engine_metrics import EngineMetrics, parse_engine_metrics
 from kvproxy.clients.kv_events.source import KvEventSource, stated_sources
-from kvproxy.clients.vllm import MAX_METRICS_BYTES, ModelInfo, VllmClient
-from kvproxy.cluster.endpoint import origin_of
-from kvproxy.config.cluster_schema import EndpointSettings, EventSources
+from kvproxy.clients.vllm import ModelInfo, VllmClient
+from kvproxy.cluster.engine import origin_of
+from kvproxy.config.cluster_schema import DataParallelSettings, EndpointSettings, EventSources
 from kvproxy.doctor.connect import ConnectResult, connect, try_tls
+from kvproxy.doctor.ranks import RankAnswers, asking_for, try_ranks
 from kvproxy.doctor.tools import Tools
 from kvproxy.doctor.trial import Trial, TrialPlan, TrialTarget, run_trial, send_priority
 from kvproxy.errors import BadResponse, ClientError, ClientUnavailable, NotSupported
@@ -49,6 +50,7 @@ class EngineFacts:
         label: str = "",
         routed: tuple[str, ...] = (),
         stated: EventSources | None = None,
+        data_parallel: DataParallelSettings = DataParallelSettings(),
     ) -> None:
         self.endpoint = endpoint
         self.cluster = cluster
@@ -59,6 +61,7 @@ class EngineFacts:
         self._health_path = health_path
         self._routed = routed
         self._stated = stated
+        self.data_parallel = endpoint.data_parallel or data_parallel
         self._http = tools.make_client(self.origin)
         key = endpoint.api_key
         authorization = None if key is None else f"Bearer {key.get_secret_value()}"
@@ -129,8 +132,22 @@ class EngineFacts:
 
     async def send_priority(self, *, chat: bool) -> None:
         """A request of one token with a `priority`. Raises ClientError."""
-        target = TrialTarget(await self.choose_model(), self.api, self.vllm, (), self.metrics_now, self.tools)
-        await send_priority(target, chat=chat)
+        await send_priority(await self._target(), chat=chat)
+
+    async def shown_ranks(self) -> tuple[int, ...]:
+        """Its data-parallel ranks by its metrics, if there are several."""
+        try:
+            return tuple(sorted(parse_engine_metrics(await self.fetch_exposition()).ranks))
+        except ClientError:
+            return ()
+
+    async def try_ranks(self) -> RankAnswers | None:
+        """What it makes of requests for its ranks, as configured or else shown; None where there are none."""
+        ranks = self.data_parallel.ranks or await self.shown_ranks()
+        if not ranks or not self.data_parallel.steer:
+            return None
+        target = await self._target()
+        return await self._fact("ranks", lambda: try_ranks(target, ranks))
 
     async def choose_model(self) -> ModelInfo:
         """The model to try: a declared or routed one that is served, else the first that is no adapter."""
@@ -145,13 +162,12 @@ class EngineFacts:
 
     async def exposition_now(self) -> bytes:
         """A new scrape of `/metrics`."""
-        timeout_s = self.tools.timeouts.exchange_s
-        return await self.api.call("GET", "/metrics", timeout_s=timeout_s, max_bytes=MAX_METRICS_BYTES)
+        return await self.vllm.fetch_exposition(timeout_s=self.tools.timeouts.exchange_s)
 
     async def metrics_now(self) -> EngineMetrics | None:
         """The same as figures; None where the engine shows none."""
         try:
-            return parse_engine_metrics(await self.exposition_now())
+            return await self.vllm.fetch_metrics(timeout_s=self.tools.timeouts.exchange_s)
         except ClientError:
             return None
 
@@ -177,7 +193,13 @@ class EngineFacts:
         model = await self.choose_model()
         sources = await self.sources_or_none() if self.plan.events else ()
         target = TrialTarget(model, self.api, self.vllm, sources, self.metrics_now, self.tools)
+        answers = await self.try_ranks()
+        if answers is not None and answers.taken:  # the second prompt finds what the first left only on the same rank
+            target = asking_for(target, next(iter(answers.taken.values())))
         return await run_trial(target, self.plan)
+
+    async def _target(self) -> TrialTarget:
+        return TrialTarget(await self.choose_model(), self.api, self.vllm, (), self.metrics_now, self.tools)
 
     async def _scraped(self) -> None:
         """The first scrape is taken before our own requests show in it."""

@@ -42,7 +42,9 @@ class StreamObservation:
         self.lag_s = now - batch.ts
         self.encoding = batch.encoding or self.encoding
         for event in batch.events(self._skipped):
-            if isinstance(event, BlockStored) and self.mine is None and _is_part(event, tokens):
+            if not isinstance(event, BlockStored) or (self.mine is not None and self.mine.indexable):
+                continue
+            if _is_part(event, tokens):  # of a hybrid model, other groups' events come beside that of full attention
                 self.mine = event
         self.malformed += self._skipped.counts["malformed"]
         self._skipped.counts["malformed"] = 0

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -44,6 +44,7 @@ class TrialTarget:
     sources: Sequence[KvEventSource]
     scrape: Callable[[], Awaitable[EngineMetrics | None]]
     tools: Tools
+    headers: Mapping[str, str] = field(default_factory=dict)  # such as the data-parallel rank that is to serve
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class Trial:
     tokenized: tuple[int, ...] | ClientError
     first: TrialReply
     second: TrialReply
+    longer: TrialReply | None = None  # the second time, of a longer prompt, where nothing was reused of the first
     tokenize_s: float = 0.0
     before: EngineMetrics | None = None
     after: EngineMetrics | None = None
@@ -128,8 +130,19 @@ async def run_trial(target: TrialTarget, plan: TrialPlan) -> Trial:
             await _listen_again(target, listening, len(tokens), chat=chat)
         await listening.ask_replays(within_s=timeouts.event_s)
         observed = tuple(listening.observed)
+    longer = await _try_longer(target, first.prompt_tokens, chat=chat) if second.cached_tokens == 0 else None
     after = await target.scrape()
-    return Trial(target.model.id, chat, tokenized, first, second, tokenize_s, before, after, observed)
+    return Trial(target.model.id, chat, tokenized, first, second, longer, tokenize_s, before, after, observed)
+
+
+async def _try_longer(target: TrialTarget, tokens: int, *, chat: bool) -> TrialReply | None:
+    """Hybrid models reuse in long steps, and nothing of a prompt shorter than one."""
+    words = min(_MAX_WORDS, (target.model.max_model_len or 2 * _MAX_WORDS) // 2)
+    if words < 2 * tokens:
+        return None
+    text = make_prompt(target.tools.rng, words=words)
+    await _send(target, text, chat=chat)
+    return await _send(target, text, chat=chat)
 
 
 async def _listen_again(target: TrialTarget, listening: WatchedStreams, words: int, *, chat: bool) -> None:
@@ -156,6 +169,15 @@ async def _send_first(target: TrialTarget, text: str) -> tuple[bool, TrialReply]
         raise refusal from None
 
 
+async def send_small(target: TrialTarget, *, chat: bool | None = None) -> bool:
+    """A few words, as a chat if the engine takes one, or as said; whether it was one. Raises ClientError."""
+    text = make_prompt(target.tools.rng, words=_STEP_WORDS)
+    if chat is None:
+        return (await _send_first(target, text))[0]
+    await _send(target, text, chat=chat)
+    return chat
+
+
 async def send_priority(target: TrialTarget, *, chat: bool) -> None:
     """One more request, with a `priority`. Raises ClientError when the engine does not answer it."""
     await _send(target, make_prompt(target.tools.rng, words=_STEP_WORDS), chat=chat, priority=1)
@@ -165,7 +187,8 @@ async def _send(target: TrialTarget, text: str, *, chat: bool, **fields: int) ->
     path = "/v1/chat/completions" if chat else "/v1/completions"
     options = {"model": target.model.id, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
     body = {**options, **_prompt(text, chat=chat), **fields}
-    answer = await target.api.post(path, body, _Answer, timeout_s=target.tools.timeouts.exchange_s)
+    timeout_s = target.tools.timeouts.exchange_s
+    answer = await target.api.post(path, body, _Answer, timeout_s=timeout_s, further=target.headers)
     ids = answer.prompt_token_ids or next((one.prompt_token_ids for one in answer.choices), None) or ()
     details = answer.usage.prompt_tokens_details
     return TrialReply(answer.usage.prompt_tokens, None if details is None else details.cached_tokens, tuple(ids))

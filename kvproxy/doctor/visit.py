@@ -15,11 +15,13 @@ from typing import Protocol
 from kvproxy.background_task import BackgroundTask
 from kvproxy.config.priority_schema import EnginePriorityMode
 from kvproxy.config.schema import Config
+from kvproxy.doctor.checks.agent_prompts import AgentPromptsCheck
 from kvproxy.doctor.checks.configuration import ConfigurationCheck, LimitsCheck, PublicCheck, convert_problems
 from kvproxy.doctor.checks.kv_events import EventSourcesCheck, KvEventsCheck
 from kvproxy.doctor.checks.lmcache import ActionsCheck, InstancesCheck, ServiceCheck
 from kvproxy.doctor.checks.lookup import BudgetCheck, ChunksCheck, LookupCheck
 from kvproxy.doctor.checks.models import DuplicatesCheck, ModelsCheck, TokenizerCheck, TokenizersCheck, VersionCheck
+from kvproxy.doctor.checks.ranks import RanksCheck
 from kvproxy.doctor.checks.reachability import ApiCheck, ConnectionCheck, HealthCheck, MetricsCheck
 from kvproxy.doctor.checks.trial import (
     CachingCheck,
@@ -129,12 +131,15 @@ def _quiet(deployment: Deployment, problems: Sequence[Problem], *, trial: bool) 
 
 
 def _trials(deployment: Deployment) -> Iterator[Check]:
-    needed = (deployment.lmcache is not None or _wants_events(deployment)) and deployment.tokenizer is None
+    uses_tokens = deployment.lmcache is not None or _wants_events(deployment)
     for engine in deployment.engines:
         yield GenerateCheck(engine)
-        yield TokenizeCheck(engine, needed)
+        yield TokenizeCheck(engine, uses_tokens and deployment.tokenizer is None)
+        if uses_tokens:
+            yield AgentPromptsCheck(engine, deployment.tokenizer or engine)
         yield CachingCheck(engine)
         yield KvEventsCheck(engine)
+        yield RanksCheck(engine)
         if (mode := priority_mode(deployment, engine)) is not EnginePriorityMode.OFF:
             yield PriorityCheck(engine, mode)
     for name, engines in deployment.group_engines():

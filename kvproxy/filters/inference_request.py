@@ -12,11 +12,13 @@ from kvproxy.filters.chain import FilterContext
 from kvproxy.filters.step import Step
 from kvproxy.forward.body_guard import is_guarded
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.request.body import BodyReader
+from kvproxy.metrics.collectors import CounterCell
+from kvproxy.request.body import LONG_BYTES, BodyReader
 from kvproxy.request.downstream import Downstream
 from kvproxy.request.exchange import Exchange
 from kvproxy.request.parse import decode_body, scan_body
-from kvproxy.types import Clock, Headers, RequestKind
+from kvproxy.request.session import NO_CALLER, Caller, SessionHeaders
+from kvproxy.types import Clock, Headers, InferenceRequest, RequestKind
 
 KIND_OF_PATH = {
     "/v1/chat/completions": RequestKind.CHAT,
@@ -39,23 +41,24 @@ class InferenceRequestFilter(Step):
         self, app: ASGIApp, *, session_header: str, reader: BodyReader, metrics: Metrics, clock: Clock
     ) -> None:
         super().__init__(app, metrics=metrics, clock=clock)
-        self._session_header = session_header.lower().encode()
+        self._session_headers = SessionHeaders(session_header)
         self._reader = reader
         self._pace = asyncio.Lock()
+        self._counted: dict[tuple[str, str], CounterCell] = {}
 
     def before(self, exchange: Exchange, downstream: Downstream) -> Awaitable[None] | None:
-        """Waits only for a body that has not arrived yet, or that takes long to parse."""
+        """Waits only for a body that has not arrived yet, or where others have their turn because it is long."""
         scope = downstream.scope
         kind = KIND_OF_PATH.get(scope["path"]) if scope["method"] == "POST" else None
         if kind is None:
             return None
-        length, encoded, session = self._headers(scope["headers"])
+        length, encoded, caller = self._headers(scope["headers"])
         body = downstream.take_body()
         if body is None:
             self._reader.check_length(length)
-            return self._read(exchange, downstream, None if encoded else kind, session)
+            return self._read(exchange, downstream, None if encoded else kind, caller)
         self._reader.accept(body)
-        return self._parse(exchange, downstream, body, None if encoded else kind, session)
+        return self._parse(exchange, downstream, body, None if encoded else kind, caller)
 
     def after(self, exchange: Exchange, downstream: Downstream) -> None:
         """The body is held no longer."""
@@ -63,37 +66,51 @@ class InferenceRequestFilter(Step):
         if held:
             self._reader.release(held)
 
-    async def _read(self, exchange: Exchange, downstream: Downstream, kind: RequestKind | None, session: str) -> None:
+    async def _read(self, exchange: Exchange, downstream: Downstream, kind: RequestKind | None, caller: Caller) -> None:
         body = await self._reader.read(downstream.receive)
-        waits = self._parse(exchange, downstream, body, kind, session)
+        waits = self._parse(exchange, downstream, body, kind, caller)
         if waits is not None:
             await waits
 
     def _parse(
-        self, exchange: Exchange, downstream: Downstream, body: bytes, kind: RequestKind | None, session: str
+        self, exchange: Exchange, downstream: Downstream, body: bytes, kind: RequestKind | None, caller: Caller
     ) -> Awaitable[None] | None:
         exchange.body = body
         exchange.held_bytes += len(body)
         downstream.replayed = body
         if kind is None:
             return None
-        exchange.inference = decode_body(kind, body, session)
-        return self._scan(exchange, kind, body, session) if exchange.inference is None else None
+        inference = exchange.inference = decode_body(kind, body, caller)
+        if inference is None:
+            return self._scan(exchange, kind, body, caller)
+        self._count(inference)
+        return asyncio.sleep(0) if len(body) > LONG_BYTES else None
 
-    async def _scan(self, exchange: Exchange, kind: RequestKind, body: bytes, session: str) -> None:
-        exchange.inference, exchange.members = await scan_body(kind, body, session, pace=self._pace, also=is_guarded)
+    async def _scan(self, exchange: Exchange, kind: RequestKind, body: bytes, caller: Caller) -> None:
+        exchange.inference, exchange.members = await scan_body(kind, body, caller, pace=self._pace, also=is_guarded)
+        if exchange.inference is not None:
+            self._count(exchange.inference)
 
-    def _headers(self, headers: Headers) -> tuple[int, bool, str]:
-        """Declared length (0 when it says none), whether the body is compressed, and the session header."""
-        length, encoded, session = 0, False, ""
+    def _count(self, inference: InferenceRequest) -> None:
+        session = "child" if inference.parent_session else "named" if inference.session_key else "none"
+        about = (inference.client, session)
+        counted = self._counted.get(about)
+        if counted is None:
+            counted = self._counted[about] = self.metrics.request.clients.labels(about[0] or "unknown", session)
+        counted.inc()
+
+    def _headers(self, headers: Headers) -> tuple[int, bool, Caller]:
+        """Declared length (0 when it says none), whether the body is compressed, and the caller."""
+        length, encoded, names = 0, False, self._session_headers.names
+        said: dict[bytes, bytes] = {}
         for name, value in headers:
-            if name == b"content-length":
+            if name in names:
+                said[name] = value
+            elif name == b"content-length":
                 length = int(value) if value.isdigit() and len(value) < 20 else 0
             elif name == b"content-encoding":
                 encoded = value.strip().lower() not in (b"", b"identity")
-            elif name == self._session_header:
-                session = value.decode("latin-1").strip()
-        return length, encoded, session
+        return length, encoded, self._session_headers.read(said) if said else NO_CALLER
 
 
 def build(app: ASGIApp, settings: InferenceRequestSettings, context: FilterContext) -> ASGIApp:

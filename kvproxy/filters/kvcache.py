@@ -100,7 +100,13 @@ class KvCacheFilter(Step):
             if exchange.isolated:
                 salt = tenant_salt(exchange.tenant, request.cache_salt)
                 request = msgspec.structs.replace(request, cache_salt=salt)
-            facts = self._service.gather(request, exchange.body, cluster=target.cluster, model=target.upstream_model)
+            facts = self._service.gather(
+                request,
+                exchange.body,
+                cluster=target.cluster,
+                model=target.upstream_model,
+                tenant=exchange.tenant,
+            )
             if facts.wants_lookup:
                 return self._look_up(facts, exchange, scope)
             self._hand_over(facts, exchange, scope)
@@ -163,7 +169,11 @@ class KvCacheLearning(RequestObserver):
 
     def finished(self, exchange: Exchange, now: float) -> None:
         """Learn from it, and do what is to be done about it."""
-        self._service.finished(self._facts, result_of(exchange))
+        result = result_of(exchange)
+        self._service.finished(self._facts, result)
+        state = self._service.state
+        exchange.outcome.cache_loss = state.losses.recent(self._facts.cluster.name, result.endpoint)
+        exchange.outcome.prefix_break = state.breaks.finished(self._facts, result)
 
 
 def announce(scope: Scope, preferred: EndpointId | None, *, header: bytes) -> None:
@@ -185,7 +195,10 @@ def result_of(exchange: Exchange) -> Result:
         prefilled=outcome.ttft_s is not None and 200 <= outcome.status < 300 and outcome.end != "engine_error",
         prompt_tokens=outcome.prompt_tokens,
         cached_tokens=outcome.cached_tokens,
+        completion_tokens=outcome.completion_tokens,
+        response_id=outcome.response_id,
         request_id=exchange.request_id,
+        tenant=exchange.tenant,
     )
 
 

@@ -24,6 +24,7 @@ from kvproxy.request.body import BodiesFull, BodyReader, BodyRefused, ClientLeft
 from kvproxy.request.downstream import Downstream
 from kvproxy.request.exchange import SCOPE_KEY, Exchange
 from kvproxy.request.observer import RequestObserver, notify
+from kvproxy.request.session import Caller
 from kvproxy.request.usage import read_usage
 from kvproxy.types import Clock, EndpointId, Headers, RequestKind
 
@@ -87,7 +88,7 @@ class KVCacheMiddleware:
         metrics: Metrics | None = None,
         limit_bytes: int = 32 * 1024 * 1024,
         limit_all_bytes: int = 1024 * 1024 * 1024,
-        session_header: str = "x-session-id",
+        session_header: str = "",
         clock: Clock = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
@@ -194,12 +195,12 @@ class _ReadIfPossible(InferenceRequestFilter):
         self._held = held
 
     def before(self, exchange: Exchange, downstream: Downstream) -> Awaitable[None] | None:
-        length, encoded, session = self._headers(downstream.scope["headers"])
+        length, encoded, caller = self._headers(downstream.scope["headers"])
         if encoded or length > self._reader.limit_bytes:
             return None
-        return self._read(exchange, downstream, KIND_OF_PATH[downstream.scope["path"]], session)
+        return self._read(exchange, downstream, KIND_OF_PATH[downstream.scope["path"]], caller)
 
-    async def _read(self, exchange: Exchange, downstream: Downstream, kind: RequestKind | None, session: str) -> None:
+    async def _read(self, exchange: Exchange, downstream: Downstream, kind: RequestKind | None, caller: Caller) -> None:
         seen: list[Message] = []
 
         async def receive() -> Message:
@@ -214,7 +215,7 @@ class _ReadIfPossible(InferenceRequestFilter):
             self._hold(exchange, seen)
             return
         seen.clear()
-        waits = self._parse(exchange, downstream, body, kind, session)
+        waits = self._parse(exchange, downstream, body, kind, caller)
         if waits is not None:
             await waits
 

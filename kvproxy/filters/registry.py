@@ -10,6 +10,7 @@ from kvproxy.config.filter_schema import (
     AuthSettings,
     CorsSettings,
     InferenceRequestSettings,
+    NormalizeSettings,
     RateLimitSettings,
     RequestIdSettings,
     RouterSettings,
@@ -17,7 +18,18 @@ from kvproxy.config.filter_schema import (
 )
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.errors import ConfigError, Problem
-from kvproxy.filters import access_log, auth, cors, inference_request, kvcache, rate_limit, request_id, router, tracing
+from kvproxy.filters import (
+    access_log,
+    auth,
+    cors,
+    inference_request,
+    kvcache,
+    normalize,
+    rate_limit,
+    request_id,
+    router,
+    tracing,
+)
 from kvproxy.filters.chain import FilterType
 
 GROUP = "kvproxy.filters"
@@ -28,6 +40,7 @@ FILTERS: dict[str, FilterType] = {
     "cors": FilterType(CorsSettings, cors.build),
     "inference_request": FilterType(InferenceRequestSettings, inference_request.build),
     "kvcache": FilterType(KvCacheSettings, kvcache.build),
+    "normalize": FilterType(NormalizeSettings, normalize.build),
     "rate_limit": FilterType(RateLimitSettings, rate_limit.build),
     "request_id": FilterType(RequestIdSettings, request_id.build),
     "router": FilterType(RouterSettings, router.build, terminal=True),

@@ -29,7 +29,7 @@ from kvproxy.forward.models import ModelList, ServedModels
 from kvproxy.forward.public import PublicPaths, PublicSide
 from kvproxy.forward.request_body import RequestBody, Uploads
 from kvproxy.forward.request_options import chosen_policy
-from kvproxy.request.body import ClientLeft
+from kvproxy.request.body import LONG_BYTES, ClientLeft
 from kvproxy.request.downstream import Downstream
 from kvproxy.request.error_reply import LocalReply, refuse
 from kvproxy.request.exchange import SCOPE_KEY, Exchange
@@ -183,6 +183,8 @@ class RouterFilter:
                 debug=exchange.debug or (exchange.may_debug and parts.debug_header in dict(scope["headers"])),
             )
             whole = body.whole
+            if whole is not None and len(whole) > LONG_BYTES:
+                await asyncio.sleep(0)
             if whole is None or target.upstream_model or not parts.guard.passes(whole, exchange):
                 await self._make_ready(body, exchange, target, scope["headers"])
             task = asyncio.current_task()

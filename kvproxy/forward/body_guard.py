@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from xxhash import xxh3_128_hexdigest
@@ -61,7 +61,7 @@ _NAMED = CONTROL_FIELDS | {_CARRIER}
 
 #: Beyond this size and this many colons a strict parse of the names could take long.
 _LARGE_BYTES = 256 * 1024
-_MANY_COLONS = 50_000
+_MANY_COLONS = 20_000
 _RECODED_BYTES = 1024 * 1024
 _SLICE_BYTES = 512 * 1024
 #: Of a longer body the names are looked for beside its messages.
@@ -100,12 +100,10 @@ class BodyGuard:
             return False
         if exchange.trusted and not exchange.tells_priority:
             return True
-        known, inference = exchange.members, exchange.inference
-        if known is None and inference is not None and body is exchange.body and len(body) > _SHORTENED_BYTES:
-            body = without_messages(body, inference.prompt.parts)
+        body = _beside_messages(body, exchange)
         if exchange.trusted:
-            return _has_no_priority(body, known)
-        return needs_no_change(body, known, priority=exchange.tells_priority)
+            return _has_no_priority(body, exchange.members)
+        return needs_no_change(body, exchange.members, priority=exchange.tells_priority)
 
     async def checked(self, body: bytes, exchange: Exchange, headers: Headers) -> bytes:
         """The body as an engine may get it. Raises BodyUnchecked."""
@@ -114,6 +112,8 @@ class BodyGuard:
             return body
         if exchange.body is None and _is_form(body, headers):
             return body
+        if exchange.isolated and (salted := _salted_at_once(body, exchange)) is not None:
+            return salted
         encoded = _is_encoded(headers)
         try:
             clean = body
@@ -209,12 +209,35 @@ def needs_no_change(body: bytes, known: Members | None = None, *, priority: bool
         named = (_CARRIER, _PRIORITY) if priority else (_CARRIER,)
         return not any(is_control(member.name) or member.name in named for member in known.found)
     names = _names(body)
-    if names is None or not _NAMED.isdisjoint(names) or (priority and _PRIORITY in names):
+    return names is not None and not (priority and _PRIORITY in names) and _are_clients(names)
+
+
+def _are_clients(names: Mapping[str, object]) -> bool:
+    """None of them is between proxies and engines."""
+    if not _NAMED.isdisjoint(names):
         return False
     for name in names:  # noqa: SIM110 - a generator would cost more, and every request asks
         if name.startswith(CONTROL_PREFIXES):
             return False
     return True
+
+
+def _beside_messages(body: bytes, exchange: Exchange) -> bytes:
+    """The body, or as much of a long one as has its names."""
+    inference = exchange.inference
+    if exchange.members is None and inference is not None and body is exchange.body and len(body) > _SHORTENED_BYTES:
+        return without_messages(body, inference.prompt.parts)
+    return body
+
+
+def _salted_at_once(body: bytes, exchange: Exchange) -> bytes | None:
+    """What `checked` makes of nearly all bodies of isolated tenants; None if there is more to it than a salt."""
+    names = None if exchange.members is not None else _names(_beside_messages(body, exchange))
+    if names is None or _SALT in names or (exchange.tells_priority and _PRIORITY in names):
+        return None
+    if not (exchange.trusted or _are_clients(names)):
+        return None
+    return _with_salt_in_front(body, exchange.tenant, None, last=not names)
 
 
 def _has_no_priority(body: bytes, known: Members | None) -> bool:
@@ -296,9 +319,8 @@ async def with_salt(
     `own` is the client's salt where it is known already. What is no JSON object stays: no engine makes a prompt of it.
     """
     names = _names(body) if known is None else None
-    if names is not None and _SALT not in names:  # nearly all
-        at = body.index(b"{") + 1
-        return b"".join((body[:at], _salt_member(tenant, own, last=not names), body[at:]))
+    if names is not None and _SALT not in names:
+        return _with_salt_in_front(body, tenant, own, last=not names)
     if encoded and names is None and body:
         raise Unchecked("with a content-encoding it cannot be salted, send it plain")
     if known is None and (text := _in_utf8(body)) is not body:
@@ -315,6 +337,11 @@ async def with_salt(
     at = known.opening + 1
     member = _salt_member(tenant, own, last=known.total == len(salts))
     return await run_in_turns(apply_edits(body, [Edit(at, at, member), *cut_members(salts)]), pace)
+
+
+def _with_salt_in_front(body: bytes, tenant: str, own: str | None, *, last: bool) -> bytes:
+    at = body.index(b"{") + 1
+    return b"".join((body[:at], _salt_member(tenant, own, last=last), body[at:]))
 
 
 def _salt_member(tenant: str, own: str | None, *, last: bool) -> bytes:

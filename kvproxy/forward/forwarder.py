@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import enum
 import random
-from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
 
 from kvproxy.cluster.cluster import Cluster
@@ -22,12 +21,12 @@ from kvproxy.errors import (
     PoolFull,
     UpstreamError,
 )
-from kvproxy.forward.answer import may_be_error, read_beginning, read_short, verdict_on
-from kvproxy.forward.engine_priority import REFUSING, names_priority, with_priority
+from kvproxy.forward.answer import read_short, verdict_on
+from kvproxy.forward.asking import Asking
 from kvproxy.forward.headers import RequestHead, response_headers
 from kvproxy.forward.relay import Relay
 from kvproxy.forward.request_body import RequestBody
-from kvproxy.forward.request_options import describe, priority_of
+from kvproxy.forward.request_options import describe
 from kvproxy.forward.retry import Attempts
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.request.downstream import Downstream
@@ -40,7 +39,7 @@ from kvproxy.types import Clock, EndpointId, Headers
 from kvproxy.upstream.pool import Timeouts, UpstreamPool, UpstreamResponse
 
 _IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
-_PROMPT_HEAD_BYTES = 1024
+_BAD_REQUEST = 400
 _NOBODY: frozenset[EndpointId] = frozenset()
 
 
@@ -104,12 +103,21 @@ class Forwarding:
         self._method: str = scope["method"]
         raw_path: bytes = scope.get("raw_path") or scope["path"].encode()
         query: bytes = scope["query_string"]
-        self._target = raw_path + b"?" + query if query else raw_path
-        self._head = head
+        self._asking = Asking(
+            exchange,
+            pool=shared.pool,
+            timeouts=shared.timeouts,
+            cluster=cluster,
+            method=self._method,
+            target=raw_path + b"?" + query if query else raw_path,
+            head=head,
+            body=body,
+        )
         self._body = body
         self._downstream = downstream
         self._debug = debug
         self._earlier: Attempts | None = None  # once one failed
+        self._holder: EndpointId | None = None  # of the history, once another endpoint proved not to know it
         self._last: UpstreamError | HeldReply | Refusal = Refusal.NO_ENDPOINTS
         self._suspects: list[tuple[Pick, str]] = []  # failed attempts, and how, until it is known what is to blame
         self._task: asyncio.Task[object] | None = None
@@ -154,13 +162,8 @@ class Forwarding:
     async def _wait_in(self, queue: RouterQueue, decision: Decision[Endpoint]) -> Pick | None:
         """The first attempt may have to wait for its turn; a request that was let in once does not queue again."""
         return await queue.wait(
-            decision, self._decide_refreshed, self._take, tenant=self._exchange.tenant, level=self._level()
+            decision, self._decide_refreshed, self._take, tenant=self._exchange.tenant, level=self._asking.level
         )
-
-    def _level(self) -> int:
-        """Of the request's class: what the configured header says, larger first."""
-        header = self._cluster.settings.queue.priority_header
-        return priority_of(self._head.headers, header.lower().encode()) if header else 0
 
     def _take(self, decision: Decision[Endpoint] | Refusal, now: float) -> Pick | None:
         """Notify, reserve: no await since the decision, so that nothing comes between a choice and its load."""
@@ -187,15 +190,17 @@ class Forwarding:
     def _pick_request(self) -> PickRequest:
         exchange, earlier = self._exchange, self._earlier
         inference, preferred = exchange.inference, None if exchange.policy else exchange.preferred
-        parts = inference.prompt.parts if inference else ()
+        excluded = _NOBODY if earlier is None else earlier.excluded
+        if self._asking.own_rank is not None:
+            excluded |= self._asking.other_ranks()
         return PickRequest(
             model=self._model,
-            session_key=inference.session_key if inference else None,
+            session_key=inference.affinity_key if inference else None,
             facts=exchange.facts or NO_FACTS,
-            preferred=preferred if earlier is None else earlier.again or preferred,
-            excluded=_NOBODY if earlier is None else earlier.excluded,
+            preferred=preferred if earlier is None else earlier.again or self._holder or preferred,
+            excluded=excluded,
             streams=inference is not None and inference.stream,
-            prompt_head=parts[0][:_PROMPT_HEAD_BYTES] if parts else b"",
+            prompt_head=inference.head if inference else b"",
             policy=exchange.policy,
         )
 
@@ -211,16 +216,15 @@ class Forwarding:
         try:
             if "attempt_began" in self._exchange.hooks:
                 notify(RequestObserver.attempt_began, self._exchange, pick)
-            head = self._head
-            if pick.endpoint.authorization is not None:
-                head = head.with_credential(pick.endpoint.authorization)
-            if self._exchange.trace_parent:
-                head = head.with_trace_parent(self._exchange.trace_parent)
-            response, status, first = await self._ask(pick, head)
+            response, status, first = await self._asking.ask(pick)
             if status >= 500:
                 first, whole = await read_short(response, first)
                 if whole:
                     return self._server_error(pick, response, first, status)
+            elif status == 404 and self._is_history_elsewhere(pick.endpoint):
+                first, whole = await read_short(response, first)
+                if whole:
+                    return self._not_here(pick, response, first)
             return await self._deliver(pick, response, first)
         except UpstreamError as error:
             return self._failed(pick, error)
@@ -234,70 +238,6 @@ class Forwarding:
             if not pick.reservation.released:
                 pick.endpoint.metrics.request(CLIENT_CLOSED_REQUEST)
                 pick.settle(AttemptOutcome.CANCELLED, now=self._shared.clock())
-
-    def _ask(self, pick: Pick, head: RequestHead) -> Coroutine[None, None, tuple[UpstreamResponse, int, bytes]]:
-        """The answer, what its beginning means, and the piece that is there. (A coroutine around `_send` would be
-        resumed with it.)"""
-        whole = self._body.whole
-        if whole is None:
-            return self._send(pick, head, self._body.take())
-        if self._exchange.tells_priority:
-            start, at = with_priority(whole, self._exchange, self._cluster, pick, level=self._level())
-            if start:
-                return self._ask_with_priority(pick, head, whole, start, at)
-        return self._send(pick, head, whole)
-
-    async def _ask_with_priority(
-        self, pick: Pick, head: RequestHead, whole: bytes, start: bytes, at: int
-    ) -> tuple[UpstreamResponse, int, bytes]:
-        """An engine that refuses the `priority` is asked once more without, at once."""
-        response, status, first = await self._send(pick, head, memoryview(whole)[at:], start=start)
-        if status not in REFUSING:
-            return response, status, first
-        try:
-            first, complete = await read_short(response, first)
-        except BaseException:
-            response.abort()
-            raise
-        if not complete or not names_priority(first):
-            return response, status, first
-        response.abort()
-        self._exchange.outcome.engine_priority = None
-        response, status, first = await self._send(pick, head, whole)
-        if status < 400:
-            pick.endpoint.refused_priority()
-        return response, status, first
-
-    async def _send(
-        self,
-        pick: Pick,
-        head: RequestHead,
-        body: bytes | memoryview | AsyncIterator[bytes] | None,
-        *,
-        start: bytes = b"",
-    ) -> tuple[UpstreamResponse, int, bytes]:
-        """The answer, its status or that of an error that a stream begins with, and the piece that is there."""
-        response = await self._shared.pool.request(
-            pick.endpoint.origin,
-            self._method.encode(),
-            self._target,
-            head.own if self._body.whole is not None else head.own + self._body.framing,
-            body,
-            start=start,
-            timeouts=self._shared.timeouts,
-            early=False,
-            repeated=head.repeated,
-        )
-        status, first = response.status, b""
-        try:
-            if status < 500:  # the first piece is there, or the end
-                first = response.take() or b""
-                if may_be_error(status, first):
-                    status, first = await read_beginning(response, first)
-            return response, status, first
-        except BaseException:
-            response.abort()
-            raise
 
     def _failed(self, pick: Pick, error: UpstreamError) -> _Next:
         """Nothing reached the client yet (a relay in progress ends its own failures)."""
@@ -325,13 +265,30 @@ class Forwarding:
             pick.settle(AttemptOutcome.BUSY, now=now)
         else:
             self._suspect(pick, f"status_{status}", now)
+        self._hold_reply(pick, response, body)
+        reason = "busy" if busy else "status_5xx"
+        pick.endpoint.metrics.attempt_failure(reason)
+        return self._after_failure(reason, self._why_no_retry(unprocessed=busy))
+
+    def _hold_reply(self, pick: Pick, response: UpstreamResponse, body: bytes) -> None:
         headers = response_headers(response.headers, endpoint=pick.endpoint.id.encode(), origin=pick.endpoint.origin)
         if not response.complete:
             headers = [(name, value) for name, value in headers if name != b"content-length"]
         self._last = HeldReply(pick.endpoint, response.status, headers, body)
-        reason = "busy" if busy else "status_5xx"
-        pick.endpoint.metrics.attempt_failure(reason)
-        return self._after_failure(reason, self._why_no_retry(unprocessed=busy))
+
+    def _is_history_elsewhere(self, endpoint: Endpoint) -> bool:
+        """Whether another endpoint answered what the request goes on from: engines keep responses to themselves."""
+        facts = self._exchange.facts
+        if facts is None or self._exchange.inference is None or self._exchange.inference.continues is None:
+            return False
+        self._holder = next(iter(facts.by_endpoint), None)
+        return self._holder is not None and self._holder != endpoint.id
+
+    def _not_here(self, pick: Pick, response: UpstreamResponse, body: bytes) -> _Next:
+        """The endpoint does not know what the request goes on from; it is sent to the one that does."""
+        pick.settle(AttemptOutcome.CLIENT_ERROR, now=self._shared.clock())
+        self._hold_reply(pick, response, body)
+        return self._after_failure("history_elsewhere", self._why_no_retry(unprocessed=True))
 
     def _suspect(self, pick: Pick, how: str, now: float) -> None:
         """The attempt failed; the endpoint is to blame if another one serves the request."""
@@ -340,13 +297,15 @@ class Forwarding:
 
     def _blame_suspects(self, *, proven: bool = False) -> None:
         """What fails in the same way on several endpoints and is served by none says nothing about any of them."""
-        cluster, now = self._cluster, self._shared.clock()
+        verdicts, now = self._cluster.verdicts, self._shared.clock()
         suspects, self._suspects = self._suspects, []
         for pick, how in suspects:
-            shared = not proven and any(kind == how and one.endpoint is not pick.endpoint for one, kind in suspects)
+            shared = not proven and any(
+                kind == how and one.endpoint.engine is not pick.endpoint.engine for one, kind in suspects
+            )
             if shared:
-                cluster.record_shared_failure(how, now)
-            spared = shared or (not proven and cluster.is_spared(pick.endpoint, self._model, reason=how, now=now))
+                verdicts.record_shared_failure(how, now)
+            spared = shared or (not proven and verdicts.is_spared(pick.endpoint, self._model, reason=how, now=now))
             pick.blame(AttemptOutcome.UNPROVEN if spared else AttemptOutcome.FAILURE, now)
 
     def _give_back(self) -> None:
@@ -383,7 +342,7 @@ class Forwarding:
         if self._exchange.outcome.attempts >= shared.retry.attempts:
             return "attempts"
         now = shared.clock()
-        if self._cluster.has_outage(self._model, now):
+        if self._cluster.verdicts.has_outage(self._model, now):
             return "outage"
         return "" if shared.budget.withdraw(now) else "budget"
 
@@ -414,7 +373,7 @@ class Forwarding:
         verdict = AttemptOutcome.SUCCESS if succeeded else verdict_on(response.status, error)
         if verdict is AttemptOutcome.FAILURE:
             reason = error.reason if error is not None else f"status_{response.status}"
-            if self._cluster.is_spared(pick.endpoint, self._model, reason=reason, now=now):
+            if self._cluster.verdicts.is_spared(pick.endpoint, self._model, reason=reason, now=now):
                 verdict = AttemptOutcome.UNPROVEN
         if error is not None and verdict is not AttemptOutcome.CLIENT_ERROR:
             pick.endpoint.metrics.attempt_failure(error.reason)

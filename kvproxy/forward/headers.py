@@ -24,6 +24,8 @@ _TRACE_PARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"
 _CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
 _USUAL_CONNECTION = frozenset({b"keep-alive", b"close", b"Keep-Alive", b"Close"})
 
+#: The data-parallel rank that a request is for, of vLLM and SGLang.
+RANK_HEADER = b"x-data-parallel-rank"
 #: What proxies and schedulers tell engines and their sidecars: the rank that serves, the engine that prefills, the one
 #: that KV is pulled from.
 ENGINE_HEADERS = frozenset(
@@ -188,6 +190,10 @@ class RequestHead(msgspec.Struct):
     def with_credential(self, authorization: bytes) -> RequestHead:
         """For one attempt; an endpoint's own credential replaces whatever the client sent."""
         return RequestHead([*self.own, (b"authorization", authorization)], self.repeated.anonymous)
+
+    def with_rank(self, number: int) -> RequestHead:
+        """For one attempt, at the data-parallel rank of this number."""
+        return RequestHead([*self.own, (RANK_HEADER, b"%d" % number)], self.repeated)
 
     def with_trace_parent(self, trace_parent: bytes) -> RequestHead:
         """For one attempt that is a span of its own."""

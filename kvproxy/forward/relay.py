@@ -7,7 +7,7 @@ from collections import deque
 from kvproxy.errors import EngineReportedError, UpstreamError
 from kvproxy.request.downstream import Downstream
 from kvproxy.request.exchange import Exchange
-from kvproxy.request.usage import ERROR_MARK, error_event, error_status, read_usage
+from kvproxy.request.usage import ERROR_MARK, error_event, error_status, read_response_id, read_usage
 from kvproxy.types import Headers, RequestKind
 from kvproxy.upstream.pool import UpstreamResponse
 
@@ -118,6 +118,9 @@ class Relay:
             outcome.prompt_tokens = usage.prompt_tokens
             outcome.cached_tokens = usage.cached_tokens
             outcome.completion_tokens = usage.completion_tokens
+        inference = self._exchange.inference
+        if inference is not None and inference.continuable:
+            self._exchange.outcome.response_id = read_response_id(self._first)
 
     async def _tell_broken(self, headers: Headers, error: UpstreamError) -> None:
         """An event stream ends with an error event; anything else is left incomplete, which cuts the connection."""

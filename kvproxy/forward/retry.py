@@ -13,8 +13,8 @@ from kvproxy.types import EndpointId
 class Attempts:
     """The history of one request's attempts.
 
-    An endpoint may ask for several attempts on itself (its own `retry`); then every other one is tried once; after
-    such a round all are eligible again.
+    An endpoint may ask for several attempts on itself (its own `retry`); then every other engine is tried once, since
+    the ranks of one fail together; after such a round all are eligible again.
     """
 
     __slots__ = ("_in_a_row", "_retry", "_rng", "_rounds", "_tried", "again")
@@ -42,6 +42,7 @@ class Attempts:
         self.again = None
         self._in_a_row = 0
         self._tried.add(endpoint.id)
+        self._tried.update(endpoint.engine.members)
         return 0.0 if own is None or own.fallback else None
 
     def next_round(self) -> float | None:

@@ -19,9 +19,12 @@ T = TypeVar("T")
 log = logging.getLogger("kvproxy.kvcache")
 
 #: What it means that an operation fails; of all others that it is not done.
+_BY_ROUTING = "whose tokens are not known are matched by what was routed where alone"
 _MEANING = {
     "lookup": "requests are routed by what was routed where and by KV events alone",
-    "tokenize": "prompts whose tokens are not known are matched by what was routed where alone",
+    "tokenize": f"prompts {_BY_ROUTING}",
+    "tokenize_messages": f"prompts of /v1/messages {_BY_ROUTING}",
+    "tokenize_responses": f"prompts of /v1/responses {_BY_ROUTING}",
 }
 
 

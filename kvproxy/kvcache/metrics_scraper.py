@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from math import lcm
 
 from kvproxy.background_task import BackgroundTask
 from kvproxy.clients.engine_metrics import EngineMetrics
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.engine import Engine
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.errors import ClientError
 from kvproxy.kvcache.actions.signals import HostUse, Pressure, Signals
 from kvproxy.kvcache.engines import Engines
+from kvproxy.kvcache.feedback.cache_losses import LossReason
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.kvcache.overlap.lookup import LookupClient
+from kvproxy.kvcache.rank_finder import RankFinder
 from kvproxy.kvcache.state import CacheState
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
@@ -60,9 +64,11 @@ class MetricsScraper(BackgroundTask):
         self._clusters = clusters
         self._indexes = indexes
         self._engines = engines
+        self._rank_finder = RankFinder(engines, stated=settings.kv_event_sources)
         self._lookups = lookups
         self._bytes_per_token = state.bytes_per_token
         self._hit_ratios = state.hit_ratios
+        self._losses = state.losses
         self._sample_host = sample_host
         self._on_round = on_round
         self._clock = clock
@@ -103,8 +109,7 @@ class MetricsScraper(BackgroundTask):
 
     async def _read_all(self) -> None:
         self.signals.host(self._sample_host())
-        present = [(name, endpoint) for name, cluster in self._clusters.items() for endpoint in cluster.endpoints]
-        reads = [self._read(name, endpoint) for name, endpoint in present]
+        reads = [self._read(cluster, engine) for cluster in self._clusters.values() for engine in cluster.engines]
         await asyncio.gather(self._read_provider(), *reads)
 
     def _follow(self) -> None:
@@ -118,28 +123,60 @@ class MetricsScraper(BackgroundTask):
             self._present[name] = now
             indexes.hot.endpoints = max(1, len(now))
         every = frozenset(endpoint for cluster in self._clusters.values() for endpoint in cluster.endpoints)
-        self._engines.keep(every)
+        self._engines.keep(endpoint.engine for endpoint in every)
         self.signals.keep(every)
 
-    async def _read(self, cluster: str, endpoint: Endpoint) -> None:
+    async def _read(self, cluster: Cluster, engine: Engine) -> None:
         try:
             async with self._slots:
-                metrics = await self._engines.client(endpoint).fetch_metrics()
+                metrics = await self._engines.client(engine).fetch_metrics()
+                await self._rank_finder.follow(cluster, engine, metrics)
         except ClientError as error:
-            log.debug("[kvcache] metrics of %s: %s", endpoint.id, error)
+            log.debug("[kvcache] metrics of %s: %s", engine.id, error)
+            for endpoint in cluster.of_engine(engine):
+                latest = self.signals.reading(endpoint)
+                if latest is None or latest[0] > self.signals.max_age_s:
+                    endpoint.asleep = False  # what it said last is too old to keep it out
             return
+        restarted = False
+        for endpoint in cluster.of_engine(engine):
+            own = metrics if endpoint.rank is None else metrics.ranks.get(endpoint.rank)
+            if own is not None:
+                restarted |= self._observe(cluster, endpoint, own)
+        if restarted:
+            log.info("[kvcache] %s/%s is a new process: what it held is forgotten", cluster.name, engine.id)
+            cluster.restarted(engine)
+
+    def _observe(self, cluster: Cluster, endpoint: Endpoint, metrics: EngineMetrics) -> bool:
+        """Take in what an engine, or one rank of it, says; whether it is another process than before."""
         self.signals.engine(endpoint, metrics)
+        self._sleep_or_wake(cluster.name, endpoint, asleep=metrics.asleep)
         capacity_tokens = None if metrics.cache is None else metrics.cache.capacity_tokens
         endpoint.load.observe_engine(
             EngineState(self._clock(), capacity_tokens, metrics.kv_usage, metrics.running, metrics.waiting)
         )
         if metrics.prefills is not None and metrics.prefill_s is not None:
             reading = Reading(metrics.prefills, metrics.prefill_s, metrics.prefill_tokens)
-            self._clusters[cluster].observe_engine(endpoint, reading)
-        if self._restarted(cluster, endpoint.id, metrics):
-            log.info("[kvcache] %s/%s is a new process: what it held is forgotten", cluster, endpoint.id)
-            endpoint.priority.restarted()
-        self._size(cluster, endpoint, metrics)
+            cluster.observe_engine(endpoint, reading)
+        restarted = self._restarted(cluster.name, endpoint.id, metrics)
+        if restarted:
+            self._losses.note(cluster.name, endpoint.id, LossReason.RESTARTED)
+        self._size(cluster.name, endpoint, metrics)
+        return restarted
+
+    def _sleep_or_wake(self, cluster: str, endpoint: Endpoint, *, asleep: bool) -> None:
+        """An engine that sleeps gave its KV memory up, and takes no requests until it is woken."""
+        if asleep is endpoint.asleep:
+            return
+        endpoint.asleep = asleep
+        if not asleep:
+            log.info("[kvcache] %s/%s is awake again", cluster, endpoint.id)
+            return
+        log.info("[kvcache] %s/%s sleeps: it is left out, and what it held is forgotten", cluster, endpoint.id)
+        indexes = self._indexes[cluster]
+        indexes.reset(endpoint.id)
+        indexes.precise.remove_endpoint(endpoint.id)
+        self._losses.note(cluster, endpoint.id, LossReason.ASLEEP)
 
     def _restarted(self, cluster: str, endpoint: EndpointId, metrics: EngineMetrics) -> bool:
         """Whether this is another process than before; one that does not say when it began tells by its counters."""
@@ -151,12 +188,15 @@ class MetricsScraper(BackgroundTask):
         return restarted
 
     def _size(self, cluster: str, endpoint: Endpoint, metrics: EngineMetrics) -> None:
-        """The index believes an endpoint to hold as much as its engine has room for, as far as nothing contradicts."""
+        """The index believes an endpoint to hold as much as its engine has room for, in blocks as long as that says, as
+        far as nothing contradicts."""
         cache = metrics.cache
+        indexes, block_tokens = self._indexes[cluster], None if cache is None else cache.block_tokens
+        indexes.steps.tell(endpoint.id, lcm(block_tokens or 1, indexes.precise.step_tokens(endpoint.id)))
         if cache is None or not cache.capacity_tokens:
             return
         blocks = int(cache.capacity_tokens * self._bytes_per_token.typical) // TEXT_BLOCK_BYTES
-        self._indexes[cluster].capacities.set_reported(endpoint.id, 0 if cache.prefix_caching is False else blocks)
+        indexes.capacities.set_reported(endpoint.id, 0 if cache.prefix_caching is False else blocks)
 
     async def _read_provider(self) -> None:
         provider = self._lookups.provider

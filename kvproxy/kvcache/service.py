@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Self
 
 from kvproxy.cluster.cluster import Cluster
@@ -15,6 +17,7 @@ from kvproxy.kvcache.actions.signals import HostUse
 from kvproxy.kvcache.actions.strategy_runner import StrategyRunner
 from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.engines import Engines
+from kvproxy.kvcache.feedback.cache_losses import LossReason
 from kvproxy.kvcache.feedback.predictions import PredictionFeedback
 from kvproxy.kvcache.metrics_scraper import MetricsScraper
 from kvproxy.kvcache.overlap.facts import RequestFacts, Result
@@ -23,8 +26,10 @@ from kvproxy.kvcache.overlap.sources import OverlapSources
 from kvproxy.kvcache.snapshot.restart import warm_restart
 from kvproxy.kvcache.state import CacheState
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.types import Clock, InferenceRequest
+from kvproxy.types import Clock, EndpointId, InferenceRequest
 from kvproxy.upstream.pool import UpstreamPool
+
+log = logging.getLogger("kvproxy.kvcache")
 
 
 class KvCache:
@@ -100,6 +105,8 @@ class KvCache:
 
     async def __aenter__(self) -> Self:
         self.state.keep(self.clusters)
+        for name, indexes in self.overlap.indexes.items():
+            indexes.followed.on_cleared = partial(self._cleared, name)
         async with AsyncExitStack() as starting:
             if self.snapshot is not None:
                 await starting.enter_async_context(self.snapshot)
@@ -116,6 +123,7 @@ class KvCache:
         """The gauges read this service from now on, and no earlier one."""
         self.overlap.show(self._metrics)
         self.feedback.show(self._metrics)
+        self.state.breaks.show(self._metrics)
         self.scraper.show(self._metrics)
         self.actions.jobs.show(self._metrics)
         hotness = self.actions.hotness
@@ -134,10 +142,10 @@ class KvCache:
         self.overlap.refresh(facts)
 
     async def facts_for(
-        self, request: InferenceRequest, body: bytes, *, cluster: Cluster, model: str = ""
+        self, request: InferenceRequest, body: bytes, *, cluster: Cluster, model: str = "", tenant: str = ""
     ) -> RequestFacts:
         """`gather`, and `look_up` where that is worth it."""
-        facts = self.gather(request, body, cluster=cluster, model=model)
+        facts = self.gather(request, body, cluster=cluster, model=model, tenant=tenant)
         if facts.wants_lookup:
             await self.look_up(facts)
         return facts
@@ -145,16 +153,36 @@ class KvCache:
     def finished(self, facts: RequestFacts, result: Result) -> None:
         """The request is over. Queues what is to be done about it; never waits."""
         self.feedback.finished(facts, result)
+        if facts.request.session_ends:
+            self._end_session(facts)
+            return
         if not (result.prefilled and self._uses_tokens):
             return
+        self.overlap.tokens.counted(facts, result.prompt_tokens)
         endpoint = None if result.endpoint is None else facts.cluster.endpoint(result.endpoint)
         streams = self.overlap.streams
         if streams is not None and endpoint is not None and result.prompt_tokens is not None:
             streams.note_traffic(endpoint, result.prompt_tokens - (result.cached_tokens or 0))
         self.actions.served(facts, endpoint)
 
+    def _end_session(self, facts: RequestFacts) -> None:
+        """What was kept for the session alone goes: nothing asks for it again."""
+        last = facts.indexes.last_served.end(facts.names.session)
+        self._metrics.kvcache.sessions_ended.labels("unknown" if last is None else "known").inc()
+        if last is not None:
+            self.actions.hotness.end_session(facts.names.session, last.keys)
+            for key in last.keys[-1:]:
+                self.overlap.tokens.memory.release(key)
+
+    def _cleared(self, cluster: str, endpoint: EndpointId) -> None:
+        """The engine says that it dropped its cache."""
+        log.info("[kvcache] %s/%s dropped its cache: what it held is forgotten", cluster, endpoint)
+        self.overlap.indexes[cluster].reset(endpoint)
+        self.state.losses.note(cluster, endpoint, LossReason.CLEARED)
+
     def _tick(self) -> None:
         """Between requests, after each round of the scraper."""
         present = {(name, one.id) for name, cluster in self.clusters.items() for one in cluster.endpoints}
         self.feedback.keep(present)
+        self.state.breaks.keep(present)
         self.actions.tick()

@@ -9,7 +9,9 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.kvcache_schema import KvCacheSettings, TokenCacheSettings
 from kvproxy.kvcache.actions.hotness import Hotness
 from kvproxy.kvcache.actions.strategies import ActionRecord
+from kvproxy.kvcache.feedback.cache_losses import CacheLosses
 from kvproxy.kvcache.feedback.prediction_stats import PredictionStats
+from kvproxy.kvcache.feedback.prefix_breaks import PrefixBreaks
 from kvproxy.kvcache.feedback.token_counts import BytesPerToken, HitRatioStats
 from kvproxy.kvcache.overlap.indexes import IndexState
 from kvproxy.metrics.catalog import Metrics
@@ -26,6 +28,8 @@ class CacheState:
     """
 
     predictions: PredictionStats
+    breaks: PrefixBreaks
+    losses: CacheLosses
     hit_ratios: HitRatioStats = field(default_factory=HitRatioStats)
     bytes_per_token: BytesPerToken = field(default_factory=BytesPerToken)
     indexes: dict[str, IndexState] = field(default_factory=dict)  # by cluster
@@ -38,7 +42,8 @@ class CacheState:
     @classmethod
     def empty(cls, *, metrics: Metrics, clock: Clock) -> CacheState:
         """The state of a first start."""
-        return cls(PredictionStats(metrics, clock=clock))
+        predictions, breaks = PredictionStats(metrics, clock=clock), PrefixBreaks(metrics, clock=clock)
+        return cls(predictions, breaks, CacheLosses(metrics, clock=clock))
 
     def index(self, cluster: str, *, endpoints: int) -> IndexState:
         """The cluster's, made on first use for so many endpoints."""

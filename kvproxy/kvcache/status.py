@@ -10,10 +10,11 @@ from dataclasses import asdict
 from kvproxy.clients.kv_events.status import StreamState, StreamStatus
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.kvcache.overlap.sources import PRECISE_ROW_BYTES
+from kvproxy.kvcache.overlap.gauges import PRECISE_ROW_BYTES
 from kvproxy.kvcache.service import KvCache
 from kvproxy.prefix.approximate.heat import Run
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
+from kvproxy.prefix.hygiene.causes import ADVICE
 
 #: The worst stream decides what an endpoint's index is worth.
 _WORST_FIRST = (StreamState.APPROXIMATE, StreamState.DEGRADED, StreamState.CONNECTING)
@@ -89,14 +90,19 @@ def endpoint_index(service: KvCache, cluster: str, endpoint: Endpoint) -> dict[s
     overlap = service.overlap
     indexes = overlap.indexes[cluster]
     streams = {} if overlap.streams is None else overlap.streams.streams(endpoint)
+    loss = service.state.losses.latest(cluster, endpoint.id)
     return {
         "state": index_worth(streams).value,
+        "events_believed": endpoint.id not in indexes.missed.doubted,
+        "names_pairs": endpoint.id in indexes.followed.paired,
+        "last_loss": None if loss is None else {"reason": loss.reason.value, "age_s": loss.age_s},
         "streams": [
             {"rank": rank, "state": one.state.value, "reason": one.reason.value} for rank, one in streams.items()
         ],
         "approximate_blocks": indexes.approximate.held_blocks(endpoint.id),
         "approximate_capacity_blocks": indexes.approximate.capacity(endpoint.id),
         "told_capacity_blocks": indexes.capacities.reported_blocks(endpoint.id),
+        "reuse_step_tokens": indexes.steps.known.get(endpoint.id),
         "trust": overlap.trust(cluster, endpoint.id),
         "hit_ratio": asdict(service.state.hit_ratios.use((cluster, endpoint.id))),
         "block_bytes": TEXT_BLOCK_BYTES,
@@ -113,6 +119,8 @@ def engine_status(service: KvCache, endpoint: Endpoint) -> dict[str, object] | N
     cache = metrics.cache
     return {
         "age_s": age_s,
+        "kind": metrics.kind.value,
+        "asleep": metrics.asleep,
         "kv_usage": metrics.kv_usage,
         "waiting": metrics.waiting,
         "running": metrics.running,
@@ -127,6 +135,45 @@ def index_worth(streams: dict[int, StreamStatus]) -> StreamState:
         return StreamState.APPROXIMATE
     states = {one.state for one in streams.values()}
     return next((state for state in _WORST_FIRST if state in states), StreamState.EXACT)
+
+
+def prefix_breaks(service: KvCache, now: float) -> dict[str, object]:
+    """What broke the prefixes of returning sessions since the start, the dearest cause first, and the latest breaks."""
+    breaks = service.state.breaks
+    return {
+        "returned": breaks.returned,
+        "sessions": len(breaks.sessions),
+        "causes": [
+            {
+                "cause": cause.value,
+                "client": client,
+                "tenant": tenant,
+                "breaks": row.breaks,
+                "tokens": row.tokens,
+                "seconds": row.seconds,
+                "part": row.part,
+                "request_id": row.request_id,
+                "ago_s": now - row.at,
+                "what": ADVICE[cause][0],
+                "fix": ADVICE[cause][1],
+            }
+            for (cause, client, tenant), row in breaks.totals
+        ],
+        "latest": [
+            {
+                "ago_s": now - one.at,
+                "request_id": one.request_id,
+                "cluster": one.cluster,
+                "client": one.client,
+                "tenant": one.tenant,
+                "cause": one.found.cause.value,
+                "part": one.found.part,
+                "tokens": one.found.tokens,
+                "seconds": one.found.seconds,
+            }
+            for one in reversed(breaks.latest)
+        ],
+    }
 
 
 def leases(service: KvCache, now: float) -> list[dict[str, object]]:
@@ -202,5 +249,6 @@ def _index_status(service: KvCache, cluster: Cluster) -> dict[str, object]:
         },
         "precise": {"blocks": rows, "estimated_bytes": rows * PRECISE_ROW_BYTES},
         "hot": {"blocks": indexes.approximate.unique_blocks, "runs": indexes.approximate.runs},
+        "last_served": {"sessions": indexes.last_served.sessions, "responses": indexes.last_served.responses},
         "endpoints": {str(one.id): endpoint_index(service, cluster.name, one) for one in cluster.endpoints},
     }

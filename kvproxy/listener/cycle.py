@@ -13,6 +13,8 @@ logger = logging.getLogger(__name__)
 
 #: Unread request body held for a slow app before reading from the client pauses.
 HIGH_WATER_BYTES = 64 * 1024
+#: What a piece of it counts for besides: a million chunks of one byte are no megabyte.
+_PIECE_BYTES = 64
 #: A smaller piece is copied behind its head, which costs less than another buffer of a write.
 _JOINED_BYTES = 16 * 1024
 _BODILESS = frozenset({204, 304})
@@ -113,6 +115,11 @@ class RequestCycle:
 
     # what the connection says
 
+    @property
+    def full(self) -> bool:
+        """The app has enough of the body for now."""
+        return self._buffered_bytes > HIGH_WATER_BYTES
+
     def body_arrived(self, pieces: Sequence[bytes], size_bytes: int, *, ended: bool = False) -> None:
         """Held until the app takes it; nothing of it once the response is complete. `ended`: so is the request."""
         self.body_complete = ended
@@ -120,8 +127,8 @@ class RequestCycle:
             self._connection.unwanted(size_bytes)
             return
         self._pieces += pieces
-        self._buffered_bytes += size_bytes
-        if self._buffered_bytes > HIGH_WATER_BYTES:
+        self._buffered_bytes += size_bytes + _PIECE_BYTES * len(pieces)
+        if self.full:
             self._connection.pause_reading()
         if self._connection.waiters:
             self._connection.wake()

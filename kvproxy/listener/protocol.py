@@ -173,10 +173,10 @@ class ClientProtocol(asyncio.Protocol):
             self.transport.pause_reading()
 
     def read_on(self) -> None:
-        while self._unparsed and not self._queue and not self._ending:
+        while self._unparsed and not self._held_up:
             piece, self._unparsed = self._unparsed[:_PIECE_BYTES], self._unparsed[_PIECE_BYTES:]
             self._feed(piece)
-        if self.reading_paused and not self._queue and not self.transport.is_closing():
+        if self.reading_paused and not self._held_up:
             self.reading_paused = False
             self.transport.resume_reading()
 
@@ -221,6 +221,11 @@ class ClientProtocol(asyncio.Protocol):
     @property
     def _ending(self) -> bool:
         return self._linger is not None or self.transport.is_closing()
+
+    @property
+    def _held_up(self) -> bool:
+        """What comes next is not parsed yet: answers before it are due, or the app has enough of its body."""
+        return self._ending or bool(self._queue) or (self._running is not None and self._running.full)
 
     def _run(self, cycle: RequestCycle, scope: Scope) -> None:
         self._running = cycle

@@ -33,6 +33,10 @@ class RequestMetrics:
             "kvproxy_request_results", "Requests over by what became of them; failed: 5xx, or broken off",
             ["cluster", "result"], registry=r,
         )  # fmt: skip  # ok, failed, client_error, client_left
+        self.clients = Counter(
+            "kvproxy_client_requests", "Inference requests by kind of client, and whether they name a session",
+            ["client", "session"], registry=r,
+        )  # fmt: skip  # one of request.session.CLIENTS, or unknown; named, child (a sub-agent's or a fork), none
         self.picks = Counter("kvproxy_picks", "Routing decisions", ["cluster", "policy", "reason"], registry=r)
         self.shadow_decisions = Counter(
             "kvproxy_shadow_decisions", "Decisions of a shadow policy against the live one",
@@ -158,6 +162,10 @@ class EndpointStateMetrics:
         self.ejections = Counter(
             "kvproxy_ejections", "Endpoints taken out", ["cluster", "endpoint", "reason"], registry=r
         )
+        self.cache_losses = Counter(
+            "kvproxy_engine_cache_losses", "Times an endpoint's engine lost what it held, by how that was noticed",
+            ["cluster", "endpoint", "reason"], registry=r,
+        )  # fmt: skip  # restarted, cleared, forgot, asleep
         self.probes = Counter("kvproxy_health_probes", "Active probes", ["cluster", "endpoint", "outcome"], registry=r)
         self.engine_priority_requests = Counter(
             "kvproxy_engine_priority_requests", "Requests that carried the number by which engines order what waits",
@@ -167,6 +175,10 @@ class EndpointStateMetrics:
             "kvproxy_engine_priority_state", "1: this is what is known of the engine, where it is told a priority",
             ["cluster", "endpoint", "state"], registry=r,
         )  # fmt: skip  # unknown, obeys, ignores, refused, does_not_pay
+        self.rank_refusals = Counter(
+            "kvproxy_rank_refusals", "Requests whose data-parallel rank an engine did not know",
+            ["cluster", "endpoint", "outcome"], registry=r,
+        )  # fmt: skip  # renumbered, dropped, late
         self.discovery = Counter("kvproxy_discovery_updates", "Discovery results", ["cluster", "outcome"], registry=r)
 
 
@@ -241,9 +253,16 @@ class KvCacheMetrics:
             "kvproxy_kvcache_reused_tokens", "Of these, tokens the engine did reuse",
             ["cluster", "endpoint", "source"], registry=r,
         )  # fmt: skip
+        self.sessions_ended = Counter(
+            "kvproxy_kvcache_sessions_ended", "Sessions that their clients ended", ["result"], registry=r
+        )  # known, unknown
         self.prediction_alarm = CallbackGauge(
             "kvproxy_kvcache_prediction_alarm", "1: of the last 8 large predictions at least 3 were wrong",
             ["cluster", "endpoint", "source"], registry=r,
+        )  # fmt: skip
+        self.prefix_break_tokens = Counter(
+            "kvproxy_prefix_break_tokens", "Prompt tokens computed again although the session had sent them before",
+            ["cause", "client"], registry=r,
         )  # fmt: skip
         self.trust = CallbackGauge(
             "kvproxy_kvcache_trust_ratio", "How far what only this source says of an endpoint is believed, once tried",
@@ -260,7 +279,10 @@ class HoldingMetrics:
         )  # approximate, in_flight, precise, hot
         self.index_bytes = Gauge(
             "kvproxy_kvcache_index_bytes", "Estimated memory of an index", ["index"], registry=r
-        )  # approximate, precise, sessions
+        )  # approximate, precise, sessions, session_parts, last_served
+        self.last_served = Gauge(
+            "kvproxy_kvcache_last_served", "Sessions and responses whose last endpoint is known", ["what"], registry=r
+        )  # sessions, responses
         self.index_utilisation = CallbackGauge(
             "kvproxy_kvcache_index_utilisation_ratio", "Blocks believed to be at an endpoint against its capacity",
             ["cluster", "endpoint"], registry=r,
@@ -268,6 +290,10 @@ class HoldingMetrics:
         self.index_capacity = CallbackGauge(
             "kvproxy_kvcache_index_capacity_blocks", "Room in an endpoint's cache, as `told` by it and as `learned`",
             ["cluster", "endpoint", "kind"], registry=r,
+        )  # fmt: skip
+        self.reuse_step = CallbackGauge(
+            "kvproxy_endpoint_reuse_step_tokens", "What an endpoint reuses is a multiple of this, where that is long",
+            ["cluster", "endpoint"], registry=r,
         )  # fmt: skip
         self.endpoint_hit_ratio = CallbackGauge(
             "kvproxy_endpoint_cache_hit_ratio", "Share of prompt tokens reused since twelve readings of the engine ago",
@@ -325,6 +351,14 @@ class BoundMetrics:
         self.receipts = Counter(
             "kvproxy_receipts", "Decision receipts", ["result"], registry=r
         )  # written, dropped, failed
+        self.normalized = Counter(
+            "kvproxy_normalized_requests", "Requests with a prompt that rules of `normalize` change",
+            ["cluster", "rules", "result"], registry=r,
+        )  # fmt: skip  # rewritten, left, failed
+        self.normalize_state = Gauge(
+            "kvproxy_normalize_state", "1: this is what is known of the rules on the cluster's traffic",
+            ["cluster", "rules", "state"], registry=r,
+        )  # fmt: skip  # trying, on, off
         self.rate_limited = Counter("kvproxy_rate_limited", "Requests refused by rate_limit", ["kind"], registry=r)
         self.auth_failures = Counter("kvproxy_auth_failures", "Requests refused by auth", ["reason"], registry=r)
         self.body_refused = Counter("kvproxy_bodies_refused", "Bodies over the limit", registry=r)

@@ -37,11 +37,14 @@ LABELS: Mapping[str, str] = {
     "breaker": "what the breaker guards",
     "by": "what is counted (`tokens` or `requests`), whose costs (`live` or `shadow`), or by whose word (`engine`, "
     "`responses`, `prediction`)",
+    "cause": "why the prompt of a returning session could not be reused ([the list](prefix-hygiene.md#causes))",
+    "client": "which of the known kinds of client sent it ([sessions](sessions.md)), empty: another",
     "cluster": "name of the cluster in the configuration",
     "end": "`completed`, `engine_error`, `upstream_died`, `client_disconnected` or `local_reply`",
     "endpoint": "id of the endpoint",
-    "index": "`approximate`, `in_flight`, `precise`, `hot`, `sessions` (hashes of chats, at most 64 MiB a cluster) or "
-    "`prefixes` (tokens of prefixes that may be pinned or evicted, at most 64 MiB)",
+    "index": "`approximate`, `in_flight`, `precise`, `hot`, `sessions` (hashes of chats, at most 64 MiB a cluster), "
+    "`session_parts` (digests of sessions' last prompts, at most 20 MiB) or `prefixes` (tokens of prefixes that may be "
+    "pinned or evicted, at most 64 MiB)",
     "kind": "which of a few kinds; the meaning of the metric names them",
     "model": "a model that an endpoint declares, a route names or an engine lists (50 of these at most); else `other`, "
     "as the first requests for a listed one are, until the engines were asked",
@@ -52,13 +55,17 @@ LABELS: Mapping[str, str] = {
     "rank": "data-parallel rank of the engine",
     "reason": "why; a closed set of each metric",
     "result": "what became of it",
-    "source": "`approximate`, `precise`, `lmcache_controller` or `lmcache_coordinator`",
+    "rules": "those of `normalize` that change a prompt, such as `billing_header+sort_tools`",
+    "session": "`named`, `child` (of a sub-agent or a fork) or `none`",
+    "source": "`approximate`, `precise`, `lmcache_controller`, `lmcache_coordinator`, or `session`: where its session "
+    "was served last",
     "state": "`1` on the series of the current state, `0` on the others; for connections `open` or `idle`",
     "stream": "`true` for streamed answers, whose first byte comes before the rest; `false` for others",
     "tenant": "name of the API key, empty without `auth`; `other` beyond 200 pairs of model and tenant",
     "tier": "`device` or `lower` (host memory, disk)",
     "status": "HTTP status",
     "version": "of kvproxy",
+    "what": "`sessions` or `responses`",
 }
 
 

@@ -26,9 +26,11 @@ from msgspec import Raw
 
 from kvproxy.types import Prompt, RequestKind
 
-#: Objects in all that is looked into for marks, and blocks and bytes of a `system`: a few ms at most. Beyond it, bytes
-#: count as they were sent.
+#: Objects and bytes of what is looked into for marks, and blocks and bytes of a `system`: a few ms at most. Beyond it,
+#: bytes count as they were sent.
 _MAX_OBJECTS = 8192
+_MAX_MARKED_BYTES = 512 * 1024
+_MESSAGE_OBJECTS = 16  # what a message counts for besides those in it
 _MAX_BLOCKS = 64
 _MAX_SYSTEM_BYTES = 256 * 1024
 
@@ -92,11 +94,12 @@ def prompt_identity(kind: RequestKind, prompt: Prompt) -> Prompt:
 class PartRules:
     """The rules for the messages of one request of an API in `RULED`, and what may still be looked into for marks."""
 
-    __slots__ = ("_kind", "_left", "marked")
+    __slots__ = ("_kind", "_left", "_left_bytes", "marked")
 
     def __init__(self, kind: RequestKind) -> None:
         self._kind = kind
         self._left = _MAX_OBJECTS
+        self._left_bytes = _MAX_MARKED_BYTES
         self.marked = 0  # messages with a mark, so far
 
     def apply(self, index: int, part: bytes) -> bytes:
@@ -104,8 +107,9 @@ class PartRules:
         if not part.startswith(_HEADS_OF_TEXT):
             if _MARK in part:
                 self.marked += 1
-                self._left -= part.count(b"{")
-                if self._left >= 0:
+                self._left -= _MESSAGE_OBJECTS + part.count(b"{")
+                self._left_bytes -= len(part)
+                if self._left >= 0 and self._left_bytes >= 0:
                     part = _without_marks(part, _objects_of_message)
             part = _as_text(part)
         if index == 0 and self._kind is RequestKind.CHAT and (header := _header_of_message(part)):
@@ -177,7 +181,7 @@ def _without_last_mark(data: bytes, decode: Callable[[bytes], list[_Object]]) ->
     """As `_without_marks`; one that ends the object, or the last one of a list, is surely a member of that object."""
     if last := _last_mark(data, max(0, len(data) - _MOST_OF_A_MARK)):
         data = data[: last.start()] + last[1]
-    if _MARK in data and data.count(b"{") <= _MAX_OBJECTS:
+    if len(data) <= _MAX_MARKED_BYTES and _MARK in data and data.count(b"{") <= _MAX_OBJECTS:
         return _without_marks(data, decode)
     return data
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvproxy.filters.access_log import printable
+from kvproxy.prefix.hygiene.causes import ADVICE, PrefixBreak
 from kvproxy.receipts.forecast import matched_tokens, prefill_s
 from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate
 from kvproxy.routing import selector
@@ -59,8 +60,8 @@ def explain_decision(decision: Mapping[str, Any]) -> str:
 def _heading(receipt: Receipt) -> Iterator[str]:
     about = [receipt.kind or "request", *(
         f"{name} {printable(value)}" for name, value in (
-            ("model", receipt.model), ("tenant", receipt.tenant), ("session", receipt.session),
-            ("cluster", receipt.cluster)) if value
+            ("model", receipt.model), ("client", receipt.client), ("tenant", receipt.tenant),
+            ("session", receipt.session), ("cluster", receipt.cluster)) if value
     )]  # fmt: skip
     yield f"Request {printable(receipt.request_id) or '(without an id)'}, ended {receipt.time}"
     yield f"  {', '.join(about)}{', streamed' if receipt.stream else ''}"
@@ -157,6 +158,26 @@ def _outcome(receipt: Receipt) -> Iterator[str]:
     prompt = receipt.engine_prompt_tokens
     expected = 0 if receipt.endpoint is None else matched_tokens(receipt, receipt.endpoint)
     yield f"  cached by the engine's count: {receipt.cached_tokens} of {prompt or '?'} tokens (predicted {expected})"
+    if receipt.cache_loss:
+        how = _LOSSES.get(receipt.cache_loss, receipt.cache_loss)
+        yield f"  it had lost its cache less than a minute before: {how}"
+    if receipt.prefix_break is not None:
+        yield from _broken(receipt.prefix_break)
+
+
+def _broken(found: PrefixBreak) -> Iterator[str]:
+    what, fix = ADVICE[found.cause]
+    took = "" if found.seconds is None else f", {_seconds(found.seconds)} of prefill"
+    yield f"  its session's last prompt was not reused: {what} ({found.part}): {found.tokens} tokens again{took}"
+    yield f"  what helps: {fix}"
+
+
+_LOSSES = {
+    "restarted": "it restarted",
+    "cleared": "it was told to drop it, as its KV events say",
+    "forgot": "it reused nothing of what it was sent just then",
+    "asleep": "it was put to sleep",
+}
 
 
 def _told(priority: int) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from kvproxy.prefix.hygiene.causes import PrefixBreak
 from kvproxy.routing.load import NO_WORK, Features
 from kvproxy.routing.policy import Overlap
 from kvproxy.types import EndpointId
@@ -63,7 +64,9 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: str = ""
     model: str = ""
     tenant: str = ""
+    client: str = ""  # kind of client, one of a few; "": unknown
     session: str = ""  # keyed hash; equal within one run of the proxy
+    parent: str = ""  # of the session that it was made from; likewise
     head: str = ""  # keyed hash of the prompt's first bytes; likewise
     stream: bool = False
     cluster: str = ""
@@ -82,6 +85,8 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True):
     engine_prompt_tokens: int | None = None
     cached_tokens: int | None = None
     completion_tokens: int | None = None
+    cache_loss: str = ""  # how the endpoint had lost its cache less than a minute before: restarted, cleared, ...
+    prefix_break: PrefixBreak | None = None  # what was computed again of its session's last prompt, and why
 
 
 _encoder = msgspec.json.Encoder()

@@ -47,6 +47,8 @@ class FinishedRequest:
     kind: RequestKind | None
     stream: bool
     session_key: str | None
+    parent_session: str | None
+    client: str
     received_at: float
     ended_at: float
     outcome: Outcome
@@ -67,6 +69,8 @@ def compose_receipt(over: FinishedRequest, *, ended: datetime, hashed: Hash, key
         model=over.model,
         tenant=over.tenant,
         session=hashed((over.session_key or "").encode("utf-8", "surrogatepass")),
+        parent=hashed((over.parent_session or "").encode("utf-8", "surrogatepass")),
+        client=over.client,
         head=hashed(observed.head),
         stream=over.stream,
         cluster=outcome.cluster,
@@ -85,6 +89,8 @@ def compose_receipt(over: FinishedRequest, *, ended: datetime, hashed: Hash, key
         engine_prompt_tokens=outcome.prompt_tokens,
         cached_tokens=outcome.cached_tokens,
         completion_tokens=outcome.completion_tokens,
+        cache_loss=outcome.cache_loss,
+        prefix_break=outcome.prefix_break,
     )
 
 
@@ -155,6 +161,8 @@ class Recorder(RequestObserver):
                 kind=None if inference is None else inference.kind,
                 stream=inference is not None and inference.stream,
                 session_key=None if inference is None else inference.session_key,
+                parent_session=None if inference is None else inference.parent_session,
+                client="" if inference is None else inference.client,
                 received_at=exchange.received_at,
                 ended_at=now,
                 outcome=exchange.outcome,

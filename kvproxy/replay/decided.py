@@ -102,7 +102,7 @@ def _decision(receipt: Receipt, attempt: Attempt, index: int) -> RecordedDecisio
     received = datetime.fromisoformat(receipt.time).timestamp() - receipt.duration_s
     request = PickRequest(
         model=receipt.model,
-        session_key=receipt.session or None,
+        session_key=receipt.parent or receipt.session or None,
         facts=_facts(receipt),
         streams=receipt.stream,
         prompt_head=receipt.head.encode(),

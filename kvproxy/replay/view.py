@@ -99,7 +99,7 @@ class IndexView:
     ) -> None:
         """As the proxy learns from a response."""
         local, endpoint, cached_blocks = self._local, entry.endpoint, cached // self._block_size
-        lost = local.observe_capacity(entry, cached_blocks)
+        lost = local.observe_capacity(entry, overlap, cached_tokens=cached, cached_blocks=cached_blocks)
         local.correct(
             endpoint,
             entry.cursor,

@@ -14,6 +14,9 @@ from kvproxy.request.error_reply import LocalReply
 
 K = TypeVar("K")
 
+#: Each look at a longer body takes milliseconds: others have a turn of the event loop in between.
+LONG_BYTES = 512 * 1024
+
 
 class ClientLeft(Exception):
     """The client closed the connection before its body was complete."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.json_scan import Members
+from kvproxy.prefix.hygiene.causes import PrefixBreak
 from kvproxy.routing.policy import OverlapFacts
 from kvproxy.types import EndpointId, InferenceRequest
 
@@ -63,9 +64,12 @@ class Outcome:
     prompt_tokens: int | None = None  # the engine's own usage, when it said so
     cached_tokens: int | None = None
     completion_tokens: int | None = None
+    response_id: str = ""  # by which another request may go on from this one
     candidates: Sequence[Endpoint] = ()  # of the last pick, and what each would have cost by the policy; () if there
     costs: Sequence[float] = ()  # were more than MAX_REMEMBERED
     engine_priority: int | None = None  # the number its engine was told to order it by
+    cache_loss: str = ""  # how the endpoint that answered had lost its cache shortly before
+    prefix_break: PrefixBreak | None = None  # what it lost of its session's last prompt, and why
 
     def client_left(self) -> None:
         """The client closed its connection before the response was complete."""

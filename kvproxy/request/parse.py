@@ -28,11 +28,11 @@ from kvproxy.json_scan import (
     run_at_once,
     run_in_turns,
 )
+from kvproxy.request.fields import NO_RAW, Chat, Common, Completion, Embeddings, Messages, Responses
+from kvproxy.request.session import NO_CALLER, Caller
 from kvproxy.types import InferenceRequest, Prompt, RequestKind
 
-#: A longer session key is replaced by its digest, so that a client cannot make us keep what it likes.
-MAX_SESSION_KEY = 128
-#: The same for the names of models and for cache salts.
+#: Longer names of models and cache salts are replaced by a digest.
 MAX_NAME = 256
 #: Messages told apart; all further ones are one part.
 MAX_PARTS = 4096
@@ -44,84 +44,9 @@ _LISTED_BYTES = 256 * 1024
 _MAX_SCALAR_BYTES = 64 * 1024
 _MAX_TOKENS = 2**31
 
-_Key = str | int | None
-_NO_RAW = Raw()
-
-
-class _Common(msgspec.Struct, gc=False):
-    """Fields every kind has. Null counts as absent."""
-
-    model: str | None = None
-    stream: bool | None = None
-    session_id: _Key = None
-    user: _Key = None
-    prompt_cache_key: _Key = None
-    cache_salt: str | None = None
-    add_special_tokens: Raw = _NO_RAW
-    truncate_prompt_tokens: Raw = _NO_RAW
-
-
-class _Templated(_Common, gc=False):
-    """What shapes a chat template besides the messages.
-
-    `tool_choice` and `response_format` steer decoding and leave the prompt alone, so they are not among these.
-    """
-
-    tools: Raw = _NO_RAW
-    documents: Raw = _NO_RAW
-    chat_template: Raw = _NO_RAW
-    chat_template_kwargs: Raw = _NO_RAW
-    mm_processor_kwargs: Raw = _NO_RAW
-    media_io_kwargs: Raw = _NO_RAW
-    reasoning_effort: Raw = _NO_RAW
-    add_generation_prompt: Raw = _NO_RAW
-    continue_final_message: Raw = _NO_RAW
-
-
-class _Chat(_Templated, gc=False):
-    messages: list[Raw] = []
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-
-
-class _Completion(_Common, gc=False):
-    prompt: Raw = _NO_RAW
-    suffix: Raw = _NO_RAW
-    prompt_embeds: Raw = _NO_RAW
-    max_tokens: int | None = None
-
-
-class _Responses(_Templated, gc=False):
-    input: Raw = _NO_RAW
-    instructions: Raw = _NO_RAW
-    reasoning: Raw = _NO_RAW
-    prompt: Raw = _NO_RAW
-    previous_response_id: Raw = _NO_RAW
-    conversation: Raw = _NO_RAW
-    max_output_tokens: int | None = None
-
-
-class _Embeddings(_Templated, gc=False):
-    input: Raw = _NO_RAW
-    messages: list[Raw] | None = None
-
-
-class _Metadata(msgspec.Struct, gc=False):
-    user_id: _Key = None
-
-
-class _Messages(_Templated, gc=False):
-    messages: list[Raw] = []
-    system: Raw = _NO_RAW
-    thinking: Raw = _NO_RAW
-    output_config: Raw = _NO_RAW
-    metadata: _Metadata | None = None
-    max_tokens: int | None = None
-
-
 #: The first items of a list; the decoder passes over all that follow. A last one that is set tells that there are more.
 _First: Any = msgspec.defstruct(
-    "_First", [(f"item{index}", Raw, _NO_RAW) for index in range(MAX_PARTS + 1)], array_like=True, gc=False
+    "_First", [(f"item{index}", Raw, NO_RAW) for index in range(MAX_PARTS + 1)], array_like=True, gc=False
 )
 _raw_list = msgspec.json.Decoder(list[Raw])
 _raw_first = msgspec.json.Decoder(_First)
@@ -141,7 +66,7 @@ class _Reader:
     def __init__(
         self,
         kind: RequestKind,
-        struct: type[_Common],
+        struct: type[Common],
         *,
         single: str = "",
         listed: str = "",
@@ -152,7 +77,7 @@ class _Reader:
         self._decode = msgspec.json.Decoder(struct, strict=False).decode
         many = [(listed, _First | None, None)] if listed else []
         large: Any = msgspec.defstruct(f"{struct.__name__}Large", many, bases=(struct,), gc=False)
-        self._decode_large: Callable[[bytes], _Common] = msgspec.json.Decoder(large, strict=False).decode
+        self._decode_large: Callable[[bytes], Common] = msgspec.json.Decoder(large, strict=False).decode
         self._single = single  # field with the whole prompt as one value
         self._listed = listed  # field with one value a message
         self._max_tokens = max_tokens  # names of the limit, the one that wins first
@@ -160,27 +85,30 @@ class _Reader:
         raw = [field.name for field in fields if field.type is Raw and field.name != single]
         self._names = frozenset(field.name for field in fields)
         self._scalars = {field.name: field.type for field in fields if field.type is not Raw and field.name != listed}
+        self._ids = tuple([name for name in ("previous_response_id", "conversation") if name in raw])
         self._shaping = {name: name.encode() + b":" for name in raw}
-        self._shapes: Callable[[_Common], tuple[Raw, ...]] = attrgetter(*raw)
-        self._unshaped = (_NO_RAW,) * len(raw)
+        self._shapes: Callable[[Common], tuple[Raw, ...]] = attrgetter(*raw)
+        self._unshaped = (NO_RAW,) * len(raw)
 
-    def read(self, body: bytes, session: str) -> InferenceRequest:
+    def read(self, body: bytes, caller: Caller) -> InferenceRequest:
         """Everything, at once. Raises what a decoder raises, and _TooMany."""
         data = self._decode(body) if len(body) <= _LISTED_BYTES else self._decode_large(body)
         shape = b"" if self._shapes(data) == self._unshaped else self._shape(data)
-        return self._request(data, Prompt(shape, self._parts(data)), session)
+        return self._request(data, Prompt(shape, self._parts(data)), caller)
 
     def scan(
-        self, body: bytes, session: str, also: Callable[[str], bool] = _none
+        self, body: bytes, caller: Caller, also: Callable[[str], bool] = _none
     ) -> Steps[tuple[InferenceRequest, Members]]:
         """The same in steps, and field by field: one that is of another type than expected counts as absent. With the
         members it read and those whose names are wanted `also`. Raises Unreadable."""
         names = self._names
         found = yield from find_members(body, lambda name: name in names or also(name))
         spans = {member.name: member.value for member in found.found}
-        data = self._struct(
-            **{name: _scalar(body, spans[name], kind) for name, kind in self._scalars.items() if name in spans}
-        )
+        scalars: dict[str, Any] = {
+            name: _scalar(body, spans[name], kind) for name, kind in self._scalars.items() if name in spans
+        }
+        scalars |= {name: _raw_scalar(body, spans[name]) for name in self._ids if name in spans}
+        data = self._struct(**scalars)
         yield
         room = _Room(body)
         shape = [
@@ -196,29 +124,36 @@ class _Reader:
                 break
             parts.append(room.take(span))
         prompt = Prompt(b"".join(shape), tuple(parts), room.unread_bytes)
-        return self._request(data, prompt, session), found
+        return self._request(data, prompt, caller), found
 
-    def _request(self, data: _Common, prompt: Prompt, session: str) -> InferenceRequest:
+    def _request(self, data: Common, prompt: Prompt, caller: Caller) -> InferenceRequest:
         model, salt = data.model or "", data.cache_salt
+        session = caller.session or data.session()
         return InferenceRequest(
             self._kind,
             model if len(model) <= MAX_NAME else _digest(model),
             prompt,
             data.stream is True,
             self._limit(data),
-            _session_key(session, data),
+            None if session is None else session.key,
             salt if salt is None or len(salt) <= MAX_NAME else _digest(salt),
+            caller.client,
+            None if session is None else session.parent,
+            caller.ends,
+            data.cache_group(),
+            data.continues(),
+            data.continuable(),
         )
 
-    def _shape(self, data: _Common) -> bytes:
+    def _shape(self, data: Common) -> bytes:
         """NUL never occurs in JSON, so it ends a field without doubt."""
         pieces = []
         for prefix, raw in zip(self._shaping.values(), self._shapes(data), strict=True):
-            if raw is not _NO_RAW and (value := bytes(raw)) != b"null":
+            if raw is not NO_RAW and (value := bytes(raw)) != b"null":
                 pieces.append(prefix + value + b"\0")
         return b"".join(pieces)
 
-    def _parts(self, data: _Common) -> tuple[bytes, ...]:
+    def _parts(self, data: Common) -> tuple[bytes, ...]:
         if self._listed and (messages := getattr(data, self._listed)):
             if type(messages) is list and len(messages) <= MAX_PARTS:
                 return tuple(map(bytes, messages))
@@ -244,7 +179,7 @@ class _Reader:
             return (yield from find_items(body, single, MAX_PARTS))
         return [single]
 
-    def _limit(self, data: _Common) -> int | None:
+    def _limit(self, data: Common) -> int | None:
         for name in self._max_tokens:
             limit: int | None = getattr(data, name)
             if limit is not None and 0 <= limit <= _MAX_TOKENS:
@@ -275,8 +210,8 @@ def _as_parts(messages: Any) -> tuple[bytes, ...]:
     """The bytes of a list's items, or of a `_First`. Raises _TooMany."""
     if type(messages) is not list:
         messages = msgspec.structs.astuple(messages)
-        if messages[-1] is _NO_RAW:
-            messages = messages[: messages.index(_NO_RAW)]
+        if messages[-1] is NO_RAW:
+            messages = messages[: messages.index(NO_RAW)]
     if len(messages) > MAX_PARTS:
         raise _TooMany
     return tuple(map(bytes, messages))
@@ -297,69 +232,64 @@ def _scalar(body: bytes, span: Span, kind: Any) -> Any:
         return None
 
 
+def _raw_scalar(body: bytes, span: Span) -> Raw:
+    """As it is there, if it is not long."""
+    return NO_RAW if span.end - span.start > _MAX_SCALAR_BYTES else Raw(body[span.start : span.end])
+
+
 def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
-def _session_key(header: str, data: _Common) -> str | None:
-    user = data.metadata.user_id if isinstance(data, _Messages) and data.metadata is not None else data.user
-    for value in (header, data.session_id, user, data.prompt_cache_key):
-        if value is not None and (key := str(value)):
-            return key if len(key) <= MAX_SESSION_KEY else _digest(key)
-    return None
-
-
 _READERS = {
     RequestKind.CHAT: _Reader(
-        RequestKind.CHAT, _Chat, listed="messages", max_tokens=("max_completion_tokens", "max_tokens")
+        RequestKind.CHAT, Chat, listed="messages", max_tokens=("max_completion_tokens", "max_tokens")
     ),
-    RequestKind.COMPLETION: _Reader(RequestKind.COMPLETION, _Completion, single="prompt", max_tokens=("max_tokens",)),
-    RequestKind.RESPONSES: _Reader(
-        RequestKind.RESPONSES, _Responses, single="input", max_tokens=("max_output_tokens",)
-    ),
-    RequestKind.EMBEDDINGS: _Reader(RequestKind.EMBEDDINGS, _Embeddings, single="input", listed="messages"),
-    RequestKind.MESSAGES: _Reader(RequestKind.MESSAGES, _Messages, listed="messages", max_tokens=("max_tokens",)),
+    RequestKind.COMPLETION: _Reader(RequestKind.COMPLETION, Completion, single="prompt", max_tokens=("max_tokens",)),
+    RequestKind.RESPONSES: _Reader(RequestKind.RESPONSES, Responses, single="input", max_tokens=("max_output_tokens",)),
+    RequestKind.EMBEDDINGS: _Reader(RequestKind.EMBEDDINGS, Embeddings, single="input", listed="messages"),
+    RequestKind.MESSAGES: _Reader(RequestKind.MESSAGES, Messages, listed="messages", max_tokens=("max_tokens",)),
 }
 
 
-def parse_body(kind: RequestKind, body: bytes, *, session: str = "") -> InferenceRequest | None:
+def parse_body(kind: RequestKind, body: bytes, *, caller: Caller = NO_CALLER) -> InferenceRequest | None:
     """What the proxy needs to know about `body`; None when it is no JSON object, or more of one than is looked at.
 
-    `session` is the session header's value and wins over whatever the body says. Blocks for as long as it takes.
+    What the `caller` said in headers wins over whatever the body says. Blocks for as long as it takes.
     """
-    request = decode_body(kind, body, session)
+    request = decode_body(kind, body, caller)
     if request is not None:
         return request
     try:
-        return run_at_once(_READERS[kind].scan(body, session))[0]
+        return run_at_once(_READERS[kind].scan(body, caller))[0]
     except Unreadable:
         return None
 
 
 async def read_body(
-    kind: RequestKind, body: bytes, *, session: str = "", pace: asyncio.Lock
+    kind: RequestKind, body: bytes, *, caller: Caller = NO_CALLER, pace: asyncio.Lock
 ) -> InferenceRequest | None:
     """As `parse_body`, with turns for other tasks where it takes long."""
-    request = decode_body(kind, body, session)
-    return (await scan_body(kind, body, session, pace=pace))[0] if request is None else request
+    request = decode_body(kind, body, caller)
+    return (await scan_body(kind, body, caller, pace=pace))[0] if request is None else request
 
 
-def decode_body(kind: RequestKind, body: bytes, session: str) -> InferenceRequest | None:
+def decode_body(kind: RequestKind, body: bytes, caller: Caller) -> InferenceRequest | None:
     """The same for nearly all bodies, within milliseconds; None if it has to be scanned."""
     if len(body) > MAX_DECODED_BYTES:
         return None
     try:
-        return _READERS[kind].read(body, session)
+        return _READERS[kind].read(body, caller)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, _TooMany):
         return None
 
 
 async def scan_body(
-    kind: RequestKind, body: bytes, session: str, *, pace: asyncio.Lock, also: Callable[[str], bool] = _none
+    kind: RequestKind, body: bytes, caller: Caller, *, pace: asyncio.Lock, also: Callable[[str], bool] = _none
 ) -> tuple[InferenceRequest, Members] | tuple[None, None]:
     """The same for all others, in steps, and the members found on the way: those that were read and those whose names
     are wanted `also`. Of those that share a `pace` one is scanned at a time."""
     try:
-        return await run_in_turns(_READERS[kind].scan(body, session, also), pace)
+        return await run_in_turns(_READERS[kind].scan(body, caller, also), pace)
     except Unreadable:
         return None, None

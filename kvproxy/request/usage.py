@@ -27,6 +27,10 @@ ERROR_MARK = b'"error"'
 #: A data line that is longer is not an error.
 _MAX_ERROR_BYTES = 64 * 1024
 
+#: A response says its id first, and a stream of it in its first event.
+_ID_BYTES = 1024
+_response_id = re.compile(rb'"id"\s{0,2}:\s{0,2}"(resp_[\w.-]{1,120})"').search
+
 _STATUS_KEYS = ("code", "status", "status_code", "http_status_code")
 _NAME_KEYS = ("type", "code", "error_type")
 
@@ -225,6 +229,12 @@ def _most(cached: int | None, prompt: int | None) -> int | None:
 
 def _either(a: int | None, b: int | None) -> int | None:
     return b if a is None else a
+
+
+def read_response_id(head: bytes) -> str:
+    """The id that a response of the responses API begins with, streamed or not; "" if it does not."""
+    found = _response_id(head, 0, _ID_BYTES)
+    return "" if found is None else found[1].decode()
 
 
 def error_event(kind: RequestKind | None, *, message: str, reason: str, tail: bytes) -> bytes:

@@ -23,6 +23,7 @@ class FactSource(StrEnum):
     PRECISE = "precise"  # KV events
     LMCACHE_CONTROLLER = "lmcache_controller"
     LMCACHE_COORDINATOR = "lmcache_coordinator"
+    SESSION = "session"  # where its session, or the response it goes on from, was served last
 
 
 class Overlap(msgspec.Struct, frozen=True):
@@ -32,8 +33,9 @@ class Overlap(msgspec.Struct, frozen=True):
     lower_tokens: int = 0  # further contiguous tokens on host or disk tiers
     source: FactSource = FactSource.APPROXIMATE
     age_s: float = 0.0
-    claimed_tokens: int = 0  # what KV events said; more than is counted where earlier claims proved wrong
+    claimed_tokens: int = 0  # what KV events said; it may be more than counts, or less (trust, requests under way)
     backed_tokens: int = 0  # of those, what was routed there says as well
+    held_tokens: int = 0  # what it holds, where it reuses no more than the whole steps of that; 0: it reuses all
 
     @property
     def tokens(self) -> int:
@@ -63,7 +65,7 @@ class PickRequest(msgspec.Struct, frozen=True):
     """What a policy may base its choice on."""
 
     model: str = ""
-    session_key: str | None = None
+    session_key: str | None = None  # of its session, or of the one that this was made from
     facts: OverlapFacts = NO_FACTS
     #: Soft preference of an earlier filter; honoured by the cluster before the policy is asked.
     preferred: EndpointId | None = None

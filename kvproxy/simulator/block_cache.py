@@ -3,9 +3,57 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from typing import Protocol
 
+from kvproxy.simulator.checkpoints import GROUP
 from kvproxy.simulator.kv_event import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+
+
+class PrefixCache(Protocol):
+    """What an engine asks of its cache."""
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks without a user, reusable ones among them."""
+
+    @property
+    def usage(self) -> float:
+        """Share of blocks held by running sequences."""
+
+    def match_prefix(self, block_hashes: Sequence[int], limit: int) -> int:
+        """Length in blocks of the longest held prefix, at most `limit`."""
+
+    def count_idle(self, block_hashes: Sequence[int], count: int) -> int:
+        """How many of the first `count` held blocks have no user."""
+
+    def acquire(self, block_hashes: Sequence[int], count: int) -> list[int]:
+        """Takes the first `count` held blocks into use."""
+
+    def allocate(self, count: int) -> list[int]:
+        """Takes `count` free blocks, forgetting what they held."""
+
+    def store(self, blocks: Sequence[int], event: BlockStored) -> None:
+        """Makes full blocks reusable under the event's hashes, and announces it."""
+
+    @property
+    def states(self) -> Container[int]:
+        """Hashes of blocks at whose end the state of a hybrid model is kept."""
+
+    def keep_states(self, event: BlockStored) -> None:
+        """A state is kept at the end of each of these blocks, as long as the block is there; announces it."""
+
+    def announce(self, event: KvEvent) -> None:
+        """Queues an event."""
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Ends one use of each block."""
+
+    def clear(self) -> bool:
+        """Forgets every hash, unless a sequence is running (False: nothing happened)."""
+
+    def take_events(self) -> list[KvEvent]:
+        """Everything that happened since the last call."""
 
 
 class BlockCache:
@@ -25,6 +73,7 @@ class BlockCache:
         self._hash_of: list[int | None] = [None] * capacity_blocks
         self._block_of: dict[int, int] = {}
         self._copies: dict[int, list[int]] = {}
+        self._states: set[int] = set()
         self._record = record_events
         self._events: list[KvEvent] = []
 
@@ -90,6 +139,16 @@ class BlockCache:
                 self._copies.setdefault(block_hash, []).append(block)
         self.announce(event)
 
+    @property
+    def states(self) -> Container[int]:
+        """Hashes of blocks at whose end the state of a hybrid model is kept."""
+        return self._states
+
+    def keep_states(self, event: BlockStored) -> None:
+        """A state is kept at the end of each of these blocks, as long as the block is there; announces it."""
+        self._states.update(event.block_hashes)
+        self.announce(event)
+
     def announce(self, event: KvEvent) -> None:
         """Queues an event; `take_events` hands it out."""
         if self._record:
@@ -111,6 +170,7 @@ class BlockCache:
             return False
         self._block_of.clear()
         self._copies.clear()
+        self._states.clear()
         self._hash_of = [None] * self.capacity_blocks
         self.announce(AllBlocksCleared())
         return True
@@ -125,6 +185,9 @@ class BlockCache:
         copies = self._copies.get(block_hash)
         if copies is None:
             del self._block_of[block_hash]
+            if block_hash in self._states:
+                self._states.remove(block_hash)
+                self.announce(BlockRemoved(block_hash, GROUP))
         else:
             if self._block_of[block_hash] == block:
                 self._block_of[block_hash] = copies.pop(0)

@@ -6,7 +6,7 @@ calculation up to the next arrival, finish or change of speed, so that virtual t
 
 from __future__ import annotations
 
-from kvproxy.simulator.block_cache import BlockCache
+from kvproxy.simulator.block_cache import BlockCache, PrefixCache
 from kvproxy.simulator.engine_io import (
     CacheChanged,
     EngineCounters,
@@ -33,7 +33,7 @@ class Engine:
     joins at the step's end. Several engines may be given one `cache`: a pool no real fleet has, but a bound for it.
     """
 
-    def __init__(self, settings: EngineSettings, *, cache: BlockCache | None = None) -> None:
+    def __init__(self, settings: EngineSettings, *, cache: PrefixCache | None = None) -> None:
         self._settings = settings
         own = BlockCache(settings.capacity_blocks, record_events=settings.kv_events)
         self._scheduler = Scheduler(settings, own if cache is None else cache)
@@ -96,9 +96,8 @@ class Engine:
         return self._scheduler.cache.clear()
 
     def cached_prefix_blocks(self, request: SimRequest) -> int:
-        """Leading blocks of the prompt held right now (the truth a router can only estimate)."""
-        limit = (request.prompt_tokens - 1) // self._settings.block_size
-        return self._scheduler.cache.match_prefix(request.block_hashes, limit)
+        """Leading blocks of the prompt reusable right now (the truth a router can only estimate)."""
+        return self._scheduler.count_reusable(request)
 
     def next_event_at(self) -> float | None:
         """When `advance` has something to do; None when idle."""

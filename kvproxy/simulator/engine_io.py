@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from kvproxy.simulator.checkpoints import Checkpoints
 from kvproxy.simulator.kv_event import KvEvent
 from kvproxy.simulator.timing import EngineTiming
 
@@ -26,7 +27,8 @@ class EngineSettings:
     `token_outputs` reports every token (a streaming server needs that); without it stretches of pure decoding are
     one calculation. `kv_events` turns the reports of stored and removed blocks on. Without `prefix_caching` nothing is
     kept, looked for, counted or reported. A prompt among others computes at most `long_prefill_token_threshold` tokens
-    a step; 0: as many as the step has left.
+    a step; 0: as many as the step has left. Reports of stored blocks name `lookahead_tokens` beyond the last of them.
+    With `checkpoints` its model is a hybrid one.
     """
 
     capacity_blocks: int = 1600
@@ -39,6 +41,8 @@ class EngineSettings:
     token_outputs: bool = False
     kv_events: bool = True
     prefix_caching: bool = True
+    lookahead_tokens: int = 0
+    checkpoints: Checkpoints | None = None
 
     def __post_init__(self) -> None:
         if self.capacity_blocks < 1 or self.block_size < 1:
@@ -47,6 +51,8 @@ class EngineSettings:
             raise ValueError("max_batched_tokens must exceed max_sequences, which must be at least 1")
         if self.long_prefill_token_threshold < 0:
             raise ValueError("long_prefill_token_threshold must not be negative")
+        if self.checkpoints is not None and self.checkpoints.interval_tokens % self.block_size:
+            raise ValueError("states are kept at the ends of blocks")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,29 +5,38 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from kvproxy.simulator.lmcache_controller import ControllerApp, ControllerSettings, create_controller_app
 from kvproxy.simulator.lmcache_coordinator import CoordinatorApp, CoordinatorSettings, create_coordinator_app
 from kvproxy.simulator.lmcache_worker import WorkerSettings
+from kvproxy.simulator.sglang.server import SglangApp, create_sglang_app
+from kvproxy.simulator.sglang.settings import SglangSettings
+from kvproxy.simulator.vllm_ranks import RankedSettings, RankedVllm
 from kvproxy.simulator.vllm_server import VllmApp, create_engine_app, utc_seconds
 from kvproxy.simulator.vllm_settings import VllmSettings
 from kvproxy.simulator.vllm_state import OnPrefilled, Prefilled
 from kvproxy.types import Clock
 
+EngineKindSettings = VllmSettings | RankedSettings | SglangSettings
+EngineApp = VllmApp | RankedVllm | SglangApp
+_Settings = TypeVar("_Settings", VllmSettings, RankedSettings, SglangSettings)
+
 
 @dataclass(frozen=True, slots=True)
 class FleetSettings:
-    """`engines` by LMCache instance id, which is their endpoint id too; `host_chunks` of host memory each."""
+    """`engines` by LMCache instance id, which is their endpoint id too; `host_chunks` of host memory each (vLLM's
+    alone report what they compute)."""
 
-    engines: dict[str, VllmSettings] = field(default_factory=dict)
+    engines: Mapping[str, EngineKindSettings] = field(default_factory=dict)
     controller: ControllerSettings | None = field(default_factory=ControllerSettings)
     coordinator: CoordinatorSettings | None = None
     host_chunks: int = 4096
 
 
-def clone_engines(template: VllmSettings, count: int) -> dict[str, VllmSettings]:
+def clone_engines(template: _Settings, count: int) -> dict[str, _Settings]:
     """`count` equal engines: sim-0, sim-1 ..."""
     return {f"sim-{number}": template for number in range(count)}
 
@@ -46,12 +55,19 @@ class Fleet:
         source = rng or random.Random()
         self.controller = self._build_controller(settings, clock, source)
         self.coordinator = self._build_coordinator(settings, clock, source)
-        self.engines: dict[str, VllmApp] = {
-            name: create_engine_app(
-                engine, clock=clock, wall_clock=wall_clock, rng=source, on_prefilled=self._offload(name)
-            )
-            for name, engine in settings.engines.items()
-        }
+        self.engines: dict[str, EngineApp] = {}
+        for name, engine in settings.engines.items():
+            if isinstance(engine, SglangSettings):
+                self.engines[name] = create_sglang_app(engine, clock=clock, wall_clock=wall_clock, rng=source)
+            elif isinstance(engine, RankedSettings):
+                self.engines[name] = RankedVllm(
+                    engine, clock=clock, wall_clock=wall_clock, rng=source, on_prefilled=self._offload(name)
+                )
+            else:
+                offload = self._offload(name)
+                self.engines[name] = create_engine_app(
+                    engine, clock=clock, wall_clock=wall_clock, rng=source, on_prefilled=offload
+                )
         self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Fleet:

@@ -10,7 +10,10 @@ ExtraKeys = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """A run of consecutive blocks became reusable; `parent` is the hash before the first one (None at the start)."""
+    """A run of consecutive blocks became reusable; `parent` is the hash before the first one (None at the start).
+
+    Of another `group` than that of full attention, `kind` says which, only those with hashes did: the tokens are those
+    of all blocks of the run."""
 
     block_hashes: tuple[int, ...]
     parent: int | None
@@ -18,6 +21,8 @@ class BlockStored:
     lora_id: int | None = None
     lora_name: str | None = None
     extra_keys: tuple[ExtraKeys | None, ...] = ()
+    group: int = 0
+    kind: str = "full_attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,7 @@ class BlockRemoved:
     """One block left the cache."""
 
     block_hash: int
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import zmq
@@ -34,6 +34,13 @@ class EventEncoding(StrEnum):
     def replay_has_topic(self) -> bool:
         """Whether a reply to a replay request names the topic."""
         return self is EventEncoding.V0_28
+
+
+class PayloadEncoder(Protocol):
+    """One engine's way to write events."""
+
+    def encode_payload(self, events: Sequence[KvEvent], *, ts: float, rank: int = 0) -> bytes:
+        """The msgpack batch; `ts` is wall-clock seconds, `rank` the data-parallel rank."""
 
 
 class EventEncoder:
@@ -63,7 +70,7 @@ class EventEncoder:
             return {"type": "AllBlocksCleared"}
         if isinstance(event, BlockRemoved):
             hashes = [self._hash(event.block_hash)]
-            return {"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU", "group_idx": 0}
+            return {"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU", "group_idx": event.group}
         return self._stored(event)
 
     def _stored(self, event: BlockStored) -> dict[str, Any]:
@@ -77,8 +84,8 @@ class EventEncoder:
             "medium": "GPU",
             "lora_name": event.lora_name,
             "extra_keys": event.extra_keys,
-            "group_idx": 0,
-            "kv_cache_spec_kind": "full_attention",
+            "group_idx": event.group,
+            "kv_cache_spec_kind": event.kind,
         }
 
     def _short_array(self, event: dict[str, Any]) -> list[Any]:
@@ -110,14 +117,17 @@ class KvEventPublisher:
     are sent twice: what a subscriber must survive."""
 
     def __init__(
-        self, settings: PublisherSettings, *, block_size: int, wall_clock: Callable[[], float], replay: bool = True
+        self,
+        settings: PublisherSettings,
+        *,
+        encoder: PayloadEncoder,
+        wall_clock: Callable[[], float],
+        replay: bool = True,
     ) -> None:
         self.settings = settings
         self.lose_next = 0
         self.repeat_next = 0
-        self._encoder = EventEncoder(
-            block_size=block_size, encoding=settings.encoding, bytes_hashes=settings.bytes_hashes
-        )
+        self._encoder = encoder
         self._wall_clock = wall_clock
         self._with_replay = replay
         self._topic = settings.topic.encode()

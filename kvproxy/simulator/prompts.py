@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvproxy.simulator.as_chat import messages_as_chat, responses_as_chat
 from kvproxy.simulator.tokenizer import Tokenizer
 from kvproxy.simulator.vllm_errors import VllmError, missing_fields, validation_errors
 
@@ -51,7 +52,7 @@ def render_chat(messages: Sequence[Mapping[str, Any]], rendering: Rendering) -> 
 def _preamble(rendering: Rendering) -> str:
     parts = []
     if rendering.tools:
-        parts.append(f"# Tools\n{_json(rendering.tools)}")
+        parts.append(f"# Tools\n{_json([_shown(tool) for tool in rendering.tools])}")
     if rendering.kwargs.get("documents"):
         parts.append(f"# Documents\n{_json(rendering.kwargs['documents'])}")
     if rendering.kwargs.get("reasoning_effort"):
@@ -62,8 +63,30 @@ def _preamble(rendering: Rendering) -> str:
 def _message(message: Mapping[str, Any]) -> str:
     if message.get("role") == "system":
         message = {**message, "content": _without_header_lines(message.get("content"))}
-    calls = message.get("tool_calls")
+    calls = [_called(call) for call in message.get("tool_calls") or ()]
     return f"<|im_start|>{message.get('role', '')}\n{_content(message)}{_json(calls) if calls else ''}<|im_end|>\n"
+
+
+def _called(call: Any) -> Any:
+    """Templates get the arguments of a call as an object."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    try:
+        arguments = json.loads(function.get("arguments") or "{}")
+    except (ValueError, TypeError):
+        arguments = {}
+    return {**call, "function": {**function, "arguments": arguments if isinstance(arguments, Mapping) else {}}}
+
+
+def _shown(tool: Any) -> Any:
+    """Of a function what templates know of, and what is optional only where it is given."""
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping):
+        return tool
+    known = {name: function.get(name) for name in ("name", "description", "parameters")}
+    given = {name: function[name] for name in ("strict", "defer_loading") if function.get(name) is not None}
+    return {**tool, "function": known | given}
 
 
 def _content(message: Mapping[str, Any]) -> str:
@@ -146,32 +169,30 @@ class Prompts:
 
     def encode_responses(self, body: Body) -> list[int]:
         """`/v1/responses`: a text or a list of items, with instructions as the system message."""
-        given = body.get("input")
-        if given is None:
+        if body.get("input") is None:
             raise missing_fields(body, "input")
-        messages = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
-        items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-        messages += [item if "role" in item else {"role": "user", "content": json.dumps(item)} for item in items]
-        return self._render({**body, "messages": messages}, {})
+        _check_objects(body["input"], "input")
+        return self._encode(responses_as_chat, body)
 
     def encode_anthropic(self, body: Body) -> list[int]:
-        """`/v1/messages`: content blocks of any kind count as the text they carry, `cache_control` for nothing."""
+        """`/v1/messages`: as the chat that it is."""
         if not isinstance(body.get("messages"), list):
             raise missing_fields(body, "messages")
-        _check_messages(body["messages"])
-        messages = (
-            [{"role": "system", "content": _flatten(_without_header_blocks(body["system"]))}]
-            if body.get("system")
-            else []
-        )
-        messages += [{**message, "content": _flatten(message.get("content"))} for message in body["messages"]]
-        return self._render({"messages": messages, "tools": [_unmarked(tool) for tool in body.get("tools") or ()]}, {})
+        _check_objects(body["messages"], "messages")
+        return self._encode(messages_as_chat, body)
+
+    def _encode(self, as_chat: Callable[[Body], Body], body: Body) -> list[int]:
+        try:
+            chat = as_chat(body)
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+            raise VllmError(f"Invalid value in the request: {error}") from error
+        return self.encode_chat(chat)
 
     def _render(self, body: Body, kwargs: Mapping[str, Any]) -> list[int]:
         messages = body.get("messages")
         if not isinstance(messages, list):
             raise missing_fields(body, "messages")
-        _check_messages(messages)
+        _check_objects(messages, "messages")
         rendering = Rendering(
             tools=body.get("tools") or (),
             kwargs=kwargs,
@@ -191,16 +212,16 @@ class Prompts:
         return list(prompt)
 
 
-def _check_messages(messages: Sequence[Any]) -> None:
+def _check_objects(values: Any, name: str) -> None:
     """A message that is not an object is the client's mistake, in the words of pydantic."""
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping):
+    for index, value in enumerate(values if isinstance(values, list) else ()):
+        if not isinstance(value, Mapping):
             problem = {
                 "type": "dict_type",
-                "loc": f"body.messages.{index}",
+                "loc": f"body.{name}.{index}",
                 "msg": "Input should be a valid dictionary",
             }
-            raise validation_errors([problem | {"input": str(message)[:100]}])
+            raise validation_errors([problem | {"input": str(value)[:100]}])
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -214,22 +235,3 @@ def _as_batch(prompt: Any) -> list[Any]:
     if isinstance(prompt, list) and prompt and all(isinstance(one, str | list) for one in prompt):
         return prompt
     raise VllmError("Either prompt or prompt_embeds must be provided and non-empty.")
-
-
-def _without_header_blocks(system: Any) -> Any:
-    """Of blocks those that begin with the billing header are dropped whole."""
-    if not isinstance(system, list):
-        return system
-    return [block for block in system if not str(block.get("text", "")).startswith(_BILLING_HEADER)]
-
-
-def _flatten(content: Any) -> str:
-    if not isinstance(content, list):
-        return content or ""
-    return "".join(block["text"] if block.get("type") == "text" else json.dumps(_unmarked(block)) for block in content)
-
-
-def _unmarked(value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        return value
-    return {name: member for name, member in value.items() if name != "cache_control"}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Hashes
 from dataclasses import dataclass, field
 
-from kvproxy.simulator.block_cache import BlockCache
-from kvproxy.simulator.engine_io import EngineCounters, EngineSettings, Scheduling
+from kvproxy.simulator.block_cache import PrefixCache
+from kvproxy.simulator.engine_io import EngineCounters, EngineSettings, Scheduling, SimRequest
 from kvproxy.simulator.sequence import Sequence, WaitingLine
 
 
@@ -28,7 +29,7 @@ class Scheduler:
     wait is admitted when a slot, tokens of the step and memory for its whole prompt are left. When memory runs out, a
     runner starts over: the newest, or under priority scheduling the least urgent."""
 
-    def __init__(self, settings: EngineSettings, cache: BlockCache) -> None:
+    def __init__(self, settings: EngineSettings, cache: PrefixCache) -> None:
         self._settings = settings
         self.cache = cache
         self.counters = EngineCounters()
@@ -60,6 +61,11 @@ class Scheduler:
                 break
             steps //= 2
         return steps
+
+    def count_reusable(self, request: SimRequest) -> int:
+        """Leading blocks of a prompt that would be reused if it were admitted now."""
+        limit = (request.prompt_tokens - 1) // self._settings.block_size
+        return self._reusable(request.block_hashes, self.cache.match_prefix(request.block_hashes, limit))
 
     def count_resident_tokens(self) -> int:
         """Tokens of which the decoding sequences hold the KV."""
@@ -151,10 +157,12 @@ class Scheduler:
             sequence = self.waiting.first()
             hashes = sequence.request.block_hashes
             limit = (sequence.target - 1) // self._settings.block_size if self._settings.prefix_caching else 0
-            hits = self.cache.match_prefix(hashes, limit)
+            held = self.cache.match_prefix(hashes, limit)
+            hits = self._reusable(hashes, held)
             wanted = self._blocks_for(sequence.target) - hits + self.cache.count_idle(hashes, hits)
             if wanted > self.cache.free_blocks - batch.reserved_blocks:
                 return
+            sequence.parted = held
             self._start(sequence, hits, now)
             self._schedule_chunk(sequence, self._next_chunk(sequence, batch), batch)
 
@@ -184,6 +192,28 @@ class Scheduler:
         last = min(tokens // self._settings.block_size, len(hashes))
         if last > first and self._settings.prefix_caching:
             parent = hashes[first - 1] if first else None
-            event = sequence.stored_event(first, last, self._settings.block_size, parent=parent)
+            settings = self._settings
+            event = sequence.stored_event(
+                first, last, settings.block_size, parent=parent, lookahead_tokens=settings.lookahead_tokens
+            )
             self.cache.store(sequence.blocks[first:last], event)
+            self._keep_states(sequence, first, last)
             sequence.hashed = last
+
+    def _reusable(self, hashes: Hashes[int], held: int) -> int:
+        """Of so many leading blocks that are held."""
+        settings = self._settings
+        if settings.checkpoints is None:
+            return held
+        return settings.checkpoints.reusable(hashes, held, settings.block_size, self.cache.states)
+
+    def _keep_states(self, sequence: Sequence, first: int, last: int) -> None:
+        """Of a hybrid model, with the blocks from `first` up to `last`."""
+        checkpoints, size = self._settings.checkpoints, self._settings.block_size
+        if checkpoints is None:
+            return
+        ends = checkpoints.ends(
+            first, last, prompt_tokens=sequence.request.prompt_tokens, parted=sequence.parted, block_size=size
+        )
+        if ends:
+            self.cache.keep_states(sequence.states_event(ends, first, last, size))

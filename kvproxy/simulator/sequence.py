@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import heapq
+from dataclasses import replace
 from itertools import count
 
+from kvproxy.simulator.checkpoints import GROUP, KIND
 from kvproxy.simulator.engine_io import Scheduling, SimRequest
 from kvproxy.simulator.kv_event import BlockStored, ExtraKeys
 
@@ -21,6 +23,7 @@ class Sequence:
         "generated",
         "gone",
         "hashed",
+        "parted",
         "request",
         "submitted_at",
         "target",
@@ -39,6 +42,7 @@ class Sequence:
         """Back to the waiting line with nothing computed; what was generated is computed again with the prompt."""
         self.blocks: list[int] = []
         self.hashed = 0
+        self.parted = 0  # blocks found held when it was admitted, reusable or not
         self.computed = 0
         self.target = self.request.prompt_tokens + self.generated
 
@@ -52,17 +56,28 @@ class Sequence:
         """Tokens still to generate."""
         return self.request.output_tokens - self.generated
 
-    def stored_event(self, first: int, last: int, block_size: int, *, parent: int | None) -> BlockStored:
+    def stored_event(
+        self, first: int, last: int, block_size: int, *, parent: int | None, lookahead_tokens: int = 0
+    ) -> BlockStored:
         """The event for blocks `first` up to, not including, `last`."""
-        request = self.request
+        request, end = self.request, last * block_size + lookahead_tokens
         return BlockStored(
             block_hashes=tuple(request.block_hashes[first:last]),
             parent=parent,
-            token_ids=tuple(request.token_ids[first * block_size : last * block_size]),
+            token_ids=tuple(request.token_ids[first * block_size : end]),
             lora_id=request.lora_id,
             lora_name=request.lora_name,
             extra_keys=tuple(self._extra_keys(block) for block in range(first, last)) if request.token_ids else (),
         )
+
+    def states_event(self, ends: list[int], first: int, last: int, block_size: int) -> BlockStored:
+        """The event for states after the blocks of these numbers, told with blocks `first` up to `last`."""
+        event = self.stored_event(
+            first, last, block_size, parent=self.request.block_hashes[first - 1] if first else None
+        )
+        hashes = tuple(self.request.block_hashes[end - 1] for end in ends)
+        keys = tuple(self._extra_keys(end - 1) for end in ends) if event.extra_keys else ()
+        return replace(event, block_hashes=hashes, extra_keys=keys, group=GROUP, kind=KIND)
 
     def _extra_keys(self, block: int) -> ExtraKeys | None:
         request = self.request

@@ -86,12 +86,17 @@ async def answer_metrics(state: VllmState, call: HttpCall) -> None:
 
 async def answer_kv_event_sources(state: VllmState, call: HttpCall) -> None:
     """Where cache events are published, by data-parallel rank."""
+    source = describe_event_source(state)
+    await call.reply_json({} if source is None else {str(state.settings.rank): source})
+
+
+def describe_event_source(state: VllmState) -> dict[str, Any] | None:
+    """Where one rank publishes; None: it does not."""
     publisher = state.publisher
     if publisher is None:
-        await call.reply_json({})
-        return
+        return None
     settings = publisher.settings
-    source = {
+    return {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
         "endpoint": publisher.endpoint,
@@ -101,7 +106,6 @@ async def answer_kv_event_sources(state: VllmState, call: HttpCall) -> None:
         "max_queue_size": 100_000,
         "topic": settings.topic,
     }
-    await call.reply_json({str(settings.rank): source})
 
 
 async def answer_reset_prefix_cache(state: VllmState, call: HttpCall) -> None:
@@ -122,6 +126,23 @@ async def answer_chat_render(state: VllmState, call: HttpCall) -> None:
     body = await _scale_out_body(state, call)
     plan = state.planner.plan(body, [state.prompts.encode_chat(body)], state.make_id())
     await call.reply_json(_rendered(f"chatcmpl-{plan.id}", plan, 0))
+
+
+async def answer_messages_render(state: VllmState, call: HttpCall) -> None:
+    """The same for the chat that a request for messages is."""
+    body = await _scale_out_body(state, call)
+    plan = state.planner.plan(body, [state.prompts.encode_anthropic(body)], state.make_id())
+    await call.reply_json(_rendered(f"chatcmpl-{plan.id}", plan, 0))
+
+
+async def answer_responses_render(state: VllmState, call: HttpCall) -> None:
+    """The same for a response whose history is all in the request."""
+    body = await _scale_out_body(state, call)
+    if body.get("previous_response_id") is not None:
+        name = "previous_response_id"
+        raise VllmError(f"{name} is not supported by the stateless render endpoint.", param=name)
+    plan = state.planner.plan(body, [state.prompts.encode_responses(body)], state.make_id())
+    await call.reply_json(_rendered(f"resp_{plan.id}", plan, 0))
 
 
 async def answer_completion_render(state: VllmState, call: HttpCall) -> None:

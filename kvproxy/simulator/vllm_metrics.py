@@ -122,8 +122,7 @@ class VllmMetrics:
         self.started_at = started_at  # of the process, seconds since the epoch
         self._engine = engine
         self._registry = CollectorRegistry()
-        rank = settings.kv_events.rank if settings.kv_events is not None else 0
-        self._labels = {"engine": str(rank), "model_name": settings.model}
+        self._labels = {"engine": str(settings.rank), "model_name": settings.model}
         self._gauges = {
             name: Gauge(f"vllm:{name}", text, (*_COMMON, *_one(label)), registry=self._registry)
             for name, (text, label, _values) in GAUGES.items()

@@ -16,7 +16,7 @@ from kvproxy.simulator.engine_runner import EngineRunner, SequenceProgress
 from kvproxy.simulator.generation_request import Planner
 from kvproxy.simulator.http_call import ClientGone, HttpCall, Receive, Scope, Send
 from kvproxy.simulator.kv_event import KvEvent
-from kvproxy.simulator.kv_event_publisher import KvEventPublisher
+from kvproxy.simulator.kv_event_publisher import EventEncoder, KvEventPublisher
 from kvproxy.simulator.openai_shapes import ChatShape, CompletionShape
 from kvproxy.simulator.prompts import Prompts
 from kvproxy.simulator.responses_shape import ResponsesShape
@@ -63,6 +63,8 @@ _HANDLERS: dict[str, dict[str, Handler]] = {
     "/v1/messages/count_tokens": {"POST": info.answer_count_tokens},
     "/v1/chat/completions/render": {"POST": info.answer_chat_render},
     "/v1/completions/render": {"POST": info.answer_completion_render},
+    "/v1/messages/render": {"POST": info.answer_messages_render},
+    "/v1/responses/render": {"POST": info.answer_responses_render},
     "/v1/embeddings": {"POST": info.answer_embeddings},
     "/sim/faults": {"POST": info.set_faults},
     "/sim/state": {"GET": info.answer_state},
@@ -145,12 +147,11 @@ class VllmApp:
     def _build_publisher(self, settings: VllmSettings, wall_clock: Callable[[], float]) -> KvEventPublisher | None:
         if settings.kv_events is None:
             return None
-        return KvEventPublisher(
-            settings.kv_events,
-            block_size=settings.engine.block_size,
-            wall_clock=wall_clock,
-            replay=settings.kv_events_replay,
+        events = settings.kv_events
+        encoder = EventEncoder(
+            block_size=settings.engine.block_size, encoding=events.encoding, bytes_hashes=events.bytes_hashes
         )
+        return KvEventPublisher(events, encoder=encoder, wall_clock=wall_clock, replay=settings.kv_events_replay)
 
     async def _publish(self, events: Sequence[KvEvent]) -> None:
         if self._publisher is not None:

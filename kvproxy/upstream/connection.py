@@ -12,6 +12,9 @@ from kvproxy.upstream.parser import ResponseParser
 from kvproxy.upstream.request import WireRequest, send_body
 from kvproxy.upstream.response import UpstreamResponse
 
+#: A longer read most likely leaves more to be read.
+_FULL_READ_BYTES = 64 * 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
@@ -208,6 +211,8 @@ class Connection(asyncio.Protocol):
                 body.clear()
                 if pass_on(piece):
                     self._buffered_bytes = 0
+                    if len(data) >= _FULL_READ_BYTES:
+                        self._let_others_run()
                     return
                 body.append(piece)
             self._body_arrived(len(data))
@@ -260,6 +265,15 @@ class Connection(asyncio.Protocol):
         else:
             self._streaming = True
             self._timer.start(self._timeouts.idle_s)
+
+    def _let_others_run(self) -> None:
+        """uvloop reads on in the same turn of the event loop while reads are full, up to 8 MB."""
+        self._transport.pause_reading()
+        self._loop.call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        if not (self.closed or self._reading_paused):
+            self._transport.resume_reading()
 
     def _resume_reading(self) -> None:
         self._reading_paused = False

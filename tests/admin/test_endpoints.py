@@ -144,3 +144,30 @@ async def test_nobody_of_that_name(method: str, path: str) -> None:
         answer = await client.request(method, path, json={"weight": 1})
     assert answer.status_code == 404
     assert all(fix for _, fix in problems_of(answer).values())
+
+
+async def test_all_ranks_of_an_engine_are_named_by_its_id() -> None:
+    """Drained, weighed and removed together; one rank by its own id. An added engine answers with its ranks."""
+    proxy = proxy_of()
+    body = {**Z, "data_parallel": {"ranks": [0, 1]}}
+    with audited() as lines:
+        async with admin_of(proxy) as client:
+            added = await client.post("/endpoints", json=body)
+            again = await client.post("/endpoints", json=body)
+            drained = await client.post("/endpoints/default/z/drain")
+            undrained = await client.post("/endpoints/default/z@1/undrain")
+            weighed = await client.post("/endpoints/default/z/weight", json={"weight": 3})
+            removed = await client.delete("/endpoints/default/z")
+    assert added.status_code == 201
+    assert [(one["id"], one["engine_id"], one["data_parallel_rank"]) for one in added.json()["ranks"]] == [
+        ("z@0", "z", 0),
+        ("z@1", "z", 1),
+    ]
+    assert again.status_code == 409
+    assert (drained.json()["id"], drained.json()["in_flight"]) == ("z", 0)
+    assert [one["condition"] for one in drained.json()["ranks"]] == ["draining", "draining"]
+    assert (undrained.json()["id"], undrained.json()["condition"]) == ("z@1", "up")
+    assert [one["weight"] for one in weighed.json()["ranks"]] == [3.0, 3.0]
+    assert removed.json() == {"removed": "z", "cluster": "default", "in_flight": 0}
+    assert [endpoint.id for endpoint in proxy.clusters["default"].endpoints] == ["a"]
+    assert [line["endpoint"] for line in lines] == ["z", "z", "z@1", "z", "z"]

@@ -51,10 +51,25 @@ async def test_a_question_changes_no_load() -> None:
         "default", "m", "kv_aware", "no_overlap",
     )  # fmt: skip
     assert shown["url"] == ENDPOINTS[shown["endpoint"]]
+    assert shown["headers"] == {}
     assert shown["prompt_tokens"] > 400
     assert [one["endpoint"] for one in shown["candidates"]] == ["a", "b"]
     assert all(one["cost"] > 0 and one["matched_tokens"] == 0 for one in shown["candidates"])
     assert (shown["matched_tokens"], shown["reservation"]) == (0, None)
+
+
+async def test_a_rank_is_named_by_the_header_it_takes() -> None:
+    """By the number that its engine knows it by; the load is the rank's own."""
+    endpoints = [{"id": "a", "url": "http://127.0.0.1:9", "data_parallel": {"ranks": [4, 5]}}]
+    async with picker(endpoints=endpoints, policy="round_robin") as (proxy, client):
+        engine = proxy.clusters["default"].engines[0]
+        first = (await client.post("/pick", json=question(reserve=True))).json()
+        engine.ranks.refuse(4, 4)
+        second = (await client.post("/pick", json=question(reserve=True))).json()
+        assert in_flight(proxy) == {"a@4": 1, "a@5": 1}
+    assert (first["endpoint"], first["headers"]) == ("a@4", {"x-data-parallel-rank": "4"})
+    assert (second["endpoint"], second["headers"]) == ("a@5", {"x-data-parallel-rank": "1"})
+    assert first["url"] == second["url"]
 
 
 async def test_a_reservation_is_load_until_it_is_done() -> None:

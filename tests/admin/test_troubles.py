@@ -14,6 +14,7 @@ from kvproxy.clients.kv_events.status import StreamReason, StreamState, StreamSt
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.prober import ProbeOutcome
 from kvproxy.errors import ClientUnavailable
+from kvproxy.kvcache.feedback.cache_losses import LossReason
 from kvproxy.request.exchange import Exchange, Outcome
 from kvproxy.types import EndpointId
 from tests.admin.support import admin_of, proxy_of
@@ -36,7 +37,7 @@ class Place:
         cluster = self.proxy.clusters["default"]
         endpoint = cluster.endpoint(EndpointId(name))
         assert endpoint is not None
-        cluster._probed(endpoint, ProbeOutcome.UNREACHABLE)
+        cluster.verdicts.probed(endpoint.engine, ProbeOutcome.UNREACHABLE)
 
     def answer(self, count: int, *, endpoint: str = "b", status: int = 200, end: str = "completed") -> None:
         """Requests that ended so, and a sample of them."""
@@ -95,6 +96,46 @@ async def test_a_dead_engine_comes_first_with_its_age(clock: FakeClock) -> None:
     clock.advance(60.0)
     place.answer(1)
     assert (await place.live())["state"] == {"kind": "warn", "text": "degraded: 2 of 3 up"}
+
+
+async def test_an_engine_that_sleeps_is_named(clock: FakeClock) -> None:
+    """With what to do about it."""
+    place = Place(clock)
+    cluster = place.proxy.clusters["default"]
+    cluster.endpoints[0].asleep = True
+    [found] = (await place.live())["findings"]
+    assert (found["severity"], found["where"]) == ("warning", "default")
+    assert found["what"] == "a sleeps, as its own metrics say: left out"
+    assert "/wake_up" in found["fix"]
+    cluster.endpoints[1].asleep = True
+    clock.advance(2.0)
+    assert (await place.live())["findings"][0]["what"].startswith("a, b sleep, as their own metrics")
+
+
+async def test_a_cache_that_was_lost_is_a_note_for_a_while(clock: FakeClock) -> None:
+    """How that was noticed, and since when."""
+    place = Place(clock)
+    kvcache = place.proxy.kvcache
+    assert kvcache is not None
+    kvcache.state.losses.note("default", EndpointId("b"), LossReason.CLEARED)
+    [found] = (await place.live())["findings"]
+    assert (found["severity"], found["where"]) == ("note", "default/b")
+    assert found["what"] == "dropped its cache (its KV events say so)"
+    clock.advance(601.0)
+    assert not (await place.live())["findings"]
+
+
+async def test_events_that_are_not_believed_are_named(clock: FakeClock) -> None:
+    """With the latest numbers."""
+    place = Place(clock)
+    kvcache = place.proxy.kvcache
+    assert kvcache is not None
+    for _ in range(5):
+        missed = kvcache.overlap.indexes["default"].missed
+        missed.observe(EndpointId("c"), announced_tokens=0, reused_tokens=4000)
+    [found] = (await place.live())["findings"]
+    assert (found["severity"], found["where"]) == ("warning", "default/c")
+    assert "announce less than it reuses (0 of 4,000 tokens; 5 of the last 8)" in found["what"]
 
 
 async def test_when_none_is_up(clock: FakeClock) -> None:

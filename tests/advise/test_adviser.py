@@ -16,8 +16,9 @@ import pytest
 
 from kvproxy.advise.advice import Setting
 from kvproxy.advise.adviser import Adviser, PoolAdvice
-from kvproxy.advise.engines import EngineKind, EngineSettingsSeen
+from kvproxy.advise.engines import EngineSettingsSeen
 from kvproxy.advise.report import as_dict, print_text
+from kvproxy.clients.engine_metrics import EngineKind
 from kvproxy.config.load import check_config
 from kvproxy.config.schema import Config
 from kvproxy.receipts.receipt import encode

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from starlette.types import Receive, Scope, Send
 
-from kvproxy.advise.engines import EngineKind, EngineSettingsSeen, ask_engines
+from kvproxy.advise.engines import EngineSettingsSeen, ask_engines
+from kvproxy.clients.engine_metrics import EngineKind
 from kvproxy.config.load import load_config
 from kvproxy.doctor.tools import Tools, VisitTimeouts
 from tests.support.fake_engine import reply

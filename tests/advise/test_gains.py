@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.advise.advice import Confidence, EngineKind, Gain, Ratio, Setting, spell_flag
+from kvproxy.advise.advice import Confidence, Gain, Ratio, Setting, spell_flag
 from kvproxy.advise.gains import Figures, Fit, compute_gain, why_not_given
+from kvproxy.clients.engine_metrics import EngineKind
 
 SAME = Ratio(1.0, 0.0)
 FIT = Fit(1.0, 1.05, 0.5, 0.5, 2000, 3600.0)

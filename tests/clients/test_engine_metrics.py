@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvproxy.clients.engine_metrics import CacheConfig, EngineMetrics, parse_engine_metrics
+from kvproxy.clients.engine_metrics import CacheConfig, EngineKind, EngineMetrics, parse_engine_metrics
 from tests.clients.support import FIXTURES
 
 PAGE = (FIXTURES / "vllm_http/metrics.txt").read_bytes()
@@ -38,7 +38,15 @@ sglang:num_running_reqs{engine_type="unified",model_name="m",pp_rank="0",tp_rank
 sglang:num_running_reqs{engine_type="unified",model_name="m",pp_rank="0",tp_rank="1"} 3.0
 sglang:num_queue_reqs{engine_type="unified",model_name="m",pp_rank="0",tp_rank="0"} 2.0
 sglang:token_usage{engine_type="unified",model_name="m",pp_rank="0",tp_rank="0"} 0.25
+sglang:max_total_num_tokens{engine_type="unified",model_name="m",pp_rank="0",tp_rank="0"} 20480.0
+sglang:page_size{engine_type="unified",model_name="m",pp_rank="0",tp_rank="0"} 16.0
+sglang:num_pages{engine_type="unified",model_name="m",pp_rank="0",tp_rank="0"} 1280.0
+sglang:num_pages{engine_type="unified",model_name="m",pp_rank="1",tp_rank="0"} 1280.0
 sglang:prompt_tokens_total{model_name="m"} 100.0
+sglang:cached_tokens_total{cache_source="device",model_name="m"} 40.0
+sglang:cached_tokens_total{cache_source="host",model_name="m"} 2.0
+sglang:realtime_tokens_total{mode="prefill_compute",model_name="m",tp_rank="0"} 58.0
+sglang:realtime_tokens_total{mode="prefill_cache",model_name="m",tp_rank="0"} 42.0
 sglang:per_stage_req_latency_seconds_bucket{le="0.1",model_name="m",stage="prefill_forward",tp_rank="0"} 4.0
 sglang:per_stage_req_latency_seconds_count{model_name="m",stage="prefill_forward",tp_rank="0"} 4.0
 sglang:per_stage_req_latency_seconds_sum{model_name="m",stage="prefill_forward",tp_rank="0"} 0.5
@@ -50,10 +58,60 @@ sglang:gen_throughput{model_name="m",tp_rank="0"} 77.0
 
 
 def test_what_sglang_says_alike() -> None:
-    """Under names of its own; ranks that share the work of one request count once, chunks are part of a prefill."""
+    """Under names of its own; ranks that share the work of one request count once, chunks are part of a prefill, and
+    what was cached counts on whichever tier it was."""
     assert parse_engine_metrics(SGLANG) == EngineMetrics(
-        kv_usage=0.25, waiting=2, running=3, prompt_tokens=100, prefills=4, prefill_s=2.0
+        kv_usage=0.25,
+        waiting=2,
+        running=3,
+        prefix_queries_tokens=100,
+        prefix_hits_tokens=42,
+        prompt_tokens=100,
+        prompt_tokens_cached=42,
+        prefills=4,
+        prefill_s=2.0,
+        prefill_tokens=58,
+        cache=CacheConfig(16, 1280, 20480, None, 1),
+        kind=EngineKind.SGLANG,
     )
+
+
+def test_each_rank_of_sglang_is_told_by_one_of_its_processes() -> None:
+    """With data-parallel attention a rank's processes are numbered over all ranks: the first of each counts, and the
+    memory of all of them adds up."""
+    page = b"".join(
+        b'sglang:%s{dp_rank="%d",model_name="m",pp_rank="0",tp_rank="%d"} %d\n' % (name, tp // 2, tp, value + tp // 2)
+        for name, value in ((b"num_running_reqs", 3), (b"max_total_num_tokens", 1000))
+        for tp in (3, 2, 1, 0)
+    )
+    metrics = parse_engine_metrics(page)
+    assert {rank: one.running for rank, one in metrics.ranks.items()} == {0: 3, 1: 4}
+    assert (metrics.running, metrics.cache) == (7, CacheConfig(None, None, 2001, None, 2))
+
+
+def test_the_cache_of_sglangs_without_gauges_of_it() -> None:
+    """Older versions have labels, and the oldest nothing; the first hit makes its counter."""
+    page = b'sglang:cache_config_info{num_pages="100",page_size="16"} 1.0\nsglang:prompt_tokens_total{a="b"} 9.0\n'
+    metrics = parse_engine_metrics(page)
+    assert metrics.cache == CacheConfig(16, 100, 1600, None, 1)
+    assert (metrics.prefix_queries_tokens, metrics.prefix_hits_tokens, metrics.prefill_tokens) == (9, 0, None)
+    gauge = b'sglang:max_total_num_tokens{tp_rank="0"} 1590\n'
+    assert parse_engine_metrics(gauge + page).cache == CacheConfig(16, 100, 1590, None, 1)
+    pages = b'sglang:page_size{tp_rank="0"} 8\nsglang:num_pages{tp_rank="0"} 5\n'
+    assert parse_engine_metrics(pages).cache == CacheConfig(8, 5, 40, None, 1)
+    oldest = parse_engine_metrics(b"sglang:token_usage 0.5\n")
+    assert (oldest.cache, oldest.prefix_queries_tokens, oldest.prefix_hits_tokens) == (None, None, None)
+
+
+def test_a_vllm_that_sleeps() -> None:
+    """At whichever level; a deployment sleeps when all its ranks do."""
+    state = b'vllm:engine_sleep_state{engine="%d",model_name="m",sleep_state="%s"} %d.0\n'
+    awake = parse_engine_metrics(state % (0, b"awake", 1) + state % (0, b"discard_all", 0))
+    assert (awake.asleep, awake.kind) == (False, EngineKind.VLLM)
+    level_1 = state % (0, b"awake", 0) + state % (0, b"weights_offloaded", 1) + state % (0, b"discard_all", 0)
+    assert parse_engine_metrics(level_1).asleep
+    half = parse_engine_metrics(state % (0, b"awake", 0) + state % (1, b"awake", 1))
+    assert (half.asleep, half.ranks[0].asleep, half.ranks[1].asleep) == (False, True, False)
 
 
 def test_ranks_are_summed_and_the_fullest_counts() -> None:
@@ -74,6 +132,41 @@ vllm:cache_config_info{block_size="16",enable_prefix_caching="True",engine="1",n
     assert (metrics.kv_usage, metrics.waiting, metrics.running) == (0.9, 7, 3)
     assert metrics.prompt_tokens == 1_000_005
     assert metrics.cache == CacheConfig(16, 200, 3200, True, 2)
+    assert sorted(metrics.ranks) == [0, 1]
+    first, second = metrics.ranks[0], metrics.ranks[1]
+    assert (first.kv_usage, first.waiting, first.running, first.prompt_tokens) == (0.2, 3, 1, 1_000_000)
+    assert (second.kv_usage, second.waiting, second.running, second.prompt_tokens) == (0.9, 4, 2, 5)
+    assert second.cache == CacheConfig(16, 100, 1600, True, 1)
+    assert not second.ranks
+
+
+def test_ranks_are_named_as_their_deployment_counts_them() -> None:
+    """A node of vLLM's hybrid balancing has ranks that do not begin at 0; SGLang calls the label `dp_rank`; all ranks
+    are of one process."""
+    node = b"""process_start_time_seconds 7.0
+vllm:num_requests_running{engine="4",model_name="m"} 1.0
+vllm:num_requests_running{engine="5",model_name="m"} 2.0
+"""
+    ranks = parse_engine_metrics(node).ranks
+    assert {rank: one.running for rank, one in ranks.items()} == {4: 1, 5: 2}
+    assert {one.started_at for one in ranks.values()} == {7.0}
+    sglang = b"""sglang:num_running_reqs{dp_rank="0",engine_type="unified",model_name="m",tp_rank="0"} 3.0
+sglang:num_running_reqs{dp_rank="1",engine_type="unified",model_name="m",tp_rank="0"} 4.0
+"""
+    assert {rank: one.running for rank, one in parse_engine_metrics(sglang).ranks.items()} == {0: 3, 1: 4}
+
+
+@pytest.mark.parametrize("labels", [b'engine="3"', b'engine="x"', b'model_name="m"', b'my_engine="1",engine="2"'])
+def test_one_rank_is_the_engine(labels: bytes) -> None:
+    """Each server of external balancing shows one rank, whatever its number; so do engines without ranks."""
+    assert not parse_engine_metrics(b"vllm:num_requests_running{" + labels + b"} 1.0\n").ranks
+
+
+def test_ranks_beyond_the_bound_count_in_the_sum_alone() -> None:
+    """An exposition cannot make more series of ours than a deployment has ranks."""
+    page = b"\n".join(b'vllm:num_requests_running{engine="%d"} 1' % rank for rank in range(1000))
+    metrics = parse_engine_metrics(page)
+    assert (metrics.running, len(metrics.ranks)) == (1000, 256)
 
 
 def test_old_names_are_understood_and_never_counted_twice() -> None:
@@ -81,7 +174,9 @@ def test_old_names_are_understood_and_never_counted_twice() -> None:
     old = (
         b'vllm:gpu_cache_usage_perc{m="x"} 0.5\nvllm:gpu_prefix_cache_queries_total 10\nvllm:gpu_prefix_cache_hits 4\n'
     )
-    assert parse_engine_metrics(old) == EngineMetrics(kv_usage=0.5, prefix_queries_tokens=10, prefix_hits_tokens=4)
+    assert parse_engine_metrics(old) == EngineMetrics(
+        kv_usage=0.5, prefix_queries_tokens=10, prefix_hits_tokens=4, kind=EngineKind.VLLM
+    )
     both = old + b'vllm:kv_cache_usage_perc{m="x"} 0.25\nvllm:prefix_cache_queries_total 11\n'
     assert parse_engine_metrics(both).kv_usage == 0.25
     assert parse_engine_metrics(both).prefix_queries_tokens == 11
@@ -104,6 +199,8 @@ def test_what_a_version_does_not_say_is_none() -> None:
         b"vllm:num_requests_waiting{} ",
         b"vllm:num_requests_waiting NaN",
         b"vllm:num_requests_waiting +Inf",
+        b"vllm:num_requests_waiting 1e308\nvllm:num_requests_waiting 1e308",
+        b"vllm:num_requests_waiting -1",
         b"vllm:num_requests_waiting seven",
         b"vllm:num_requests_waiting_by_reason 9",
         b"other:num_requests_waiting 9",
@@ -113,6 +210,16 @@ def test_lines_that_cannot_be_read_are_passed_over(line: bytes) -> None:
     """One bad line does not spoil a scrape."""
     metrics = parse_engine_metrics(line + b"\nvllm:num_requests_running 2\n")
     assert (metrics.waiting, metrics.running) == (None, 2)
+
+
+def test_a_cache_beyond_all_reason_is_unknown() -> None:
+    """Numbers that no float or integer of this size can be made of spoil nothing else."""
+    labels = b'block_size="%b",num_gpu_blocks="%b"' % (b"9" * 5000, b"9" * 20)
+    metrics = parse_engine_metrics(b"vllm:cache_config_info{" + labels + b"} 1\nvllm:num_requests_running 2\n")
+    assert metrics.cache is not None
+    assert (metrics.cache.block_tokens, metrics.cache.capacity_tokens, metrics.running) == (None, None, 2)
+    sglang = parse_engine_metrics(b"sglang:max_total_num_tokens 1e308\nsglang:num_running_reqs 2\n")
+    assert (sglang.cache, sglang.running) == (None, 2)
 
 
 def test_labels_may_hold_anything() -> None:

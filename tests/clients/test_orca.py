@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.clients.engine_metrics import OrcaLoad, parse_orca
+from kvproxy.clients.orca import OrcaLoad, parse_orca
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ import pytest
 
 from kvproxy.clients.kv_events.source import KvEventSource
 from kvproxy.clients.tokens import tokens_from_json
-from kvproxy.clients.vllm import VllmClient
+from kvproxy.clients.vllm import RENDER_PATHS, VllmClient
 from kvproxy.errors import BadResponse, ClientUnavailable, NotSupported, Refused
+from kvproxy.types import RequestKind
 from tests.clients.support import FIXTURES, Handler, Upstream, captured, captures
 
 CHAT = b'{"model":"tiny","messages":[{"role":"user","content":"Hello world"}]}'
@@ -51,8 +52,8 @@ async def test_a_chat_is_tokenized_from_its_raw_body() -> None:
 async def test_render_gives_the_same_ids_as_tokenize() -> None:
     """Captured from one server: the exact alternative agrees."""
     vllm, _ = client(captured("chat_render", status=200))
-    rendered = await vllm.render_chat("", CHAT)
-    assert vllm.renders is True
+    rendered = await vllm.render(RequestKind.CHAT, "", CHAT)
+    assert vllm.renders == {RequestKind.CHAT: True}
     assert list(rendered.tokens) == json.loads(captures("tok_msgs")[0]["body"])["tokens"]
 
 
@@ -69,37 +70,59 @@ async def test_an_engine_without_render_is_asked_once(refusal: httpx.Response) -
 
     vllm, upstream = client(handler)
     with pytest.raises(NotSupported):
-        await vllm.render_chat("tiny", CHAT)
-    await vllm.chat_tokens("tiny", CHAT)
+        await vllm.render(RequestKind.CHAT, "tiny", CHAT)
+    await vllm.prompt_tokens(RequestKind.CHAT, "tiny", CHAT)
     assert [request.url.path for request in upstream.requests] == ["/v1/chat/completions/render", "/tokenize"]
 
 
-async def test_chat_tokens_falls_back_on_the_first_refusal() -> None:
+async def test_a_chat_falls_back_on_the_first_refusal() -> None:
     """It need not be known beforehand what the engine can do."""
 
     def handler(request: httpx.Request) -> httpx.Response:
         return captured("tok_msgs") if request.url.path == "/tokenize" else captured("chat_render", status=403)
 
     vllm, _ = client(handler)
-    assert vllm.renders is None
-    assert len((await vllm.chat_tokens("tiny", CHAT)).tokens) == 18
-    assert vllm.renders is False
+    assert not vllm.renders
+    assert len((await vllm.prompt_tokens(RequestKind.CHAT, "tiny", CHAT)).tokens) == 18
+    assert vllm.renders == {RequestKind.CHAT: False}
 
 
-async def test_chat_tokens_prefers_render() -> None:
-    """Exact for every template input."""
+@pytest.mark.parametrize("kind", RENDER_PATHS)
+async def test_render_is_preferred(kind: RequestKind) -> None:
+    """Exact for every template input; the body goes as it came."""
     vllm, upstream = client(captured("chat_render", status=200))
-    await vllm.chat_tokens("tiny", CHAT)
-    await vllm.chat_tokens("tiny", CHAT)
-    assert {request.url.path for request in upstream.requests} == {"/v1/chat/completions/render"}
+    await vllm.prompt_tokens(kind, "tiny", CHAT)
+    await vllm.prompt_tokens(kind, "tiny", CHAT)
+    assert {request.url.path for request in upstream.requests} == {RENDER_PATHS[kind]}
+    assert upstream.requests[-1].content == CHAT
+
+
+async def test_each_kind_is_probed_on_its_own() -> None:
+    """An engine that renders chats may be too old to render messages: then these are tokenized as the chat they are."""
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/tokenize":
+            return captured("tok_msgs")
+        if request.url.path == "/v1/chat/completions/render":
+            return captured("chat_render", status=200)
+        return httpx.Response(404, json={"detail": "Not Found"})
+
+    vllm, upstream = client(handler)
+    for _ in range(2):
+        for kind in (RequestKind.CHAT, RequestKind.MESSAGES):
+            assert len((await vllm.prompt_tokens(kind, "tiny", CHAT)).tokens) == 18
+    assert [request.url.path for request in upstream.requests] == [
+        *("/v1/chat/completions/render", "/v1/messages/render", "/tokenize"),
+        *("/v1/chat/completions/render", "/tokenize"),
+    ]
 
 
 async def test_an_unknown_model_says_nothing_about_render() -> None:
     """A 404 about the model leaves the capability open."""
     vllm, _ = client(captured("tok_badmodel"))
     with pytest.raises(Refused, match="does not exist"):
-        await vllm.render_chat("nope", CHAT)
-    assert vllm.renders is None
+        await vllm.render(RequestKind.CHAT, "nope", CHAT)
+    assert not vllm.renders
 
 
 @pytest.mark.parametrize("tokens", ["[-1]", "[4294967296]", '["a"]', "null", "[1.5]"])

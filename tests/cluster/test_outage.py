@@ -18,19 +18,19 @@ def test_an_outage_is_when_every_endpoint_failed_of_late(make_cluster: MakeClust
     """Six attempts without an answer, one at least on each; "busy" counts, one success ends it, a minute does too."""
     bench = make_cluster("a", "b", "c")
     fail(bench, "a", times=8)
-    assert not bench.cluster.has_outage("", bench.clock())
+    assert not bench.cluster.verdicts.has_outage("", bench.clock())
     fail(bench, "b", outcome=AttemptOutcome.BUSY)
-    assert not bench.cluster.has_outage("", bench.clock())
+    assert not bench.cluster.verdicts.has_outage("", bench.clock())
     fail(bench, "c")
-    assert bench.cluster.has_outage("", bench.clock())
+    assert bench.cluster.verdicts.has_outage("", bench.clock())
     bench.clock.advance(59.0)
-    assert bench.cluster.has_outage("", bench.clock())
+    assert bench.cluster.verdicts.has_outage("", bench.clock())
     bench.clock.advance(2.0)
-    assert not bench.cluster.has_outage("", bench.clock())
+    assert not bench.cluster.verdicts.has_outage("", bench.clock())
     fail(bench, "a", "b", "c", times=2)
-    assert bench.cluster.has_outage("", bench.clock())
+    assert bench.cluster.verdicts.has_outage("", bench.clock())
     bench.outcomes("b", AttemptOutcome.CLIENT_ERROR)
-    assert not bench.cluster.has_outage("", bench.clock())
+    assert not bench.cluster.verdicts.has_outage("", bench.clock())
 
 
 def test_an_outage_of_one_model_is_none_of_another(make_cluster: MakeCluster) -> None:
@@ -38,8 +38,8 @@ def test_an_outage_of_one_model_is_none_of_another(make_cluster: MakeCluster) ->
     endpoints = (*configs("a", models=("m",)), *configs("b", models=("n",)))
     bench = make_cluster(endpoints=endpoints)
     fail(bench, "a", times=6)
-    assert bench.cluster.has_outage("m", bench.clock())
-    assert not bench.cluster.has_outage("n", bench.clock())
+    assert bench.cluster.verdicts.has_outage("m", bench.clock())
+    assert not bench.cluster.verdicts.has_outage("n", bench.clock())
 
 
 def test_verdicts_on_every_endpoint_are_an_outage(make_cluster: MakeCluster) -> None:
@@ -48,10 +48,10 @@ def test_verdicts_on_every_endpoint_are_an_outage(make_cluster: MakeCluster) -> 
     assert bench.cluster.may_serve("", bench.clock())
     busy = bench.picked()
     assert not bench.cluster.may_serve("", bench.clock())
-    assert not bench.cluster.has_outage("", bench.clock())
+    assert not bench.cluster.verdicts.has_outage("", bench.clock())
     busy.settle(AttemptOutcome.FAILURE, bench.clock())
     assert bench.endpoint("a").condition(bench.clock()) is Condition.EJECTED
-    assert bench.cluster.has_outage("", bench.clock())
+    assert bench.cluster.verdicts.has_outage("", bench.clock())
     assert not bench.cluster.may_serve("", bench.clock())
 
 
@@ -59,20 +59,20 @@ def test_a_failure_is_spared_while_no_other_endpoint_does_better(make_cluster: M
     """Or while requests are about that fail in this way everywhere."""
     bench = make_cluster("a", "b")
     a = bench.endpoint("a")
-    assert not bench.cluster.is_spared(a, "", reason="status_500", now=bench.clock())
-    bench.cluster.record_shared_failure("status_500", bench.clock())
-    assert bench.cluster.is_spared(a, "", reason="status_500", now=bench.clock())
-    assert not bench.cluster.is_spared(a, "", reason="status_502", now=bench.clock())
+    assert not bench.cluster.verdicts.is_spared(a, "", reason="status_500", now=bench.clock())
+    bench.cluster.verdicts.record_shared_failure("status_500", bench.clock())
+    assert bench.cluster.verdicts.is_spared(a, "", reason="status_500", now=bench.clock())
+    assert not bench.cluster.verdicts.is_spared(a, "", reason="status_502", now=bench.clock())
     bench.clock.advance(10.0)
-    assert not bench.cluster.is_spared(a, "", reason="status_500", now=bench.clock())
+    assert not bench.cluster.verdicts.is_spared(a, "", reason="status_500", now=bench.clock())
     fail(bench, "b")
-    assert bench.cluster.is_spared(a, "", reason="status_500", now=bench.clock())
+    assert bench.cluster.verdicts.is_spared(a, "", reason="status_500", now=bench.clock())
 
 
 def test_the_only_endpoint_is_not_spared(make_cluster: MakeCluster) -> None:
     """There is nothing to compare it with."""
     bench = make_cluster("a")
-    assert not bench.cluster.is_spared(bench.endpoint("a"), "", reason="status_500", now=bench.clock())
+    assert not bench.cluster.verdicts.is_spared(bench.endpoint("a"), "", reason="status_500", now=bench.clock())
 
 
 def test_a_suspended_attempt_is_no_load_and_no_failure_until_it_is_blamed(make_cluster: MakeCluster) -> None:

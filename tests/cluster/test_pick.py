@@ -248,6 +248,22 @@ def test_panic_when_nobody_is_well(make_cluster: MakeCluster) -> None:
     assert bench.endpoint("a").condition(bench.clock()) is Condition.BREAKER_OPEN
 
 
+def test_an_engine_that_sleeps_is_no_candidate(make_cluster: MakeCluster) -> None:
+    """Not even in panic while another is left; where all of them sleep, one may have been woken since."""
+    bench = make_cluster("a", "b", health={"eject_after": 1, "max_ejected": 1})
+    first, second = bench.endpoint("a"), bench.endpoint("b")
+    first.asleep = True
+    assert first.condition(bench.clock()) is Condition.ASLEEP
+    assert bench.ids() == {"b"}
+    assert preferred_result(bench) == "asleep"
+    bench.outcomes("b", FAILURE)
+    assert bench.ids() == {"b"}
+    second.asleep = True
+    assert bench.ids() == {"a", "b"}
+    first.asleep = False
+    assert bench.ids() == {"a"}
+
+
 def test_panic_ends_with_the_first_endpoint_that_is_well(make_cluster: MakeCluster) -> None:
     """Then only that one serves."""
     bench = make_cluster("a", "b", health={"eject_after": 1, "eject_for": 10, "max_ejected": 1})

@@ -11,7 +11,8 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from kvproxy.background_task import TaskSet
-from kvproxy.cluster.endpoint import Condition, Endpoint
+from kvproxy.cluster.endpoint import Condition
+from kvproxy.cluster.engine import Engine as ClusterEngine
 from kvproxy.cluster.prober import FIRST_PROBES_S, MAX_CONCURRENT, HttpProbe, ProbeOutcome, Prober
 from kvproxy.config.cluster_schema import EndpointSettings, HealthCheckSettings
 from kvproxy.errors import ConnectError, FirstByteTimeout, NoDescriptors
@@ -55,14 +56,14 @@ class Results:
         self.seen: list[tuple[str, ProbeOutcome]] = []
         self.new = asyncio.Event()
 
-    def __call__(self, endpoint: Endpoint, outcome: ProbeOutcome) -> None:
-        self.seen.append((str(endpoint.id), outcome))
+    def __call__(self, engine: ClusterEngine, outcome: ProbeOutcome) -> None:
+        self.seen.append((str(engine.id), outcome))
         self.new.set()
 
 
 @contextlib.asynccontextmanager
 async def prober_of(
-    probe: Callable[[Endpoint], Awaitable[bool]] | None,
+    probe: Callable[[ClusterEngine], Awaitable[bool]] | None,
     results: Results,
     pauses: Pauses,
     settings: HealthCheckSettings = SETTINGS,
@@ -72,7 +73,7 @@ async def prober_of(
         yield Prober("c", settings, probe=probe, tasks=tasks, on_result=results, rng=random.Random(1), sleep=pauses)
 
 
-async def well(_endpoint: Endpoint) -> bool:
+async def well(_engine: ClusterEngine) -> bool:
     return True
 
 
@@ -81,7 +82,7 @@ async def test_every_endpoint_is_probed_at_its_own_pace(make_cluster: MakeCluste
     results, pauses = Results(), Pauses()
     bench = make_cluster(*"abcdefgh")
     async with prober_of(well, results, pauses) as prober:
-        prober.probe_endpoints(bench.cluster.endpoints)
+        prober.probe_engines(bench.cluster.engines)
         await turns()
         assert results.seen == []
         first = list(pauses.asked)
@@ -103,7 +104,7 @@ async def test_a_few_are_probed_at_once(make_cluster: MakeCluster) -> None:
     running, most = 0, 0
     let_go = asyncio.Event()
 
-    async def slow(_endpoint: Endpoint) -> bool:
+    async def slow(_engine: ClusterEngine) -> bool:
         nonlocal running, most
         running += 1
         most = max(most, running)
@@ -114,7 +115,7 @@ async def test_a_few_are_probed_at_once(make_cluster: MakeCluster) -> None:
     results, pauses = Results(), Pauses()
     names = [f"e{number}" for number in range(40)]
     async with prober_of(slow, results, pauses, HealthCheckSettings(timeout=60)) as prober:
-        prober.probe_endpoints(make_cluster(*names).cluster.endpoints)
+        prober.probe_engines(make_cluster(*names).cluster.engines)
         await turns()
         pauses.go_on()
         await turns()
@@ -138,12 +139,12 @@ async def test_a_few_are_probed_at_once(make_cluster: MakeCluster) -> None:
 async def test_errors_are_outcomes(make_cluster: MakeCluster, error: Exception, outcome: ProbeOutcome) -> None:
     """Not even a broken probe ends the probing."""
 
-    async def failing(_endpoint: Endpoint) -> bool:
+    async def failing(_engine: ClusterEngine) -> bool:
         raise error
 
     results, pauses = Results(), Pauses()
     async with prober_of(failing, results, pauses) as prober:
-        prober.probe_endpoints(make_cluster("a").cluster.endpoints)
+        prober.probe_engines(make_cluster("a").cluster.engines)
         for _ in range(3):
             await turns()
             pauses.go_on()
@@ -154,13 +155,13 @@ async def test_errors_are_outcomes(make_cluster: MakeCluster, error: Exception, 
 async def test_a_probe_that_hangs_ends_at_its_timeout(make_cluster: MakeCluster) -> None:
     """And is a failed one."""
 
-    async def hang(_endpoint: Endpoint) -> bool:
+    async def hang(_engine: ClusterEngine) -> bool:
         await asyncio.Event().wait()
         return True
 
     results, pauses = Results(), Pauses()
     async with prober_of(hang, results, pauses) as prober:
-        prober.probe_endpoints(make_cluster("a").cluster.endpoints)
+        prober.probe_engines(make_cluster("a").cluster.engines)
         await turns()
         pauses.go_on()
         await asyncio.wait_for(results.new.wait(), 60)
@@ -188,12 +189,12 @@ async def test_tasks_follow_the_endpoints(make_cluster: MakeCluster) -> None:
 
 @pytest.mark.parametrize("probe", [None, well])
 async def test_without_a_probe_or_with_probing_off_nothing_runs(
-    make_cluster: MakeCluster, probe: Callable[[Endpoint], Awaitable[bool]] | None
+    make_cluster: MakeCluster, probe: Callable[[ClusterEngine], Awaitable[bool]] | None
 ) -> None:
     """`active: false`."""
     pauses = Pauses()
     async with prober_of(probe, Results(), pauses, HealthCheckSettings(active=probe is None)) as prober:
-        prober.probe_endpoints(make_cluster("a").cluster.endpoints)
+        prober.probe_engines(make_cluster("a").cluster.engines)
         await turns()
     assert pauses.asked == []
 
@@ -203,9 +204,9 @@ async def test_probes_decide_about_endpoints(make_cluster: MakeCluster) -> None:
     sick: set[str] = {"a"}
     asked = asyncio.Event()
 
-    async def probe(endpoint: Endpoint) -> bool:
+    async def probe(engine: ClusterEngine) -> bool:
         asked.set()
-        return str(endpoint.id) not in sick
+        return str(engine.id) not in sick
 
     health = {"interval": 0.002, "unhealthy_threshold": 2, "healthy_threshold": 1}
     bench = make_cluster("a", "b", health=health, with_={"probe": probe})
@@ -250,7 +251,7 @@ async def test_any_2xx_is_well(make_cluster: MakeCluster, status: int, verdict: 
     engine = Engine(status)
     async with serve(engine) as url, UpstreamPool(max_idle=0) as pool:
         endpoint = make_cluster(endpoints=(EndpointSettings(id="a", url=f"{url}/base", api_key="k"),)).endpoint("a")
-        assert await HttpProbe(pool, HealthCheckSettings(path="/healthz"))(endpoint) is verdict
+        assert await HttpProbe(pool, HealthCheckSettings(path="/healthz"))(endpoint.engine) is verdict
     assert engine.asked == [("/base/healthz", "Bearer k")]
 
 
@@ -262,7 +263,7 @@ async def test_an_http_probe_of_nobody_is_unreachable(make_cluster: MakeCluster)
     async with UpstreamPool() as pool:
         probe = HttpProbe(pool, HealthCheckSettings())
         async with prober_of(probe, results, pauses, HealthCheckSettings(timeout=5)) as prober:
-            prober.probe_endpoints(make_cluster(endpoints=(EndpointSettings(id="a", url=url),)).cluster.endpoints)
+            prober.probe_engines(make_cluster(endpoints=(EndpointSettings(id="a", url=url),)).cluster.engines)
             await turns()
             pauses.go_on()
             await asyncio.wait_for(results.new.wait(), 60)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -187,6 +188,28 @@ async def test_nobody_waits_longer_than_the_bound(clock: FakeClock) -> None:
     await placed(waiting)
     held = metrics.request.router_queue_wait.labels("c")
     assert (sum(held.counts), held.total) == (1, 5.0)
+
+
+@pytest.mark.parametrize("way", ["overdue", "queue off"])
+async def test_many_that_may_go_at_once_leave_other_tasks_their_turn(clock: FakeClock, way: str) -> None:
+    """A thousand that waited for the same bound, or for a queue that is no more, hold no stream up meanwhile."""
+    cluster = cluster_of(clock, max_wait="5s")
+    room = room_of(cluster)
+    await fill(cluster, 80_000)
+    waiting = [enter(cluster, 5_000) for _ in range(60)]
+    await until(lambda: len(room) == 60)
+    if way == "overdue":
+        clock.advance(5.0)
+        room.on_load_decrease()
+    else:
+        cluster.reconfigure(settings_of(enabled=False), probe=None)
+    left = [60]
+    while left[-1]:
+        await asyncio.sleep(0)
+        left.append(len(room))
+    assert max(before - after for before, after in pairwise(left)) <= 10
+    for each in waiting:
+        await placed(each)
 
 
 async def test_time_alone_lets_somebody_in(clock: FakeClock) -> None:

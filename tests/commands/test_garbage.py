@@ -13,12 +13,14 @@ from itertools import pairwise
 
 import pytest
 
+from kvproxy.commands import garbage
 from kvproxy.commands.configuration import ConfigSource
 from kvproxy.commands.garbage import (
     AT_LATEST_S,
     EVERY_S,
     LOOK_S,
     SHORT_S,
+    TRIM_EVERY_S,
     YOUNG_OBJECTS,
     YOUNG_ROUNDS,
     GarbageCollections,
@@ -123,6 +125,18 @@ async def test_it_does_not_wait_for_ever(machine: Machine) -> None:
     assert machine.policy.expected_s == pytest.approx(1.01)
     (looked_at,) = await machine.run(until=AT_LATEST_S + 2 * LOOK_S)
     assert looked_at >= AT_LATEST_S
+
+
+async def test_the_heap_is_trimmed_in_quiet_moments_alone(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    trimmed_at: list[float] = []
+    monkeypatch.setattr(garbage, "trim_heap", lambda: trimmed_at.append(machine.now))
+    machine.quiet = False
+    await machine.run(until=3 * TRIM_EVERY_S)
+    assert trimmed_at == []
+    machine.quiet = True
+    await machine.run(until=6 * TRIM_EVERY_S + LOOK_S)
+    assert len(trimmed_at) == 3
+    assert all(later - sooner >= TRIM_EVERY_S for sooner, later in pairwise(trimmed_at))
 
 
 async def test_a_replaced_configuration_is_collected_soon(machine: Machine) -> None:

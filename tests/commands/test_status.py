@@ -148,6 +148,20 @@ async def test_a_cache_unlike_its_size(learned: int, foreign: float | None, said
     assert ("promises" in text) is bool(said)
 
 
+async def test_engines_that_reuse_in_steps() -> None:
+    """Alike ones on one line; of many, only the first are named."""
+    live = await live_of(proxy_of(policy="kv_aware"))
+    assert "in steps" not in render(live)
+    one = live["endpoints"][0]
+    live["endpoints"] = [
+        {**one, "id": name, "cache": {**one["cache"], "reuse_step_tokens": step}}
+        for name, step in [("a", 4096), ("b", 1056), ("c", 4096), ("d", 4096), ("e", 4096), ("f", None)]
+    ]
+    text = render(live)
+    assert "a, c, d and 1 more reuse in steps of 4,096 tokens; prompts under 4,096 never hit\n" in text
+    assert "\nb reuses in steps of 1,056 tokens; prompts under 1,056 never hit\n" in text
+
+
 def answering(*answers: httpx.Response | Exception | dict[str, Any]) -> httpx.MockTransport:
     """A listener that gives these answers in turn, the last one for ever."""
     waiting = list(answers)

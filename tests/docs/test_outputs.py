@@ -13,22 +13,26 @@ import pytest
 
 from kvproxy.advise.advice import Advice, Confidence, Gain, NotGiven, Ratio, Setting
 from kvproxy.advise.adviser import PoolAdvice
-from kvproxy.advise.engines import EngineKind, EngineSettingsSeen
+from kvproxy.advise.engines import EngineSettingsSeen
 from kvproxy.advise.gains import Fit, why_not_given
 from kvproxy.advise.known import Known, advise_from_facts, spelled
 from kvproxy.advise.report import print_text
 from kvproxy.advise.today import Today
 from kvproxy.advise.traffic import RecordedRequest, Traffic
+from kvproxy.clients.engine_metrics import EngineKind
 from kvproxy.commands.configuration import format_problem
 from kvproxy.commands.logging_setup import log_to
+from kvproxy.commands.status import describe_steps
 from kvproxy.config.changes import summarise_changes
 from kvproxy.config.cluster_schema import PolicyName
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.config.load import check_config, load_config
 from kvproxy.config.schema import LogSettings
 from kvproxy.doctor.report import DoctorReport, Finding, Severity, SkippedCheck, print_table
+from kvproxy.doctor.traffic import Row, traffic_report
 from kvproxy.filters.access_log import as_text, fields
 from kvproxy.log_lines import log_fields
+from kvproxy.prefix.hygiene.causes import Cause
 from kvproxy.receipts.explain import explain
 from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate
 from kvproxy.replay.live_report import LiveReport
@@ -76,6 +80,13 @@ async def _doctor() -> str:
     ]
     out = io.StringIO()
     print_table(DoctorReport.of(findings), out)
+    return out.getvalue()
+
+
+async def _traffic() -> str:
+    row = Row(Cause.VOLATILE_HEADER, "claude-code", "", 88, 1_930_144, 214.5, "system block 1", "7f3c")
+    out = io.StringIO()
+    print_table(traffic_report([row], 400), out, verbose=True)
     return out.getvalue()
 
 
@@ -169,12 +180,18 @@ async def _pixius_checks() -> str:
     return "\n".join(f"{'ok  ' if holds else 'FAIL'} {name}" for name, holds in checks.items())
 
 
+async def _steps() -> str:
+    return "\n".join(describe_steps([{"id": f"gpu-{n}", "cache": {"reuse_step_tokens": 4096}} for n in (1, 2)]))
+
+
 #: Page, a text of the block, and what prints it.
 PRINTED: dict[tuple[str, str], Callable[[], Any]] = {
     ("docs/filters/access_log.md", "POST /v1"): _access_log,
     ("docs/quickstart.md", "config.yaml:3:1"): _check,
     ("docs/doctor.md", "fix: set"): _doctor,
+    ("docs/prefix-hygiene.md", "volatile_header"): _traffic,
     ("docs/advise.md", "Nothing was changed"): _advised,
+    ("docs/engines.md", "never hit"): _steps,
     ("docs/receipts.md", "What happened"): _explained,
     ("docs/operations.md", "x-kvproxy-decision:"): _decision_header,
     ("docs/operations.md", "is unhealthy"): _log,

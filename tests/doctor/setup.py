@@ -14,7 +14,7 @@ from kvproxy.doctor.report import DoctorReport, Finding
 from kvproxy.doctor.tools import Tools, VisitTimeouts
 from kvproxy.doctor.visit import diagnose
 from kvproxy.simulator.engine_io import EngineSettings
-from kvproxy.simulator.fleet import Fleet, FleetSettings
+from kvproxy.simulator.fleet import EngineKindSettings, Fleet, FleetSettings
 from kvproxy.simulator.kv_event_publisher import PublisherSettings
 from kvproxy.simulator.lmcache_controller import ControllerSettings
 from kvproxy.simulator.lmcache_coordinator import CoordinatorSettings
@@ -56,7 +56,7 @@ class Cluster:
 
 @contextlib.asynccontextmanager
 async def cluster(
-    engines: Mapping[str, VllmSettings] | None = None,
+    engines: Mapping[str, EngineKindSettings] | None = None,
     *,
     controller: ControllerSettings | None = ControllerSettings(),
     coordinator: CoordinatorSettings | None = None,

@@ -14,9 +14,11 @@ from kvproxy.clients.kv_events.source import KvEventSource
 from kvproxy.doctor.listening import StreamObservation
 from kvproxy.doctor.report import DoctorReport, Severity
 from kvproxy.doctor.tools import VisitTimeouts
+from kvproxy.simulator.checkpoints import Checkpoints
 from kvproxy.simulator.fleet import Fleet, FleetSettings
-from kvproxy.simulator.kv_event_publisher import EventEncoding, PublisherSettings
-from tests.doctor.setup import ENGINE, SHORT, cluster, only, visit
+from kvproxy.simulator.kv_event import BlockStored
+from kvproxy.simulator.kv_event_publisher import EventEncoder, EventEncoding, PublisherSettings
+from tests.doctor.setup import ENGINE, FAST, SHORT, cluster, only, visit
 from tests.support.loopback import serve
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
@@ -85,6 +87,7 @@ REFUSAL = (400, error_body("no chat template", 400))
             "generates nothing: vllm /v1/chat/completions: 400 no chat template",
         ),
         ({"/metrics": (404, {"detail": "Not Found"})}, "metrics", Severity.WARNING, "shows no metrics"),
+        ({"/metrics": (200, b"a 1\n" * 60_000)}, "metrics", Severity.WARNING, "more than 50000 lines"),
         ({"/metrics": (200, _OTHER_FIGURES)}, "metrics", Severity.WARNING, "none of vLLM's or SGLang's figures"),
     ],
 )
@@ -204,7 +207,7 @@ async def test_an_event_that_was_missed_is_asked_for_again() -> None:
         assert engine.state.publisher is not None
         engine.state.publisher.lose_next = 1
         report = await visit(site.config())
-        assert len(engine.state.requests) == 3
+        assert [request["path"] for request in engine.state.requests].count("/v1/chat/completions") == 3
     assert report.findings == ()
 
 
@@ -307,3 +310,30 @@ async def test_events_that_cannot_be_read() -> None:
         [b"topic", (1).to_bytes(8, "big"), msgspec.msgpack.encode([1.0, [{"type": "BlockStored"}], 0])], (1,), now=3.0
     )
     assert (heard.malformed, heard.batches, heard.encoding, heard.lag_s) == (2, 1, "map", 2.0)
+
+
+async def test_a_hybrid_model_is_no_fault() -> None:
+    """A short prompt sent twice is computed twice, a long one is not: its KV events can be followed all the same."""
+    engine = replace(FAST, capacity_blocks=2048, checkpoints=Checkpoints(1024))
+    async with cluster({"a": replace(ENGINE, engine=engine)}, controller=None) as place:
+        report = await visit(place.config())
+    assert report.findings == ()
+    found = {one.check: one.what for one in report.passed}
+    assert "and none of " in found["prefix caching"]
+    assert "reuses in steps: " in found["prefix caching"]
+    assert "KV events arrive" in found["kv events"]
+
+
+@pytest.mark.parametrize("first", ["full_attention", "mamba"])
+def test_of_a_hybrid_model_the_event_of_full_attention_is_looked_at(first: str) -> None:
+    """Whichever group comes first."""
+    kinds = ["full_attention", "mamba"] if first == "full_attention" else ["mamba", "full_attention"]
+    events = [
+        BlockStored((1, 2), None, (1, 2, 3, 4), group=number, kind=kind, extra_keys=(None, None))
+        for number, kind in enumerate(kinds)
+    ]
+    payload = EventEncoder(block_size=2).encode_payload(events, ts=1.0)
+    seen = StreamObservation(KvEventSource(0, "tcp://127.0.0.1:1", None, "t"))
+    seen.record_batch([b"t", (0).to_bytes(8, "big"), payload], [1, 2, 3, 4], now=2.0)
+    assert seen.mine is not None
+    assert seen.mine.indexable

@@ -38,18 +38,20 @@ async def test_a_healthy_cluster() -> None:
     assert report.exit_status(strict=True) == 0
     assert {one.check for one in report.passed} >= {
         *("configuration", "connection", "health", "api", "version", "models", "generate", "tokenize", "tokenizers"),
-        *("prefix caching", "kv event sources", "kv events", "duplicates", "clock", "open files"),
+        *("agent prompts", "prefix caching", "kv event sources", "kv events", "duplicates", "clock", "open files"),
         *("lmcache", "instance ids", "lookup", "chunk size", "lookup time"),
     }
 
 
 async def test_only_small_requests_are_sent() -> None:
-    """Two generations of one token to each engine; a third at most, for events that were missed."""
+    """Two generations of one token to each engine and a response; a third at most, for events that were missed."""
     async with cluster() as site:
         await visit(site.config())
         for engine in site.fleet.engines.values():
-            assert {request["path"] for request in engine.state.requests} == {"/v1/chat/completions"}
-            assert engine.state.runner.engine.counters.generation_tokens in (2, 3)
+            paths = [request["path"] for request in engine.state.requests]
+            assert sorted({*paths}) == ["/v1/chat/completions", "/v1/responses"]
+            assert paths.count("/v1/responses") == 1
+            assert engine.state.runner.engine.counters.generation_tokens in (3, 4)
             assert len(engine.state.requests) == engine.state.runner.engine.counters.generation_tokens
 
 
@@ -206,6 +208,48 @@ async def test_findings_are_in_the_order_of_the_file() -> None:
     assert len(skipped) == 1
     assert "checks" in skipped[0]
     assert "endpoint a: cannot be connected to (" in skipped[0]
+
+
+async def test_tokens_of_agents_prompts_that_are_not_the_engines() -> None:
+    """It makes another prompt of messages than the chat they are: their tokens would match nothing."""
+    async with cluster({"a": ENGINE}, controller=None) as site:
+        counts = {"/v1/messages/count_tokens": (200, {"input_tokens": 7})}
+        async with serve(Front(site.fleet.engines["a"], counts)) as url:
+            found = only(await visit(site.config(endpoints={"a": url})))
+    assert (found.severity, found.check, found.where) == (Severity.WARNING, "agent prompts", "endpoint a")
+    assert "a prompt of /v1/messages has 7 tokens, but " in found.what
+    assert "--enable-scale-out" in found.fix
+
+
+RENDERING = replace(ENGINE, enable_scale_out=True)
+
+
+async def test_an_engine_that_renders_agents_prompts() -> None:
+    """Then the chats that they are do not matter."""
+    async with cluster({"a": RENDERING}, controller=None) as site:
+        report = await visit(site.config())
+    assert report.findings == ()
+    said = [one.what for one in report.passed if one.check == "agent prompts"]
+    assert said == [
+        f"prompts of /v1/{kind} are known by their tokens, rendered by the engine" for kind in ("messages", "responses")
+    ]
+
+
+async def test_an_engine_that_knows_no_agents() -> None:
+    """It is too old for these APIs: nothing to say."""
+    async with cluster({"a": RENDERING}, controller=None) as site:
+        gone = dict.fromkeys(("/v1/messages/count_tokens", "/v1/responses"), (404, {"detail": "Not Found"}))
+        async with serve(Front(site.fleet.engines["a"], gone)) as url:
+            report = await visit(site.config(endpoints={"a": url}))
+    assert "agent prompts" not in {one.check for one in (*report.passed, *report.findings)}
+
+
+async def test_agents_prompts_that_cannot_be_tokenized() -> None:
+    async with cluster({"a": RENDERING}, controller=None) as site:
+        broken = {"/v1/messages/render": (500, {"detail": "broken"})}
+        async with serve(Front(site.fleet.engines["a"], broken)) as url:
+            found = only(await visit(site.config(endpoints={"a": url})))
+    assert (found.check, "no tokens of a prompt of /v1/messages" in found.what) == ("agent prompts", True)
 
 
 async def test_tokenizer_that_differs() -> None:

@@ -37,9 +37,11 @@ def trial(
     tokenized: tuple[int, ...] | ClientError = tuple(range(40)),
     ids: tuple[int, ...] = tuple(range(40)),
     observed: tuple[StreamObservation, ...] = (),
+    longer: TrialReply | None = None,
 ) -> Trial:
-    """A prompt of 40 tokens, sent twice."""
-    return Trial("m", True, tokenized, TrialReply(40, 0, ids), TrialReply(40, cached), 0.001, before, after, observed)
+    """A prompt of 40 tokens, sent twice, and perhaps a longer one."""
+    first, second = TrialReply(40, 0, ids), TrialReply(40, cached)
+    return Trial("m", True, tokenized, first, second, longer, 0.001, before, after, observed)
 
 
 ON, OFF, UNKNOWN = metrics(caching=True, hits=0), metrics(caching=False, hits=0), metrics(hits=0)
@@ -49,6 +51,22 @@ ON, OFF, UNKNOWN = metrics(caching=True, hits=0), metrics(caching=False, hits=0)
     ("seen", "severity", "said"),
     [
         (trial(cached=32), Severity.OK, "32 of 40 prompt tokens"),
+        (
+            trial(cached=32, after=metrics(caching=True, block=528)),
+            Severity.OK,
+            "the second time; it reuses in steps of 528 tokens; prompts under 528 never hit",
+        ),
+        (
+            trial(cached=0, after=ON, longer=TrialReply(4112, 4096)),
+            Severity.OK,
+            "4096 of 4112 prompt tokens sent twice came from its cache, and none of 40; the proxy learns the step",
+        ),
+        (
+            trial(cached=0, after=metrics(caching=True, block=4096), longer=TrialReply(4112, 4096)),
+            Severity.OK,
+            "none of 40; it reuses in steps of 4,096 tokens; prompts under 4,096 never hit",
+        ),
+        (trial(cached=0, before=ON, after=ON, longer=TrialReply(4112, 0)), Severity.WARNING, "computed twice"),
         (trial(cached=0, before=OFF, after=OFF), Severity.PROBLEM, "prefix caching is off"),
         (trial(cached=None, before=OFF, after=OFF), Severity.PROBLEM, "prefix caching is off"),
         (trial(cached=0), Severity.PROBLEM, "prefix caching is off"),

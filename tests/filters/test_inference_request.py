@@ -141,6 +141,24 @@ async def test_session_header(settings: dict[str, str], headers: dict[str, str],
     assert inner.exchange.inference.session_key == key
 
 
+@pytest.mark.parametrize(
+    ("headers", "client", "session"),
+    [
+        ({"user_agent": "claude-cli/2.1.126 (external, cli)", "x_claude_code_session_id": "r"}, "claude-code", "named"),
+        ({"x_claude_code_session_id": "r", "x_claude_code_agent_id": "a"}, "claude-code", "child"),
+        ({"user_agent": "anything/1"}, "unknown", "none"),
+    ],
+)
+async def test_clients_are_counted(headers: dict[str, str], client: str, session: str) -> None:
+    """By what they are, and whether they name a session; of a long body too. What cannot be parsed is not counted."""
+    context = filter_context()
+    app = filter_around(Inner(), context=context)
+    body = b'{"model": "m", "messages": ["%s"]}'
+    for sent in (body % b"", body % (b"x" * MAX_DECODED_BYTES), b"["):
+        await call(app, post(**headers), body=sent)
+    assert counted(context, "kvproxy_client_requests_total", client=client, session=session) == 2
+
+
 @pytest.mark.parametrize(("path", "field"), [(CHAT, "code"), ("/v1/messages", "type")])
 async def test_a_declared_length_over_the_limit_is_refused_unread(path: str, field: str) -> None:
     """413 in the API's own shape; the inner app never runs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import cast
 
 from kvproxy.cluster.endpoint import Endpoint
@@ -17,6 +18,7 @@ class Fake:
 
     def __init__(self, name: str, retry: EndpointRetrySettings | None) -> None:
         self.id = EndpointId(name)
+        self.engine = SimpleNamespace(members=(self.id,))
         self.retry = retry
 
 

@@ -113,6 +113,28 @@ def test_the_coldest_come_first_and_only_where_they_were_served() -> None:
     assert [one.key for one in under_test.coldest("b")] == [2]
 
 
+def test_the_end_of_a_session_cools_what_it_alone_asked_for() -> None:
+    """Hot no longer, and the first to go. What a sub-agent or another session asked for too stays as it is."""
+    under_test = hotness()
+
+    def asked(session: int, *keys: int) -> list[KnownPrefix]:
+        used = under_test.use(keys, model="m", cache_salt="", instance="a", now=0.0, session=session)
+        under_test.learn(used, tokens(50))
+        return used
+
+    asked(9, 5)
+    system, own, *_ = asked(1, 100, 101)
+    asked(1, 100, 101, 102)
+    asked(2, 100, 200)
+    under_test.end_session(1, [100, 101, 102, 999])
+    assert (under_test.count(system, 0.0), under_test.count(own, 0.0)) == (3, 0)
+    assert [prefix.key for prefix in under_test.coldest("a")][:2] == [102, 101]
+    asked(0, 300)
+    under_test.end_session(0, [300])
+    [unnamed] = [prefix for prefix in under_test.coldest("a") if prefix.key == 300]
+    assert under_test.count(unnamed, 0.0) == 1
+
+
 def test_the_common_beginning_of_tokens() -> None:
     a = tokens(1000)
     for length in (0, 1, 2, 3, 499, 500, 999, 1000):

@@ -10,7 +10,7 @@ import pytest
 from kvproxy.clients.kv_events.events import BlockRemoved, BlockStored
 from kvproxy.kvcache.feedback.trust import Trust
 from kvproxy.kvcache.overlap.indexes import SHORT_BYTES, IndexState, LocalIndexes
-from kvproxy.kvcache.overlap.merge import is_contradicted, merge_overlaps
+from kvproxy.kvcache.overlap.merge import in_steps, is_contradicted, merge_overlaps
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.prefix.precise.index import PreciseMatch
 from kvproxy.replay.settings import ReplayFleet
@@ -115,7 +115,7 @@ def test_a_prompt_has_the_same_blocks_however_they_are_found(size_bytes: int) ->
     prompt = Prompt(b"", (b"x" * size_bytes, b"y" * 300))
     request = InferenceRequest(RequestKind.CHAT, "m", prompt)
     plain, keyed = LocalIndexes(IndexState(), follows_events=False, lookups=False), LocalIndexes(IndexState())
-    hashes, keys, _ = plain.hashes(request, "m")
+    hashes, keys, *_ = plain.hashes(request, "m")
     assert (hashes, 2) == (keyed.hashes(request, "m")[0], len(keyed.hashes(request, "m")[1]))
     assert (len(plain.sessions), len(keys)) == ((0, 0) if prompt.size_bytes <= SHORT_BYTES else (1, 2))
 
@@ -127,8 +127,8 @@ def test_a_prompt_has_the_same_blocks_however_they_are_found(size_bytes: int) ->
         (320, 160, None, True, Overlap(160)),
         (320, 160, None, False, Overlap(320)),
         (320, 0, 160, True, Overlap(160, 0, FactSource.PRECISE, 0.0, 160, 160)),
-        (320, 0, 160, False, Overlap(320)),
-        (320, 320, 160, True, Overlap(320)),
+        (320, 0, 160, False, Overlap(320, claimed_tokens=160)),
+        (320, 320, 160, True, Overlap(320, claimed_tokens=160)),
         (320, 160, 320, True, Overlap(320, 0, FactSource.PRECISE, 0.0, 320, 320)),
         (160, 0, 320, True, Overlap(320, 0, FactSource.PRECISE, 0.0, 320, 160)),
         (160, 0, 320, False, Overlap(320, 0, FactSource.PRECISE, 0.0, 320, 160)),
@@ -161,7 +161,7 @@ def test_a_promise_counts_over_announcements_that_are_not_trusted() -> None:
         "lookup_trust": trust,
     }
     assert merge_overlaps(in_flight={}, **sources)[A].tokens < 32  # type: ignore[arg-type]
-    assert merge_overlaps(in_flight={A: 160}, **sources)[A] == Overlap(160)  # type: ignore[arg-type]
+    assert merge_overlaps(in_flight={A: 160}, **sources)[A] == Overlap(160, claimed_tokens=320)  # type: ignore[arg-type]
 
 
 def test_lower_tiers_follow_what_is_on_the_device() -> None:
@@ -213,3 +213,40 @@ def test_a_replay_believes_what_the_proxy_believes() -> None:
     assert blocks() == 6
     settle(0, 0)
     assert blocks() == 0
+
+
+STEPPED = {A: 1024}
+
+
+@pytest.mark.parametrize(
+    ("overlap", "reused"),
+    [
+        (Overlap(3000), Overlap(2048, held_tokens=3000)),
+        (Overlap(1000), Overlap(0, held_tokens=1000)),
+        (Overlap(1500, 1000), Overlap(1500, 548, held_tokens=2500)),
+        (Overlap(2100, 900), Overlap(2048, 0, held_tokens=3000)),
+        (Overlap(2048), Overlap(2048, held_tokens=2048)),
+        (
+            Overlap(3000, 0, FactSource.PRECISE, 0.0, 3000, 700),
+            Overlap(2048, 0, FactSource.PRECISE, 0.0, 2048, 700, 3000),
+        ),
+    ],
+)
+def test_an_engine_that_reuses_in_steps(overlap: Overlap, reused: Overlap) -> None:
+    """Whole steps count, on whatever tier; what a claim is tested by is what the engine can make of it."""
+    assert in_steps(overlap, 1024, 10_000) == reused
+
+
+def test_the_last_token_is_always_computed() -> None:
+    """A prompt of two whole steps reuses one of them."""
+    assert in_steps(Overlap(2048), 1024, 2048).tokens == 1024
+    assert in_steps(Overlap(2048), 1024, 2049).tokens == 2048
+
+
+def test_steps_are_those_of_their_endpoint() -> None:
+    """Another engine of the cluster may be of another kind."""
+    merged = merge_overlaps(
+        routed={A: 200, B: 200}, tokens_per_block=10.0, trust=Trust(), lookup_trust=Trust(), steps=STEPPED,
+        prompt_tokens=5000,
+    )  # fmt: skip
+    assert merged == {A: Overlap(1024, held_tokens=2000), B: Overlap(2000)}

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from kvproxy.prefix.approximate.index import STEP_RUNS, ApproximateIndex
+from kvproxy.prefix.approximate.index import MAX_CAPACITY_BLOCKS, STEP_RUNS, ApproximateIndex
 from kvproxy.types import EndpointId
 from tests.prefix.support import A, B, C, chained
 
@@ -102,6 +102,13 @@ def test_clearing_keeps_the_capacity() -> None:
     assert index.capacity(A) == 7
     index.remove(A)
     assert index.capacity(A) == 100
+
+
+def test_no_engine_makes_the_index_keep_what_it_likes() -> None:
+    """Its word on how much it holds is believed up to a bound."""
+    index = ApproximateIndex()
+    index.set_capacity(A, 10**18)
+    assert index.capacity(A) == MAX_CAPACITY_BLOCKS
 
 
 def test_a_growing_chat_stays_one_run() -> None:

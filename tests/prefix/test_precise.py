@@ -2,11 +2,13 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from kvproxy.clients.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored
-from kvproxy.prefix.precise.index import PreciseIndex, PreciseMatch
+from kvproxy.prefix.hashing import token_blocks
+from kvproxy.prefix.precise.index import PreciseIndex, PreciseMatch, precise_root
 from tests.prefix.support import A, B, engine_hash, prompt_of, removed, stored
 
 PATH = (1, 2, 3, 4)
@@ -326,3 +328,51 @@ def test_regular_engine_hashes_are_hashes(stride: int) -> None:
     assert index.count_rows(A) == 20_000
     index.apply_events(A, 0, [BlockRemoved((at * stride,)) for at in range(1, 20_001)])
     assert (index.count_rows(A), index.counts.removed_unknown) == (0, 0)
+
+
+def page(tokens: range, parent: int | None = None, **fields: Any) -> BlockStored:
+    """One page as SGLang stores it: an event of its own, its hash signed."""
+    return BlockStored((-tokens[0] - 1,), parent, array("I", tokens), len(tokens), **fields)
+
+
+def tokens_held(index: PreciseIndex, tokens: range, salt: str | None = None) -> tuple[int, int]:
+    """On the device and below, of a prompt of these tokens."""
+    prompt = array("I", tokens)
+    found = index.match_prompt(lambda size: token_blocks(prompt, size, precise_root(size, cache_salt=salt)))
+    match = found.get(A, PreciseMatch(0, 0, 0))
+    return match.device_tokens, match.lower_tokens
+
+
+def test_pages_come_one_an_event() -> None:
+    """Three events make one prefix, and the removal of a node one hole."""
+    index = PreciseIndex()
+    index.apply_events(A, 0, [page(range(4)), page(range(4, 8), -1), page(range(8, 12), -5)])
+    assert tokens_held(index, range(14)) == (12, 0)
+    index.apply_events(A, 0, [BlockRemoved((-5, -9))])
+    assert tokens_held(index, range(14)) == (4, 0)
+
+
+def test_the_rest_of_a_node_is_no_new_block_size() -> None:
+    """Its event has a block size of its own; what is known of whole pages stays, and a real change still counts."""
+    index = PreciseIndex()
+    index.apply_events(A, 0, [page(range(4)), page(range(4, 7), -1), page(range(4, 8), -1)])
+    assert (tokens_held(index, range(9)), index.counts.short_pages) == ((8, 0), 1)
+    index.apply_events(A, 0, [page(range(2))])
+    assert (tokens_held(index, range(9)), index.block_sizes) == ((2, 0), {2})
+
+
+def test_a_page_s_copy_on_the_host_outlives_that_on_the_device() -> None:
+    """SGLang stores on the host before it removes from the device, and loads back; each medium has its own events."""
+    index = PreciseIndex()
+    host = [page(range(4), medium="CPU_PINNED"), page(range(4, 8), -1, medium="CPU_PINNED")]
+    index.apply_events(A, 0, [page(range(4)), page(range(4, 8), -1), *host, BlockRemoved((-1, -5))])
+    assert tokens_held(index, range(9)) == (0, 8)
+    index.apply_events(A, 0, [page(range(4)), BlockRemoved((-1, -5), "CPU_PINNED")])
+    assert tokens_held(index, range(9)) == (4, 0)
+
+
+def test_a_salted_chain_is_held_for_its_salt_alone() -> None:
+    """As the prompt's own root has it."""
+    index = PreciseIndex()
+    index.apply_events(A, 0, [page(range(4), extra=(("s",),)), page(range(4, 8), -1)])
+    assert (tokens_held(index, range(9)), tokens_held(index, range(9), "s")) == ((0, 0), (8, 0))

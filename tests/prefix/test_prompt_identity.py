@@ -197,7 +197,7 @@ def test_turn_by_turn_hashes_like_whole_prompts(bodies: list[dict[str, Any]], se
                 block["cache_control"] = MARK
         prompt = sent(MESSAGES, turn)
         known = prompt_identity(MESSAGES, prompt)
-        hashes, keys, size_bytes = memo.identified(MESSAGES, prompt, 8)
+        hashes, keys, size_bytes, _ = memo.identified(MESSAGES, prompt, 8)
         assert (hashes, list(keys)) == (text_blocks(known, 8), list(message_chain(known, 8)))
         assert size_bytes == known.size_bytes
 
@@ -224,8 +224,14 @@ _MARKED = b'{"type":"text","text":"a","cache_control":{"type":"ephemeral"}}'
         b'{"system":[' + b",".join([_MARKED] * 4000) + b'],"messages":[]}',
         b'{"system":[' + b"1," * 100_000 + b'1],"messages":[{}]}',
         b'{"tools":[' + b",".join([_MARKED] * 60_000) + b'],"messages":[{}]}',
+        b'{"messages":[{"role":"user","content":[' + _MARKED[:-1] + b',"x":[' + b"1," * 300_000 + b"1]}]}]}",
+        b'{"messages":[' + b",".join([b'{"content":[{"cache_control":1,"x":[%b1]}]}' % (b"1," * 60_000)] * 8) + b"]}",
+        b'{"tools":[' + _MARKED + b"," + _MARKED[:-1] + b',"x":[' + b"1," * 300_000 + b'1]},{}],"messages":[{}]}',
     ],
-    ids=["one message", "many messages", "system", "numbers", "tools"],
+    ids=[
+        *("one message", "many messages", "system", "numbers", "tools"),
+        *("a message of numbers", "messages of numbers", "tools of numbers"),
+    ],
 )
 def test_a_hostile_body_is_read_as_it_was_sent(body: bytes) -> None:
     """Beyond a bound bytes count as they were sent: looking into them all could take long."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, message_chain, text_blocks
 from kvproxy.prefix.tokens import session_hashes
 from kvproxy.prefix.tokens.session_hashes import SessionHashes
-from kvproxy.types import Prompt
+from kvproxy.types import Prompt, RequestKind
 
 SYSTEM, LONG = b"s" * 600, b"l" * 5000
 
@@ -86,3 +86,11 @@ def test_the_memo_is_bounded_in_bytes() -> None:
     assert not oldest & set(memo._known)
     blocks(memo, turns(b"y" * (TEXT_BLOCK_BYTES * 1000)), 1)
     assert len(memo) == 3
+
+
+def test_a_chat_of_many_marks_is_not_kept_once_for_each() -> None:
+    """Each would be a copy of all the keys before it: 200 ms for 4096 messages of 90 bytes."""
+    marked = b'{"role":"user","content":[{"type":"text","text":"a","cache_control":{"type":"ephemeral"}}]}'
+    memo = SessionHashes()
+    memo.identified(RequestKind.MESSAGES, turns(*[marked] * 4000), 1)
+    assert memo.held_bytes < 8 * 8 * 4000

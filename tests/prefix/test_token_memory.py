@@ -152,6 +152,22 @@ def test_a_prompt_over_the_bound_is_not_kept(clock: FakeClock) -> None:
     assert memory.recall(keys(chat())) is None
 
 
+def test_a_prompt_that_nothing_went_on_from_can_be_forgotten(memory: TokenMemory) -> None:
+    """What a fork begins with stays."""
+    first, second = keys(chat(SYSTEM, HELLO)), keys(chat(SYSTEM, HELLO, REPLY, MORE))
+    memory.remember(first, TOKENS)
+    memory.remember(second, TOKENS + TOKENS)
+    for key in (first[-1], second[-1], 12345):
+        memory.release(key)
+    assert memory.recall(second) is not None
+    assert memory.recall(first) is not None
+    assert len(memory) == 1
+    memory.clear()
+    memory.remember(first, TOKENS)
+    memory.release(first[-1])
+    assert (len(memory), memory.held_bytes) == (0, 0)
+
+
 def test_clear_forgets_everything(memory: TokenMemory) -> None:
     """For a changed template."""
     memory.remember(keys(chat(HELLO)), TOKENS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,19 +34,28 @@ def with_kvcache(**settings: Any) -> list[Any]:
     return ["inference_request", {"kvcache": settings} if settings else "kvcache", "router"]
 
 
+def decided(headers: Mapping[str, str]) -> dict[str, str]:
+    """The decision that an answer tells, by part."""
+    return dict(part.split("=", 1) for part in headers["x-kvproxy-decision"].split("; "))
+
+
+def predicted_at(headers: Mapping[str, str]) -> tuple[int, str]:
+    """The tokens that were predicted to be reused where the request went, and by which source."""
+    matched = _MATCHED.findall(decided(headers).get("matched", ""))
+    found = {name: (int(tokens), source) for name, tokens, source in matched}
+    return found.get(headers["x-kvproxy-endpoint"], (0, ""))
+
+
 async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> Asked:
     """Sends a chat through the proxy and reads the decision beside the engine's own account."""
     answer = await client.post("/v1/chat/completions", json=body, headers={"x-kvproxy-debug": "1"}, timeout=60)
     assert answer.status_code == 200, answer.text
-    endpoint = answer.headers["x-kvproxy-endpoint"]
-    decision = dict(part.split("=", 1) for part in answer.headers["x-kvproxy-decision"].split("; "))
-    matched = {name: (int(tokens), source) for name, tokens, source in _MATCHED.findall(decision.get("matched", ""))}
-    predicted, source = matched.get(endpoint, (0, ""))
+    predicted, source = predicted_at(answer.headers)
     document = answer.json()
     usage = document["usage"]
     return Asked(
-        endpoint,
-        decision["reason"],
+        answer.headers["x-kvproxy-endpoint"],
+        decided(answer.headers)["reason"],
         predicted,
         source,
         usage["prompt_tokens"],

@@ -132,3 +132,11 @@ def test_the_number_an_engine_was_told_is_explained(priority: int, order: str) -
     assert f"sent with priority {priority} (" in text
     assert f"the engine admits the {order} first" in text
     assert "priority" not in explain(receipt(attempt(A, candidate(A)), endpoint=A))
+
+
+@pytest.mark.parametrize(("reason", "words"), [("cleared", "it was told to drop it"), ("new_reason", "new_reason")])
+def test_a_cache_that_was_lost_just_before_is_named(reason: str, words: str) -> None:
+    """Why nothing was reused; a reason of a later version by its name."""
+    text = explain(receipt(attempt(A, candidate(A)), endpoint=A, cached_tokens=0, cache_loss=reason))
+    assert f"it had lost its cache less than a minute before: {words}" in text
+    assert "lost its cache" not in explain(receipt(attempt(A, candidate(A)), endpoint=A, cached_tokens=0))

@@ -16,10 +16,10 @@ from kvproxy.request.parse import (
     MAX_NAME,
     MAX_PARTS,
     MAX_PROMPT_BYTES,
-    MAX_SESSION_KEY,
     parse_body,
     read_body,
 )
+from kvproxy.request.session import MAX_SESSION_KEY, Caller, Session
 from kvproxy.types import InferenceRequest, RequestKind
 
 CHAT, COMPLETION = RequestKind.CHAT, RequestKind.COMPLETION
@@ -27,7 +27,8 @@ RESPONSES, EMBEDDINGS, MESSAGES = RequestKind.RESPONSES, RequestKind.EMBEDDINGS,
 
 
 def parsed(kind: RequestKind, body: dict[str, Any] | bytes, *, session: str = "") -> InferenceRequest:
-    request = parse_body(kind, body if isinstance(body, bytes) else json.dumps(body).encode(), session=session)
+    caller = Caller(Session(session) if session else None)
+    request = parse_body(kind, body if isinstance(body, bytes) else json.dumps(body).encode(), caller=caller)
     assert request is not None
     return request
 
@@ -107,7 +108,7 @@ def test_field_order_of_the_client_does_not_matter() -> None:
         (CHAT, {"session_id": "s", "user": "u", "prompt_cache_key": "p"}, "h", "h"),
         (CHAT, {"session_id": "s", "user": "u", "prompt_cache_key": "p"}, "", "s"),
         (CHAT, {"user": "u", "prompt_cache_key": "p"}, "", "u"),
-        (CHAT, {"prompt_cache_key": "p"}, "", "p"),
+        (CHAT, {"prompt_cache_key": "p"}, "", None),
         (CHAT, {"session_id": "", "user": "u"}, "", "u"),
         (CHAT, {"session_id": 7}, "", "7"),
         (CHAT, {}, "", None),
@@ -117,7 +118,7 @@ def test_field_order_of_the_client_does_not_matter() -> None:
     ],
 )
 def test_session_key(kind: RequestKind, body: dict[str, Any], session: str, key: str | None) -> None:
-    """The header wins, then session_id, then the user, then OpenAI's prompt_cache_key."""
+    """The header wins, then session_id, then the user. OpenAI's prompt_cache_key names a group of sessions."""
     assert parsed(kind, body, session=session).session_key == key
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvproxy.request.usage import Usage, read_usage
+from kvproxy.request.usage import Usage, read_response_id, read_usage
 
 CHAT = (
     b'"usage":{"prompt_tokens":96,"total_tokens":98,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":64}}'
@@ -172,6 +172,24 @@ def test_several_answers_of_which_not_all_are_known(answer: bytes) -> None:
 def test_no_more_is_cached_than_there_is(tail: bytes) -> None:
     """Ratios stay ratios."""
     assert read_usage(tail) == Usage(5, 5, None)
+
+
+@pytest.mark.parametrize(
+    ("head", "identity"),
+    [
+        (b'{"id":"resp_01ab-2.c","created_at":1,"object":"response"', "resp_01ab-2.c"),
+        (b'event: response.created\ndata: {"response": {"id": "resp_x", "created_at": 1}', "resp_x"),
+        (b'data: {"type":"response.created","response":{"id":"resp_y","object"', "resp_y"),
+        (b'{"id":"chatcmpl-1"', ""),
+        (b" " * 1024 + b'{"id":"resp_late"}', ""),
+        (b'{"id":"resp_' + b"x" * 121 + b'"}', ""),
+        (b'{"id":"resp_\xff"}', ""),
+        (b"", ""),
+    ],
+)
+def test_the_id_of_a_response(head: bytes, identity: str) -> None:
+    """It stands at the beginning, and is short."""
+    assert read_response_id(head) == identity
 
 
 def test_the_search_for_usage_ends() -> None:

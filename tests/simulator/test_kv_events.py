@@ -125,7 +125,9 @@ async def subscribed(publisher: KvEventPublisher) -> AsyncIterator[Subscriber]:
 @contextlib.asynccontextmanager
 async def publishing(**settings: Any) -> AsyncIterator[KvEventPublisher]:
     """A publisher with a fixed wall clock."""
-    async with KvEventPublisher(PublisherSettings(**settings), block_size=16, wall_clock=lambda: 5.0) as publisher:
+    given = PublisherSettings(**settings)
+    encoder = EventEncoder(block_size=16, encoding=given.encoding, bytes_hashes=given.bytes_hashes)
+    async with KvEventPublisher(given, encoder=encoder, wall_clock=lambda: 5.0) as publisher:
         yield publisher
 
 

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 _LISTENING = re.compile(r"kvproxy \S+ on (http\S+)")
 
@@ -27,10 +28,11 @@ class KvproxyProcess:
 
 
 @contextlib.asynccontextmanager
-async def kvproxy_serve(*arguments: str) -> AsyncIterator[KvproxyProcess]:
-    """Starts `kvproxy serve` with these arguments, waits until it listens, and ends it if it still runs."""
+async def kvproxy_serve(*arguments: str, checkout: Path | None = None) -> AsyncIterator[KvproxyProcess]:
+    """Starts `kvproxy serve` with these arguments, waits until it listens, and ends it if it still runs. `checkout`:
+    the kvproxy of another folder."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "kvproxy", "serve", *arguments, stderr=asyncio.subprocess.PIPE
+        sys.executable, "-m", "kvproxy", "serve", *arguments, stderr=asyncio.subprocess.PIPE, cwd=checkout
     )
     assert process.stderr is not None
     running = KvproxyProcess(process)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -20,6 +20,7 @@ from kvproxy.errors import (
 from kvproxy.upstream.connection import Connection
 from kvproxy.upstream.origin import Origin
 from kvproxy.upstream.pool import Timeouts, UpstreamPool
+from kvproxy.upstream.request import WireRequest
 from tests.support.loop_time import ASYNCIO_ONLY, skipping_time
 from tests.support.scripted import Peer, Script, answer, scripted
 from tests.upstream.calls import HEAD_ONLY, OK, PATIENT, fetch, pieces, post, read, until
@@ -569,3 +570,59 @@ def test_garbage_never_hangs_nor_poisons(raw: bytes, tail: bytes) -> None:
                 assert await fetch(pool, upstream.origin) == b"ok"
 
     asyncio.run(scenario())
+
+
+class Flood(asyncio.Transport):
+    """Hands over as much as is read, as uvloop does: one full read after another in the same turn of the loop."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__()
+        self._connection = connection
+        self.reading = True
+
+    def write(self, data: bytes | bytearray | memoryview) -> None: ...
+
+    def writelines(self, list_of_data: Iterable[bytes | bytearray | memoryview]) -> None: ...
+
+    def pause_reading(self) -> None:
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        self.reading = True
+
+    def abort(self) -> None: ...
+
+    def pour(self, piece: bytes, count: int) -> int:
+        """How many of so many pieces were read."""
+        poured = 0
+        while self.reading and poured < count:
+            self._connection.data_received(piece)
+            poured += 1
+        return poured
+
+
+@pytest.mark.parametrize(("size_bytes", "in_a_turn"), [(100_000, 1), (1000, 20)])
+async def test_a_flood_is_passed_on_one_full_read_a_turn(size_bytes: int, in_a_turn: int) -> None:
+    """Else an engine that sends faster than the proxy reads holds up every other stream, 80 ms for 6 MB of tiny
+    chunks."""
+    connection = Connection(loop=asyncio.get_running_loop(), high_water_bytes=1 << 20)
+    engine = Flood(connection)
+    connection.connection_made(engine)
+    taken: list[bytes] = []
+    response = connection.send(WireRequest(b"GET", (b"GET / HTTP/1.1\r\n\r\n",), None, 0), Timeouts())
+    connection.data_received(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n")
+    response.take()
+
+    def pass_on(piece: bytes) -> bool:
+        taken.append(piece)
+        return True
+
+    response.on_piece = pass_on
+    waiting = asyncio.ensure_future(response.changed())
+    await asyncio.sleep(0)
+    piece = b"x" * size_bytes
+    for turn in range(1, 4):
+        assert engine.pour(b"%x\r\n%b\r\n" % (size_bytes, piece), 20) == in_a_turn
+        assert taken == [piece] * (turn * in_a_turn)
+        await asyncio.sleep(0)
+    waiting.cancel()

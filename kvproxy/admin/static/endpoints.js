@@ -98,6 +98,12 @@ function prioritiesOf(rows) {
   return [["", `engine priority: ${counts.join(", ")}`]];
 }
 
+// Engines of hybrid models reuse in long steps.
+function stepsOf(rows) {
+  const steps = [...new Set(rows.map((row) => row.cache?.reuse_step_tokens).filter(Boolean))];
+  return steps.map((step) => ["", `reuses in steps of ${count(step)} tokens: prompts under ${count(step)} never hit`]);
+}
+
 function groupOf(name, rows, live) {
   const up = rows.filter((row) => row.condition === "up" || row.condition === "saturated").length;
   const down = rows.filter((row) => row.condition in DOWN).length;
@@ -109,7 +115,7 @@ function groupOf(name, rows, live) {
     [failed ? "bad" : "", `${count(failed)} failed`],
   ];
   const alone = rows.length === live.endpoints.length; // the card's head has the sums already
-  const facts = [...(alone ? [] : sums), ["", `${count(inFlight)} in flight`], ...prioritiesOf(rows)];
+  const facts = [...(alone ? [] : sums), ["", `${count(inFlight)} in flight`], ...prioritiesOf(rows), ...stepsOf(rows)];
   return (cell) => {
     const shown = JSON.stringify([name, policy, facts]);
     if (cell.dataset.shown === shown) return;

@@ -1,6 +1,7 @@
 // The live page: asks /live once a second and puts what it says into the document.
 
 import { connectAdvice, refreshAdvice } from "./advice.js";
+import { showBreaks } from "./breaks.js";
 import { showHistory } from "./charts.js";
 import { publicUrl, showDecisions } from "./decisions.js";
 import { connect, showEndpoints, showQueues } from "./endpoints.js";
@@ -118,6 +119,7 @@ function show(live, spanName) {
   byId("hot").hidden = !hot.length;
   byId("hot-none").hidden = hot.length > 0;
   showWork(live);
+  showBreaks(live.cache);
   showDecisions(live);
 }
 

@@ -1,7 +1,11 @@
-"""vLLM's KV event frames, from 0.11 to 0.32, as typed events. Pure.
+"""KV event frames of vLLM, from 0.11 to 0.32, and of SGLang, as typed events. Pure.
 
-Up to 0.23 an event is an array whose trailing fields a version may not have; from 0.24 on it is a map. Hashes are
-64-bit ints or whole digests. A replay reply has the topic frame only from 0.28 on, so frames are read from the end.
+Up to vLLM 0.23, and in older SGLangs, an event is an array whose trailing fields a version may not have; later it is a
+map. Hashes are 64-bit ints, SGLang's signed, or whole digests. A replay reply has the topic frame only from vLLM 0.28
+on, so frames are read from the end.
+
+SGLang sends one event a page, or runs of pages as one. With EAGLE or MTP its radix tree is keyed by pairs of
+neighbouring tokens, and the events name those pairs: their first tokens are the page's own.
 
 Whatever an engine sends, no step of the decoding takes long: counts are bounded before anything is made of them, and
 between the steps of a long event there is an `Effort`.
@@ -36,6 +40,8 @@ MAX_PAYLOAD_BYTES = 8 << 20
 
 #: Events of a batch, and tokens and blocks of an event; beyond it the batch, or the event, counts as malformed.
 MAX_EVENTS, MAX_EVENT_TOKENS, MAX_EVENT_BLOCKS = 100_000, 1 << 18, 1 << 16
+#: A pair takes four times as long as a token.
+_MAX_EVENT_PAIRS = 1 << 16
 
 #: Decoding so many bytes costs about as much as handling one block.
 _BYTES_A_BLOCK = 512
@@ -54,7 +60,9 @@ _Hashes = Annotated[list[_Hash], msgspec.Meta(max_length=MAX_EVENT_BLOCKS)]
 _Name = Annotated[str, msgspec.Meta(max_length=1024)]
 
 
-class _BlockStored(msgspec.Struct, tag="BlockStored"):
+class _StoredFields(msgspec.Struct):
+    """What arrays have too, in their order."""
+
     block_hashes: _Hashes
     parent_block_hash: _Hash | None
     token_ids: msgspec.Raw
@@ -65,6 +73,11 @@ class _BlockStored(msgspec.Struct, tag="BlockStored"):
     extra_keys: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_EVENT_BLOCKS)] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: _Name | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+class _BlockStored(_StoredFields, tag="BlockStored"):
+    cache_salt: str | None = None  # SGLang's; vLLM has it among the extra keys
 
 
 class _BlockRemoved(msgspec.Struct, tag="BlockRemoved"):
@@ -77,7 +90,7 @@ class _AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared"):
     pass
 
 
-class _StoredArray(_BlockStored, tag="BlockStored", array_like=True):
+class _StoredArray(_StoredFields, tag="BlockStored", array_like=True):
     pass
 
 
@@ -107,6 +120,11 @@ _BATCH = msgspec.msgpack.Decoder(_Batch)
 _MAP_EVENT = msgspec.msgpack.Decoder(_BlockStored | _BlockRemoved | _AllBlocksCleared)
 _ARRAY_EVENT = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray)
 _TOKENS = msgspec.msgpack.Decoder(Annotated[list[WireTokenId], msgspec.Meta(max_length=MAX_EVENT_TOKENS)])
+_PAIRS = msgspec.msgpack.Decoder(
+    Annotated[list[tuple[WireTokenId, WireTokenId]], msgspec.Meta(max_length=_MAX_EVENT_PAIRS)]
+)
+#: Where the first element of a msgpack array is, by what the array begins with, and what an array of two begins with.
+_FIRST_AT, _TWO = {0xDC: 3, 0xDD: 5}, 0x92
 _MAP_TAG, _ARRAY_TAG = msgspec.msgpack.Decoder(_MapTag), msgspec.msgpack.Decoder(_ArrayTag)
 _KNOWN_TYPES = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
 
@@ -172,7 +190,7 @@ def _steps(raw: msgspec.Raw) -> Iterator[KvEvent | Effort]:
     size = len(memoryview(raw))
     if size > _EXTRA_STEP_BYTES:
         yield Effort(size // _BYTES_A_BLOCK)
-    if isinstance(event, _BlockStored):
+    if isinstance(event, _StoredFields):
         yield (yield from _stored(event))
     elif isinstance(event, _BlockRemoved):
         yield BlockRemoved(tuple(event.block_hashes), event.medium or "GPU", event.group_idx)
@@ -185,8 +203,19 @@ def _is_map(raw: msgspec.Raw) -> bool:
     return len(data) > 0 and (data[0] & 0xF0 == 0x80 or data[0] in (0xDE, 0xDF))
 
 
-def _stored(event: _BlockStored) -> Generator[Effort, None, BlockStored]:
-    tokens = token_array(_TOKENS.decode(event.token_ids))
+def _names_pairs(tokens: msgspec.Raw) -> bool:
+    """Whether this is a list of pairs."""
+    data = memoryview(tokens)
+    first = _FIRST_AT.get(data[0], 1) if len(data) else 0
+    return first < len(data) and data[first] == _TWO
+
+
+def _stored(event: _StoredFields) -> Generator[Effort, None, BlockStored]:
+    pairs = _names_pairs(event.token_ids)
+    if pairs:
+        tokens = token_array([first for first, _ in _PAIRS.decode(event.token_ids)])
+    else:
+        tokens = token_array(_TOKENS.decode(event.token_ids))
     if len(tokens) > _EXTRA_STEP_BYTES:
         yield Effort(len(tokens) * tokens.itemsize // _BYTES_A_BLOCK)
     keys = event.extra_keys
@@ -195,6 +224,8 @@ def _stored(event: _BlockStored) -> Generator[Effort, None, BlockStored]:
         if len(keys) != len(event.block_hashes):
             raise ValueError("extra keys do not match the blocks")
         extra = yield from _extras(keys)
+    elif isinstance(event, _BlockStored) and event.cache_salt and event.parent_block_hash is None:
+        extra = (_salted(event.cache_salt), *(None,) * (len(event.block_hashes) - 1))
     hashes: tuple[EngineHash, ...] = tuple(event.block_hashes)
     return BlockStored(
         block_hashes=hashes,
@@ -207,7 +238,14 @@ def _stored(event: _BlockStored) -> Generator[Effort, None, BlockStored]:
         extra=extra,
         group=event.group_idx,
         spec_kind=event.kv_cache_spec_kind,
+        window=event.kv_cache_spec_sliding_window,
+        pairs=pairs,
     )
+
+
+def _salted(salt: str) -> BlockExtra:
+    """A chain's first block is all that its salt has to distinguish."""
+    return (salt,) if len(salt) <= _MAX_EXTRA_BYTES else ("digest", blake2b(salt.encode(), digest_size=16).digest())
 
 
 def _extras(keys: Sequence[msgspec.Raw]) -> Generator[Effort, None, tuple[BlockExtra, ...]]:

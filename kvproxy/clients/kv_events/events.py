@@ -13,7 +13,8 @@ EngineHash = int | bytes
 #: What besides its tokens shapes one block (cache salt, LoRA name, media), hashable; None: nothing.
 BlockExtra = tuple[object, ...] | None
 
-FULL_ATTENTION = "full_attention"
+#: Kinds of KV cache whose blocks make a prefix (a version that names none knows nothing else).
+WHOLE_PREFIX = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +27,12 @@ class BlockStored:
     block_tokens: int
     lora_name: str | None = None
     lora_id: int | None = None  # all that versions before 0.16 say about a LoRA
-    medium: str = "GPU"  # GPU, CPU, STORAGE, ... ("GPU" is also what CPU builds say)
+    medium: str = "GPU"  # vLLM: GPU (CPU builds too), CPU, STORAGE; SGLang: GPU, CPU_PINNED, DISK, EXTERNAL
     extra: tuple[BlockExtra, ...] | None = None  # one a block; None: no block has any
     group: int | None = None  # KV cache group of a hybrid model
     spec_kind: str | None = None
+    window: int | None = None  # tokens, of a group of sliding windows
+    pairs: bool = False  # the engine's keys are pairs of tokens: a block counts for it with the token after it alone
 
     @property
     def uniform(self) -> bool:
@@ -39,7 +42,7 @@ class BlockStored:
     @property
     def indexable(self) -> bool:
         """Whether a prefix index may use it: full attention (or a version that knows nothing else), tokens complete."""
-        return self.spec_kind in (None, FULL_ATTENTION) and self.uniform
+        return self.spec_kind in WHOLE_PREFIX and self.uniform
 
     @property
     def blocks(self) -> int:

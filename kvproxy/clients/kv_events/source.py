@@ -57,16 +57,17 @@ def sources_from_wire(answer: WireSources, *, host: str) -> tuple[KvEventSource,
     return tuple(sources)
 
 
-def stated_sources(stated: EventSources, *, host: str) -> tuple[KvEventSource, ...]:
+def stated_sources(stated: EventSources, *, host: str, rank: int | None = None) -> tuple[KvEventSource, ...]:
     """The streams of an engine that cannot say where they are, from what it was started with; () when that is unknown.
+    With `rank` that of one data-parallel rank.
 
-    vLLM publishes each data-parallel rank one port above the one before.
+    vLLM publishes each rank one port above the one before.
     """
     found = []
-    for rank in range(stated.data_parallel_size):
-        address = reachable(stated.endpoint, host=host, offset=rank)
+    for each in range(stated.data_parallel_size) if rank is None else (rank,):
+        address = reachable(stated.endpoint, host=host, offset=each)
         if address is not None:
-            found.append(KvEventSource(rank, address, reachable(stated.replay_endpoint, host=host, offset=rank)))
+            found.append(KvEventSource(each, address, reachable(stated.replay_endpoint, host=host, offset=each)))
     return tuple(found)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -128,7 +129,7 @@ class MetricsCheck(EngineCheck):
         await self.engine.list_models()  # what is no engine is reported elsewhere
         lost = "its load and cache size are guessed"
         try:
-            metrics = parse_engine_metrics(await self.engine.fetch_exposition())
+            metrics = await asyncio.to_thread(parse_engine_metrics, await self.engine.fetch_exposition())
         except ClientError as error:
             fix = "serve /metrics to the proxy (vLLM: do not start it with `--disable-log-stats`)"
             return [warning(self.where, f"shows no metrics ({error}): {lost}", fix)]

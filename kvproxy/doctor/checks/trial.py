@@ -10,11 +10,12 @@ from kvproxy.config.priority_schema import EnginePriorityMode
 from kvproxy.doctor.deployment import Deployment
 from kvproxy.doctor.engine import EngineCheck, EngineFacts
 from kvproxy.doctor.report import Finding, ok, problem, warning
-from kvproxy.doctor.trial import Trial
+from kvproxy.doctor.trial import Trial, TrialReply
 from kvproxy.errors import ClientError, ClientTimeout, NotSupported, Refused
+from kvproxy.kvcache.feedback.reuse_step import LEAST_STEP_TOKENS
 
-#: A trial: link, models, metrics, event sources, subscriptions, two or three requests, tokenize, events, replays.
-TRIAL_CALLS = 12
+#: A trial: link, models, metrics, event sources, subscriptions, two to five requests, tokenize, events, replays.
+TRIAL_CALLS = 14
 _TURN_ON = "start the engine without `--no-enable-prefix-caching` (older versions: with `--enable-prefix-caching`)"
 _SHOW = "start the engine with `--enable-prompt-tokens-details`"
 _BY_PRIORITY = (
@@ -101,8 +102,12 @@ def judge_caching(where: str, trial: Trial) -> Finding:
     """The verdict on one trial. What the answer says goes before what metrics say, since those count others too."""
     cached, counted = trial.second.cached_tokens, trial.second.prompt_tokens
     if cached:
-        return ok(where, f"{cached} of {counted} prompt tokens came from its cache the second time")
+        said = f"{cached} of {counted} prompt tokens came from its cache the second time"
+        step = _block_tokens(trial)
+        return ok(where, f"{said}; it {_in_steps(step)}" if step >= LEAST_STEP_TOKENS else said)
     configured, hits = caching_enabled(trial), _hits(trial)
+    if trial.longer is not None and trial.longer.cached_tokens:
+        return _in_long_steps(where, trial, trial.longer)
     if configured is False:
         return problem(where, "prefix caching is off (by its /metrics)", _TURN_ON)
     if cached == 0:
@@ -119,6 +124,27 @@ def judge_caching(where: str, trial: Trial) -> Finding:
     if hits == 0:
         return problem(where, "no cached tokens in the answer and none counted: prefix caching is off", _TURN_ON)
     return warning(where, f"the engine shows no counters and {what}", f"{_SHOW}, and serve /metrics")
+
+
+def _in_long_steps(where: str, trial: Trial, longer: TrialReply) -> Finding:
+    """Nothing was reused of a short prompt, and something of a longer one."""
+    short = trial.second.prompt_tokens
+    what = (
+        f"reuses in steps: {longer.cached_tokens} of {longer.prompt_tokens} prompt tokens sent twice came from its "
+        f"cache, and none of {short}"
+    )
+    step = _block_tokens(trial)
+    return ok(where, f"{what}; it {_in_steps(step)}" if step > short else f"{what}; the proxy learns the step")
+
+
+def _in_steps(step: int) -> str:
+    return f"reuses in steps of {step:,} tokens; prompts under {step:,} never hit"
+
+
+def _block_tokens(trial: Trial) -> int:
+    """By its metrics; 0 where they do not say."""
+    cache = None if trial.after is None else trial.after.cache
+    return 0 if cache is None else cache.block_tokens or 0
 
 
 def caching_enabled(trial: Trial) -> bool | None:

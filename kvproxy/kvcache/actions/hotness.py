@@ -33,6 +33,7 @@ class KnownPrefix:
     shared: bool = False  # prompts that differ after it were seen: its tokens end where they part
     instances: set[str] = field(default_factory=set)  # that served it
     head: int = 0  # hash of its first tokens
+    session: int = 0  # that alone asked for it; 0: none, or several
 
     @property
     def actionable(self) -> bool:
@@ -67,15 +68,22 @@ class Hotness:
         """Bytes of token ids kept, over all prefixes."""
         return 4 * self._tokens
 
-    def use(self, keys: Sequence[int], *, model: str, cache_salt: str, instance: str, now: float) -> list[KnownPrefix]:
-        """A prompt with these message prefixes (shortest first, the whole prompt last) was served at `instance`."""
+    def use(
+        self, keys: Sequence[int], *, model: str, cache_salt: str, instance: str, now: float, session: int = 0
+    ) -> list[KnownPrefix]:
+        """A prompt of `session` with these message prefixes (shortest first, the whole prompt last) was served at
+        `instance`."""
         edges = keys if len(keys) <= 2 * EDGE_PREFIXES else [*keys[:EDGE_PREFIXES], *keys[-EDGE_PREFIXES:]]
         used = []
         for key in edges:
             prefix = self._prefixes.get(key)
             if prefix is None:
                 uses: deque[float] = deque(maxlen=self._max_records)
-                prefix = self._prefixes[key] = KnownPrefix(key, model, cache_salt, uses, whole=keys[-1])
+                prefix = self._prefixes[key] = KnownPrefix(
+                    key, model, cache_salt, uses, whole=keys[-1], session=session
+                )
+            elif prefix.session != session:
+                prefix.session = 0
             prefix.uses.append(now)
             prefix.instances.add(instance)
             self._prefixes.move_to_end(key)
@@ -109,6 +117,15 @@ class Hotness:
     def coldest(self, instance: str) -> Iterator[KnownPrefix]:
         """Prefixes with tokens that `instance` served, the longest unused first. Not to be changed meanwhile."""
         return (one for one in self._prefixes.values() if one.actionable and instance in one.instances)
+
+    def end_session(self, session: int, keys: Sequence[int]) -> None:
+        """Nothing more comes of the session, whose last prompt had these prefixes: what it alone asked for is hot no
+        longer, so that pins of it end, and is the first to be evicted."""
+        for key in keys:
+            prefix = self._prefixes.get(key)
+            if prefix is not None and session and prefix.session == session:
+                prefix.uses.clear()
+                self._prefixes.move_to_end(key, last=False)
 
     def gone(self, prefix: KnownPrefix, instance: str) -> None:
         """`instance` does not hold it any more."""

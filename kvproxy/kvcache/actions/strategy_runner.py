@@ -101,14 +101,19 @@ class StrategyRunner:
         """Count the use of this prompt's prefixes."""
         salt = facts.request.cache_salt or ""
         return self.hotness.use(
-            facts.keys, model=facts.model, cache_salt=salt, instance=endpoint.instance_id, now=self._clock()
+            facts.keys,
+            model=facts.model,
+            cache_salt=salt,
+            instance=endpoint.instance_id,
+            now=self._clock(),
+            session=facts.names.session,
         )
 
     async def _tokenize(self, facts: RequestFacts, used: Sequence[KnownPrefix], endpoint: Endpoint | None) -> bool:
         task = self._tokens.ask(facts)
         tokens = None if task is None else await asyncio.shield(task)
-        if tokens is not None and endpoint is not None and used:
-            self._consider(used, tokens, endpoint)
+        if tokens is not None and tokens.whole and endpoint is not None and used:
+            self._consider(used, tokens.ids, endpoint)
         return tokens is not None
 
     def _consider(self, used: Sequence[KnownPrefix], tokens: TokenIds, endpoint: Endpoint) -> None:

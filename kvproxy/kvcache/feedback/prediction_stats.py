@@ -95,6 +95,7 @@ _BY = {
     FactSource.PRECISE: "its KV events",
     FactSource.LMCACHE_CONTROLLER: "LMCache's lookup",
     FactSource.LMCACHE_COORDINATOR: "LMCache's directory",
+    FactSource.SESSION: "where its session was served last",
 }
 _LMCACHE = (
     "likely the engine does not load from LMCache, or instance_id names another engine: check its kv-transfer-config "
@@ -108,6 +109,8 @@ _FIX = {
     "kvproxy_kv_event_stream_state and kvproxy_kv_event_lag_seconds, and the event endpoints in the configuration",
     FactSource.LMCACHE_CONTROLLER: _LMCACHE,
     FactSource.LMCACHE_COORDINATOR: _LMCACHE,
+    FactSource.SESSION: "likely the engine's cache is too small for its sessions, or it restarted: see "
+    "kvproxy_endpoint_cache_hit_ratio",
 }
 
 

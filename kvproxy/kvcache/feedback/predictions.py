@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
+from kvproxy.kvcache.feedback.cache_losses import LossReason
 from kvproxy.kvcache.overlap.facts import RequestFacts, Result
+from kvproxy.kvcache.overlap.last_served import NO_NAMES
 from kvproxy.kvcache.overlap.lookup import EmptyLookups, LookupClient
 from kvproxy.kvcache.state import CacheState
 from kvproxy.metrics.catalog import Metrics
@@ -36,9 +38,11 @@ class PredictionFeedback:
     ) -> None:
         self._bytes_per_token = state.bytes_per_token
         self._lookups = lookups
+        self._clock = clock
         self._empty = EmptyLookups(clock=clock)
         self.predictions = state.predictions
         self.hit_ratios = state.hit_ratios
+        self._losses = state.losses
 
     def show(self, metrics: Metrics) -> None:
         """The gauges read it from now on."""
@@ -57,13 +61,25 @@ class PredictionFeedback:
             indexes.settle(entry, prefilled=prefilled, lost=lost)
         elif endpoint is not None and prefilled:  # it was routed by another than this proxy
             indexes.approximate.insert(endpoint, facts.cursor)
-        if result.prompt_tokens is not None and prefilled:
+        if result.prompt_tokens is not None and prefilled and facts.request.continues is None:
             self._bytes_per_token.observe(facts.model, facts.prompt_bytes, result.prompt_tokens)
+        if prefilled and endpoint is not None and facts.names is not NO_NAMES and not facts.request.session_ends:
+            said = result.prompt_tokens
+            indexes.last_served.note(
+                facts.names,
+                response_id=result.response_id,
+                endpoint=endpoint,
+                prompt_tokens=facts.overlaps.prompt_tokens if said is None else said,
+                answer_tokens=result.completion_tokens or 0,
+                keys=facts.keys,
+                now=self._clock(),
+            )
 
     def keep(self, present: Collection[tuple[str, EndpointId]]) -> None:
         """Forget all endpoints but these."""
         self.predictions.keep(present)
         self.hit_ratios.keep(present)
+        self._losses.keep(present)
 
     def _compare(
         self, facts: RequestFacts, entry: SpeculativeEntry | None, endpoint: EndpointId, result: Result
@@ -71,9 +87,13 @@ class PredictionFeedback:
         """What was predicted against what the engine says: the sources are corrected and the score is kept. True when
         the engine lost all that it held."""
         overlap, cached, tokens = facts.overlaps.by_endpoint.get(endpoint), result.cached_tokens, result.prompt_tokens
-        predicted = 0
+        predicted = held = 0
         if overlap is not None:
-            predicted = min(overlap.device_tokens + overlap.lower_tokens, facts.overlaps.prompt_tokens)
+            expected_tokens = facts.overlaps.prompt_tokens
+            predicted = min(overlap.device_tokens + overlap.lower_tokens, expected_tokens)
+            held = min(overlap.held_tokens, expected_tokens) or predicted
+            if tokens and expected_tokens:
+                held = held * tokens // expected_tokens
         self.hit_ratios.served(
             (facts.cluster.name, endpoint),
             prompt_tokens=facts.overlaps.prompt_tokens if tokens is None else tokens,
@@ -86,16 +106,19 @@ class PredictionFeedback:
         cached_blocks = int(cached * bytes_per_token) // TEXT_BLOCK_BYTES
         lost = False
         if entry is not None and entry.endpoint == endpoint:
-            lost = facts.indexes.observe_capacity(entry, cached_blocks)
+            lost = facts.indexes.observe_capacity(entry, overlap, cached_tokens=cached, cached_blocks=cached_blocks)
             if lost:
                 log.info(_LOST, facts.cluster.name, endpoint)
+                self._losses.note(facts.cluster.name, endpoint, LossReason.FORGOT)
         contradicted = facts.indexes.correct(
             endpoint,
             facts.cursor,
             overlap,
             predicted_tokens=predicted,
+            held_tokens=held,
             cached_tokens=cached,
             cached_blocks=cached_blocks,
+            known_tokens=0 if facts.tokens is None else len(facts.tokens),
         )
         if facts.holders_found is not None:
             ever_hit = self._lookups.hits > 0

@@ -11,10 +11,12 @@ from kvproxy.clients.tokens import TokenIds
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
+from kvproxy.kvcache.overlap.last_served import NO_NAMES, RequestNames
 from kvproxy.kvcache.overlap.merge import HolderOverlap
 from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
 from kvproxy.prefix.approximate.heat import Run
 from kvproxy.prefix.approximate.radix import PrefixCursor
+from kvproxy.prefix.tokens.session_hashes import PromptText
 from kvproxy.prefix.tokens.token_memory import HashedTokens
 from kvproxy.routing.policy import NO_FACTS, OverlapFacts
 from kvproxy.types import EndpointId, InferenceRequest
@@ -33,12 +35,15 @@ class RequestFacts(msgspec.Struct):
     keys: Sequence[int]  # one a message prefix, shortest first
     prompt_bytes: int
     started_at: float
+    text: PromptText | None = None  # of its messages, as they name it; None: none to go by
+    names: RequestNames = NO_NAMES  # of its session and what it goes on from
     overlaps: OverlapFacts = NO_FACTS
     preferred: EndpointId | None = None  # the endpoint that holds most
     tokens: TokenIds | None = None  # of the prompt, or of its longest known beginning
     hashed_tokens: HashedTokens | None = None  # begins with these tokens
     tokens_exact: bool = False  # of the whole prompt
     tokens_bytes: int = 0  # of the prompt that these tokens stand for
+    counted_tokens: int | None = None  # by the engine, once it answered
     wants_lookup: bool = False  # a lookup service can still be asked
     lookup_overlaps: Sequence[HolderOverlap] = ()  # by a lookup that answered in time
     holders_found: int | None = None  # by a lookup that answered in time
@@ -62,4 +67,7 @@ class Result(msgspec.Struct):
     prefilled: bool  # a first byte of a good answer came
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
+    completion_tokens: int | None = None
+    response_id: str = ""  # by which another request may go on from this one
     request_id: str = ""
+    tenant: str = ""

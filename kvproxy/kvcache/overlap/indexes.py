@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache, partial
 
 from kvproxy.bounded import BoundedMapping
 from kvproxy.clients.tokens import TokenIds
+from kvproxy.kvcache.feedback.missed_reuse import MissedReuses
+from kvproxy.kvcache.feedback.reuse_step import ReuseSteps
 from kvproxy.kvcache.feedback.trust import Trust
+from kvproxy.kvcache.overlap.last_served import LastServed, RequestNames
 from kvproxy.kvcache.overlap.merge import NOTHING, HolderOverlap, is_contradicted, merge_overlaps
 from kvproxy.prefix.approximate.capacity import Capacities
 from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
@@ -18,7 +21,7 @@ from kvproxy.prefix.approximate.radix import PrefixCursor
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, message_chain, root_seed, text_blocks, token_blocks
 from kvproxy.prefix.precise.index import PreciseIndex, PreciseMatch, precise_root
 from kvproxy.prefix.prompt_identity import RULED, prompt_identity
-from kvproxy.prefix.tokens.session_hashes import SessionHashes
+from kvproxy.prefix.tokens.session_hashes import PromptText, SessionHashes
 from kvproxy.prefix.tokens.token_memory import HashedTokens
 from kvproxy.routing.policy import FactSource, Overlap
 from kvproxy.types import EndpointId, InferenceRequest
@@ -35,12 +38,19 @@ SHORT_BYTES = 4096
 #: An engine's start time is the same in every reading, but for the rounding of clocks.
 _SAME_START_S = 2.0
 
+#: Blocks of text by which prompts are told from each other: 4 kB, and with that a system prompt that many share.
+_BEGINNING = 16
+
 _EVENTS = frozenset({FactSource.PRECISE})
 #: What speaks for LMCache.
 LOOKUPS = frozenset({FactSource.LMCACHE_CONTROLLER, FactSource.LMCACHE_COORDINATOR})
 
 #: Models and cache salts whose chains were begun of late; salts come from clients.
 _REMEMBERED_SEEDS = 1024
+
+
+def _beginning(hashes: array[int]) -> int:
+    return hashes[min(_BEGINNING, len(hashes)) - 1] if hashes else 0
 
 
 def _seed(model: str, cache_salt: str | None) -> int:
@@ -54,6 +64,9 @@ class FollowedEvents:
         self.precise = PreciseIndex()
         self.exact: set[EndpointId] = set()  # endpoints whose event streams miss nothing
         self.loras: BoundedMapping[str, None] = BoundedMapping(MAX_LORAS)  # adapters that events spoke of
+        self.paired: set[EndpointId] = set()  # endpoints whose events name pairs of tokens
+        #: Called with an endpoint whose live events say that it dropped its cache.
+        self.on_cleared: Callable[[EndpointId], None] = lambda endpoint: None
 
 
 class IndexState:
@@ -65,8 +78,11 @@ class IndexState:
         self.capacities = Capacities(self.approximate)
         self.trust = Trust()  # in what KV events say
         self.lookup_trust = Trust()  # in what LMCache says
+        self.missed = MissedReuses()  # by KV events that miss nothing
+        self.steps = ReuseSteps()
         self.started_at: dict[EndpointId, float] = {}  # when each engine's process began, by its own clock
         self.sessions = SessionHashes()
+        self.last_served = LastServed()
 
 
 class LocalIndexes:
@@ -87,34 +103,44 @@ class LocalIndexes:
         lookups: bool = True,
     ) -> None:
         self.approximate, self.capacities, self.hot = state.approximate, state.capacities, state.hot
-        self.trust, self.lookup_trust = state.trust, state.lookup_trust
-        self.started_at, self.sessions = state.started_at, state.sessions
+        self.trust, self.lookup_trust, self.missed = state.trust, state.lookup_trust, state.missed
+        self.started_at, self.sessions, self.steps = state.started_at, state.sessions, state.steps
+        self.last_served = state.last_served
         self._follows_events = follows_events
         self._lookups = lookups
         self._keyed = follows_events or lookups  # token memory and strategies know prompts by their messages' keys
         #: A request goes to an endpoint: it counts as holding the prompt until the entry is settled.
         self.route = partial(self.approximate.route, in_flight=follows_events)
         followed = FollowedEvents() if followed is None else followed
+        self.followed = followed
         self.precise, self.loras = followed.precise, followed.loras
         self.exact: Collection[EndpointId] = followed.exact
         self.capacities.learning = learn_capacity
         self._seed = lru_cache(_REMEMBERED_SEEDS)(_seed)
         self._precise_root = lru_cache(_REMEMBERED_SEEDS)(precise_root)
 
-    def hashes(self, request: InferenceRequest, model: str) -> tuple[array[int], Sequence[int], int]:
+    def hashes(self, request: InferenceRequest, model: str) -> tuple[array[int], Sequence[int], int, PromptText | None]:
         """The prompt's text blocks, empty for a prompt shorter than one, a key for each message prefix, shortest
-        first, and the bytes of all of it, as they name it (`prompt_identity`). Of a short one there are keys only where
-        something goes by them. Blocks and keys are not to be changed.
+        first, the bytes of all of it, and the text of its messages, as they name it (`prompt_identity`). Of a short one
+        there are keys only where something goes by them; none of one that goes on from a response, whose text is only
+        the rest of its prompt. Blocks and keys are not to be changed.
         """
+        if request.continues is not None:
+            return array("Q"), (), request.prompt.size_bytes, None
         seed, prompt, kind = self._seed(model, request.cache_salt), request.prompt, request.kind
         prompt_bytes = prompt.size_bytes
         if prompt_bytes <= SHORT_BYTES and not self._keyed:
             prompt = prompt_identity(kind, prompt)
-            return text_blocks(prompt, seed), (), prompt.size_bytes
+            return text_blocks(prompt, seed), (), prompt.size_bytes, None
         if kind in RULED:
             return self.sessions.identified(kind, prompt, seed)
         keys = message_chain(prompt, seed)
-        return self.sessions.text_blocks(prompt, seed, keys), keys, prompt_bytes
+        text = PromptText(prompt.shape, prompt.parts.__getitem__, len(prompt.parts), prompt_bytes)
+        return self.sessions.text_blocks(prompt, seed, keys), keys, prompt_bytes, text
+
+    def names(self, request: InferenceRequest, model: str, tenant: str) -> RequestNames:
+        """What its session goes by, and the response that it goes on from."""
+        return RequestNames.of(request, self._seed(model, request.cache_salt), tenant)
 
     def prepare(self, hashed: HashedTokens, *, model: str, cache_salt: str | None) -> None:
         """Hash these tokens for the precise index now, while no request waits for it."""
@@ -138,20 +164,23 @@ class LocalIndexes:
         begins with them. `looked_up` is what a lookup service said of this prompt of `prompt_tokens`.
         """
         in_flight: Mapping[EndpointId, int] = NOTHING
-        announced = None
+        announced, exact = None, self.exact
         if tokens is not None and self._follows_events:
             announced = self._announced(tokens, hashed, model, cache_salt)
-            if self.exact:
+            if self.missed.doubted:
+                exact = frozenset(exact).difference(self.missed.doubted)
+            if exact:
                 in_flight = self.approximate.lookup_in_flight(cursor)
         return merge_overlaps(
             routed=self.approximate.lookup(cursor),
             in_flight=in_flight,
             tokens_per_block=TEXT_BLOCK_BYTES / bytes_per_token,
             announced=announced,
-            exact=self.exact,
+            exact=exact,
             trust=self.trust,
             looked_up=looked_up,
             lookup_trust=self.lookup_trust,
+            steps=self.steps.known,
             prompt_tokens=prompt_tokens,
         )
 
@@ -176,10 +205,19 @@ class LocalIndexes:
         if lost:
             self.approximate.insert(entry.endpoint, entry.cursor)
 
-    def observe_capacity(self, entry: SpeculativeEntry, cached_blocks: int) -> bool:
+    def observe_capacity(
+        self, entry: SpeculativeEntry, overlap: Overlap | None, *, cached_tokens: int, cached_blocks: int
+    ) -> bool:
         """What a response says about the room at its endpoint, before the entry is settled; True when the engine lost
-        all that it held. Where KV events miss nothing they say it better."""
-        return entry.endpoint not in self.exact and self.capacities.observe_reuse(entry, cached_blocks)
+        all that it held. Where KV events miss nothing they say it better. An engine that reused the whole steps of what
+        it holds lost nothing; that it holds less than one step it cannot say."""
+        if entry.endpoint in self.exact and entry.endpoint not in self.missed.doubted:
+            return False
+        if overlap is not None and overlap.held_tokens and not is_contradicted(overlap.tokens, cached_tokens):
+            if not cached_tokens:
+                return False
+            cached_blocks = max(cached_blocks, len(entry.hashes) - entry.new_blocks)
+        return self.capacities.observe_reuse(entry, cached_blocks)
 
     def correct(
         self,
@@ -190,19 +228,35 @@ class LocalIndexes:
         predicted_tokens: int,
         cached_tokens: int,
         cached_blocks: int,
+        held_tokens: int = 0,
+        known_tokens: int = 0,
     ) -> bool:
         """The engine reused so many tokens, which are so many of these blocks, where `overlap` had been believed.
         Whether that contradicts the prediction; a contradicted prefix leaves the index at once, since believing it
-        longer would send more requests astray.
+        longer would send more requests astray. `held_tokens` is what it was to hold, reused or not; 0: of an engine
+        whose step is known. KV events were asked about its first `known_tokens`.
         """
+        if held_tokens:
+            self.steps.observe(
+                endpoint, held_tokens=held_tokens, cached_tokens=cached_tokens, prefix=_beginning(cursor.hashes)
+            )
         if self._follows_events:
             _test(self.trust, endpoint, _EVENTS, overlap, cached_tokens)
+            if known_tokens and endpoint in self.exact:
+                self._test_events(endpoint, overlap, min(cached_tokens, known_tokens))
         if self._lookups:
             _test(self.lookup_trust, endpoint, LOOKUPS, overlap, cached_tokens)
         contradicted = overlap is not None and is_contradicted(predicted_tokens, cached_tokens)
         if contradicted:
             self.approximate.contradict(endpoint, cursor, cached_blocks)
         return contradicted
+
+    def _test_events(self, endpoint: EndpointId, overlap: Overlap | None, reused_tokens: int) -> None:
+        """Put a complete stream to the test. What a request under way had promised, its events could not say yet."""
+        announced = 0 if overlap is None else overlap.claimed_tokens
+        if overlap is not None and endpoint not in self.missed.doubted:
+            announced = max(announced, overlap.tokens)
+        self.missed.observe(endpoint, announced_tokens=announced, reused_tokens=reused_tokens)
 
     def process_started(self, endpoint: EndpointId, started_at: float) -> bool:
         """The engine says when its process began. Whether that is another process than before, which holds nothing.
@@ -221,14 +275,19 @@ class LocalIndexes:
         """The endpoint left, or another engine took its id: nothing that was routed there counts. (Its events are
         their own business.)"""
         self.started_at.pop(endpoint, None)
+        self.steps.forget(endpoint)
+        self.missed.forget(endpoint)
+        self.last_served.forget_cache(endpoint)
         self.approximate.remove(endpoint)
         self.capacities.forget_endpoint(endpoint)
         for trust in (self.trust, self.lookup_trust):
             trust.forget(endpoint)
 
     def reset(self, endpoint: EndpointId) -> None:
-        """The engine restarted: it holds nothing; its capacity is what it was."""
+        """The engine restarted, or dropped its cache: it holds nothing; its capacity is what it was."""
         self.approximate.clear(endpoint)
+        self.missed.forget(endpoint)
+        self.last_served.forget_cache(endpoint)
         for trust in (self.trust, self.lookup_trust):
             trust.forget(endpoint)
 

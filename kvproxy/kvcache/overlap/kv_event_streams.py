@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Self
 
 from kvproxy.background_task import BackgroundTask
-from kvproxy.clients.kv_events.events import BlockStored, KvEvent
+from kvproxy.clients.kv_events.events import AllBlocksCleared, BlockStored, KvEvent
 from kvproxy.clients.kv_events.source import KvEventSource, stated_sources
 from kvproxy.clients.kv_events.status import StreamState, StreamStatus
 from kvproxy.clients.kv_events.subscriber import KvEventSubscriber
@@ -61,12 +61,22 @@ class _Consumer:
     def __init__(self, followed: FollowedEvents) -> None:
         self._followed = followed
         self._states: dict[EndpointId, dict[int, StreamState]] = {}
+        self._without_prefixes: set[tuple[EndpointId, int]] = set()  # ranks whose events tell of none
 
     def apply(self, endpoint: EndpointId, dp_rank: int, events: Sequence[KvEvent]) -> None:
         for event in events:
-            if isinstance(event, BlockStored) and event.lora_name:
-                self._followed.loras[event.lora_name] = None
-        self._followed.precise.apply_events(endpoint, dp_rank, events)
+            if isinstance(event, BlockStored):
+                if event.lora_name:
+                    self._followed.loras[event.lora_name] = None
+                if event.pairs:
+                    self._followed.paired.add(endpoint)
+            elif isinstance(event, AllBlocksCleared) and self._is_live(endpoint, dp_rank):
+                self._followed.on_cleared(endpoint)
+        precise, rank = self._followed.precise, (endpoint, dp_rank)
+        precise.apply_events(endpoint, dp_rank, events)
+        if precise.lacks_prefixes(endpoint, dp_rank) is not (rank in self._without_prefixes):
+            self._without_prefixes ^= {rank}
+            self._update_exact()
 
     def cleared(self, endpoint: EndpointId, dp_rank: int) -> None:
         self._followed.precise.clear_rank(endpoint, dp_rank)
@@ -78,8 +88,14 @@ class _Consumer:
     def forget(self, endpoint: EndpointId) -> None:
         """Its streams ended."""
         self._states.pop(endpoint, None)
+        self._without_prefixes = {rank for rank in self._without_prefixes if rank[0] != endpoint}
         self._followed.precise.remove_endpoint(endpoint)
+        self._followed.paired.discard(endpoint)
         self._update_exact()
+
+    def _is_live(self, endpoint: EndpointId, dp_rank: int) -> bool:
+        """Whether what comes now happens now: a stream that is taken up brings its history first."""
+        return self._states.get(endpoint, {}).get(dp_rank) in (StreamState.EXACT, StreamState.DEGRADED)
 
     async def sweep(self) -> None:
         """Give up all that is kept of streams that ended, some at a time: the loop has other work."""
@@ -88,6 +104,7 @@ class _Consumer:
 
     def _update_exact(self) -> None:
         exact = {e for e, ranks in self._states.items() if all(one is StreamState.EXACT for one in ranks.values())}
+        exact -= {endpoint for endpoint, _ in self._without_prefixes}
         self._followed.exact.intersection_update(exact)  # in place: the indexes hold the same set
         self._followed.exact.update(exact)
 
@@ -162,7 +179,7 @@ class EventStreams(BackgroundTask):
         """Bring the subscribers up to date with the endpoints there are."""
         present = {endpoint: name for name, cluster in self._clusters.items() for endpoint in cluster.endpoints}
         self._without &= present.keys()
-        self._engines.keep(present)
+        self._engines.keep(endpoint.engine for endpoint in present)
         for endpoint in self._streams.keys() - present.keys():
             await self._end(endpoint)
         for endpoint, name in present.items():
@@ -180,10 +197,13 @@ class EventStreams(BackgroundTask):
     async def _begin(self, endpoint: Endpoint, cluster: str) -> None:
         why = "publishes no KV events"
         try:
-            sources = await self._engines.client(endpoint).kv_event_sources()
+            sources = await self._engines.client(endpoint.engine).kv_event_sources()
+            if endpoint.rank is not None:
+                sources = tuple(one for one in sources if one.dp_rank == endpoint.rank)
         except NotSupported:
             own = endpoint.kv_event_sources
-            sources = stated_sources(own if own.endpoint else self._stated, host=endpoint.origin.host)
+            stated = own if own.endpoint else self._stated
+            sources = stated_sources(stated, host=endpoint.origin.host, rank=endpoint.rank)
             why = "cannot say where it publishes KV events (`kv_event_sources` of the endpoint can)"
         except ClientError as error:
             log.debug("[kvcache] KV event sources of %s: %s", endpoint.id, error)

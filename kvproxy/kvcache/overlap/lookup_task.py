@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from xxhash import xxh3_64_intdigest
 
 from kvproxy.background_task import cancel_tasks
-from kvproxy.clients.tokens import TokenIds
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.errors import BreakerOpen, ClientError
 from kvproxy.kvcache.overlap.facts import RequestFacts
 from kvproxy.kvcache.overlap.lookup import LookupClient
 from kvproxy.kvcache.overlap.merge import HolderOverlap
-from kvproxy.kvcache.overlap.tokens import TokenSource
+from kvproxy.kvcache.overlap.tokens import AskedTokens, TokenSource
 from kvproxy.kvcache.providers import Holder
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, canonical_bytes
@@ -40,7 +39,7 @@ class _Answer:
     """`outcome` is a metric label."""
 
     outcome: str
-    tokens: TokenIds | None = None
+    asked: AskedTokens | None = None
     holders: Sequence[Holder] = field(default=())
 
 
@@ -108,9 +107,9 @@ class LookupTask:
             return []
         answer = task.result()
         self._outcomes.labels(answer.outcome).inc()
-        if answer.tokens is not None:
-            facts.tokens, facts.tokens_exact, facts.hashed_tokens = answer.tokens, True, None
-            facts.tokens_bytes = facts.prompt_bytes
+        if answer.asked is not None:
+            facts.tokens, facts.tokens_bytes, facts.tokens_exact = answer.asked
+            facts.hashed_tokens = None
         if answer.outcome in ("hit", "miss"):
             facts.holders_found = len(answer.holders)
         return self._overlaps(facts, answer.holders)
@@ -141,7 +140,8 @@ class LookupTask:
         try:
             if known is None:
                 asking = self._tokens.ask(facts)
-                fresh = known = None if asking is None else await asyncio.shield(asking)
+                fresh = None if asking is None else await asyncio.shield(asking)
+                known = None if fresh is None else fresh.ids
             if known is None or len(known) < self._settings.lookup_min_tokens:
                 return _Answer("no_tokens", fresh)
             holders = await self._lookups.ask(
@@ -165,8 +165,8 @@ class LookupTask:
             return
         answer = task.result()
         tokens, stands_for = facts.tokens, facts.tokens_bytes
-        if answer.tokens is not None:
-            tokens, stands_for = answer.tokens, facts.prompt_bytes
+        if answer.asked is not None:
+            tokens, stands_for, _ = answer.asked
         if not tokens:
             return
         index = facts.indexes.approximate

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.kvcache.feedback.trust import Trust
 from kvproxy.prefix.precise.index import PreciseMatch
@@ -34,6 +36,7 @@ def merge_overlaps(
     trust: Trust,
     looked_up: Sequence[HolderOverlap] = (),
     lookup_trust: Trust,
+    steps: Mapping[EndpointId, int] = NOTHING,
     prompt_tokens: int = 0,
 ) -> dict[EndpointId, Overlap]:
     """Overlap by endpoint of one prompt.
@@ -41,7 +44,7 @@ def merge_overlaps(
     `routed` is what routing told the approximate index, in leading blocks of `tokens_per_block`; of that, requests
     `in_flight` are under way. `announced` is what KV events say (None where none are followed), without a gap for the
     endpoints in `exact`, and `trust` how far they are believed; `looked_up` what a lookup service says, believed as far
-    as `lookup_trust` and never beyond `prompt_tokens`.
+    as `lookup_trust` and never beyond `prompt_tokens`. An endpoint in `steps` reuses multiples of so many tokens.
     """
     if announced is None:
         # Endpoints that hold as much as each other share one object: of a large fleet most do, and a policy sees it.
@@ -57,6 +60,9 @@ def merge_overlaps(
         found = _with_events(routed, in_flight, announced, exact, trust)
     if looked_up:
         _add_holders(found, looked_up, prompt_tokens, lookup_trust)
+    for endpoint, step in steps.items():
+        if endpoint in found:
+            found[endpoint] = in_steps(found[endpoint], step, prompt_tokens)
     return found
 
 
@@ -84,7 +90,7 @@ def _with_events(
             device = min(device, believed)
         promised = in_flight.get(endpoint, 0) if endpoint in exact else backed
         if promised > believed:
-            found[endpoint] = Overlap(promised)
+            found[endpoint] = Overlap(promised, claimed_tokens=claimed)
         else:
             alike = (device, believed, claimed, backed)
             overlap = shared.get(alike)
@@ -119,13 +125,30 @@ def _add_holders(
             found[holder.endpoint] = Overlap(device, believed - device, holder.source, 0.0, tokens, backed)
 
 
-def is_contradicted(predicted_tokens: int, cached_tokens: int) -> bool:
-    """Whether an engine reused too little for the prediction to have been right.
+def in_steps(overlap: Overlap, step: int, prompt_tokens: int) -> Overlap:
+    """What an engine that reuses multiples of `step` makes of what it holds: it always computes the last token."""
+    most = overlap.tokens if prompt_tokens <= 0 else min(overlap.tokens, prompt_tokens - 1)
+    tokens = most - most % step
+    device = min(overlap.device_tokens, tokens)
+    return msgspec.structs.replace(
+        overlap,
+        device_tokens=device,
+        lower_tokens=tokens - device,
+        claimed_tokens=min(overlap.claimed_tokens, tokens),
+        backed_tokens=min(overlap.backed_tokens, tokens),
+        held_tokens=overlap.tokens,
+    )
 
-    Engines reuse whole blocks and always compute the last one; lengths in bytes only estimate tokens.
-    """
-    tolerance = min(predicted_tokens // 2, 64) + predicted_tokens // 8
-    return cached_tokens + tolerance < predicted_tokens
+
+def tolerated_tokens(predicted_tokens: int) -> int:
+    """What reuse may stay behind a right prediction by: engines reuse whole blocks and always compute the last one, and
+    lengths in bytes only estimate tokens."""
+    return min(predicted_tokens // 2, 64) + predicted_tokens // 8
+
+
+def is_contradicted(predicted_tokens: int, cached_tokens: int) -> bool:
+    """Whether an engine reused too little for the prediction to have been right."""
+    return cached_tokens + tolerated_tokens(predicted_tokens) < predicted_tokens
 
 
 def preferred_endpoint(

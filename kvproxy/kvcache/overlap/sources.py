@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Self
 
 from kvproxy.background_task import cancel_tasks
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.engines import Engines
 from kvproxy.kvcache.overlap.facts import RequestFacts
+from kvproxy.kvcache.overlap.gauges import show_indexes
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.kvcache.overlap.kv_event_streams import EventStreams, follow_events
 from kvproxy.kvcache.overlap.lookup import Connection, LookupClient
 from kvproxy.kvcache.overlap.lookup_task import LookupTask
-from kvproxy.kvcache.overlap.merge import HolderOverlap, preferred_endpoint
+from kvproxy.kvcache.overlap.merge import HolderOverlap, in_steps, preferred_endpoint
 from kvproxy.kvcache.overlap.tokens import TokenSource
 from kvproxy.kvcache.state import CacheState
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
-from kvproxy.routing.policy import FactSource, OverlapFacts
-from kvproxy.types import Clock, EndpointId, InferenceRequest
-
-#: Rows of the precise index with their share of its tables, as benchmarks/prefix_index.py measures them.
-PRECISE_ROW_BYTES = 100
-
-#: Label values, and a value.
-Series = Iterable[tuple[tuple[str, ...], float]]
+from kvproxy.routing.policy import FactSource, Overlap, OverlapFacts
+from kvproxy.types import Clock, EndpointId, InferenceRequest, RequestKind
 
 
 class OverlapSources:
@@ -101,18 +95,22 @@ class OverlapSources:
         self._entered = False
         await self._running.aclose()
 
-    def gather(self, request: InferenceRequest, body: bytes, *, cluster: Cluster, model: str = "") -> RequestFacts:
+    def gather(
+        self, request: InferenceRequest, body: bytes, *, cluster: Cluster, model: str = "", tenant: str = ""
+    ) -> RequestFacts:
         """What our own sources know, at once. `model` is what the engines call it, where that differs."""
         began = self._clock()
         indexes = self.indexes[cluster.name]
         model = model or request.model or self._settings.default_model
-        hashes, keys, prompt_bytes = indexes.hashes(request, model)
+        hashes, keys, prompt_bytes, text = indexes.hashes(request, model)
         cursor = indexes.approximate.locate(hashes)
-        facts = RequestFacts(cluster, indexes, request, body, model, cursor, keys, prompt_bytes, began)
+        facts = RequestFacts(cluster, indexes, request, body, model, cursor, keys, prompt_bytes, began, text)
+        if request.session_key is not None or request.kind is RequestKind.RESPONSES:
+            facts.names = indexes.names(request, model, tenant)
         if self._uses_tokens:
             self.tokens.recall(facts)
         self._assess(facts)
-        if self._entered and self._settings.lmcache_endpoint:
+        if self._entered and request.continues is None and self._settings.lmcache_endpoint:
             facts.wants_lookup = self._lookup_task.is_wanted(facts)
         self._facts_seconds.observe(self._clock() - began)
         return facts
@@ -155,6 +153,9 @@ class OverlapSources:
 
     def _assess(self, facts: RequestFacts) -> None:
         """Facts and preference from everything known by now."""
+        if facts.request.continues is not None:
+            self._assess_history(facts)
+            return
         tokens = facts.tokens
         if tokens:
             bytes_per_token = max(facts.tokens_bytes, 1) / len(tokens)
@@ -176,9 +177,23 @@ class OverlapSources:
         )
         block_tokens = TEXT_BLOCK_BYTES / bytes_per_token
         hot_tokens = int(indexes.approximate.hot_blocks(cursor) * block_tokens)
-        facts.overlaps = OverlapFacts(prompt_tokens, found, hot_tokens, facts.hashes, block_tokens)
-        facts.preferred = None
-        if found:
+        self._conclude(facts, OverlapFacts(prompt_tokens, found, hot_tokens, facts.hashes, block_tokens))
+
+    def _assess_history(self, facts: RequestFacts) -> None:
+        """Of a prompt that begins with what only an engine has: that is where it was served last, and as much as it
+        was then."""
+        found, prompt_tokens = {}, int(facts.prompt_bytes / self._bytes_per_token.of(facts.model))
+        served = facts.indexes.last_served.find_history(facts.names, self._clock())
+        if served is not None:
+            prompt_tokens += served.tokens
+            held = Overlap(served.prompt_tokens, 0, FactSource.SESSION)
+            step = facts.indexes.steps.known.get(served.endpoint)
+            found[served.endpoint] = held if step is None else in_steps(held, step, prompt_tokens)
+        self._conclude(facts, OverlapFacts(prompt_tokens, found))
+
+    def _conclude(self, facts: RequestFacts, overlaps: OverlapFacts) -> None:
+        facts.overlaps, facts.preferred = overlaps, None
+        if overlaps.by_endpoint:
             facts.preferred = preferred_endpoint(
                 facts.overlaps, facts.cluster.endpoints, model=facts.model, min_tokens=self._settings.min_matched_tokens
             )
@@ -194,43 +209,4 @@ class OverlapSources:
         """The gauges read it from now on."""
         self.tokens.show(metrics)
         self._lookup_task.show(metrics)
-        indexes = self.indexes.values()
-        blocks = metrics.holdings.index_blocks
-        blocks.labels("approximate").set_function(lambda: sum(one.approximate.entries for one in indexes))
-        blocks.labels("in_flight").set_function(lambda: sum(one.approximate.in_flight_entries for one in indexes))
-        blocks.labels("precise").set_function(self._precise_blocks)
-        blocks.labels("hot").set_function(lambda: sum(one.approximate.unique_blocks for one in indexes))
-        size = metrics.holdings.index_bytes
-        size.labels("approximate").set_function(lambda: sum(one.approximate.estimated_bytes for one in indexes))
-        size.labels("precise").set_function(lambda: self._precise_blocks() * PRECISE_ROW_BYTES)
-        size.labels("sessions").set_function(lambda: sum(one.sessions.held_bytes for one in indexes))
-        metrics.holdings.index_utilisation.set_source(self.utilisation_series)
-        metrics.holdings.index_capacity.set_source(self.capacity_series)
-        metrics.kvcache.trust.set_source(self.trust_series)
-
-    def _precise_blocks(self) -> int:
-        return sum(self.indexes[name].precise.count_rows(endpoint.id) for name, endpoint in self._endpoints())
-
-    def _endpoints(self) -> Iterable[tuple[str, Endpoint]]:
-        return ((name, endpoint) for name, cluster in self._clusters.items() for endpoint in cluster.endpoints)
-
-    def utilisation_series(self) -> Series:
-        """Blocks each endpoint is believed to hold against its capacity."""
-        for name, endpoint in self._endpoints():
-            approximate = self.indexes[name].approximate
-            capacity = approximate.capacity(endpoint.id)
-            if capacity:
-                yield (name, str(endpoint.id)), approximate.held_blocks(endpoint.id) / capacity
-
-    def capacity_series(self) -> Series:
-        """Blocks each endpoint has room for, as its engine says and as it proved."""
-        for name, endpoint in self._endpoints():
-            indexes = self.indexes[name]
-            yield (name, str(endpoint.id), "told"), indexes.capacities.reported_blocks(endpoint.id)
-            yield (name, str(endpoint.id), "learned"), indexes.approximate.capacity(endpoint.id)
-
-    def trust_series(self) -> Series:
-        """How far each source is believed about each endpoint."""
-        for name, endpoint in self._endpoints():
-            for source, share in self.trust(name, endpoint.id).items():
-                yield (name, str(endpoint.id), source), share
+        show_indexes(self.indexes, self._clusters, self.trust, metrics)

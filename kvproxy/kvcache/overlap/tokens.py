@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import NamedTuple
 
 import msgspec
 
 from kvproxy.background_task import cancel_tasks
+from kvproxy.clients.text_parts import count_text_parts, with_leading_parts
 from kvproxy.clients.tokens import TokenIds, token_array
 from kvproxy.clients.vllm import Tokenized, VllmClient
 from kvproxy.config.kvcache_schema import KvCacheSettings
-from kvproxy.errors import BreakerOpen, ClientError, NotSupported
+from kvproxy.errors import BreakerOpen, ClientError, NotSupported, WrongTokens
+from kvproxy.json_scan import run_in_turns
 from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.engines import Engines
 from kvproxy.kvcache.overlap.facts import RequestFacts
@@ -21,20 +24,36 @@ from kvproxy.types import Clock, InferenceRequest, RequestKind
 
 log = logging.getLogger("kvproxy.kvcache")
 
-OPERATION = "tokenize"
+#: Operations by kind of request: what an engine makes of one kind says nothing about the others.
+_OPERATIONS = {
+    RequestKind.CHAT: "tokenize",
+    RequestKind.COMPLETION: "tokenize",
+    RequestKind.MESSAGES: "tokenize_messages",
+    RequestKind.RESPONSES: "tokenize_responses",
+}
 #: Longer bodies are not tokenized, and more tokens than these are not kept: both take milliseconds a MiB at every step.
 MAX_ASKED_BYTES = 1024 * 1024
 MAX_TOKENS = 262_144
 #: Of token ids that a client sends itself as many bytes are read.
 _MAX_GIVEN_BYTES = 512 * 1024
+#: Objects in a body: to decode so many takes some milliseconds.
+_MAX_OBJECTS = 16_384
 _given_ids = msgspec.json.Decoder(list[int])
 _given_prompts = msgspec.json.Decoder(list[list[int]])
-#: What cannot be tokenized by any engine: a body it refuses, an encoding we cannot read.
-_UNUSABLE = (ValueError, OverflowError)
+#: What cannot be tokenized by any engine: a body it refuses, one that no chat can say, an encoding we cannot read.
+_UNUSABLE = (ValueError, OverflowError, msgspec.DecodeError)
+
+
+class AskedTokens(NamedTuple):
+    """Token ids of a prompt or, not `whole`, of its messages in front of the first that is not of text alone."""
+
+    ids: TokenIds
+    stands_for_bytes: int
+    whole: bool
 
 
 class TokenSource:
-    """Singleflight around `/tokenize`, and the token memory it fills. Its tasks end with `close`."""
+    """Singleflight around the engines' tokenizers, and the token memory it fills. Its tasks end with `close`."""
 
     def __init__(
         self,
@@ -52,7 +71,8 @@ class TokenSource:
         self._engines = engines
         self._breakers = breakers
         self._clock = clock
-        self._tasks: dict[int, asyncio.Task[TokenIds | None]] = {}
+        self._tasks: dict[int, asyncio.Task[AskedTokens | None]] = {}
+        self._pace = asyncio.Lock()
         self._outcomes = metrics.kvcache.tokenizes
         self._seconds = metrics.kvcache.tokenize_seconds
 
@@ -88,11 +108,11 @@ class TokenSource:
         return (
             len(facts.body) <= MAX_ASKED_BYTES
             and len(self._tasks) < self._settings.tokenize.max_concurrent
-            and _text_of(facts.request) is not None
-            and self._breakers.admits(OPERATION)
+            and _is_askable(facts.request)
+            and self._breakers.admits(_OPERATIONS[facts.request.kind])
         )
 
-    def ask(self, facts: RequestFacts) -> asyncio.Task[TokenIds | None] | None:
+    def ask(self, facts: RequestFacts) -> asyncio.Task[AskedTokens | None] | None:
         """The task that tokenizes this prompt, shared by all requests for it meanwhile; None beyond the bound.
 
         It outlives the request that awaits it: shield the wait, never cancel the task.
@@ -110,20 +130,35 @@ class TokenSource:
             task.add_done_callback(lambda _: self._tasks.pop(key, None))
         return task
 
+    def counted(self, facts: RequestFacts, prompt_tokens: int | None) -> None:
+        """The engine that served it counted so many tokens in this prompt: tokens of another number are not its own."""
+        facts.counted_tokens = prompt_tokens
+        if facts.tokens is None or not facts.tokens_exact or prompt_tokens in (None, len(facts.tokens)):
+            return
+        self._outcomes.labels(WrongTokens.reason).inc()
+        self.memory.forget(facts.keys)
+        facts.tokens, facts.tokens_exact, facts.hashed_tokens = None, False, None
+
     async def close(self) -> None:
         """Cancel what still runs."""
         await cancel_tasks(self._tasks.values())
 
-    async def _fetch(self, facts: RequestFacts) -> TokenIds | None:
+    async def _fetch(self, facts: RequestFacts) -> AskedTokens | None:
         """The prompt's tokens, remembered; None where no engine could say. Never raises but for cancellation."""
         chosen = self._engines.tokenizer(facts.endpoints)
         if chosen is None:
             self._outcomes.labels("no_engine").inc()
             return None
         client, endpoint = chosen
-        started = self._clock()
+        request, started = facts.request, self._clock()
         try:
-            answer = await self._breakers.call(OPERATION, lambda: self._call(client, facts))
+            parts, body = await self._what_to_ask(facts)
+            whole = parts == len(request.prompt.parts)
+            if not whole and (known := self.memory.tokens_of(facts.keys[parts - 1])) is not None:
+                return self._beginning(facts, known, parts=parts)
+            counted = facts.counted_tokens if whole else None
+            operation = _OPERATIONS[request.kind]
+            answer = await self._breakers.call(operation, lambda: _call(client, facts, body, counted=counted))
         except BreakerOpen:
             self._outcomes.labels("breaker_open").inc()
             return None
@@ -138,35 +173,58 @@ class TokenSource:
             self._outcomes.labels("unusable").inc()
             return None
         self._outcomes.labels("ok").inc()
-        self.learned(facts, answer.tokens)
-        return answer.tokens
+        self.learned(facts, answer.tokens, parts=parts)
+        if whole:
+            return AskedTokens(answer.tokens, facts.prompt_bytes, True)
+        return self._beginning(facts, answer.tokens, parts=parts)
 
-    def learned(self, facts: RequestFacts, tokens: TokenIds) -> None:
-        """Remember the tokens of this prompt, hashed for the chat's next turn."""
+    def _beginning(self, facts: RequestFacts, tokens: TokenIds, *, parts: int) -> AskedTokens:
+        """What these tokens of its leading messages are to a prompt."""
+        rest = sum(map(len, facts.request.prompt.parts[parts:]))
+        return AskedTokens(self.memory.beginning(tokens), facts.prompt_bytes - rest, False)
+
+    def learned(self, facts: RequestFacts, tokens: TokenIds, *, parts: int) -> None:
+        """Remember the tokens of so many messages of this prompt, hashed for the chat's next turn."""
         if self._enabled:
-            hashed = self.memory.remember(facts.keys, tokens)
+            hashed = self.memory.remember(facts.keys[:parts], tokens)
             facts.indexes.prepare(hashed, model=facts.model, cache_salt=facts.request.cache_salt)
 
-    async def _call(self, client: VllmClient, facts: RequestFacts) -> Tokenized:
-        if facts.request.kind is RequestKind.CHAT:
-            return await client.chat_tokens(facts.model, facts.body)
-        text = _text_of(facts.request)
-        assert text is not None
-        return await client.tokenize_prompt(facts.model, text)
+    async def _what_to_ask(self, facts: RequestFacts) -> tuple[int, bytes]:
+        """How many messages of the prompt, and the body that has just these. Raises ValueError where there are none."""
+        request, body = facts.request, facts.body
+        messages = request.prompt.parts
+        if request.kind is RequestKind.COMPLETION:
+            return len(messages), body
+        if body.count(b"{") > _MAX_OBJECTS:
+            raise ValueError("more objects than are looked into")
+        parts = count_text_parts(messages)
+        if not parts:
+            raise ValueError("no message of text alone")
+        if parts < len(messages):
+            body = await run_in_turns(with_leading_parts(request.kind, body, messages[:parts]), self._pace)
+        return parts, body
 
 
-def _text_of(request: InferenceRequest) -> str | None:
-    """What to tokenize: a completion's prompt, or "" for a chat (whose whole body is sent); None: cannot be."""
-    if not request.prompt.parts:
-        return None
-    if request.kind is RequestKind.CHAT:
-        return ""
-    if request.kind is not RequestKind.COMPLETION or not request.prompt.parts[0].startswith(b'"'):
-        return None
-    try:
-        return msgspec.json.decode(request.prompt.parts[0], type=str)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
+async def _call(client: VllmClient, facts: RequestFacts, body: bytes, *, counted: int | None) -> Tokenized:
+    """Raises WrongTokens for another number than the engine `counted` when it served the prompt."""
+    request = facts.request
+    if request.kind is RequestKind.COMPLETION:
+        answer = await client.tokenize_prompt(facts.model, msgspec.json.decode(request.prompt.parts[0], type=str))
+    else:
+        answer = await client.prompt_tokens(request.kind, facts.model, body)
+    if counted not in (None, len(answer.tokens)):
+        raise WrongTokens(f"{len(answer.tokens)} tokens of a prompt that the engine counted as {counted}")
+    return answer
+
+
+def _is_askable(request: InferenceRequest) -> bool:
+    """Whether its body says all of the prompt, in text."""
+    parts = request.prompt.parts
+    if not parts or request.kind is RequestKind.EMBEDDINGS:
+        return False
+    if request.kind is RequestKind.COMPLETION:
+        return parts[0].startswith(b'"')
+    return request.continues is None  # else only an engine knows its history
 
 
 def _take_given(facts: RequestFacts) -> None:
@@ -185,5 +243,5 @@ def _given(raw: bytes) -> TokenIds | None:
             prompts = _given_prompts.decode(raw)
             return token_array(prompts[0]) if len(prompts) == 1 else None
         return token_array(_given_ids.decode(raw)) or None
-    except (msgspec.DecodeError, UnicodeDecodeError, *_UNUSABLE):
+    except _UNUSABLE:
         return None

@@ -8,7 +8,7 @@ teach it again).
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -74,6 +74,7 @@ class Contents:
         restorations = self._restorations(snapshot)
         self._state.bytes_per_token.resume(kept.bytes_per_token)
         for one in known:
+            _resume_ranks(self._clusters[one.name], same[one.name].values())
             yield from self._fill(one, restorations[one.name], same[one.name], kept.taken_at)
         count = sum(len(cluster.endpoints) for cluster in kept.clusters)
         stay = sum(map(len, same.values()))
@@ -82,7 +83,10 @@ class Contents:
 
     def _cluster(self, name: str, cluster: Cluster) -> ClusterKept:
         started_at = self._state.indexes[name].started_at
-        rows = [EndpointKept(str(one.id), str(one.origin), started_at.get(one.id)) for one in cluster.endpoints]
+        rows = [
+            EndpointKept(str(one.id), str(one.origin), started_at.get(one.id), str(one.engine.id), one.rank)
+            for one in cluster.endpoints
+        ]
         speeds = None if cluster.speeds is None else cluster.speeds.state(self._clock())
         return ClusterKept(name, rows, _NOTHING, speeds)
 
@@ -112,6 +116,19 @@ class Contents:
 
 
 def _same(kept: ClusterKept, cluster: Cluster) -> dict[str, EndpointKept]:
-    """Endpoints that are still there, at the same address."""
+    """Endpoints that are still there, at the same address; data-parallel ranks of an engine that was not asked for
+    them yet, too."""
     now = {str(one.id): str(one.origin) for one in cluster.endpoints}
-    return {one.id: one for one in kept.endpoints if now.get(one.id) == one.address}
+    unasked = {str(one.id): str(one.origin) for one in cluster.engines if one.ranks.asks and not one.ranks.candidates}
+    return {
+        one.id: one
+        for one in kept.endpoints
+        if now.get(one.id) == one.address or (one.rank is not None and unasked.get(one.engine) == one.address)
+    }
+
+
+def _resume_ranks(cluster: Cluster, kept: Collection[EndpointKept]) -> None:
+    for engine in cluster.engines:
+        ranks = [one.rank for one in kept if one.engine == engine.id and one.rank is not None]
+        if ranks:
+            cluster.ranks.resume(engine, ranks)

@@ -49,6 +49,8 @@ class EndpointKept(msgspec.Struct, array_like=True, frozen=True):
     id: str
     address: str  # another address under the same id is another engine
     started_at: float | None  # of its process, by its own clock; None: it does not say
+    engine: str = ""  # of a data-parallel rank: its engine
+    rank: int | None = None
 
 
 class ClusterKept(msgspec.Struct, array_like=True, frozen=True):

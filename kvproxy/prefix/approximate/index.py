@@ -14,6 +14,8 @@ from kvproxy.prefix.approximate.heat import Heat, Run
 from kvproxy.prefix.approximate.radix import PrefixCursor, RadixTree
 from kvproxy.types import EndpointId
 
+#: However large an engine says its cache is: a billion bytes of prompts.
+MAX_CAPACITY_BLOCKS = 4 * 1024 * 1024
 #: Runs given up per operation while an endpoint is over its capacity or gone, so that no single call takes long.
 STEP_RUNS = 256
 
@@ -236,7 +238,7 @@ class ApproximateIndex:
         """The engine's capacity as now known; what is over it is given up step by step, oldest first."""
         lru = self._enter(endpoint)
         if lru is not None:
-            lru.capacity = max(0, blocks)
+            lru.capacity = min(max(0, blocks), MAX_CAPACITY_BLOCKS)
             self._step(lru)
 
     def clear(self, endpoint: EndpointId) -> None:

@@ -16,7 +16,7 @@ class BlockTable:
         self._max_rows = max_rows
         self._max_ghosts = max_ghosts
         self._runs = Runs()
-        self.match = self._runs.match
+        self.match, self.leading_keys = self._runs.match, self._runs.leading_keys
         #: Removed blocks, whose children may still come. A BoundedMapping takes four times as long for each of them.
         self._ghosts: OrderedDict[int, int] = OrderedDict()
         self._aliases: dict[int, int] = {}  # a block's further engine hashes: the one its run has

@@ -9,15 +9,17 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from math import lcm
 from typing import NamedTuple
 
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from kvproxy.clients.kv_events.events import FULL_ATTENTION, BlockRemoved, BlockStored, EngineHash, KvEvent
+from kvproxy.clients.kv_events.events import WHOLE_PREFIX, BlockRemoved, BlockStored, EngineHash, KvEvent
 from kvproxy.prefix.hashing import mix_keys, root_seed, token_blocks
 from kvproxy.prefix.precise.block_table import BlockTable
+from kvproxy.prefix.precise.layer_groups import LayerGroup, LayerGroups, LayerKind
 from kvproxy.prefix.precise.pending_blocks import PendingBlocks, ReportedBlocks
 from kvproxy.prefix.precise.runs import KEY_BITS, MAX_TIERS
 from kvproxy.types import EndpointId
@@ -45,7 +47,7 @@ class PreciseMatch(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class PreciseCounts:
-    """What became of events, in blocks (`malformed` and `other_groups`: events)."""
+    """What became of events, in blocks (`malformed`, `other_groups` and `short_pages`: events)."""
 
     stored: int = 0
     removed: int = 0
@@ -56,6 +58,7 @@ class PreciseCounts:
     over_bound: int = 0
     malformed: int = 0
     other_groups: int = 0
+    short_pages: int = 0  # ends of SGLang's nodes, which it reuses as part of no page
 
 
 _Rank = tuple[EndpointId, int]
@@ -69,8 +72,9 @@ class _Followed(NamedTuple):
     pending: PendingBlocks
 
 
+_Match = Callable[["array[int]", int], tuple[int, int, int]]
 #: A source's rank, block size and table's `match`, and whether its endpoint has no other source.
-_Asked = tuple[_Rank, int, Callable[["array[int]", int], tuple[int, int, int]], bool]
+_Asked = tuple[_Rank, int, _Match, bool]
 
 
 class PreciseIndex:
@@ -87,9 +91,10 @@ class PreciseIndex:
         self._max_sources = max_sources
         self._tiers = {"GPU": 0}  # by medium; 0 is the engine's own memory
         self._followed: dict[_Source, _Followed] = {}
+        self._layers: dict[_Rank, LayerGroups] = {}  # of hybrid models
         self._sizes: Counter[int] = Counter()  # sources by block size
         self._asked: list[_Asked] | None = None  # None: to be worked out again
-        self._swept: deque[BlockTable] = deque()
+        self._swept: deque[BlockTable | LayerGroup] = deque()
         self._root = lru_cache(_REMEMBERED_ROOTS)(precise_root)
 
     # events
@@ -108,11 +113,14 @@ class PreciseIndex:
         """The engine's rank holds nothing any more, on any tier."""
         for source in [each for each in self._followed if each[:2] == (endpoint, dp_rank)]:
             self._retire(source)
+        self._retire_layers((endpoint, dp_rank))
 
     def remove_endpoint(self, endpoint: EndpointId) -> None:
         """The endpoint left, or its event stream cannot be trusted any more."""
         for source in [each for each in self._followed if each[0] == endpoint]:
             self._retire(source)
+        for rank in [each for each in self._layers if each[0] == endpoint]:
+            self._retire_layers(rank)
 
     def sweep_rows(self, rows: int = STEP_ROWS) -> bool:
         """Give up at most so many rows of retired sources; True when nothing is left to sweep."""
@@ -137,6 +145,20 @@ class PreciseIndex:
     def count_rows(self, endpoint: EndpointId) -> int:
         """Blocks kept for the endpoint, over ranks and groups."""
         return sum(len(each.table) for source, each in self._followed.items() if source[0] == endpoint)
+
+    def step_tokens(self, endpoint: EndpointId) -> int:
+        """What the endpoint reuses ends at multiples of this, by the blocks of all its groups; 1: not known."""
+        sizes = [1]
+        for (name, dp_rank, _), each in self._followed.items():
+            if name == endpoint:
+                size, layers = each.table.block_size, self._layers.get((name, dp_rank))
+                sizes.append(size if layers is None else layers.step_tokens(size))
+        return lcm(*sizes)
+
+    def lacks_prefixes(self, endpoint: EndpointId, dp_rank: int) -> bool:
+        """Whether the rank announces only blocks that make no prefix: then events say nothing of what it holds."""
+        rank = endpoint, dp_rank
+        return rank in self._layers and not any(source[:2] == rank for source in self._followed)
 
     def match_prompt(self, hashes_at: Callable[[int], array[int]]) -> dict[EndpointId, PreciseMatch]:
         """The match of each endpoint that holds anything. `hashes_at(block_size)` gives the prompt's token blocks,
@@ -170,8 +192,9 @@ class PreciseIndex:
     # how
 
     def _stored(self, endpoint: EndpointId, dp_rank: int, event: BlockStored) -> None:
-        if event.spec_kind is not None and event.spec_kind != FULL_ATTENTION:
+        if event.spec_kind not in WHOLE_PREFIX:
             self.counts.other_groups += 1
+            self._stored_layers((endpoint, dp_rank), event)
             return
         tier = self._tiers.get(event.medium)
         if tier is None:
@@ -182,6 +205,9 @@ class PreciseIndex:
         source = endpoint, dp_rank, event.group or 0
         followed = self._followed.get(source)
         if followed is None or followed.table.block_size != event.block_tokens:
+            if followed is not None and _is_short_page(event, followed.table.block_size):
+                self.counts.short_pages += 1
+                return
             followed = self._begin(source, event.block_tokens)
             if followed is None:
                 self.counts.over_bound += event.blocks
@@ -192,7 +218,34 @@ class PreciseIndex:
         if self._swept:
             self.sweep_rows()
 
+    def _stored_layers(self, rank: _Rank, event: BlockStored) -> None:
+        """Blocks of a group that makes no prefix. What of them is on lower tiers is left out: so much less counts."""
+        kind = LayerKind.of(event)
+        if kind is None or self._tier(event.medium) != 0:
+            return
+        layers = self._layers.get(rank)
+        if layers is None:
+            if len(self._layers) >= self._max_sources:
+                self.counts.over_bound += event.blocks
+                return
+            layers = self._layers[rank] = LayerGroups()
+            self._asked = None
+        group, former = layers.follow(event.group or 0, kind)
+        if former is not None:
+            self._swept.append(former)
+        left_out = event.blocks if group is None else group.store(keys_of(event.block_hashes), self._max_blocks)
+        self.counts.over_bound += left_out
+
+    def _removed_layers(self, group: LayerGroup, event: BlockRemoved) -> None:
+        removed = sum(group.remove(key) for key in keys_of(event.block_hashes)) if event.medium == "GPU" else 0
+        self.counts.removed += removed
+        self.counts.removed_unknown += event.blocks - removed
+
     def _removed(self, source: _Source, event: BlockRemoved) -> None:
+        layers = self._layers.get(source[:2])
+        if layers is not None and (group := layers.find(source[2])) is not None:
+            self._removed_layers(group, event)
+            return
         followed, tier = self._followed.get(source), self._tier(event.medium)
         if followed is None or tier is None:
             self.counts.removed_unknown += event.blocks
@@ -246,9 +299,13 @@ class PreciseIndex:
         """What a lookup needs of each source, worked out when one came or left."""
         sources = Counter(endpoint for endpoint, _, _ in self._followed)
         return [
-            ((endpoint, dp_rank), table.block_size, table.match, sources[endpoint] == 1)
-            for (endpoint, dp_rank, _), (table, _) in self._followed.items()
+            ((name, dp_rank), table.block_size, self._match_of((name, dp_rank), table), sources[name] == 1)
+            for (name, dp_rank, _), (table, _) in self._followed.items()
         ]
+
+    def _match_of(self, rank: _Rank, table: BlockTable) -> _Match:
+        layers = self._layers.get(rank)
+        return table.match if layers is None else partial(_match_layers, table, layers)
 
     def _begin(self, source: _Source, block_size: int) -> _Followed | None:
         """Follow a source from nothing; None when there are too many."""
@@ -272,6 +329,11 @@ class PreciseIndex:
         self._swept.append(table)
         self.sweep_rows()
 
+    def _retire_layers(self, rank: _Rank) -> None:
+        if rank in self._layers:
+            self._swept.extend(self._layers.pop(rank))
+            self._asked = None
+
     def _tier(self, medium: str | None) -> int | None:
         """Index of the medium's tier, made on first sight; None beyond the bound."""
         name = "GPU" if medium == "GPU" or not medium else medium.upper()
@@ -281,9 +343,21 @@ class PreciseIndex:
         return tier
 
 
+def _match_layers(table: BlockTable, layers: LayerGroups, hashes: array[int], guess: int) -> tuple[int, int, int]:
+    """`BlockTable.match`, as far as the other layers of the model go along."""
+    device, total, guess = table.match(hashes, guess)
+    reusable = layers.reusable_blocks(table.leading_keys(hashes, total), table.block_size)
+    return min(device, reusable), reusable, guess
+
+
 def precise_root(block_size: int, *, lora: str = "", cache_salt: str | None = None) -> int:
     """Where a prompt's chain starts, so that it meets the blocks engines report for it."""
     return root_seed(block_size=block_size, lora=lora, cache_salt=cache_salt)
+
+
+def _is_short_page(event: BlockStored, block_size: int) -> bool:
+    """Whether this is the rest of a node, and not the first block of an engine that uses other blocks now."""
+    return event.blocks == 1 and event.parent is not None and event.block_tokens < block_size
 
 
 def reported_blocks(event: BlockStored, tier: int) -> ReportedBlocks:

@@ -243,6 +243,15 @@ class Runs:
         """
         return _match(self.firsts, hashes, guess)
 
+    def leading_keys(self, hashes: array[int], count: int) -> array[int]:
+        """Keys of the first `count` of these blocks, which `match` found."""
+        keys = array("Q")
+        while (depth := len(keys)) < count:
+            run = self.firsts[hashes[depth]]
+            here = min(common_blocks(run.blocks, run.start, hashes, depth), count - depth)
+            keys += run.keys[run.start : run.start + here]
+        return keys
+
     def _enter(self, keys: array[int], run: Run) -> bool:
         """Point these keys to the run; False, and nothing changed, when one is taken or comes twice."""
         by_key, shards = self._by_key, self._shards

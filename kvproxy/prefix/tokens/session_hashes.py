@@ -22,6 +22,8 @@ from kvproxy.types import Prompt, RequestKind
 
 _MAX_NAMED_BYTES = 16 * 1024 * 1024
 _ENTRY_BYTES = 250  # an entry's objects besides the hashes themselves
+#: Marked messages of one prompt before each of which the chat is kept as it began: the API takes four marks.
+_MARKS = 4
 
 
 class _Named(NamedTuple):
@@ -31,7 +33,7 @@ class _Named(NamedTuple):
     size: int
 
 
-class _Text(NamedTuple):
+class PromptText(NamedTuple):
     """The bytes that name a prompt, by message."""
 
     shape: bytes
@@ -69,15 +71,17 @@ class SessionHashes:
         if not keys:
             return text_blocks(prompt, seed)
         size = len(prompt.shape) + 1 + sum(map(len, prompt.parts)) + len(prompt.parts)
-        return self._blocks(_Text(prompt.shape, prompt.parts.__getitem__, len(prompt.parts), size), seed, keys)
+        return self._blocks(PromptText(prompt.shape, prompt.parts.__getitem__, len(prompt.parts), size), seed, keys)
 
-    def identified(self, kind: RequestKind, prompt: Prompt, seed: int) -> tuple[array[int], Sequence[int], int]:
-        """The text blocks, the message keys and the bytes of the prompt's identity, for a kind that has rules. Only
-        messages that did not come in the same bytes before are looked at."""
+    def identified(
+        self, kind: RequestKind, prompt: Prompt, seed: int
+    ) -> tuple[array[int], Sequence[int], int, PromptText | None]:
+        """The text blocks, the message keys and the bytes of the prompt's identity, and its text, for a kind that has
+        rules. Only messages that did not come in the same bytes before are looked at."""
         shape, rules, raw = shape_identity(kind, prompt.shape), PartRules(kind), prompt.parts
         sent = message_chain(Prompt(shape, raw), mix_keys(seed, (kind.value,)))
         if not sent:
-            return text_blocks(Prompt(shape, ()), seed), (), len(shape)
+            return text_blocks(Prompt(shape, ()), seed), (), len(shape), None
         named, count = self._named, len(sent)
         while count and sent[count - 1] not in named:
             count -= 1
@@ -89,15 +93,18 @@ class SessionHashes:
             keys, size = [], len(shape) + 1
         key = keys[-1] if keys else xxh3_64_intdigest(shape, seed)
         new: list[bytes] = []
+        marks: list[tuple[int, int]] = []  # where a marked message stands, and the bytes that name what is before it
         for index in range(count, len(raw)):
             marked = rules.marked
             part = rules.apply(index, raw[index])
             if index > count and rules.marked > marked:
-                self._name(sent[index - 1], keys, size)  # how the chat begins when the mark has moved on
+                marks.append((index, size))
             new.append(part)
             size += len(part) + 1
             key = xxh3_64_intdigest(part, key)
             keys.append(key)
+        for index, size_before in marks[-_MARKS:]:  # how the chat begins when the mark has moved on
+            self._name(sent[index - 1], keys[:index], size_before)
         if new:
             self._name(sent[-1], keys, size)
 
@@ -105,7 +112,8 @@ class SessionHashes:
             return new[index - count] if index >= count else rules.apply(index, raw[index])
 
         prompt_bytes = size - 1 - len(raw) + prompt.unread_bytes  # what ends the parts is none of it
-        return self._blocks(_Text(shape, part_at, len(raw), size), seed, keys), keys, prompt_bytes
+        text = PromptText(shape, part_at, len(raw), size)
+        return self._blocks(text, seed, keys), keys, prompt_bytes, text
 
     def _name(self, sent: int, keys: list[int], size: int) -> None:
         named = self._named
@@ -117,7 +125,7 @@ class SessionHashes:
         while self._named_bytes > _MAX_NAMED_BYTES:
             self._named_bytes -= _size(named.pop(next(iter(named))).keys)
 
-    def _blocks(self, text: _Text, seed: int, keys: Sequence[int]) -> array[int]:
+    def _blocks(self, text: PromptText, seed: int, keys: Sequence[int]) -> array[int]:
         known, whole = self._known, keys[-1]
         hashes = known.pop(whole, None)
         if hashes is not None:
@@ -147,7 +155,7 @@ def _size(hashes: array[int]) -> int:
     return _ENTRY_BYTES + hashes.itemsize * len(hashes)
 
 
-def _continued(earlier: array[int], text: _Text) -> array[int]:
+def _continued(earlier: array[int], text: PromptText) -> array[int]:
     """The blocks of a prompt that begins with the text of these; only messages they do not cover are looked at."""
     covered = TEXT_BLOCK_BYTES * len(earlier)
     first, offset = text.parts, text.size

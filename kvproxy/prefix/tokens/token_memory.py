@@ -136,10 +136,9 @@ class TokenMemory:
             if parts == len(keys):
                 self.stats.exact += 1
                 return Recalled(hashed.tokens, True, parts, hashed)
-            keep = (len(hashed.tokens) - self._given_up) // self._block_tokens * self._block_tokens
-            if keep > 0:
+            if beginning := self.beginning(hashed.tokens):
                 self.stats.prefix += 1
-                return Recalled(hashed.tokens[:keep], False, parts, hashed)
+                return Recalled(beginning, False, parts, hashed)
         self.stats.missed += 1
         return None
 
@@ -159,6 +158,26 @@ class TokenMemory:
         self._entries[keys[-1]] = entry
         self._bytes += _size(entry)
         return entry.hashed
+
+    def tokens_of(self, key: int) -> array[int] | None:
+        """The tokens of the prompt whose last key this is, if it was tokenized as it is."""
+        entry = self._get(key)
+        return None if entry is None else entry.hashed.tokens
+
+    def beginning(self, tokens: array[int]) -> array[int]:
+        """What surely stays of a prompt's tokens when it grows; empty where nothing does."""
+        return tokens[: max(0, len(tokens) - self._given_up) // self._block_tokens * self._block_tokens]
+
+    def forget(self, keys: Sequence[int]) -> None:
+        """Forget the whole prompt with these keys: its tokens were wrong."""
+        if keys:
+            self._drop(keys[-1])
+
+    def release(self, key: int) -> None:
+        """Nothing goes on from the prompt with this key: it is forgotten, unless something did go on from it."""
+        entry = self._entries.get(key)
+        if entry is not None and not entry.grown_into:
+            self._drop(key)
 
     def clear(self) -> None:
         """Forget everything (a model's template changed)."""

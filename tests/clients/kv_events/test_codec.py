@@ -100,6 +100,39 @@ def test_tokens_are_a_compact_array() -> None:
     assert event.token_ids.itemsize == 4
 
 
+@pytest.mark.parametrize("count", [1, 15, 16, 300, 1 << 16])
+def test_pairs_of_tokens_are_read_as_the_page_s_own_tokens(count: int) -> None:
+    """SGLang's keys with EAGLE; every length of the array's head on the wire."""
+    event = one(stored(1, token_ids=[[n, n + 1] for n in range(count)], block_size=count))
+    assert isinstance(event, BlockStored)
+    assert (event.token_ids, event.pairs, event.indexable) == (array("I", range(count)), True, True)
+
+
+def test_a_page_of_sglang() -> None:
+    """Signed hashes, a medium of its own, a salt of its own field, which only a chain's first block has."""
+    hashes = [-(1 << 63), -1]
+    tokens = list(range(2 * BLOCK))
+    first = one(stored(*hashes, token_ids=tokens, medium="CPU_PINNED", cache_salt="tenant-a", session_id=None))
+    assert isinstance(first, BlockStored)
+    assert (first.block_hashes, first.medium, first.pairs) == (tuple(hashes), "CPU_PINNED", False)
+    assert first.extra == (("tenant-a",), None)
+    later = one(stored(5, parent=-1, cache_salt="tenant-a"))
+    assert isinstance(later, BlockStored)
+    assert (later.parent, later.extra) == (-1, None)
+    long = one(stored(1, cache_salt="s" * 600))
+    assert isinstance(long, BlockStored)
+    assert long.extra is not None
+    assert long.extra[0] != ("s" * 600,)
+
+
+def test_an_array_of_sglang_has_fewer_fields() -> None:
+    """Without a rank in the batch in the oldest, without a medium in the event."""
+    message = [b"", bytes(8), msgspec.msgpack.encode([1.5, [["BlockStored", [-7], None, [1] * BLOCK, BLOCK, None]]])]
+    (event,), counts = events_of(message)
+    assert event == BlockStored((-7,), None, array("I", [1] * BLOCK), BLOCK)
+    assert not any(counts.values())
+
+
 def test_removed_and_cleared() -> None:
     """Old arrays and new maps."""
     assert one(removed(1, 2)) == BlockRemoved((1, 2), "GPU", 0)
@@ -190,6 +223,10 @@ def test_what_is_no_batch(message: list[bytes]) -> None:
         (stored(1, token_ids=[-1]), "malformed"),
         (stored(1, token_ids=[1 << 32]), "malformed"),
         (stored(1, token_ids="abc"), "malformed"),
+        (stored(1, token_ids=[[1, 2], 3]), "malformed"),
+        (stored(1, token_ids=[[1, 2, 3]] * 16), "malformed"),
+        (stored(1, token_ids=[[1, 2]] * ((1 << 16) + 1)), "malformed"),
+        (stored(1, token_ids=b""), "malformed"),
         (stored(1, block_size=0), "malformed"),
         (stored(1, block_size=1 << 40), "malformed"),
         (stored(1, block_hashes=[1.5]), "malformed"),

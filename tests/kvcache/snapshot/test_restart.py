@@ -21,6 +21,7 @@ from kvproxy.kvcache.snapshot.contents import Contents
 from kvproxy.kvcache.snapshot.file_format import Outcome, Snapshot
 from kvproxy.kvcache.snapshot.restart import WarmRestart
 from kvproxy.kvcache.snapshot.snapshot_file import SnapshotFile, Store
+from kvproxy.types import EndpointId
 from tests.kvcache.support import NOWHERE, A, B, Fake, Service, chat, cluster_of, engine, long_text, running, settings
 from tests.support.clock import FakeClock
 from tests.support.loopback import serve
@@ -85,6 +86,21 @@ async def test_lengths_and_speeds_come_along(tmp_path: Path) -> None:
         assert service.kv.state.bytes_per_token.of("m") == 6.0
         assert service.cluster.speeds is not None
         assert service.cluster.speeds.estimates(0.0).tokens_per_s == taught.tokens_per_s
+
+
+async def test_ranks_that_were_found_out_come_along(tmp_path: Path) -> None:
+    """Each with what it holds, before the engine is asked again; not where it is at another address."""
+    rank = EndpointId("a@1")
+    async with life(tmp_path) as service:
+        service.cluster.ranks.observe(service.cluster.engines[0], (0, 1), (0, 1))
+        await service.serve(chat(TURN), rank)
+    async with life(tmp_path) as service:
+        assert [str(one.id) for one in service.cluster.endpoints] == ["a@0", "a@1", "b"]
+        assert (await service.ask(chat(TURN))).preferred == rank
+    moved = cluster_of({**URLS, "a": "http://127.0.0.1:7"}, policy="kv_aware")
+    async with life(tmp_path, moved) as service:
+        assert [str(one.id) for one in service.cluster.endpoints] == ["a", "b"]
+        assert await matched(service) == set()
 
 
 async def test_a_policy_that_learns_nothing_has_nothing_to_keep(tmp_path: Path) -> None:

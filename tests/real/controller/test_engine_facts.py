@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.clients.engine_metrics import parse_orca
+from kvproxy.clients.orca import parse_orca
 from tests.real.conftest import Saw
 from tests.real.engines.vllm import BLOCK_TOKENS
 from tests.real.pair import Pair, engine_client

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvproxy.types import RequestKind
 from tests.real.conftest import Saw
 from tests.real.pair import Pair, engine_client
 from tests.real.prompts import chat, raw, text
@@ -58,8 +59,8 @@ async def test_a_chat_has_the_same_tokens(pair: Pair, saw: Saw, case: str) -> No
     async with running_proxy({"a": pair.a.url}) as proxy, engine_client(pair.a) as engine:
         answer = await proxy.client.post("/v1/chat/completions", json=body)
         assert answer.status_code == 200, answer.text
-        known = await engine.chat_tokens("", raw(body))
-        assert engine.renders is False, "this engine does not render: /tokenize had to be asked"
+        known = await engine.prompt_tokens(RequestKind.CHAT, "", raw(body))
+        assert engine.renders == {RequestKind.CHAT: False}, "this engine does not render: /tokenize had to be asked"
     assert answer.json()["prompt_token_ids"] == known.tokens.tolist()
     saw(f"{case}: {len(known.tokens)} tokens, equal")
 

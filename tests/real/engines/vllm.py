@@ -17,7 +17,7 @@ _START_LIMIT_S = 300.0
 
 
 class Vllm:
-    """One server. It may be ended or killed, and started again on the same ports."""
+    """One server, a core a data-parallel rank. It may be ended or killed, and started again on the same ports."""
 
     def __init__(
         self,
@@ -25,11 +25,12 @@ class Vllm:
         model: Model,
         *,
         core: int,
+        ranks: int = 1,
         blocks: int = 4096,
         further: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        http, events, replay = free_ports(3)
+        http, events, replay = _ports(ranks)
         self.name = name
         self.model = model
         self.blocks = blocks
@@ -37,10 +38,15 @@ class Vllm:
         self.program = Program(
             f"vllm-{name}",
             # The `vllm` command itself looks for a distribution of that name, which the CPU build is not.
-            [VLLM.python, "-m", "vllm.entrypoints.openai.api_server", *self._options(http, events, replay), *further],
+            [
+                *(VLLM.python, "-m", "vllm.entrypoints.openai.api_server"),
+                *self._options(http, events, replay),
+                *(flags({"--data-parallel-size": str(ranks)}) if ranks > 1 else ()),
+                *further,
+            ],
             ready=f"{self.url}/health",
             log=root() / "logs" / f"vllm-{name}.log",
-            environment={**_environment(core), **(environment or {})},
+            environment={**_environment(core, ranks), **(environment or {})},
         )
 
     def await_ready(self) -> None:
@@ -78,7 +84,15 @@ class Vllm:
         return flags(values) + switches
 
 
-def _environment(core: int) -> dict[str, str]:
+def _ports(ranks: int) -> tuple[int, int, int]:
+    """For HTTP, events and replays: further data-parallel ranks publish above the first one."""
+    while True:
+        http, events, replay = free_ports(3)
+        if min(abs(events - replay), abs(events - http), abs(replay - http)) >= ranks:
+            return http, events, replay
+
+
+def _environment(core: int, ranks: int) -> dict[str, str]:
     return {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -86,7 +100,7 @@ def _environment(core: int) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_SERVER_DEV_MODE": "1",  # /reset_prefix_cache
         # By itself every instance would pin itself to the first core.
-        "VLLM_CPU_OMP_THREADS_BIND": str(core % (os.cpu_count() or 1)),
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(str((core + rank) % (os.cpu_count() or 1)) for rank in range(ranks)),
     }
 
 

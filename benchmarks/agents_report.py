@@ -1,0 +1,73 @@
+"""The report of benchmarks/agents.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import about
+
+_HEAD = """# Predicted and reused tokens: agents and chats on a real vLLM
+
+`{command}`
+
+Two vLLM 0.32.0 servers (CPU build, the tiny model, {how}), policy `kv_aware`, {sessions} sessions of {turns} turns for
+each kind of client. Claude Code: `/v1/messages` with a new billing header on every request, marks that roll, six tools,
+a sub-agent with a prompt of its own at every third turn and a fork of the session at every fourth. Codex:
+`/v1/responses` with all of its history, a function and a tool of free text. Chat: `/v1/chat/completions`.
+
+*Predicted* is what was expected to be reused at the endpoint that was chosen, *reused* the engine's own
+`cached_tokens`. *Off by* is the distance between both in a request, as a share of its prompt. A later turn is any
+request but a session's first. {before}
+
+{machine}
+
+"""
+_COLUMNS = (
+    *("client", "source", "version", "requests", "reused of all prompts", "predicted / reused", "off by, median"),
+    *("off by, 90 %", "later turns within 5 %", "predicted by"),
+)
+_TAIL = """
+The model is random, so that its answers seldom come back as the tokens that it wrote, and count for nothing here; a
+trained model reuses those too, which neither source predicts before the answer was part of a prompt.
+"""
+
+
+def write(out: Path, runs: Sequence[Mapping[str, Any]], *, shape: Mapping[str, int], before: str, how: str) -> None:
+    """`agents.md` and `agents.json`; the table is printed as well."""
+    said = about(os.cpu_count() or 1, shlex.join(["python", "-m", "benchmarks.agents", *sys.argv[1:]]))
+    machine = ", ".join(f"{name}: {value}" for name, value in said.items() if name != "command")
+    rows = [f"| {' | '.join(_COLUMNS)} |", f"|{'---|' * len(_COLUMNS)}", *[_row(run) for run in runs]]
+    table = "\n".join(rows) + "\n"
+    head = _HEAD.format(command=said["command"], how=how, before=before, machine=machine, **shape)
+    (out / "agents.md").write_text(head + table + _TAIL)
+    (out / "agents.json").write_text(json.dumps({**said, "runs": list(runs)}) + "\n")
+    print(table)
+
+
+def _row(run: Mapping[str, Any]) -> str:
+    requests = run["requests"]
+    predicted, cached, prompt = (sum(one[name] for one in requests) for name in ("predicted", "cached", "prompt"))
+    off = sorted(abs(one["predicted"] - one["cached"]) / one["prompt"] for one in requests)
+    later = [one for one in requests if one["turn"] > 1 or one["agent"]]
+    close = sum(abs(one["predicted"] - one["cached"]) <= 0.05 * one["cached"] for one in later)
+    by = {one["source"] for one in requests if one["source"]}
+    cells = [
+        run["kind"],
+        run["source"],
+        run["version"],
+        str(len(requests)),
+        f"{cached / prompt:.1%}",
+        f"{predicted / cached:.3f}" if cached else "-",
+        f"{statistics.median(off):.1%}",
+        f"{off[int(0.9 * (len(off) - 1))]:.1%}",
+        f"{close / len(later):.0%}",
+        ", ".join(sorted(by)) or "-",
+    ]
+    return f"| {' | '.join(cells)} |"

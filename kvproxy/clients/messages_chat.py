@@ -1,0 +1,180 @@
+"""The chat that vLLM makes of a request to `/v1/messages`, for engines that do not render these themselves. Pure.
+
+As `anthropic/serving.py` of vLLM 0.32 does it. What it makes of the chat template or of a setting it does not show
+(system messages in the middle, results that an assistant reports) is refused: no tokens are better than wrong ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+_NO_RAW = Raw()
+_HEADER = "x-anthropic-billing-header"
+#: Fields that a chat has under the same name.
+_KEPT = ("model", "chat_template_kwargs")
+_EMPTY_OBJECT = Raw(b"{}")
+
+
+class _Block(msgspec.Struct, gc=False):
+    """A content block of any type."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: Raw = _NO_RAW
+    tool_use_id: str | None = None
+    content: Raw = _NO_RAW
+
+
+class _Message(msgspec.Struct, gc=False):
+    role: str
+    content: str | list[_Block]
+
+
+class _Tool(msgspec.Struct, gc=False):
+    name: str
+    input_schema: dict[str, Raw]
+    description: str | None = None
+    strict: bool | None = None
+    defer_loading: bool | None = None
+
+
+class _Thinking(msgspec.Struct, gc=False):
+    type: str
+
+
+class _OutputConfig(msgspec.Struct, gc=False):
+    effort: str | None = None
+
+
+class _Body(msgspec.Struct, gc=False):
+    messages: list[_Message]
+    system: str | list[_Block] | None = None
+    tools: list[_Tool] | None = None
+    thinking: _Thinking | None = None
+    output_config: _OutputConfig | None = None
+    model: Raw = _NO_RAW
+    chat_template_kwargs: Raw = _NO_RAW
+
+
+_decode = msgspec.json.Decoder(_Body).decode
+_decode_blocks = msgspec.json.Decoder(list[_Block]).decode
+_Chat = dict[str, Any]
+
+
+def chat_of_messages(body: bytes) -> bytes:
+    """The chat body with the same prompt. Raises ValueError for a body that is none or that cannot be told."""
+    try:
+        request = _decode(body)
+        chat: _Chat = {name: value for name in _KEPT if (value := getattr(request, name)) is not _NO_RAW}
+        chat["messages"] = _messages(request)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise ValueError("not a request for messages of text") from None
+    if request.tools is not None:
+        chat["tools"] = [_tool(tool) for tool in request.tools]
+    effort = _effort(request)
+    return msgspec.json.encode(chat if effort is None else {**chat, "reasoning_effort": effort})
+
+
+def _effort(request: _Body) -> str | None:
+    if request.thinking is not None and request.thinking.type == "disabled":
+        return "none"
+    return request.output_config.effort if request.output_config is not None else None
+
+
+def _messages(request: _Body) -> list[_Chat]:
+    system, messages = _system(request.system), request.messages
+    if not system and messages and messages[0].role == "system":
+        system, messages = _system(messages[0].content), messages[1:]
+    made: list[_Chat] = [{"role": "system", "content": system}] if system else []
+    for message in messages:
+        if message.role not in ("user", "assistant"):
+            raise ValueError("where a later system message goes is the template's business")
+        if isinstance(message.content, str):
+            made.append({"role": message.role, "content": message.content})
+        elif message.role == "user":
+            made += _user(message.content)
+        else:
+            made.append(_assistant(message.content))
+    return made
+
+
+def _system(content: str | list[_Block] | None) -> str:
+    """One text; blocks that are a billing header are dropped, one in front of a string by the chat itself."""
+    if not isinstance(content, list):
+        return content or ""
+    if any(block.type.startswith("tool_") for block in content):
+        raise ValueError("a later message changes the tools")
+    texts = [block.text or "" for block in content if block.type == "text"]
+    return "".join([text for text in texts if not text.startswith(_HEADER)])
+
+
+def _user(blocks: Sequence[_Block]) -> list[_Chat]:
+    """Results of tools are messages of their own, before what the user says."""
+    made: list[_Chat] = []
+    for block in blocks:
+        if block.type == "tool_result":
+            made.append({"role": "tool", "tool_call_id": block.tool_use_id or "", "content": _result(block.content)})
+        elif block.type != "text":
+            raise ValueError(f"a user's block of type {block.type[:40]!r}")
+    said = _texts(blocks)
+    return made if said is None else [*made, {"role": "user", "content": said}]
+
+
+def _result(content: Raw) -> str:
+    if content is _NO_RAW or bytes(content) == b"null":
+        return ""
+    if bytes(content).startswith(b'"'):
+        return msgspec.json.decode(content, type=str)
+    blocks = _decode_blocks(content)
+    if any(block.type != "text" for block in blocks):
+        raise ValueError("a result that is not of text")
+    return "\n".join([block.text or "" for block in blocks])
+
+
+def _assistant(blocks: Sequence[_Block]) -> _Chat:
+    made: _Chat = {"role": "assistant"}
+    if any(block.type not in ("text", "thinking", "redacted_thinking", "tool_use") for block in blocks):
+        raise ValueError("an assistant's block of another type")
+    thoughts = [block.thinking for block in blocks if block.type == "thinking" and block.thinking is not None]
+    if thoughts:
+        made["reasoning"] = "".join(thoughts)
+    calls = [_call(block) for block in blocks if block.type == "tool_use"]
+    if calls:
+        made["tool_calls"] = calls
+    said = _texts(blocks)
+    return made if said is None else {**made, "content": said}
+
+
+def _call(block: _Block) -> _Chat:
+    if not block.id:
+        raise ValueError("a call without an id gets one of the time")
+    given = block.input if block.input is not _NO_RAW and bytes(block.input) != b"null" else _EMPTY_OBJECT
+    function = {"name": block.name or "", "arguments": bytes(given).decode()}
+    return {"id": block.id, "type": "function", "function": function}
+
+
+def _texts(blocks: Sequence[_Block]) -> str | list[_Chat] | None:
+    """A single text is a string."""
+    texts = [block.text for block in blocks if block.type == "text" and block.text]
+    if len(texts) > 1:
+        return [{"type": "text", "text": text} for text in texts]
+    return texts[0] if texts else None
+
+
+def _tool(tool: _Tool) -> _Chat:
+    schema = tool.input_schema
+    function: _Chat = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": schema if "type" in schema else {**schema, "type": "object"},
+        "strict": tool.strict,
+        "defer_loading": tool.defer_loading,
+    }
+    return {"type": "function", "function": function}

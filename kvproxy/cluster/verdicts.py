@@ -1,0 +1,133 @@
+"""What attempts and probes say of a cluster's engines: which are taken out, what is their fault, if all are out."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+
+from kvproxy.cluster.endpoint import Condition, Endpoint
+from kvproxy.cluster.engine import Engine
+from kvproxy.cluster.membership import Membership
+from kvproxy.cluster.pick import AttemptOutcome
+from kvproxy.cluster.prober import ProbeOutcome
+from kvproxy.cluster.screening import Screening, may_eject
+from kvproxy.config.cluster_schema import HealthCheckSettings
+from kvproxy.resilience.breaker import BreakerState
+from kvproxy.types import Clock
+
+log = logging.getLogger(__name__)
+
+#: So many attempts in a row that served nothing, on every engine at least one, make an outage.
+_OUTAGE_ATTEMPTS = 6
+
+#: A kind of failure that requests had on several engines is held against none for this long.
+_SHARED_FAILURE_S = 10.0
+
+
+class Verdicts:
+    """Of one cluster's engines; the data-parallel ranks of one are well or not well together. `on_return` is called
+    with an engine that is well again."""
+
+    def __init__(
+        self,
+        cluster: str,
+        settings: HealthCheckSettings,
+        *,
+        members: Membership,
+        screening: Screening,
+        clock: Clock,
+        on_return: Callable[[Engine], None],
+    ) -> None:
+        self._cluster = cluster
+        self.settings = settings
+        self._members = members
+        self._screening = screening
+        self._clock = clock
+        self._on_return = on_return
+        self._shared_failures: dict[str, float] = {}  # when a request last failed alike on several engines
+
+    def record_outcome(self, engine: Engine, outcome: AttemptOutcome, now: float) -> None:
+        """Draw the conclusions of an attempt."""
+        if outcome is AttemptOutcome.FAILURE:
+            if engine.health.record_failure(now) and may_eject(self._members.engines, self.settings, now):
+                self._eject(engine, now)
+        elif outcome is AttemptOutcome.SUCCESS or outcome is AttemptOutcome.CLIENT_ERROR:
+            engine.health.record_success()
+
+    def has_outage(self, model: str, now: float) -> bool:
+        """Whether every endpoint of `model` is out, or has of late served nothing: a retry would only be more load."""
+        pool = self._screening.pool(model, now)
+        if pool.panic or not pool.usable:
+            return pool.panic
+        unserved = [health.unserved_in_a_row(now) for health in {endpoint.health for endpoint in pool.usable}]
+        return all(unserved) and sum(unserved) >= _OUTAGE_ATTEMPTS
+
+    def is_spared(self, endpoint: Endpoint, model: str, *, reason: str, now: float) -> bool:
+        """Whether a failure on `endpoint` alone may be the request's fault: no other engine does better at present,
+        or requests that fail in this way wherever they go (`record_shared_failure`) have been seen lately."""
+        if now - self._shared_failures.get(reason, -math.inf) < _SHARED_FAILURE_S:
+            return True
+        usable = self._screening.pool(model, now).usable
+        others = [other for other in usable if other.engine is not endpoint.engine]
+        return bool(others) and all(other.health.unserved_in_a_row(now) for other in others)
+
+    def record_shared_failure(self, reason: str, now: float) -> None:
+        """A request failed in the same way on several engines, and none served it. `reason` is from a closed set."""
+        self._shared_failures[reason] = now
+
+    def breaker_changed(self, engine: Engine) -> None:
+        """What an engine's breaker admits may have changed."""
+        if engine.breaker.state is BreakerState.OPEN:
+            self._count_ejection(engine, Condition.BREAKER_OPEN.value)
+        self._screening.invalidate()
+
+    def probed(self, engine: Engine, outcome: ProbeOutcome) -> None:
+        """A probe ended."""
+        for endpoint in self._members.of_engine(engine):
+            endpoint.metrics.probe(outcome.value)
+        if outcome is ProbeOutcome.NOT_SENT:
+            return
+        well = outcome is ProbeOutcome.OK
+        changed = engine.health.record_probe(well, self._clock())
+        if changed:
+            self._screening.invalidate()
+            if well:
+                log.info("%s/%s is well again", self._cluster, engine.id)
+                self._on_return(engine)
+            else:
+                self._count_ejection(engine, "probes")
+                log.warning("%s/%s is unhealthy: probe %s", self._cluster, engine.id, outcome)
+        if not well and not engine.health.is_healthy:
+            self._give_back(engine)
+        elif changed:
+            self.give_back_all()
+
+    def give_back_all(self) -> None:
+        """There may be an alternative now for what waits on unhealthy engines."""
+        for endpoint in self._members.all_endpoints():
+            if not endpoint.health.is_healthy:
+                _give_back(endpoint)
+
+    def _eject(self, engine: Engine, now: float) -> None:
+        length_s = engine.health.eject(now)
+        self._count_ejection(engine, "failures")
+        self._screening.invalidate()
+        log.warning("%s/%s is ejected for %.1f s: requests failed in a row", self._cluster, engine.id, length_s)
+        if not self.settings.active:  # no probe will say more
+            self._give_back(engine)
+
+    def _count_ejection(self, engine: Engine, reason: str) -> None:
+        for endpoint in self._members.of_engine(engine):
+            endpoint.metrics.ejection(reason)
+
+    def _give_back(self, engine: Engine) -> None:
+        for endpoint in self._members.all_endpoints():
+            if endpoint.engine is engine:
+                _give_back(endpoint)
+
+
+def _give_back(endpoint: Endpoint) -> None:
+    """Offer what waits for a first byte here to the requests it belongs to; each decides what to do with itself."""
+    for give_back in tuple(endpoint.waiting.values()):
+        give_back()

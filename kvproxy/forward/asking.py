@@ -1,0 +1,174 @@
+"""One attempt's question to an engine: what is added to it for this engine, and asked again without what is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Callable, Coroutine
+
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.pick import Pick
+from kvproxy.forward.answer import may_be_error, read_beginning, read_short
+from kvproxy.forward.engine_priority import REFUSING, names_priority, with_priority
+from kvproxy.forward.headers import RANK_HEADER, RequestHead
+from kvproxy.forward.request_body import RequestBody
+from kvproxy.forward.request_options import priority_of
+from kvproxy.request.exchange import Exchange
+from kvproxy.types import EndpointId, RequestKind
+from kvproxy.upstream.pool import Timeouts, UpstreamPool, UpstreamResponse
+
+#: The response, its status or that of an error that a stream begins with, and the piece that is there.
+Answer = tuple[UpstreamResponse, int, bytes]
+
+_BAD_REQUEST = 400
+#: SGLang reads the rank here, too: newer versions for Responses, older ones for the others. (A client's own is cut out
+#: by the guard; a trusted one's comes later in the body and wins.)
+_RANK_MEMBER = b'"routed_dp_rank":%d,'
+_WITH_FIELD = frozenset({RequestKind.CHAT, RequestKind.COMPLETION, RequestKind.RESPONSES})
+#: What engines call a data-parallel rank that they do not have: vLLM and SGLang, and vLLM's front end in Rust, which
+#: says no more.
+_NO_SUCH_RANK = re.compile(rb"data.parallel.rank|dp.rank|engine-core error", re.IGNORECASE)
+
+
+class Asking:
+    """What all attempts of one request have in common. What an engine may not know (a `priority`, the data-parallel
+    rank) costs no request its answer: it is asked once more without, at once."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        *,
+        pool: UpstreamPool,
+        timeouts: Timeouts,
+        cluster: Cluster,
+        method: str,
+        target: bytes,
+        head: RequestHead,
+        body: RequestBody,
+    ) -> None:
+        self._exchange = exchange
+        self._pool = pool
+        self._timeouts = timeouts
+        self._cluster = cluster
+        self._method = method.encode()
+        self._target = target
+        self._head = head
+        self._body = body
+        #: The data-parallel rank that a trusted client asks for itself: its word stands.
+        self.own_rank = dict(head.repeated.headers).get(RANK_HEADER) if exchange.trusted else None
+
+    @property
+    def level(self) -> int:
+        """Of the request's class: what the configured header says, larger first."""
+        header = self._cluster.settings.queue.priority_header
+        return priority_of(self._head.headers, header.lower().encode()) if header else 0
+
+    def other_ranks(self) -> frozenset[EndpointId]:
+        """Endpoints that a request for its own rank cannot mean; none where no engine is known to have that rank."""
+        asked = self.own_rank or b""
+        ranked = {one.id: b"%d" % one.rank for one in self._cluster.endpoints if one.rank is not None}
+        return frozenset(one for one, rank in ranked.items() if rank != asked and asked in ranked.values())
+
+    def ask(self, pick: Pick) -> Coroutine[None, None, Answer]:
+        """The engine's answer. (A coroutine around `_send` would be resumed with it.)"""
+        endpoint, head = pick.endpoint, self._head
+        if endpoint.authorization is not None:
+            head = head.with_credential(endpoint.authorization)
+        if self._exchange.trace_parent:
+            head = head.with_trace_parent(self._exchange.trace_parent)
+        if endpoint.rank is None or self.own_rank is not None:
+            return self._ask(pick, head)
+        return self._ask_rank(pick, head, endpoint.engine.ranks.number(endpoint.rank))
+
+    def _rank_member(self, pick: Pick, number: int) -> bytes:
+        """The field for engines that do not read the header everywhere."""
+        inference = self._exchange.inference
+        if not pick.endpoint.engine.ranks.in_body or inference is None or inference.kind not in _WITH_FIELD:
+            return b""
+        return _RANK_MEMBER % number if inference.model or inference.prompt.parts else b""
+
+    async def _ask_rank(self, pick: Pick, head: RequestHead, number: int) -> Answer:
+        response, status, first = await self._ask(pick, head.with_rank(number), self._rank_member(pick, number))
+        if status != _BAD_REQUEST or self._body.whole is None:
+            return response, status, first
+        first, refused = await _refused(response, first, lambda error: _NO_SUCH_RANK.search(error) is not None)
+        if not refused:
+            return response, status, first
+        response, status, first = await self._ask(pick, head)
+        if status < 400:
+            self._cluster.ranks.refused(pick.endpoint, number)
+        return response, status, first
+
+    def _ask(self, pick: Pick, head: RequestHead, member: bytes = b"") -> Coroutine[None, None, Answer]:
+        """`member` is written in front of those of the body."""
+        whole = self._body.whole
+        if whole is None:
+            return self._send(pick, head, self._body.take())
+        if self._exchange.tells_priority:
+            start, at = with_priority(whole, self._exchange, self._cluster, pick, level=self.level)
+            if start:
+                return self._ask_with_priority(pick, head, whole, start, at, member)
+        return self._send_whole(pick, head, whole, member)
+
+    def _send_whole(self, pick: Pick, head: RequestHead, whole: bytes, member: bytes) -> Coroutine[None, None, Answer]:
+        if not member:
+            return self._send(pick, head, whole)
+        at = whole.index(b"{") + 1
+        return self._send(pick, head, memoryview(whole)[at:], start=whole[:at] + member)
+
+    async def _ask_with_priority(
+        self, pick: Pick, head: RequestHead, whole: bytes, start: bytes, at: int, member: bytes
+    ) -> Answer:
+        response, status, first = await self._send(pick, head, memoryview(whole)[at:], start=start + member)
+        if status not in REFUSING:
+            return response, status, first
+        first, refused = await _refused(response, first, names_priority)
+        if not refused:
+            return response, status, first
+        self._exchange.outcome.engine_priority = None
+        response, status, first = await self._send_whole(pick, head, whole, member)
+        if status < 400:
+            pick.endpoint.refused_priority()
+        return response, status, first
+
+    async def _send(
+        self,
+        pick: Pick,
+        head: RequestHead,
+        body: bytes | memoryview | AsyncIterator[bytes] | None,
+        *,
+        start: bytes = b"",
+    ) -> Answer:
+        response = await self._pool.request(
+            pick.endpoint.origin,
+            self._method,
+            self._target,
+            head.own if self._body.whole is not None else head.own + self._body.framing,
+            body,
+            start=start,
+            timeouts=self._timeouts,
+            early=False,
+            repeated=head.repeated,
+        )
+        status, first = response.status, b""
+        try:
+            if status < 500:  # the first piece is there, or the end
+                first = response.take() or b""
+                if may_be_error(status, first):
+                    status, first = await read_beginning(response, first)
+            return response, status, first
+        except BaseException:
+            response.abort()
+            raise
+
+
+async def _refused(response: UpstreamResponse, first: bytes, names: Callable[[bytes], bool]) -> tuple[bytes, bool]:
+    """What was read of an error, and whether `names` finds its cause there: then the response is done with."""
+    try:
+        first, complete = await read_short(response, first)
+    except BaseException:
+        response.abort()
+        raise
+    refused = complete and names(first)
+    if refused:
+        response.abort()
+    return first, refused

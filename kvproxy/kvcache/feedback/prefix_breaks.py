@@ -1,0 +1,195 @@
+"""What breaks prefixes: for each session that returns and was not reused as far as its last prompt went, why and what
+it cost."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from kvproxy.cluster.endpoint_metrics import OTHER
+from kvproxy.kvcache.overlap.facts import RequestFacts, Result
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.prefix.hygiene.causes import Cause, PrefixBreak
+from kvproxy.prefix.hygiene.comparison import Change, find_change
+from kvproxy.prefix.hygiene.parts import digest_part
+from kvproxy.prefix.hygiene.threads import Session, Sessions, Thread
+from kvproxy.prefix.tokens.session_hashes import PromptText
+from kvproxy.types import Clock, EndpointId, Prompt, RequestKind
+
+#: APIs whose prompts come message by message.
+_FOLLOWED = frozenset({RequestKind.CHAT, RequestKind.MESSAGES, RequestKind.RESPONSES})
+#: An engine reuses whole blocks, and some templates write the end of a prompt anew: so much is never missed.
+_SPARED_TOKENS, _SPARED_SHARE = 256, 0.1
+#: Less that was computed again is nobody's concern.
+LEAST_TOKENS = 64
+#: Rows and breaks that are kept for people. Tenants are those of the configuration; beyond the bound they share a row.
+MAX_ROWS, MAX_LATEST = 512, 100
+
+_HEADER = b"x-anthropic-billing-header"
+_HEADER_BYTES = 256
+_HEAD_OF_MESSAGE = 512
+
+Place = tuple[str, EndpointId]
+
+
+@dataclass(slots=True)
+class BreakTotals:
+    """Of one cause, client and tenant."""
+
+    breaks: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    part: str = ""  # of the latest
+    request_id: str = ""
+    at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RecentBreak:
+    """One of the latest."""
+
+    at: float
+    request_id: str
+    cluster: str
+    client: str
+    tenant: str
+    found: PrefixBreak
+
+
+class PrefixBreaks:
+    """Looks at every request of a session when it is over. What it keeps is bounded: `Sessions`, and rows.
+
+    The engine's count of reused tokens decides: what it reused was not broken, whatever changed. Where an engine does
+    not report it, only changes count that the client made.
+    """
+
+    def __init__(self, metrics: Metrics, *, clock: Clock) -> None:
+        self.sessions = Sessions()
+        self.returned = 0  # turns that were compared with the one before
+        self.latest: deque[RecentBreak] = deque(maxlen=MAX_LATEST)
+        self._totals: dict[tuple[Cause, str, str], BreakTotals] = {}
+        self._metrics = metrics.kvcache.prefix_break_tokens
+        self._clock = clock
+        self._reusing: set[Place] = set()  # engines that ever reused anything
+        self._dropping: set[Place] = set()  # engines that reused a prompt whose header had changed
+
+    @property
+    def totals(self) -> list[tuple[tuple[Cause, str, str], BreakTotals]]:
+        """By cause, client and tenant, the dearest first."""
+        return sorted(self._totals.items(), key=lambda row: -row[1].tokens)
+
+    def finished(self, facts: RequestFacts, result: Result) -> PrefixBreak | None:
+        """The request is over; what it broke. Once a request."""
+        request, text = facts.request, facts.text
+        session_key, endpoint = request.session_key, result.endpoint
+        if text is None or session_key is None or request.kind not in _FOLLOWED or not facts.keys:
+            return None
+        if endpoint is None or not result.prefilled:
+            return None
+        key = (result.tenant, session_key)
+        session = self.sessions.use(key)
+        thread = session.continued_by(facts.keys)
+        if thread is None:
+            thread, found = self._started(session, facts, text, result)
+        else:
+            found = self._lost(thread, facts, result)
+            self.sessions.grew(session, thread.grow(facts.keys, text))
+        thread.prefilled(endpoint, result.prompt_tokens, now := self._clock())
+        if found is not None:
+            self._count(found, facts, result, now)
+        if request.session_ends:
+            self.sessions.forget(key)
+        return found
+
+    def keep(self, present: Collection[Place]) -> None:
+        """Forget all endpoints but these."""
+        self._reusing.intersection_update(present)
+        self._dropping.intersection_update(present)
+
+    def show(self, metrics: Metrics) -> None:
+        """The gauges read it from now on."""
+        metrics.holdings.index_bytes.labels("session_parts").set_function(lambda: self.sessions.held_bytes)
+
+    def _lost(self, thread: Thread, facts: RequestFacts, result: Result) -> PrefixBreak | None:
+        """The prompt begins with the last one: whether the engine still had that."""
+        cached, expected, endpoint = result.cached_tokens, thread.prompt_tokens, result.endpoint
+        if cached is None or endpoint is None or thread.at > facts.started_at:
+            return None  # or the last one was still under way
+        self.returned += 1
+        place = (facts.cluster.name, endpoint)
+        if cached:
+            self._reusing.add(place)
+        step = facts.indexes.steps.known.get(endpoint, 1)
+        lost = expected - expected % step - cached
+        if not _is_missed(lost, expected):
+            if thread.header and place not in self._dropping and header_of(facts.request.prompt) != thread.header:
+                self._dropping.add(place)
+            return None
+        if thread.header and place not in self._dropping and header_of(facts.request.prompt) != thread.header:
+            return self._cost(Cause.VOLATILE_HEADER, "system block 1", lost, facts, result)
+        if place not in self._reusing:
+            return None  # it may keep nothing at all
+        moved = thread.endpoint is not None and thread.endpoint != endpoint
+        return self._cost(Cause.MOVED if moved else Cause.EVICTED, "engine", lost, facts, result)
+
+    def _started(
+        self, session: Session, facts: RequestFacts, text: PromptText, result: Result
+    ) -> tuple[Thread, PrefixBreak | None]:
+        """None of the threads goes on: a new one, and what broke another, if anything did."""
+        prompt, sessions = facts.request.prompt, self.sessions
+        head = sessions.heads.head_of(text)
+        thread = Thread(facts.model, facts.keys, text, head, header=header_of(prompt))
+        change = find_change(session, thread, text) if session.threads else None
+        replaced = None if change is None or change.cause is Cause.MODEL_SWITCH else change.thread
+        sessions.add(session, thread, instead_of=replaced)
+        return thread, None if change is None else self._broken(change, facts, result)
+
+    def _broken(self, change: Change, facts: RequestFacts, result: Result) -> PrefixBreak | None:
+        self.returned += 1
+        prompt_tokens, cached = result.prompt_tokens, result.cached_tokens
+        tokens_per_byte = facts.overlaps.prompt_tokens / max(1, facts.prompt_bytes)
+        if prompt_tokens:
+            tokens_per_byte = prompt_tokens / max(1, facts.prompt_bytes)
+        again = int(change.again_bytes * tokens_per_byte)
+        if prompt_tokens and cached is not None:
+            expected = change.thread.prompt_tokens
+            if expected and not _is_missed(min(expected, prompt_tokens) - cached, expected):
+                return None
+            again = min(again, prompt_tokens - cached)
+        return self._cost(change.cause, change.part, again, facts, result) if again >= LEAST_TOKENS else None
+
+    def _cost(self, cause: Cause, part: str, tokens: int, facts: RequestFacts, result: Result) -> PrefixBreak:
+        """With what these tokens took behind those that were reused; the rest attends to all of them either way."""
+        speeds, endpoint, seconds = facts.cluster.speeds, result.endpoint, None
+        if speeds is not None and endpoint is not None and not speeds.learning:
+            _, token_s, attention_s, _ = speeds.seconds
+            own_s = tokens * (token_s + attention_s * ((result.cached_tokens or 0) + 0.5 * tokens))
+            seconds = own_s * speeds.slowness(endpoint, self._clock())
+        return PrefixBreak(cause, part, tokens, seconds)
+
+    def _count(self, found: PrefixBreak, facts: RequestFacts, result: Result, now: float) -> None:
+        client = facts.request.client
+        key = (found.cause, client, result.tenant)
+        if key not in self._totals and len(self._totals) >= MAX_ROWS:
+            key = (found.cause, client, OTHER)
+        totals = self._totals.setdefault(key, BreakTotals())
+        totals.breaks += 1
+        totals.tokens += found.tokens
+        totals.seconds += found.seconds or 0.0
+        totals.part, totals.request_id, totals.at = found.part, result.request_id, now
+        self._metrics.labels(found.cause.value, client).inc(found.tokens)
+        self.latest.append(RecentBreak(now, result.request_id, facts.cluster.name, client, result.tenant, found))
+
+
+def _is_missed(lost: int, expected: int) -> bool:
+    return lost > max(_SPARED_TOKENS, _SPARED_SHARE * expected)
+
+
+def header_of(prompt: Prompt) -> int:
+    """A digest of the billing header that the prompt came with; 0: none. Not every engine leaves it out."""
+    for text in (prompt.shape, prompt.parts[0][:_HEAD_OF_MESSAGE] if prompt.parts else b""):
+        at = text.find(_HEADER)
+        if at >= 0:
+            return digest_part(text[at : at + _HEADER_BYTES].partition(b'"')[0].partition(b"\\n")[0])
+    return 0

@@ -1,0 +1,136 @@
+"""Where sessions and stored responses were served last, and what that left there: all there is to go by where a prompt
+begins with a history that only its engine has. Pure; the time is an argument."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import msgspec
+from xxhash import xxh3_64_intdigest
+
+from kvproxy.types import EndpointId, InferenceRequest
+
+#: Sessions remembered, and as many responses; the longest unused go first.
+MAX_REMEMBERED = 32_768
+#: An engine has other things in its cache after so long.
+MAX_AGE_S = 3600.0
+#: Of an entry with its place in a table.
+ENTRY_BYTES = 450
+
+#: Message prefixes noted of a prompt, from each of its ends.
+_EDGES = 4
+
+
+class Served(msgspec.Struct, frozen=True, gc=False):
+    """The last request of a session, or the one that a response answered."""
+
+    endpoint: EndpointId
+    life: int  # of the endpoint's cache
+    at: float
+    prompt_tokens: int  # that the engine holds since
+    tokens: int  # with those of the answer
+    keys: array[int]  # of its prompt's first and last message prefixes
+
+
+class RequestNames(msgspec.Struct, frozen=True):
+    """What a request goes by here, as numbers that mean nothing elsewhere; 0: it has none."""
+
+    seed: int = 0  # of all that share its names
+    session: int = 0
+    parent: int = 0
+    history: int = 0  # the response that it goes on from
+
+    @classmethod
+    def of(cls, request: InferenceRequest, seed: int, tenant: str) -> RequestNames:
+        """Scoped by `seed` (model and cache salt) and tenant: the same id of others is another session."""
+        seed = _digest(tenant, seed)
+        return cls(
+            seed, _name(request.session_key, seed), _name(request.parent_session, seed), _name(request.continues, seed)
+        )
+
+
+NO_NAMES = RequestNames()
+
+
+class LastServed:
+    """Sessions and responses in tables of their own, so that many of one kind do not push out the other.
+
+    Plain dicts in order of use: every request of a session comes by.
+    """
+
+    def __init__(self, *, max_entries: int = MAX_REMEMBERED) -> None:
+        self._max_entries = max_entries
+        self._sessions: dict[int, Served] = {}
+        self._responses: dict[int, Served] = {}
+        self._lives: dict[EndpointId, int] = {}
+
+    @property
+    def sessions(self) -> int:
+        """Sessions remembered."""
+        return len(self._sessions)
+
+    @property
+    def responses(self) -> int:
+        """Responses remembered."""
+        return len(self._responses)
+
+    def find_history(self, names: RequestNames, now: float) -> Served | None:
+        """What the request goes on from: the response it names, else the last of its session, or of the session that
+        it was made from."""
+        for table, name in (
+            (self._responses, names.history),
+            (self._sessions, names.session),
+            (self._sessions, names.parent),
+        ):
+            served = table.get(name)
+            if served is not None and self._stands(served, now):
+                return served
+        return None
+
+    def note(
+        self,
+        names: RequestNames,
+        *,
+        response_id: str,
+        endpoint: EndpointId,
+        prompt_tokens: int,
+        answer_tokens: int,
+        keys: Sequence[int],
+        now: float,
+    ) -> None:
+        """A request with these names was served there; another may go on from it by `response_id`, if it has one."""
+        if not (names.session or response_id):
+            return
+        edges = keys if len(keys) <= 2 * _EDGES else (*keys[:_EDGES], *keys[-_EDGES:])
+        life = self._lives.get(endpoint, 0)
+        served = Served(endpoint, life, now, prompt_tokens, prompt_tokens + answer_tokens, array("Q", edges))
+        if names.session:
+            self._put(self._sessions, names.session, served)
+        if response_id:
+            self._put(self._responses, _digest(response_id, names.seed), served)
+
+    def end(self, session: int) -> Served | None:
+        """Nothing more comes of the session: what it was last is forgotten, and returned."""
+        return self._sessions.pop(session, None)
+
+    def forget_cache(self, endpoint: EndpointId) -> None:
+        """The endpoint left, or lost what it held."""
+        self._lives[endpoint] = self._lives.get(endpoint, 0) + 1
+
+    def _stands(self, served: Served, now: float) -> bool:
+        return now - served.at <= MAX_AGE_S and served.life == self._lives.get(served.endpoint, 0)
+
+    def _put(self, table: dict[int, Served], name: int, served: Served) -> None:
+        table.pop(name, None)
+        table[name] = served
+        if len(table) > self._max_entries:
+            del table[next(iter(table))]
+
+
+def _name(key: str | None, seed: int) -> int:
+    return 0 if key is None else _digest(key, seed)
+
+
+def _digest(text: str, seed: int) -> int:
+    return xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"), seed)

@@ -1,0 +1,86 @@
+"""Why returning prompts could not be reused: the causes, what helps against each, and one break."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class Cause(StrEnum):
+    """A metric label."""
+
+    VOLATILE_HEADER = "volatile_header"
+    TOKEN_COUNTER = "token_counter"
+    DATE_OR_ID = "date_or_id"
+    TOOL_ORDER = "tool_order"
+    TOOLS = "tools"
+    SYSTEM = "system"
+    TEMPLATE = "template"
+    COMPACTION = "compaction"
+    MESSAGE = "message"
+    MODEL_SWITCH = "model_switch"
+    MOVED = "moved"
+    EVICTED = "evicted"
+
+
+#: What happened, and what helps.
+ADVICE: dict[Cause, tuple[str, str]] = {
+    Cause.VOLATILE_HEADER: (
+        "the system prompt has a header in it that is another one in every request, and the engine does not drop it",
+        "Claude Code: CLAUDE_CODE_ATTRIBUTION_HEADER=0 in its environment; or `normalize` with `billing_header`",
+    ),
+    Cause.TOKEN_COUNTER: (
+        "the client writes into its prompt how many tokens are left",
+        "switch that off in the client, or `normalize` with `token_counters`",
+    ),
+    Cause.DATE_OR_ID: (
+        "a date, a time or an id in front of the conversation changes",
+        "have the client put what changes into its last message",
+    ),
+    Cause.TOOL_ORDER: (
+        "the same tools come in another order",
+        "have the client keep one order, or `normalize` with `sort_tools`",
+    ),
+    Cause.TOOLS: (
+        "tools are added, left out or described differently within a session",
+        "have the client send all of its tools from the first turn on",
+    ),
+    Cause.SYSTEM: (
+        "the system prompt is rewritten within a session",
+        "have the client keep it, and say what is new in its last message",
+    ),
+    Cause.TEMPLATE: (
+        "what shapes the chat template (reasoning effort, thinking, its arguments) changes within a session",
+        "keep it as it is for a whole session",
+    ),
+    Cause.COMPACTION: (
+        "the client shortens its history",
+        "expected when a context is full; if it happens often, raise the client's threshold or let it cut more at once",
+    ),
+    Cause.MESSAGE: (
+        "the client rewrites messages that it sent before",
+        "have it only add messages",
+    ),
+    Cause.MODEL_SWITCH: (
+        "the conversation goes on with another model",
+        "none but to stay with one: no cache is shared between models",
+    ),
+    Cause.MOVED: (
+        "the next turn was served by another endpoint, which did not hold the prompt",
+        "`kvproxy explain REQUEST_ID` says why; more room for load, or a `queue`, keeps more turns at home",
+    ),
+    Cause.EVICTED: (
+        "the engine no longer had what it prefilled in the turn before",
+        "more KV memory, or a tier below it (LMCache); `kvproxy doctor --advise` has the figures",
+    ),
+}
+
+
+class PrefixBreak(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a returning session lost: the first part that changed, why, and what was computed again for it."""
+
+    cause: Cause
+    part: str  # "system block 1, line 14", "tool 3", "message 5", "template", "model"; "engine": nothing changed
+    tokens: int
+    seconds: float | None = None  # of prefill, at the speeds learned; None: none were learned

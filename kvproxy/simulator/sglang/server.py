@@ -1,0 +1,338 @@
+"""A simulated SGLang server as an ASGI app: its routes, and the life of its engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import random
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from kvproxy.simulator.answer import Answer
+from kvproxy.simulator.engine import Engine
+from kvproxy.simulator.engine_io import EngineLoad, EngineOutput, SimRequest
+from kvproxy.simulator.engine_runner import EngineRunner, GenerationGroup, SequenceProgress
+from kvproxy.simulator.generation_request import GenerationPlan
+from kvproxy.simulator.http_call import EVENT_STREAM, ClientGone, HttpCall, Receive, Scope, Send
+from kvproxy.simulator.kv_event import KvEvent
+from kvproxy.simulator.kv_event_publisher import EventEncoding, KvEventPublisher, PublisherSettings
+from kvproxy.simulator.prompts import Prompts
+from kvproxy.simulator.sglang.errors import SglangError, engine_dead, flatten, queue_full
+from kvproxy.simulator.sglang.events import PageEncoder
+from kvproxy.simulator.sglang.exposition import SglangMetrics
+from kvproxy.simulator.sglang.radix_pages import RadixPages
+from kvproxy.simulator.sglang.requests import SglangPlanner
+from kvproxy.simulator.sglang.server_info import describe_model, describe_server
+from kvproxy.simulator.sglang.settings import SglangSettings
+from kvproxy.simulator.sglang.shapes import SglangChat, SglangCompletion, SglangGenerate
+from kvproxy.simulator.tokenizer import Tokenizer
+from kvproxy.simulator.vllm_errors import VllmError
+from kvproxy.simulator.vllm_generate import Shape
+from kvproxy.simulator.vllm_server import utc_seconds
+from kvproxy.simulator.vllm_state import FaultError, Faults
+from kvproxy.types import Clock
+
+_KEPT_REQUESTS = 256
+_HEALTH_CHECK = "HEALTH_CHECK_"
+_RANK_HEADER = "x-data-parallel-rank"
+_FLUSHED = b"Cache flushed.\nPlease check backend logs for more details.\n"
+
+Handler = Callable[[HttpCall], Awaitable[None]]
+
+
+class SglangApp:
+    """Serve it (it is an ASGI app) while it is entered (it is an async context manager)."""
+
+    def __init__(
+        self, settings: SglangSettings, *, clock: Clock, wall_clock: Callable[[], float], rng: random.Random
+    ) -> None:
+        self.settings = settings
+        self._wall_clock = wall_clock
+        self._rng = rng
+        self._started_at = wall_clock()
+        self._tokenizer = Tokenizer(word_pieces=True)
+        self._prompts = Prompts(self._tokenizer)
+        self._planner = SglangPlanner(settings, self._tokenizer)
+        scheduler = dataclasses.replace(
+            settings.scheduler, kv_events=settings.kv_events is not None, lookahead_tokens=int(settings.paired)
+        )
+        pages = RadixPages(
+            scheduler.capacity_blocks, page_size=settings.page_size, record_events=settings.kv_events is not None
+        )
+        self._engine = Engine(scheduler, cache=pages)
+        self.publisher = self._build_publisher(settings)
+        self._runner = EngineRunner(self._engine, clock=clock, on_events=self._publish, on_output=self._observe)
+        self._metrics = SglangMetrics(settings, self._engine)
+        self.faults = Faults()
+        self.calls: Counter[str] = Counter()
+        self.requests: deque[dict[str, Any]] = deque(maxlen=_KEPT_REQUESTS)
+        self._routes = self._build_routes()
+        self._stack = contextlib.AsyncExitStack()
+
+    @property
+    def load(self) -> EngineLoad:
+        """How busy its engine is."""
+        return self._engine.load
+
+    async def __aenter__(self) -> SglangApp:
+        if self.publisher is not None:
+            await self._stack.enter_async_context(self.publisher)
+        await self._stack.enter_async_context(self._runner)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"no {scope['type']} here")
+        call = HttpCall(scope, receive, send)
+        with contextlib.suppress(ClientGone):
+            try:
+                await self._route(call)
+            except SglangError as error:
+                await call.reply_json(error.body, error.code)
+            except VllmError as error:  # what both engines find wrong with a prompt
+                await call.reply_json(flatten(error.body), error.code)
+
+    def _build_routes(self) -> dict[tuple[str, str], Handler]:
+        chat, completion = self._answer_chat, self._answer_completion
+        prefix = "get_" if self.settings.old_names else ""
+        routes: dict[tuple[str, str], Handler] = {
+            ("POST", "/v1/chat/completions"): chat,
+            ("POST", "/v1/completions"): completion,
+            ("POST", "/generate"): self._answer_generate,
+            ("POST", "/tokenize"): self._answer_tokenize,
+            ("POST", "/v1/tokenize"): self._answer_tokenize,
+            ("GET", "/v1/models"): self._answer_models,
+            ("GET", "/health"): self._answer_health,
+            ("GET", "/health_generate"): self._answer_health_generate,
+            ("GET", "/ping"): self._answer_ping,
+            ("GET", f"/{prefix}server_info"): self._answer_server_info,
+            ("GET", f"/{prefix}model_info"): self._answer_model_info,
+            ("GET", "/flush_cache"): self._answer_flush,
+            ("POST", "/flush_cache"): self._answer_flush,
+            ("POST", "/sim/faults"): self._set_faults,
+            ("GET", "/sim/state"): self._answer_state,
+        }
+        if self.settings.has_ready:
+            routes["GET", "/ready"] = self._answer_ping
+        if self.settings.enable_metrics:
+            routes["GET", "/metrics"] = self._answer_metrics
+        return routes
+
+    async def _route(self, call: HttpCall) -> None:
+        handler = self._routes.get((call.method, call.path))
+        if handler is None:
+            known = any(path == call.path for _, path in self._routes)
+            self.calls["unknown"] += 1
+            detail, status = ("Method Not Allowed", 405) if known else ("Not Found", 404)
+            await call.reply_json({"detail": detail}, status)
+            return
+        self.calls[f"{call.method} {call.path}"] += 1
+        await handler(call)
+
+    async def _answer_chat(self, call: HttpCall) -> None:
+        body = await _read_json(call)
+        shape = SglangChat(report=self.settings.enable_cache_report)
+        await self._generate(call, body, [self._prompts.encode_chat(body)], shape)
+
+    async def _answer_completion(self, call: HttpCall) -> None:
+        body = await _read_json(call)
+        shape = SglangCompletion(report=self.settings.enable_cache_report)
+        await self._generate(call, body, self._prompts.encode_completion(body), shape)
+
+    async def _answer_generate(self, call: HttpCall) -> None:
+        body = await _read_json(call)
+        prompt = body.get("input_ids") if body.get("text") is None else body["text"]
+        wanted = {**body, **(body.get("sampling_params") or {}), "prompt": prompt}
+        await self._generate(call, wanted, self._prompts.encode_completion(wanted)[:1], SglangGenerate())
+
+    async def _generate(self, call: HttpCall, body: Mapping[str, Any], prompts: list[list[int]], shape: Shape) -> None:
+        """One generation from body to last byte; a client that leaves frees the engine at once."""
+        rank = call.headers.get(_RANK_HEADER)
+        if rank is not None and not rank.lstrip("-").isdigit():
+            raise SglangError(f"Invalid value for {_RANK_HEADER} header: {rank}")
+        plan = self._planner.plan(body, prompts, str(body.get("rid") or f"{self._rng.getrandbits(128):032x}"))
+        self._admit()
+        record = {"path": call.path, "id": plan.id, "priority": body.get("priority"), "outcome": "running"}
+        self.requests.append(record)
+        try:
+            finished = await call.run_while_connected(self._answer(call, plan, shape, record))
+            record["outcome"] = record["outcome"] if finished else "disconnected"
+        except SglangError:
+            record["outcome"] = "error"
+            raise
+
+    def _admit(self) -> None:
+        values = self.faults.values
+        if values.engine_dead:
+            raise engine_dead()
+        if self.faults.use_up("fail_next"):
+            raise SglangError("Internal server error", kind="InternalServerError", code=values.fail_status)
+        limit = self.settings.max_queued_requests
+        if self.faults.use_up("busy_next") or (limit is not None and self._engine.load.waiting >= limit):
+            raise queue_full()
+
+    async def _answer(self, call: HttpCall, plan: GenerationPlan, shape: Shape, record: dict[str, Any]) -> None:
+        await self.faults.stall(self.faults.values.stall_head_s)
+        with self._runner.run_requests(plan.requests) as group:
+            answer = Answer(
+                plan,
+                group,
+                tokenizer=self._tokenizer,
+                block_size=self.settings.page_size,
+                created=int(self._wall_clock()),
+            )
+            if plan.stream:
+                record["outcome"] = await self._stream(call, answer, group, shape)
+            else:
+                await _until_ended(group)
+                await call.reply_json(shape.build_body(answer))
+                record["outcome"] = "finished"
+            record["cached_tokens"] = answer.count_usage().cached_tokens
+
+    async def _stream(self, call: HttpCall, answer: Answer, group: GenerationGroup, shape: Shape) -> str:
+        cut = self.faults.use_up("cut_next")
+        await call.start(200, EVENT_STREAM)
+        ended = False
+        while not ended:
+            await group.wait_for_change()
+            ended = group.ended
+            if group.failed:
+                for event in shape.build_error_events(engine_dead().body):
+                    await call.write(event)
+                await call.finish()
+                return "error"
+            for event in shape.build_events(answer, answer.take_deltas(), last=ended):
+                await call.write(event)
+                if cut:
+                    return "cut"
+        await call.finish()
+        return "finished"
+
+    async def _answer_tokenize(self, call: HttpCall) -> None:
+        body = await _read_json(call)
+        if self.faults.values.no_tokenize:
+            await call.reply_json({"detail": "Not Found"}, 404)
+            return
+        await self.faults.stall(self.faults.values.slow_tokenize_s)
+        if body.get("messages") is not None:
+            if not self.settings.tokenizes_chats:
+                raise SglangError("1 validation error: prompt: Field required", param="prompt")
+            tokens = self._prompts.encode_chat(body)
+        else:
+            tokens = self._prompts.encode_tokenize(body)
+        limit = self.settings.context_length
+        await call.reply_json({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
+
+    async def _answer_models(self, call: HttpCall) -> None:
+        model = self.settings.model
+        row = {"id": model, "object": "model", "created": int(self._started_at), "owned_by": "sglang"}
+        row |= {"root": model, "parent": None, "max_model_len": self.settings.context_length}
+        await call.reply_json({"object": "list", "data": [row]})
+
+    async def _answer_health(self, call: HttpCall) -> None:
+        """A token is generated and waited for, in whole steps, unless the environment says not to."""
+        if self.settings.health_generates:
+            await self._answer_health_generate(call)
+        else:
+            await self._answer_ping(call)
+
+    async def _answer_health_generate(self, call: HttpCall) -> None:
+        request = SimRequest(id=f"{_HEALTH_CHECK}{self._rng.getrandbits(64)}", block_hashes=(), prompt_tokens=1,
+                             output_tokens=1, token_ids=(0, 0))  # fmt: skip
+        with self._runner.run_requests([request]) as group:
+            await asyncio.sleep(self.settings.health_step_s)
+            well = group.ended and not group.failed and not self.faults.values.engine_dead
+        await call.reply(200 if well else 503)
+
+    async def _answer_ping(self, call: HttpCall) -> None:
+        await call.reply(503 if self.faults.values.engine_dead else 200)
+
+    async def _answer_server_info(self, call: HttpCall) -> None:
+        await call.reply_json(describe_server(self.settings, self.publisher))
+
+    async def _answer_model_info(self, call: HttpCall) -> None:
+        await call.reply_json(describe_model(self.settings))
+
+    async def _answer_metrics(self, call: HttpCall) -> None:
+        headers = {"content-type": "text/plain; version=0.0.4; charset=utf-8"}
+        await call.reply(200, self._metrics.render_exposition(), headers)
+
+    async def _answer_flush(self, call: HttpCall) -> None:
+        """400 while anything runs. What it says of it goes out with the next events."""
+        await call.reply(200 if self._engine.reset_prefix_cache() else 400, _FLUSHED)
+
+    async def _set_faults(self, call: HttpCall) -> None:
+        try:
+            self.faults.update(await _read_json(call))
+        except FaultError as error:
+            raise SglangError(str(error)) from error
+        values = self.faults.values
+        if values.engine_dead:
+            self._runner.kill()
+        if self.publisher is not None:
+            self.publisher.lose_next, self.publisher.repeat_next = values.lose_events, values.repeat_events
+        await call.reply_json(dataclasses.asdict(values))
+
+    async def _answer_state(self, call: HttpCall) -> None:
+        figures = self.load
+        state = {"running": figures.running, "waiting": figures.waiting, "kv_usage": figures.kv_usage}
+        await call.reply_json({**state, "calls": dict(self.calls), "requests": list(self.requests)})
+
+    def _build_publisher(self, settings: SglangSettings) -> KvEventPublisher | None:
+        events = settings.kv_events
+        if events is None:
+            return None
+        where = PublisherSettings(
+            host=events.host,
+            port=events.port,
+            replay_port=events.replay_port,
+            topic=events.topic,
+            encoding=EventEncoding.V0_24,  # its replays name no topic
+            buffer_steps=events.buffer_steps,
+        )
+        encoder = PageEncoder(page_size=settings.page_size, form=events.form, paired=settings.paired)
+        return KvEventPublisher(where, encoder=encoder, wall_clock=self._wall_clock, replay=events.replay)
+
+    async def _publish(self, events: Sequence[KvEvent]) -> None:
+        if self.publisher is not None:
+            await self.publisher.publish(events)
+
+    def _observe(self, generation: SequenceProgress, output: EngineOutput) -> None:
+        if not generation.request.id.startswith(_HEALTH_CHECK):
+            self._metrics.observe(generation, output)
+
+
+async def _read_json(call: HttpCall) -> dict[str, Any]:
+    raw = await call.read()
+    try:
+        body = json.loads(raw)
+    except ValueError as error:
+        raise SglangError("1 validation error: JSON decode error", kind="Bad Request") from error
+    if not isinstance(body, dict):
+        raise SglangError("1 validation error: Input should be a valid dictionary", kind="Bad Request")
+    return body
+
+
+async def _until_ended(group: GenerationGroup) -> None:
+    while not group.ended:
+        await group.wait_for_change()
+    if group.failed:
+        raise engine_dead()
+
+
+def create_sglang_app(
+    settings: SglangSettings,
+    *,
+    clock: Clock = time.monotonic,
+    wall_clock: Callable[[], float] = utc_seconds,
+    rng: random.Random | None = None,
+) -> SglangApp:
+    """A server that is ready to be entered and served."""
+    return SglangApp(settings, clock=clock, wall_clock=wall_clock, rng=rng or random.Random())
