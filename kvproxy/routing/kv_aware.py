@@ -9,9 +9,9 @@ behind them, and bringing lower-tier tokens up. A greedy router stops at wait + 
 - Own work delays requests that come to the endpoint because it holds their prefix (bound_per_s), for as long as its
   backlog then takes to be over; a long prompt weighs more than its length.
 - Where every endpoint has a backlog, it delays all that come, wherever they go (mean_wait).
-- It stalls the sequences decoding there (stall): up to 60 of the number that are in flight on every endpoint, and up to
-  60 of those that are more here. In a large batch decoding is slow already, and what a request saves by waiting for one
-  endpoint is soon less than it waits.
+- It stalls the sequences decoding there (stall), up to 60 of them: in a large batch decoding is slow already, and what
+  a request saves by waiting for one endpoint is soon less than it waits. Where there are as many on every endpoint, up
+  to 15 count that are more here.
 - The session comes back to where it went, and finds what is usual there (usual_wait): others may have to leave an
   endpoint that is always busy.
 
@@ -44,9 +44,12 @@ from kvproxy.types import EndpointId
 #: Work is believed to delay at most this many of those bound to the endpoint, and as many of all.
 MAX_KAPPA = 9.0
 
-#: So many sequences at most count as stalled where the fewest are in flight, and so many more elsewhere: with hundreds
-#: everywhere nothing else would decide, and without the second count nothing would keep them alike.
+#: So many sequences at most count as stalled by a prefill: with hundreds in flight nothing else would decide.
 MAX_STALLED = 60
+
+#: Where there are as many everywhere, so many still count of those that one endpoint has beyond the others: without
+#: that nothing would keep them alike until the slots of some run out.
+MAX_UNEVEN = 15
 
 #: Where there is a target for the time between tokens, what a second costs that an answer ends late by.
 LATENESS = 0.1
@@ -128,6 +131,7 @@ class KvAware(Policy):
             if load.in_flight < least_in_flight:
                 least_in_flight = load.in_flight
         everywhere = least_in_flight if least_in_flight < MAX_STALLED else MAX_STALLED
+        most_uneven = max(MAX_UNEVEN, MAX_STALLED - least_in_flight)
         arrivals = self.arrivals.estimate(pool.ids, waits, now)
         crowding, delayed, stall, foresight = 0.0, settings.kappa, settings.stall, settings.foresight
         if delayed is None:
@@ -143,8 +147,8 @@ class KvAware(Policy):
             bound_s = crowding * past.bound_per_s * (wait + 0.5 * slow * own)
             kappa = delayed + (bound_s if bound_s < MAX_KAPPA else MAX_KAPPA)
             stalled = load.in_flight - least_in_flight
-            if stalled > MAX_STALLED:
-                stalled = MAX_STALLED
+            if stalled > most_uneven:
+                stalled = most_uneven
             cost = wait + own * (slow + stall * (everywhere + stalled)) + own * kappa + foresight * past.usual_wait_s
             costs.append(cost / weight)
         if settings.target_itl is not None:

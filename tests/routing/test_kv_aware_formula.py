@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvproxy.config.policy_schema import KvAwareSettings
-from kvproxy.routing.kv_aware import LARGE, MAX_KAPPA, MAX_STALLED, TICK_S, KvAware
+from kvproxy.routing.kv_aware import LARGE, MAX_KAPPA, MAX_STALLED, MAX_UNEVEN, TICK_S, KvAware
 from kvproxy.routing.load import EndpointLoad, features_of
 from kvproxy.routing.policy import Overlap, OverlapFacts, PickRequest
 from kvproxy.types import EndpointId
@@ -48,7 +48,7 @@ def plain_costs(
         if overlap.lower_tokens:
             own += lower_s * min(overlap.lower_tokens, matched)
         kappa = everywhere + min(MAX_KAPPA, crowding * past.bound_per_s * (wait + 0.5 * slow * own))
-        stalled = min(fewest, MAX_STALLED) + min(one.load.in_flight - fewest, MAX_STALLED)
+        stalled = min(fewest, MAX_STALLED) + min(one.load.in_flight - fewest, max(MAX_UNEVEN, MAX_STALLED - fewest))
         cost = wait + own * (slow + settings.stall * stalled)
         costs.append((cost + own * kappa + settings.foresight * past.usual_wait_s) / one.weight)
     return costs
