@@ -125,11 +125,8 @@ class LocalIndexes:
     def hashes(self, request: InferenceRequest, model: str) -> tuple[array[int], Sequence[int], int, PromptText | None]:
         """The prompt's text blocks, empty for a prompt shorter than one, a key for each message prefix, shortest
         first, the bytes of all of it, and a conversation's text by message, as they name it (`prompt_identity`). Of a
-        short one there are keys only where something goes by them; none of one that goes on from a response, whose text
-        is only the rest of its prompt. Blocks and keys are not to be changed.
+        short one there are keys only where something goes by them. Blocks and keys are not to be changed.
         """
-        if request.continues is not None:
-            return array("Q"), (), request.prompt.size_bytes, None
         seed, prompt, kind = self._seed(model, request.cache_salt), request.prompt, request.kind
         drops_header, short = self._state.drops_header, prompt.size_bytes <= SHORT_BYTES and not self._keyed
         if kind in RULED and not short:
