@@ -15,11 +15,12 @@ from starlette.types import Send
 from kvproxy.cli import main
 from kvproxy.commands.doctor import TrafficOptions, traffic
 from kvproxy.commands.operate import AdminAddress
-from kvproxy.doctor.traffic import rows_of, traffic_report
+from kvproxy.doctor.traffic import rows_of, rows_of_receipts, traffic_report
 from kvproxy.listener.server import Server
 from kvproxy.prefix.hygiene.causes import Cause
 from kvproxy.receipts.explain import explain
 from kvproxy.receipts.files import ReceiptReader
+from kvproxy.receipts.receipt import decode
 from tests.prefix.test_prefix_changes import agent, dated, edited
 from tests.support.fake_engine import Call, FakeEngine, reply
 from tests.support.loopback import serve
@@ -117,6 +118,16 @@ def test_no_proxy_and_no_receipts(tmp_path: Path) -> None:
         out, err = io.StringIO(), io.StringIO()
         assert traffic(options, out=out, err=err) == 1
         assert err.getvalue().startswith("kvproxy doctor --traffic: n")
+
+
+def test_receipts_of_a_later_version() -> None:
+    """A cause that is not known here is shown as it is, and left out of the sums."""
+    line = (
+        b'{"time":"t","request_id":"r","end":"completed","duration_s":1,"cached_tokens":0,"session":"s","prefix_break":'
+    )
+    receipt = decode(line + b'{"cause":"moonlight","part":"tool 1","tokens":9}}')
+    assert "was not reused: moonlight (tool 1): 9 tokens again" in explain(receipt)
+    assert rows_of_receipts([receipt, receipt]) == ([], 1)
 
 
 def test_nothing_to_compare_yet() -> None:

@@ -33,7 +33,7 @@ def rows_of(answer: Mapping[str, Any]) -> list[Row]:
     return [
         Row(Cause(one["cause"]), *(one[name] for name in Row.__slots__[1:]))
         for one in answer["causes"]
-        if one["cause"] in set(Cause)
+        if one["cause"] in ADVICE
     ]
 
 
@@ -47,10 +47,10 @@ def rows_of_receipts(receipts: Iterable[Receipt]) -> tuple[list[Row], int]:
         if receipt.session:
             seen.add(receipt.session)
         found = receipt.prefix_break
-        if found is None:
+        if found is None or found.cause not in ADVICE:
             continue
         key = (found.cause, receipt.client, receipt.tenant)
-        row = rows.setdefault(key, Row(found.cause, receipt.client, receipt.tenant))
+        row = rows.setdefault(key, Row(Cause(found.cause), receipt.client, receipt.tenant))
         row.breaks += 1
         row.tokens += found.tokens
         row.seconds += found.seconds or 0.0

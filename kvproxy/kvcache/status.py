@@ -110,7 +110,7 @@ def prefix_breaks(service: KvCache, now: float) -> dict[str, object]:
                 "cluster": one.cluster,
                 "client": one.client,
                 "tenant": one.tenant,
-                "cause": one.found.cause.value,
+                "cause": one.found.cause,
                 "part": one.found.part,
                 "tokens": one.found.tokens,
                 "seconds": one.found.seconds,

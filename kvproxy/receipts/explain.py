@@ -166,10 +166,11 @@ def _outcome(receipt: Receipt) -> Iterator[str]:
 
 
 def _broken(found: PrefixBreak) -> Iterator[str]:
-    what, fix = ADVICE[found.cause]
+    what, fix = ADVICE.get(found.cause, (found.cause, ""))
     took = "" if found.seconds is None else f", {_seconds(found.seconds)} of prefill"
     yield f"  its session's last prompt was not reused: {what} ({found.part}): {found.tokens} tokens again{took}"
-    yield f"  what helps: {fix}"
+    if fix:
+        yield f"  what helps: {fix}"
 
 
 _LOSSES = {

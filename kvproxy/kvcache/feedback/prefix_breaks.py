@@ -175,15 +175,16 @@ class PrefixBreaks:
 
     def _count(self, found: PrefixBreak, facts: RequestFacts, result: Result, now: float) -> None:
         client = facts.request.client
-        key = (found.cause, client, result.tenant)
+        cause = Cause(found.cause)
+        key = (cause, client, result.tenant)
         if key not in self._totals and len(self._totals) >= MAX_ROWS:
-            key = (found.cause, client, OTHER)
+            key = (cause, client, OTHER)
         totals = self._totals.setdefault(key, BreakTotals())
         totals.breaks += 1
         totals.tokens += found.tokens
         totals.seconds += found.seconds or 0.0
         totals.part, totals.request_id, totals.at = found.part, result.request_id, now
-        self._metrics.labels(found.cause.value, client).inc(found.tokens)
+        self._metrics.labels(cause.value, client).inc(found.tokens)
         self.latest.append(RecentBreak(now, result.request_id, facts.cluster.name, client, result.tenant, found))
 
 

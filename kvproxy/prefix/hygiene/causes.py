@@ -25,7 +25,7 @@ class Cause(StrEnum):
 
 
 #: What happened, and what helps.
-ADVICE: dict[Cause, tuple[str, str]] = {
+ADVICE: dict[str, tuple[str, str]] = {
     Cause.VOLATILE_HEADER: (
         "the system prompt has a header in it that is another one in every request, and the engine does not drop it",
         "Claude Code: CLAUDE_CODE_ATTRIBUTION_HEADER=0 in its environment; or `normalize` with `billing_header`",
@@ -80,7 +80,7 @@ ADVICE: dict[Cause, tuple[str, str]] = {
 class PrefixBreak(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a returning session lost: the first part that changed, why, and what was computed again for it."""
 
-    cause: Cause
+    cause: str  # a Cause; in a receipt of a later version, maybe another one
     part: str  # "system block 1, line 14", "tool 3", "message 5", "template", "model"; "engine": nothing changed
     tokens: int
     seconds: float | None = None  # of prefill, at the speeds learned; None: none were learned
