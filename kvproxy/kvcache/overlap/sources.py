@@ -102,6 +102,8 @@ class OverlapSources:
         began = self._clock()
         indexes = self.indexes[cluster.name]
         model = model or request.model or self._settings.default_model
+        if model in cluster.adapters.names:
+            indexes.loras[model] = None  # before any event speaks of it
         hashes, keys, prompt_bytes, text = indexes.hashes(request, model)
         cursor = indexes.approximate.locate(hashes)
         facts = RequestFacts(cluster, indexes, request, body, model, cursor, keys, prompt_bytes, began, text)
