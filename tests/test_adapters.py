@@ -72,6 +72,7 @@ async def test_adapters_are_found_where_engines_list_them() -> None:
         assert not proxy.metric("kvproxy_retries_total", reason="unknown_model")
         async with admin_of(proxy.proxy) as admin:
             endpoints = (await admin.get("/endpoints")).json()["clusters"]["default"]
+        assert proxy.metric("kvproxy_endpoint_adapters", cluster="default", endpoint="b") == 2
         assert [one["adapters"]["served"] for one in endpoints] == [["both", "x"], ["both", "y"]]
 
 
