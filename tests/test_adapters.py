@@ -20,6 +20,7 @@ from kvproxy.kvcache.service import KvCache
 from kvproxy.simulator.fleet import Fleet, FleetSettings
 from kvproxy.simulator.kv_event_publisher import PublisherSettings
 from kvproxy.simulator.vllm_settings import VllmSettings
+from kvproxy.types import EndpointId
 from tests.admin.support import admin_of
 from tests.kvcache.support import long_text
 from tests.simulator.support import TINY
@@ -71,6 +72,7 @@ async def test_adapters_are_found_where_engines_list_them() -> None:
         assert not proxy.metric("kvproxy_retries_total", reason="unknown_model")
         async with admin_of(proxy.proxy) as admin:
             endpoints = (await admin.get("/endpoints")).json()["clusters"]["default"]
+        assert proxy.metric("kvproxy_endpoint_adapters", cluster="default", endpoint="b") == 2
         assert [one["adapters"]["served"] for one in endpoints] == [["both", "x"], ["both", "y"]]
 
 
@@ -195,6 +197,24 @@ async def test_the_same_prompt_of_another_adapter_is_another_prompt(events: bool
             predicted, cached = await _predicted(proxy, service, model, text)
             assert cached > 100
             assert predicted == pytest.approx(cached, rel=0.1)
+
+
+async def test_a_base_models_blocks_are_no_adapters() -> None:
+    """Nor before the first event of the adapter: it is known by the engines' lists."""
+    engine = replace(with_loras("x"), kv_events=PublisherSettings())
+    filters = ["inference_request", {"kvcache": {"kv_events": True, "engine_metrics_interval": "1h"}}, "router"]
+    async with fleet({"a": engine}, filters=filters) as (_, proxy):
+        service = proxy.proxy.kvcache
+        assert service is not None
+        local = service.overlap.indexes["default"]
+        await until(lambda: bool(local.exact))
+        body = {"prompt": list(range(1, 500)), "max_tokens": 1}
+        (await proxy.client.post("/v1/completions", json={"model": "tiny", **body})).raise_for_status()
+        await until(lambda: local.precise.count_rows(EndpointId("a")) > 10)
+        (await proxy.client.post("/v1/completions", json={"model": "x", **body})).raise_for_status()
+        async with admin_of(proxy.proxy) as admin:
+            last = (await admin.get("/decisions?limit=1")).json()["decisions"][0]
+        assert (last["model"], last["matched_tokens"], last["cached_tokens"]) == ("x", 0, 0)
 
 
 async def _predicted(proxy: RunningProxy, service: KvCache, model: str, text: str) -> tuple[int, int]:

@@ -206,6 +206,7 @@ class Endpoint:
         for gauge in (metrics.endpoint.in_flight, metrics.endpoint.in_flight_formerly):
             self.metrics.gauge(gauge, lambda: load.in_flight)
         self.metrics.gauge(metrics.endpoint.pending_prompt_tokens, lambda: load.pending_tokens)
+        self.metrics.gauge(metrics.endpoint.adapters, lambda: len(self.engine.adapters.names))
         self.metrics.gauge(metrics.endpoint.up, lambda: self.condition(clock()) in taking)
         name = f"{self.metrics.cluster}/{self.id}"
         self.metrics.gauge(metrics.bounds.breaker_state, lambda: breaker.state is not BreakerState.CLOSED, name)

@@ -158,6 +158,9 @@ class EndpointStateMetrics:
             "kvproxy_pending_prompt_tokens", "Uncached prompt tokens without a first token", ["cluster", "endpoint"],
             registry=r,
         )  # fmt: skip
+        self.adapters = Gauge(
+            "kvproxy_endpoint_adapters", "LoRA adapters that its engine lists", ["cluster", "endpoint"], registry=r
+        )
         self.up = Gauge("kvproxy_endpoint_up", "1: takes traffic", ["cluster", "endpoint"], registry=r)
         self.ejections = Counter(
             "kvproxy_ejections", "Endpoints taken out", ["cluster", "endpoint", "reason"], registry=r

@@ -103,6 +103,8 @@ class OverlapSources:
         began = self._clock()
         indexes = self.indexes[cluster.name]
         model = model or request.model or self._settings.default_model
+        if model in cluster.adapters.names:
+            indexes.loras[model] = None  # before any event speaks of it
         names = NO_NAMES
         if request.session_key is not None or request.kind is RequestKind.RESPONSES:
             names = indexes.names(request, model, tenant)
