@@ -221,6 +221,9 @@ def _add_replay(commands: _Commands[argparse.ArgumentParser]) -> None:
 
 def _add_demo(commands: _Commands[argparse.ArgumentParser]) -> None:
     demo = commands.add_parser("demo", help="simulated engines, a controller and the proxy, with real traffic")
+    demo.add_argument(
+        "--engine", dest="kind", choices=("vllm", "sglang"), default="vllm", help="their kind (default vllm)"
+    )
     demo.add_argument("--engines", type=_count, default=3, help="simulated engines (default 3)")
     demo.add_argument("--sessions", type=_count, default=15, help="conversations (default 15)")
     demo.add_argument("--turns", type=_count, default=5, help="turns of each (default 5)")

@@ -18,8 +18,8 @@ from kvproxy.admin.operated import AdminTarget
 from kvproxy.admin.process import check_readiness
 from kvproxy.admin.replies import RequestRefused
 from kvproxy.admin.routing import describe_routing
+from kvproxy.admin.trouble import DOWN
 from kvproxy.admin.troubles import (
-    DOWN,
     FAILED_LEAST,
     FAILED_MOST,
     FAILED_SHARE,

@@ -27,6 +27,7 @@ def describe_routing(cluster: Cluster, now: float) -> dict[str, object]:
         "parameters": {} if settings is None else settings.model_dump(),
         "allowed": {} if settings is None else ranges(settings),
         "learned": policy.estimates(now),
+        "adapters": cluster.adapters.estimates(),
         "queue": None if queue is None else queue.status(now),
     }
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvproxy.clients.engine_metrics import EngineKind
-from kvproxy.doctor.checks.kv_events import EVENTS_FLAG
+from kvproxy.doctor.checks.kv_events import EVENTS_FLAG, SGLANG_EVENTS_FLAG
 
 
 class Setting(StrEnum):
@@ -28,7 +28,6 @@ class Setting(StrEnum):
     QUEUE = "router queue"
 
 
-_SGLANG_EVENTS = EVENTS_FLAG.replace('"enable_kv_cache_events": true, ', "")
 #: `{}` is the value.
 _FLAGS: dict[Setting, dict[EngineKind, str]] = {
     Setting.PREFIX_CACHING: {
@@ -39,8 +38,8 @@ _FLAGS: dict[Setting, dict[EngineKind, str]] = {
         EngineKind.VLLM: "--enable-prompt-tokens-details",
         EngineKind.SGLANG: "--enable-cache-report",
     },
-    Setting.KV_EVENTS: {EngineKind.VLLM: EVENTS_FLAG, EngineKind.SGLANG: _SGLANG_EVENTS},
-    Setting.REPLAY: {EngineKind.VLLM: EVENTS_FLAG, EngineKind.SGLANG: _SGLANG_EVENTS},
+    Setting.KV_EVENTS: {EngineKind.VLLM: EVENTS_FLAG, EngineKind.SGLANG: SGLANG_EVENTS_FLAG},
+    Setting.REPLAY: {EngineKind.VLLM: EVENTS_FLAG, EngineKind.SGLANG: SGLANG_EVENTS_FLAG},
     Setting.RENDER: {EngineKind.VLLM: "--enable-scale-out"},
     Setting.SCHEDULING: {
         EngineKind.VLLM: "--scheduling-policy priority",

@@ -74,7 +74,7 @@ class Adviser:
             share = self.budget_s * len(traffic.requests) / max(1, sum(len(one.requests) for one in pools[index:]))
             found.append(self._pool(traffic, share))
             self.budget_s -= share
-        told = {engine.id for pool in found for engine in pool.engines}
+        told = {engine.rank_of or engine.id for pool in found for engine in pool.engines}
         for name in self.config.clusters:
             rest = [one for one in self.engines if one.cluster == name and one.id not in told]
             if rest:

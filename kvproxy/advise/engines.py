@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from kvproxy.clients.engine_metrics import EngineKind, EngineMetrics, parse_engine_metrics
 from kvproxy.clients.sglang import SglangInfo
 from kvproxy.config.schema import Config
 from kvproxy.doctor.deployment import survey_deployment
 from kvproxy.doctor.engine import EngineFacts
+from kvproxy.doctor.exposition import sum_samples
 from kvproxy.doctor.tools import Tools
 from kvproxy.errors import ClientError, NotSupported
 from kvproxy.types import EndpointId, RequestKind
@@ -24,7 +25,7 @@ _PROBE = b'{"messages": [{"role": "user", "content": "x"}]}'
 
 @dataclass(frozen=True, slots=True)
 class EngineSettingsSeen:
-    """One engine. `error` says why it could not be asked; "" where it could."""
+    """One engine, or one data-parallel rank of it. `error` says why it could not be asked; "" where it could."""
 
     id: EndpointId
     cluster: str
@@ -45,6 +46,7 @@ class EngineSettingsSeen:
     replays: bool | None = None  # KV events that were missed
     renders: bool | None = None  # chats, to token ids
     metrics: EngineMetrics = field(default_factory=EngineMetrics)
+    rank_of: EndpointId | None = None  # the engine, where this is a rank
 
 
 async def ask_engines(config: Config, *, tools: Tools) -> list[EngineSettingsSeen]:
@@ -78,7 +80,7 @@ async def _ask(engine: EngineFacts) -> EngineSettingsSeen:
         memory_share=float(share) if re.fullmatch(r"0?\.\d+|1\.0", share) else None,
         offloads=None if offload is None else offload != "None",
         step_tokens=_step_tokens(text),
-        preemptions=_sum(text, b"vllm:num_preemptions_total"),
+        preemptions=None if (preempted := sum_samples(text, b"vllm:num_preemptions_total")) is None else int(preempted),
         publishes=publishes,
         replays=replays,
         renders=await _renders(engine),
@@ -136,14 +138,6 @@ def _step_tokens(text: bytes) -> int | None:
     return largest
 
 
-def _sum(text: bytes, name: bytes) -> int | None:
-    values = [line.rpartition(b" ")[2] for line in text.split(b"\n") if line.startswith(name + b"{")]
-    try:
-        return int(sum(float(value) for value in values)) if values else None
-    except ValueError:
-        return None
-
-
 async def _sglang(engine: EngineFacts, metrics: EngineMetrics) -> EngineSettingsSeen:
     try:
         info = await engine.vllm.sglang_info()
@@ -175,4 +169,16 @@ def engines_of(
 ) -> list[EngineSettingsSeen]:
     """Those of one pool, in the order of its endpoints; one that is not configured any more is left out."""
     by_id = {one.id: one for one in seen if one.cluster == cluster}
-    return [by_id[endpoint] for endpoint in endpoints if endpoint in by_id]
+    found = (by_id.get(endpoint) or _rank(by_id, endpoint) for endpoint in endpoints)
+    return [one for one in found if one is not None]
+
+
+def _rank(by_id: Mapping[EndpointId, EngineSettingsSeen], endpoint: EndpointId) -> EngineSettingsSeen | None:
+    """What an engine says of one of its ranks, `ENGINE@RANK`."""
+    name, _, rank = endpoint.rpartition("@")
+    engine = by_id.get(EndpointId(name))
+    own = engine.metrics.ranks.get(int(rank)) if engine is not None and rank.isdecimal() else None
+    if engine is None or own is None:
+        return None
+    capacity = engine.capacity_tokens if own.cache is None else own.cache.capacity_tokens
+    return replace(engine, id=endpoint, rank_of=engine.id, metrics=own, capacity_tokens=capacity)

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from random import Random
 from statistics import fmean
 from typing import TextIO
@@ -30,8 +31,8 @@ from kvproxy.types import Clock
 
 #: Fewer requests, or less time, say nothing about what a setting is worth.
 MIN_REQUESTS, MIN_SPAN_S = 200, 120.0
-#: At most so many of the latest requests are played.
-_MAX_REQUESTS = 4000
+#: At most so many of the latest requests are played, of so many tokens in all: a trace takes half a byte a token.
+_MAX_REQUESTS, _MAX_TOKENS = 4000, 1_000_000_000
 #: A recording is not cut below this: fewer runs say more than shorter ones.
 _LEAST_REQUESTS = 600
 MAX_SEEDS = 5
@@ -72,7 +73,7 @@ class Simulation:
         self._clock = clock
         self._deadline = clock() + budget_s
         self._budget_s = budget_s
-        self._requests: Sequence[RecordedRequest] = traffic.requests[-_MAX_REQUESTS:]
+        self._requests: Sequence[RecordedRequest] = _latest(traffic.requests)
         self._traces: dict[int, Trace] = {}
         self._err = err
         self._bar = ProgressBar(1, out=err)
@@ -200,6 +201,12 @@ class Simulation:
             requests=len(self._requests),
             span_s=self._requests[-1].arrived_at - self._requests[0].arrived_at,
         )
+
+
+def _latest(requests: Sequence[RecordedRequest]) -> Sequence[RecordedRequest]:
+    tokens = accumulate(one.prompt_tokens for one in reversed(requests[-_MAX_REQUESTS:]))
+    count = sum(total <= _MAX_TOKENS for total in tokens)
+    return requests[len(requests) - count :]
 
 
 def _slowed(today: Today, ttft: float, token: float) -> Today:

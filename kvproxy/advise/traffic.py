@@ -17,6 +17,8 @@ from kvproxy.types import EndpointId, RequestKind
 
 #: The latest receipts that are looked at: hours of most fleets, and 100 MB of memory.
 MAX_RECEIPTS = 20_000
+#: More tokens of a prompt or an answer are a mistake of the engine's: the recording is worth nothing with them.
+MAX_TOKENS = 4 * 1024 * 1024
 _OK = 200
 _ANSWERED = frozenset({"completed", "client_disconnected"})
 
@@ -122,6 +124,8 @@ def _requests(receipts: Iterable[Receipt]) -> Iterator[RecordedRequest]:
         prompt_tokens = receipt.engine_prompt_tokens or receipt.prompt_tokens
         answered = receipt.status == _OK and receipt.end in _ANSWERED and receipt.kind != RequestKind.EMBEDDINGS
         if not answered or receipt.endpoint is None or not prompt_tokens:
+            continue
+        if max(prompt_tokens, receipt.completion_tokens or 0) > MAX_TOKENS:
             continue
         try:
             ended_at = datetime.fromisoformat(receipt.time).timestamp()

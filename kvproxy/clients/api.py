@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import re
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 import httpx
@@ -30,8 +30,6 @@ MAX_ERROR_BYTES = 64 * 1024
 
 #: Objects and lists of an answer: to make so many takes some milliseconds, however small they are.
 MAX_VALUES = 16_384
-
-NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 _TIMEOUTS = (TimeoutError, httpx.TimeoutException, ConnectTimeout, FirstByteTimeout, IdleTimeout)
 
@@ -62,20 +60,17 @@ class Api:
         """Where this API lives; its host also reaches the service's other ports."""
         return httpx.URL(self._base)
 
+    def with_header(self, name: str, value: str) -> Api:
+        """The same, with one header more on every request."""
+        other = copy.copy(self)
+        other._headers = {**self._headers, name: value}
+        return other
+
     async def call(
-        self,
-        method: str,
-        path: str,
-        *,
-        timeout_s: float,
-        body: bytes | None = None,
-        max_bytes: int = 1 << 20,
-        further: Mapping[str, str] = NO_HEADERS,
+        self, method: str, path: str, *, timeout_s: float, body: bytes | None = None, max_bytes: int = 1 << 20
     ) -> bytes:
-        """The body of a 2xx answer, to a request with `further` headers; raises ClientError for everything else.
-        Cancellation passes through."""
-        json_type = {} if body is None else {"content-type": "application/json"}
-        headers = {**self._headers, **json_type, **further}
+        """The body of a 2xx answer; raises ClientError for everything else. Cancellation passes through."""
+        headers = self._headers if body is None else {**self._headers, "content-type": "application/json"}
         try:
             async with (
                 asyncio.timeout(timeout_s),
@@ -95,19 +90,10 @@ class Api:
         """The decoded answer of a GET."""
         return self.decode(await self.call("GET", path, timeout_s=timeout_s, max_bytes=max_bytes), answer, path)
 
-    async def post(
-        self,
-        path: str,
-        body: Any,
-        answer: type[T],
-        *,
-        timeout_s: float,
-        max_bytes: int = 1 << 20,
-        further: Mapping[str, str] = NO_HEADERS,
-    ) -> T:
+    async def post(self, path: str, body: Any, answer: type[T], *, timeout_s: float, max_bytes: int = 1 << 20) -> T:
         """The decoded answer of a POST; `body` is raw JSON bytes or something to encode."""
         raw = body if isinstance(body, bytes) else msgspec.json.encode(body)
-        reply = await self.call("POST", path, timeout_s=timeout_s, body=raw, max_bytes=max_bytes, further=further)
+        reply = await self.call("POST", path, timeout_s=timeout_s, body=raw, max_bytes=max_bytes)
         return self.decode(reply, answer, path)
 
     def decode(self, raw: bytes, answer: type[T], path: str, *, max_values: int = MAX_VALUES) -> T:
@@ -207,10 +193,20 @@ class _Validation(msgspec.Struct):
 
 
 class _ErrorBody(msgspec.Struct):
-    """The error bodies of vLLM, FastAPI and the LMCache coordinator; of FastAPI's 422 everything but `input`."""
+    """The error bodies of vLLM, SGLang (flat), FastAPI and the LMCache coordinator; of FastAPI's 422 everything but
+    `input`."""
 
     error: _OpenAIError | str = ""
     detail: list[_Validation] | str = ""
+    kind: object = msgspec.field(name="object", default="")
+    message: object = ""
+    param: object = None
+
+    @property
+    def blamed(self) -> _OpenAIError | str:
+        """The error, wherever it is written."""
+        flat = self.kind == "error" and isinstance(self.message, str)
+        return _OpenAIError(str(self.message), self.param) if flat else self.error
 
 
 _DECODER = msgspec.json.Decoder(_ErrorBody)
@@ -227,15 +223,16 @@ def error_text(body: bytes, *, secret: str = "") -> str:
         return ""
     if isinstance(parsed.detail, list):
         return scrub_text("; ".join(_validation_text(entry) for entry in parsed.detail[:3]), secret=secret)
-    if isinstance(parsed.error, str):
-        return scrub_text(parsed.detail or parsed.error, secret=secret)
-    return scrub_text(parsed.error.message, secret=secret)
+    error = parsed.blamed
+    if isinstance(error, str):
+        return scrub_text(parsed.detail or error, secret=secret)
+    return scrub_text(error.message, secret=secret)
 
 
 def error_param(body: bytes) -> str:
     """The field an OpenAI-style error blames; empty when it names none."""
     try:
-        error = _DECODER.decode(body).error
+        error = _DECODER.decode(body).blamed
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ""
     return error.param if isinstance(error, _OpenAIError) and isinstance(error.param, str) else ""

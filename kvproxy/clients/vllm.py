@@ -4,6 +4,7 @@ metrics, models, event sources."""
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
@@ -86,6 +87,10 @@ class _Version(msgspec.Struct):
     version: str
 
 
+_INVALID = frozenset({400, 422})
+_PROMPT_MISSING = re.compile(r"prompt\W.*field required", re.I | re.S)
+
+
 class VllmClient:
     """One engine. Every method raises ClientError and nothing else; `timeout_s` bounds each call as a whole."""
 
@@ -105,9 +110,15 @@ class VllmClient:
     async def tokenize_chat(self, model: str, body: bytes, *, timeout_s: float | None = None) -> Tokenized:
         """Token ids of a chat request, from its raw JSON body; `model` replaces the body's unless empty.
 
-        Raises ValueError when the body is not a chat request.
+        Raises ValueError when the body is not a chat request, NotSupported where `/tokenize` takes prompts alone
+        (older SGLangs).
         """
-        return await self._tokenize(tokenize_body(model, body), timeout_s)
+        try:
+            return await self._tokenize(tokenize_body(model, body), timeout_s)
+        except Refused as error:
+            if error.status in _INVALID and _PROMPT_MISSING.search(str(error)):
+                raise NotSupported(str(error), status=error.status) from error
+            raise
 
     async def render(self, kind: RequestKind, model: str, body: bytes, *, timeout_s: float | None = None) -> Tokenized:
         """Token ids of a request by the engine's own renderer: exact for every input, where the engine has it.

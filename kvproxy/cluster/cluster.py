@@ -9,7 +9,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Self
 
+import msgspec
+
 from kvproxy.background_task import TaskSet
+from kvproxy.cluster.adapters import Adapters, KnownAdapters, Placement
 from kvproxy.cluster.discovery import Poller, Source, sources_of
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.engine import Engine
@@ -25,6 +28,7 @@ from kvproxy.cluster.verdicts import Verdicts
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing import selector
+from kvproxy.routing.costs import best_of
 from kvproxy.routing.engine_samples import Reading
 from kvproxy.routing.policy import Candidate, PickRequest, Policy
 from kvproxy.routing.selector import PANIC, Decision
@@ -72,9 +76,10 @@ class Cluster:
             clock=clock,
             on_return=self.restarted,
         )
+        #: What becomes known of the adapters of its engines.
+        self.adapters = KnownAdapters(name, on_change=self._follow)
         #: What becomes known of its engines' data-parallel ranks.
         self.ranks = KnownRanks(name, self._members, on_change=self._follow)
-        self._rng = rng
         self._sleep = sleep
         self._tasks = TaskSet()
         self._prober = self._make_prober(probe)
@@ -127,6 +132,11 @@ class Cluster:
     def models(self) -> frozenset[str]:
         """Models some member declares."""
         return self._screening.declared
+
+    @property
+    def named_models(self) -> frozenset[str]:
+        """These, and the adapters that engines list."""
+        return self._screening.named
 
     @property
     def policy_name(self) -> str:
@@ -201,8 +211,7 @@ class Cluster:
         self._update(STATIC, endpoints)
 
     def drain(self, name: EndpointId, *, draining: bool = True) -> bool:
-        """Stop (or, with False, resume) giving a member, or all ranks of an engine, new requests; whether there is such
-        a one."""
+        """Stop (with False, resume) giving a member, or all of an engine, new requests; whether there is such a one."""
         endpoints = self._members.named(name)
         for endpoint in endpoints:
             endpoint.draining = draining
@@ -215,24 +224,23 @@ class Cluster:
         return added
 
     def remove(self, name: EndpointId) -> bool:
-        """Take a member, or all of an engine, out, whatever its source says, until it is added again; it finishes what
-        it has.
-
-        Whether there was such a one.
-        """
+        """Take a member, or all of an engine, out until it is added again; it finishes what it has. Whether there was
+        such a one."""
         found = self._members.remove(name)
         self._follow()
         return found
 
     def reweight(self, name: EndpointId, weight: float) -> bool:
-        """Give a member, or each rank of an engine, another weight until it leaves, whatever its source says; whether
-        there is such a one."""
+        """Give a member, or each of an engine, another weight until it leaves; whether there is such a one."""
         return self._members.reweight(name, weight)
 
     def decide(self, request: PickRequest, now: float) -> Decision[Endpoint] | Refusal:
         """Where the request would go; changes nothing. A preferred endpoint is taken if it may serve; otherwise the
         policy chooses."""
         pool, policies = self._screening.pool(request.model, now), self.policies
+        if request.model in self.adapters.names:
+            engines = {endpoint.id: endpoint.engine.adapters for endpoint in pool.usable}
+            request = msgspec.structs.replace(request, adapter_s=self.adapters.prices(request.model, engines))
         asked = policies.find(request.policy) if request.policy else policies.own
         decision = selector.decide(
             request,
@@ -254,12 +262,22 @@ class Cluster:
         endpoint = decision.endpoint
         permit = endpoint.breaker.admit() if decision.reason != PANIC or endpoint.breaker.admits else None
         self.policies.placed(decision, now)
+        placement = self._place_adapter(decision, now) if decision.request.adapter_s is not None else None
         reservation = reserve(endpoint, decision.request, now)
         if reservation.hidden:
             self._hiding.add(endpoint)
         if endpoint.load.in_flight == endpoint.max_in_flight:
             self._screening.invalidate()
-        return Pick(decision, endpoint, reservation, permit, self)
+        return Pick(decision, endpoint, reservation, permit, self, placement)
+
+    def _place_adapter(self, decision: Decision[Endpoint], now: float) -> Placement:
+        """The adapter of a request, from now on in use where it goes."""
+        endpoint, request, speeds = decision.endpoint, decision.request, self.speeds
+        adapters, expected_at = endpoint.engine.adapters, None
+        if speeds is not None and request.streams:
+            wait_s = endpoint.load.wait_s(speeds.seconds, speeds.slowness(endpoint.id, now), now)
+            expected_at = now + wait_s + best_of(request.facts, endpoint, speeds, now).own_s
+        return self.adapters.place(adapters, request.model, expected_at)
 
     def refuse(self, request: PickRequest, refusal: Refusal) -> None:
         """Count a request that `decide` refused."""
@@ -292,6 +310,7 @@ class Cluster:
         for endpoint in self.of_engine(engine):
             endpoint.priority.restarted()
         self.ranks.restarted(engine)
+        engine.adapters.restarted()
 
     def on_release(self, endpoint: Endpoint, now: float) -> None:
         """An attempt's load has been released; called by its pick."""
@@ -316,6 +335,7 @@ class Cluster:
         self._follow()
 
     def _follow(self) -> None:
+        self.adapters.keep(engine.adapters for engine in self.engines)
         self._screening.replace(self.endpoints)
         self.tells_priority = any(not endpoint.priority.off for endpoint in self.endpoints)
         self._prober.probe_engines(self.engines)
@@ -354,16 +374,13 @@ class Cluster:
     def make_engine(self, config: EndpointSettings) -> Engine:
         """As of Owner."""
         return Engine(
-            config, self.settings, cluster=self.name, clock=self._clock, on_breaker_change=self.verdicts.breaker_changed
+            config,
+            self.settings,
+            cluster=self.name,
+            clock=self._clock,
+            on_breaker_change=self.verdicts.breaker_changed,
+            adapters=Adapters(self.adapters.names),
         )
-
-    def configure_engine(self, engine: Engine, config: EndpointSettings) -> None:
-        """As of Owner."""
-        engine.configure(config, self.settings)
-
-    def configure_endpoint(self, endpoint: Endpoint, config: EndpointSettings) -> None:
-        """As of Owner."""
-        endpoint.configure(config, self.settings)
 
     def make_endpoint(self, config: EndpointSettings, engine: Engine, rank: int | None) -> Endpoint:
         """As of Owner."""

@@ -145,8 +145,12 @@ class Endpoint:
         return 0 < self.max_in_flight <= self.load.in_flight
 
     def serves(self, model: str) -> bool:
-        """Whether it would take this model; "" is any."""
-        return not model or not self.models or model in self.models
+        """Whether it would take this model; "" is any. An adapter that engines of its cluster list goes to these; of
+        what none lists an endpoint without `models` is asked."""
+        if not model or model in self.models:
+            return True
+        listed = self.engine.adapters.serves(model)
+        return not self.models if listed is None else listed
 
     def condition(self, now: float) -> Condition:
         """Whether it may be picked now."""
@@ -173,6 +177,7 @@ class Endpoint:
             "weight": self.configured_weight,
             "effective_weight": self.weight,
             "models": sorted(self.models),
+            "adapters": self.engine.adapters.status(),
             "instance_id": self.instance_id,
             "labels": self.labels,
             "in_flight": self.load.in_flight,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from kvproxy.cluster.adapters import Adapters
 from kvproxy.cluster.health import Health
 from kvproxy.cluster.ranks import Ranks
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
@@ -20,7 +21,7 @@ class Engine:
     time.
     """
 
-    __slots__ = ("authorization", "breaker", "health", "id", "members", "origin", "ranks")
+    __slots__ = ("adapters", "authorization", "breaker", "health", "id", "members", "origin", "ranks")
 
     def __init__(
         self,
@@ -30,6 +31,7 @@ class Engine:
         cluster: str,
         clock: Clock,
         on_breaker_change: Callable[[Engine], None],
+        adapters: Adapters,
     ) -> None:
         self.id = EndpointId(config.id)
         self.origin = origin_of(config)
@@ -37,6 +39,7 @@ class Engine:
         name = f"{cluster}/{config.id}"
         self.breaker = Breaker(name, settings.breaker, clock=clock, on_change=partial(on_breaker_change, self))
         self.ranks = Ranks(config.data_parallel or settings.data_parallel)
+        self.adapters = adapters
         self.members: tuple[EndpointId, ...] = ()  # its endpoints in the cluster
         self.configure(config, settings)
 

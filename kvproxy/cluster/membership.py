@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.engine import Engine, origin_of
-from kvproxy.config.cluster_schema import EndpointSettings
+from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.types import EndpointId
 from kvproxy.upstream.origin import Origin
 
@@ -27,10 +27,10 @@ MAX_ADDED = 1024
 class Owner(Protocol):
     """The cluster, as its membership sees it."""
 
+    @property
+    def settings(self) -> ClusterSettings: ...
     def make_engine(self, config: EndpointSettings) -> Engine: ...
     def make_endpoint(self, config: EndpointSettings, engine: Engine, rank: int | None) -> Endpoint: ...
-    def configure_engine(self, engine: Engine, config: EndpointSettings) -> None: ...
-    def configure_endpoint(self, endpoint: Endpoint, config: EndpointSettings) -> None: ...
     def endpoint_left(self, endpoint: Endpoint) -> None: ...  # for good, or another one took its id
 
 
@@ -74,14 +74,15 @@ class Membership:
 
     def named(self, name: EndpointId) -> Sequence[Endpoint]:
         """The member of this id, or those of the engine of this id; () for none."""
-        endpoint, engine = self._present.get(name), self._engines.get(name)
-        if endpoint is not None or engine is None:
-            return () if endpoint is None else (endpoint,)
-        return self.of_engine(engine)
+        if (endpoint := self._present.get(name)) is not None:
+            return (endpoint,)
+        engine = self._engines.get(name)
+        return () if engine is None else self.of_engine(engine)
 
     def of_engine(self, engine: Engine) -> Sequence[Endpoint]:
-        """The members that are the engine, or its ranks."""
-        return tuple(self._present[member] for member in engine.members)
+        """The members that are the engine, or its ranks; () when it left, as the end of a request may find it."""
+        present = (self._present.get(member) for member in engine.members)
+        return tuple(endpoint for endpoint in present if endpoint is not None and endpoint.engine is engine)
 
     def named_by(self, source: str) -> Sequence[EndpointSettings] | None:
         """What the source knew last; None: it has not said anything yet."""
@@ -117,7 +118,7 @@ class Membership:
         return True
 
     def refresh(self) -> None:
-        """What is known of an engine's ranks has changed."""
+        """An engine has other ranks now."""
         self._apply(self._sources, self._removed)
 
     def _apply(self, sources: dict[str, tuple[EndpointSettings, ...]], removed: frozenset[EndpointId]) -> None:
@@ -125,7 +126,7 @@ class Membership:
         origins = {config.id: origin_of(config) for config in named.values()}  # before anything changes
         engines = {name: self._engine_at(config, origins[config.id]) for name, config in named.items()}
         for name, engine in engines.items():
-            self._owner.configure_engine(engine, named[name])
+            engine.configure(named[name], self._owner.settings)
         members = _members(named, engines)
         wanted = {one: member for one, member in members.items() if not removed & {one, member.engine.id}}
         self._sources = sources
@@ -142,7 +143,7 @@ class Membership:
         self._configs = {endpoint_id: member.config for endpoint_id, member in wanted.items()}
         for endpoint_id, member in wanted.items():
             endpoint = stays.get(endpoint_id) or self._returning(endpoint_id, member.engine) or self._new(member)
-            self._owner.configure_endpoint(endpoint, self._weighted(endpoint_id))
+            endpoint.configure(self._weighted(endpoint_id), self._owner.settings)
             present[endpoint_id] = endpoint
             ids.setdefault(member.engine, []).append(endpoint_id)
         for engine, its in ids.items():
@@ -156,7 +157,7 @@ class Membership:
         endpoints = self.named(name)
         for endpoint in endpoints:
             self._weights[endpoint.id] = weight
-            self._owner.configure_endpoint(endpoint, self._weighted(endpoint.id))
+            endpoint.configure(self._weighted(endpoint.id), self._owner.settings)
         return bool(endpoints)
 
     def all_endpoints(self) -> tuple[Endpoint, ...]:
@@ -195,14 +196,10 @@ class Membership:
 
     def _engine_at(self, config: EndpointSettings, origin: Origin) -> Engine:
         """The engine there is at this address, or another one."""
-        engine = self._engines.get(EndpointId(config.id))
-        if engine is not None and engine.origin == origin:
-            return engine
-        for endpoint in self._draining:
-            engine = endpoint.engine
-            if engine.id == config.id and engine.origin == origin and not endpoint.metrics.closed:
-                return engine
-        return self._owner.make_engine(config)
+        present = self._engines.get(EndpointId(config.id))
+        leaving = [one.engine for one in self._draining if one.engine.id == config.id and not one.metrics.closed]
+        known = leaving if present is None else [present, *leaving]
+        return next((one for one in known if one.origin == origin), None) or self._owner.make_engine(config)
 
     def _returning(self, endpoint_id: EndpointId, engine: Engine) -> Endpoint | None:
         for endpoint in self._draining:

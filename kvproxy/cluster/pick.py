@@ -8,6 +8,7 @@ from typing import Protocol
 
 import msgspec
 
+from kvproxy.cluster.adapters import Placement
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.resilience.breaker import BreakerState, Permit
 from kvproxy.routing.load import Reservation
@@ -47,6 +48,7 @@ class Pick(msgspec.Struct, eq=False):
     reservation: Reservation
     permit: Permit | None  # None: picked in panic past an open breaker
     picker: Picker
+    placement: Placement | None = None  # of its adapter
 
     @property
     def policy(self) -> str:
@@ -80,6 +82,8 @@ class Pick(msgspec.Struct, eq=False):
         """The engine sent the first body byte."""
         self.endpoint.waiting.pop(self, None)
         self.endpoint.load.first_token(self.reservation, now)
+        if self.placement is not None:
+            self.placement.first_token(now)
         if not self.reservation.hidden:
             self.endpoint.priority.first_token(self, self.reservation.started_at, now)
         self.picker.on_load_decrease()
@@ -116,6 +120,8 @@ class Pick(msgspec.Struct, eq=False):
     def _release(self, now: float) -> None:
         self.endpoint.waiting.pop(self, None)
         self.endpoint.load.release(self.reservation, now)
+        if self.placement is not None:
+            self.placement.end()
         self.endpoint.priority.ended(self)
 
     def _record(self, outcome: AttemptOutcome, now: float) -> None:

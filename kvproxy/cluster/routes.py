@@ -44,8 +44,8 @@ class Routes:
     """The routes in order.
 
     The first match wins, with one refinement: when none of the matching routes names the model, one whose cluster has
-    an endpoint that declares the model goes before those whose cluster has not. Without any route in the configuration
-    every cluster is such a match.
+    an endpoint that declares the model, or lists it as an adapter, goes before those whose cluster has not. Without any
+    route in the configuration every cluster is such a match.
     """
 
     def __init__(self, rules: Sequence[_Rule]) -> None:
@@ -74,7 +74,7 @@ class Routes:
                 self._remembered[path, model] = targets
         if len(targets) > 1:
             for target in targets:
-                if (target.upstream_model or model) in target.cluster.models:
+                if (target.upstream_model or model) in target.cluster.named_models:
                     return target
         return targets[0] if targets else None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -12,15 +13,17 @@ from typing import Any, Self
 
 from kvproxy.background_task import TaskSet
 
+log = logging.getLogger(__name__)
+
 #: For asking engines and reading receipts, besides the budget of simulations.
 _OTHER_S = 120.0
 _MAX_BYTES = 4 << 20
 
 
-def advise_command(path: str, budget_s: float) -> Sequence[str]:
+def advise_command(path: str, budget_s: float, *, lenient: bool = False) -> Sequence[str]:
     """What is run; it makes itself nice."""
     command = [sys.executable, "-m", "kvproxy", "doctor", "--advise", "--json", "-c", path]
-    return [*command, "--advise-budget", f"{budget_s:g}s"]
+    return [*command, "--advise-budget", f"{budget_s:g}s", *(["--lenient"] if lenient else [])]
 
 
 class AdviceRunner:
@@ -68,8 +71,11 @@ class AdviceRunner:
             self._state = "done"
         except TimeoutError:
             self._state, self._error = "failed", "it took too long"
-        except (OSError, ValueError, EOFError) as error:
+        except (OSError, ValueError) as error:
             self._state, self._error = "failed", str(error)
+        except Exception as error:
+            log.exception("a run of the adviser is broken")
+            self._state, self._error = "failed", type(error).__name__
 
 
 async def _output_of(command: Sequence[str]) -> bytes:
@@ -79,7 +85,9 @@ async def _output_of(command: Sequence[str]) -> bytes:
     try:
         assert process.stdout is not None
         assert process.stderr is not None
-        output, said = await asyncio.gather(_read(process.stdout), _read(process.stderr))
+        output, said = await asyncio.gather(_read(process, process.stdout), _read(process, process.stderr))
+        if max(len(output), len(said)) > _MAX_BYTES:
+            raise ValueError("it said too much")
         if await process.wait():
             raise ValueError(said.decode("utf-8", "replace").strip()[-500:] or "the command failed")
         return output
@@ -90,13 +98,14 @@ async def _output_of(command: Sequence[str]) -> bytes:
         await process.communicate()  # its pipes are closed once they are read
 
 
-async def _read(stream: asyncio.StreamReader) -> bytes:
-    """To its end; what is too long is read, and refused then."""
+async def _read(process: asyncio.subprocess.Process, stream: asyncio.StreamReader) -> bytes:
+    """To its end; a process that says too much is ended, and what is too long is longer than the bound by a byte."""
     pieces, size = [], 0
     while piece := await stream.read(1 << 16):
         size += len(piece)
         if size <= _MAX_BYTES:
             pieces.append(piece)
-    if size > _MAX_BYTES:
-        raise ValueError("it said too much")
-    return b"".join(pieces)
+        elif process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+    return b"".join(pieces) if size <= _MAX_BYTES else bytes(_MAX_BYTES + 1)

@@ -6,72 +6,37 @@ import argparse
 import asyncio
 import math
 import signal
-import socket
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
-from random import Random
 from types import TracebackType
 from typing import TextIO
 
 import httpx
 
-from kvproxy.app import Proxy
+from kvproxy.commands.demo_places import AWARE, MODEL, PLAIN, DemoOptions, ProxyAddress, start_fleet, start_proxy
 from kvproxy.commands.demo_traffic import DemoReply, Mix, keep_trickling, run_mix
 from kvproxy.commands.serve import run_loop
-from kvproxy.config.load import load_config
-from kvproxy.listener.server import Server
-from kvproxy.simulator.engine_io import EngineSettings
-from kvproxy.simulator.fleet import Fleet, FleetSettings, clone_engines
-from kvproxy.simulator.vllm_settings import VllmSettings
 
-MODEL = "sim"
-#: Each engine can hold about a third of the conversations: what is sent to the wrong one is computed again.
-_CACHE_BLOCKS = 1024
-_PLAIN, _AWARE = "round_robin", "kv_aware"
-#: The same conversations, answers and draws each time; what is left is the machine's own noise.
-_SEED = 7
 _BAR = 32
+#: What the engines are called, and how the proxy knows what they hold.
+_KINDS = {
+    "vllm": ("vLLM", "asks LMCache for the holders of a prompt"),
+    "sglang": ("SGLang", "follows the events of what their caches store and drop"),
+}
 #: Of progress, where the output is no terminal; the last one is the end.
 _LINES = 4
 
 
-@dataclass(frozen=True, slots=True)
-class DemoOptions:
-    """What to show."""
-
-    engines: int
-    sessions: int
-    turns: int
-    stay: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RunningFleet:
-    """Where everything listens: engines by endpoint id, and the controller."""
-
-    endpoints: dict[str, str]
-    controller: str
-
-
-@dataclass(frozen=True, slots=True)
-class ProxyAddress:
-    """Where the proxy listens; no admin listener unless it stays."""
-
-    public: str
-    admin: str = ""
-
-
 def main(args: argparse.Namespace) -> int:
     """`kvproxy demo`."""
-    return run(engines=args.engines, sessions=args.sessions, turns=args.turns, stay=args.stay, out=sys.stdout)
+    return run(DemoOptions(args.engines, args.sessions, args.turns, args.stay, args.kind), out=sys.stdout)
 
 
-def run(*, engines: int, sessions: int, turns: int, stay: bool, out: TextIO) -> int:
+def run(demo: DemoOptions, *, out: TextIO) -> int:
     """Show it; 0 when every request was answered."""
-    return run_loop(lambda: run_demo(DemoOptions(engines, sessions, turns, stay), out))
+    return run_loop(lambda: run_demo(demo, out))
 
 
 async def run_demo(demo: DemoOptions, out: TextIO) -> int:
@@ -79,48 +44,20 @@ async def run_demo(demo: DemoOptions, out: TextIO) -> int:
     mix = Mix(MODEL, demo.sessions, demo.turns)
     results: dict[str, list[DemoReply]] = {}
     async with AsyncExitStack() as lasting:
-        fleet = await _start_fleet(lasting, demo.engines)
-        place = await _start_proxy(lasting, fleet, _AWARE, stays=demo.stay)
+        fleet = await start_fleet(lasting, demo)
+        place = await start_proxy(lasting, fleet, AWARE, stays=demo.stay)
         if demo.stay:
-            print(f"live page: {place.admin}    (it fills when {_AWARE} has its turn)\n", file=out)
-        print_beginning(demo.engines, mix, out)
+            print(f"live page: {place.admin}    (it fills when {AWARE} has its turn)\n", file=out)
+        print_beginning(demo, mix, out)
         async with AsyncExitStack() as passing:  # a fleet of its own: nothing is cached from before
-            plain = await _start_fleet(passing, demo.engines)
-            passed = await _start_proxy(passing, plain, _PLAIN, stays=False)
-            results[_PLAIN] = await _play(mix, passed.public, _PLAIN, out)
-        results[_AWARE] = await _play(mix, place.public, _AWARE, out)
+            plain = await start_fleet(passing, demo)
+            passed = await start_proxy(passing, plain, PLAIN, stays=False)
+            results[PLAIN] = await _play(mix, passed.public, PLAIN, out)
+        results[AWARE] = await _play(mix, place.public, AWARE, out)
         print_table(results, list(fleet.endpoints), out)
         if demo.stay:
             await _stay(mix, place, out)
     return 0
-
-
-async def _start_fleet(stack: AsyncExitStack, count: int) -> RunningFleet:
-    """Engines and the controller they report to, each on a port of its own."""
-    engine = VllmSettings(model=MODEL, engine=EngineSettings(_CACHE_BLOCKS, 16, token_outputs=True))
-    settings = FleetSettings(clone_engines(engine, count))
-    fleet = await stack.enter_async_context(Fleet(settings, rng=Random(_SEED)))
-    assert fleet.controller is not None
-    urls = {}
-    for name, app in fleet.engines.items():
-        urls[name] = (await stack.enter_async_context(Server(app, drain_s=1.0))).url
-    controller = await stack.enter_async_context(Server(fleet.controller, drain_s=1.0))
-    return RunningFleet(urls, controller.url)
-
-
-async def _start_proxy(stack: AsyncExitStack, fleet: RunningFleet, policy: str, *, stays: bool) -> ProxyAddress:
-    """round_robin is a plain proxy; kv_aware knows what the engines hold. One that stays has the usual ports."""
-    aware = [{"kvcache": {"lmcache_endpoint": fleet.controller}}] if policy == _AWARE else []
-    filters = ["request_id", "inference_request", *aware, "router"]
-    config = load_config({"endpoints": fleet.endpoints, "policy": policy, "filters": filters})
-    proxy = await stack.enter_async_context(Proxy(config, rng=Random(_SEED)))
-    ports = [port if stays and _free(port) else 0 for port in (config.listen.port, config.admin.port)]
-    public = await stack.enter_async_context(Server(proxy, port=ports[0], drain_s=1.0))
-    proxy.public_url = public.url
-    if not stays:
-        return ProxyAddress(public.url)
-    admin = await stack.enter_async_context(Server(proxy.admin, port=ports[1], drain_s=1.0))
-    return ProxyAddress(public.url, admin.url)
 
 
 async def _play(mix: Mix, url: str, policy: str, out: TextIO) -> list[DemoReply]:
@@ -141,16 +78,6 @@ async def _stay(mix: Mix, place: ProxyAddress, out: TextIO) -> None:
     async with httpx.AsyncClient(base_url=place.public, timeout=60) as client, keep_trickling(mix, client):
         await stop.wait()
     print("\nended", file=out)
-
-
-def _free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as a server's own, for ports just left
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-        return True
 
 
 class TrafficProgress:
@@ -184,11 +111,12 @@ class TrafficProgress:
             print(line, flush=True, file=self._out)
 
 
-def print_beginning(engines: int, mix: Mix, out: TextIO) -> None:
+def print_beginning(demo: DemoOptions, mix: Mix, out: TextIO) -> None:
     """What is about to happen."""
     what = f"{mix.sessions} conversations of {mix.turns} turns"
-    print(f"{what} through kvproxy, in front of {engines} simulated vLLM engines:", file=out)
-    print("once routed by round_robin, once by kv_aware, which asks LMCache for the holders of a prompt.", file=out)
+    name, how = _KINDS[demo.kind]
+    print(f"{what} through kvproxy, in front of {demo.engines} simulated {name} engines:", file=out)
+    print(f"once routed by round_robin, once by kv_aware, which {how}.", file=out)
 
 
 def print_table(results: Mapping[str, Sequence[DemoReply]], endpoints: Sequence[str], out: TextIO) -> None:

@@ -36,6 +36,12 @@ _WORDS = {
     "ReadTimeout": "nothing came in time",
     "RemoteProtocolError": "it does not speak plain http",
 }
+_MODELS, _READY = "/v1/models", "/ready"
+_WHY = {
+    _MODELS: f"no /health, so {_MODELS} is probed",
+    _READY: f"its /health generates a token, so {_READY} is probed",
+}
+_GENERATES = "SGLang's /health generates a token"
 _HEAD = """\
 # Written by `kvproxy init`. Every setting: docs/configuration.md. After a change: kvproxy check
 """
@@ -177,14 +183,16 @@ class SeenEngine:
     health_path: str = "/health"
     events: bool = False
     trouble: str = ""
+    sglang: bool = False
 
     def describe(self) -> str:
         """One line for a person."""
         if self.trouble:
             return f"{self.id}  {self.url}: {self.trouble}; written all the same"
+        kind = "is an SGLang, " if self.sglang else ""
         events = "publishes KV events" if self.events else "publishes no KV events"
-        health = "" if self.health_path == "/health" else f"; no /health, so {self.health_path} is probed"
-        return f"{self.id}  {self.url}: serves {', '.join(self.models) or 'no model'}; {events}{health}"
+        health = "" if self.health_path == "/health" else f"; {_WHY[self.health_path]}"
+        return f"{self.id}  {self.url}: {kind}serves {', '.join(self.models) or 'no model'}; {events}{health}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,8 +226,18 @@ async def _engine(http: httpx.AsyncClient, name: str, url: str) -> SeenEngine:
         events = bool(await client.kv_event_sources())
     except ClientError:
         events = False
-    path = "/health" if await _answers(http, f"{url}/health") else "/v1/models"
-    return SeenEngine(name, url, models, path, events)
+    sglang = await _is_sglang(client)
+    paths = (_READY, "/health") if sglang else ("/health",)
+    answering = [path for path in paths if await _answers(http, f"{url}{path}")]
+    return SeenEngine(name, url, models, next(iter(answering), _MODELS), events, sglang=sglang)
+
+
+async def _is_sglang(client: VllmClient) -> bool:
+    try:
+        await client.sglang_info()
+    except ClientError:
+        return False
+    return True
 
 
 def _short(error: ClientError) -> str:
@@ -261,8 +279,10 @@ def write_config(seen: Sequence[SeenEngine], lmcache: SeenLmCache | None, *, lis
             for name, members in clusters.items()
             for model in dict.fromkeys(model for one in members for model in one.models)
         ]
-    if lmcache is not None:
-        lines += _filters(lmcache)
+    known = [] if lmcache is None else [f"lmcache_endpoint: {json.dumps(lmcache.url)}"]
+    known += ["kv_events: true"] if any(one.events for one in seen) else []
+    if known:
+        lines += _filters(", ".join(known))
     return "\n".join(lines) + "\n"
 
 
@@ -289,21 +309,28 @@ def _model(members: Sequence[SeenEngine]) -> str:
 
 def _endpoints(members: Sequence[SeenEngine], indent: str) -> Iterator[str]:
     paths = {one.health_path for one in members if one.models}
-    if paths and paths != {"/health"}:
-        yield f"{indent}health: {{path: /v1/models}}    # there is no /health"
+    if paths == {_READY}:
+        yield f"{indent}health: {{path: {_READY}}}    # {_GENERATES}"
+    elif _MODELS in paths:
+        yield f"{indent}health: {{path: {_MODELS}}}    # there is no /health"
+    elif any(one.sglang for one in members):
+        yield f"{indent}health: {{timeout: 5s}}    # {_GENERATES}"
+    kinds = {one.sglang for one in members if one.models}
+    if kinds == {True}:
+        yield f"{indent}engine_priority_order: highest_first    # SGLang's; for engine_priority, which is off"
     yield f"{indent}endpoints:"
     for one in members:
         yield f"{indent}  {json.dumps(one.id) if not one.id[0].isalpha() else one.id}: {json.dumps(one.url)}"
 
 
-def _filters(lmcache: SeenLmCache) -> list[str]:
+def _filters(kvcache: str) -> list[str]:
     return [
         "",
         "filters:",
         "  - request_id",
         "  - access_log",
         "  - inference_request",
-        f"  - kvcache: {{lmcache_endpoint: {json.dumps(lmcache.url)}}}",
+        f"  - kvcache: {{{kvcache}}}",
         "  - router",
     ]
 

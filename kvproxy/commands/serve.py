@@ -108,7 +108,7 @@ async def serve_until_signal(config: Config, problems: list[Problem], source: Co
 
         await listeners.enter_async_context(StartupDiagnosis(config, on_report=show))
         if source.path is not None:
-            command = partial(advise_command, str(source.path))
+            command = partial(advise_command, str(source.path), lenient=source.lenient)
             proxy.adviser = await listeners.enter_async_context(AdviceRunner(command))
         await listeners.enter_async_context(reloader)
         await signals.stop.wait()

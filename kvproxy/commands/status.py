@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 import httpx
 
+from kvproxy.commands.engine_lines import describe_adapters, describe_capacities, describe_steps
 from kvproxy.commands.operate import AdminAddress, AdminRefused, ask_admin
 
 INTERVAL_S = 1.0
@@ -24,10 +25,6 @@ _COLOURS = {"good": "32", "warn": "33", "down": "31;1", "quiet": "2"}
 _FOLDED = frozenset({"note", "ok"})
 _DOWN = frozenset({"unhealthy", "ejected", "breaker_open"})
 _DECISIONS = 8
-#: A learned cache size this far from what the engine says is shown.
-_NOTABLE = 1.5
-#: Endpoints named one by one.
-_NAMED = 3
 Cell = tuple[str, str]  # text, colour name or ""
 _ENDPOINT_HEADS = ("ENDPOINT", "STATE", "REQ/MIN", "IN FLIGHT", "PENDING", "KV", "QUEUE", "SPEED", "KV EVENTS")
 _QUEUE_HEADS = ("ROUTER QUEUE", "STATE", "WAITING", "OLDEST", "IN TURN", "AT BOUND", "LEFT", "NO ENDPOINT", "REFUSED")
@@ -118,8 +115,9 @@ def render(live: Mapping[str, Any], *, colour: bool = False) -> str:
         _table(_ENDPOINT_HEADS, [_endpoint(live, one) for one in live["endpoints"]], colour=colour),
         [_routing(live, name, one) for name, one in live["routing"].items()],
         _table(_QUEUE_HEADS, _queues(live["routing"]), colour=colour),
-        [_learned(one) for one in live["endpoints"] if _unlike_told(one)],
-        describe_steps(live["endpoints"]),
+        [_plain(line) for line in describe_capacities(live["endpoints"])],
+        [_plain(line) for line in describe_steps(live["endpoints"])],
+        [_plain(line) for line in describe_adapters(live["endpoints"])],
         _cache(live["cache"]),
         _table(_DECISION_HEADS, [_decision(one) for one in live["decisions"][:_DECISIONS]], colour=colour),
     ]
@@ -236,40 +234,6 @@ def _queue(name: str, queue: Mapping[str, Any]) -> list[Cell]:
         *((f"{released[way]:,}", "") for way in ways),
         (f"{queue['refused']:,}", "warn" if queue["refused"] else ""),
     ]
-
-
-def _unlike_told(one: Mapping[str, Any]) -> bool:
-    cache = one.get("cache") or {}
-    told, learned = cache.get("told_capacity_blocks", 0), cache.get("approximate_capacity_blocks", 0)
-    return bool(told) and not 1 / _NOTABLE < learned / told < _NOTABLE
-
-
-def _learned(one: Mapping[str, Any]) -> str:
-    cache = one["cache"]
-    ratio = cache["approximate_capacity_blocks"] / cache["told_capacity_blocks"]
-    foreign = (cache.get("hit_ratio") or {}).get("foreign")
-    others = f"; {_percent(foreign)} of what it looks up is sent by others" if foreign else ""
-    return _plain(f"{one['id']} keeps {_percent(ratio)} of what its cache size promises (learned){others}")
-
-
-def describe_steps(endpoints: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Of engines that reuse in long steps; mostly all of them are alike."""
-    alike: dict[int, list[str]] = {}
-    for one in endpoints:
-        if step := (one.get("cache") or {}).get("reuse_step_tokens"):
-            alike.setdefault(step, []).append(one["id"])
-    return [
-        _plain(
-            f"{_names(names)} {'reuses' if len(names) == 1 else 'reuse'} in steps of {step:,} tokens; "
-            f"prompts under {step:,} never hit"
-        )
-        for step, names in alike.items()
-    ]
-
-
-def _names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
 
 
 def _cache(cache: Mapping[str, Any] | None) -> list[str]:

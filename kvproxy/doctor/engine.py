@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 import httpx
 
 from kvproxy.clients.api import Api
-from kvproxy.clients.engine_metrics import EngineMetrics, parse_engine_metrics
+from kvproxy.clients.engine_metrics import EngineKind, EngineMetrics, parse_engine_metrics
 from kvproxy.clients.kv_events.source import KvEventSource, stated_sources
+from kvproxy.clients.sglang import SglangInfo
 from kvproxy.clients.vllm import ModelInfo, VllmClient
 from kvproxy.cluster.engine import origin_of
 from kvproxy.config.cluster_schema import DataParallelSettings, EndpointSettings, EventSources
@@ -34,6 +35,7 @@ class HealthReply:
 
     status: int
     skew_s: float | None = None
+    took_s: float = 0.0
 
 
 class EngineFacts:
@@ -108,6 +110,24 @@ class EngineFacts:
 
     async def fetch_version(self) -> str:
         return await self._fact("version", self.vllm.fetch_version)
+
+    async def sglang_info(self) -> SglangInfo:
+        """What it was started with. Raises NotSupported where it is no SGLang."""
+        return await self._fact("sglang info", self.vllm.sglang_info)
+
+    async def kind(self) -> EngineKind:
+        """Which program it is, by its metrics, else by whether it answers as SGLang does."""
+        try:
+            kind = parse_engine_metrics(await self.fetch_exposition()).kind
+        except ClientError:
+            kind = EngineKind.UNKNOWN
+        if kind is not EngineKind.UNKNOWN:
+            return kind
+        try:
+            await self.sglang_info()
+        except ClientError:
+            return EngineKind.VLLM
+        return EngineKind.SGLANG
 
     async def list_sources(self) -> tuple[KvEventSource, ...]:
         """Where it publishes KV events: as it says, else as the configuration says of engines that cannot."""
@@ -189,7 +209,8 @@ class EngineFacts:
         return await self.tools.answers.ask_once(f"{self._key} {name}", ask)
 
     async def _run_trial(self) -> Trial:
-        await self._scraped()
+        if await self.sleeps():
+            raise ClientError(f"{self.where} sleeps")
         model = await self.choose_model()
         sources = await self.sources_or_none() if self.plan.events else ()
         target = TrialTarget(model, self.api, self.vllm, sources, self.metrics_now, self.tools)
@@ -201,19 +222,19 @@ class EngineFacts:
     async def _target(self) -> TrialTarget:
         return TrialTarget(await self.choose_model(), self.api, self.vllm, (), self.metrics_now, self.tools)
 
-    async def _scraped(self) -> None:
-        """The first scrape is taken before our own requests show in it."""
+    async def sleeps(self) -> bool:
+        """Whether its metrics say so. They are taken before our own requests show in them."""
         try:
-            await self.fetch_exposition()
+            return parse_engine_metrics(await self.fetch_exposition()).asleep
         except ClientError:
-            return
+            return False
 
     async def _tokenize_sample(self) -> tuple[int, ...]:
         return tuple((await self.vllm.tokenize_prompt((await self.choose_model()).id, SAMPLE_TEXT)).tokens)
 
     async def _ask_health(self) -> HealthReply:
         timeout_s = self.tools.timeouts.exchange_s
-        sent = self.tools.wall_clock()
+        sent, began = self.tools.wall_clock(), self.tools.clock()
         try:
             response = await self._http.get(
                 f"{self.origin}{self._health_path}", headers=self._headers, timeout=httpx.Timeout(timeout_s)
@@ -221,7 +242,8 @@ class EngineFacts:
         except httpx.HTTPError as error:
             raise ClientUnavailable(f"{self.where} {self._health_path}: {type(error).__name__}") from error
         now = (sent + self.tools.wall_clock()) / 2
-        return HealthReply(response.status_code, _skew_s(response.headers.get("date"), now))
+        skew_s = _skew_s(response.headers.get("date"), now)
+        return HealthReply(response.status_code, skew_s, self.tools.clock() - began)
 
 
 def _skew_s(date: str | None, now: float) -> float | None:

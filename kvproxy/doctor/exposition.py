@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-_LE = re.compile(rb'le="([^"]+)"')
+_LE = re.compile(rb'le="(\+Inf|[0-9.eE+]+)"')
+#: A number beyond it is no count.
+_MOST = 2.0**53
 _GROWING = (b"vllm:prompt_tokens_total", b"vllm:generation_tokens_total", b"vllm:time_to_first_token_seconds_sum")
+_STARTED = b"process_start_time_seconds"
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +17,7 @@ class Counters:
     """Figures that only grow and that no two engines share: what an engine did since its start."""
 
     values: tuple[float, ...]
+    started_at: float | None = None  # of the process; the same in all figures of one engine
 
     @property
     def used(self) -> bool:
@@ -36,8 +40,10 @@ class PromptLengths:
 
 def parse_counters(text: bytes) -> Counters | None:
     """None when the engine does not show them."""
-    totals = [_total(text, name) for name in _GROWING]
-    return None if None in totals else Counters(tuple(total for total in totals if total is not None))
+    totals = [sum_samples(text, name) for name in _GROWING]
+    if None in totals:
+        return None
+    return Counters(tuple(total for total in totals if total is not None), sum_samples(text, _STARTED))
 
 
 def parse_prompt_lengths(text: bytes) -> PromptLengths:
@@ -46,13 +52,13 @@ def parse_prompt_lengths(text: bytes) -> PromptLengths:
     for line in text.split(b"\n"):
         found = _LE.search(line) if line.startswith(b"vllm:request_prompt_tokens_bucket{") else None
         value = _value(line) if found else None
-        if found is not None and value is not None:
-            bound = float(found[1])
+        if found is not None and value is not None and (bound := _number(found[1])) is not None:
             buckets[bound] = buckets.get(bound, 0) + int(value)
     return PromptLengths(max(buckets.values(), default=0), tuple(sorted(buckets.items())))
 
 
-def _total(text: bytes, name: bytes) -> float | None:
+def sum_samples(text: bytes, name: bytes) -> float | None:
+    """Over all ranks and models; None when there is no such sample."""
     values = [
         _value(line)
         for line in text.split(b"\n")
@@ -64,7 +70,13 @@ def _total(text: bytes, name: bytes) -> float | None:
 
 def _value(line: bytes) -> float | None:
     """The sample's value; a timestamp may follow it."""
+    fields = (line.rpartition(b"}")[2] if b"}" in line else line.partition(b" ")[2]).split()
+    value = _number(fields[0]) if fields else None
+    return value if value is not None and 0.0 <= value <= _MOST else None
+
+
+def _number(text: bytes) -> float | None:
     try:
-        return float((line.rpartition(b"}")[2] if b"}" in line else line.partition(b" ")[2]).split()[0])
-    except (ValueError, IndexError):
+        return float(text)
+    except ValueError:
         return None

@@ -40,7 +40,7 @@ async def try_ranks(target: TrialTarget, ranks: Sequence[int]) -> RankAnswers:
 
 def asking_for(target: TrialTarget, number: int) -> TrialTarget:
     """The same engine, by the rank of this number."""
-    return replace(target, headers={RANK_HEADER.decode(): str(number)})
+    return replace(target, api=target.api.with_header(RANK_HEADER.decode(), str(number)))
 
 
 async def _takes(target: TrialTarget, number: int, *, chat: bool) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -44,7 +44,6 @@ class TrialTarget:
     sources: Sequence[KvEventSource]
     scrape: Callable[[], Awaitable[EngineMetrics | None]]
     tools: Tools
-    headers: Mapping[str, str] = field(default_factory=dict)  # such as the data-parallel rank that is to serve
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +186,7 @@ async def _send(target: TrialTarget, text: str, *, chat: bool, **fields: int) ->
     path = "/v1/chat/completions" if chat else "/v1/completions"
     options = {"model": target.model.id, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
     body = {**options, **_prompt(text, chat=chat), **fields}
-    timeout_s = target.tools.timeouts.exchange_s
-    answer = await target.api.post(path, body, _Answer, timeout_s=timeout_s, further=target.headers)
+    answer = await target.api.post(path, body, _Answer, timeout_s=target.tools.timeouts.exchange_s)
     ids = answer.prompt_token_ids or next((one.prompt_token_ids for one in answer.choices), None) or ()
     details = answer.usage.prompt_tokens_details
     return TrialReply(answer.usage.prompt_tokens, None if details is None else details.cached_tokens, tuple(ids))

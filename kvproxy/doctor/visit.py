@@ -23,6 +23,7 @@ from kvproxy.doctor.checks.lookup import BudgetCheck, ChunksCheck, LookupCheck
 from kvproxy.doctor.checks.models import DuplicatesCheck, ModelsCheck, TokenizerCheck, TokenizersCheck, VersionCheck
 from kvproxy.doctor.checks.ranks import RanksCheck
 from kvproxy.doctor.checks.reachability import ApiCheck, ConnectionCheck, HealthCheck, MetricsCheck
+from kvproxy.doctor.checks.sglang import SglangCheck
 from kvproxy.doctor.checks.trial import (
     CachingCheck,
     ClockCheck,
@@ -118,6 +119,7 @@ def _quiet(deployment: Deployment, problems: Sequence[Problem], *, trial: bool) 
         yield HealthCheck(engine)
         yield MetricsCheck(engine)
         yield EventSourcesCheck(engine, _wants_events(deployment))
+        yield SglangCheck(engine, deployment.config.clusters[engine.cluster], _wants_events(deployment))
         yield ClockCheck(engine, trial)
     for name, engines in deployment.group_engines():
         if engines:

@@ -82,7 +82,7 @@ def build(inner: ASGIApp, settings: RouterSettings, context: FilterContext) -> R
         clock=context.clock,
         via=headers.via,
     )
-    served = ServedModels(models.names, clock=context.clock)
+    served = ServedModels(models.names, clock=context.clock, change=models.has_adapters)
     context.lifetimes.append(served)
     return RouterFilter(
         RouterParts(

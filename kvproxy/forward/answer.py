@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.errors import EngineReportedError, UpstreamError
@@ -12,6 +13,9 @@ from kvproxy.upstream.response import UpstreamResponse
 
 #: An error answer kept while another endpoint is tried is no longer than this; a longer one goes down as it comes.
 _MAX_HELD_BYTES = 64 * 1024
+_NO_MODEL = re.compile(
+    rb'"param"\s*:\s*"model"|(?:model|adapter)[^"]{0,300}(?:does not exist|not found|not loaded)', re.I
+)
 #: Nor is its body waited for longer than this.
 _ERROR_BODY_S = 1.0
 
@@ -42,6 +46,11 @@ async def read_short(response: UpstreamResponse, first: bytes) -> tuple[bytes, b
     except TimeoutError:
         return body, True
     return (body + (response.take() or b""), True) if response.complete else (body, False)
+
+
+def names_no_model(body: bytes) -> bool:
+    """Whether an engine's 404 says that it does not serve the model (vLLM), and not that there is no such path."""
+    return _NO_MODEL.search(body) is not None
 
 
 def verdict_on(status: int, error: UpstreamError | None) -> AttemptOutcome:

@@ -21,7 +21,7 @@ from kvproxy.errors import (
     PoolFull,
     UpstreamError,
 )
-from kvproxy.forward.answer import read_short, verdict_on
+from kvproxy.forward.answer import names_no_model, read_short, verdict_on
 from kvproxy.forward.asking import Asking
 from kvproxy.forward.headers import RequestHead, response_headers
 from kvproxy.forward.relay import Relay
@@ -33,12 +33,13 @@ from kvproxy.request.downstream import Downstream
 from kvproxy.request.exchange import CLIENT_CLOSED_REQUEST, MAX_REMEMBERED, Exchange
 from kvproxy.request.observer import RequestObserver, notify
 from kvproxy.resilience.budget import RetryBudget
-from kvproxy.routing.policy import NO_FACTS, PickRequest
+from kvproxy.routing.policy import NO_FACTS, FactSource, PickRequest
 from kvproxy.routing.selector import Decision
 from kvproxy.types import Clock, EndpointId, Headers
 from kvproxy.upstream.pool import Timeouts, UpstreamPool, UpstreamResponse
 
 _IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
+_NOT_FOUND = 404
 _BAD_REQUEST = 400
 _NOBODY: frozenset[EndpointId] = frozenset()
 
@@ -121,6 +122,7 @@ class Forwarding:
         self._last: UpstreamError | HeldReply | Refusal = Refusal.NO_ENDPOINTS
         self._suspects: list[tuple[Pick, str]] = []  # failed attempts, and how, until it is known what is to blame
         self._task: asyncio.Task[object] | None = None
+        self._asked_elsewhere = False  # for a model that the first engine did not know
         self._given_back: str | None = None  # by an unhealthy endpoint: "" to be retried, else why it is not
 
     async def run(self, task: asyncio.Task[object] | None) -> None:
@@ -221,10 +223,14 @@ class Forwarding:
                 first, whole = await read_short(response, first)
                 if whole:
                     return self._server_error(pick, response, first, status)
-            elif status == 404 and self._is_history_elsewhere(pick.endpoint):
+            elif status == _NOT_FOUND and self._is_history_elsewhere(pick.endpoint):
                 first, whole = await read_short(response, first)
                 if whole:
                     return self._not_here(pick, response, first)
+            elif status == _NOT_FOUND and self._may_know_elsewhere(pick):
+                first, whole = await read_short(response, first)
+                if whole and names_no_model(first):
+                    return self._unknown_model(pick, response, first)
             return await self._deliver(pick, response, first)
         except UpstreamError as error:
             return self._failed(pick, error)
@@ -281,7 +287,8 @@ class Forwarding:
         facts = self._exchange.facts
         if facts is None or self._exchange.inference is None or self._exchange.inference.continues is None:
             return False
-        self._holder = next(iter(facts.by_endpoint), None)
+        holders = (name for name, one in facts.by_endpoint.items() if one.source is FactSource.SESSION)
+        self._holder = next(holders, None)
         return self._holder is not None and self._holder != endpoint.id
 
     def _not_here(self, pick: Pick, response: UpstreamResponse, body: bytes) -> _Next:
@@ -289,6 +296,23 @@ class Forwarding:
         pick.settle(AttemptOutcome.CLIENT_ERROR, now=self._shared.clock())
         self._hold_reply(pick, response, body)
         return self._after_failure("history_elsewhere", self._why_no_retry(unprocessed=True))
+
+    def _may_know_elsewhere(self, pick: Pick) -> bool:
+        """Whether another engine is to be asked for a model that this one may not know: once a request."""
+        if self._asked_elsewhere or not self._model or self._exchange.inference is None:
+            return False
+        engine, endpoints = pick.endpoint.engine, self._cluster.endpoints
+        return any(one.engine is not engine and one.serves(self._model) for one in endpoints)
+
+    def _unknown_model(self, pick: Pick, response: UpstreamResponse, body: bytes) -> _Next:
+        """An adapter that this engine has not loaded, or has no more. Its answer is kept in case no other knows it."""
+        self._asked_elsewhere = True
+        pick.settle(AttemptOutcome.CLIENT_ERROR, now=self._shared.clock())
+        engine = pick.endpoint.engine
+        self._cluster.adapters.missing(str(engine.id), engine.adapters, self._model)
+        self._hold_reply(pick, response, body)
+        pick.endpoint.metrics.attempt_failure("unknown_model")
+        return self._after_failure("unknown_model", self._why_no_retry(unprocessed=True))
 
     def _suspect(self, pick: Pick, how: str, now: float) -> None:
         """The attempt failed; the endpoint is to blame if another one serves the request."""

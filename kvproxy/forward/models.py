@@ -11,7 +11,7 @@ import msgspec
 from starlette.types import Scope, Send
 
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.engine import Engine
 from kvproxy.config.schema import RouteSettings
 from kvproxy.errors import UpstreamError
 from kvproxy.metrics.catalog import Metrics
@@ -32,6 +32,8 @@ _FRESH_S = 2.0
 MAX_LISTED, MAX_NAME = 50, 200
 #: The engines are asked so long after a request for a model that is not known, and not again before that much later.
 DELAY_S, AGAIN_S = 1.0, 60.0
+#: Engines that have adapters are asked again after so long: adapters are loaded and unloaded while they run.
+FOLLOW_S = 30.0
 
 Row = dict[str, Any]
 
@@ -102,11 +104,18 @@ class ModelList:
             self._rows = task.result()
             self._fresh_until = self._clock() + (_FRESH_S if self._rows else 0.0)
 
+    def has_adapters(self) -> bool:
+        """Whether some engine listed one."""
+        return any(cluster.adapters.names for cluster in self._clusters)
+
     async def _ask_all(self) -> dict[str, Row]:
-        endpoints = [endpoint for cluster in self._clusters for endpoint in cluster.endpoints]
-        lists = await asyncio.gather(*(self._ask(endpoint) for endpoint in endpoints))
+        engines = [(cluster, engine) for cluster in self._clusters for engine in cluster.engines]
+        lists = await asyncio.gather(*(self._ask(engine) for _, engine in engines))
         rows: dict[str, Row] = {}
-        for listed in lists:
+        for (cluster, engine), listed in zip(engines, lists, strict=True):
+            if listed:  # otherwise it did not answer, and what was known goes on
+                names = [str(row.get("id", "")) for row in listed if row.get("parent")]
+                cluster.adapters.observe(str(engine.id), engine.adapters, listed=names)
             for row in listed:
                 rows.setdefault(str(row.get("id", "")), row)
         for route in self._aliases:
@@ -116,14 +125,12 @@ class ModelList:
         rows.pop("", None)
         return rows
 
-    async def _ask(self, endpoint: Endpoint) -> list[Row]:
+    async def _ask(self, engine: Engine) -> list[Row]:
         headers = list(self._headers)
-        if endpoint.authorization is not None:
-            headers.append((b"authorization", endpoint.authorization))
+        if engine.authorization is not None:
+            headers.append((b"authorization", engine.authorization))
         try:
-            response = await self._pool.request(
-                endpoint.origin, b"GET", PATH.encode(), headers, None, timeouts=_TIMEOUTS
-            )
+            response = await self._pool.request(engine.origin, b"GET", PATH.encode(), headers, None, timeouts=_TIMEOUTS)
             try:
                 body = b""
                 while len(body) <= _MAX_LIST_BYTES and (chunk := await response.chunk()):
@@ -154,10 +161,21 @@ async def _send_json(send: Send, value: object) -> None:
 
 class ServedModels:
     """Entered, it asks the engines (`ask`: the names they list) when a client names a model that is not known; clients
-    cannot make it ask more than once a minute, and what engines do not list stays unknown."""
+    cannot make it ask more than once a minute, and what engines do not list stays unknown. While they `change`, it asks
+    again and again."""
 
-    def __init__(self, ask: Callable[[], Awaitable[Iterable[str]]], *, clock: Clock, delay_s: float = DELAY_S) -> None:
+    def __init__(
+        self,
+        ask: Callable[[], Awaitable[Iterable[str]]],
+        *,
+        clock: Clock,
+        change: Callable[[], bool] = lambda: False,
+        delay_s: float = DELAY_S,
+        follow_s: float = FOLLOW_S,
+    ) -> None:
         self._ask = ask
+        self._change = change
+        self._follow_s = follow_s
         self._clock = clock
         self._delay_s = delay_s
         self._listed: frozenset[str] = frozenset()
@@ -184,8 +202,14 @@ class ServedModels:
             return True
         if self._loop is not None and (now := self._clock()) >= self._again_at:
             self._again_at = now + AGAIN_S
-            self._timer = self._loop.call_later(self._delay_s, self._begin)
+            self._ask_after(self._delay_s)
         return False
+
+    def _ask_after(self, seconds: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._loop is not None:
+            self._timer = self._loop.call_later(seconds, self._begin)
 
     def _begin(self) -> None:
         self._asking = asyncio.create_task(self._look(), name="list served models")
@@ -195,6 +219,8 @@ class ServedModels:
             names = {name for name in await self._ask() if 0 < len(name) <= MAX_NAME}
         except Exception:
             log.exception("the engines' lists of models cannot be read")
-            return
+            names = set()
         if names:  # otherwise no engine answered, and what was known goes on
             self._listed = frozenset(sorted(names, key=lambda name: (name not in self._listed, name))[:MAX_LISTED])
+        if self._change():
+            self._ask_after(self._follow_s)

@@ -111,6 +111,9 @@ class MetricsScraper(BackgroundTask):
         self.signals.host(self._sample_host())
         reads = [self._read(cluster, engine) for cluster in self._clusters.values() for engine in cluster.engines]
         await asyncio.gather(self._read_provider(), *reads)
+        for name, cluster in self._clusters.items():
+            readings = [self.signals.reading(endpoint) for endpoint in cluster.endpoints]
+            self._indexes[name].note_kinds([reading[1].kind for reading in readings if reading is not None])
 
     def _follow(self) -> None:
         """An endpoint that left, or is another engine now, holds nothing we know of."""
@@ -133,11 +136,9 @@ class MetricsScraper(BackgroundTask):
                 await self._rank_finder.follow(cluster, engine, metrics)
         except ClientError as error:
             log.debug("[kvcache] metrics of %s: %s", engine.id, error)
-            for endpoint in cluster.of_engine(engine):
-                latest = self.signals.reading(endpoint)
-                if latest is None or latest[0] > self.signals.max_age_s:
-                    endpoint.asleep = False  # what it said last is too old to keep it out
+            self._forget_sleep(cluster, engine)
             return
+        engine.adapters.use = metrics.lora
         restarted = False
         for endpoint in cluster.of_engine(engine):
             own = metrics if endpoint.rank is None else metrics.ranks.get(endpoint.rank)
@@ -149,8 +150,14 @@ class MetricsScraper(BackgroundTask):
 
     def _observe(self, cluster: Cluster, endpoint: Endpoint, metrics: EngineMetrics) -> bool:
         """Take in what an engine, or one rank of it, says; whether it is another process than before."""
+        latest = self.signals.reading(endpoint)
         self.signals.engine(endpoint, metrics)
-        self._sleep_or_wake(cluster.name, endpoint, asleep=metrics.asleep)
+        if metrics.asleep is not endpoint.asleep:
+            endpoint.asleep = metrics.asleep
+            how = "sleeps: it is left out" if metrics.asleep else "is awake again"
+            log.info("[kvcache] %s/%s %s", cluster.name, endpoint.id, how)
+        if metrics.gave_up_cache and not (latest is not None and latest[1].gave_up_cache):
+            self._gave_up(cluster.name, endpoint)
         capacity_tokens = None if metrics.cache is None else metrics.cache.capacity_tokens
         endpoint.load.observe_engine(
             EngineState(self._clock(), capacity_tokens, metrics.kv_usage, metrics.running, metrics.waiting)
@@ -164,15 +171,15 @@ class MetricsScraper(BackgroundTask):
         self._size(cluster.name, endpoint, metrics)
         return restarted
 
-    def _sleep_or_wake(self, cluster: str, endpoint: Endpoint, *, asleep: bool) -> None:
-        """An engine that sleeps gave its KV memory up, and takes no requests until it is woken."""
-        if asleep is endpoint.asleep:
-            return
-        endpoint.asleep = asleep
-        if not asleep:
-            log.info("[kvcache] %s/%s is awake again", cluster, endpoint.id)
-            return
-        log.info("[kvcache] %s/%s sleeps: it is left out, and what it held is forgotten", cluster, endpoint.id)
+    def _forget_sleep(self, cluster: Cluster, engine: Engine) -> None:
+        """What it said last is too old to keep it out."""
+        for endpoint in cluster.of_engine(engine):
+            latest = self.signals.reading(endpoint)
+            if latest is None or latest[0] > self.signals.max_age_s:
+                endpoint.asleep = False
+
+    def _gave_up(self, cluster: str, endpoint: Endpoint) -> None:
+        """Its sleep is so deep that it gave its KV memory up."""
         indexes = self._indexes[cluster]
         indexes.reset(endpoint.id)
         indexes.precise.remove_endpoint(endpoint.id)

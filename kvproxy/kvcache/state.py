@@ -12,7 +12,7 @@ from kvproxy.kvcache.actions.strategies import ActionRecord
 from kvproxy.kvcache.feedback.cache_losses import CacheLosses
 from kvproxy.kvcache.feedback.prediction_stats import PredictionStats
 from kvproxy.kvcache.feedback.prefix_breaks import PrefixBreaks
-from kvproxy.kvcache.feedback.token_counts import BytesPerToken, HitRatioStats
+from kvproxy.kvcache.feedback.token_counts import BytesPerToken, CountedPrompts, HitRatioStats
 from kvproxy.kvcache.overlap.indexes import IndexState
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.prefix.tokens.token_memory import TokenMemory
@@ -32,6 +32,7 @@ class CacheState:
     losses: CacheLosses
     hit_ratios: HitRatioStats = field(default_factory=HitRatioStats)
     bytes_per_token: BytesPerToken = field(default_factory=BytesPerToken)
+    counted: CountedPrompts = field(default_factory=CountedPrompts)
     indexes: dict[str, IndexState] = field(default_factory=dict)  # by cluster
     present: dict[str, Mapping[str, Endpoint]] = field(default_factory=dict)  # by cluster, at the last scrape
     fresh: bool = True  # no service has run with it: a snapshot may still fill it

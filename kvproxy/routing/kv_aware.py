@@ -17,7 +17,8 @@ behind them, and bringing lower-tier tokens up. A greedy router stops at wait + 
 
 With an operator's `target_itl` it also costs a share of what all answers there end late by for it: one sequence more
 makes every step longer, those over the target count (steps.py), and the prefill holds up every sequence under way.
-Without one nothing is learned of that.
+Without one nothing is learned of that. A request for an adapter also costs the seconds until it is loaded there
+(cluster/adapters.py).
 
 What others suffer is charged in pooled seconds, so that the slow half of a mixed fleet is not starved. Computing a hot
 prefix once more is an investment and discounted. Speeds are learned (speeds.py).
@@ -156,6 +157,8 @@ class KvAware(Policy):
             for index, (own, slow, load, weight) in loaded:
                 late_s = self.steps.late_s(load.in_flight, slow, settings.target_itl) + slow * own * load.in_flight
                 costs[index] += LATENESS * late_s / weight
+        if (more := request.adapter_s) is not None:
+            costs = [one + more.get(id_, 0.0) / w for one, id_, w in zip(costs, pool.ids, pool.weights, strict=True)]
         index = least(costs, self._rng)
         here, elsewhere = 0, 0
         if held:

@@ -77,6 +77,8 @@ class PickRequest(msgspec.Struct, frozen=True):
     prompt_head: bytes = b""
     #: Policy the client asked for, where the cluster lets it; "": the cluster's own.
     policy: str = ""
+    #: Seconds that the adapter it asks for adds, by endpoint; None: it asks for none.
+    adapter_s: Mapping[EndpointId, float] | None = None
 
 
 class LoadView(Protocol):

@@ -21,6 +21,7 @@ from kvproxy.simulator.engine_io import (
     SimRequest,
     Tokens,
 )
+from kvproxy.simulator.lora_slots import LoraSlots
 from kvproxy.simulator.scheduler import Batch, Scheduler
 from kvproxy.simulator.sequence import Sequence
 from kvproxy.simulator.timing import Stretch
@@ -58,6 +59,11 @@ class Engine:
         """How busy it is right now."""
         scheduler = self._scheduler
         return EngineLoad(len(scheduler.running), len(scheduler.waiting), scheduler.cache.usage)
+
+    @property
+    def loras(self) -> LoraSlots:
+        """Its slots for adapters."""
+        return self._scheduler.loras
 
     def submit(self, request: SimRequest, now: float) -> None:
         """Queues a request; an id in use is a ValueError."""
@@ -140,7 +146,7 @@ class Engine:
         if batch.decodes:
             step_s = timing.decode_s(batch.decodes, self._scheduler.count_resident_tokens())
         if batch.chunks:
-            step_s += timing.prefill_step_s
+            step_s += timing.prefill_step_s + batch.loads * self._settings.lora_load_s
             step_s += sum(timing.prefill_s(tokens, sequence.computed) for sequence, tokens in batch.chunks)
             step_s = step_s if batch.decodes else max(step_s, timing.prefill_floor_s)
             return Stretch(now, step_s * factor)

@@ -28,7 +28,8 @@ class EngineSettings:
     one calculation. `kv_events` turns the reports of stored and removed blocks on. Without `prefix_caching` nothing is
     kept, looked for, counted or reported. A prompt among others computes at most `long_prefill_token_threshold` tokens
     a step; 0: as many as the step has left. Reports of stored blocks name `lookahead_tokens` beyond the last of them.
-    With `checkpoints` its model is a hybrid one.
+    With `checkpoints` its model is a hybrid one. Requests of `max_loras` adapters run at a time (0: of all), and to
+    load one takes `lora_load_s`.
     """
 
     capacity_blocks: int = 1600
@@ -43,6 +44,8 @@ class EngineSettings:
     prefix_caching: bool = True
     lookahead_tokens: int = 0
     checkpoints: Checkpoints | None = None
+    max_loras: int = 0
+    lora_load_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.capacity_blocks < 1 or self.block_size < 1:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Hashes
 from dataclasses import dataclass, field
 
 from kvproxy.simulator.block_cache import PrefixCache
 from kvproxy.simulator.engine_io import EngineCounters, EngineSettings, Scheduling, SimRequest
+from kvproxy.simulator.lora_slots import LoraSlots
 from kvproxy.simulator.sequence import Sequence, WaitingLine
 
 
@@ -18,6 +20,7 @@ class Batch:
     chunk_tokens: int = 0  # of all chunks
     reserved_blocks: int = 0  # that the decoding sequences need in this step
     decodes: int = 0
+    loads: int = 0  # adapters that have to be loaded first
     preempted: list[Sequence] = field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -32,6 +35,7 @@ class Scheduler:
     def __init__(self, settings: EngineSettings, cache: PrefixCache) -> None:
         self._settings = settings
         self.cache = cache
+        self.loras = LoraSlots(settings.max_loras)
         self.counters = EngineCounters()
         self.waiting = WaitingLine(settings.scheduling)
         self.running: dict[str, Sequence] = {}
@@ -51,6 +55,7 @@ class Scheduler:
         if not batch.preempted:
             self._admit(now, batch)
         batch.decodes = len(self.decoding)
+        self.loras.note(self._adapters(), (one.request.lora_name for one in self.waiting), now)
         return batch
 
     def limit_decode_steps(self, wanted: int) -> int:
@@ -155,6 +160,8 @@ class Scheduler:
     def _admit(self, now: float, batch: Batch) -> None:
         while self.waiting and len(self.running) < self._settings.max_sequences and self._tokens_left(batch) > 0:
             sequence = self.waiting.first()
+            if not self.loras.admits(sequence.request.lora_name, self._adapters()):
+                return
             hashes = sequence.request.block_hashes
             limit = (sequence.target - 1) // self._settings.block_size if self._settings.prefix_caching else 0
             held = self.cache.match_prefix(hashes, limit)
@@ -163,8 +170,13 @@ class Scheduler:
             if wanted > self.cache.free_blocks - batch.reserved_blocks:
                 return
             sequence.parted = held
+            batch.loads += self.loras.take(sequence.request.lora_name, self._adapters())
             self._start(sequence, hits, now)
             self._schedule_chunk(sequence, self._next_chunk(sequence, batch), batch)
+
+    def _adapters(self) -> Iterator[str | None]:
+        """Of what runs."""
+        return (one.request.lora_name for one in self.running.values())
 
     def _start(self, sequence: Sequence, hits: int, now: float) -> None:
         request, block_size = sequence.request, self._settings.block_size

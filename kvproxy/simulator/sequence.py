@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 
@@ -98,6 +99,9 @@ class WaitingLine:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._waiting.values())
 
     def add(self, sequence: Sequence) -> None:
         """A request that came just now."""

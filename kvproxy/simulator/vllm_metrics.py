@@ -120,6 +120,7 @@ class VllmMetrics:
 
     def __init__(self, settings: VllmSettings, engine: Engine, *, started_at: float) -> None:
         self.started_at = started_at  # of the process, seconds since the epoch
+        self._has_adapters = bool(settings.loras)
         self._engine = engine
         self._registry = CollectorRegistry()
         self._labels = {"engine": str(settings.rank), "model_name": settings.model}
@@ -187,7 +188,18 @@ class VllmMetrics:
         self._count("prompt_tokens_cached", hits)
         self._count("prompt_tokens_cached_by_source", hits, "device")
         self._count("generation_tokens", totals.generation_tokens)
-        return generate_latest(self._registry)
+        return generate_latest(self._registry) + self._adapters()
+
+    def _adapters(self) -> bytes:
+        """A line for every combination there ever was; the newest has the largest value. No label names the model."""
+        slots = self._engine.settings.max_loras
+        lines = [
+            f'vllm:lora_requests_info{{max_lora="{slots}",running_lora_adapters="{running}",'
+            f'waiting_lora_adapters="{waiting}"}} {self.started_at + at!r}\n'
+            for (running, waiting), at in self._engine.loras.seen.items()
+        ]
+        head = "# HELP vllm:lora_requests_info Running stats on lora requests.\n# TYPE vllm:lora_requests_info gauge\n"
+        return (head + "".join(lines)).encode() if self._has_adapters else b""
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         family = Histogram(f"vllm:{name}", text, _COMMON, buckets=buckets, registry=self._registry)

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 
 from kvproxy.simulator import vllm_info as info
+from kvproxy.simulator import vllm_render as render
 from kvproxy.simulator.anthropic_shape import AnthropicShape
 from kvproxy.simulator.engine import Engine
 from kvproxy.simulator.engine_io import EngineOutput, FirstToken
@@ -61,10 +62,10 @@ _HANDLERS: dict[str, dict[str, Handler]] = {
     "/kv_event_sources": {"GET": info.answer_kv_event_sources},
     "/reset_prefix_cache": {"POST": info.answer_reset_prefix_cache},
     "/v1/messages/count_tokens": {"POST": info.answer_count_tokens},
-    "/v1/chat/completions/render": {"POST": info.answer_chat_render},
-    "/v1/completions/render": {"POST": info.answer_completion_render},
-    "/v1/messages/render": {"POST": info.answer_messages_render},
-    "/v1/responses/render": {"POST": info.answer_responses_render},
+    "/v1/chat/completions/render": {"POST": render.answer_chat_render},
+    "/v1/completions/render": {"POST": render.answer_completion_render},
+    "/v1/messages/render": {"POST": render.answer_messages_render},
+    "/v1/responses/render": {"POST": render.answer_responses_render},
     "/v1/embeddings": {"POST": info.answer_embeddings},
     "/sim/faults": {"POST": info.set_faults},
     "/sim/state": {"GET": info.answer_state},

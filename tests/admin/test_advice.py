@@ -65,7 +65,7 @@ async def test_advice_is_shown_when_it_is_done() -> None:
 async def test_one_run_at_a_time_and_none_outlives_the_proxy(tmp_path: Path) -> None:
     """The second start is refused; leaving ends the process of the first."""
     proxy, file = proxy_of(), tmp_path / "pid"
-    waits = f"import os, time; open({str(file)!r}, 'w').write(f'{{os.getpid()}} '); time.sleep(600)"
+    waits = f"import os, signal; open({str(file)!r}, 'w').write(f'{{os.getpid()}} '); signal.pause()"
     async with AdviceRunner(lambda budget_s: program(waits)) as runner, admin_of(proxy) as client:
         proxy.adviser = runner
         assert (await client.post("/advise")).status_code == 202
@@ -82,6 +82,9 @@ async def test_one_run_at_a_time_and_none_outlives_the_proxy(tmp_path: Path) -> 
         ("import sys; sys.exit(3)", "the command failed"),
         ("print('no json')", "Expecting value"),
         ("print('x' * (5 << 20))", "it said too much"),
+        ("import os, signal; os.write(1, b'x' * (5 << 20)); os.close(1); signal.pause()", "it said too much"),
+        ("import os, signal; os.write(2, b'x' * (5 << 20)); os.close(2); signal.pause()", "it said too much"),
+        ("print('[' * 100_000)", "RecursionError"),
     ],
 )
 async def test_a_run_that_fails_says_why(text: str, said: str) -> None:
@@ -114,3 +117,4 @@ def test_the_command_is_the_one_of_the_documentation() -> None:
         "--advise-budget",
         "60s",
     ]
+    assert advise_command("config.yaml", 60.0, lenient=True) == [*command, "--lenient"]

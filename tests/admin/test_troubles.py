@@ -248,3 +248,30 @@ async def test_engines_that_pay_no_heed_to_their_priority_are_named(clock: FakeC
     place.proxy.clusters["default"].endpoints[1].priority.refused()
     clock.advance(5.0)
     assert not (await place.live())["findings"]
+
+
+async def test_ranks_that_requests_cannot_ask_for(clock: FakeClock) -> None:
+    """Refused ones, and those that only metrics show, each with what to write. While an engine was not asked yet there
+    is nothing to say."""
+    ranked = {"id": "a", "url": "http://127.0.0.1:9", "data_parallel": {"ranks": [0, 1, 2]}}
+    place = Place(clock, endpoints=[ranked, {"id": "b", "url": "http://127.0.0.1:10"}])
+    cluster = place.proxy.clusters["default"]
+    cluster.ranks.refused(cluster.endpoints[2], 2)
+    cluster.ranks.observe(cluster.engines[1], (0, 1), None)
+    place.history.take_sample()
+    assert [one["where"] for one in (await place.live())["findings"]] == ["default/a"]
+    cluster.ranks.observe(cluster.engines[1], (0, 1), ())
+    clock.advance(2)
+    place.history.take_sample()
+    found = {one["where"]: (one["what"], one["fix"]) for one in (await place.live())["findings"]}
+    assert found == {
+        "default/a": (
+            "the engine refused the data-parallel rank 2, which gets no requests",
+            "set data_parallel.ranks to 0, 1",
+        ),
+        "default/b": (
+            "it has the data-parallel ranks 0, 1, and nothing says that requests may ask for one: a prefix is computed "
+            "once a rank",
+            "set data_parallel.ranks to 0, 1, or start it with --kv-events-config",
+        ),
+    }

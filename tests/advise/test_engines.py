@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from starlette.types import Receive, Scope, Send
 
-from kvproxy.advise.engines import EngineSettingsSeen, ask_engines
+from kvproxy.advise.engines import EngineSettingsSeen, ask_engines, engines_of
 from kvproxy.clients.engine_metrics import EngineKind
 from kvproxy.config.load import load_config
 from kvproxy.doctor.tools import Tools, VisitTimeouts
+from kvproxy.types import EndpointId
 from tests.support.fake_engine import reply
 from tests.support.loopback import serve
 
@@ -65,3 +66,21 @@ async def test_an_engine_without_metrics_is_not_known() -> None:
     seen = await ask({})
     assert seen.kind is EngineKind.UNKNOWN
     assert "404" in seen.error
+
+
+async def test_recorded_ranks_are_those_of_their_engine() -> None:
+    """Each with its own figures; an endpoint that is gone, or a rank that the engine has no more, is left out."""
+    page = b"".join(
+        b'vllm:num_requests_running{engine="%d"} %d\n' % (rank, rank + 5)
+        + b'vllm:cache_config_info{block_size="16",engine="%d",num_gpu_blocks="%d"} 1\n' % (rank, 100 + rank)
+        for rank in (0, 1)
+    )
+    seen = await ask({"/metrics": page})
+    assert seen.capacity_tokens == 3216
+    names = [EndpointId(name) for name in ("a@1", "a@0", "a@2", "a", "host@10.0.0.1", "gone")]
+    found = engines_of([seen], "default", names)
+    assert [(one.id, one.rank_of, one.capacity_tokens, one.metrics.running) for one in found] == [
+        ("a@1", "a", 1616, 6),
+        ("a@0", "a", 1600, 5),
+        ("a", None, 3216, 11),
+    ]

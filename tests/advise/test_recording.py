@@ -5,9 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+import pytest
+
+from kvproxy.advise import simulate
 from kvproxy.advise.recording import make_trace
 from kvproxy.advise.traffic import Traffic, read_traffic
 from kvproxy.receipts.files import ReceiptReader
+from kvproxy.receipts.receipt import encode
 from kvproxy.replay.settings import ReplayFleet
 from tests.advise.recorded import Chats, record
 
@@ -49,3 +54,22 @@ def test_prompts_without_hashes_share_nothing(tmp_path: Path) -> None:
     traffic = recorded(tmp_path / "r.jsonl", Chats(sessions=10, turns=2))
     bare = [replace(one, prefixes=(), prompt_blocks=0) for one in traffic.requests]
     assert make_trace(traffic, bare).hit_ceiling() == 0.0
+
+
+def test_a_count_beyond_all_reason_is_no_traffic(tmp_path: Path) -> None:
+    """An engine's mistake: its blocks alone would be gigabytes, and its tokens days of simulated steps."""
+    file = tmp_path / "r.jsonl"
+    receipts = record(file, Chats(sessions=10, turns=2).trace(), FLEET)
+    odd = [{"engine_prompt_tokens": 2**31}, {"completion_tokens": 2**31}]
+    changed = [msgspec.structs.replace(receipts[0], **each) for each in odd]
+    file.write_bytes(b"".join(encode(one) for one in [*receipts, *changed]))
+    (traffic,) = read_traffic(ReceiptReader(file))
+    assert len(traffic.requests) == len(receipts)
+
+
+def test_only_so_many_tokens_are_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The latest: a trace of a million blocks a request would not fit into memory."""
+    traffic = recorded(tmp_path / "r.jsonl", Chats(sessions=10, turns=2))
+    tokens = [one.prompt_tokens for one in traffic.requests]
+    monkeypatch.setattr(simulate, "_MAX_TOKENS", sum(tokens[-3:]))
+    assert simulate._latest(traffic.requests) == traffic.requests[-3:]

@@ -78,3 +78,12 @@ def test_the_blamed_field() -> None:
     """An unknown model is told from an unknown path by it."""
     assert error_param(captured("tok_badmodel").content) == "model"
     assert error_param(b'{"detail": "Not Found"}') == ""
+
+
+def test_an_sglang_error_is_flat() -> None:
+    """What echoes a request and has a `message` of its own is still not quoted."""
+    body = {"object": "error", "message": "The request queue is full.", "type": "x", "param": "model", "code": 503}
+    raw = json.dumps(body).encode()
+    assert (error_text(raw), error_param(raw)) == ("The request queue is full.", "model")
+    assert error_text(json.dumps({**body, "param": None}).encode()) == "The request queue is full."
+    assert error_text(json.dumps({"message": "my secret prompt"}).encode()) == ""

@@ -143,4 +143,4 @@ class ClusterMachine(RuleBasedStateMachine):
 
 
 TestNothingLeaks = ClusterMachine.TestCase
-TestNothingLeaks.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestNothingLeaks.settings = settings(max_examples=60, stateful_step_count=40)

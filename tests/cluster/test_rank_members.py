@@ -236,3 +236,18 @@ def test_ranks_of_the_cluster_are_those_of_each_engine(make_cluster: MakeCluster
     settings = bench.cluster.settings.model_copy(update={"data_parallel": DataParallelSettings(steer=False)})
     bench.cluster.reconfigure(settings, probe=None)
     assert names(bench) == ["a", "b"]
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_request_may_fail_after_its_engine_left(make_cluster: MakeCluster, replaced: bool) -> None:
+    """Its verdict is about an engine that is no member any more, whatever has the id now."""
+    bench = ranked(make_cluster, health={"eject_after": 1}, breaker={"failure_threshold": 1})
+    running = bench.picked(preferred=A1)
+    moved = EndpointSettings(id="a", url="http://127.0.0.1:9", data_parallel=TWO)
+    bench.cluster.apply((*configs("b"), *((moved,) if replaced else ())))
+    running.settle(AttemptOutcome.FAILURE, bench.clock())
+    bench.cluster.verdicts.probed(running.endpoint.engine, ProbeOutcome.UNREACHABLE)
+    assert bench.cluster.draining == ()
+    assert {endpoint.condition(bench.clock()) for endpoint in bench.cluster.endpoints} == {Condition.UP}
+    bench.cluster.ranks.refused(running.endpoint, 1)
+    assert names(bench) == (["b", "a@0", "a@1"] if replaced else ["b"])

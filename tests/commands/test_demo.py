@@ -11,7 +11,8 @@ import sys
 import httpx
 import openai
 
-from kvproxy.commands.demo import TrafficProgress, print_table
+from kvproxy.commands.demo import TrafficProgress, print_table, run
+from kvproxy.commands.demo_places import DemoOptions
 from kvproxy.commands.demo_traffic import DemoReply
 
 
@@ -47,6 +48,16 @@ def test_nothing_streamed_is_no_traceback() -> None:
     print_table({"round_robin": whole, "kv_aware": whole}, ["a"], out)
     assert "0 of 2 requests were streamed" in out.getvalue()
     assert "nan" not in out.getvalue()
+
+
+def test_with_sglang() -> None:
+    """The proxy knows by their events what the engines hold: later turns find what earlier ones computed."""
+    out = io.StringIO()
+    assert run(DemoOptions(2, 2, 2, stay=False, kind="sglang"), out=out) == 0
+    said = out.getvalue()
+    assert "in front of 2 simulated SGLang engines" in said
+    assert "follows the events" in said
+    assert re.search(r"^kv_aware +sim-0:\d+ sim-1:\d+ +[1-9]\d?%", said, re.MULTILINE)
 
 
 async def test_it_stays_until_ctrl_c() -> None:

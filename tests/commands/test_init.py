@@ -11,8 +11,11 @@ from starlette.types import Receive, Scope, Send
 
 from kvproxy.commands.init import InitOptions, SeenEngine, SeenLmCache, look_at_all, run, write_config
 from kvproxy.config.load import load_config
+from kvproxy.config.priority_schema import PriorityOrder
 from kvproxy.errors import ConfigError
+from kvproxy.simulator.fleet import Fleet, FleetSettings
 from kvproxy.simulator.kv_event_publisher import PublisherSettings
+from kvproxy.simulator.sglang.settings import EventSettings, SglangSettings
 from tests.kvcache.fleet import simulated
 from tests.support.loopback import serve
 
@@ -125,6 +128,20 @@ def test_two_models_are_two_clusters() -> None:
         ("qwen", "qwen"),
     ]
     assert config.clusters["qwen"].health.path == "/v1/models"
+
+
+@pytest.mark.parametrize("has_ready", [True, False])
+async def test_an_sglang(has_ready: bool) -> None:
+    """It is recognised: probes that generate nothing or have time, the order of its priorities, its KV events."""
+    engine = SglangSettings(model="tiny", kv_events=EventSettings(), has_ready=has_ready, health_step_s=0.01)
+    async with Fleet(FleetSettings({"a": engine}, None)) as fleet, serve(fleet.engines["a"]) as url:
+        seen, _ = await look_at_all({"a": url}, "")
+    assert "is an SGLang, serves tiny; publishes KV events" in seen[0].describe()
+    config = load_config(write_config(seen, None, listen="127.0.0.1:8888"), env={})
+    cluster = config.clusters["default"]
+    assert cluster.engine_priority_order is PriorityOrder.HIGHEST_FIRST
+    assert (cluster.health.path, cluster.health.timeout) == (("/ready", 2.0) if has_ready else ("/health", 5.0))
+    assert [spec.settings.kv_events for spec in config.filters if spec.name == "kvcache"] == [True]
 
 
 async def test_an_engine_that_does_not_answer_is_said_in_words() -> None:

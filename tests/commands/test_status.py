@@ -14,6 +14,7 @@ from kvproxy.admin.app import build_admin_app
 from kvproxy.admin.history import History
 from kvproxy.app import Proxy
 from kvproxy.cli import main
+from kvproxy.commands.engine_lines import describe_adapters
 from kvproxy.commands.status import StatusOptions, render, run
 from kvproxy.errors import ConfigError
 from kvproxy.request.exchange import Exchange, Outcome
@@ -289,3 +290,16 @@ async def test_the_router_queue() -> None:
         assert row == f"default {state} {depth:,} of 1,500 {oldest:.1f}s 4 3 2 1 7"
     live["routing"]["default"]["queue"] = None
     assert "ROUTER QUEUE" not in render(live)
+
+
+def test_adapters_in_a_sentence_an_engine() -> None:
+    """How many, and which of them are in a slot; an engine without adapters says nothing."""
+    endpoints = [
+        {"id": "a", "adapters": {"served": ["x"], "loaded": [], "slots": None}},
+        {"id": "b", "adapters": {"served": list("vwxyz"), "loaded": list("vwxy"), "slots": 4}},
+        {"id": "c", "adapters": None},
+    ]
+    assert describe_adapters(endpoints) == [
+        "a serves 1 adapter, 0 loaded",
+        "b serves 5 adapters, 4 of 4 slots loaded: v, w, x and 1 more",
+    ]

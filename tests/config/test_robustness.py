@@ -61,7 +61,7 @@ def places(tree: Any) -> Iterator[tuple[Any, Any]]:
         yield from places(value)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.sampled_from([NATIVE, PIXIU, EXCERPT]), st.lists(st.tuples(st.integers(0, 10_000), junk), min_size=1, max_size=3)
 )
@@ -77,7 +77,7 @@ def test_junk_anywhere_is_a_problem_or_nothing(base: dict[str, Any], changes: li
         assert (config is None) == any(problem.severity == "error" for problem in problems)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(0, len(PLANTED)), st.integers(0, 40), st.text(max_size=4))
 def test_cut_or_torn_text(at: int, length: int, inserted: str) -> None:
     """An edit in the middle of a file never crashes the check."""

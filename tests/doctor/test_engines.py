@@ -337,3 +337,25 @@ def test_of_a_hybrid_model_the_event_of_full_attention_is_looked_at(first: str) 
     seen.record_batch([b"t", (0).to_bytes(8, "big"), payload], [1, 2, 3, 4], now=2.0)
     assert seen.mine is not None
     assert seen.mine.indexable
+
+
+async def test_adapters_need_not_be_everywhere() -> None:
+    """Requests go where they are listed: no fault, and it is said where."""
+    async with cluster({"a": replace(ENGINE, loras=("x", "y")), "b": replace(ENGINE, loras=("y",))}) as place:
+        report = await visit(place.config())
+    assert report.findings == ()
+    said = {one.what for one in report.passed if one.check == "models"}
+    assert {"adapter x at a", "adapter y at a, b"} <= said
+
+
+async def test_an_adapter_nobody_serves() -> None:
+    """Endpoints promise it, or a route leads there: named once, with what to do."""
+    async with cluster({"a": ENGINE, "b": replace(ENGINE, loras=("x",))}) as place:
+        promised = [{"id": name, "url": url, "models": ["sim", "gone"]} for name, url in place.urls.items()]
+        found = only(await visit(place.config(endpoints=promised)))
+        assert (found.where, found.severity) == ("endpoints a, b", Severity.PROBLEM)
+        assert found.what == "no engine serves 'gone', as `models` of all of them says"
+        assert "load that adapter" in found.fix
+        assert "served: sim, x" in found.fix
+        routed = only(await visit(place.config(routes=[{"model": "gone"}, {}])))
+        assert routed.what == "no engine serves 'gone', which is routed here"

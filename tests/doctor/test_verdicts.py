@@ -117,6 +117,14 @@ def observed(**values: object) -> StreamObservation:
     return StreamObservation(SOURCE, **{**fields, **values})  # type: ignore[arg-type]
 
 
+def test_events_that_name_other_things_than_what_is_reused() -> None:
+    """It caches, so the events are of another kind, or of another engine."""
+    seen = trial(after=ON, cached=32, observed=(observed(mine=None, batches=3),))
+    [found] = judge_events("endpoint a", seen)
+    assert (found.severity, "reused 32 tokens the second time" in found.what) == (Severity.PROBLEM, True)
+    assert "EAGLE" in found.fix
+
+
 @pytest.mark.parametrize(
     ("stream", "severity", "said"),
     [
@@ -239,6 +247,11 @@ def test_figures_of_an_exposition() -> None:
     """Summed over ranks; labels and time stamps or not; unreadable lines are passed over."""
     assert parse_counters(EXPOSITION) == Counters((120.0, 8.0, 0.25))
     assert parse_counters(b"vllm:prompt_tokens_total 5\n") is None
+    odd = b"".join(
+        b'vllm:request_prompt_tokens_bucket{le="%b"} %b\n' % (le, count)
+        for le, count in ((b"1e5", b"Inf"), (b"9", b"-1"), (b"7", b"NaN"), (b"1.2.3", b"4"), (b"x", b"5"), (b"2", b"6"))
+    )
+    assert parse_prompt_lengths(odd) == PromptLengths(6, ((2.0, 6),))
     lengths = parse_prompt_lengths(EXPOSITION)
     assert lengths.count == 5
     assert lengths.share_below(256) == 4 / 5
@@ -253,6 +266,7 @@ def test_the_same_growing_figures() -> None:
     assert may_be_one(idle, idle)
     assert may_be_one(idle, busy)
     assert not may_be_one(idle, (Counters((1.0, 2.1)), Counters((1.0, 2.5))))
+    assert not may_be_one(idle, (Counters((1.0, 2.0), started_at=5.0), Counters((1.0, 2.0), started_at=5.0)))
     assert not Counters((0.0, 1.0)).used
 
 

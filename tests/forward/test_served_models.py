@@ -66,3 +66,14 @@ async def test_engines_that_do_not_answer_change_nothing(clock: FakeClock) -> No
             await until(lambda asked=asked: engines.asked == asked)  # type: ignore[misc]
         assert served.serves("m")
     assert not ServedModels(engines.ask, clock=clock).serves("x")  # not entered: nothing is started
+
+
+async def test_engines_with_adapters_are_asked_again_and_again(clock: FakeClock) -> None:
+    """As long as they have some, whatever one of the answers was."""
+    engines = Engines(["base", "lora"], RuntimeError("broken"), [], ["base"])
+    asks = iter([True, True, True, False])
+    async with ServedModels(engines.ask, clock=clock, change=lambda: next(asks), delay_s=0.0, follow_s=0.0) as served:
+        served.serves("lora")
+        await until(lambda: engines.asked == 4 and next(asks, None) is None)
+        assert served.serves("base")
+        assert not served.serves("lora")

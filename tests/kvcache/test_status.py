@@ -14,8 +14,9 @@ from kvproxy.config.kvcache_schema import CacheStrategySettings, KvCacheSettings
 from kvproxy.errors import ClientUnavailable
 from kvproxy.kvcache.actions.hotness import Hotness, KnownPrefix
 from kvproxy.kvcache.actions.strategies import Lease
+from kvproxy.kvcache.endpoint_status import index_worth
 from kvproxy.kvcache.service import KvCache
-from kvproxy.kvcache.status import SLICE_RUNS, cache_status, hot_prefixes, index_worth, leases, troubles
+from kvproxy.kvcache.status import SLICE_RUNS, cache_status, hot_prefixes, leases, troubles
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.types import EndpointId
 from tests.support.clock import FakeClock

@@ -20,7 +20,7 @@ from tests.listener.requests import INVALID, Sent, cuts, valid_requests
 from tests.listener.wire import Wire
 from tests.support.until import until
 
-FUZZ = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+FUZZ = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 _RESPONSE = re.compile(
     rb"HTTP/1\.1 (\d{3}) [^\r\n]*\r\n(?:[^\r\n]+\r\n)*?content-length: (\d+)\r\n(?:[^\r\n]+\r\n)*\r\n"
 )

@@ -262,7 +262,7 @@ class ApproximateAgainstNaive(RuleBasedStateMachine):
         return found
 
 
-ApproximateAgainstNaive.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+ApproximateAgainstNaive.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 test_the_index_agrees_with_a_naive_one = ApproximateAgainstNaive.TestCase
 
 

@@ -108,5 +108,5 @@ class PreciseAgainstNaive(RuleBasedStateMachine):
         assert self.index.pending_blocks == sum(len(run) for known in self.naive.values() for _, run in known.parked)
 
 
-PreciseAgainstNaive.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+PreciseAgainstNaive.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
 test_the_index_agrees_with_a_naive_one = PreciseAgainstNaive.TestCase

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvproxy.prefix.hashing import message_chain, text_blocks
-from kvproxy.prefix.prompt_identity import prompt_identity
+from kvproxy.prefix.prompt_identity import RULED, prompt_identity
 from kvproxy.prefix.tokens import session_hashes
 from kvproxy.prefix.tokens.session_hashes import SessionHashes
 from kvproxy.request.parse import parse_body
@@ -185,6 +185,63 @@ def test_a_chats_tools_keep_their_marks() -> None:
     assert identity(CHAT, body) == sent(CHAT, body)
 
 
+@pytest.mark.parametrize("compact", [True, False])
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"role": "user", "content": "a"}, {"content": "a", "role": "user"}),
+        ({"role": "user", "content": "a"}, {"content": [{"type": "text", "text": "a"}], "role": "user"}),
+        ({"role": "tool", "content": "a", "tool_call_id": "c"}, {"role": "tool", "tool_call_id": "c", "content": "a"}),
+        (
+            {"role": "tool", "content": [{"type": "text", "text": "a"}], "tool_call_id": "c"},
+            {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "a", "cache_control": MARK}]},
+        ),
+        ({"b": 1, "a": {}, "role": "x", "content": None}, {"a": {}, "content": None, "b": 1, "role": "x"}),
+    ],
+)
+def test_the_order_of_fields_is_no_part_of_a_prompt(one: dict[str, Any], other: dict[str, Any], compact: bool) -> None:
+    """Objects have none. (Of several fields after role and content, the usual beginning, it counts as it was sent.)"""
+    first, second = (identity(CHAT, {"messages": [message]}, compact=compact) for message in (one, other))
+    assert first == second
+
+
+@pytest.mark.parametrize("message", ['{"role":"user"}', '{"content":"a"}', "5", '{"a":1,"content":2}'])
+def test_what_is_no_usual_message_counts_as_it_was_sent(message: str) -> None:
+    """The engine refuses it, or knows what it is."""
+    body = b'{"messages":[' + message.encode() + b"]}"
+    assert identity(CHAT, body) == sent(CHAT, body)
+
+
+def test_the_header_of_a_response_is_the_first_line_of_its_instructions() -> None:
+    """It becomes a chat's system message, where it is left out; what a user says begins with it is prompt."""
+    plain = {"instructions": "You are.", "input": "Hi", "tools": [{"type": "custom", "name": 'instructions:"x'}]}
+    for cch in (1, 2):
+        body = {**plain, "instructions": f"{HEADER.format(cch)}\nYou are."}
+        assert identity(RequestKind.RESPONSES, body) == sent(RequestKind.RESPONSES, plain)
+    said = {**plain, "input": f"{HEADER.format(1)}\nHi"}
+    assert identity(RequestKind.RESPONSES, said) == sent(RequestKind.RESPONSES, said)
+
+
+@pytest.mark.parametrize("kind", [CHAT, MESSAGES, RequestKind.RESPONSES])
+def test_where_engines_keep_the_header_it_is_prompt(kind: RequestKind) -> None:
+    """SGLang does: a new value there is another prompt from there on."""
+    system = [{"type": "text", "text": HEADER.format(1), "cache_control": MARK}, {"type": "text", "text": "You are."}]
+    bodies: dict[RequestKind, dict[str, Any]] = {
+        CHAT: {"messages": [{"role": "system", "content": HEADER.format(1) + "\nYou are."}]},
+        MESSAGES: {"system": system, "messages": [{"role": "user", "content": "Hi"}]},
+        RequestKind.RESPONSES: {"instructions": HEADER.format(1) + "\nYou are.", "input": "Hi"},
+    }
+    one, other = (sent(kind, json.loads(json.dumps(bodies[kind]).replace("cch=1", f"cch={cch}"))) for cch in "12")
+    assert prompt_identity(kind, one) == prompt_identity(kind, other)
+    kept = [prompt_identity(kind, each, drops_header=False) for each in (one, other)]
+    assert kept[0] != kept[1]
+    assert b"cache_control" not in kept[0].shape
+    if kind in RULED:
+        memo = SessionHashes()
+        found = [list(memo.identified(kind, each, 8, drops_header=False)[1]) for each in (one, other)]
+        assert found == [list(message_chain(each, 8)) for each in kept]
+
+
 @given(st.lists(_bodies(), min_size=1, max_size=4), st.integers(0, 2**32))
 def test_turn_by_turn_hashes_like_whole_prompts(bodies: list[dict[str, Any]], seed: int) -> None:
     """Whatever was kept of earlier turns and however the marks moved."""
@@ -192,6 +249,8 @@ def test_turn_by_turn_hashes_like_whole_prompts(bodies: list[dict[str, Any]], se
     for body in bodies:
         said += [{**each, "content": each["content"] * 100} for each in body["messages"] if each["content"]]
         turn = copy.deepcopy({**bodies[0], "messages": said})
+        if isinstance(turn["system"], list):
+            turn["system"].insert(0, {"type": "text", "text": HEADER.format(len(said))})
         for block in _blocks_of(turn):
             if rng.random() < 0.3:
                 block["cache_control"] = MARK

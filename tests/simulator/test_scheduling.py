@@ -199,7 +199,7 @@ class WatchedEngine(Engine):
         self._scheduler = WatchedScheduler(settings, BlockCache(settings.capacity_blocks))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(settings=SETTINGS, requests=REQUESTS)
 def test_no_step_exceeds_slots_tokens_or_memory_and_every_request_ends(
     settings: EngineSettings, requests: list[tuple[int, int, int, float, int, bool]]

@@ -551,7 +551,7 @@ async def test_a_half_closed_engine_is_a_disconnect() -> None:
             await post(pool, upstream.origin)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     raw=st.sampled_from([b"", b"HTTP/1.1 200 OK\r\n", HEAD_ONLY, OK, b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\n"]),
     tail=st.binary(max_size=60),

@@ -104,6 +104,12 @@ function stepsOf(rows) {
   return steps.map((step) => ["", `reuses in steps of ${count(step)} tokens: prompts under ${count(step)} never hit`]);
 }
 
+// LoRA adapters over the cluster's engines.
+function adaptersOf(rows) {
+  const served = new Set(rows.flatMap((row) => row.adapters?.served || []));
+  return served.size ? [["", `${count(served.size)} adapter${served.size === 1 ? "" : "s"}`]] : [];
+}
+
 function groupOf(name, rows, live) {
   const up = rows.filter((row) => row.condition === "up" || row.condition === "saturated").length;
   const down = rows.filter((row) => row.condition in DOWN).length;
@@ -115,7 +121,8 @@ function groupOf(name, rows, live) {
     [failed ? "bad" : "", `${count(failed)} failed`],
   ];
   const alone = rows.length === live.endpoints.length; // the card's head has the sums already
-  const facts = [...(alone ? [] : sums), ["", `${count(inFlight)} in flight`], ...prioritiesOf(rows), ...stepsOf(rows)];
+  const known = [...prioritiesOf(rows), ...stepsOf(rows), ...adaptersOf(rows)];
+  const facts = [...(alone ? [] : sums), ["", `${count(inFlight)} in flight`], ...known];
   return (cell) => {
     const shown = JSON.stringify([name, policy, facts]);
     if (cell.dataset.shown === shown) return;

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from kvproxy.clients.engine_metrics import EngineKind
 from kvproxy.doctor.checks.trial import TRIAL_CALLS, caching_enabled
 from kvproxy.doctor.engine import EngineCheck
 from kvproxy.doctor.listening import StreamObservation
@@ -17,7 +18,12 @@ EVENTS_FLAG = (
     '--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", '
     '"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558", "topic": "kv-events"}\''
 )
-_ENABLE = f"start the engine with `{EVENTS_FLAG}`"
+#: SGLang's has the same name; that it is given turns them on.
+SGLANG_EVENTS_FLAG = EVENTS_FLAG.replace('"enable_kv_cache_events": true, ', "")
+_ENABLE = {
+    EngineKind.VLLM: f"start the engine with `{EVENTS_FLAG}`",
+    EngineKind.SGLANG: f"start the engine with `{SGLANG_EVENTS_FLAG}`",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +50,7 @@ class EventSourcesCheck(EngineCheck):
             note = "" if self.wanted else "; `kv_events: true` of the kvcache filter would follow them"
             return [ok(self.where, f"publishes KV events of {len(sources)} rank(s){note}")]
         what = "publishes no KV events, though `kv_events` of the kvcache filter is on"
-        fix = f"{_ENABLE}, or set `kv_events: false`"
+        fix = f"{_ENABLE[await self.engine.kind()]}, or set `kv_events: false`"
         return [problem(self.where, what, fix)] if self.wanted else []
 
 
@@ -59,10 +65,10 @@ class KvEventsCheck(EngineCheck):
         trial = await self.engine.try_generating()
         if trial.observed and caching_enabled(trial) is False:
             raise ClientError(f"{self.where} has prefix caching off, so there is nothing to publish")
-        return list(judge_events(self.where, trial)) if trial.observed else []
+        return list(judge_events(self.where, trial, await self.engine.kind())) if trial.observed else []
 
 
-def judge_events(where: str, trial: Trial) -> Iterator[Finding]:
+def judge_events(where: str, trial: Trial, kind: EngineKind = EngineKind.VLLM) -> Iterator[Finding]:
     """The verdict on every stream of one engine."""
     for stream in trial.observed:
         if not stream.connected:
@@ -84,7 +90,15 @@ def judge_events(where: str, trial: Trial) -> Iterator[Finding]:
     elif connected:
         seen = sum(stream.batches for stream in connected)
         what = f"published no KV event of a prompt it computed ({seen} batches of other things)"
-        fix = f"is this the engine's own port, and is prefix caching on? Otherwise {_ENABLE}"
+        fix = f"is this the engine's own port, and is prefix caching on? Otherwise {_ENABLE[kind]}"
+        cached = trial.second.cached_tokens
+        if seen and cached:
+            what += f", of which it reused {cached} tokens the second time"
+            fix = (
+                "is this the engine's own port? With speculative decoding (EAGLE, MTP) it may name pairs of tokens in "
+                "a way that is not understood: the proxy believes no events that announce less than is reused; "
+                "`kv_events: false` saves following them"
+            )
         yield problem(where, what, fix)
 
 

@@ -32,20 +32,45 @@ class ModelsCheck(ClusterCheck):
         if not listed:
             return []
         served = {engine: frozenset(model.id for model in models) for engine, models in listed.items()}
+        adapters = {
+            engine: frozenset(model.id for model in models if model.parent) for engine, models in listed.items()
+        }
         routed = list_routed_models(self.deployment.config, self.cluster)
-        found = [*_declared(served), *_undeclared(served, routed), *_unserved(self.where, served, engines, routed)]
-        return found or [ok(self.where, f"every engine serves what it is sent: {_list(set().union(*served.values()))}")]
+        found = [
+            *_declared(served),
+            *_undeclared({engine: names - adapters[engine] for engine, names in served.items()}, routed),
+            *_unserved(self.where, served, engines, routed),
+        ]
+        return found or [
+            ok(self.where, f"every engine serves what it is sent: {_list(set().union(*served.values()))}"),
+            *_adapters(self.where, adapters),
+        ]
 
 
 def _declared(served: Mapping[EngineFacts, frozenset[str]]) -> Iterator[Finding]:
+    """What no engine serves is one fault, however many endpoints promise it."""
+    anywhere = set().union(*served.values())
+    promised = Counter(model for engine in served for model in engine.endpoint.models)
+    nowhere = {model for model, count in promised.items() if count > 1 and model not in anywhere}
+    for model in sorted(nowhere):
+        where = ", ".join(engine.endpoint.id for engine in served if model in engine.endpoint.models)
+        fix = f"load that adapter, or take the name out of `models`; served: {_list(anywhere)}"
+        yield problem(f"endpoints {where}", f"no engine serves {model!r}, as `models` of all of them says", fix)
     for engine, names in served.items():
         for model in engine.endpoint.models:
-            if model not in names:
+            if model not in names and model not in nowhere:
                 yield _missing(engine, model, names, "as `models` of the endpoint says")
 
 
+def _adapters(where: str, adapters: Mapping[EngineFacts, frozenset[str]]) -> Iterator[Finding]:
+    """They need not be everywhere: requests go where an adapter is listed."""
+    for name in sorted(set().union(*adapters.values())):
+        having = [engine.endpoint.id for engine, names in adapters.items() if name in names]
+        yield ok(where, f"adapter {name} at {', '.join(having)}")
+
+
 def _undeclared(served: Mapping[EngineFacts, frozenset[str]], routed: Sequence[str]) -> Iterator[Finding]:
-    """An endpoint without `models` is sent every model of the cluster."""
+    """An endpoint without `models` is sent every model of the cluster; adapters are found where they are."""
     anywhere = {engine: names for engine, names in served.items() if not engine.endpoint.models}
     expected = set().union(*anywhere.values())
     expected |= {model for model in routed if any(model in names for names in served.values())}
@@ -66,7 +91,7 @@ def _unserved(
     for model in routed:
         if not any(model in names for names in served.values()):
             names = _list(set().union(*served.values()))
-            fix = f"correct the name in `routes` (or `default_model`); served: {names}"
+            fix = f"correct the name in `routes` (or `default_model`), or load that adapter; served: {names}"
             yield problem(where, f"no engine serves {model!r}, which is routed here", fix)
 
 
@@ -190,5 +215,7 @@ def _same(windows: Mapping[EngineFacts, Window]) -> Iterator[Finding]:
 def may_be_one(one: Window, other: Window) -> bool:
     """Whether both may have been the same growing figures, each read twice at about the same time."""
     (a1, a2), (b1, b2) = one, other
+    if a2.started_at != b2.started_at:
+        return False
     figures = zip(a1.values, a2.values, b1.values, b2.values, strict=True)
     return all(a_from <= b_to and b_from <= a_to for a_from, a_to, b_from, b_to in figures)

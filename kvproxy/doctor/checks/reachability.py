@@ -131,10 +131,13 @@ class MetricsCheck(EngineCheck):
         try:
             metrics = await asyncio.to_thread(parse_engine_metrics, await self.engine.fetch_exposition())
         except ClientError as error:
-            fix = "serve /metrics to the proxy (vLLM: do not start it with `--disable-log-stats`)"
+            fix = "serve /metrics to the proxy (SGLang: with `--enable-metrics`; vLLM: without `--disable-log-stats`)"
             return [warning(self.where, f"shows no metrics ({error}): {lost}", fix)]
         if metrics == EngineMetrics(started_at=metrics.started_at):  # which any Python service shows
             what = f"its /metrics hold none of vLLM's or SGLang's figures: {lost}"
             return [warning(self.where, what, "is it one of them?")]
+        if metrics.asleep:
+            what = "sleeps, as its metrics say: it is left out, and nothing more was asked of it"
+            return [warning(self.where, what, "wake it (`POST /wake_up`), or take it out of the configuration")]
         capacity = metrics.cache.capacity_tokens if metrics.cache is not None else None
         return [ok(self.where, f"KV cache of {capacity} tokens" if capacity else "shows its load")]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvproxy.clients.engine_metrics import EngineKind
 from kvproxy.config.priority_schema import EnginePriorityMode
 from kvproxy.doctor.deployment import Deployment
 from kvproxy.doctor.engine import EngineCheck, EngineFacts
@@ -16,8 +17,16 @@ from kvproxy.kvcache.feedback.reuse_step import LEAST_STEP_TOKENS
 
 #: A trial: link, models, metrics, event sources, subscriptions, two to five requests, tokenize, events, replays.
 TRIAL_CALLS = 14
-_TURN_ON = "start the engine without `--no-enable-prefix-caching` (older versions: with `--enable-prefix-caching`)"
-_SHOW = "start the engine with `--enable-prompt-tokens-details`"
+_TURN_ON = {
+    EngineKind.VLLM: (
+        "start the engine without `--no-enable-prefix-caching` (older versions: with `--enable-prefix-caching`)"
+    ),
+    EngineKind.SGLANG: "start the engine without `--disable-radix-cache`",
+}
+_SHOW = {
+    EngineKind.VLLM: "start the engine with `--enable-prompt-tokens-details`",
+    EngineKind.SGLANG: "start the engine with `--enable-cache-report`",
+}
 _BY_PRIORITY = (
     "start vLLM with `--scheduling-policy priority` (SGLang: `--enable-priority-scheduling "
     "--disable-priority-preemption`), or set engine_priority to off"
@@ -35,6 +44,8 @@ class GenerateCheck(EngineCheck):
 
     async def collect_findings(self) -> Sequence[Finding]:
         await self.engine.choose_model()  # whatever is wrong before a prompt can be sent is reported elsewhere
+        if await self.engine.sleeps():
+            raise ClientError("it sleeps")
         try:
             trial = await self.engine.try_generating()
         except ClientError as error:
@@ -72,6 +83,9 @@ class TokenizeCheck(EngineCheck):
 def judge_tokenize(where: str, trial: Trial, *, needed: bool) -> Finding:
     """The verdict on one trial."""
     tokens, make = trial.tokenized, problem if needed else warning
+    if isinstance(tokens, NotSupported) and tokens.status in (400, 422):
+        fix = "upgrade it (older SGLangs tokenize prompts alone); until then its prompts are matched as text"
+        return make(where, f"/tokenize takes no chats: {tokens}", fix)
     if isinstance(tokens, NotSupported):
         fix = "set `vllm_endpoint` of the kvcache filter to an engine that has it; without, nothing can be looked up"
         return make(where, "has no /tokenize", fix) if needed else ok(where, "has no /tokenize, which nothing needs")
@@ -95,12 +109,13 @@ class CachingCheck(EngineCheck):
     calls = TRIAL_CALLS
 
     async def collect_findings(self) -> Sequence[Finding]:
-        return [judge_caching(self.where, await self.engine.try_generating())]
+        return [judge_caching(self.where, await self.engine.try_generating(), await self.engine.kind())]
 
 
-def judge_caching(where: str, trial: Trial) -> Finding:
+def judge_caching(where: str, trial: Trial, kind: EngineKind = EngineKind.VLLM) -> Finding:
     """The verdict on one trial. What the answer says goes before what metrics say, since those count others too."""
     cached, counted = trial.second.cached_tokens, trial.second.prompt_tokens
+    turn_on, show = _TURN_ON[kind], _SHOW[kind]
     if cached:
         said = f"{cached} of {counted} prompt tokens came from its cache the second time"
         step = _block_tokens(trial)
@@ -109,21 +124,21 @@ def judge_caching(where: str, trial: Trial) -> Finding:
     if trial.longer is not None and trial.longer.cached_tokens:
         return _in_long_steps(where, trial, trial.longer)
     if configured is False:
-        return problem(where, "prefix caching is off (by its /metrics)", _TURN_ON)
+        return problem(where, "prefix caching is off (by its /metrics)", turn_on)
     if cached == 0:
         if configured is None and not hits:
-            return problem(where, "nothing of a prompt sent twice was reused: prefix caching is off", _TURN_ON)
-        fix = "is its KV cache too small, or was it very busy? See `vllm:kv_cache_usage_perc`, give it more memory"
+            return problem(where, "nothing of a prompt sent twice was reused: prefix caching is off", turn_on)
+        fix = "is its KV cache too small, or was it very busy? Look at its KV usage, give it more memory"
         return warning(where, "prefix caching is on, but a prompt sent twice was computed twice", fix)
     what = "does not say how much of a prompt it reused: predictions cannot be checked"
     if hits:
-        return warning(where, f"prefix caching works (by its counters), but the engine {what}", _SHOW)
+        return warning(where, f"prefix caching works (by its counters), but the engine {what}", show)
     if configured:
-        fix = f"{_SHOW}; older versions leave the figure out when it is 0, then its KV cache may be too small"
+        fix = f"{show}; older versions leave the figure out when it is 0, then its KV cache may be too small"
         return warning(where, f"prefix caching is on, but no reuse was seen; the engine {what}", fix)
     if hits == 0:
-        return problem(where, "no cached tokens in the answer and none counted: prefix caching is off", _TURN_ON)
-    return warning(where, f"the engine shows no counters and {what}", f"{_SHOW}, and serve /metrics")
+        return problem(where, "no cached tokens in the answer and none counted: prefix caching is off", turn_on)
+    return warning(where, f"the engine shows no counters and {what}", f"{show}, and serve /metrics")
 
 
 def _in_long_steps(where: str, trial: Trial, longer: TrialReply) -> Finding:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvproxy.bounded import BoundedMapping
 from kvproxy.clients.engine_metrics import EngineMetrics
 from kvproxy.types import EndpointId
 
@@ -61,6 +62,37 @@ class BytesPerToken:
         if known is None and len(self._ratios) >= self._max_models:
             del self._ratios[next(iter(self._ratios))]
         self._ratios[model] = seen if known is None else known + _WEIGHT * (seen - known)
+
+
+#: Prompts whose count is kept: at 150 bytes each.
+_MAX_COUNTED = 65_536
+#: A chat's last prompt ends so many messages before its next one, or sooner.
+_LOOKED_BACK = 16
+
+
+class CountedPrompts:
+    """Bytes a token of prompts that engines counted, by the key of their last message: of a chat's next turn they say
+    more than the average of all traffic does. Bounded: the least recently counted is forgotten."""
+
+    def __init__(self) -> None:
+        self._ratios: BoundedMapping[int, float] = BoundedMapping(_MAX_COUNTED)
+
+    def __len__(self) -> int:
+        return len(self._ratios)
+
+    def note(self, keys: Sequence[int], prompt_bytes: int, prompt_tokens: int) -> None:
+        """The engine counted `prompt_tokens` in the prompt with these keys."""
+        if keys and prompt_tokens >= _MIN_TOKENS:
+            self._ratios[keys[-1]] = min(max(prompt_bytes / prompt_tokens, _LEAST), _MOST)
+
+    def ratio(self, keys: Sequence[int]) -> float | None:
+        """Of the longest beginning of the prompt with these keys that was counted."""
+        ratios = self._ratios
+        for at in range(len(keys) - 1, max(len(keys) - 1 - _LOOKED_BACK, -1), -1):
+            ratio = ratios.get(keys[at])
+            if ratio is not None:
+                return ratio
+        return None
 
 
 #: Scrapes the ratios are taken over: the last minute at the usual five seconds.

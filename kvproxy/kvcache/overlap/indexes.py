@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache, partial
 
 from kvproxy.bounded import BoundedMapping
+from kvproxy.clients.engine_metrics import EngineKind
 from kvproxy.clients.tokens import TokenIds
 from kvproxy.kvcache.feedback.missed_reuse import MissedReuses
 from kvproxy.kvcache.feedback.reuse_step import ReuseSteps
@@ -24,7 +25,7 @@ from kvproxy.prefix.prompt_identity import RULED, prompt_identity
 from kvproxy.prefix.tokens.session_hashes import PromptText, SessionHashes
 from kvproxy.prefix.tokens.token_memory import HashedTokens
 from kvproxy.routing.policy import FactSource, Overlap
-from kvproxy.types import EndpointId, InferenceRequest
+from kvproxy.types import EndpointId, InferenceRequest, RequestKind
 
 #: Blocks of text an endpoint is believed to hold until its engine says how much fits (64 MiB of prompts).
 DEFAULT_CAPACITY_BLOCKS = 262_144
@@ -82,6 +83,7 @@ class IndexState:
         self.steps = ReuseSteps()
         self.started_at: dict[EndpointId, float] = {}  # when each engine's process began, by its own clock
         self.sessions = SessionHashes()
+        self.drops_header = True  # the engines leave a billing header out of prompts; not so where all are SGLang
         self.last_served = LastServed()
 
 
@@ -102,6 +104,7 @@ class LocalIndexes:
         follows_events: bool = True,
         lookups: bool = True,
     ) -> None:
+        self._state = state
         self.approximate, self.capacities, self.hot = state.approximate, state.capacities, state.hot
         self.trust, self.lookup_trust, self.missed = state.trust, state.lookup_trust, state.missed
         self.started_at, self.sessions, self.steps = state.started_at, state.sessions, state.steps
@@ -121,22 +124,26 @@ class LocalIndexes:
 
     def hashes(self, request: InferenceRequest, model: str) -> tuple[array[int], Sequence[int], int, PromptText | None]:
         """The prompt's text blocks, empty for a prompt shorter than one, a key for each message prefix, shortest
-        first, the bytes of all of it, and the text of its messages, as they name it (`prompt_identity`). Of a short one
-        there are keys only where something goes by them; none of one that goes on from a response, whose text is only
-        the rest of its prompt. Blocks and keys are not to be changed.
+        first, the bytes of all of it, and a conversation's text by message, as they name it (`prompt_identity`). Of a
+        short one there are keys only where something goes by them. Blocks and keys are not to be changed.
         """
-        if request.continues is not None:
-            return array("Q"), (), request.prompt.size_bytes, None
         seed, prompt, kind = self._seed(model, request.cache_salt), request.prompt, request.kind
+        drops_header, short = self._state.drops_header, prompt.size_bytes <= SHORT_BYTES and not self._keyed
+        if kind in RULED and not short:
+            return self.sessions.identified(kind, prompt, seed, drops_header=drops_header)
+        prompt = prompt_identity(kind, prompt, drops_header=drops_header)
         prompt_bytes = prompt.size_bytes
-        if prompt_bytes <= SHORT_BYTES and not self._keyed:
-            prompt = prompt_identity(kind, prompt)
-            return text_blocks(prompt, seed), (), prompt.size_bytes, None
-        if kind in RULED:
-            return self.sessions.identified(kind, prompt, seed)
+        if short:
+            return text_blocks(prompt, seed), (), prompt_bytes, None
         keys = message_chain(prompt, seed)
-        text = PromptText(prompt.shape, prompt.parts.__getitem__, len(prompt.parts), prompt_bytes)
+        text = None
+        if keys and kind is RequestKind.RESPONSES:
+            text = PromptText(prompt.shape, prompt.parts.__getitem__, len(prompt.parts), prompt_bytes)
         return self.sessions.text_blocks(prompt, seed, keys), keys, prompt_bytes, text
+
+    def note_kinds(self, kinds: Collection[EngineKind]) -> None:
+        """What its engines are, of those that say it: they agree on most of what names a prompt, not on all."""
+        self._state.drops_header = set(kinds) != {EngineKind.SGLANG}
 
     def names(self, request: InferenceRequest, model: str, tenant: str) -> RequestNames:
         """What its session goes by, and the response that it goes on from."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
@@ -17,13 +18,17 @@ from kvproxy.prefix.hashing import (
     mix_keys,
     text_blocks,
 )
-from kvproxy.prefix.prompt_identity import PartRules, shape_identity
+from kvproxy.prefix.prompt_identity import RULED, PartRules, rough_shape, shape_identity
 from kvproxy.types import Prompt, RequestKind
 
 _MAX_NAMED_BYTES = 16 * 1024 * 1024
 _ENTRY_BYTES = 250  # an entry's objects besides the hashes themselves
 #: Marked messages of one prompt before each of which the chat is kept as it began: the API takes four marks.
 _MARKS = 4
+#: What keeps messages as they were sent apart by the rules for them.
+_APART = {
+    (kind, drops_header): mix_keys(1, (kind.value, drops_header)) for kind in RULED for drops_header in (False, True)
+}
 
 
 class _Named(NamedTuple):
@@ -33,13 +38,24 @@ class _Named(NamedTuple):
     size: int
 
 
-class PromptText(NamedTuple):
+class PromptText:
     """The bytes that name a prompt, by message."""
 
-    shape: bytes
-    part_at: Callable[[int], bytes]
-    parts: int
-    size: int  # of `canonical_bytes`
+    __slots__ = ("_shape", "part_at", "parts", "size")
+
+    def __init__(
+        self, shape: bytes | Callable[[], bytes], part_at: Callable[[int], bytes], parts: int, size: int
+    ) -> None:
+        self.part_at, self.parts = part_at, parts
+        self.size = size  # of `canonical_bytes`
+        self._shape = shape
+
+    @property
+    def shape(self) -> bytes:
+        """Made when it is asked for: of a chat's next turn it seldom is."""
+        if not isinstance(self._shape, bytes):
+            self._shape = self._shape()
+        return self._shape
 
 
 class SessionHashes:
@@ -74,24 +90,25 @@ class SessionHashes:
         return self._blocks(PromptText(prompt.shape, prompt.parts.__getitem__, len(prompt.parts), size), seed, keys)
 
     def identified(
-        self, kind: RequestKind, prompt: Prompt, seed: int
+        self, kind: RequestKind, prompt: Prompt, seed: int, *, drops_header: bool = True
     ) -> tuple[array[int], Sequence[int], int, PromptText | None]:
-        """The text blocks, the message keys and the bytes of the prompt's identity, and its text, for a kind that has
-        rules. Only messages that did not come in the same bytes before are looked at."""
-        shape, rules, raw = shape_identity(kind, prompt.shape), PartRules(kind), prompt.parts
-        sent = message_chain(Prompt(shape, raw), mix_keys(seed, (kind.value,)))
-        if not sent:
+        """The text blocks, the message keys and the bytes of the prompt's identity, and its text, for a kind whose
+        messages have rules. Only messages that did not come in the same bytes before are looked at."""
+        rules, raw = PartRules(kind, drops_header=drops_header), prompt.parts
+        rough = rough_shape(kind, prompt.shape, drops_header=drops_header)
+        if not raw:
+            shape = shape_identity(kind, prompt.shape, drops_header=drops_header)
             return text_blocks(Prompt(shape, ()), seed), (), len(shape), None
-        named, count = self._named, len(sent)
-        while count and sent[count - 1] not in named:
-            count -= 1
-        if count:
-            known = named.pop(sent[count - 1])
-            named[sent[count - 1]] = known
-            keys, size = list(known.keys), known.size
+        roughly = prompt if rough is prompt.shape else Prompt(rough, raw)
+        sent = message_chain(roughly, seed ^ _APART[kind, drops_header])
+        known, count = self._find_named(sent)
+        make_shape = partial(shape_identity, kind, prompt.shape, drops_header=drops_header)
+        text = PromptText(make_shape, raw.__getitem__, len(raw), 0)
+        if known is None:
+            keys, size = array("Q"), len(text.shape) + 1
         else:
-            keys, size = [], len(shape) + 1
-        key = keys[-1] if keys else xxh3_64_intdigest(shape, seed)
+            keys, size = known.keys[:], known.size
+        key = keys[-1] if keys else xxh3_64_intdigest(text.shape, seed)
         new: list[bytes] = []
         marks: list[tuple[int, int]] = []  # where a marked message stands, and the bytes that name what is before it
         for index in range(count, len(raw)):
@@ -112,16 +129,26 @@ class SessionHashes:
             return new[index - count] if index >= count else rules.apply(index, raw[index])
 
         prompt_bytes = size - 1 - len(raw) + prompt.unread_bytes  # what ends the parts is none of it
-        text = PromptText(shape, part_at, len(raw), size)
+        text.part_at, text.size = part_at, size
         return self._blocks(text, seed, keys), keys, prompt_bytes, text
 
-    def _name(self, sent: int, keys: list[int], size: int) -> None:
+    def _find_named(self, sent: Sequence[int]) -> tuple[_Named | None, int]:
+        """The longest beginning that came before, and its messages."""
         named = self._named
-        name = _Named(array("Q", keys), size)
-        if sent in named or _size(name.keys) > _MAX_NAMED_BYTES:
+        for count in range(len(sent), 0, -1):
+            known = named.pop(sent[count - 1], None)
+            if known is not None:
+                named[sent[count - 1]] = known
+                return known, count
+        return None, 0
+
+    def _name(self, sent: int, keys: array[int], size: int) -> None:
+        """Neither is changed from now on."""
+        named = self._named
+        if sent in named or _size(keys) > _MAX_NAMED_BYTES:
             return
-        named[sent] = name
-        self._named_bytes += _size(name.keys)
+        named[sent] = _Named(keys, size)
+        self._named_bytes += _size(keys)
         while self._named_bytes > _MAX_NAMED_BYTES:
             self._named_bytes -= _size(named.pop(next(iter(named))).keys)
 

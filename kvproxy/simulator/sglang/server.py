@@ -1,4 +1,4 @@
-"""A simulated SGLang server as an ASGI app: its routes, and the life of its engine."""
+"""A simulated SGLang server as an ASGI app: its routes."""
 
 from __future__ import annotations
 
@@ -9,22 +9,17 @@ import json
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from kvproxy.simulator.answer import Answer
-from kvproxy.simulator.engine import Engine
-from kvproxy.simulator.engine_io import EngineLoad, EngineOutput, SimRequest
-from kvproxy.simulator.engine_runner import EngineRunner, GenerationGroup, SequenceProgress
+from kvproxy.simulator.engine_io import EngineLoad, SimRequest
+from kvproxy.simulator.engine_runner import GenerationGroup
 from kvproxy.simulator.generation_request import GenerationPlan
 from kvproxy.simulator.http_call import EVENT_STREAM, ClientGone, HttpCall, Receive, Scope, Send
-from kvproxy.simulator.kv_event import KvEvent
-from kvproxy.simulator.kv_event_publisher import EventEncoding, KvEventPublisher, PublisherSettings
 from kvproxy.simulator.prompts import Prompts
+from kvproxy.simulator.sglang.engine import HEALTH_CHECK, SglangEngine
 from kvproxy.simulator.sglang.errors import SglangError, engine_dead, flatten, queue_full
-from kvproxy.simulator.sglang.events import PageEncoder
-from kvproxy.simulator.sglang.exposition import SglangMetrics
-from kvproxy.simulator.sglang.radix_pages import RadixPages
 from kvproxy.simulator.sglang.requests import SglangPlanner
 from kvproxy.simulator.sglang.server_info import describe_model, describe_server
 from kvproxy.simulator.sglang.settings import SglangSettings
@@ -37,7 +32,6 @@ from kvproxy.simulator.vllm_state import FaultError, Faults
 from kvproxy.types import Clock
 
 _KEPT_REQUESTS = 256
-_HEALTH_CHECK = "HEALTH_CHECK_"
 _RANK_HEADER = "x-data-parallel-rank"
 _FLUSHED = b"Cache flushed.\nPlease check backend logs for more details.\n"
 
@@ -57,21 +51,13 @@ class SglangApp:
         self._tokenizer = Tokenizer(word_pieces=True)
         self._prompts = Prompts(self._tokenizer)
         self._planner = SglangPlanner(settings, self._tokenizer)
-        scheduler = dataclasses.replace(
-            settings.scheduler, kv_events=settings.kv_events is not None, lookahead_tokens=int(settings.paired)
-        )
-        pages = RadixPages(
-            scheduler.capacity_blocks, page_size=settings.page_size, record_events=settings.kv_events is not None
-        )
-        self._engine = Engine(scheduler, cache=pages)
-        self.publisher = self._build_publisher(settings)
-        self._runner = EngineRunner(self._engine, clock=clock, on_events=self._publish, on_output=self._observe)
-        self._metrics = SglangMetrics(settings, self._engine)
+        self._engine = SglangEngine(settings, clock=clock, wall_clock=wall_clock)
+        self.publisher = self._engine.publisher
+        self._runner = self._engine.runner
         self.faults = Faults()
         self.calls: Counter[str] = Counter()
         self.requests: deque[dict[str, Any]] = deque(maxlen=_KEPT_REQUESTS)
         self._routes = self._build_routes()
-        self._stack = contextlib.AsyncExitStack()
 
     @property
     def load(self) -> EngineLoad:
@@ -79,13 +65,11 @@ class SglangApp:
         return self._engine.load
 
     async def __aenter__(self) -> SglangApp:
-        if self.publisher is not None:
-            await self._stack.enter_async_context(self.publisher)
-        await self._stack.enter_async_context(self._runner)
+        await self._engine.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
+        await self._engine.__aexit__(*_)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -244,7 +228,7 @@ class SglangApp:
             await self._answer_ping(call)
 
     async def _answer_health_generate(self, call: HttpCall) -> None:
-        request = SimRequest(id=f"{_HEALTH_CHECK}{self._rng.getrandbits(64)}", block_hashes=(), prompt_tokens=1,
+        request = SimRequest(id=f"{HEALTH_CHECK}{self._rng.getrandbits(64)}", block_hashes=(), prompt_tokens=1,
                              output_tokens=1, token_ids=(0, 0))  # fmt: skip
         with self._runner.run_requests([request]) as group:
             await asyncio.sleep(self.settings.health_step_s)
@@ -262,7 +246,7 @@ class SglangApp:
 
     async def _answer_metrics(self, call: HttpCall) -> None:
         headers = {"content-type": "text/plain; version=0.0.4; charset=utf-8"}
-        await call.reply(200, self._metrics.render_exposition(), headers)
+        await call.reply(200, self._engine.metrics.render_exposition(), headers)
 
     async def _answer_flush(self, call: HttpCall) -> None:
         """400 while anything runs. What it says of it goes out with the next events."""
@@ -284,29 +268,6 @@ class SglangApp:
         figures = self.load
         state = {"running": figures.running, "waiting": figures.waiting, "kv_usage": figures.kv_usage}
         await call.reply_json({**state, "calls": dict(self.calls), "requests": list(self.requests)})
-
-    def _build_publisher(self, settings: SglangSettings) -> KvEventPublisher | None:
-        events = settings.kv_events
-        if events is None:
-            return None
-        where = PublisherSettings(
-            host=events.host,
-            port=events.port,
-            replay_port=events.replay_port,
-            topic=events.topic,
-            encoding=EventEncoding.V0_24,  # its replays name no topic
-            buffer_steps=events.buffer_steps,
-        )
-        encoder = PageEncoder(page_size=settings.page_size, form=events.form, paired=settings.paired)
-        return KvEventPublisher(where, encoder=encoder, wall_clock=self._wall_clock, replay=events.replay)
-
-    async def _publish(self, events: Sequence[KvEvent]) -> None:
-        if self.publisher is not None:
-            await self.publisher.publish(events)
-
-    def _observe(self, generation: SequenceProgress, output: EngineOutput) -> None:
-        if not generation.request.id.startswith(_HEALTH_CHECK):
-            self._metrics.observe(generation, output)
 
 
 async def _read_json(call: HttpCall) -> dict[str, Any]:

@@ -264,7 +264,7 @@ def test_extra_keys_become_hashable() -> None:
     assert plain_event.extra is None
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(st.binary(max_size=200))
 def test_no_bytes_break_the_decoder(payload: bytes) -> None:
     """Anything is a batch or a BadResponse; its events are events or counted."""

@@ -510,7 +510,7 @@ async def test_many_tiny_batches_pause_as_well() -> None:
 Step = Callable[[Engine], None]
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 async def test_whatever_is_lost_on_the_way_the_index_ends_right(data: st.DataObject) -> None:
     """Random stores, removals, clears, losses, holes, restarts: after one more live batch the index is the engine's."""

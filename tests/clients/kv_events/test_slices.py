@@ -55,7 +55,7 @@ def test_a_run_whose_tokens_do_not_fit_stays_whole() -> None:
     assert list(sliced([odd], 2)) == [[odd]]
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.integers(min_value=0, max_value=9)), st.integers(min_value=1, max_value=5))
 def test_nothing_is_lost_or_reordered(lengths: list[int], size: int) -> None:
     """The blocks of all slices are the blocks of all events."""

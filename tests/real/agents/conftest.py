@@ -25,9 +25,9 @@ TEMPLATE = Path(__file__).parent / "hermes.jinja"
 class Renderer:
     """The prompts that the engine makes of requests."""
 
-    def __init__(self, server: Vllm) -> None:
+    def __init__(self, server: Vllm, http: httpx.Client) -> None:
         self.server = server
-        self._http = httpx.Client(base_url=server.url, timeout=30)
+        self._http = http
 
     def rendered(self, kind: RequestKind, body: dict[str, Any] | bytes) -> tuple[int, ...] | None:
         """Token ids; None where the engine refuses the request."""
@@ -55,6 +55,6 @@ def engine(saw: Saw) -> Iterator[Renderer]:
     needs_memory(gib=4)
     saw("starting a vLLM server with --enable-scale-out")
     server = Vllm("agents", TINY, core=0, further=["--enable-scale-out", "--chat-template", str(TEMPLATE)])
-    with vllm.running([server]):
+    with vllm.running([server]), httpx.Client(base_url=server.url, timeout=30) as http:
         warm_up(server)
-        yield Renderer(server)
+        yield Renderer(server, http)

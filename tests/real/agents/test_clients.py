@@ -43,7 +43,6 @@ def server(request: pytest.FixtureRequest, saw: Saw) -> Iterator[Vllm]:
 
 async def ask_messages(proxy: RunningProxy, seed: str, turn: int) -> Turn:
     """By the anthropic SDK, with a new billing header and marks that move on."""
-    client = anthropic.AsyncAnthropic(base_url=proxy.url, api_key="none", max_retries=0)
     said: list[Any] = []
     for number in range(turn + 1):
         said.append({"role": "user", "content": [{"type": "text", "text": text(60, seed=(seed, number))}]})
@@ -59,10 +58,11 @@ async def ask_messages(proxy: RunningProxy, seed: str, turn: int) -> Turn:
         {"type": "text", "text": text(400, seed=seed), **MARK},
     ]
     tools: Any = [{"name": "read", "description": "Reads a file", "input_schema": {"type": "object"}, **MARK}]
-    answer = await client.messages.with_raw_response.create(
-        model=TINY.name, max_tokens=4, system=system, tools=tools, messages=said, extra_headers=_DEBUG
-    )
-    usage = answer.parse().usage
+    async with anthropic.AsyncAnthropic(base_url=proxy.url, api_key="none", max_retries=0) as client:
+        answer = await client.messages.with_raw_response.create(
+            model=TINY.name, max_tokens=4, system=system, tools=tools, messages=said, extra_headers=_DEBUG
+        )
+        usage = (await answer.parse()).usage
     cached = usage.cache_read_input_tokens or 0
     prompt = usage.input_tokens + cached + (usage.cache_creation_input_tokens or 0)
     predicted, source = predicted_at(answer.headers)
@@ -71,7 +71,6 @@ async def ask_messages(proxy: RunningProxy, seed: str, turn: int) -> Turn:
 
 async def ask_responses(proxy: RunningProxy, seed: str, turn: int) -> Turn:
     """By the openai SDK, with all of the history in the request and the header as the first line of instructions."""
-    client = openai.AsyncOpenAI(base_url=f"{proxy.url}/v1", api_key="none", max_retries=0)
     items: list[Any] = []
     for number in range(turn + 1):
         said = [{"type": "input_text", "text": text(60, seed=(seed, number))}]
@@ -85,16 +84,17 @@ async def ask_responses(proxy: RunningProxy, seed: str, turn: int) -> Turn:
                 {"type": "message", "role": "assistant", "id": f"m{number}", "status": "completed", "content": answered}
             )
     tools: Any = [{"type": "function", "name": "shell", "parameters": {"type": "object"}, "strict": False}]
-    answer = await client.responses.with_raw_response.create(
-        model=TINY.name,
-        max_output_tokens=4,
-        instructions=HEADER.format(f"{turn * 7919:05x}") + "\n" + text(400, seed=seed),
-        tools=tools,
-        input=items,
-        store=False,
-        extra_headers=_DEBUG,
-    )
-    usage = answer.parse().usage
+    async with openai.AsyncOpenAI(base_url=f"{proxy.url}/v1", api_key="none", max_retries=0) as client:
+        answer = await client.responses.with_raw_response.create(
+            model=TINY.name,
+            max_output_tokens=4,
+            instructions=HEADER.format(f"{turn * 7919:05x}") + "\n" + text(400, seed=seed),
+            tools=tools,
+            input=items,
+            store=False,
+            extra_headers=_DEBUG,
+        )
+        usage = answer.parse().usage
     assert usage is not None
     predicted, source = predicted_at(answer.headers)
     return predicted, usage.input_tokens_details.cached_tokens, usage.input_tokens, source

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 from collections.abc import Iterator, Mapping, Sequence
 
 from tests.real.engines.place import VLLM, Model, root
@@ -33,6 +34,7 @@ class Vllm:
         http, events, replay = _ports(ranks)
         self.name = name
         self.model = model
+        self.ranks = ranks
         self.blocks = blocks
         self.url = f"http://127.0.0.1:{http}"
         self.program = Program(
@@ -50,7 +52,7 @@ class Vllm:
         )
 
     def await_ready(self) -> None:
-        self.program.await_ready(within_s=_START_LIMIT_S)
+        self.program.await_ready(within_s=_START_LIMIT_S * self.ranks)
 
     def _options(self, http: int, events: int, replay: int) -> list[str]:
         published = {
@@ -85,11 +87,12 @@ class Vllm:
 
 
 def _ports(ranks: int) -> tuple[int, int, int]:
-    """For HTTP, events and replays: further data-parallel ranks publish above the first one."""
-    while True:
-        http, events, replay = free_ports(3)
-        if min(abs(events - replay), abs(events - http), abs(replay - http)) >= ranks:
-            return http, events, replay
+    """For HTTP, events and replays. Further data-parallel ranks publish above the first one, minutes after it: on ports
+    that no program is given by chance."""
+    http, events, replay = free_ports(3)
+    if ranks > 1:
+        events, replay = random.sample(range(20_000, 30_000, 16), 2)
+    return http, events, replay
 
 
 def _environment(core: int, ranks: int) -> dict[str, str]:

@@ -29,7 +29,7 @@ FILTERS: list[Any] = ["request_id", "inference_request", {"kvcache": {"kv_events
 @pytest.fixture(scope="module")
 def server(saw: Saw) -> Iterator[Vllm]:
     needs_memory(gib=6)
-    one = Vllm("a", TINY, core=0, ranks=2)
+    one = Vllm("ranks", TINY, core=0, ranks=2)
     saw("starting a vLLM server with --data-parallel-size 2")
     with vllm.running([one]):
         warm_up(one)

@@ -1,0 +1,205 @@
+"""LoRA adapters: which engine serves which, what it takes to run one there, and what that costs in seconds.
+
+An engine has the weights of so many adapters at hand at a time (its slots). A request for another one waits until they
+are loaded, and until a slot is free. How long that takes is learned, by how the engine stood when the request was
+placed, from first tokens that came later than its backlog explains.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from enum import StrEnum
+
+import msgspec
+
+from kvproxy.clients.lora_use import LoraUse
+from kvproxy.types import EndpointId
+
+log = logging.getLogger(__name__)
+
+#: Adapters known of one engine; their names are its own.
+MAX_ADAPTERS, MAX_NAME = 1024, 200
+#: Where an engine does not say how many slots it has: vLLM's default.
+_SLOTS = 1
+
+
+class AdapterState(StrEnum):
+    """How an engine stands to an adapter."""
+
+    RUNNING = "running"  # its weights are in a slot
+    ROOM = "room"  # they are not, and a slot is free
+    WAITING = "waiting"  # requests for it wait there already
+    FULL = "full"  # all slots are in use by other adapters
+
+
+class Adapters:
+    """One engine's. `elsewhere` has the names that any engine of its cluster lists."""
+
+    __slots__ = ("_elsewhere", "_recent", "_requests", "names", "use")
+
+    def __init__(self, elsewhere: Mapping[str, int]) -> None:
+        self._elsewhere = elsewhere
+        self._requests: Counter[str] = Counter()  # of ours that are under way, by adapter
+        self._recent: OrderedDict[str, None] = OrderedDict()  # adapters placed here of late, the latest last
+        self.names: frozenset[str] = frozenset()  # as the engine lists them
+        self.use: LoraUse | None = None
+
+    def serves(self, model: str) -> bool | None:
+        """Whether the engine serves an adapter of this name; None: no engine of the cluster lists one."""
+        return (model in self.names) if model in self._elsewhere else None
+
+    def state(self, adapter: str) -> AdapterState:
+        """By what the engine said last, and what was placed there since."""
+        use = self.use
+        running: frozenset[str] = frozenset() if use is None else use.running
+        if adapter in self._requests or adapter in running or adapter in self._recent:
+            return AdapterState.RUNNING
+        if use is not None and adapter in use.waiting:
+            return AdapterState.WAITING
+        busy = len(running | self._requests.keys())
+        return AdapterState.FULL if busy >= self.slots else AdapterState.ROOM
+
+    @property
+    def pushes_out(self) -> bool:
+        """Whether to load one more takes the slot of another one that was used of late."""
+        return len(self._recent) >= self.slots
+
+    @property
+    def slots(self) -> int:
+        """Adapters that run at the same time."""
+        return (0 if self.use is None else self.use.slots) or _SLOTS
+
+    def begin(self, adapter: str) -> None:
+        """A request for it goes there; `end` follows."""
+        self._requests[adapter] += 1
+        self._recent[adapter] = None
+        self._recent.move_to_end(adapter)
+        while len(self._recent) > self.slots:
+            self._recent.popitem(last=False)
+
+    def end(self, adapter: str) -> None:
+        """The request is over."""
+        self._requests[adapter] -= 1
+        if self._requests[adapter] <= 0:
+            del self._requests[adapter]
+
+    def restarted(self) -> None:
+        """Its process is another one: nothing is loaded."""
+        self._recent.clear()
+        self.use = None
+
+    def status(self) -> dict[str, object] | None:
+        """For people; None where there are none."""
+        if not self.names:
+            return None
+        in_use = sorted(name for name in self.names if self.state(name) is AdapterState.RUNNING)
+        return {"served": sorted(self.names), "loaded": in_use, "slots": None if self.use is None else self.slots}
+
+
+#: Seconds that a request waits for an adapter beside the engine's backlog, before anything was learned.
+_PRIOR_S = {AdapterState.RUNNING: 0.0, AdapterState.ROOM: 0.2, AdapterState.WAITING: 0.5, AdapterState.FULL: 1.0}
+_PRIOR_WEIGHT, _WEIGHT, _MOST_S = 3, 0.1, 60.0
+
+
+class LoadTimes:
+    """What a request waited beyond what the backlog explains, on average, by how the engine stood to its adapter."""
+
+    def __init__(self) -> None:
+        self._mean_s = dict(_PRIOR_S)
+        self.samples: Counter[AdapterState] = Counter()
+
+    def observe(self, state: AdapterState, late_s: float) -> None:
+        """A first token came so much later than was expected."""
+        self.samples[state] += 1
+        weight = max(_WEIGHT, 1.0 / (_PRIOR_WEIGHT + self.samples[state]))
+        self._mean_s[state] += weight * (min(max(late_s, 0.0), _MOST_S) - self._mean_s[state])
+
+    def seconds(self, state: AdapterState) -> float:
+        """What it costs to place a request where that is so."""
+        return max(0.0, self._mean_s[state] - self._mean_s[AdapterState.RUNNING])
+
+
+class Placement(msgspec.Struct, eq=False):
+    """One request for an adapter, from its pick to its end."""
+
+    adapters: Adapters
+    times: LoadTimes
+    adapter: str
+    state: AdapterState
+    expected_at: float | None  # its first token, without the adapter; None: that will not be seen
+    over: bool = False
+
+    def first_token(self, now: float) -> None:
+        """It came."""
+        if self.expected_at is not None:
+            self.times.observe(self.state, now - self.expected_at)
+            self.expected_at = None
+
+    def end(self) -> None:
+        """The attempt is over. Idempotent."""
+        if not self.over:
+            self.over = True
+            self.adapters.end(self.adapter)
+
+
+class KnownAdapters:
+    """What becomes known of a cluster's adapters. `on_change` is called when what engines serve changed."""
+
+    def __init__(self, cluster: str, *, on_change: Callable[[], None]) -> None:
+        self._cluster = cluster
+        self._on_change = on_change
+        self.names: Counter[str] = Counter()  # engines that list it, by adapter
+        self.times = LoadTimes()
+        self.lost: set[str] = set()  # once listed, and by no engine of the cluster now
+
+    def keep(self, present: Iterable[Adapters]) -> None:
+        """These are the cluster's engines."""
+        before = set(self.names)
+        self.names.clear()  # in place: engines hold it too
+        for adapters in present:
+            self.names.update(adapters.names)
+        lost = (self.lost | before) - self.names.keys()
+        self.lost = set(sorted(lost)[:MAX_ADAPTERS])
+
+    def observe(self, engine: str, adapters: Adapters, *, listed: Iterable[str]) -> None:
+        """What an engine listed."""
+        names = frozenset(sorted({name for name in listed if 0 < len(name) <= MAX_NAME})[:MAX_ADAPTERS])
+        if names != adapters.names:
+            log.info("%s/%s serves the adapters %s", self._cluster, engine, ", ".join(sorted(names)[:8]) or "none")
+            adapters.names = names
+            self._on_change()
+
+    def missing(self, engine: str, adapters: Adapters, adapter: str) -> None:
+        """The engine answered that it has no such adapter: until it lists it again it is sent none of its requests."""
+        if adapter in adapters.names:
+            log.warning("%s/%s does not know the adapter %s any more", self._cluster, engine, adapter)
+            adapters.names -= {adapter}
+            self._on_change()
+
+    def prices(self, adapter: str, engines: Mapping[EndpointId, Adapters]) -> Mapping[EndpointId, float]:
+        """Seconds that the adapter adds, by endpoint: to this request, and where it takes another one's slot, to load
+        that one again."""
+        prices = {}
+        for endpoint, adapters in engines.items():
+            state = adapters.state(adapter)
+            prices[endpoint] = self.times.seconds(state)
+            if state is not AdapterState.RUNNING and adapters.pushes_out:
+                prices[endpoint] += self.times.seconds(AdapterState.ROOM)
+        return prices
+
+    def place(self, adapters: Adapters, adapter: str, expected_at: float | None) -> Placement:
+        """A request for the adapter goes to this engine; its first token was to come at `expected_at`."""
+        placement = Placement(adapters, self.times, adapter, adapters.state(adapter), expected_at)
+        adapters.begin(adapter)
+        return placement
+
+    def estimates(self) -> dict[str, object] | None:
+        """What was learned, for people; None where there are no adapters."""
+        if not self.names:
+            return None
+        return {
+            state.value: {"seconds": round(self.times.seconds(state), 4), "samples": self.times.samples[state]}
+            for state in AdapterState
+        }

@@ -1,0 +1,95 @@
+"""What the demo starts: simulated engines and proxies, each on a port of its own."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from random import Random
+
+from kvproxy.app import Proxy
+from kvproxy.config.load import load_config
+from kvproxy.listener.server import Server
+from kvproxy.simulator.engine_io import EngineSettings
+from kvproxy.simulator.fleet import Fleet, FleetSettings, clone_engines
+from kvproxy.simulator.sglang.settings import EventSettings, SglangSettings
+from kvproxy.simulator.vllm_settings import VllmSettings
+
+MODEL = "sim"
+#: Each engine can hold about a third of the conversations: what is sent to the wrong one is computed again.
+_CACHE_BLOCKS = 1024
+#: The same conversations, answers and draws each time; what is left is the machine's own noise.
+_SEED = 7
+PLAIN, AWARE = "round_robin", "kv_aware"
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """What to show."""
+
+    engines: int
+    sessions: int
+    turns: int
+    stay: bool
+    kind: str = "vllm"  # or `sglang`
+
+
+@dataclass(frozen=True, slots=True)
+class RunningFleet:
+    """Where everything listens: engines by endpoint id, and the controller that vLLM's report to."""
+
+    endpoints: dict[str, str]
+    controller: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ProxyAddress:
+    """Where the proxy listens; no admin listener unless it stays."""
+
+    public: str
+    admin: str = ""
+
+
+async def start_fleet(stack: AsyncExitStack, demo: DemoOptions) -> RunningFleet:
+    """Engines and the controller they report to, each on a port of its own. SGLang's publish events instead."""
+    engine = EngineSettings(_CACHE_BLOCKS, 16, token_outputs=True)
+    if demo.kind == "sglang":
+        sglang = SglangSettings(model=MODEL, engine=engine, kv_events=EventSettings())
+        settings = FleetSettings(clone_engines(sglang, demo.engines), None)
+    else:
+        settings = FleetSettings(clone_engines(VllmSettings(model=MODEL, engine=engine), demo.engines))
+    fleet = await stack.enter_async_context(Fleet(settings, rng=Random(_SEED)))
+    urls = {}
+    for name, app in fleet.engines.items():
+        urls[name] = (await stack.enter_async_context(Server(app, drain_s=1.0))).url
+    if fleet.controller is None:
+        return RunningFleet(urls)
+    controller = await stack.enter_async_context(Server(fleet.controller, drain_s=1.0))
+    return RunningFleet(urls, controller.url)
+
+
+async def start_proxy(stack: AsyncExitStack, fleet: RunningFleet, policy: str, *, stays: bool) -> ProxyAddress:
+    """round_robin is a plain proxy; kv_aware knows what the engines hold. One that stays has the usual ports."""
+    known = {"lmcache_endpoint": fleet.controller} if fleet.controller else {"kv_events": True}
+    aware = [{"kvcache": known}] if policy == AWARE else []
+    filters = ["request_id", "inference_request", *aware, "router"]
+    health = {} if fleet.controller else {"health": {"path": "/ready"}}
+    config = load_config({"endpoints": fleet.endpoints, "policy": policy, "filters": filters, **health})
+    proxy = await stack.enter_async_context(Proxy(config, rng=Random(_SEED)))
+    ports = [port if stays and _free(port) else 0 for port in (config.listen.port, config.admin.port)]
+    public = await stack.enter_async_context(Server(proxy, port=ports[0], drain_s=1.0))
+    proxy.public_url = public.url
+    if not stays:
+        return ProxyAddress(public.url)
+    admin = await stack.enter_async_context(Server(proxy.admin, port=ports[1], drain_s=1.0))
+    return ProxyAddress(public.url, admin.url)
+
+
+def _free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as a server's own, for ports just left
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True

@@ -1,0 +1,95 @@
+"""Cuts the `cache_control` marks out of the JSON of messages, system blocks and tools, and nothing else. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+
+import msgspec
+from msgspec import Raw
+
+MARK = b'"cache_control":'  # with the colon, since a text may be just that name
+#: What one look for marks goes into: a few ms at most. Beyond it, bytes count as they were sent.
+MAX_OBJECTS = 8192
+MAX_BYTES = 512 * 1024
+#: What does not decode.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+_NO_RAW = Raw()
+_last_mark = re.compile(rb',\s?"cache_control"\s?:\s?\{[^{}]{0,64}\}(\}\]?)\Z').search
+_MOST_OF_A_MARK = 96
+_space = re.compile(rb"\s{0,8}").match
+_comma = re.compile(rb"\s{0,8},\s{0,8}").match
+
+
+class _Object(msgspec.Struct, gc=False):
+    cache_control: Raw = _NO_RAW
+
+
+class _Message(msgspec.Struct, gc=False):
+    content: list[_Object]
+
+
+#: The objects of something that may have marks.
+Decode = Callable[[bytes], list[_Object]]
+_decode_objects: Decode = msgspec.json.Decoder(list[_Object]).decode
+_decode_object = msgspec.json.Decoder(_Object).decode
+_decode_message = msgspec.json.Decoder(_Message).decode
+
+
+def parts_of_message(message: bytes) -> list[_Object]:
+    """The parts of its content."""
+    return _decode_message(message).content
+
+
+def block_itself(block: bytes) -> list[_Object]:
+    """A block of a system prompt."""
+    return [_decode_object(block)]
+
+
+def tools_of_field(field: bytes) -> list[_Object]:
+    """The tools in a shape's field."""
+    return _decode_objects(field[len(b"tools:") :])
+
+
+def without_last_mark(data: bytes, decode: Decode) -> bytes:
+    """As `without_marks`; one that ends the object, or the last one of a list, is surely a member of that object."""
+    if last := _last_mark(data, max(0, len(data) - _MOST_OF_A_MARK)):
+        data = data[: last.start()] + last[1]
+    if len(data) <= MAX_BYTES and MARK in data and data.count(b"{") <= MAX_OBJECTS:
+        return without_marks(data, decode)
+    return data
+
+
+def without_marks(data: bytes, decode: Decode) -> bytes:
+    """Without the `cache_control` of the objects that `decode` finds; unchanged where the name is elsewhere too, since
+    what is inside of a tool's input or schema is part of the prompt."""
+    try:
+        values = [bytes(each.cache_control) for each in decode(data) if each.cache_control is not _NO_RAW]
+        if len(values) != data.count(MARK):
+            return data
+        cut = _cut(data, values)
+        if any(each.cache_control is not _NO_RAW for each in decode(cut)):
+            return data  # a name was spelled with an escape, and another one was cut in its place
+    except UNREADABLE:
+        return data
+    return cut
+
+
+def _cut(data: bytes, values: Iterable[bytes]) -> bytes:
+    """Without these members, each with the comma and the space beside it."""
+    pieces, done = [], 0
+    for value in values:
+        start = data.index(MARK, done)
+        space = _space(data, start + len(MARK))
+        if space is None or not data.startswith(value, space.end()):
+            return data
+        before, end = data[done:start].rstrip(), space.end() + len(value)
+        if before.endswith(b","):
+            pieces.append(before[:-1])
+        else:
+            pieces.append(data[done:start])
+            if comma := _comma(data, end):
+                end = comma.end()
+        done = end
+    return b"".join((*pieces, data[done:]))

@@ -1,0 +1,100 @@
+"""What the doctor says of an SGLang."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvproxy.doctor.report import DoctorReport, Severity
+from kvproxy.simulator.fleet import Fleet, FleetSettings
+from kvproxy.simulator.sglang.settings import EventForm, EventSettings, SglangSettings
+from tests.doctor.setup import FAST, only, visit
+from tests.doctor.test_engines import Front
+from tests.support.loopback import serve
+
+SGLANG = SglangSettings(engine=FAST, kv_events=EventSettings(), health_step_s=0.0)
+EVENTS: dict[str, Any] = {"filters": ["inference_request", {"kvcache": {"kv_events": True}}, "router"]}
+
+
+async def visited(settings: SglangSettings = SGLANG, **changes: Any) -> DoctorReport:
+    """The report on one engine."""
+    async with Fleet(FleetSettings({"a": settings}, None)) as fleet, serve(fleet.engines["a"]) as url:
+        return await visit({"endpoints": {"a": url}, **EVENTS, **changes})
+
+
+@pytest.mark.parametrize("form", EventForm)
+@pytest.mark.parametrize("algorithm", [None, "EAGLE"])
+async def test_nothing_is_wrong(form: EventForm, algorithm: str | None) -> None:
+    """Its events arrive in either form, with pairs too."""
+    engine = replace(SGLANG, kv_events=EventSettings(form=form), speculative_algorithm=algorithm)
+    report = await visited(engine, health={"path": "/ready"})
+    assert report.findings == ()
+    said = {one.check: one.what for one in report.passed}
+    assert said["kv events"].startswith("KV events arrive: blocks of 16 tokens")
+    assert said["sglang"].startswith("SGLang 0.5.23, pages of 16 token(s)")
+    assert ("pairs of tokens" in said["sglang"]) is (algorithm is not None)
+    assert "came from its cache the second time" in said["prefix caching"]
+    assert "prompt" in said["tokenize"] or "agrees" in said["tokenize"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "changes", "check", "said", "fix"),
+    [
+        (replace(SGLANG, health_step_s=0.3), {"health": {"timeout": 0.5}}, "sglang", "generates a token", "/ready"),
+        (replace(SGLANG, enable_metrics=False), {}, "metrics", "shows no metrics", "--enable-metrics"),
+        (
+            replace(SGLANG, enable_cache_report=False),
+            {},
+            "prefix caching",
+            "does not say how much",
+            "--enable-cache-report",
+        ),
+        (replace(SGLANG, kv_events=None), {}, "kv event sources", "publishes no KV events", '{"publisher": "zmq"'),
+        (
+            replace(SGLANG, engine=replace(FAST, block_size=1, capacity_blocks=8192)),
+            {},
+            "sglang",
+            "pages of 1 token(s)",
+            "--page-size",
+        ),
+        (replace(SGLANG, tokenizes_chats=False), {}, "tokenize", "takes no chats", "older SGLangs"),
+    ],
+)
+async def test_one_thing_is_wrong(
+    engine: SglangSettings, changes: dict[str, Any], check: str, said: str, fix: str
+) -> None:
+    """One fault, one finding, and its fix in SGLang's own words."""
+    report = await visited(engine, **changes)
+    found = next(one for one in report.findings if one.check == check)
+    assert said in found.what
+    assert fix in found.fix
+    assert {one.check for one in report.findings} <= {check, "kv events"}
+
+
+async def test_the_order_of_priorities() -> None:
+    """SGLang admits the highest first, vLLM the lowest: the wrong sign turns every order around."""
+    queue = {"policy": "kv_aware", "engine_priority": "on", "queue": {"limit": 10}}
+    told = {"engine_priority_order": "highest_first"}
+    ordered = replace(SGLANG, enable_priority_scheduling=True)
+    assert (await visited(ordered, **queue, **told)).findings == ()
+    found = only(await visited(ordered, **queue))
+    assert (found.severity, found.fix) == (Severity.PROBLEM, "set `engine_priority_order: highest_first`")
+    turned = replace(ordered, schedule_low_priority_values_first=True)
+    assert (await visited(turned, **queue)).findings == ()
+    assert "lowest" in only(await visited(turned, **queue, **told)).what
+    assert "--enable-priority-scheduling" in only(await visited(SGLANG, **queue, **told)).fix
+
+
+async def test_an_engine_that_sleeps_is_asked_nothing() -> None:
+    """A prompt would wake nothing, and fail."""
+    asleep = b'vllm:engine_sleep_state{sleep_state="awake"} 0\nvllm:engine_sleep_state{sleep_state="discard_all"} 1\n'
+    async with Fleet(FleetSettings({"a": SGLANG}, None)) as fleet:
+        front = Front(fleet.engines["a"], {"/metrics": (200, asleep)})
+        async with serve(front) as url:
+            report = await visit({"endpoints": {"a": url}})
+    found = only(report)
+    assert "sleeps" in found.what
+    assert "/wake_up" in found.fix
+    assert not fleet.engines["a"].calls["POST /v1/chat/completions"]

@@ -1,0 +1,236 @@
+"""The proxy in front of simulated SGLang engines: what it finds out, where it sends, and what it makes of answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import yaml
+
+from kvproxy.clients.engine_metrics import EngineKind
+from kvproxy.cluster.endpoint import Condition
+from kvproxy.kvcache.service import KvCache
+from kvproxy.simulator.engine_io import EngineSettings
+from kvproxy.simulator.sglang.server import SglangApp, create_sglang_app
+from kvproxy.simulator.sglang.settings import EventForm, EventSettings, SglangSettings
+from kvproxy.simulator.timing import EngineTiming
+from kvproxy.types import EndpointId
+from tests.docs.blocks import block
+from tests.support.loopback import serve
+from tests.support.proxy import RunningProxy, running_proxy
+from tests.support.until import until
+
+FAST = EngineSettings(512, 16, token_outputs=True, timing=EngineTiming(time_scale=0.001))
+QUICK = SglangSettings(engine=FAST, kv_events=EventSettings(), health_step_s=0.01)
+OTHER = "Now something else entirely, so that no prompt of one conversation begins like one of another."
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Engines by endpoint id, and the proxy before them."""
+
+    apps: dict[str, SglangApp]
+    proxy: RunningProxy
+
+    @property
+    def kv(self) -> KvCache:
+        kvcache = self.proxy.proxy.kvcache
+        assert kvcache is not None
+        return kvcache
+
+    @property
+    def exact(self) -> set[EndpointId]:
+        return set(self.kv.overlap.indexes["default"].exact)
+
+    async def turn(self, messages: list[dict[str, str]], **fields: Any) -> tuple[str, dict[str, Any]]:
+        """One turn of a chat, to which its answer is added: where it went, and its usage."""
+        body = {"model": "sim", "messages": messages, "max_tokens": 20, **fields}
+        answer = await self.proxy.client.post("/v1/chat/completions", json=body)
+        answer.raise_for_status()
+        text = answer.json()["choices"][0]["message"]["content"]
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "and then? " * 20}]
+        return answer.headers["x-kvproxy-endpoint"], answer.json()["usage"]
+
+
+@contextlib.asynccontextmanager
+async def fleet(engine: SglangSettings = QUICK, *, count: int = 2, **config: Any) -> AsyncIterator[Fleet]:
+    """`kv_aware` over engines of this kind, with KV events followed and metrics read when a test says so."""
+    settings = {"kv_events": True, "engine_metrics_interval": 0, **config.pop("kvcache", {})}
+    config = {"filters": ["request_id", "inference_request", {"kvcache": settings}, "router"], **config}
+    async with contextlib.AsyncExitStack() as stack:
+        apps, urls = {}, {}
+        for name in "abc"[:count]:
+            apps[name] = create_sglang_app(engine, rng=random.Random(1))
+            await stack.enter_async_context(apps[name])
+            urls[name] = await stack.enter_async_context(serve(apps[name]))
+        proxy = await stack.enter_async_context(running_proxy(urls, policy="kv_aware", **config))
+        yield Fleet(apps, proxy)
+
+
+def opening(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"{text} " * 60}]
+
+
+@pytest.mark.parametrize("form", list(EventForm))
+@pytest.mark.parametrize("algorithm", [None, "EAGLE"])
+@pytest.mark.parametrize("described", [True, False])
+async def test_its_kv_events_are_followed_without_a_setting(
+    form: EventForm, algorithm: str | None, described: bool
+) -> None:
+    """Found in its server info, by a descriptor or by its arguments; maps and arrays; pages of tokens or of pairs. The
+    prediction is what the engine reuses, to a page."""
+    events = EventSettings(form=form, described=described)
+    engine = replace(QUICK, kv_events=events, speculative_algorithm=algorithm, old_names=not described)
+    async with fleet(engine) as place:
+        await until(lambda: place.exact == {"a", "b"})
+        first, second = opening("tell me of the sea"), opening(OTHER)
+        homes = [(await place.turn(one))[0] for one in (first, second)]
+        index = place.kv.overlap.indexes["default"]
+        for _ in range(3):
+            for chat, home in zip((first, second), homes, strict=True):
+                await until(lambda home=home: index.precise.count_rows(EndpointId(home)))  # type: ignore[misc]
+                where, usage = await place.turn(chat)
+                assert where == home
+                assert usage["prompt_tokens_details"]["cached_tokens"] > 0.6 * usage["prompt_tokens"]
+        predicted = place.proxy.metric(
+            "kvproxy_kvcache_predicted_tokens_total", cluster="default", endpoint=homes[0], source="precise"
+        )
+        reused = place.proxy.metric(
+            "kvproxy_kvcache_reused_tokens_total", cluster="default", endpoint=homes[0], source="precise"
+        )
+        assert predicted > 500
+        assert reused > predicted - 3 * 16 * 2
+        assert not index.missed.doubted
+        assert (index.followed.paired == set(homes)) is (algorithm is not None)
+
+
+async def test_events_that_were_lost_are_replayed() -> None:
+    """Its replays name no topic."""
+    async with fleet(count=1) as place:
+        await until(lambda: place.exact == {"a"})
+        chat = opening("tell me of the sea")
+        publisher = place.apps["a"].publisher
+        assert publisher is not None
+        publisher.lose_next = 1
+        await place.turn(chat)
+        await place.turn(chat)
+        filled = {"endpoint": "a", "outcome": "filled"}
+        await until(lambda: place.proxy.metric("kvproxy_kv_event_gaps_total", **filled) == 1)
+        assert place.exact == {"a"}
+
+
+async def test_what_its_metrics_say_reaches_ledger_index_and_page() -> None:
+    """Capacity by tokens, load, hit ratio, and which program it is."""
+    async with fleet(count=1, kvcache={"kv_events": False}) as place:
+        chat = opening("tell me of the sea")
+        await place.kv.scraper.round()
+        for _ in range(4):
+            await place.turn(chat)
+        await place.kv.scraper.round()
+        index = place.kv.overlap.indexes["default"]
+        assert index.capacities.reported_blocks(EndpointId("a")) > 0
+        [endpoint] = place.proxy.proxy.clusters["default"].endpoints
+        reading = place.kv.scraper.signals.reading(endpoint)
+        assert reading is not None
+        metrics = reading[1]
+        assert (metrics.kind, metrics.running, metrics.waiting, metrics.kv_usage) == (EngineKind.SGLANG, 0, 0, 0.0)
+        assert metrics.cache is not None
+        assert (metrics.cache.capacity_tokens, metrics.cache.block_tokens) == (8192, 16)
+        assert metrics.prefix_hits_tokens is not None
+        assert metrics.prefix_queries_tokens is not None
+        assert 0 < metrics.prefix_hits_tokens < metrics.prefix_queries_tokens
+
+
+async def test_speeds_are_learned_from_whole_answers() -> None:
+    """By its histogram of prefill times and the tokens it says it computed, other clients' requests included."""
+    engine = replace(QUICK, engine=replace(FAST, timing=EngineTiming(time_scale=0.2)))
+    async with fleet(engine, count=1) as place:
+        speeds = place.proxy.proxy.clusters["default"].speeds
+        assert speeds is not None
+        await place.kv.scraper.round()
+        for number in range(6):
+            await place.turn(opening(f"{number} tell me of the sea"))
+            await place.kv.scraper.round()
+        assert speeds.estimates(asyncio.get_running_loop().time()).samples_by_kind["scraped"] > 0
+
+
+async def test_a_flushed_cache_is_noticed() -> None:
+    """By its events, at once: what was there counts no longer, and requests after it say why nothing was reused."""
+    async with fleet(count=1) as place:
+        await until(lambda: place.exact == {"a"})
+        chat = opening("tell me of the sea")
+        await place.turn(chat)
+        index = place.kv.overlap.indexes["default"]
+        await until(lambda: index.precise.count_rows(EndpointId("a")))
+        answer = await place.proxy.client.post("/flush_cache")
+        assert answer.status_code in (403, 404)  # no client's business
+        assert place.apps["a"]._engine.reset_prefix_cache()
+        await place.turn(opening(OTHER))
+        await until(lambda: place.kv.state.losses.latest("default", EndpointId("a")))
+        loss = place.kv.state.losses.latest("default", EndpointId("a"))
+        assert loss is not None
+        assert loss.reason.value == "cleared"
+        assert (
+            place.proxy.metric("kvproxy_engine_cache_losses_total", cluster="default", endpoint="a", reason="cleared")
+            == 1
+        )
+
+
+async def test_flat_errors_pass_and_priorities_are_told_highest_first() -> None:
+    """Its sign; what it refuses is refused with its own words."""
+    priority = {"engine_priority": "on", "engine_priority_order": "highest_first"}
+    async with fleet(replace(QUICK, enable_priority_scheduling=True), count=1, **priority) as place:
+        await place.turn(opening("tell me of the sea"))
+        told = place.apps["a"].requests[-1]["priority"]
+        assert told is not None
+        assert told < 0
+        body = {"model": "sim", "messages": opening("word " * 100_000), "max_tokens": 2}
+        refused = await place.proxy.client.post("/v1/chat/completions", json=body)
+        assert refused.status_code == 400
+        assert refused.json()["object"] == "error"
+
+
+@pytest.mark.parametrize(
+    ("path", "timeout", "well"), [("/health", 0.1, False), ("/health", 3.0, True), ("/ready", 0.3, True)]
+)
+async def test_probes_of_a_health_path_that_generates(path: str, timeout: float, well: bool) -> None:
+    """It answers after a whole step; `/ready` at once."""
+    health = {"active": True, "path": path, "timeout": timeout, "interval": 0.2}
+    engine = replace(QUICK, health_step_s=0.5 if not well else 0.3)
+    async with fleet(engine, count=1, health=health) as place:
+        [endpoint] = place.proxy.proxy.clusters["default"].endpoints
+        await until(lambda: endpoint.metrics.last_probe)
+        assert (endpoint.condition(asyncio.get_running_loop().time()) is not Condition.UNHEALTHY) is well
+
+
+async def test_an_engine_that_cannot_tokenize_chats_is_judged_by_what_was_routed() -> None:
+    """Older releases refuse them: asked once, nothing is matched wrongly, and requests go back to where they were."""
+    async with fleet(replace(QUICK, tokenizes_chats=False)) as place:
+        await until(lambda: place.exact == {"a", "b"})
+        chat = opening("tell me of the sea")
+        homes = {(await place.turn(chat))[0] for _ in range(4)}
+        assert len(homes) == 1
+        assert {app.calls["POST /tokenize"] for app in place.apps.values()} <= {0, 1}
+
+
+async def test_the_page_s_configuration() -> None:
+    """docs/sglang.md as a reader pastes it, with these engines' addresses: exact indexes, and turns that find the
+    last one's pages."""
+    given = yaml.safe_load(block("docs/sglang.md", "kv_events"))
+    [kvcache] = [spec["kvcache"] for spec in given["filters"] if "kvcache" in spec]
+    config = {key: given[key] for key in ("engine_priority_order", "health")}
+    assert given.keys() == {*config, "policy", "endpoints", "filters"}
+    async with fleet(kvcache=kvcache, count=len(given["endpoints"]), **config) as place:
+        await until(lambda: place.exact == set(given["endpoints"]))
+        chat = opening("tell me of the sea")
+        home, _ = await place.turn(chat)
+        await until(lambda: place.kv.overlap.indexes["default"].precise.count_rows(EndpointId(home)))
+        where, usage = await place.turn(chat)
+        assert where == home
+        assert usage["prompt_tokens_details"]["cached_tokens"] > 0.6 * usage["prompt_tokens"]
+        assert not any(app.calls["GET /health"] for app in place.apps.values())
