@@ -189,13 +189,17 @@ class VirtualRouter:
         turn = request.turn
         pick = PickRequest(
             session_key=str(request.session),
-            facts=self._view.facts(turn),
+            facts=self.facts_of(request, now),
             streams=request.streams,
             prompt_head=turn.blocks[0].to_bytes(8, "little") if turn.blocks else b"",
         )
         decision = selector.decide(pick, self.endpoints, self._policy, now)
         assert decision is not None
         return decision
+
+    def facts_of(self, request: LiveRequest, now: float) -> OverlapFacts:
+        """What is known of its prompt."""
+        return self._view.facts(request.turn)
 
     def _place(self, request: LiveRequest, decision: Decision[SimEndpoint], now: float) -> Placement:
         turn, pick, endpoint = request.turn, decision.request, decision.endpoint

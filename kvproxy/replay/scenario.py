@@ -84,6 +84,7 @@ def play_policy(
     streamed: float = 1.0,
     token_gaps: TokenGaps | None = None,
     progress: Callable[[int], None] = lambda finished: None,
+    router_type: type[VirtualRouter] = VirtualRouter,
 ) -> Sequence[ReplayOutcome]:
     """Every request of the trace, as its client saw it. The policy is a fresh one: it learns as it goes; `streamed` is
     the share of requests whose first token it sees; with `priority` the engines schedule by what it sends; any `seed`
@@ -99,7 +100,7 @@ def play_policy(
     view = IndexView(fleet, blocks.size, rng=Random(seed + 1))
     held = QueueSettings(limit=100_000) if queue else None
     first = [endpoints[index] for index in sorted(fleet.there_at_first())]
-    router = VirtualRouter(first, policy, view, queue=held, priority=priority, reports_cached=fleet.reports_cached)
+    router = router_type(first, policy, view, queue=held, priority=priority, reports_cached=fleet.reports_cached)
     chance = Random(seed + 2)
     run = VirtualTime(
         blocks,
