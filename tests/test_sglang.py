@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+import yaml
 
 from kvproxy.clients.engine_metrics import EngineKind
 from kvproxy.cluster.endpoint import Condition
@@ -19,6 +20,7 @@ from kvproxy.simulator.sglang.server import SglangApp, create_sglang_app
 from kvproxy.simulator.sglang.settings import EventForm, EventSettings, SglangSettings
 from kvproxy.simulator.timing import EngineTiming
 from kvproxy.types import EndpointId
+from tests.docs.blocks import block
 from tests.support.loopback import serve
 from tests.support.proxy import RunningProxy, running_proxy
 from tests.support.until import until
@@ -214,3 +216,21 @@ async def test_an_engine_that_cannot_tokenize_chats_is_judged_by_what_was_routed
         homes = {(await place.turn(chat))[0] for _ in range(4)}
         assert len(homes) == 1
         assert {app.calls["POST /tokenize"] for app in place.apps.values()} <= {0, 1}
+
+
+async def test_the_page_s_configuration() -> None:
+    """docs/sglang.md as a reader pastes it, with these engines' addresses: exact indexes, and turns that find the
+    last one's pages."""
+    given = yaml.safe_load(block("docs/sglang.md", "kv_events"))
+    [kvcache] = [spec["kvcache"] for spec in given["filters"] if "kvcache" in spec]
+    config = {key: given[key] for key in ("engine_priority_order", "health")}
+    assert given.keys() == {*config, "policy", "endpoints", "filters"}
+    async with fleet(kvcache=kvcache, count=len(given["endpoints"]), **config) as place:
+        await until(lambda: place.exact == set(given["endpoints"]))
+        chat = opening("tell me of the sea")
+        home, _ = await place.turn(chat)
+        await until(lambda: place.kv.overlap.indexes["default"].precise.count_rows(EndpointId(home)))
+        where, usage = await place.turn(chat)
+        assert where == home
+        assert usage["prompt_tokens_details"]["cached_tokens"] > 0.6 * usage["prompt_tokens"]
+        assert not any(app.calls["GET /health"] for app in place.apps.values())

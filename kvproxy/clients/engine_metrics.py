@@ -13,8 +13,10 @@ from kvproxy.clients.lora_use import LoraUse, parse_lora_use
 
 _VLLM_PREFIX = b"vllm:"
 _CACHE_CONFIG = b"cache_config_info"
-#: 0 while the engine sleeps, at whichever level.
+#: `awake` is 0 while the engine sleeps, at whichever level; the other states are 1 where it gave its memory up (at
+#: level 0 it only pauses).
 _SLEEP, _AWAKE = b"engine_sleep_state", b'sleep_state="awake"'
+_GONE = _SLEEP + b" gone"
 
 #: Field of EngineMetrics -> names in order of preference; a version may show several of them, only the first counts.
 _NAMES: dict[str, tuple[bytes, ...]] = {
@@ -41,6 +43,7 @@ _NAMES: dict[str, tuple[bytes, ...]] = {
     "prefill_s": (b"request_prefill_time_seconds_sum",),
     "prefill_tokens": (b"request_prefill_kv_computed_tokens_sum",),
     "awake": (_SLEEP,),
+    "gone": (_GONE,),
     "page_tokens": (b"page_size",),
     "pages": (b"num_pages",),
     "room_tokens": (b"max_total_num_tokens",),
@@ -125,7 +128,8 @@ class EngineMetrics:
     started_at: float | None = None  # of the process, seconds since the epoch by the engine's clock
     kind: EngineKind = EngineKind.UNKNOWN
     lora: LoraUse | None = None  # of all ranks
-    asleep: bool = False  # it gave up its KV cache, on every rank, and serves nothing until it is woken
+    asleep: bool = False  # it serves nothing until it is woken, on every rank
+    gave_up_cache: bool = False  # it sleeps so deeply that its KV memory is gone
     #: The same of each data-parallel rank, where there are several.
     ranks: Mapping[int, EngineMetrics] = field(default_factory=dict)
 
@@ -180,7 +184,8 @@ def _samples(text: bytes) -> Iterator[_Sample]:
     for line in text.split(b"\n"):
         if line.startswith(_VLLM_PREFIX):
             name = _bare_name(line)
-            if name in _WANTED and (name != _SLEEP or _AWAKE in line):
+            if name in _WANTED:
+                name = _GONE if name == _SLEEP and _AWAKE not in line else name
                 yield _Sample(name, line, _rank(line), None)
         elif line.startswith(_SGLANG_PREFIX):
             name = _bare_name(line)
@@ -238,6 +243,7 @@ def _metrics(samples: _Samples, kind: EngineKind, started_at: float | None) -> E
         started_at=started_at,
         kind=kind,
         asleep=_fold(values, "awake", max) == 0.0,
+        gave_up_cache=_fold(values, "awake", max) == 0.0 and bool(_fold(values, "gone", max)),
     )
 
 

@@ -150,8 +150,14 @@ class MetricsScraper(BackgroundTask):
 
     def _observe(self, cluster: Cluster, endpoint: Endpoint, metrics: EngineMetrics) -> bool:
         """Take in what an engine, or one rank of it, says; whether it is another process than before."""
+        latest = self.signals.reading(endpoint)
         self.signals.engine(endpoint, metrics)
-        self._sleep_or_wake(cluster.name, endpoint, asleep=metrics.asleep)
+        if metrics.asleep is not endpoint.asleep:
+            endpoint.asleep = metrics.asleep
+            how = "sleeps: it is left out" if metrics.asleep else "is awake again"
+            log.info("[kvcache] %s/%s %s", cluster.name, endpoint.id, how)
+        if metrics.gave_up_cache and not (latest is not None and latest[1].gave_up_cache):
+            self._gave_up(cluster.name, endpoint)
         capacity_tokens = None if metrics.cache is None else metrics.cache.capacity_tokens
         endpoint.load.observe_engine(
             EngineState(self._clock(), capacity_tokens, metrics.kv_usage, metrics.running, metrics.waiting)
@@ -172,15 +178,8 @@ class MetricsScraper(BackgroundTask):
             if latest is None or latest[0] > self.signals.max_age_s:
                 endpoint.asleep = False
 
-    def _sleep_or_wake(self, cluster: str, endpoint: Endpoint, *, asleep: bool) -> None:
-        """An engine that sleeps gave its KV memory up, and takes no requests until it is woken."""
-        if asleep is endpoint.asleep:
-            return
-        endpoint.asleep = asleep
-        if not asleep:
-            log.info("[kvcache] %s/%s is awake again", cluster, endpoint.id)
-            return
-        log.info("[kvcache] %s/%s sleeps: it is left out, and what it held is forgotten", cluster, endpoint.id)
+    def _gave_up(self, cluster: str, endpoint: Endpoint) -> None:
+        """Its sleep is so deep that it gave its KV memory up."""
         indexes = self._indexes[cluster]
         indexes.reset(endpoint.id)
         indexes.precise.remove_endpoint(endpoint.id)

@@ -61,7 +61,7 @@ class RequestMetrics:
         )
         self.preferences = Counter(
             "kvproxy_preferences", "What became of a preferred endpoint", ["result"], registry=r
-        )  # followed, unknown, unhealthy, draining, saturated, excluded, breaker_open
+        )  # followed, unknown, unhealthy, draining, asleep, saturated, excluded, breaker_open
         self.router_queue_wait = Histogram(
             "kvproxy_router_queue_wait_seconds", "Time held in the router queue, by requests that were", ["cluster"],
             buckets=TTFT_BUCKETS_S, registry=r,
@@ -178,7 +178,7 @@ class EndpointStateMetrics:
         self.rank_refusals = Counter(
             "kvproxy_rank_refusals", "Requests whose data-parallel rank an engine did not know",
             ["cluster", "endpoint", "outcome"], registry=r,
-        )  # fmt: skip  # renumbered, dropped, late
+        )  # fmt: skip  # renumbered, dropped, doubted, late
         self.discovery = Counter("kvproxy_discovery_updates", "Discovery results", ["cluster", "outcome"], registry=r)
 
 

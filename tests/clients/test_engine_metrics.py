@@ -109,7 +109,11 @@ def test_a_vllm_that_sleeps() -> None:
     awake = parse_engine_metrics(state % (0, b"awake", 1) + state % (0, b"discard_all", 0))
     assert (awake.asleep, awake.kind) == (False, EngineKind.VLLM)
     level_1 = state % (0, b"awake", 0) + state % (0, b"weights_offloaded", 1) + state % (0, b"discard_all", 0)
-    assert parse_engine_metrics(level_1).asleep
+    deep = parse_engine_metrics(level_1)
+    assert (deep.asleep, deep.gave_up_cache) == (True, True)
+    level_0 = state % (0, b"awake", 0) + state % (0, b"weights_offloaded", 0) + state % (0, b"discard_all", 0)
+    paused = parse_engine_metrics(level_0)
+    assert (paused.asleep, paused.gave_up_cache) == (True, False)
     half = parse_engine_metrics(state % (0, b"awake", 0) + state % (1, b"awake", 1))
     assert (half.asleep, half.ranks[0].asleep, half.ranks[1].asleep) == (False, True, False)
 

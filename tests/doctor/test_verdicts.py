@@ -117,6 +117,14 @@ def observed(**values: object) -> StreamObservation:
     return StreamObservation(SOURCE, **{**fields, **values})  # type: ignore[arg-type]
 
 
+def test_events_that_name_other_things_than_what_is_reused() -> None:
+    """It caches, so the events are of another kind, or of another engine."""
+    seen = trial(after=ON, cached=32, observed=(observed(mine=None, batches=3),))
+    [found] = judge_events("endpoint a", seen)
+    assert (found.severity, "reused 32 tokens the second time" in found.what) == (Severity.PROBLEM, True)
+    assert "EAGLE" in found.fix
+
+
 @pytest.mark.parametrize(
     ("stream", "severity", "said"),
     [

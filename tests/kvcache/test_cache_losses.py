@@ -23,13 +23,14 @@ class Engine(Fake):
     """One whose metrics a test changes."""
 
     def __init__(self) -> None:
-        self.awake, self.queries, self.answers = 1, 1000, True
+        self.awake, self.discards, self.queries, self.answers = 1, True, 1000, True
         super().__init__({"/metrics": self._metrics})
 
     def _metrics(self, asked: object) -> object:
         lines = (
             f'vllm:engine_sleep_state{{engine="0",model_name="m",sleep_state="awake"}} {self.awake}',
-            f'vllm:engine_sleep_state{{engine="0",model_name="m",sleep_state="discard_all"}} {1 - self.awake}',
+            f'vllm:engine_sleep_state{{engine="0",model_name="m",sleep_state="discard_all"}} '
+            f"{int(not self.awake and self.discards)}",
             f"vllm:prefix_cache_queries_total {self.queries}",
             "vllm:prefix_cache_hits_total 10",
         )
@@ -87,6 +88,25 @@ async def test_an_engine_that_sleeps_is_left_out_and_holds_nothing() -> None:
         one.awake = 1
         await scrape(service)
         assert endpoint.condition(0.0) is Condition.UP
+
+
+async def test_a_pause_loses_nothing() -> None:
+    """vLLM's level 0 stops the scheduler alone. What sleeps deeper afterwards loses its cache then."""
+    one, other = Engine(), Engine()
+    one.discards = False
+    async with world({"a": one, "b": other}) as service:
+        await scrape(service)
+        service.kv.overlap.indexes["default"].precise.apply_events(A, 0, [BlockStored((1,), None, tokens(16), 16)])
+        one.awake = 0
+        await scrape(service)
+        assert service.cluster.endpoints[0].condition(0.0) is Condition.ASLEEP
+        assert service.kv.overlap.indexes["default"].precise.count_rows(A) == 1
+        assert loss_of(service, A) is None
+        one.discards = True
+        for _ in range(2):
+            await scrape(service)
+            assert service.kv.overlap.indexes["default"].precise.count_rows(A) == 0
+        assert loss_of(service, A) is LossReason.ASLEEP
 
 
 async def test_a_word_that_is_too_old_keeps_no_engine_out() -> None:

@@ -91,6 +91,14 @@ def judge_events(where: str, trial: Trial, kind: EngineKind = EngineKind.VLLM) -
         seen = sum(stream.batches for stream in connected)
         what = f"published no KV event of a prompt it computed ({seen} batches of other things)"
         fix = f"is this the engine's own port, and is prefix caching on? Otherwise {_ENABLE[kind]}"
+        cached = trial.second.cached_tokens
+        if seen and cached:
+            what += f", of which it reused {cached} tokens the second time"
+            fix = (
+                "is this the engine's own port? With speculative decoding (EAGLE, MTP) it may name pairs of tokens in "
+                "a way that is not understood: the proxy believes no events that announce less than is reused; "
+                "`kv_events: false` saves following them"
+            )
         yield problem(where, what, fix)
 
 

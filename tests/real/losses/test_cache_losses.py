@@ -1,0 +1,98 @@
+"""A real vLLM that is told to drop its cache, and one that is put to sleep."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from kvproxy.cluster.endpoint import Condition
+from kvproxy.kvcache.feedback.cache_losses import LossReason
+from kvproxy.kvcache.service import KvCache
+from kvproxy.types import EndpointId
+from tests.real.conftest import Saw, needs_memory
+from tests.real.engines import vllm
+from tests.real.engines.place import TINY
+from tests.real.engines.vllm import Vllm
+from tests.real.kvcache import ask
+from tests.real.pair import warm_up
+from tests.real.prompts import chat, text
+from tests.support.proxy import RunningProxy, running_proxy
+from tests.support.until import until
+
+pytestmark = pytest.mark.real
+A = EndpointId("a")
+
+
+@pytest.fixture(scope="module")
+def server(saw: Saw) -> Iterator[Vllm]:
+    needs_memory(gib=4)
+    one = Vllm("losses", TINY, core=0)
+    saw("starting a vLLM server")
+    with vllm.running([one]):
+        warm_up(one)
+        yield one
+
+
+@contextlib.asynccontextmanager
+async def proxy_of(server: Vllm, *, events: bool) -> AsyncIterator[tuple[RunningProxy, KvCache]]:
+    """Engines' metrics are read when a test says so."""
+    kvcache = {"kvcache": {"kv_events": events, "engine_metrics_interval": 0}}
+    filters: list[Any] = ["request_id", "inference_request", kvcache, "router"]
+    async with running_proxy({"a": server.url}, policy="kv_aware", filters=filters) as proxy:
+        service = proxy.proxy.kvcache
+        assert service is not None
+        if events:
+            await until(lambda: set(service.overlap.indexes["default"].exact) == {A}, within_s=20)
+        yield proxy, service
+
+
+async def tell(server: Vllm, path: str) -> None:
+    """One of its developers' commands."""
+    async with httpx.AsyncClient() as http:
+        (await http.post(f"{server.url}{path}", timeout=30)).raise_for_status()
+
+
+def loss(service: KvCache) -> LossReason | None:
+    found = service.state.losses.latest("default", A)
+    return None if found is None else found.reason
+
+
+@pytest.mark.parametrize("events", [True, False])
+async def test_a_cache_that_is_cleared(server: Vllm, saw: Saw, events: bool) -> None:
+    """By its KV events at once; without them by the first answer that reuses nothing."""
+    async with proxy_of(server, events=events) as (proxy, service):
+        body = chat(TINY.name, text(600, seed=f"cleared {events}"), max_tokens=4)
+        first, second = await ask(proxy.client, body), await ask(proxy.client, body)
+        assert first.cached_tokens < 64 < second.cached_tokens
+        await tell(server, "/reset_prefix_cache")
+        if events:
+            await until(lambda: loss(service) is LossReason.CLEARED, within_s=20)
+        third = await ask(proxy.client, body)
+        saw(f"events {events}: {second.cached_tokens} reused, then {third.predicted} predicted, {third.cached_tokens}")
+        assert third.cached_tokens == 0
+        assert (third.predicted == 0) is events
+        assert loss(service) is (LossReason.CLEARED if events else LossReason.FORGOT)
+        assert (await ask(proxy.client, body)).cached_tokens == second.cached_tokens
+
+
+async def test_a_pause(server: Vllm) -> None:
+    """Level 0, the one there is without a GPU: left out while it lasts, and nothing is forgotten."""
+    async with proxy_of(server, events=True) as (proxy, service):
+        body = chat(TINY.name, text(600, seed="paused"), max_tokens=4)
+        held = [await ask(proxy.client, body) for _ in range(2)][1].cached_tokens
+        [endpoint] = proxy.proxy.clusters["default"].endpoints
+        await tell(server, "/sleep?level=0")
+        try:
+            await service.scraper.round()
+            assert endpoint.condition(0.0) is Condition.ASLEEP
+        finally:
+            await tell(server, "/wake_up")
+        await service.scraper.round()
+        assert endpoint.condition(0.0) is Condition.UP
+        assert loss(service) is None
+        after = await ask(proxy.client, body)
+        assert (after.cached_tokens, after.predicted > 0) == (held, True)
