@@ -87,6 +87,14 @@ def test_where_next_to_nothing_waits_nothing_is_concluded() -> None:
     assert trial.verdict is Verdict.UNKNOWN
 
 
+def pair_of(second_at: float = 0.0) -> PriorityTrial:
+    """Two that wait together, the second one placed at that time."""
+    trial = PriorityTrial(random.Random(1))
+    trial.place("first", 10.0, 0.0)
+    trial.place("second", 10.5, second_at)
+    return trial
+
+
 def test_only_the_second_of_a_pair_is_moved() -> None:
     """By the gap before or behind the first, and one pair at a time."""
     trial = PriorityTrial(random.Random(1))
@@ -97,9 +105,7 @@ def test_only_the_second_of_a_pair_is_moved() -> None:
 
 def test_a_pair_that_hardly_waited_does_not_count() -> None:
     """Without others served meanwhile the first may have been at work already."""
-    trial = PriorityTrial(random.Random(1))
-    trial.place("first", 10.0, 0.0)
-    trial.place("second", 10.5, 0.0)
+    trial = pair_of()
     trial.first_token("other", 1.0)
     trial.first_token("first", 2.0)
     trial.first_token("second", 3.0)
@@ -108,9 +114,7 @@ def test_a_pair_that_hardly_waited_does_not_count() -> None:
 
 def test_milliseconds_of_waiting_do_not_count() -> None:
     """A request may spend them before it reaches the engine's scheduler, where no number is looked at."""
-    trial = PriorityTrial(random.Random(1))
-    trial.place("first", 10.0, 0.0)
-    trial.place("second", 10.5, 1.0)
+    trial = pair_of(second_at=1.0)
     for other in range(9):
         trial.first_token(other, 1.0 + other / 1000)
     trial.first_token("first", 1.05)
@@ -120,9 +124,7 @@ def test_milliseconds_of_waiting_do_not_count() -> None:
 
 def test_one_step_tells_no_order() -> None:
     """First tokens of one step leave the engine together."""
-    trial = PriorityTrial(random.Random(1))
-    trial.place("first", 10.0, 0.0)
-    trial.place("second", 10.5, 0.0)
+    trial = pair_of()
     trial.first_token("other", 1.0)
     trial.first_token("another", 1.5)
     trial.first_token("first", 2.0)
@@ -133,9 +135,7 @@ def test_one_step_tells_no_order() -> None:
 @pytest.mark.parametrize("leaves", ["first", "second"])
 def test_a_client_that_leaves_ends_the_pair(leaves: str) -> None:
     """And the next two may begin."""
-    trial = PriorityTrial(random.Random(1))
-    trial.place("first", 10.0, 0.0)
-    trial.place("second", 10.5, 0.0)
+    trial = pair_of()
     trial.ended(leaves)
     assert trial.place("third", 11.0, 0.0) == 11.0
     assert trial.place("fourth", 15.0, 0.0) in (11.0 - GAP_S, 11.0 + GAP_S)
