@@ -3,7 +3,7 @@
 `python -m benchmarks.agents` starts the engines (installed by `make test-real`; they render, see `--tokenize`) and
 plays each kind of client against a new `kvproxy serve` with empty caches, once by the text index alone and once with
 KV events. With `--before PATH`, the checkout of an earlier version, that version takes the same turns. Writes
-`reports/agents.md` and `.json`.
+`reports/agents.md` and `.json`, after each run; with `--resume` what is in the latter is not run again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import httpx
 
 from benchmarks.agents_clients import CLIENTS, Request, Session
-from benchmarks.agents_report import write
+from benchmarks.agents_report import Report
 from tests.real.agents.conftest import TEMPLATE
 from tests.real.engines.place import TINY, missing
 from tests.real.engines.vllm import Vllm
@@ -32,8 +32,16 @@ from tests.real.kvcache import predicted_at
 from tests.real.pair import Pair, running_pair
 from tests.support.process import kvproxy_serve
 
-SESSIONS, TURNS, AT_ONCE = 20, 8, 2
+AT_ONCE = 2
 SOURCES = {"text index": {}, "KV events": {"kv_events": True}}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of the traffic of each kind."""
+
+    sessions: int = 20
+    turns: int = 8
 
 
 @dataclass(frozen=True)
@@ -75,9 +83,9 @@ def counted(usage: Mapping[str, Any]) -> tuple[int, int]:
     return usage["input_tokens"] + cached + (usage.get("cache_creation_input_tokens") or 0), cached
 
 
-async def play(url: str, kind: str, *, sessions: int, turns: int) -> list[Asked]:
+async def play(url: str, kind: str, shape: Shape) -> list[Asked]:
     """All sessions take turns, so many at once; each waits for its own answers."""
-    waiting = deque(CLIENTS[kind](number, turns=turns) for number in range(sessions))
+    waiting = deque(CLIENTS[kind](number, turns=shape.turns) for number in range(shape.sessions))
     done: list[Asked] = []
 
     async def client(http: httpx.AsyncClient) -> None:
@@ -109,22 +117,20 @@ def config_file(folder: str, pair: Pair, source: str) -> str:
 
 
 async def measure(
-    pair: Pair, versions: Mapping[str, Path], *, kinds: Sequence[str], sessions: int, turns: int, folder: str
-) -> list[dict[str, Any]]:
+    pair: Pair, cells: Sequence[tuple[str, str, str]], checkouts: Mapping[str, Path], report: Report, *, shape: Shape
+) -> None:
     """Each kind by each source and each version."""
-    runs = []
-    for kind in kinds:
-        for source in SOURCES:
-            for version, checkout in versions.items():
-                pair.forget()
-                async with kvproxy_serve("-c", config_file(folder, pair, source), checkout=checkout) as proxy:
-                    await asyncio.sleep(2.0)  # the streams of KV events are joined
-                    asked = await play(proxy.url, kind, sessions=sessions, turns=turns)
-                predicted, cached = (sum(getattr(one, name) for one in asked) for name in ("predicted", "cached"))
-                print(f"{kind}, {source}, {version}: {predicted} of {cached} reused tokens predicted", flush=True)
-                rows = [asdict(one) for one in asked]
-                runs.append({"kind": kind, "source": source, "version": version, "requests": rows})
-    return runs
+    for kind, source, version in cells:
+        pair.forget()
+        with tempfile.TemporaryDirectory() as folder:
+            path = config_file(folder, pair, source)
+            async with kvproxy_serve("-c", path, checkout=checkouts[version]) as proxy:
+                await asyncio.sleep(2.0)  # the streams of KV events are joined
+                asked = await play(proxy.url, kind, shape)
+        predicted, cached = (sum(getattr(one, name) for one in asked) for name in ("predicted", "cached"))
+        print(f"{kind}, {source}, {version}: {predicted} of {cached} reused tokens predicted", flush=True)
+        requests = [asdict(one) for one in asked]
+        report.add({"kind": kind, "source": source, "version": version, "requests": requests})
 
 
 def revision(checkout: Path) -> str:
@@ -138,38 +144,35 @@ def revision(checkout: Path) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kinds", default=",".join(CLIENTS))
-    parser.add_argument("--sessions", type=int, default=SESSIONS)
-    parser.add_argument("--turns", type=int, default=TURNS)
+    for name, default in asdict(Shape()).items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--before", type=Path, help="the checkout of an earlier version")
     parser.add_argument("--tokenize", action="store_true", help="engines that do not render, only /tokenize")
+    parser.add_argument("--resume", action="store_true", help="keep the runs of the last time")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "reports")
     arguments = parser.parse_args()
     if lacking := missing():
         print(f"not installed: {lacking}; run `make test-real`, or python -m tests.real.engines.install")
         return 1
-    here = Path(__file__).parent.parent
-    versions = {"before": arguments.before, "after": here} if arguments.before else {"after": here}
+    shape = Shape(arguments.sessions, arguments.turns)
+    checkouts = {"after": Path(__file__).parent.parent}
+    if arguments.before is not None:
+        checkouts["before"] = arguments.before
+    report = Report(
+        arguments.out,
+        shape=asdict(shape),
+        before="" if arguments.before is None else f"*Before* is commit {revision(arguments.before)}.",
+        how="which have `/tokenize` alone" if arguments.tokenize else "which render",
+        resume=arguments.resume,
+    )
+    kinds = arguments.kinds.split(",")
+    cells = [(kind, source, version) for version in checkouts for kind in kinds for source in SOURCES]
+    left = [cell for cell in cells if not report.has(*cell)]
     further = ["--chat-template", str(TEMPLATE), *([] if arguments.tokenize else ["--enable-scale-out"])]
     cores = os.cpu_count() or 1
     engines = [Vllm(name, TINY, core=core % cores, blocks=8192, further=further) for core, name in enumerate("ab")]
-    with tempfile.TemporaryDirectory() as folder, running_pair(*engines) as pair:
-        runs = asyncio.run(
-            measure(
-                pair,
-                versions,
-                kinds=arguments.kinds.split(","),
-                sessions=arguments.sessions,
-                turns=arguments.turns,
-                folder=folder,
-            )
-        )
-    write(
-        arguments.out,
-        runs,
-        shape={"sessions": arguments.sessions, "turns": arguments.turns},
-        before=f"*Before* is commit {revision(arguments.before)}." if arguments.before else "",
-        how="which have `/tokenize` alone" if arguments.tokenize else "which render",
-    )
+    with running_pair(*engines) as pair:
+        asyncio.run(measure(pair, left, checkouts, report, shape=shape))
     return 0
 
 

@@ -12,7 +12,7 @@ from tests.real.prompts import text
 
 #: Words of each text; a word is about 2.5 tokens.
 SYSTEM, SHARED_TOOL, ENVIRONMENT, QUESTION, RESULT, CHAT_SYSTEM, CHAT_QUESTION = 450, 25, 40, 25, 70, 120, 70
-ANSWER_TOKENS = 16
+ANSWER_TOKENS = 4
 _OF_A_PATH = {"type": "object", "properties": {"path": {"type": "string"}}}
 _OF_A_COMMAND = {"type": "object", "properties": {"command": {"type": "array", "items": {"type": "string"}}}}
 _MARK = {"cache_control": {"type": "ephemeral"}}

@@ -7,7 +7,7 @@ import os
 import shlex
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +39,31 @@ trained model reuses those too, which neither source predicts before the answer 
 """
 
 
-def write(out: Path, runs: Sequence[Mapping[str, Any]], *, shape: Mapping[str, int], before: str, how: str) -> None:
-    """`agents.md` and `agents.json`; the table is printed as well."""
-    said = about(os.cpu_count() or 1, shlex.join(["python", "-m", "benchmarks.agents", *sys.argv[1:]]))
-    machine = ", ".join(f"{name}: {value}" for name, value in said.items() if name != "command")
-    rows = [f"| {' | '.join(_COLUMNS)} |", f"|{'---|' * len(_COLUMNS)}", *[_row(run) for run in runs]]
-    table = "\n".join(rows) + "\n"
-    head = _HEAD.format(command=said["command"], how=how, before=before, machine=machine, **shape)
-    (out / "agents.md").write_text(head + table + _TAIL)
-    (out / "agents.json").write_text(json.dumps({**said, "runs": list(runs)}) + "\n")
-    print(table)
+class Report:
+    """`agents.md` and `agents.json` in `folder`, written again with each run."""
+
+    def __init__(self, folder: Path, *, shape: Mapping[str, int], before: str, how: str, resume: bool) -> None:
+        self._folder = folder
+        self._said = about(os.cpu_count() or 1, shlex.join(["python", "-m", "benchmarks.agents", *sys.argv[1:]]))
+        self._words = {**shape, "before": before, "how": how, "command": self._said["command"]}
+        known = folder / "agents.json"
+        self._runs: list[dict[str, Any]] = json.loads(known.read_text())["runs"] if resume and known.exists() else []
+
+    def has(self, kind: str, source: str, version: str) -> bool:
+        """Whether that was run."""
+        return any((run["kind"], run["source"], run["version"]) == (kind, source, version) for run in self._runs)
+
+    def add(self, run: dict[str, Any]) -> None:
+        """One more."""
+        self._runs.append(run)
+        order = {name: place for place, name in enumerate(("before", "after"))}
+        kinds = [run["kind"] for run in self._runs]
+        self._runs.sort(key=lambda one: (kinds.index(one["kind"]), one["source"] == "KV events", order[one["version"]]))
+        rows = [f"| {' | '.join(_COLUMNS)} |", f"|{'---|' * len(_COLUMNS)}", *map(_row, self._runs)]
+        machine = ", ".join(f"{name}: {value}" for name, value in self._said.items() if name != "command")
+        words = _HEAD.format(machine=machine, **self._words) + "\n".join(rows) + "\n" + _TAIL
+        (self._folder / "agents.md").write_text(words)
+        (self._folder / "agents.json").write_text(json.dumps({**self._said, "runs": self._runs}) + "\n")
 
 
 def _row(run: Mapping[str, Any]) -> str:

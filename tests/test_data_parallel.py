@@ -75,9 +75,7 @@ async def test_without_ranks_nothing_is_sent() -> None:
         assert engine.calls[0].header(HEADER) is None
 
 
-@pytest.mark.parametrize(
-    "refusal", ["", "engine-core error", "routed_dp_rank {} is out of range [0, 2)", "invalid data parallel rank {}"]
-)
+@pytest.mark.parametrize("refusal", ["", "routed_dp_rank {} is out of range [0, 2)", "invalid data parallel rank {}"])
 async def test_a_refused_rank_costs_one_further_question(refusal: str) -> None:
     """The client sees nothing of it; then the rank is no candidate any more, and it is counted."""
     engine = RankedEngine("a", range(2), refusal)
@@ -87,6 +85,17 @@ async def test_a_refused_rank_costs_one_further_question(refusal: str) -> None:
         assert proxy.metric("kvproxy_rank_refusals_total", **labels) == 0  # the endpoint left, and its series with it
         assert [str(one.id) for one in proxy.proxy.clusters["default"].endpoints] == ["a@0", "a@1"]
     assert engine.asked == ["0", "1", "2", None, "0", "1"]
+
+
+async def test_a_refusal_that_does_not_name_the_rank_is_believed_the_third_time() -> None:
+    """vLLM's front end in Rust says `engine-core error` for other reasons too."""
+    engine = RankedEngine("a", range(1), "engine-core error")
+    async with in_front_of(engine, 0, 1) as proxy:
+        assert await post(proxy, 6) == ["a@0", "a@1"] * 3
+        assert await post(proxy, 2) == ["a@0", "a@0"]
+        labels = {"cluster": "default", "endpoint": "a@1"}
+        assert proxy.metric("kvproxy_rank_refusals_total", outcome="doubted", **labels) == 0  # left with its series
+    assert engine.asked == ["0", "1", None] * 3 + ["0", "0"]
 
 
 @pytest.mark.parametrize("first", [4, 0])

@@ -37,13 +37,14 @@ class KnownRanks:
         engine.ranks.resume(found)
         self._follow(engine, before)
 
-    def refused(self, endpoint: Endpoint, number: int) -> None:
-        """An engine served a request without a rank that it had refused with this one."""
+    def refused(self, endpoint: Endpoint, number: int, *, named: bool = True) -> None:
+        """An engine served a request without a rank that it had refused with this one; `named`: for the rank's sake, by
+        its own word."""
         engine, rank = endpoint.engine, endpoint.rank
         assert rank is not None
         where = f"{self._cluster}/{engine.id}"
         before = engine.ranks.candidates
-        refusal = engine.ranks.refuse(rank, number)
+        refusal = engine.ranks.refuse(rank, number, named=named)
         endpoint.metrics.rank_refused(refusal.value)
         if refusal is RankRefusal.RENUMBERED:
             log.info(

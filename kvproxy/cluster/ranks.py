@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from enum import StrEnum
 
 from kvproxy.config.cluster_schema import DataParallelSettings
 
+#: Refusals without a word of the rank, by which it is dropped all the same.
+DOUBTS = 3
 #: Ranks followed of one engine; a larger deployment has several front ends.
 MAX_RANKS = 256
 
@@ -16,6 +19,7 @@ class RankRefusal(StrEnum):
 
     RENUMBERED = "renumbered"  # it counts from its own first rank: asked so from now on
     DROPPED = "dropped"  # it is no candidate any more
+    DOUBTED = "doubted"  # the engine does not say that it is for the rank: nothing, as yet
     LATE = "late"  # the answer to what is not sent any more
 
 
@@ -27,12 +31,13 @@ class Ranks:
     balancing). Where the two differ the first is tried first.
     """
 
-    __slots__ = ("_first", "_found", "_refused", "_settings", "in_body", "named", "shown")
+    __slots__ = ("_doubts", "_first", "_found", "_refused", "_settings", "in_body", "named", "shown")
 
     def __init__(self, settings: DataParallelSettings) -> None:
         self._settings = settings
         self._found: tuple[int, ...] = ()
         self._refused: frozenset[int] = frozenset()
+        self._doubts: Counter[int] = Counter()
         self._first = 0  # subtracted from a rank to get its number
         self.in_body = False  # requests name theirs in the body, too
         self.shown: tuple[int, ...] = ()  # by its metrics, if several
@@ -92,10 +97,14 @@ class Ranks:
         if self.asks and not self.shown:
             self._found = tuple(sorted(found)[:MAX_RANKS])
 
-    def refuse(self, rank: int, number: int) -> RankRefusal:
-        """The engine said that it has no rank of this number, and served the request without one."""
+    def refuse(self, rank: int, number: int, *, named: bool = True) -> RankRefusal:
+        """The engine refused a request for the rank of this number, and served it without one. `named`: it said that it
+        is for the rank."""
         if rank in self._refused or rank not in self.candidates or number != self.number(rank):
             return RankRefusal.LATE
+        self._doubts[rank] += 1
+        if not named and self._doubts[rank] < DOUBTS:
+            return RankRefusal.DOUBTED
         first = min(self.stated or self._found)
         if first and not self._first:
             self._first = first
@@ -106,3 +115,4 @@ class Ranks:
     def restarted(self) -> None:
         """It may be another engine now: nothing has been refused."""
         self._refused, self._first = frozenset(), 0
+        self._doubts.clear()

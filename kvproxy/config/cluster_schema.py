@@ -165,7 +165,7 @@ class EndpointSettings(Model):
     models: tuple[str, ...] = ()
     """Models (and LoRA names) it serves; empty: every model of the cluster."""
     weight: float = Field(default=1.0, gt=0, le=1000)
-    """Share of traffic relative to the others."""
+    """Share of traffic relative to the others; of an engine with data-parallel ranks, that of each."""
     instance_id: str = ""
     """Its id at the LMCache controller; empty: the same as `id`."""
     api_key: Secret | None = None
@@ -266,7 +266,8 @@ class ClusterSettings(Model):
     breaker: BreakerSettings = BreakerSettings()
     """One breaker per endpoint."""
     max_in_flight: int = Field(default=0, ge=0)
-    """Requests one endpoint may have in flight before it counts as saturated; 0: no bound."""
+    """Requests one endpoint (of an engine with data-parallel ranks: each rank) may have in flight before it counts as
+    saturated; 0: no bound."""
     data_parallel: DataParallelSettings = DataParallelSettings()
     """Ranks of the engines that have several behind one address."""
     queue: RouterQueueSettings = RouterQueueSettings(enabled=False)

@@ -17,14 +17,15 @@ class KvAwareSettings(Model):
     congestion: float = Field(default=0.2, ge=0, le=10)
     """Share of all those expected while the pool's mean backlog lasts that own work delays."""
     stall: float = Field(default=0.04, ge=0, le=1)
-    """What it costs each sequence in flight there, of up to 60; 0.1 goes with a constant kappa of 1."""
+    """What it costs each sequence it stalls there; 0.1 goes with a constant kappa of 1."""
     foresight: float = Field(default=0.4, ge=0, le=10)
     """How many of the endpoint's usual waits count: about as many turns as the session still has, discounted."""
     hot_discount: float = Field(default=0.25, ge=0, le=1)
     """What a missing hot token counts."""
     target_itl: float | None = Field(default=None, ge=0.001, le=10)
     """Seconds between two tokens of an answer that are to be kept where possible: an endpoint counts as dearer by what
-    an answer is expected to be late by there. None: answers may slow down where sequences gather on a hot prefix."""
+    its answers would end late by, and by what the prefill holds them up. None: answers may slow down where sequences
+    gather on a hot prefix."""
 
 
 class PrefixAffinitySettings(Model):

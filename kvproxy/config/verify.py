@@ -89,6 +89,7 @@ def _engine_priority(config: Config, cluster: ClusterSettings, at: Path) -> Iter
 
 def _endpoints(cluster: ClusterSettings, at: Path) -> Iterator[Finding]:
     ids: set[str] = set()
+    names = {endpoint.id for endpoint in cluster.endpoints}
     instances: dict[str, str] = {}
     origins: dict[tuple[str, str, int, str], str] = {}
     for index, endpoint in enumerate(cluster.endpoints):
@@ -96,6 +97,10 @@ def _endpoints(cluster: ClusterSettings, at: Path) -> Iterator[Finding]:
         if endpoint.id in ids:
             yield error((*here, "id"), f"two endpoints have the id {endpoint.id!r}", "give each an id of its own")
         ids.add(endpoint.id)
+        for rank in (endpoint.data_parallel or cluster.data_parallel).ranks:
+            if f"{endpoint.id}@{rank}" in names:
+                what = f"rank {rank} would be called as the endpoint '{endpoint.id}@{rank}'"
+                yield error((*here, "id"), what, "give that endpoint another id")
         instance = endpoint.instance_id or endpoint.id
         if endpoint.id != instances.setdefault(instance, endpoint.id):
             yield warning(

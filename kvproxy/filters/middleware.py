@@ -25,7 +25,7 @@ from kvproxy.request.downstream import Downstream
 from kvproxy.request.exchange import SCOPE_KEY, Exchange
 from kvproxy.request.observer import RequestObserver, notify
 from kvproxy.request.session import Caller
-from kvproxy.request.usage import read_usage
+from kvproxy.request.usage import read_response_id, read_usage
 from kvproxy.types import Clock, EndpointId, Headers, RequestKind
 
 log = logging.getLogger("kvproxy.kvcache")
@@ -34,6 +34,8 @@ log = logging.getLogger("kvproxy.kvcache")
 SERVED_KEY = "llm_served_endpoint_id"
 _SERVED_HEADER = b"x-kvproxy-endpoint"
 _CLUSTER = "default"
+#: Whose first event counts the prompt, or names the response.
+_SAID_FIRST = frozenset({RequestKind.MESSAGES, RequestKind.RESPONSES})
 _TAIL_BYTES = 16 * 1024
 _KEPT_BYTES = 256 * 1024  # of a piece of the answer
 _PATIENCE_S = 7 * 86400.0  # for a body: how long the client may take is the app's business
@@ -248,7 +250,7 @@ class _UsageTap(RequestObserver):
     def body_piece(self, exchange: Exchange, piece: bytes) -> None:
         if exchange.outcome.ttft_s is None:
             exchange.outcome.ttft_s = self._clock() - exchange.received_at
-            if self._kind is RequestKind.MESSAGES:  # whose first event counts the prompt
+            if self._kind in _SAID_FIRST:
                 self._first = bytes(piece[:_KEPT_BYTES])
         self._previous, self._last = self._last, bytes(piece[-_KEPT_BYTES:])
 
@@ -258,4 +260,7 @@ class _UsageTap(RequestObserver):
         usage = read_usage(self._previous[-_TAIL_BYTES:] + self._last, self._first)
         if usage is not None:
             outcome.prompt_tokens, outcome.cached_tokens = usage.prompt_tokens, usage.cached_tokens
+            outcome.completion_tokens = usage.completion_tokens
+        if exchange.inference is not None and exchange.inference.continuable:
+            outcome.response_id = read_response_id(self._first)
         notify(RequestObserver.finished, exchange, self._clock())

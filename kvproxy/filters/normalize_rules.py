@@ -16,6 +16,8 @@ from kvproxy.prefix.hygiene.parts import fields_of, is_system
 from kvproxy.types import Prompt
 
 _MAX_ITEMS = 1024
+#: Members of a name that are looked at, at whatever depth.
+_MAX_PLACES = 64
 _HEADER = rb"x-anthropic-billing-header(?:[^\"\\]|\\[\"\\/bfrt]){0,1024}+"
 _TEXT_BLOCK = rb'\{\s?"type"\s?:\s?"text"\s?,\s?"text"\s?:\s?"'
 _SYSTEM_BEGINS = rb'(\{\s?"role"\s?:\s?"system"\s?,\s?"content"\s?:\s?)'
@@ -155,22 +157,26 @@ _RULES: Mapping[NormalizeRule, Mapping[bytes, Callable[[bytes], bytes]]] = {
 def put_into(body: bytes, before: Piece, after: Piece) -> bytes | None:
     """The body with the one piece in place of the other, every other byte as it was; None where it is not found as
     clients commonly write it."""
-    for form in (b'"%b":', b'"%b": '):
-        start = form % before.name + (b"[" if before.name == b"messages" else b"")
-        at = body.find(start + before.value)
-        if at >= 0:
-            at += len(start)
-            return body[:at] + after.value + body[at + len(before.value) :]
+    name, at = b'"%b":' % before.name, -1
+    for _ in range(_MAX_PLACES):
+        if (at := body.find(name, at + 1)) < 0:
+            return None
+        start = at + len(name) + body.startswith(b" ", at + len(name))
+        if before.name == b"messages" and body.startswith(b"[", start):
+            start += 1
+        if body.startswith(before.value, start):  # to search for all of a long value takes milliseconds
+            return body[:start] + after.value + body[start + len(before.value) :]
     return None
 
 
 def replaced_prompt(prompt: Prompt, changes: Sequence[tuple[Piece, Piece]]) -> Prompt:
     """The prompt that the body with these changes has."""
-    shape, parts = prompt.shape, prompt.parts
-    for before, after in changes:
-        if before.name == b"messages":
-            parts = (after.value, *parts[1:])
-        else:
-            old, new = (piece.name + b":" + piece.value + b"\0" for piece in (before, after))
-            shape = shape.replace(old, new, 1)
-    return Prompt(shape, parts, prompt.unread_bytes)
+    changed = {before.name: after.value for before, after in changes}
+    fields = []
+    for field in fields_of(prompt.shape):
+        name = field.partition(b":")[0]
+        fields.append(name + b":" + changed[name] if name in changed and name in _FIELDS else field)
+    parts = prompt.parts
+    if b"messages" in changed:
+        parts = (changed[b"messages"], *parts[1:])
+    return Prompt(b"".join([field + b"\0" for field in fields]), parts, prompt.unread_bytes)

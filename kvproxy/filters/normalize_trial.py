@@ -24,7 +24,7 @@ _LEAST_ERROR = 0.005
 _ENOUGH_SESSIONS = 400
 MAX_SESSIONS = 4096
 #: Turns between two looks.
-_EVERY = 16
+_EVERY = 64
 
 
 class TrialState(StrEnum):

@@ -25,13 +25,15 @@ _BAD_REQUEST = 400
 _RANK_MEMBER = b'"routed_dp_rank":%d,'
 _WITH_FIELD = frozenset({RequestKind.CHAT, RequestKind.COMPLETION, RequestKind.RESPONSES})
 #: What engines call a data-parallel rank that they do not have: vLLM and SGLang, and vLLM's front end in Rust, which
-#: says no more.
+#: does not say that it is for the rank.
 _NO_SUCH_RANK = re.compile(rb"data.parallel.rank|dp.rank|engine-core error", re.IGNORECASE)
 
 
 class Asking:
     """What all attempts of one request have in common. What an engine may not know (a `priority`, the data-parallel
     rank) costs no request its answer: it is asked once more without, at once."""
+
+    __slots__ = ("_body", "_cluster", "_exchange", "_head", "_method", "_pool", "_target", "_timeouts", "own_rank")
 
     def __init__(
         self,
@@ -93,9 +95,10 @@ class Asking:
         first, refused = await _refused(response, first, lambda error: _NO_SUCH_RANK.search(error) is not None)
         if not refused:
             return response, status, first
+        named = b"rank" in first.lower()
         response, status, first = await self._ask(pick, head)
         if status < 400:
-            self._cluster.ranks.refused(pick.endpoint, number)
+            self._cluster.ranks.refused(pick.endpoint, number, named=named)
         return response, status, first
 
     def _ask(self, pick: Pick, head: RequestHead, member: bytes = b"") -> Coroutine[None, None, Answer]:

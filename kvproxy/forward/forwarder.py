@@ -33,7 +33,7 @@ from kvproxy.request.downstream import Downstream
 from kvproxy.request.exchange import CLIENT_CLOSED_REQUEST, MAX_REMEMBERED, Exchange
 from kvproxy.request.observer import RequestObserver, notify
 from kvproxy.resilience.budget import RetryBudget
-from kvproxy.routing.policy import NO_FACTS, PickRequest
+from kvproxy.routing.policy import NO_FACTS, FactSource, PickRequest
 from kvproxy.routing.selector import Decision
 from kvproxy.types import Clock, EndpointId, Headers
 from kvproxy.upstream.pool import Timeouts, UpstreamPool, UpstreamResponse
@@ -287,7 +287,8 @@ class Forwarding:
         facts = self._exchange.facts
         if facts is None or self._exchange.inference is None or self._exchange.inference.continues is None:
             return False
-        self._holder = next(iter(facts.by_endpoint), None)
+        holders = (name for name, one in facts.by_endpoint.items() if one.source is FactSource.SESSION)
+        self._holder = next(holders, None)
         return self._holder is not None and self._holder != endpoint.id
 
     def _not_here(self, pick: Pick, response: UpstreamResponse, body: bytes) -> _Next:

@@ -178,7 +178,7 @@ class EndpointStateMetrics:
         self.rank_refusals = Counter(
             "kvproxy_rank_refusals", "Requests whose data-parallel rank an engine did not know",
             ["cluster", "endpoint", "outcome"], registry=r,
-        )  # fmt: skip  # renumbered, dropped, late
+        )  # fmt: skip  # renumbered, dropped, doubted, late
         self.discovery = Counter("kvproxy_discovery_updates", "Discovery results", ["cluster", "outcome"], registry=r)
 
 

@@ -43,7 +43,7 @@ LABELS: Mapping[str, str] = {
     "end": "`completed`, `engine_error`, `upstream_died`, `client_disconnected` or `local_reply`",
     "endpoint": "id of the endpoint",
     "index": "`approximate`, `in_flight`, `precise`, `hot`, `sessions` (hashes of chats, at most 64 MiB a cluster), "
-    "`session_parts` (digests of sessions' last prompts, at most 20 MiB) or `prefixes` (tokens of prefixes that may be "
+    "`session_parts` (digests of sessions' last prompts, at most 17 MiB) or `prefixes` (tokens of prefixes that may be "
     "pinned or evicted, at most 64 MiB)",
     "kind": "which of a few kinds; the meaning of the metric names them",
     "model": "a model that an endpoint declares, a route names or an engine lists (50 of these at most); else `other`, "

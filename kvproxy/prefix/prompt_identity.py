@@ -110,11 +110,9 @@ class PartRules:
     def apply(self, index: int, part: bytes) -> bytes:
         """The bytes that name the message at that place."""
         if not part.startswith(_HEADS_OF_TEXT):
-            if MARK in part:
+            if len(part) <= self._left_bytes and MARK in part:
                 self.marked += 1
-                self._left -= _MESSAGE_OBJECTS + part.count(b"{")
-                self._left_bytes -= len(part)
-                if self._left >= 0 and self._left_bytes >= 0:
+                if self._may_look_into(part):
                     part = without_marks(part, parts_of_message)
             begins = _begins_with_text(part)
             if begins is not None and part.endswith(b'"}]}'):
@@ -127,12 +125,18 @@ class PartRules:
             return header[1] + part[header.end() :]
         return part
 
-    def _in_usual_order(self, message: bytes) -> bytes:
-        """Role and content first, then the others by name; a content of text as `apply` has it."""
+    def _may_look_into(self, message: bytes) -> bool:
+        """Whether it is short enough for what is left; then it counts."""
+        if len(message) > self._left_bytes:
+            return False
         self._left -= _MESSAGE_OBJECTS + message.count(b"{")
         self._left_bytes -= len(message)
+        return self._left >= 0
+
+    def _in_usual_order(self, message: bytes) -> bytes:
+        """Role and content first, then the others by name; a content of text as `apply` has it."""
         try:
-            fields = _decode_fields(message) if self._left >= 0 and self._left_bytes >= 0 else {}
+            fields = _decode_fields(message) if self._may_look_into(message) else {}
         except UNREADABLE:
             return message
         if "role" not in fields or "content" not in fields:

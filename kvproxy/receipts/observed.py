@@ -12,7 +12,7 @@ from kvproxy.receipts.receipt import ReceiptCandidate
 from kvproxy.request.exchange import Exchange
 from kvproxy.request.observer import RequestObserver
 from kvproxy.routing.load import Features
-from kvproxy.routing.policy import NO_FACTS, OverlapFacts
+from kvproxy.routing.policy import NO_FACTS, OverlapFacts, PickRequest
 from kvproxy.routing.selector import Decision
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import EndpointId
@@ -74,8 +74,8 @@ class AttemptLog(RequestObserver):
 def _noted(decision: Decision[Endpoint], now: float) -> Placed:
     speeds, costs = decision.speeds, decision.costs
     chosen = _recorded(decision)
-    blocks = decision.request.facts.blocks
-    candidates = [_candidate(decision.candidates[i], costs[i] if costs else None, speeds, blocks, now) for i in chosen]
+    request = decision.request
+    candidates = [_candidate(decision.candidates[i], costs[i] if costs else None, speeds, request, now) for i in chosen]
     return Placed(
         at=now,
         endpoint=decision.endpoint.id,
@@ -100,9 +100,9 @@ def _recorded(decision: Decision[Endpoint]) -> Sequence[int]:
 
 
 def _candidate(
-    endpoint: Endpoint, cost: float | None, speeds: SpeedModel | None, blocks: Sequence[int], now: float
+    endpoint: Endpoint, cost: float | None, speeds: SpeedModel | None, request: PickRequest, now: float
 ) -> ReceiptCandidate:
-    load = endpoint.load
+    load, adapter_s = endpoint.load, request.adapter_s
     slowness = None if speeds is None else speeds.slowness(endpoint.id, now)
     backlog = load.backlog(None if speeds is None else speeds.seconds, slowness or 1.0, now)
     return ReceiptCandidate(
@@ -119,6 +119,7 @@ def _candidate(
         slowness,
         held_s=load.held_s,
         live_blocks=load.live_blocks,
-        shared_blocks=load.leading_live_blocks(blocks),
+        shared_blocks=load.leading_live_blocks(request.facts.blocks),
         room_s=backlog.room_s,
+        adapter_s=None if adapter_s is None else adapter_s.get(endpoint.id),
     )

@@ -37,6 +37,7 @@ class ReceiptCandidate(msgspec.Struct, omit_defaults=True):
     live_blocks: int | None = None  # distinct prompt blocks of what is in flight, where they are counted
     shared_blocks: int = 0  # leading blocks of this prompt among them
     room_s: float = 0.0  # of `wait_s`: until there is KV memory, or a slot, for one more request
+    adapter_s: float | None = None  # until its adapter is loaded there; None: it asked for none
 
 
 class Attempt(msgspec.Struct, frozen=True, omit_defaults=True):

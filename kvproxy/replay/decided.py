@@ -100,12 +100,14 @@ def read_decisions(receipts: Iterable[Receipt]) -> list[RecordedDecision]:
 
 def _decision(receipt: Receipt, attempt: Attempt, index: int) -> RecordedDecision:
     received = datetime.fromisoformat(receipt.time).timestamp() - receipt.duration_s
+    asks_adapter = any(one.adapter_s is not None for one in attempt.candidates)
     request = PickRequest(
         model=receipt.model,
         session_key=receipt.parent or receipt.session or None,
         facts=_facts(receipt),
         streams=receipt.stream,
         prompt_head=receipt.head.encode(),
+        adapter_s={one.id: one.adapter_s or 0.0 for one in attempt.candidates} if asks_adapter else None,
     )
     candidates = tuple([_candidate(one) for one in attempt.candidates])
     return RecordedDecision(

@@ -1,6 +1,6 @@
 """kv_aware: the endpoint where this request costs all requests least, in seconds of prefill.
 
-    cost  = wait + own * (slowness + kappa + stall * min(in_flight, 60)) + foresight * usual_wait
+    cost  = wait + own * (slowness + kappa + stall * stalled) + foresight * usual_wait
     kappa = (crowding * bound_per_s * (wait + slowness * own / 2) + congestion * arrivals_per_s * mean_wait) / (1 - rho)
 
 `wait` is the pending prefill there, `own` the prefill this request would add: uncached tokens with the attention work
@@ -9,14 +9,16 @@ behind them, and bringing lower-tier tokens up. A greedy router stops at wait + 
 - Own work delays requests that come to the endpoint because it holds their prefix (bound_per_s), for as long as its
   backlog then takes to be over; a long prompt weighs more than its length.
 - Where every endpoint has a backlog, it delays all that come, wherever they go (mean_wait).
-- It stalls the sequences decoding there (stall), up to so many of them: in a large batch decoding is slow already, and
-  what a request saves by waiting for one endpoint is soon less than it waits.
+- It stalls the sequences decoding there (stall), up to 60 of them: in a large batch decoding is slow already, and what
+  a request saves by waiting for one endpoint is soon less than it waits. Where there are as many on every endpoint, up
+  to 15 count that are more here.
 - The session comes back to where it went, and finds what is usual there (usual_wait): others may have to leave an
   endpoint that is always busy.
 
-With an operator's `target_itl` it also costs what an answer of mean length is expected to be late by, against one
-token each `target_itl`, beside one sequence more than are in flight there (steps.py); without one nothing is learned
-of that. A request for an adapter also costs the seconds until it is loaded there (cluster/adapters.py).
+With an operator's `target_itl` it also costs a share of what all answers there end late by for it: one sequence more
+makes every step longer, those over the target count (steps.py), and the prefill holds up every sequence under way.
+Without one nothing is learned of that. A request for an adapter also costs the seconds until it is loaded there
+(cluster/adapters.py).
 
 What others suffer is charged in pooled seconds, so that the slow half of a mixed fleet is not starved. Computing a hot
 prefix once more is an investment and discounted. Speeds are learned (speeds.py).
@@ -24,6 +26,7 @@ prefix once more is an investment and discounted. Speeds are learned (speeds.py)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from random import Random
@@ -44,6 +47,13 @@ MAX_KAPPA = 9.0
 
 #: So many sequences at most count as stalled by a prefill: with hundreds in flight nothing else would decide.
 MAX_STALLED = 60
+
+#: Where there are as many everywhere, so many still count of those that one endpoint has beyond the others: without
+#: that nothing would keep them alike until the slots of some run out.
+MAX_UNEVEN = 15
+
+#: Where there is a target for the time between tokens, what a second costs that an answer ends late by.
+LATENESS = 0.1
 
 #: A request that takes under this share of the time it would take elsewhere is bound to its endpoint.
 BOUND_BELOW = 0.5
@@ -115,9 +125,14 @@ class KvAware(Policy):
         speeds = self._speeds_of(candidates, now)
         pool, seconds, slowness = speeds.pool, speeds.seconds, speeds.slowness
         owns, held = self._own_s(facts, pool, seconds)
-        waits = []  # loops, not comprehensions: these are functions of their own to Python 3.11, with cells for names
+        waits, least_in_flight = [], math.inf
+        # Loops, not comprehensions: these are functions of their own to Python 3.11, with cells for names.
         for load, slow in zip(pool.loads, slowness, strict=True):
             waits.append(load.wait_s(seconds, slow, now))
+            if load.in_flight < least_in_flight:
+                least_in_flight = load.in_flight
+        everywhere = least_in_flight if least_in_flight < MAX_STALLED else MAX_STALLED
+        most_uneven = max(MAX_UNEVEN, MAX_STALLED - least_in_flight)
         arrivals = self.arrivals.estimate(pool.ids, waits, now)
         crowding, delayed, stall, foresight = 0.0, settings.kappa, settings.stall, settings.foresight
         if delayed is None:
@@ -132,14 +147,16 @@ class KvAware(Policy):
         for wait, own, slow, load, past, weight in columns:
             bound_s = crowding * past.bound_per_s * (wait + 0.5 * slow * own)
             kappa = delayed + (bound_s if bound_s < MAX_KAPPA else MAX_KAPPA)
-            stalled = load.in_flight
-            if stalled > MAX_STALLED:
-                stalled = MAX_STALLED
-            cost = wait + own * (slow + stall * stalled) + own * kappa + foresight * past.usual_wait_s
+            stalled = load.in_flight - least_in_flight
+            if stalled > most_uneven:
+                stalled = most_uneven
+            cost = wait + own * (slow + stall * (everywhere + stalled)) + own * kappa + foresight * past.usual_wait_s
             costs.append(cost / weight)
         if settings.target_itl is not None:
-            for index, (slow, load, weight) in enumerate(zip(slowness, pool.loads, pool.weights, strict=True)):
-                costs[index] += self.steps.late_s(load.in_flight + 1, slow, settings.target_itl) / weight
+            loaded = enumerate(zip(owns, slowness, pool.loads, pool.weights, strict=True))
+            for index, (own, slow, load, weight) in loaded:
+                late_s = self.steps.late_s(load.in_flight, slow, settings.target_itl) + slow * own * load.in_flight
+                costs[index] += LATENESS * late_s / weight
         if (more := request.adapter_s) is not None:
             costs = [one + more.get(id_, 0.0) / w for one, id_, w in zip(costs, pool.ids, pool.weights, strict=True)]
         index = least(costs, self._rng)

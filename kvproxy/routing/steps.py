@@ -53,5 +53,7 @@ class StepModel:
         }
 
     def late_s(self, sequences: int, slowness: float, target_s: float) -> float:
-        """By how much an answer ends later than at `target_s` a token, on average, beside so many sequences."""
-        return self.answer_tokens * max(0.0, slowness * (self.base_s + self.sequence_s * sequences) - target_s)
+        """By how much all answers together end later, against `target_s` a token, if one joins so many sequences."""
+        step_s = slowness * (self.base_s + self.sequence_s * sequences)
+        late_s, then_late_s = max(0.0, step_s - target_s), max(0.0, step_s + slowness * self.sequence_s - target_s)
+        return self.answer_tokens * ((sequences + 1) * then_late_s - sequences * late_s)

@@ -12,10 +12,13 @@ import msgspec
 
 from kvproxy.types import EndpointId
 
+#: After a window without requests those that come are counted over this much more than the time they came in.
+_BEGINNING_S = 1.0
+
 
 class Utilisation:
     """Prefill seconds and requests routed per endpoint-second, over the last `window_s`. Before that is known half of
-    the time and no request are believed."""
+    the time is believed to be prefill, and requests to have come as they began to."""
 
     __slots__ = (
         "_arrived",
@@ -54,6 +57,8 @@ class Utilisation:
                 self._work, self._work_before, self._arrived, self._arrived_before,
             )  # fmt: skip
         rest = 1.0 - (now - started_at) / window_s
+        if not arrived_before:  # as if none were to come, work would be piled on every endpoint at once at a start
+            arrived_before = arrived * window_s / (now - started_at + _BEGINNING_S)
         rho = (work_before * rest + work) / window_s
         return rho if rho < self._ceiling else self._ceiling, (arrived_before * rest + arrived) / window_s
 

@@ -21,8 +21,11 @@ from kvproxy.commands.advice import AdviceRunner
 from kvproxy.config.load import load_config
 from kvproxy.listener.server import Server
 from tests.browser.conftest import Browser
+from tests.prefix.test_prefix_changes import agent, dated, edited
 from tests.support.fake_engine import Call, FakeEngine, answer_ok, reply
-from tests.support.proxy import chat
+from tests.support.loopback import serve
+from tests.support.proxy import chat, running_proxy
+from tests.test_prefix_hygiene import reuses_nothing
 
 pytestmark = pytest.mark.browser
 
@@ -118,6 +121,26 @@ async def test_the_router_queue_is_shown(browser: Browser) -> None:
         await browser.open(on.admin.url)
         await browser.until(f"{ROW}", "a")
         assert await browser.script("return document.querySelector('#queues-card').hidden")
+
+
+async def test_what_breaks_prefixes_is_shown(browser: Browser) -> None:
+    """Once something does, with what helps."""
+    async with (
+        serve(FakeEngine("a", reuses_nothing)) as url,
+        running_proxy({"a": url}, policy="kv_aware") as running,
+        Server(running.proxy.admin, drain_s=0.1) as admin,
+    ):
+        await browser.open(admin.url)
+        await browser.until("document.querySelectorAll('#endpoints tr').length > 1")
+        assert await browser.script("return document.querySelector('#breaks-card').hidden")
+        for turn in (8, 9):
+            body = {**edited(agent(turn), "system.0.text", dated(f"12:0{turn}")), "max_tokens": 1}
+            await running.client.post("/v1/messages", json=body, headers={"x-session-id": "s"})
+        await browser.until("document.querySelector('#breaks tbody tr')?.innerText.includes('date or id')")
+        row = await browser.script("return document.querySelector('#breaks tbody tr').innerText")
+        assert "have the client put what changes into its last message" in row
+        assert "system block 1, line 3" in row
+        assert await browser.complaints() == []
 
 
 async def test_an_idle_engines_death_is_seen_within_three_seconds(browser: Browser) -> None:

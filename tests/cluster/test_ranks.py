@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.cluster.ranks import MAX_RANKS, RankRefusal, Ranks
+from kvproxy.cluster.ranks import DOUBTS, MAX_RANKS, RankRefusal, Ranks
 from kvproxy.config.cluster_schema import DataParallelSettings
 
 AUTO, OFF = DataParallelSettings(), DataParallelSettings(steer=False)
@@ -73,6 +73,18 @@ def test_a_front_end_may_count_its_own_ranks_from_0() -> None:
     assert ranks.refuse(4, 0) is RankRefusal.DROPPED
     assert [ranks.number(rank) for rank in ranks.candidates] == [1, 2, 3]
     assert ranks.refuse(4, 0) is RankRefusal.LATE
+
+
+def test_a_refusal_that_does_not_name_the_rank_is_doubted() -> None:
+    """Twice; a restart begins to count again."""
+    ranks = stated(0, 1)
+    for _ in range(2):
+        assert [ranks.refuse(1, 1, named=False) for _ in range(DOUBTS - 1)] == [RankRefusal.DOUBTED] * (DOUBTS - 1)
+        assert ranks.candidates == (0, 1)
+        ranks.restarted()
+    for expected in [RankRefusal.DOUBTED] * (DOUBTS - 1) + [RankRefusal.DROPPED]:
+        assert ranks.refuse(1, 1, named=False) is expected
+    assert ranks.candidates == (0,)
 
 
 def test_ranks_that_were_found_anew_have_not_been_refused() -> None:

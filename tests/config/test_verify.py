@@ -205,6 +205,26 @@ def test_endpoints_that_collide() -> None:
     ]
 
 
+def test_ranks_that_cannot_be_told_from_endpoints() -> None:
+    """Ranks are called after their engine; one that is there twice or is no number is a mistake. A cluster's ranks are
+    those of each endpoint that names none."""
+    text = (
+        "data_parallel: {ranks: [0, 1]}\n"
+        "endpoints:\n"
+        "  - {id: a, url: 'http://h:1'}\n"
+        "  - {id: a@1, url: 'http://h:2', data_parallel: {steer: false}}\n"
+    )
+    assert problems_of(text) == [
+        "error: endpoints[0].id: rank 1 would be called as the endpoint 'a@1' (give that endpoint another id)"
+    ]
+    wrong = "endpoints:\n  - {id: a, url: 'http://h:1', data_parallel: {ranks: %s}}\n"
+    (twice,) = problems_of(wrong % "[1, 0, 1]")
+    assert twice.startswith("error: endpoints[0].data_parallel.ranks: a rank stands there twice")
+    (negative,) = problems_of(wrong % "[-1]")
+    assert "endpoints[0].data_parallel.ranks[0]" in negative
+    assert problems_of(wrong % "[4, 5, 6, 7]") == []
+
+
 def test_an_engine_is_known_again_by_the_port_its_scheme_implies() -> None:
     """443 for https, 80 for http: two schemes on one host are two engines."""
     text = (

@@ -21,7 +21,7 @@ from kvproxy.advise.today import Today
 from kvproxy.advise.traffic import RecordedRequest, Traffic
 from kvproxy.clients.engine_metrics import EngineKind
 from kvproxy.commands.configuration import format_problem
-from kvproxy.commands.engine_lines import describe_steps
+from kvproxy.commands.engine_lines import describe_adapters, describe_steps
 from kvproxy.commands.logging_setup import log_to
 from kvproxy.config.changes import summarise_changes
 from kvproxy.config.cluster_schema import PolicyName
@@ -184,6 +184,14 @@ async def _steps() -> str:
     return "\n".join(describe_steps([{"id": f"gpu-{n}", "cache": {"reuse_step_tokens": 4096}} for n in (1, 2)]))
 
 
+async def _adapters() -> str:
+    endpoints = [
+        {"id": "a", "adapters": {"served": ["sql"], "loaded": ["sql"], "slots": 4}},
+        {"id": "b", "adapters": {"served": ["law", "sql"], "loaded": [], "slots": 4}},
+    ]
+    return "\n".join(describe_adapters(endpoints))
+
+
 #: Page, a text of the block, and what prints it.
 PRINTED: dict[tuple[str, str], Callable[[], Any]] = {
     ("docs/filters/access_log.md", "POST /v1"): _access_log,
@@ -192,6 +200,7 @@ PRINTED: dict[tuple[str, str], Callable[[], Any]] = {
     ("docs/prefix-hygiene.md", "volatile_header"): _traffic,
     ("docs/advise.md", "Nothing was changed"): _advised,
     ("docs/engines.md", "never hit"): _steps,
+    ("docs/adapters.md", "slots loaded"): _adapters,
     ("docs/receipts.md", "What happened"): _explained,
     ("docs/operations.md", "x-kvproxy-decision:"): _decision_header,
     ("docs/operations.md", "is unhealthy"): _log,

@@ -72,6 +72,22 @@ async def test_in_a_starlette_app_a_chat_finds_its_engine() -> None:
     assert first["got"] == len(httpx.Request("POST", "http://x", json=body(TURN)).content)
 
 
+async def test_what_goes_on_from_a_response_is_preferred_where_that_was_served() -> None:
+    """By the id that the app's answer begins with."""
+
+    async def respond(request: Request) -> JSONResponse:
+        kvproxy.served(request, "b")
+        usage = {"input_tokens": 900, "output_tokens": 5}
+        return JSONResponse({"id": "resp_1", "preferred": kvproxy.preferred(request), "usage": usage})
+
+    path = "/v1/responses"
+    middleware = Middleware(KVCacheMiddleware, endpoints=ENGINES)
+    async with client(Starlette(routes=[Route(path, respond, methods=["POST"])], middleware=[middleware])) as http:
+        asked = [{}, {"previous_response_id": "resp_1"}, {"previous_response_id": "resp_2"}]
+        answers = [(await http.post(path, json={"model": "m", "input": "hi", **more})).json() for more in asked]
+    assert [answer["preferred"] for answer in answers] == [None, "b", None]
+
+
 async def test_in_a_fastapi_app() -> None:
     app = fastapi.FastAPI()
     app.add_middleware(KVCacheMiddleware, endpoints=ENGINES)

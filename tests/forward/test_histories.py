@@ -93,6 +93,19 @@ async def test_an_engine_that_does_not_know_it_is_not_the_last_one_asked() -> No
         assert conditions == {Condition.UP}
 
 
+async def test_engines_that_hold_the_beginning_alone_are_not_asked_for_the_rest() -> None:
+    """Three histories begin alike, each on an engine of its own: every one is found where it is."""
+    beginning = "what all of them begin with " * 200
+    async with gateway(policy="round_robin", shadow_policy="kv_aware") as (proxy, _):
+        begun = [await ask(proxy, input=beginning) for _ in range(3)]
+        homes = [answer.headers["x-kvproxy-endpoint"] for answer, _ in begun]
+        assert len({*homes}) == 3
+        for _ in range(2):
+            for home, (_, identity) in zip(homes, begun, strict=True):
+                answer, _ = await ask(proxy, previous_response_id=identity)
+                assert (answer.status_code, answer.headers["x-kvproxy-endpoint"]) == (200, home)
+
+
 async def test_a_response_of_none_of_them_is_the_engine_s_404() -> None:
     """Once: where no endpoint is known to have it, none is tried after another."""
     async with gateway(policy="kv_aware") as (proxy, engines):

@@ -43,6 +43,24 @@ async def test_the_named_policy_decides() -> None:
         assert next(running.proxy.recent.latest()).outcome.policy == "round_robin"
 
 
+async def test_a_session_and_its_sub_agents_meet() -> None:
+    """Under `session`, as Claude Code names them; a cache group alone is no session."""
+    async with gateway(policy="session") as (running, _):
+
+        async def where(body: dict[str, Any], **headers: str) -> tuple[str, str]:
+            answer = await running.client.post(PATH, json=body, headers={"x-kvproxy-debug": "1", **headers})
+            reason = answer.headers["x-kvproxy-decision"].partition("reason=")[2].partition(";")[0]
+            return answer.headers["x-kvproxy-endpoint"], reason
+
+        for number in range(8):
+            root = {"x-claude-code-session-id": f"root-{number}"}
+            home = await where(chat(), **root)
+            assert home[1] == "session"
+            for agent in "xyz":
+                assert await where(chat(), **root, **{"x-claude-code-agent-id": agent}) == home
+        assert (await where(chat(prompt_cache_key="k")))[1] == "no_session"
+
+
 @pytest.mark.parametrize("name", ["kv_aware", "nonsense", "x" * 5000, "\u00e9"])
 async def test_what_is_not_on_offer_is_refused(name: str) -> None:
     """With what is; nothing is sent to an engine, and the answer repeats only so much of the name."""

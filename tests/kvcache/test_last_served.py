@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvproxy.kvcache.overlap.facts import RequestFacts, Result
-from kvproxy.kvcache.overlap.last_served import ENTRY_BYTES, MAX_AGE_S, NO_NAMES, LastServed, RequestNames
+from kvproxy.kvcache.overlap.last_served import MAX_AGE_S, NO_NAMES, LastServed, RequestNames
 from kvproxy.request.parse import parse_body
 from kvproxy.request.session import Caller, Session
 from kvproxy.routing.kv_aware import KvAware
@@ -150,6 +150,38 @@ async def test_a_history_teaches_nothing_of_bytes_and_fills_no_index() -> None:
         assert service.kv.overlap.indexes["default"].approximate.entries == 0
 
 
+LONG = "what all histories begin with " * 400  # 12,000 bytes
+
+
+async def test_a_history_begins_with_what_others_hold_as_well() -> None:
+    """The text of its first request: an engine that has that of another history computes the rest alone. It counts as
+    asked for with every turn."""
+    async with running(settings(), cluster_of(URLS)) as service:
+        indexes = service.kv.overlap.indexes["default"]
+        served(service, request_of(input=LONG), B, tokens=3000, response="resp_other")
+        served(service, request_of(input=LONG), A, tokens=3000, response="resp_1")
+        served(service, request_of(previous_response_id="resp_1"), A, tokens=9000, cached=3000, response="resp_2")
+        found = held(service, request_of(previous_response_id="resp_2"))
+        assert found[A] == Overlap(9000, 0, FactSource.SESSION)
+        assert 2900 < found[B].tokens <= 3100
+        assert found[B].source is FactSource.APPROXIMATE
+        blocks = indexes.approximate.held_blocks(A)
+        served(service, request_of(previous_response_id="resp_2"), A, tokens=9500, cached=9000, response="resp_3")
+        assert indexes.approximate.held_blocks(A) == blocks == 46
+        served(service, request_of(previous_response_id="resp_3"), A, tokens=9600, cached=0, response="resp_4")
+        served(service, request_of(previous_response_id="resp_1"), B, tokens=3200, cached=3000, response="fork")
+        assert [*held(service, request_of(previous_response_id="fork"))] == [B, A]
+
+
+async def test_of_a_long_beginning_a_part_is_kept() -> None:
+    """Its memory is bounded, whatever a client sends."""
+    async with running(settings(), cluster_of(URLS)) as service:
+        served(service, request_of(input=LONG * 20), A, tokens=60_000, response="resp_1")
+        facts = service.kv.gather(*request_of(previous_response_id="resp_1"), cluster=service.cluster)
+        assert len(facts.hashes) == 128
+        assert facts.overlaps.by_endpoint[A].tokens == 60_000
+
+
 async def test_a_wrong_prediction_is_counted_and_made_good() -> None:
     """By its source; what was prefilled there now is what the next request goes by."""
     async with running(settings(), cluster_of(URLS)) as service:
@@ -175,7 +207,9 @@ async def test_tables_are_bounded_and_shown() -> None:
         served(service, request_of("s"), A, response="resp_1")
         assert service.metric("kvproxy_kvcache_last_served", what="sessions") == 1
         assert service.metric("kvproxy_kvcache_last_served", what="responses") == 1
-        assert service.metric("kvproxy_kvcache_index_bytes", index="last_served") == 2 * ENTRY_BYTES
+        empty = service.metric("kvproxy_kvcache_index_bytes", index="last_served")
+        served(service, request_of(input=LONG), A, response="resp_2")
+        assert service.metric("kvproxy_kvcache_index_bytes", index="last_served") == 1.5 * empty + 8 * 46
     table = LastServed(max_entries=2)
     for number in (1, 2, 3, 2, 4):
         table.note(
@@ -188,6 +222,9 @@ async def test_tables_are_bounded_and_shown() -> None:
     for number in range(5):
         table.note(NO_NAMES, response_id=f"r{number}", endpoint=A, prompt_tokens=1, answer_tokens=0, keys=(), now=0.0)
     assert (table.sessions, table.responses) == (2, 2)
+    table.end(2)
+    table.end(2)
+    assert table.held_bytes == 3 * empty / 2
 
 
 async def test_the_end_of_a_session_forgets_it() -> None:

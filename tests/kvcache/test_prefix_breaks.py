@@ -27,7 +27,9 @@ BLOCK = 64  # bytes, of four a token
 
 def rendered(body: Body, *, keeps_header: bool) -> bytes:
     """What an engine makes of it: tools, system, messages; marks and (mostly) the header left out."""
-    system = [one for one in body["system"] if keeps_header or not one["text"].startswith("x-anthropic-billing")]
+    system = [
+        one for one in body.get("system", ()) if keeps_header or not one["text"].startswith("x-anthropic-billing")
+    ]
     texts = [json.dumps(each) for each in (*body.get("tools", ()), *system, *body["messages"])]
     return "".join([body.get("thinking", {}).get("type", ""), *texts]).encode()
 
@@ -214,6 +216,20 @@ def test_a_header_that_the_engine_keeps() -> None:
     evicted = drops.send(billed(LONGEST, 3))
     assert evicted is not None
     assert evicted.cause is Cause.EVICTED
+
+
+def test_a_header_that_the_engine_keeps_in_a_chat() -> None:
+    """It is the first line of the system message."""
+    world = World(keeps_header=True)
+
+    def body(turns: int, value: int) -> Body:
+        content = f"x-anthropic-billing-header: cch={value:05x};\n{'rule ' * 300}"
+        return {"model": "m", "messages": [{"role": "system", "content": content}, *agent(turns)["messages"]]}
+
+    assert world.send(body(12, 1), kind=RequestKind.CHAT) is None
+    found = world.send(body(13, 2), kind=RequestKind.CHAT)
+    assert found is not None
+    assert found.cause is Cause.VOLATILE_HEADER
 
 
 def test_turns_that_overlap_are_not_compared() -> None:

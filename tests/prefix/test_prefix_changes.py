@@ -63,17 +63,16 @@ class Conversations:
         assert request is not None
         seed = sum(model.encode())
         if self._kind is RESPONSES:
-            text = self._hashes.identified(CHAT, request.prompt, seed)[3]  # no rule of a chat touches these
-            _, keys, *_ = self._hashes.identified(CHAT, request.prompt, seed)
+            blocks, keys, _, text = self._hashes.identified(CHAT, request.prompt, seed)  # whose rules touch none of it
         else:
-            _, keys, _, text = self._hashes.identified(self._kind, request.prompt, seed)
+            blocks, keys, _, text = self._hashes.identified(self._kind, request.prompt, seed)
         assert text is not None
         session = self.session
         thread = session.continued_by(keys)
         if thread is not None:
-            self.sessions.grew(session, thread.grow(keys, text))
+            self.sessions.grew(session, thread.grow(keys, blocks, text))
             return None
-        new = Thread(model, keys, text, self.sessions.heads.head_of(text))
+        new = Thread(model, keys, blocks, text, self.sessions.heads.head_of(text))
         change = find_change(session, new, text)
         replaced = None if change is None or change.cause is Cause.MODEL_SWITCH else change.thread
         self.sessions.add(session, new, instead_of=replaced)
@@ -143,7 +142,7 @@ CHANGED: dict[str, tuple[Body, Body, Cause, str]] = {
         "system block 2, line 1",
     ),
     "a system block that is gone": (
-        FIRST, edited(NEXT, "system", lambda all_: all_[:2]), Cause.SYSTEM, "system block 3",
+        FIRST, edited(NEXT, "system", lambda all_: all_[:2]), Cause.SYSTEM, "system block 2, line 1",
     ),
     "tools in another order": (FIRST, edited(NEXT, "tools", lambda all_: all_[::-1]), Cause.TOOL_ORDER, "tool 1"),
     "a tool more": (FIRST, edited(NEXT, "tools", lambda all_: [*all_, tool("new")]), Cause.TOOLS, "tool 4"),
@@ -158,6 +157,21 @@ CHANGED: dict[str, tuple[Body, Body, Cause, str]] = {
         edited(NEXT, "tools.1.description", lambda text: text.replace("write7", "read7")),
         Cause.TOOLS,
         "tool 2",
+    ),
+    "tools for the first time": (edited(FIRST, "tools", lambda _: []), NEXT, Cause.TOOLS, "tool 1"),
+    "no tools any more": (FIRST, {**NEXT, "tools": None}, Cause.TOOLS, "tool 1"),
+    "no system prompt any more": (FIRST, {**NEXT, "system": None}, Cause.SYSTEM, "system block 1"),
+    "a token counter that makes two blocks of one": (
+        edited(FIRST, "system", lambda all_: all_[:1]),
+        edited(NEXT, "system", lambda all_: counted(40)(all_[:1])),
+        Cause.TOKEN_COUNTER,
+        "system block 2, line 1",
+    ),
+    "the end of the system prompt, cut off": (
+        edited(FIRST, "system", lambda _: words("role", 100)),
+        edited(NEXT, "system", lambda _: words("role", 90)),
+        Cause.SYSTEM,
+        "system block 1, line 1",
     ),
     "thinking": (FIRST, {**NEXT, "thinking": {"type": "enabled"}}, Cause.TEMPLATE, "template"),
     "a message": (
@@ -375,10 +389,10 @@ def test_what_is_kept_is_bounded_and_counted() -> None:
     for number in range(8):
         request = parse_body(MESSAGES, json.dumps(agent(number)).encode())
         assert request is not None
-        _, keys, _, text = hashes.identified(MESSAGES, request.prompt, 8)
+        blocks, keys, _, text = hashes.identified(MESSAGES, request.prompt, 8)
         assert text is not None
         session = sessions.use(("", str(number)))
-        sessions.add(session, Thread("m", keys, text, sessions.heads.head_of(text)))
+        sessions.add(session, Thread("m", keys, blocks, text, sessions.heads.head_of(text)))
         assert len(sessions) <= 3
     assert sessions.held_bytes <= 20_000 + sessions.heads.held_bytes
     for number in range(8):

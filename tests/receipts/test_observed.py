@@ -97,6 +97,17 @@ def test_live_blocks_are_noted_where_they_are_counted(clock: FakeClock) -> None:
         assert (candidate.live_blocks, candidate.shared_blocks) == noted
 
 
+def test_what_an_adapter_costs_is_noted(clock: FakeClock) -> None:
+    """By endpoint, for requests that ask for one."""
+    pool = cluster(clock, 2, "kv_aware")
+    engine = pool.engines[0]
+    pool.adapters.observe(str(engine.id), engine.adapters, listed=["x"])
+    for model, noted in (("x", [0.2]), ("base", [None, None])):
+        observed = AttemptLog()
+        Told(observed).pick(pool, clock(), model=model)
+        assert [one.adapter_s for one in observed.decisions[0].candidates] == noted
+
+
 def test_a_failure_before_any_placement_is_nobodys(clock: FakeClock) -> None:
     """Nothing to note, nothing raised."""
     observed = AttemptLog()

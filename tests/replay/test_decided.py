@@ -91,6 +91,15 @@ def test_live_blocks_are_decided_by_where_they_were_counted(tmp_path: Path) -> N
     assert review(tmp_path, [untold], "dynamo").policies["dynamo"].different == 1
 
 
+def test_an_adapter_is_decided_by_what_it_cost_where(tmp_path: Path) -> None:
+    """Without a note of it the request asked for none."""
+    loaded, full = replace(candidate(A), adapter_s=0.0), replace(candidate(B), adapter_s=30.0)
+    found = review(tmp_path, [receipt(n, A, loaded, full) for n in range(20)], "kv_aware")
+    assert found.policies["kv_aware"].different == 0
+    found = review(tmp_path, [receipt(n, B, loaded, full) for n in range(20)], "kv_aware")
+    assert found.policies["kv_aware"].different == 20
+
+
 def test_failed_attempts_are_decisions_that_teach_nothing(tmp_path: Path) -> None:
     """Each placement is decided again; only the one that answered shows a time."""
     failed = Attempt(0.0, A, "kv_aware", "overlap", (candidate(A), candidate(B)), failure="connect_error")

@@ -227,3 +227,20 @@ def test_a_user_id_without_a_session_is_a_user(user_id: str) -> None:
     request = parsed(MESSAGES, {"metadata": {"user_id": user_id}})
     assert request.session_key is not None
     assert (request.session_key == user_id) is (len(user_id) <= MAX_SESSION_KEY)
+
+
+def test_what_sticky_policies_go_by() -> None:
+    """A sub-agent or a fork goes where its parent's session goes; without a session, cache group and prompt's beginning
+    count together, so that neither one key for all nor one system prompt for all is enough to meet."""
+    child = parsed(CHAT, {}, CLAUDE_CODE | {"x-claude-code-agent-id": "a"})
+    assert child.affinity_key == parsed(CHAT, {}, CLAUDE_CODE).affinity_key == ROOT
+    assert parsed(CHAT, {"prompt_cache_key": "k"}).affinity_key is None
+    bodies = [
+        {"messages": [{"content": first}], **group}
+        for first in ("one", "two")
+        for group in ({}, {"prompt_cache_key": "k"}, {"prompt_cache_key": "l"})
+    ]
+    assert len({parsed(CHAT, body).head for body in bodies}) == len(bodies)
+    assert parsed(CHAT, {"messages": [{"content": "x" * 5000}]}).head.startswith(b'{"content": "xxx')
+    assert len(parsed(CHAT, {"messages": [{"content": "x" * 5000}]}).head) == 1024
+    assert parsed(CHAT, {}).head == b""

@@ -53,6 +53,20 @@ def test_a_batch_that_decodes_is_disturbed_by_prefill() -> None:
     assert chosen(ask(4000), candidates) == "e1"
 
 
+@pytest.mark.parametrize(
+    ("fewest", "here", "counted"),
+    [(0, 40, 40), (20, 50, 50), (20, 300, 60), (50, 58, 58), (50, 300, 65), (220, 230, 70), (220, 300, 75)],
+)
+def test_large_batches_are_kept_alike(fewest: int, here: int, counted: int) -> None:
+    """Sixty sequences count as stalled, and with as many everywhere a few of those that are more on one endpoint."""
+    candidates = fleet(2)
+    decode(candidates[0], tokens=500, times=here)
+    decode(candidates[1], tokens=500, times=fewest)
+    costs = policy().choose(ask(4000), candidates, 0.0).costs
+    own_s = seconds_of(features_of(4000, 0), SpeedModel().seconds)
+    assert costs == pytest.approx([own_s * (2.0 + 0.1 * counted), own_s * (2.0 + 0.1 * min(fewest, 60))])
+
+
 def test_replicating_a_hot_prefix_is_an_investment() -> None:
     """The same queue drives a hot prefix to a second endpoint, and a cold one not."""
     candidates = fleet(2)

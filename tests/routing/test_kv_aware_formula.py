@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvproxy.config.policy_schema import KvAwareSettings
-from kvproxy.routing.kv_aware import LARGE, MAX_KAPPA, MAX_STALLED, TICK_S, KvAware
+from kvproxy.routing.kv_aware import LARGE, MAX_KAPPA, MAX_STALLED, MAX_UNEVEN, TICK_S, KvAware
 from kvproxy.routing.load import EndpointLoad, features_of
 from kvproxy.routing.policy import Overlap, OverlapFacts, PickRequest
 from kvproxy.types import EndpointId
@@ -35,6 +35,7 @@ def plain_costs(
     slowness = [policy.speeds.slowness(one.id, now) for one in candidates]
     waits = [plain_wait_s(one.load, policy, slow, now) for one, slow in zip(candidates, slowness, strict=True)]
     arrivals = policy.arrivals.estimate([one.id for one in candidates], waits, now)
+    fewest = min(one.load.in_flight for one in candidates)
     everywhere = (settings.kappa or 0.0) + min(MAX_KAPPA, congestion * sum(waits) / len(waits))
     costs = []
     for one, slow, wait, past in zip(candidates, slowness, waits, arrivals, strict=True):
@@ -47,7 +48,8 @@ def plain_costs(
         if overlap.lower_tokens:
             own += lower_s * min(overlap.lower_tokens, matched)
         kappa = everywhere + min(MAX_KAPPA, crowding * past.bound_per_s * (wait + 0.5 * slow * own))
-        cost = wait + own * (slow + settings.stall * min(one.load.in_flight, MAX_STALLED))
+        stalled = min(fewest, MAX_STALLED) + min(one.load.in_flight - fewest, max(MAX_UNEVEN, MAX_STALLED - fewest))
+        cost = wait + own * (slow + settings.stall * stalled)
         costs.append((cost + own * kappa + settings.foresight * past.usual_wait_s) / one.weight)
     return costs
 

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from kvproxy.config.policy_schema import KvAwareSettings
-from kvproxy.routing.kv_aware import KvAware
+from kvproxy.routing.kv_aware import LATENESS, KvAware
 from kvproxy.routing.policy import PickRequest
 from kvproxy.routing.steps import MIN_TOKENS, StepModel
 from tests.routing.fleet import ask, decode, fleet
@@ -59,13 +59,22 @@ def test_slopes_stay_possible() -> None:
     assert steep.base_s >= 0.0
 
 
-def test_late_is_what_an_answer_takes_beyond_the_target() -> None:
-    """On a slow endpoint sooner; within the target nothing."""
+def test_late_is_what_all_answers_take_longer_beyond_the_target() -> None:
+    """The one that joins and those it slows down; on a slow endpoint sooner; within the target nothing."""
     model = taught()
-    step_s = model.base_s + 60 * model.sequence_s
-    assert model.late_s(60, 1.0, 0.015) == pytest.approx(model.answer_tokens * (step_s - 0.015))
-    assert model.late_s(60, 2.0, 0.015) == pytest.approx(model.answer_tokens * (2 * step_s - 0.015))
+    tokens, slope = model.answer_tokens, model.sequence_s
+    step_s = model.base_s + 61 * slope
+    assert model.late_s(60, 1.0, 0.015) == pytest.approx(tokens * (step_s - 0.015 + 60 * slope))
+    assert model.late_s(60, 2.0, 0.015) == pytest.approx(tokens * (2 * step_s - 0.015 + 60 * 2 * slope))
     assert model.late_s(10, 1.0, 0.015) == 0.0
+
+
+def test_the_one_that_breaks_the_target_breaks_it_for_all() -> None:
+    """Just within it before, over it after: every sequence there is late by the little that it is over."""
+    model = taught()
+    target_s = model.base_s + 60.5 * model.sequence_s
+    late_s = model.answer_tokens * 61 * 0.5 * model.sequence_s
+    assert model.late_s(60, 1.0, target_s) == pytest.approx(late_s)
 
 
 def policy(target_itl: float | None) -> KvAware:
@@ -84,6 +93,16 @@ def test_a_target_moves_requests_off_a_hot_prefix() -> None:
     assert policy(None).choose(request, candidates, 1.0).index == 0
     assert policy(0.020).choose(request, candidates, 1.0).index == 1
     assert policy(0.100).choose(request, candidates, 1.0).index == 0
+
+
+def test_a_target_keeps_long_prefills_from_large_batches() -> None:
+    """Within the target too: while the prompt is computed no sequence there gets a token."""
+    candidates = fleet(2)
+    decode(candidates[0], tokens=100, times=20)
+    costs = policy(1.0).choose(ask(4000), candidates, 1.0).costs
+    without = policy(None).choose(ask(4000), candidates, 1.0).costs
+    own_s = policy(None).choose(ask(4000), fleet(1), 1.0).own_s  # type: ignore[attr-defined]
+    assert costs == pytest.approx([without[0] + LATENESS * 20 * own_s, without[1]])
 
 
 def test_without_a_target_nothing_is_learned_and_nothing_changes() -> None:

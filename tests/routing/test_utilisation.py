@@ -42,3 +42,15 @@ def test_arrivals_are_counted_by_endpoint() -> None:
         pool.add(0.1, 4, tick / 2)
     assert pool.rates(50.0)[1] == pytest.approx(0.5, rel=0.06)
     assert pool.rates(200.0)[1] == 0.0
+
+
+@pytest.mark.parametrize("begins", [0.0, 500.0], ids=["at first", "after a quiet time"])
+def test_requests_are_believed_to_go_on_as_they_began(begins: float) -> None:
+    """A second of traffic is enough to expect more: not the whole window has to pass."""
+    pool = Utilisation()
+    if begins:
+        pool.add(0.1, 4, 0.0)
+    for tick in range(41):
+        pool.add(0.1, 4, begins + tick / 20)
+    assert pool.rates(begins + 2.0)[1] == pytest.approx(41 / 4 / 3.0, rel=0.1)
+    assert pool.rates(begins + 19.0)[1] == pytest.approx(41 / 4 / 20.0, rel=0.1)

@@ -395,6 +395,39 @@ async def test_responses_take_items_and_instructions() -> None:
     assert reply["usage"]["output_tokens"] == TINY.default_output_tokens
 
 
+MESSAGES = {
+    "model": "sim",
+    "max_tokens": 1,
+    "system": "You are.",
+    "messages": [
+        {"role": "user", "content": "Oslo?"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "rain"}]},
+    ],
+}
+
+
+async def test_messages_and_responses_are_rendered_as_they_are_computed() -> None:
+    """Where scale-out is enabled; of a history that only the server has, nothing."""
+    body = {key: value for key, value in MESSAGES.items() if key != "model"}
+    async with engine(enable_scale_out=True) as running:
+        rendered = (await running.client.post("/v1/messages/render", json=body)).json()["token_ids"]
+        counted = (await running.client.post("/v1/messages/count_tokens", json=body)).json()["input_tokens"]
+        asked = {"input": [{"role": "user", "content": "Hi"}], "instructions": "Be brief."}
+        response = (await running.client.post("/v1/responses/render", json=asked)).json()["token_ids"]
+        used = (await running.client.post("/v1/responses", json={**asked, "max_output_tokens": 1})).json()["usage"]
+        unknown = await running.client.post("/v1/responses/render", json={**asked, "previous_response_id": "resp_1"})
+    assert len(rendered) == counted
+    assert len(response) == used["input_tokens"]
+    assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "previous_response_id")
+
+
+async def test_nothing_is_rendered_without_scale_out() -> None:
+    async with engine() as running:
+        for api in ("chat/completions", "messages", "responses", "completions"):
+            assert (await running.client.post(f"/v1/{api}/render", json={})).status_code == 403
+
+
 async def test_embeddings_behind_their_switch() -> None:
     """Unit vectors, equal for equal inputs."""
     async with engine(enable_embeddings=True) as running:

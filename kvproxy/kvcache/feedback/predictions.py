@@ -7,13 +7,13 @@ from collections.abc import Collection
 
 from kvproxy.kvcache.feedback.cache_losses import LossReason
 from kvproxy.kvcache.overlap.facts import RequestFacts, Result
-from kvproxy.kvcache.overlap.last_served import NO_NAMES
+from kvproxy.kvcache.overlap.last_served import NO_BLOCKS, NO_NAMES
 from kvproxy.kvcache.overlap.lookup import EmptyLookups, LookupClient
 from kvproxy.kvcache.state import CacheState
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
-from kvproxy.types import Clock, EndpointId
+from kvproxy.types import Clock, EndpointId, RequestKind
 
 log = logging.getLogger("kvproxy.kvcache")
 
@@ -73,6 +73,7 @@ class PredictionFeedback:
                 prompt_tokens=facts.overlaps.prompt_tokens if said is None else said,
                 answer_tokens=result.completion_tokens or 0,
                 keys=facts.keys,
+                root=facts.hashes if facts.request.kind is RequestKind.RESPONSES else NO_BLOCKS,
                 now=self._clock(),
             )
 
@@ -103,8 +104,12 @@ class PredictionFeedback:
         )
         if cached is None:
             return False
-        bytes_per_token = facts.prompt_bytes / tokens if tokens else self._bytes_per_token.of(facts.model)
+        bytes_per_token, history = self._bytes_per_token.of(facts.model), facts.request.continues is not None
+        if tokens and not history:
+            bytes_per_token = facts.prompt_bytes / tokens
         cached_blocks = int(cached * bytes_per_token) // TEXT_BLOCK_BYTES
+        if history:
+            cached_blocks = min(cached_blocks, len(facts.hashes))
         lost = False
         if entry is not None and entry.endpoint == endpoint:
             lost = facts.indexes.observe_capacity(entry, overlap, cached_tokens=cached, cached_blocks=cached_blocks)

@@ -15,20 +15,17 @@ from kvproxy.prefix.hygiene.comparison import Change, find_change
 from kvproxy.prefix.hygiene.parts import digest_part
 from kvproxy.prefix.hygiene.threads import Session, Sessions, Thread
 from kvproxy.prefix.tokens.session_hashes import PromptText
-from kvproxy.types import Clock, EndpointId, Prompt, RequestKind
+from kvproxy.types import Clock, EndpointId, Prompt
 
-#: APIs whose prompts come message by message.
-_FOLLOWED = frozenset({RequestKind.CHAT, RequestKind.MESSAGES, RequestKind.RESPONSES})
 #: An engine reuses whole blocks, and some templates write the end of a prompt anew: so much is never missed.
 _SPARED_TOKENS, _SPARED_SHARE = 256, 0.1
-#: Less that was computed again is nobody's concern.
-LEAST_TOKENS = 64
+#: Where it is clear that something changed, so much may still be the end of the last block.
+_LEAST_TOKENS = 160
 #: Rows and breaks that are kept for people. Tenants are those of the configuration; beyond the bound they share a row.
 MAX_ROWS, MAX_LATEST = 512, 100
 
 _HEADER = b"x-anthropic-billing-header"
-_HEADER_BYTES = 256
-_HEAD_OF_MESSAGE = 512
+_HEADER_WITHIN = 512  # bytes of a system prompt
 
 Place = tuple[str, EndpointId]
 
@@ -81,23 +78,27 @@ class PrefixBreaks:
 
     def finished(self, facts: RequestFacts, result: Result) -> PrefixBreak | None:
         """The request is over; what it broke. Once a request."""
-        request, text = facts.request, facts.text
-        session_key, endpoint = request.session_key, result.endpoint
-        if text is None or session_key is None or request.kind not in _FOLLOWED or not facts.keys:
+        request, text, endpoint = facts.request, facts.text, result.endpoint
+        if text is None or request.session_key is None or endpoint is None or not result.prefilled:
             return None
-        if endpoint is None or not result.prefilled:
-            return None
-        key = (result.tenant, session_key)
+        keys, key, blocks = facts.keys, (result.tenant, request.session_key), facts.cursor.hashes
         session = self.sessions.use(key)
-        thread = session.continued_by(facts.keys)
+        thread, found = session.continued_by(keys), None
         if thread is None:
             thread, found = self._started(session, facts, text, result)
         else:
-            found = self._lost(thread, facts, result)
-            self.sessions.grew(session, thread.grow(facts.keys, text))
-        thread.prefilled(endpoint, result.prompt_tokens, now := self._clock())
+            cached, expected = result.cached_tokens, thread.prompt_tokens
+            if cached is not None and thread.at <= facts.started_at:  # else the last one was still under way
+                self.returned += 1
+                lost = expected - cached
+                if lost > _SPARED_TOKENS and lost > _SPARED_SHARE * expected:
+                    found = self._lost(thread, facts, result, expected)
+                elif not thread.proved:
+                    self._prove(thread, facts, endpoint)
+            self.sessions.grew(session, thread.grow(keys, blocks, text))
+        thread.endpoint, thread.prompt_tokens, thread.at = endpoint, result.prompt_tokens or 0, self._clock()
         if found is not None:
-            self._count(found, facts, result, now)
+            self._count(found, facts, result, thread.at)
         if request.session_ends:
             self.sessions.forget(key)
         return found
@@ -111,20 +112,21 @@ class PrefixBreaks:
         """The gauges read it from now on."""
         metrics.holdings.index_bytes.labels("session_parts").set_function(lambda: self.sessions.held_bytes)
 
-    def _lost(self, thread: Thread, facts: RequestFacts, result: Result) -> PrefixBreak | None:
-        """The prompt begins with the last one: whether the engine still had that."""
-        cached, expected, endpoint = result.cached_tokens, thread.prompt_tokens, result.endpoint
-        if cached is None or endpoint is None or thread.at > facts.started_at:
-            return None  # or the last one was still under way
-        self.returned += 1
-        place = (facts.cluster.name, endpoint)
+    def _prove(self, thread: Thread, facts: RequestFacts, endpoint: EndpointId) -> None:
+        """The engine reused the thread's last prompt: it keeps what it prefills, and drops a header that changed."""
+        thread.proved, place = True, (facts.cluster.name, endpoint)
+        self._reusing.add(place)
+        if thread.header and header_of(facts.request.prompt) != thread.header:
+            self._dropping.add(place)
+
+    def _lost(self, thread: Thread, facts: RequestFacts, result: Result, expected: int) -> PrefixBreak | None:
+        """The engine reused less than expected, although the prompt begins with the last one."""
+        cached, endpoint = result.cached_tokens or 0, result.endpoint
+        assert endpoint is not None
+        lost, place = expected - expected % self._step(facts, result) - cached, (facts.cluster.name, endpoint)
         if cached:
             self._reusing.add(place)
-        step = facts.indexes.steps.known.get(endpoint, 1)
-        lost = expected - expected % step - cached
-        if not _is_missed(lost, expected):
-            if thread.header and place not in self._dropping and header_of(facts.request.prompt) != thread.header:
-                self._dropping.add(place)
+        if lost <= _SPARED_TOKENS or lost <= _SPARED_SHARE * expected:
             return None
         if thread.header and place not in self._dropping and header_of(facts.request.prompt) != thread.header:
             return self._cost(Cause.VOLATILE_HEADER, "system block 1", lost, facts, result)
@@ -139,7 +141,7 @@ class PrefixBreaks:
         """None of the threads goes on: a new one, and what broke another, if anything did."""
         prompt, sessions = facts.request.prompt, self.sessions
         head = sessions.heads.head_of(text)
-        thread = Thread(facts.model, facts.keys, text, head, header=header_of(prompt))
+        thread = Thread(facts.model, facts.keys, facts.hashes, text, head, header=header_of(prompt))
         change = find_change(session, thread, text) if session.threads else None
         replaced = None if change is None or change.cause is Cause.MODEL_SWITCH else change.thread
         sessions.add(session, thread, instead_of=replaced)
@@ -147,17 +149,20 @@ class PrefixBreaks:
 
     def _broken(self, change: Change, facts: RequestFacts, result: Result) -> PrefixBreak | None:
         self.returned += 1
-        prompt_tokens, cached = result.prompt_tokens, result.cached_tokens
-        tokens_per_byte = facts.overlaps.prompt_tokens / max(1, facts.prompt_bytes)
-        if prompt_tokens:
-            tokens_per_byte = prompt_tokens / max(1, facts.prompt_bytes)
-        again = int(change.again_bytes * tokens_per_byte)
-        if prompt_tokens and cached is not None:
-            expected = change.thread.prompt_tokens
-            if expected and not _is_missed(min(expected, prompt_tokens) - cached, expected):
-                return None
-            again = min(again, prompt_tokens - cached)
-        return self._cost(change.cause, change.part, again, facts, result) if again >= LEAST_TOKENS else None
+        prompt_tokens, expected = result.prompt_tokens, change.thread.prompt_tokens
+        if prompt_tokens and expected and result.cached_tokens is not None:
+            lost = min(expected, prompt_tokens) - result.cached_tokens
+        else:
+            tokens = prompt_tokens or facts.overlaps.prompt_tokens
+            lost = int(change.again_bytes * tokens / max(1, facts.prompt_bytes))
+        if lost <= max(_LEAST_TOKENS, self._step(facts, result) - 1):
+            return None
+        return self._cost(change.cause, change.part, lost, facts, result)
+
+    @staticmethod
+    def _step(facts: RequestFacts, result: Result) -> int:
+        """What the engine reuses is a multiple of it."""
+        return 1 if result.endpoint is None else facts.indexes.steps.known.get(result.endpoint, 1)
 
     def _cost(self, cause: Cause, part: str, tokens: int, facts: RequestFacts, result: Result) -> PrefixBreak:
         """With what these tokens took behind those that were reused; the rest attends to all of them either way."""
@@ -182,14 +187,18 @@ class PrefixBreaks:
         self.latest.append(RecentBreak(now, result.request_id, facts.cluster.name, client, result.tenant, found))
 
 
-def _is_missed(lost: int, expected: int) -> bool:
-    return lost > max(_SPARED_TOKENS, _SPARED_SHARE * expected)
-
-
 def header_of(prompt: Prompt) -> int:
     """A digest of the billing header that the prompt came with; 0: none. Not every engine leaves it out."""
-    for text in (prompt.shape, prompt.parts[0][:_HEAD_OF_MESSAGE] if prompt.parts else b""):
-        at = text.find(_HEADER)
-        if at >= 0:
-            return digest_part(text[at : at + _HEADER_BYTES].partition(b'"')[0].partition(b"\\n")[0])
-    return 0
+    shape, at = prompt.shape, 0
+    while not shape.startswith(b"system:", at):
+        if (at := shape.find(b"\0", at) + 1) == 0:
+            break
+    else:
+        if found := _header_in(shape[at : at + _HEADER_WITHIN]):
+            return found
+    return _header_in(prompt.parts[0][:_HEADER_WITHIN]) if prompt.parts else 0
+
+
+def _header_in(text: bytes) -> int:
+    at = text.find(_HEADER)
+    return 0 if at < 0 else digest_part(text[at:].partition(b'"')[0].partition(b"\\n")[0])

@@ -35,7 +35,7 @@ class RequestFacts(msgspec.Struct):
     keys: Sequence[int]  # one a message prefix, shortest first
     prompt_bytes: int
     started_at: float
-    text: PromptText | None = None  # of its messages, as they name it; None: none to go by
+    text: PromptText | None = None  # of a conversation, by message; None: of other APIs and short prompts
     names: RequestNames = NO_NAMES  # of its session and what it goes on from
     overlaps: OverlapFacts = NO_FACTS
     preferred: EndpointId | None = None  # the endpoint that holds most

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
-from kvproxy.kvcache.overlap.last_served import ENTRY_BYTES
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.types import EndpointId
 
@@ -34,7 +33,7 @@ def show_indexes(
     size.labels("approximate").set_function(lambda: sum(one.approximate.estimated_bytes for one in indexes))
     size.labels("precise").set_function(lambda: shown.precise_blocks() * PRECISE_ROW_BYTES)
     size.labels("sessions").set_function(lambda: sum(one.sessions.held_bytes for one in indexes))
-    size.labels("last_served").set_function(shown.last_served_bytes)
+    size.labels("last_served").set_function(lambda: sum(one.last_served.held_bytes for one in indexes))
     remembered = metrics.holdings.last_served
     remembered.labels("sessions").set_function(lambda: sum(one.last_served.sessions for one in indexes))
     remembered.labels("responses").set_function(lambda: sum(one.last_served.responses for one in indexes))
@@ -49,11 +48,6 @@ class _Shown:
 
     def __init__(self, indexes: Mapping[str, LocalIndexes], clusters: Mapping[str, Cluster], trust: TrustOf) -> None:
         self._indexes, self._clusters, self._trust = indexes, clusters, trust
-
-    def last_served_bytes(self) -> int:
-        """Estimated."""
-        tables = [one.last_served for one in self._indexes.values()]
-        return ENTRY_BYTES * sum(table.sessions + table.responses for table in tables)
 
     def precise_blocks(self) -> int:
         """Rows of the precise indexes."""

@@ -25,7 +25,7 @@ from kvproxy.prefix.prompt_identity import RULED, prompt_identity
 from kvproxy.prefix.tokens.session_hashes import PromptText, SessionHashes
 from kvproxy.prefix.tokens.token_memory import HashedTokens
 from kvproxy.routing.policy import FactSource, Overlap
-from kvproxy.types import EndpointId, InferenceRequest
+from kvproxy.types import EndpointId, InferenceRequest, RequestKind
 
 #: Blocks of text an endpoint is believed to hold until its engine says how much fits (64 MiB of prompts).
 DEFAULT_CAPACITY_BLOCKS = 262_144
@@ -124,12 +124,9 @@ class LocalIndexes:
 
     def hashes(self, request: InferenceRequest, model: str) -> tuple[array[int], Sequence[int], int, PromptText | None]:
         """The prompt's text blocks, empty for a prompt shorter than one, a key for each message prefix, shortest
-        first, the bytes of all of it, and the text of its messages, as they name it (`prompt_identity`). Of a short one
-        there are keys only where something goes by them; none of one that goes on from a response, whose text is only
-        the rest of its prompt. Blocks and keys are not to be changed.
+        first, the bytes of all of it, and a conversation's text by message, as they name it (`prompt_identity`). Of a
+        short one there are keys only where something goes by them. Blocks and keys are not to be changed.
         """
-        if request.continues is not None:
-            return array("Q"), (), request.prompt.size_bytes, None
         seed, prompt, kind = self._seed(model, request.cache_salt), request.prompt, request.kind
         drops_header, short = self._state.drops_header, prompt.size_bytes <= SHORT_BYTES and not self._keyed
         if kind in RULED and not short:
@@ -139,7 +136,9 @@ class LocalIndexes:
         if short:
             return text_blocks(prompt, seed), (), prompt_bytes, None
         keys = message_chain(prompt, seed)
-        text = PromptText(prompt.shape, prompt.parts.__getitem__, len(prompt.parts), prompt_bytes)
+        text = None
+        if keys and kind is RequestKind.RESPONSES:
+            text = PromptText(prompt.shape, prompt.parts.__getitem__, len(prompt.parts), prompt_bytes)
         return self.sessions.text_blocks(prompt, seed, keys), keys, prompt_bytes, text
 
     def note_kinds(self, kinds: Collection[EngineKind]) -> None:

@@ -15,8 +15,11 @@ from kvproxy.types import EndpointId, InferenceRequest
 MAX_REMEMBERED = 32_768
 #: An engine has other things in its cache after so long.
 MAX_AGE_S = 3600.0
-#: Of an entry with its place in a table.
-ENTRY_BYTES = 450
+_ENTRY_BYTES = 450  # an entry and its place in a table, besides the text blocks
+
+#: Text blocks kept of a history: what many begin with alike is there.
+_MAX_ROOT = 128
+NO_BLOCKS = array("Q")
 
 #: Message prefixes noted of a prompt, from each of its ends.
 _EDGES = 4
@@ -31,6 +34,7 @@ class Served(msgspec.Struct, frozen=True, gc=False):
     prompt_tokens: int  # that the engine holds since
     tokens: int  # with those of the answer
     keys: array[int]  # of its prompt's first and last message prefixes
+    root: array[int]  # text blocks that its prompt begins with, if another may go on from it
 
 
 class RequestNames(msgspec.Struct, frozen=True):
@@ -64,6 +68,12 @@ class LastServed:
         self._sessions: dict[int, Served] = {}
         self._responses: dict[int, Served] = {}
         self._lives: dict[EndpointId, int] = {}
+        self._bytes = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes held at most: what entries share is counted for each."""
+        return self._bytes
 
     @property
     def sessions(self) -> int:
@@ -96,7 +106,8 @@ class LastServed:
         endpoint: EndpointId,
         prompt_tokens: int,
         answer_tokens: int,
-        keys: Sequence[int],
+        keys: Sequence[int] = (),
+        root: array[int] = NO_BLOCKS,
         now: float,
     ) -> None:
         """A request with these names was served there; another may go on from it by `response_id`, if it has one."""
@@ -104,7 +115,9 @@ class LastServed:
             return
         edges = keys if len(keys) <= 2 * _EDGES else (*keys[:_EDGES], *keys[-_EDGES:])
         life = self._lives.get(endpoint, 0)
-        served = Served(endpoint, life, now, prompt_tokens, prompt_tokens + answer_tokens, array("Q", edges))
+        tokens = prompt_tokens + answer_tokens
+        root = root if len(root) <= _MAX_ROOT else root[:_MAX_ROOT]
+        served = Served(endpoint, life, now, prompt_tokens, tokens, array("Q", edges), root)
         if names.session:
             self._put(self._sessions, names.session, served)
         if response_id:
@@ -112,7 +125,7 @@ class LastServed:
 
     def end(self, session: int) -> Served | None:
         """Nothing more comes of the session: what it was last is forgotten, and returned."""
-        return self._sessions.pop(session, None)
+        return self._drop(self._sessions, session)
 
     def forget_cache(self, endpoint: EndpointId) -> None:
         """The endpoint left, or lost what it held."""
@@ -122,10 +135,21 @@ class LastServed:
         return now - served.at <= MAX_AGE_S and served.life == self._lives.get(served.endpoint, 0)
 
     def _put(self, table: dict[int, Served], name: int, served: Served) -> None:
-        table.pop(name, None)
+        self._drop(table, name)
         table[name] = served
+        self._bytes += _size(served)
         if len(table) > self._max_entries:
-            del table[next(iter(table))]
+            self._drop(table, next(iter(table)))
+
+    def _drop(self, table: dict[int, Served], name: int) -> Served | None:
+        served = table.pop(name, None)
+        if served is not None:
+            self._bytes -= _size(served)
+        return served
+
+
+def _size(served: Served) -> int:
+    return _ENTRY_BYTES + 8 * len(served.root)
 
 
 def _name(key: str | None, seed: int) -> int:

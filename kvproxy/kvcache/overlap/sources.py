@@ -16,6 +16,7 @@ from kvproxy.kvcache.overlap.facts import RequestFacts
 from kvproxy.kvcache.overlap.gauges import show_indexes
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.kvcache.overlap.kv_event_streams import EventStreams, follow_events
+from kvproxy.kvcache.overlap.last_served import NO_BLOCKS, NO_NAMES, Served
 from kvproxy.kvcache.overlap.lookup import Connection, LookupClient
 from kvproxy.kvcache.overlap.lookup_task import LookupTask
 from kvproxy.kvcache.overlap.merge import HolderOverlap, in_steps, preferred_endpoint
@@ -102,11 +103,18 @@ class OverlapSources:
         began = self._clock()
         indexes = self.indexes[cluster.name]
         model = model or request.model or self._settings.default_model
-        hashes, keys, prompt_bytes, text = indexes.hashes(request, model)
-        cursor = indexes.approximate.locate(hashes)
-        facts = RequestFacts(cluster, indexes, request, body, model, cursor, keys, prompt_bytes, began, text)
+        names = NO_NAMES
         if request.session_key is not None or request.kind is RequestKind.RESPONSES:
-            facts.names = indexes.names(request, model, tenant)
+            names = indexes.names(request, model, tenant)
+        if request.continues is None:
+            hashes, keys, prompt_bytes, text = indexes.hashes(request, model)
+        else:  # its text is the rest of a prompt that begins as the history does
+            history = indexes.last_served.find_history(names, began)
+            hashes, keys, prompt_bytes, text = NO_BLOCKS, (), request.prompt.size_bytes, None
+            if history is not None:
+                hashes = history.root
+        cursor = indexes.approximate.locate(hashes)
+        facts = RequestFacts(cluster, indexes, request, body, model, cursor, keys, prompt_bytes, began, text, names)
         if self._uses_tokens:
             self.tokens.recall(facts)
         self._assess(facts)
@@ -153,9 +161,6 @@ class OverlapSources:
 
     def _assess(self, facts: RequestFacts) -> None:
         """Facts and preference from everything known by now."""
-        if facts.request.continues is not None:
-            self._assess_history(facts)
-            return
         tokens = facts.tokens
         if tokens:
             bytes_per_token = max(facts.tokens_bytes, 1) / len(tokens)
@@ -164,7 +169,10 @@ class OverlapSources:
         else:
             bytes_per_token = self._counted.ratio(facts.keys) or self._bytes_per_token.of(facts.model)
             prompt_tokens = int(facts.prompt_bytes / bytes_per_token)
-        indexes, cursor = facts.indexes, facts.cursor
+        indexes, cursor, history = facts.indexes, facts.cursor, None
+        if facts.request.continues is not None:
+            history = indexes.last_served.find_history(facts.names, self._clock())
+            prompt_tokens += 0 if history is None else history.tokens
         found = indexes.overlaps(
             cursor,
             bytes_per_token=bytes_per_token,
@@ -175,25 +183,13 @@ class OverlapSources:
             looked_up=facts.lookup_overlaps,
             prompt_tokens=prompt_tokens,
         )
+        if history is not None:
+            _add_history(found, history, indexes.steps.known.get(history.endpoint), prompt_tokens)
         block_tokens = TEXT_BLOCK_BYTES / bytes_per_token
         hot_tokens = int(indexes.approximate.hot_blocks(cursor) * block_tokens)
-        self._conclude(facts, OverlapFacts(prompt_tokens, found, hot_tokens, facts.hashes, block_tokens))
-
-    def _assess_history(self, facts: RequestFacts) -> None:
-        """Of a prompt that begins with what only an engine has: that is where it was served last, and as much as it
-        was then."""
-        found, prompt_tokens = {}, int(facts.prompt_bytes / self._bytes_per_token.of(facts.model))
-        served = facts.indexes.last_served.find_history(facts.names, self._clock())
-        if served is not None:
-            prompt_tokens += served.tokens
-            held = Overlap(served.prompt_tokens, 0, FactSource.SESSION)
-            step = facts.indexes.steps.known.get(served.endpoint)
-            found[served.endpoint] = held if step is None else in_steps(held, step, prompt_tokens)
-        self._conclude(facts, OverlapFacts(prompt_tokens, found))
-
-    def _conclude(self, facts: RequestFacts, overlaps: OverlapFacts) -> None:
-        facts.overlaps, facts.preferred = overlaps, None
-        if overlaps.by_endpoint:
+        facts.overlaps = OverlapFacts(prompt_tokens, found, hot_tokens, facts.hashes, block_tokens)
+        facts.preferred = None
+        if found:
             facts.preferred = preferred_endpoint(
                 facts.overlaps, facts.cluster.endpoints, model=facts.model, min_tokens=self._settings.min_matched_tokens
             )
@@ -210,3 +206,12 @@ class OverlapSources:
         self.tokens.show(metrics)
         self._lookup_task.show(metrics)
         show_indexes(self.indexes, self._clusters, self.trust, metrics)
+
+
+def _add_history(found: dict[EndpointId, Overlap], history: Served, step: int | None, prompt_tokens: int) -> None:
+    """What a prompt begins with that goes on from there: only its engine has it whole. What the answer is in the next
+    prompt, templates decide, so that only the prompt before counts."""
+    known = found.get(history.endpoint)
+    tokens = history.prompt_tokens if known is None else max(known.tokens, history.prompt_tokens)
+    held = Overlap(tokens, 0, FactSource.SESSION)
+    found[history.endpoint] = held if step is None else in_steps(held, step, prompt_tokens)

@@ -3,9 +3,9 @@ again behind it. Pure; the new prompt's text is looked at, and nothing of it is 
 
 | cause | what is seen |
 |---|---|
-| `volatile_header` | the changed lines of a system block are headers (`x-...:`) |
-| `token_counter` | they count the tokens that are left |
-| `date_or_id` | they hold a date, a time or an id; of a tool or message: its size stayed nearly the same, too |
+| `volatile_header` | where a system block first differs, or behind, is a line with a header (`x-...:`) |
+| `token_counter` | or one that counts the tokens that are left |
+| `date_or_id` | there, or in a message, of nearly the same size, is a date, a time or an id; or in a changed tool |
 | `tool_order` | the same tools in another order |
 | `tools`, `system`, `template` | tools; a system block; another field that shapes the template: changed otherwise |
 | `compaction` | messages were dropped or cut short, and what came after them was sent again |
@@ -19,15 +19,17 @@ side requests, branches) begin threads of their own; what they share with others
 from __future__ import annotations
 
 import re
+from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from kvproxy.prefix.approximate.radix import common_blocks
+from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.prefix.hygiene.causes import Cause
-from kvproxy.prefix.hygiene.parts import HeadPart, PartKind, head_texts, lines_of
-from kvproxy.prefix.hygiene.threads import Session, Thread
+from kvproxy.prefix.hygiene.parts import HeadText, Line, PartKind, head_texts, items_of, lines_behind
+from kvproxy.prefix.hygiene.threads import LENGTH, Session, Thread
 from kvproxy.prefix.tokens.session_hashes import PromptText
 
 #: A value that was written again changed the size of its part by no more.
@@ -89,7 +91,7 @@ def _same_bytes(old: Thread, new: Thread) -> int:
     """Of the messages at the beginning."""
     if old.head != new.head or old.model != new.model:
         return 0
-    return sum(new.sizes[: _first_difference(old.digests, new.digests)])
+    return _size(new.messages[: _first_difference(old.messages, new.messages)])
 
 
 def _first_difference(old: Sequence[int], new: Sequence[int]) -> int:
@@ -100,35 +102,42 @@ def _first_difference(old: Sequence[int], new: Sequence[int]) -> int:
 
 
 def _compare(old: Thread, new: Thread, text: PromptText, *, forgot: bool) -> Change | None:
-    goes_on = len(old.digests) > 0 and old.digests[-1] in new.digests
+    goes_on = len(old.messages) > 0 and old.messages[-1] in new.messages
     if old.model != new.model:
-        further = goes_on and len(new.digests) > len(old.digests)
+        further = goes_on and len(new.messages) > len(old.messages)
         return Change(Cause.MODEL_SWITCH, "model", _common_bytes(old, new), old) if further else None
     if old.head != new.head:
-        return _changed_head(old, new, text) if goes_on else None
-    at = _first_difference(old.digests, new.digests)
-    if at in (len(old.digests), len(new.digests)):
+        further = goes_on and len(new.messages) > len(old.messages)
+        return _changed_head(old, new, text) if further else None
+    at = _first_difference(old.messages, new.messages)
+    if at in (len(old.messages), len(new.messages)):
         return None  # another salt; or taken back to an earlier message
     if goes_on:
         return _changed_messages(old, new, text, at)
     if _is_summarized(old, new, text, at):
-        return Change(Cause.COMPACTION, _message(new, at), sum(new.sizes[at:]), old)
-    if at == len(old.digests) - 1 and len(new.digests) > len(old.digests) and not forgot:
+        return Change(Cause.COMPACTION, _message(new, at), _size(new.messages[at:]), old)
+    if at == len(old.messages) - 1 and len(new.messages) > len(old.messages) and not forgot:
         # The conversation went on from its last message, which is another one now. A branch would have been seen with
         # that message as its last.
-        return _rewritten(old, new, text, [at], again_bytes=min(old.sizes[at], new.sizes[at]))
+        return _rewritten(
+            old, new, text, [at], again_bytes=min(_size(old.messages[at : at + 1]), _size(new.messages[at : at + 1]))
+        )
     return None
 
 
 def _common_bytes(old: Thread, new: Thread) -> int:
-    known = {part.digest for part in old.head.all_parts()}
-    head = sum(part.size for part in new.head.all_parts() if part.digest in known)
+    head = sum(field.size for field in new.head.fields if field in old.head.fields)
     return head + _resent_bytes(old, new)
 
 
+def _size(messages: Iterable[int]) -> int:
+    """Bytes of messages."""
+    return sum(message & LENGTH for message in messages)
+
+
 def _resent_bytes(old: Thread, new: Thread) -> int:
-    known = set(old.digests)
-    return sum(size for size, digest in zip(new.sizes, new.digests, strict=True) if digest in known)
+    known = set(old.messages)
+    return _size(message for message in new.messages if message in known)
 
 
 # messages
@@ -136,27 +145,28 @@ def _resent_bytes(old: Thread, new: Thread) -> int:
 
 def _changed_messages(old: Thread, new: Thread, text: PromptText, at: int) -> Change | None:
     """The messages from `at` on are others, up to some that came again."""
-    last = len(new.digests) - 1 - new.digests[::-1].index(old.digests[-1])
-    gone = Counter(old.digests[at:])
+    last = len(new.messages) - 1 - new.messages[::-1].index(old.messages[-1])
+    gone = Counter(old.messages[at:])
     fresh: list[int] = []
     resent = 0
     for index in range(at, last + 1):
-        if gone[new.digests[index]] > 0:
-            gone[new.digests[index]] -= 1
-            resent += new.sizes[index]
+        if gone[new.messages[index]] > 0:
+            gone[new.messages[index]] -= 1
+            resent += new.messages[index] & LENGTH
         else:
             fresh.append(index)
     if resent < _LEAST_AGAIN_BYTES:
         return None  # a few words that are in many conversations
-    lost = sum(size for size, digest in zip(old.sizes[at:], old.digests[at:], strict=True) if gone[digest] > 0)
-    put = sum(new.sizes[index] for index in fresh)
+    lost = _size(message for message in old.messages[at:] if gone[message] > 0)
+    put = _size(new.messages[index] for index in fresh)
     if lost > _NEAR_BYTES + 2 * put:
         return Change(Cause.COMPACTION, _message(new, at), resent + put, old)
     return _rewritten(old, new, text, fresh or [at], again_bytes=resent)
 
 
 def _rewritten(old: Thread, new: Thread, text: PromptText, fresh: Sequence[int], *, again_bytes: float) -> Change:
-    near = all(index < len(old.sizes) and _is_near(new.sizes[index], old.sizes[index]) for index in fresh)
+    pairs = [(old.messages[index : index + 1], new.messages[index : index + 1]) for index in fresh]
+    near = all(before and _is_near(_size(before), _size(after)) for before, after in pairs)
     cause = _volatile([text.part_at(new.head.leading + index) for index in fresh]) if near else None
     return Change(cause or Cause.MESSAGE, _message(new, fresh[0]), again_bytes, old)
 
@@ -167,7 +177,7 @@ def _is_near(size: int, other: int) -> bool:
 
 def _is_summarized(old: Thread, new: Thread, text: PromptText, at: int) -> bool:
     """Whether what was said before was replaced by a summary of it, by its words."""
-    if len(new.digests) >= len(old.digests) or len(old.digests) - at < _LONG_HISTORY:
+    if len(new.messages) >= len(old.messages) or len(old.messages) - at < _LONG_HISTORY:
         return False
     return _is_summary(text.part_at(new.head.leading + at), 0, _SUMMARY_WITHIN_BYTES) is not None
 
@@ -180,64 +190,70 @@ def _message(thread: Thread, index: int) -> str:
 
 
 def _changed_head(old: Thread, new: Thread, text: PromptText) -> Change | None:
-    """Tools, system blocks or the template are others, and the conversation goes on."""
-    before, after = old.head.all_parts(), new.head.all_parts()
-    first = next((kind for kind in PartKind if _digests(before, kind) != _digests(after, kind)), None)
-    if first is None:
-        return None  # the same in another order of fields
-    ours, theirs = ([part for part in parts if part.kind is first] for parts in (before, after))
-    at = _first_difference(_digests(ours, first), _digests(theirs, first))
-    known = {part.digest for part in before}
-    kinds = list(PartKind)
-    behind = theirs[at:] + [part for part in after if kinds.index(part.kind) > kinds.index(first)]
-    again = _resent_bytes(old, new) + sum(part.size for part in behind if part.digest in known)
-    texts = [each for kind, each in head_texts(text, new.head) if kind is first]
-    if first is PartKind.SYSTEM:
-        return _changed_system(old, Parts(ours, theirs, texts), at, again)
-    if first is PartKind.TOOL:
-        return Change(_tools_cause(Parts(ours, theirs, texts)), f"{first} {at + 1}", again, old)
-    return Change(Cause.TEMPLATE, "template", again, old)
-
-
-class Parts(NamedTuple):
-    """Those of one kind, as they were and as they are, and their texts now."""
-
-    old: Sequence[HeadPart]
-    new: Sequence[HeadPart]
-    texts: Sequence[bytes]
-
-
-def _digests(parts: Sequence[HeadPart], kind: PartKind) -> list[int]:
-    return [part.digest for part in parts if part.kind is kind]
-
-
-def _tools_cause(tools: Parts) -> Cause:
-    if Counter(each.digest for each in tools.old) == Counter(each.digest for each in tools.new):
-        return Cause.TOOL_ORDER
-    if len(tools.old) == len(tools.new):
-        pairs = zip(tools.old, tools.new, tools.texts, strict=True)
-        changed = [(before, after, text) for before, after, text in pairs if before.digest != after.digest]
-        if all(_is_near(before.size, after.size) for before, after, _ in changed):
-            return _volatile([text for _, _, text in changed]) or Cause.TOOLS
-    return Cause.TOOLS
-
-
-def _changed_system(broken: Thread, blocks: Parts, at: int, again_bytes: float) -> Change:
-    """By the lines that were not there before."""
-    kept = {part.digest for part in blocks.old} & {part.digest for part in blocks.new}
-    known = Counter(line for part in blocks.old if part.digest not in kept for line in part.lines)
-    where, changed = "", []
-    for number, (part, text) in enumerate(zip(blocks.new, blocks.texts, strict=True), 1):
-        if part.digest in kept:
+    """Tools, the system prompt or the template are others, and the conversation goes on."""
+    texts, _ = head_texts(text)
+    again = _resent_bytes(old, new)
+    for kind in PartKind:
+        before, after = old.head.of_kind(kind), new.head.of_kind(kind)
+        changed = next((index for index, field in enumerate(after) if field not in before), None)
+        if changed is None and len(before) == len(after):
             continue
-        for place, (line, digest) in enumerate(zip(lines_of(text), part.lines, strict=True), 1):
-            if known[digest] > 0:
-                known[digest] -= 1
-                again_bytes += len(line) if where else 0
-            else:
-                changed.append(line)
-                where = where or f"{PartKind.SYSTEM} {number}, line {place}"
-    return Change(_volatile(changed) or Cause.SYSTEM, where or f"{PartKind.SYSTEM} {at + 1}", again_bytes, broken)
+        if kind is PartKind.TEMPLATE:
+            return Change(Cause.TEMPLATE, "template", again, old)
+        again += sum(field.size for field in new.head.of_kind(PartKind.SYSTEM)) if kind is PartKind.TOOL else 0
+        if changed is None or changed >= len(before):
+            return Change(_OTHERWISE[kind], f"{kind} 1", again, old)  # it came, or went, as a whole
+        own = [each for each in texts if each.kind is kind][changed]
+        if kind is PartKind.TOOL:
+            return _changed_tools(old, before[changed].tools, after[changed].tools, own, again)
+        return _changed_system(old, new, own, abs(len(own.text) - before[changed].size), again)
+    return None  # the same in another order of fields
+
+
+_OTHERWISE = {PartKind.TOOL: Cause.TOOLS, PartKind.SYSTEM: Cause.SYSTEM}
+
+
+def _changed_tools(
+    broken: Thread, old: Sequence[int], new: Sequence[int], field: HeadText, again_bytes: float
+) -> Change:
+    at = _first_difference(old, new)
+    part = f"{PartKind.TOOL} {at + 1}"
+    if Counter(old) == Counter(new):
+        return Change(Cause.TOOL_ORDER, part, again_bytes, broken)
+    cause = None
+    if len(old) == len(new):
+        texts = items_of(bytes(field.text))
+        cause = _volatile([text for text, before, after in zip(texts, old, new, strict=True) if before != after])
+    return Change(cause or Cause.TOOLS, part, again_bytes, broken)
+
+
+def _changed_system(broken: Thread, new: Thread, field: HeadText, difference: int, again_bytes: float) -> Change:
+    """By the lines in which the first difference may be."""
+    at = max(0, TEXT_BLOCK_BYTES * _common_blocks(broken.blocks, new.blocks) - field.start)
+    near, after = lines_behind(bytes(field.text), at)
+    again = again_bytes + len(field.text) - at
+    for line in near:
+        cause = _volatile_cause(line.text)
+        if cause is not None and (cause is not Cause.DATE_OR_ID or difference <= _NEAR_BYTES):
+            return Change(cause, f"{PartKind.SYSTEM} {line.block}, line {line.number}", again, broken)
+    for line in after:  # such a line changes every time, so the first one is why what came before it looks different
+        if (cause := _volatile_cause(line.text)) in (Cause.VOLATILE_HEADER, Cause.TOKEN_COUNTER):
+            return Change(cause, f"{PartKind.SYSTEM} {line.block}, line {line.number}", again, broken)
+    return Change(Cause.SYSTEM, _place(near), again, broken)
+
+
+def _place(near: Sequence[Line]) -> str:
+    """The block, and its lines one of which is the first that changed."""
+    if not near:
+        return f"{PartKind.SYSTEM} 1"
+    block = near[0].block
+    last = max(line.number for line in near if line.block == block)
+    lines = f"lines {near[0].number}-{last}" if last > near[0].number else f"line {last}"
+    return f"{PartKind.SYSTEM} {block}, {lines}"
+
+
+def _common_blocks(old: array[int], new: array[int]) -> int:
+    return common_blocks(old, 0, new, 0) if old and new and old[0] == new[0] else 0
 
 
 # texts

@@ -1,7 +1,7 @@
-"""What is kept of a prompt to tell, when its session returns, what changed: digests and sizes by part, never text.
+"""A prompt's head: tools, system prompt, what else shapes the template. What is kept of it are digests and sizes, never
+text.
 
-A prompt is its head (tools, system blocks, what else shapes the template) and the messages after it. Digests are
-seeded by chance at each start of the process: what one of them stood for cannot be found out afterwards.
+Digests are seeded by chance at each start of the process: what one of them stood for cannot be found out afterwards.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -18,18 +18,16 @@ from msgspec import Raw
 from xxhash import xxh3_64_intdigest
 
 from kvproxy.bounded import BoundedMapping
+from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.prefix.tokens.session_hashes import PromptText
 
-#: Beyond these a list is one part, and a text has no more lines.
+#: Beyond these a list is one part.
 _MAX_ITEMS = 512
 _MAX_LISTED_BYTES = 512 * 1024
-_MAX_LINES = 2048
 #: Messages at the beginning that may be the system prompt of a chat.
 _MAX_LEADING = 4
-#: An object of a few numbers and arrays.
-_HEAD_BYTES = 400
 
-_SEED = int.from_bytes(os.urandom(8), "little")
+SEED = int.from_bytes(os.urandom(8), "little")
 _decode_items = msgspec.json.Decoder(list[Raw]).decode
 _is_system = re.compile(rb'"role"\s?:\s?"(?:system|developer)"').search
 _ROLE_WITHIN = 96
@@ -47,52 +45,42 @@ class PartKind(StrEnum):
 _KIND_OF_FIELD = {b"tools": PartKind.TOOL, b"system": PartKind.SYSTEM, b"instructions": PartKind.SYSTEM}
 
 
-class HeadParts(NamedTuple):
-    """Parts of a head that are kept, of one kind after the other: a digest and a size each, and of system blocks the
-    digests of their lines."""
+class HeadField(NamedTuple):
+    """A field that shapes the prompt, or a message that is a chat's system prompt."""
 
-    kinds: tuple[PartKind, ...]
-    digests: array[int]
-    sizes: array[int]
-    lines: tuple[array[int], ...]  # one a part, empty but for system blocks
-
-    @property
-    def held_bytes(self) -> int:
-        """About."""
-        return _HEAD_BYTES + 20 * len(self.kinds) + 8 * sum(map(len, self.lines))
+    kind: PartKind
+    digest: int
+    size: int
+    tools: array[int]  # a digest each; empty for other fields
 
 
 class Head(NamedTuple):
     """What of a head is kept."""
 
-    fields: tuple[HeadParts, ...]
+    fields: tuple[HeadField, ...]
     leading: int  # messages that are a part of it
 
-    def all_parts(self) -> list[HeadPart]:
-        """In the order in which they are compared."""
-        parts = [
-            HeadPart(*each)
-            for field in self.fields
-            for each in zip(field.kinds, field.digests, field.sizes, field.lines, strict=True)
-        ]
-        return sorted(parts, key=lambda part: _ORDER[part.kind])
+    def of_kind(self, kind: PartKind) -> list[HeadField]:
+        """Its fields of one kind."""
+        return [field for field in self.fields if field.kind is kind]
 
     @property
     def held_bytes(self) -> int:
-        """About; what heads have in common counts for each."""
-        return sum(field.held_bytes for field in self.fields)
+        """About; tools that heads have in common count for each."""
+        return sum(120 + 8 * len(field.tools) for field in self.fields)
 
 
-class HeadPart(NamedTuple):
-    """A tool, a system block, or a field that shapes the template."""
+class HeadText(NamedTuple):
+    """A field's text, uncopied, and where it begins in the canonical bytes of its prompt."""
 
     kind: PartKind
-    digest: int
-    size: int
-    lines: array[int]
+    text: bytes | memoryview
+    start: int
 
 
-_ORDER = {kind: place for place, kind in enumerate(PartKind)}
+def digest_part(text: bytes | memoryview) -> int:
+    """The digest of a part, or of a message."""
+    return xxh3_64_intdigest(text, SEED)
 
 
 def is_system(message: bytes) -> bool:
@@ -100,83 +88,31 @@ def is_system(message: bytes) -> bool:
     return _is_system(message, 0, _ROLE_WITHIN) is not None
 
 
-def digest_part(text: bytes) -> int:
-    """The digest of a part, or of a message."""
-    return xxh3_64_intdigest(text, _SEED)
-
-
-class Heads:
-    """Heads by their fields, kept once looked at: tools are the same for all sessions of a client."""
-
-    def __init__(self, *, max_entries: int = 1024, max_bytes: int = 4 * 1024 * 1024) -> None:
-        self._known: BoundedMapping[int, HeadParts] = BoundedMapping(
-            max_entries, max_bytes=max_bytes, size_of=lambda parts: parts.held_bytes
-        )
-
-    @property
-    def held_bytes(self) -> int:
-        """About."""
-        return self._known.held_bytes
-
-    def head_of(self, text: PromptText) -> Head:
-        """What is to be kept of the prompt's head."""
-        fields = [self._parts(field) for field in fields_of(text.shape)]
-        leading = 0
-        while leading < min(text.parts, _MAX_LEADING) and is_system(message := text.part_at(leading)):
-            fields.append(self._parts(b"system:" + message))
-            leading += 1
-        return Head(tuple(fields), leading)
-
-    def _parts(self, field: bytes) -> HeadParts:
-        key = digest_part(field)
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = digest_parts(texts_of(field))
-        return known
-
-
 def fields_of(shape: bytes) -> list[bytes]:
     """`name:value` of each field of a shape."""
     return [field for field in shape.split(b"\0") if field]
 
 
-def head_texts(text: PromptText, head: Head) -> list[tuple[PartKind, bytes]]:
-    """The texts of `head.all_parts()`, in the same order."""
-    leading = [b"system:" + text.part_at(index) for index in range(head.leading)]
-    found = [each for field in (*fields_of(text.shape), *leading) for each in texts_of(field)]
-    return sorted(found, key=lambda each: _ORDER[each[0]])
+def head_texts(text: PromptText) -> tuple[list[HeadText], int]:
+    """The texts of a head, and the messages that are a part of it."""
+    found, shape, at = [], text.shape, 0
+    view = memoryview(shape)
+    while (end := shape.find(b"\0", at)) >= 0:
+        value = shape.find(b":", at, end) + 1
+        kind = _KIND_OF_FIELD.get(shape[at : value - 1], PartKind.TEMPLATE)
+        start = at if kind is PartKind.TEMPLATE else value
+        found.append(HeadText(kind, view[start:end], start))
+        at = end + 1
+    at, leading = len(shape) + 1, 0
+    while leading < min(text.parts, _MAX_LEADING) and is_system(message := text.part_at(leading)):
+        found.append(HeadText(PartKind.SYSTEM, message, at))
+        at += len(message) + 1
+        leading += 1
+    return found, leading
 
 
-def texts_of(field: bytes) -> list[tuple[PartKind, bytes]]:
-    """The parts of a field: the items of a list of tools or system blocks, else all of it."""
-    name, _, value = field.partition(b":")
-    kind = _KIND_OF_FIELD.get(name, PartKind.TEMPLATE)
-    if kind is PartKind.TEMPLATE:
-        return [(kind, field)]
-    return [(kind, item) for item in _items(value)]
-
-
-def digest_parts(parts: Sequence[tuple[PartKind, bytes]]) -> HeadParts:
-    """What is to be kept of them."""
-    return HeadParts(
-        tuple([kind for kind, _ in parts]),
-        array("Q", [digest_part(text) for _, text in parts]),
-        array("I", [len(text) for _, text in parts]),
-        tuple([digest_lines(text) if kind is PartKind.SYSTEM else array("q") for kind, text in parts]),
-    )
-
-
-def lines_of(text: bytes) -> list[bytes]:
-    """The lines of a text in JSON; all beyond the most that are told apart are one."""
-    return text.split(_END_OF_LINE, _MAX_LINES - 1)
-
-
-def digest_lines(text: bytes) -> array[int]:
-    """A digest of each line: Python's own, which is keyed as well and takes half the time for what is short."""
-    return array("q", map(hash, lines_of(text)))
-
-
-def _items(value: bytes) -> list[bytes]:
+def items_of(value: bytes) -> list[bytes]:
+    """The items of a list; of what is none, or too long to be looked at, all of it."""
     if not value.startswith(b"[") or len(value) > _MAX_LISTED_BYTES:
         return [value]
     try:
@@ -184,3 +120,66 @@ def _items(value: bytes) -> list[bytes]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return [value]
     return [value] if len(items) > _MAX_ITEMS else [bytes(item) for item in items]
+
+
+class Heads:
+    """Makes heads; lists of tools are looked into once, since they are the same for all sessions of a client."""
+
+    def __init__(self, *, max_entries: int = 1024, max_bytes: int = 1024 * 1024) -> None:
+        self._tools: BoundedMapping[int, array[int]] = BoundedMapping(
+            max_entries, max_bytes=max_bytes, size_of=lambda tools: 100 + 8 * len(tools)
+        )
+
+    @property
+    def held_bytes(self) -> int:
+        """About."""
+        return self._tools.held_bytes
+
+    def head_of(self, text: PromptText) -> Head:
+        """What is to be kept of the prompt's head."""
+        texts, leading = head_texts(text)
+        return Head(tuple([self._field(each) for each in texts]), leading)
+
+    def _field(self, field: HeadText) -> HeadField:
+        digest = digest_part(field.text)
+        tools: array[int] = _NO_TOOLS
+        if field.kind is PartKind.TOOL:
+            known = self._tools.get(digest)
+            if known is None:
+                known = self._tools[digest] = array("Q", map(digest_part, items_of(bytes(field.text))))
+            tools = known
+        return HeadField(field.kind, digest, len(field.text), tools)
+
+
+_NO_TOOLS: array[int] = array("Q")
+
+
+class Line(NamedTuple):
+    """A line of a system block, both counted from 1."""
+
+    block: int
+    number: int
+    text: bytes
+    start: int  # in all of it
+
+
+def lines_of(system: bytes) -> Iterator[Line]:
+    """All lines of all blocks of a system prompt."""
+    at = 0
+    for block, item in enumerate(items_of(system), 1):
+        at = system.index(item, at)
+        for number, text in enumerate(item.split(_END_OF_LINE), 1):
+            yield Line(block, number, text, at)
+            at += len(text) + len(_END_OF_LINE)
+        at -= len(_END_OF_LINE)
+
+
+def lines_behind(system: bytes, at: int) -> tuple[list[Line], list[Line]]:
+    """The lines that a difference may be in which begins at that byte of it, or up to a block of text behind
+    it; and all lines after these."""
+    near: list[Line] = []
+    after: list[Line] = []
+    for line in lines_of(system):
+        if line.start + len(line.text) + len(_END_OF_LINE) > at:
+            (near if line.start < at + TEXT_BLOCK_BYTES else after).append(line)
+    return near, after

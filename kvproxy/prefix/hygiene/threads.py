@@ -1,11 +1,14 @@
-"""The last prompt of each conversation of a session, as digests, bounded in sessions, conversations and bytes."""
+"""The last prompt of each conversation of a session, as digests, bounded in sessions, conversations and bytes. Never
+text."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
 
-from kvproxy.prefix.hygiene.parts import Head, Heads, digest_part
+from xxhash import xxh3_64_intdigest
+
+from kvproxy.prefix.hygiene.parts import SEED, Head, Heads, digest_part
 from kvproxy.prefix.tokens.session_hashes import PromptText
 from kvproxy.types import EndpointId
 
@@ -13,9 +16,17 @@ from kvproxy.types import EndpointId
 MAX_THREADS = 16
 #: An object with two small arrays, and a session's list and key.
 _THREAD_BYTES, _SESSION_BYTES = 400, 300
-_MESSAGE_BYTES = 12
+_MESSAGE_BYTES = 8
+#: Of the number that stands for a message: its digest, and its length, which is bounded by that of all prompts.
+LENGTH = (1 << 24) - 1
+DIGEST = (1 << 64) - 1 - LENGTH
 
 SessionKey = tuple[str, str]  # tenant, session
+
+
+def digest_message(message: bytes) -> int:
+    """The number that stands for it."""
+    return digest_part(message) & DIGEST | len(message)
 
 
 class Thread:
@@ -23,57 +34,66 @@ class Thread:
 
     __slots__ = (
         "at",
-        "digests",
+        "blocks",
         "endpoint",
         "head",
         "header",
         "last_key",
+        "messages",
         "model",
         "parts",
         "prompt_tokens",
-        "sizes",
+        "proved",
     )
 
-    def __init__(self, model: str, keys: Sequence[int], text: PromptText, head: Head, *, header: int = 0) -> None:
+    def __init__(
+        self,
+        model: str,
+        keys: Sequence[int],
+        blocks: array[int],
+        text: PromptText,
+        head: Head,
+        *,
+        header: int = 0,
+    ) -> None:
         self.model = model
+        self.blocks = blocks  # of its text, as the approximate index has them; not to be changed
         self.head = head
         self.header = header  # that it began with, which is no part of its text; 0: none
         self.parts = len(keys)  # messages, the head's leading ones included
         self.last_key = keys[-1]  # names all of the prompt
-        messages = [text.part_at(index) for index in range(head.leading, len(keys))]
-        self.digests = array("Q", map(digest_part, messages))  # of the messages after the head
-        self.sizes = array("I", map(len, messages))
+        #: A digest of each message after the head, with its length in the lowest bits: one number, since every turn
+        #: adds some.
+        self.messages = array("Q", [digest_message(text.part_at(index)) for index in range(head.leading, len(keys))])
         self.prompt_tokens = 0  # by its engine's count; 0: unknown
         self.endpoint: EndpointId | None = None  # that holds it
         self.at = 0.0  # when its request was over
+        self.proved = False  # an engine was seen to reuse it
 
     @property
     def held_bytes(self) -> int:
         """About; what heads have in common counts for each thread."""
-        return _THREAD_BYTES + self.head.held_bytes + _MESSAGE_BYTES * len(self.digests)
+        return _THREAD_BYTES + self.head.held_bytes + _MESSAGE_BYTES * len(self.messages) + 8 * len(self.blocks)
 
-    def grow(self, keys: Sequence[int], text: PromptText) -> int:
+    def grow(self, keys: Sequence[int], blocks: array[int], text: PromptText) -> int:
         """It went on with these messages; the further bytes held."""
-        before, parts = self.parts, len(keys)
-        for index in range(before, parts):
-            message = text.part_at(index)
-            self.digests.append(digest_part(message))
-            self.sizes.append(len(message))
-        self.parts, self.last_key = parts, keys[-1]
-        return _MESSAGE_BYTES * (parts - before)
-
-    def prefilled(self, endpoint: EndpointId, prompt_tokens: int | None, now: float) -> None:
-        """An engine has all of it."""
-        self.endpoint, self.prompt_tokens, self.at = endpoint, prompt_tokens or 0, now
+        parts, part_at, add = self.parts, text.part_at, self.messages.append
+        for index in range(parts, len(keys)):
+            message = part_at(index)
+            add(xxh3_64_intdigest(message, SEED) & DIGEST | len(message))
+        added = _MESSAGE_BYTES * (len(keys) - parts) + 8 * (len(blocks) - len(self.blocks))
+        self.parts, self.last_key, self.blocks = len(keys), keys[-1], blocks
+        return added
 
 
 class Session:
     """Threads, the latest last."""
 
-    __slots__ = ("forgot", "held_bytes", "threads")
+    __slots__ = ("forgot", "held_bytes", "threads", "used")
 
     def __init__(self) -> None:
         self.threads: list[Thread] = []
+        self.used = True  # since it was looked at to be forgotten
         self.held_bytes = _SESSION_BYTES
         self.forgot = False  # there were more conversations than are kept
 
@@ -89,9 +109,10 @@ class Session:
 
 
 class Sessions:
-    """Sessions by tenant and key, the longest unused first out. Prompts are never kept.
+    """Sessions by tenant and key; the oldest that are not in use are forgotten. Prompts are never kept.
 
-    A dict in order of use, with the bytes counted by hand: its entries grow while they are held (bounded.py).
+    A dict with the bytes counted by hand: its entries grow while they are held (bounded.py), and each request looks one
+    up. That one was used is noted in it, which is cheaper than to put it last.
     """
 
     def __init__(self, *, max_sessions: int = 4096, max_bytes: int = 16 * 1024 * 1024) -> None:
@@ -111,12 +132,12 @@ class Sessions:
 
     def use(self, key: SessionKey) -> Session:
         """The session, made on first use."""
-        sessions = self._sessions
-        session = sessions.pop(key, None)
+        session = self._sessions.get(key)
         if session is None:
-            session = Session()
+            session = self._sessions[key] = Session()
             self._bytes += session.held_bytes
-        sessions[key] = session
+        else:
+            session.used = True
         return session
 
     def forget(self, key: SessionKey) -> None:
@@ -139,17 +160,24 @@ class Sessions:
 
     def grew(self, session: Session, added_bytes: int) -> None:
         """A thread of the session in use grew by so much."""
-        if added_bytes:
-            self._grew(session, added_bytes)
-            if self._bytes > self.max_bytes:
-                self._make_room()
+        session.held_bytes += added_bytes
+        self._bytes += added_bytes
+        if self._bytes > self.max_bytes:
+            self._make_room()
 
     def _grew(self, session: Session, added_bytes: int) -> None:
         session.held_bytes += added_bytes
         self._bytes += added_bytes
 
     def _make_room(self) -> None:
-        """One that is larger than all the room there is goes too."""
-        while self._bytes > self.max_bytes or len(self._sessions) > self._max_sessions:
-            oldest = next(iter(self._sessions))
-            self._bytes -= self._sessions.pop(oldest).held_bytes
+        """The oldest goes, unless it was used since it was the oldest before; also one that is larger than all the
+        room there is."""
+        sessions = self._sessions
+        while self._bytes > self.max_bytes or len(sessions) > self._max_sessions:
+            oldest = next(iter(sessions))
+            session = sessions.pop(oldest)
+            if session.used and session.held_bytes <= self.max_bytes:
+                session.used = False
+                sessions[oldest] = session
+            else:
+                self._bytes -= session.held_bytes

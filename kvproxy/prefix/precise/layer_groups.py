@@ -18,7 +18,7 @@ from kvproxy.clients.kv_events.events import BlockStored
 _STATE = "mamba"
 _WINDOWS = frozenset({"sliding_window", "sliding_window_mla"})
 
-#: Ends looked at for one prompt: a third of a millisecond. Beyond, nothing is reusable.
+#: Blocks looked for of one prompt and group: half a millisecond. Beyond, nothing is reusable.
 MAX_LOOKS = 4096
 #: Groups of one rank; a model has a few.
 MAX_GROUPS = 16
@@ -51,12 +51,6 @@ class LayerGroup:
         self._kept: list[set[int]] = [set() for _ in range(_SHARDS)]
         self._count = 0
 
-    def __len__(self) -> int:
-        return self._count
-
-    def __contains__(self, key: int) -> bool:
-        return key in self._kept[key % _SHARDS]
-
     def store(self, keys: Iterable[int], most: int) -> int:
         """Keep these, `most` in all; returns how many had no room."""
         left_out = 0
@@ -78,6 +72,29 @@ class LayerGroup:
         shard.remove(key)
         self._count -= 1
         return True
+
+    def last_end(self, keys: array[int], end: int, step: int, size: int) -> int:
+        """The last end at or before `end`, a multiple of `step` blocks, at which this group has what it needs; 0: none.
+        Its own blocks are as long as `size` of these. (Everything in one loop: calls would take most of the time.)"""
+        kept, need, looks = self._kept, self.kind.blocks * size, MAX_LOOKS
+        if need <= size:
+            for at in range(end, max(0, end - looks * step), -step):
+                key = keys[at - 1]
+                if key in kept[key % _SHARDS]:
+                    return at
+            return 0
+        while end > 0:
+            for at in range(end, max(0, end - need), -size):
+                looks -= 1
+                key = keys[at - 1]
+                if key not in kept[key % _SHARDS]:
+                    end = (at - 1) // step * step
+                    break
+                if not looks:
+                    return 0
+            else:
+                return end
+        return 0
 
     def sweep_rows(self, rows: int) -> int:
         """Give up about so many blocks of a group in use no more. Returns how many more could have been: 0 or less
@@ -119,21 +136,9 @@ class LayerGroups:
     def reusable_blocks(self, keys: array[int], block_tokens: int) -> int:
         """Of a prompt whose leading blocks have these keys, those at whose end every group has what it needs."""
         step = self.step_tokens(block_tokens) // block_tokens
-        end, looks = len(keys) - len(keys) % step, MAX_LOOKS
-        while end > 0:
-            shorter = end
+        end, before = len(keys) // step * step, -1
+        while end != before:  # a group that ends earlier asks the others again
+            before = end
             for group in self:
-                size = max(1, group.kind.block_tokens // block_tokens)
-                for at in range(end, max(0, end - group.kind.blocks * size), -size):
-                    looks -= 1
-                    if keys[at - 1] not in group:
-                        shorter = at - 1
-                        break
-                if not looks > 0:
-                    return 0
-                if shorter < end:
-                    break
-            if shorter == end:
-                return end
-            end = shorter - shorter % step
-        return 0
+                end = group.last_end(keys, end, step, max(1, group.kind.block_tokens // block_tokens))
+        return end

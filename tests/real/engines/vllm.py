@@ -34,6 +34,7 @@ class Vllm:
         http, events, replay = _ports(ranks)
         self.name = name
         self.model = model
+        self.ranks = ranks
         self.blocks = blocks
         self.url = f"http://127.0.0.1:{http}"
         self.program = Program(
@@ -51,7 +52,7 @@ class Vllm:
         )
 
     def await_ready(self) -> None:
-        self.program.await_ready(within_s=_START_LIMIT_S)
+        self.program.await_ready(within_s=_START_LIMIT_S * self.ranks)
 
     def _options(self, http: int, events: int, replay: int) -> list[str]:
         published = {

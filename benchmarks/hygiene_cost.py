@@ -1,0 +1,140 @@
+"""What looking for broken prefixes costs a request, for `benchmarks.prefix_hygiene`: with and without, in pairs."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.hygiene_traffic import CLIENTS, Client, Dialogue
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
+from kvproxy.config.kvcache_schema import KvCacheSettings
+from kvproxy.filters.inference_request import KIND_OF_PATH
+from kvproxy.kvcache.overlap.facts import RequestFacts, Result
+from kvproxy.kvcache.service import KvCache
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.request.parse import parse_body
+from kvproxy.types import EndpointId, InferenceRequest
+
+#: Lines of the system prompt, and turns of a session.
+SHAPES: dict[str, tuple[int, int]] = {
+    "{} of 16 KB": (40, 8),
+    "{} of 64 KB": (600, 8),
+    "{} of 64 KB, 40 turns": (600, 40),
+}
+SESSIONS, REPEATS = 12, 7
+SIDES = ("without", "nothing", "looks")
+ENDPOINT = EndpointId("a")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Microseconds of processor time a request: the service's whole work without looking, what looking adds to it, what
+    a call that does nothing adds to it, and what looking takes by itself, again and again."""
+
+    traffic: str
+    without: float
+    added: float
+    nothing: float
+    alone: float
+
+
+def measure_cost() -> list[Cost]:
+    """Of each kind of traffic, medians over sessions. Each session is served several times by either side in turn, and
+    the least time counts."""
+    return [
+        _paired(shape.format(client.name), client, lines, turns)
+        for client in CLIENTS
+        for shape, (lines, turns) in SHAPES.items()
+    ]
+
+
+def _service() -> tuple[KvCache, Cluster]:
+    metrics = Metrics()
+    settings = ClusterSettings(endpoints=(EndpointSettings(id="a", url="http://127.0.0.1:9"),))
+    cluster = Cluster("default", settings, metrics=metrics, clock=time.monotonic, rng=random.Random(1))
+    kvcache = KvCacheSettings.model_validate({"engine_metrics_interval": 0})
+    return KvCache(kvcache, clusters={cluster.name: cluster}, metrics=metrics), cluster
+
+
+def _paired(traffic: str, client: Client, lines: int, turns: int) -> Cost:
+    spent: dict[str, list[float]] = {side: [] for side in SIDES}
+    first = _session(client, lines, turns, random.Random(-1))
+    for number in range(SESSIONS):
+        session, least = _session(client, lines, turns, random.Random(number)), dict.fromkeys(SIDES, math.inf)
+        for repeat in range(REPEATS):
+            for side in SIDES if repeat % 2 else reversed(SIDES):
+                service = _service()
+                _serve(*service, first, side=side)  # what sessions share is known by then
+                least[side] = min(least[side], _serve(*service, session, side=side))
+        for side, us in least.items():
+            spent[side].append(us / turns)
+
+    def added(side: str) -> float:
+        return statistics.median(b - a for a, b in zip(spent["without"], spent[side], strict=True))
+
+    return Cost(
+        traffic, statistics.median(spent["without"]), added("looks"), added("nothing"), _alone(client, lines, turns)
+    )
+
+
+def _alone(client: Client, lines: int, turns: int) -> float:
+    """One session's looking, begun and forgotten again and again."""
+    service, cluster = _service()
+    told: list[tuple[RequestFacts, Result]] = []
+    for request, body in _session(client, lines, turns, random.Random(1)):
+        facts = service.gather(request, body, cluster=cluster)
+        facts.started_at = math.inf
+        held = told[-1][1].prompt_tokens or 0 if told else 0
+        told.append((facts, Result(ENDPOINT, True, facts.prompt_bytes // 4, held // 16 * 16, request_id="r")))
+    breaks, least = service.state.breaks, math.inf
+    for _ in range(200):
+        began = time.thread_time_ns()
+        for facts, result in told:
+            breaks.finished(facts, result)
+        least = min(least, (time.thread_time_ns() - began) / 1000 / turns)
+        breaks.sessions.forget(("", told[0][0].request.session_key or ""))
+    return least
+
+
+def _session(client: Client, lines: int, turns: int, rng: random.Random) -> list[tuple[InferenceRequest, bytes]]:
+    dialogue = Dialogue.begun(rng, lines=lines, header=True)
+    dialogue.tools = Dialogue.begun(random.Random(1)).tools  # those of the client
+    found = []
+    for turn in range(turns):
+        if turn:
+            dialogue.go_on(rng)
+        body: Any = {
+            **client.body(dialogue, rng),
+            "session_id": f"{rng.random()}" if not found else found[0][0].session_key,
+        }
+        raw = json.dumps(body).encode()
+        request = parse_body(KIND_OF_PATH[client.path], raw)
+        assert request is not None
+        found.append((request, raw))
+    return found
+
+
+def _serve(service: KvCache, cluster: Cluster, session: list[tuple[InferenceRequest, bytes]], *, side: str) -> float:
+    """Microseconds for all of it."""
+    finished, held = (_nothing if side == "nothing" else service.state.breaks.finished), 0
+    began = time.thread_time_ns()
+    for request, body in session:
+        facts = service.gather(request, body, cluster=cluster)
+        service.placed(facts, ENDPOINT)
+        tokens = facts.prompt_bytes // 4
+        result = Result(ENDPOINT, True, tokens, held // 16 * 16, request_id="r")
+        service.finished(facts, result)
+        if side != "without":
+            finished(facts, result)
+        held = tokens
+    return (time.thread_time_ns() - began) / 1000
+
+
+def _nothing(facts: RequestFacts, result: Result) -> None:
+    pass
