@@ -38,7 +38,7 @@ ROWS: tuple[dict[str, str], ...] = (
     {"request": "the words that filters and forwarding share: exchange, observers, parsing, usage"},
     {
         "cluster": "endpoints with their health and load; the one decision and the router queue",
-        "simulator": "simulated vLLM engines and LMCache controllers, on code of their own",
+        "simulator": "simulated vLLM and SGLang engines and LMCache controllers, on code of their own",
     },
     {"routing": "pure: one policy a file, load, learned speeds, fair queueing"},
     {"prefix": "pure: block hashes, the approximate and the precise index, token memory"},

@@ -87,6 +87,18 @@ async def test_the_order_of_priorities() -> None:
     assert "--enable-priority-scheduling" in only(await visited(SGLANG, **queue, **told)).fix
 
 
+async def test_a_cache_that_is_off() -> None:
+    """By its own word; a path that cannot be probed is another check's business."""
+    info = {"version": "0.5.23", "page_size": 16, "disable_radix_cache": True}
+    async with (
+        Fleet(FleetSettings({"a": replace(SGLANG, kv_events=None)}, None)) as fleet,
+        serve(Front(fleet.engines["a"], {"/server_info": (200, info)})) as url,
+    ):
+        report = await visit({"endpoints": {"a": url}})
+    found = next(one for one in report.findings if one.check == "sglang")
+    assert (found.what, "--disable-radix-cache" in found.fix) == ("reuses no prefixes", True)
+
+
 async def test_an_engine_that_sleeps_is_asked_nothing() -> None:
     """A prompt would wake nothing, and fail."""
     asleep = b'vllm:engine_sleep_state{sleep_state="awake"} 0\nvllm:engine_sleep_state{sleep_state="discard_all"} 1\n'
