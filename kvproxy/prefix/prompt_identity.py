@@ -196,6 +196,8 @@ def _system(value: bytes, *, drops_header: bool) -> bytes:
     if len(items) > _MAX_BLOCKS:
         return value
     kept = [block for block in map(bytes, items) if not (drops_header and _is_header(block))]
+    if items and not kept:  # nothing but headers: the last of them, since those before it are left out elsewhere too
+        return b"[%b]" % bytes(items[-1])
     blocks = [without_last_mark(block, block_itself) for block in kept]
     if not blocks:
         return value
