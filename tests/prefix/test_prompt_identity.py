@@ -242,6 +242,18 @@ def test_where_engines_keep_the_header_it_is_prompt(kind: RequestKind) -> None:
         assert found == [list(message_chain(each, 8)) for each in kept]
 
 
+def test_a_system_prompt_of_headers_alone() -> None:
+    """The last of them names it, and the one before it, which is new with each request, does not."""
+
+    def body(cch: int) -> dict[str, Any]:
+        system = [{"type": "text", "text": HEADER.format(each)} for each in (cch, 1)]
+        return {"system": system, "messages": [{"role": "user", "content": "hi"}]}
+
+    assert identity(MESSAGES, body(2)) == identity(MESSAGES, body(3))
+    assert identity(MESSAGES, {**body(2), "system": body(2)["system"][1:]}) == identity(MESSAGES, body(3))
+    assert rendered(MESSAGES, body(2)) == rendered(MESSAGES, body(3))
+
+
 @given(st.lists(_bodies(), min_size=1, max_size=4), st.integers(0, 2**32))
 def test_turn_by_turn_hashes_like_whole_prompts(bodies: list[dict[str, Any]], seed: int) -> None:
     """Whatever was kept of earlier turns and however the marks moved."""
