@@ -29,6 +29,9 @@ ENGINE = VllmSettings(model="sim", root="sim", max_model_len=8192, engine=FAST, 
 TIMEOUTS = VisitTimeouts(exchange_s=20.0, event_s=20.0, lookup_tries=2, lookup_pause_s=0.001)
 SHORT = VisitTimeouts(exchange_s=20.0, event_s=0.05, lookup_tries=2, lookup_pause_s=0.001)
 
+#: Of all visits: prompts of an earlier one are in the caches.
+_PROMPTS = random.Random(7)
+
 #: A budget that no machine misses: how long lookups take is tested apart.
 BUDGET = {"lookup_routing_timeout": "60s", "request_timeout": "60s"}
 
@@ -85,7 +88,7 @@ def parsed(raw: Mapping[str, Any]) -> Config:
 async def visit(raw: Mapping[str, Any], *, timeouts: VisitTimeouts = TIMEOUTS, **tools: Any) -> DoctorReport:
     """What `kvproxy doctor` finds."""
     config, problems = check_config(dict(raw), env={})
-    given = Tools(timeouts=timeouts, rng=random.Random(7), **tools)
+    given = Tools(timeouts=timeouts, rng=_PROMPTS, **tools)
     return await diagnose(config, problems, tools=given, open_files=10**9)
 
 
