@@ -60,6 +60,7 @@ _HEADS_OF_TEXT = tuple(
     for form in (b'{"role":"%b","content":"', b'{"role": "%b", "content": "')
 )
 _begins_with_text = re.compile(b"(" + _MESSAGE % rb"[a-z]{1,16}" + rb")\[\s?" + _TEXT_BLOCK).match
+_CALLS = b'"tool_calls"'
 _begins_as_usual = re.compile(_MESSAGE % rb"[a-z]{1,16}").match
 _begins_with_text_part = re.compile(rb"\[\s?" + _TEXT_BLOCK).match
 _is_spaced = re.compile(rb'\{\s?"[^"\\]{0,64}"\s?:\s').match
@@ -115,11 +116,12 @@ class PartRules:
                 if self._may_look_into(part):
                     part = without_marks(part, parts_of_message)
             begins = _begins_with_text(part)
-            if begins is not None and part.endswith(b'"}]}'):
+            ends_with_content = begins is not None and _CALLS not in part  # within a text its quotes are escaped
+            if begins is not None and ends_with_content and part.endswith(b'"}]}'):
                 # Of one part that is the message with its text; of several it is no JSON, so equal to nothing but
                 # another spelling of the same.
                 part = begins[1] + part[begins.end() : -len(b"}]}")] + b"}"
-            elif not (_begins_as_usual(part) if begins is None else part.endswith(b"]}")):
+            elif not (_begins_as_usual(part) if begins is None else ends_with_content and part.endswith(b"]}")):
                 part = self._in_usual_order(part)
         if index == 0 and self._may_begin_with_header and (header := _header_of_message(part)):
             return header[1] + part[header.end() :]

@@ -242,6 +242,18 @@ def test_where_engines_keep_the_header_it_is_prompt(kind: RequestKind) -> None:
         assert found == [list(message_chain(each, 8)) for each in kept]
 
 
+@pytest.mark.parametrize("compact", [True, False])
+@pytest.mark.parametrize("call", [{"id": "c1", "function": {"name": "f"}}, {"function": {"name": "f"}, "id": "c1"}])
+def test_one_text_part_beside_calls_is_that_text(call: dict[str, Any], *, compact: bool) -> None:
+    said = {"role": "assistant", "content": 'a ],"tool_calls"', "tool_calls": [call]}
+    part = {"type": "text", "text": said["content"]}
+    assert identity(CHAT, {"messages": [said]}, compact=compact) == identity(
+        CHAT, {"messages": [{**said, "content": [part]}]}, compact=compact
+    )
+    several = {**said, "content": [part, part]}
+    assert identity(CHAT, {"messages": [said]}) != identity(CHAT, {"messages": [several]})
+
+
 def test_a_system_prompt_of_headers_alone() -> None:
     """The last of them names it, and the one before it, which is new with each request, does not."""
 
