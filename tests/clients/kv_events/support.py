@@ -88,7 +88,8 @@ class Index:
 
 
 class Publisher:
-    """An engine's event side: PUB with numbered batches, ROUTER that replays its buffer as vLLM does."""
+    """An engine's event side: PUB with numbered batches, ROUTER that replays its buffer as vLLM does. An XPUB socket is
+    a PUB socket that tells of its subscriptions."""
 
     def __init__(self, context: zmq.asyncio.Context, *, buffer_steps: int = 10_000, topic_frame: bool = True) -> None:
         self._context = context
@@ -112,7 +113,7 @@ class Publisher:
 
     async def start(self) -> None:
         """Binds: to free ports at first, to the same ones after a stop."""
-        self._pub = self._context.socket(zmq.PUB)
+        self._pub = self._context.socket(zmq.XPUB)
         self._router = self._context.socket(zmq.ROUTER)
         self.address = await self._bind(self._pub, self.address)
         self.replay_address = await self._bind(self._router, self.replay_address)
@@ -141,6 +142,10 @@ class Publisher:
         self.seq += 1
         self.ts += 0.5
         return message
+
+    async def wait_for_subscription(self) -> None:
+        """Returns when a subscription is in force: until then, what is published is dropped."""
+        assert (await self._pub.recv()).startswith(b"\x01")
 
     async def publish(self, *events: Any) -> None:
         """A numbered batch, sent and kept."""

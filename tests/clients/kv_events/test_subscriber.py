@@ -162,6 +162,7 @@ async def test_an_engine_without_replay(engine: Publisher) -> None:
     """Followed from where we came in, and said so."""
     async with following(engine, replay=False) as (_, index):
         assert index.states[-1] == "degraded/no_replay"
+        await engine.wait_for_subscription()
         await engine.publish(stored(1))
         await until(lambda: index.states[-1] == "exact/following")
 
