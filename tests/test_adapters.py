@@ -78,7 +78,7 @@ async def test_adapters_are_found_where_engines_list_them() -> None:
 
 async def test_an_adapter_that_is_not_listed_yet_is_found_by_asking() -> None:
     """The first engine does not know it; the client sees the answer of the second."""
-    async with fleet({"a": with_loras("x"), "b": with_loras()}) as (made, proxy):
+    async with fleet({"a": with_loras("x"), "b": with_loras()}, policy="round_robin") as (made, proxy):
         cluster = proxy.proxy.clusters["default"]
         cluster.adapters.observe("a", cluster.engines[0].adapters, listed=())
         answers = [await ask(proxy.client, "x", f"{number}") for number in range(6)]

@@ -17,6 +17,9 @@ MAX_REMEMBERED = 32_768
 MAX_AGE_S = 3600.0
 _ENTRY_BYTES = 450  # an entry and its place in a table, besides the text blocks
 
+#: Endpoints of which is known when they lost their cache.
+_MAX_LOST = 1024
+
 #: Text blocks kept of a history: what many begin with alike is there.
 _MAX_ROOT = 128
 NO_BLOCKS = array("Q")
@@ -29,7 +32,7 @@ class Served(msgspec.Struct, frozen=True, gc=False):
     """The last request of a session, or the one that a response answered."""
 
     endpoint: EndpointId
-    life: int  # of the endpoint's cache
+    losses: int  # caches that had been lost by then, of any endpoint
     at: float
     prompt_tokens: int  # that the engine holds since
     tokens: int  # with those of the answer
@@ -67,7 +70,9 @@ class LastServed:
         self._max_entries = max_entries
         self._sessions: dict[int, Served] = {}
         self._responses: dict[int, Served] = {}
-        self._lives: dict[EndpointId, int] = {}
+        self._losses = 0
+        self._lost: dict[EndpointId, int] = {}  # the number of its last loss, the latest last
+        self._forgotten = 0  # the highest number that was dropped from there: what is older stands nowhere
         self._bytes = 0
 
     @property
@@ -114,10 +119,9 @@ class LastServed:
         if not (names.session or response_id):
             return
         edges = keys if len(keys) <= 2 * _EDGES else (*keys[:_EDGES], *keys[-_EDGES:])
-        life = self._lives.get(endpoint, 0)
         tokens = prompt_tokens + answer_tokens
         root = root if len(root) <= _MAX_ROOT else root[:_MAX_ROOT]
-        served = Served(endpoint, life, now, prompt_tokens, tokens, array("Q", edges), root)
+        served = Served(endpoint, self._losses, now, prompt_tokens, tokens, array("Q", edges), root)
         if names.session:
             self._put(self._sessions, names.session, served)
         if response_id:
@@ -129,10 +133,15 @@ class LastServed:
 
     def forget_cache(self, endpoint: EndpointId) -> None:
         """The endpoint left, or lost what it held."""
-        self._lives[endpoint] = self._lives.get(endpoint, 0) + 1
+        self._losses += 1
+        self._lost.pop(endpoint, None)
+        self._lost[endpoint] = self._losses
+        if len(self._lost) > _MAX_LOST:
+            self._forgotten = self._lost.pop(next(iter(self._lost)))
 
     def _stands(self, served: Served, now: float) -> bool:
-        return now - served.at <= MAX_AGE_S and served.life == self._lives.get(served.endpoint, 0)
+        lost = self._lost.get(served.endpoint, self._forgotten)
+        return now - served.at <= MAX_AGE_S and served.losses >= lost
 
     def _put(self, table: dict[int, Served], name: int, served: Served) -> None:
         self._drop(table, name)
@@ -149,7 +158,7 @@ class LastServed:
 
 
 def _size(served: Served) -> int:
-    return _ENTRY_BYTES + 8 * len(served.root)
+    return _ENTRY_BYTES + 8 * (len(served.root) + len(served.keys))
 
 
 def _name(key: str | None, seed: int) -> int:
