@@ -21,7 +21,7 @@ from kvproxy.replay.scenario import PolicySpec, play_policy
 from kvproxy.replay.settings import IndexMode, ReplayFleet
 from kvproxy.replay.trace import Half, Trace, read_trace
 from kvproxy.routing.policy import Policy
-from kvproxy.simulator.engine_io import TokenGaps
+from kvproxy.simulator.timing import TokenGaps
 
 ROOT = Path(__file__).parents[1]
 TRACES = ("conv_dev", "msyn_dev", "toolagent_like_dev", "cc_dev", "agent_dev")

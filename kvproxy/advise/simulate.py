@@ -26,7 +26,7 @@ from kvproxy.replay.results import ReplayOutcome, percentile
 from kvproxy.replay.scenario import play_policy
 from kvproxy.replay.settings import Pace
 from kvproxy.replay.trace import Trace
-from kvproxy.simulator.engine_io import TokenGaps
+from kvproxy.simulator.timing import TokenGaps
 from kvproxy.types import Clock
 
 #: Fewer requests, or less time, say nothing about what a setting is worth.

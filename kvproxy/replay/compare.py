@@ -13,7 +13,7 @@ from kvproxy.replay.results import GoodputLimits, Summary, summarize_outcomes
 from kvproxy.replay.scenario import PolicySpec, play_policy
 from kvproxy.replay.settings import ReplayFleet
 from kvproxy.replay.trace import Trace
-from kvproxy.simulator.engine_io import TokenGaps
+from kvproxy.simulator.timing import TokenGaps
 
 _WIDTH = 30
 

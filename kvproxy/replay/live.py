@@ -15,7 +15,7 @@ from kvproxy.errors import KvproxyError
 from kvproxy.replay.results import ReplayOutcome
 from kvproxy.replay.settings import Pace
 from kvproxy.replay.trace import Trace, Turn
-from kvproxy.simulator.engine_io import TokenGaps
+from kvproxy.simulator.timing import TokenGaps
 from kvproxy.types import Clock
 
 #: Common English words, each one token (with its space) to most tokenizers.

@@ -21,7 +21,8 @@ from kvproxy.routing.policy import Policy
 from kvproxy.routing.registry import POLICIES, make_policy
 from kvproxy.routing.speeds import SpeedModel, SpeedPriors
 from kvproxy.simulator.engine import Engine
-from kvproxy.simulator.engine_io import Scheduling, TokenGaps
+from kvproxy.simulator.engine_io import Scheduling
+from kvproxy.simulator.timing import TokenGaps
 
 #: Behind a policy's name: with the router queue in front of it, and with a priority for the engine in each request.
 QUEUE_SUFFIX, PRIORITY_SUFFIX = "+queue", "+priority"
