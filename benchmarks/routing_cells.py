@@ -15,9 +15,9 @@ from benchmarks.known_speeds import knowing
 from kvproxy.config.cluster_schema import ClusterSettings
 from kvproxy.config.policy_schema import KvAwareSettings, PolicyParameters
 from kvproxy.replay.catalogue import SCENARIOS
+from kvproxy.replay.compare import PolicySpec, play_policy
 from kvproxy.replay.pooled import Bound, measure_bound, play_on_pool
 from kvproxy.replay.results import summarize_outcomes
-from kvproxy.replay.scenario import PolicySpec, play_policy
 from kvproxy.replay.settings import IndexMode, ReplayFleet
 from kvproxy.replay.trace import Half, Trace, read_trace
 from kvproxy.routing.policy import Policy

@@ -19,7 +19,7 @@ from kvproxy.config.decode import decode_model
 from kvproxy.config.fields import spelling_hint
 from kvproxy.config.paths import dotted_path
 from kvproxy.errors import Problem
-from kvproxy.kvcache.endpoint_status import endpoint_index, engine_status
+from kvproxy.kvcache.status import endpoint_index, engine_status
 from kvproxy.types import EndpointId
 
 

@@ -10,7 +10,7 @@ from kvproxy.clients.kv_events.status import StreamState
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.kvcache.feedback.cache_losses import CacheLosses, LossReason
-from kvproxy.kvcache.feedback.missed_reuse import WINDOW, MissedReuse
+from kvproxy.kvcache.feedback.trust import WINDOW, MissedReuse
 from kvproxy.kvcache.overlap.kv_event_streams import EventStreams
 from kvproxy.kvcache.service import KvCache
 

@@ -21,9 +21,9 @@ from kvproxy.advise.gains import Figures, Fit, compute_gain, is_promising, summa
 from kvproxy.advise.recording import make_trace
 from kvproxy.advise.today import Today
 from kvproxy.advise.traffic import RecordedRequest, Traffic
-from kvproxy.replay.compare import ProgressBar
+from kvproxy.replay.compare import play_policy
+from kvproxy.replay.report import ProgressBar
 from kvproxy.replay.results import ReplayOutcome, percentile
-from kvproxy.replay.scenario import play_policy
 from kvproxy.replay.settings import Pace
 from kvproxy.replay.trace import Trace
 from kvproxy.simulator.timing import TokenGaps

@@ -15,8 +15,8 @@ from kvproxy.advise.traffic import Traffic
 from kvproxy.config.cluster_schema import ClusterSettings
 from kvproxy.config.priority_schema import EnginePriorityMode
 from kvproxy.errors import KvproxyError
+from kvproxy.replay.compare import PolicySpec
 from kvproxy.replay.decided import read_decisions
-from kvproxy.replay.scenario import PolicySpec
 from kvproxy.replay.settings import IndexMode, ReplayFleet
 from kvproxy.routing.load import Features
 from kvproxy.routing.registry import POLICIES

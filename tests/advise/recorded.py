@@ -14,8 +14,8 @@ import msgspec
 
 from kvproxy.receipts.prefixes import encode_prefixes
 from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate, encode
+from kvproxy.replay.compare import PolicySpec, play_policy
 from kvproxy.replay.results import ReplayOutcome
-from kvproxy.replay.scenario import PolicySpec, play_policy
 from kvproxy.replay.settings import Pace, ReplayFleet
 from kvproxy.replay.trace import Trace, TraceSession, Turn
 from kvproxy.routing.load import NO_WORK, Features, features_of, sum_of
