@@ -17,14 +17,12 @@ from kvproxy.cluster.discovery import Poller, Source, sources_of
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.engine import Engine
 from kvproxy.cluster.engine_priority import ClusterPriority, utc_seconds
-from kvproxy.cluster.known_ranks import KnownRanks
-from kvproxy.cluster.membership import STATIC, Membership
+from kvproxy.cluster.membership import STATIC, KnownRanks, Membership
 from kvproxy.cluster.pick import AttemptOutcome, Pick, reserve
 from kvproxy.cluster.policies import PolicySet
-from kvproxy.cluster.prober import Probe, Prober
 from kvproxy.cluster.router_queue import RouterQueue
 from kvproxy.cluster.screening import Refusal, Screening, refusal_of, skip_reason
-from kvproxy.cluster.verdicts import Verdicts
+from kvproxy.cluster.verdicts import Probe, Prober, Verdicts
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing import selector
