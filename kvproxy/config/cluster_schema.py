@@ -1,4 +1,4 @@
-"""Clusters in the native configuration: endpoints, how one is chosen (with each policy's parameters), what takes one out."""
+"""Clusters in the native configuration: endpoints, how one is chosen (and policies' parameters), what takes one out."""
 
 from __future__ import annotations
 
