@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.pick import Pick
-from kvproxy.config.priority_schema import PriorityOrder
+from kvproxy.config.cluster_schema import PriorityOrder
 from kvproxy.forward.answer import may_be_error, read_beginning, read_short
 from kvproxy.forward.headers import RANK_HEADER, RequestHead
 from kvproxy.forward.request_body import RequestBody
