@@ -12,13 +12,12 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.router_queue import QueueFull
 from kvproxy.cluster.routes import Routes, RouteTarget
 from kvproxy.cluster.screening import Refusal
 from kvproxy.config.filter_schema import RequestIdSettings, RouterSettings
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.config.schema import Config
-from kvproxy.errors import UnsafeRequest
+from kvproxy.errors import QueueFull, UnsafeRequest
 from kvproxy.filters.chain import FilterContext
 from kvproxy.forward import models as model_list
 from kvproxy.forward.body_guard import BodyGuard, with_model
