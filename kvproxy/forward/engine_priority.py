@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.pick import Pick
-from kvproxy.config.priority_schema import PriorityOrder
+from kvproxy.config.cluster_schema import PriorityOrder
 from kvproxy.forward.request_options import MAX_PRIORITY
 from kvproxy.request.exchange import Exchange
 from kvproxy.routing.policy import NO_FACTS
