@@ -9,7 +9,7 @@ from kvproxy.admin.operated import ConfigFinding
 from kvproxy.admin.trouble import NAMED, list_names
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.engine_priority import PriorityState
-from kvproxy.config.priority_schema import EnginePriorityMode
+from kvproxy.config.cluster_schema import EnginePriorityMode
 
 #: So many placements without one sample are no accident.
 NOTABLE_REQUESTS = 500

@@ -16,8 +16,7 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.addresses import url_fault
 from kvproxy.config.cluster_schema import EndpointSettings
 from kvproxy.config.decode import decode_model
-from kvproxy.config.fields import spelling_hint
-from kvproxy.config.paths import dotted_path
+from kvproxy.config.paths import dotted_path, spelling_hint
 from kvproxy.errors import Problem
 from kvproxy.kvcache.status import endpoint_index, engine_status
 from kvproxy.types import EndpointId

@@ -12,8 +12,8 @@ from starlette.routing import Route
 from kvproxy.admin.operated import AdminTarget
 from kvproxy.admin.replies import Audit, RequestRefused, read_json_object, reply
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.config.fields import spelling_hint
 from kvproxy.config.model import Model
+from kvproxy.config.paths import spelling_hint
 from kvproxy.errors import ConfigError, Problem
 from kvproxy.routing.policy import Policy
 from kvproxy.routing.registry import ranges, tuned

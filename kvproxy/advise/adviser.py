@@ -18,8 +18,7 @@ from kvproxy.advise.simulate import MIN_REQUESTS, MIN_SPAN_S, Expectation, Simul
 from kvproxy.advise.today import NoModel, Today, model_today
 from kvproxy.advise.traffic import Traffic, read_traffic
 from kvproxy.clients.engine_metrics import EngineKind
-from kvproxy.config.cluster_schema import ClusterSettings
-from kvproxy.config.priority_schema import EnginePriorityMode
+from kvproxy.config.cluster_schema import ClusterSettings, EnginePriorityMode
 from kvproxy.config.schema import Config
 from kvproxy.doctor.deployment import find_kvcache_settings
 from kvproxy.errors import describe_os_error

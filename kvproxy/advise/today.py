@@ -12,8 +12,7 @@ from kvproxy.advise.known import usual_capacity
 from kvproxy.advise.occupancy import Occupancy
 from kvproxy.advise.recording import BLOCK_TOKENS
 from kvproxy.advise.traffic import Traffic
-from kvproxy.config.cluster_schema import ClusterSettings
-from kvproxy.config.priority_schema import EnginePriorityMode
+from kvproxy.config.cluster_schema import ClusterSettings, EnginePriorityMode
 from kvproxy.errors import KvproxyError
 from kvproxy.replay.compare import PolicySpec
 from kvproxy.replay.decided import read_decisions

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from enum import StrEnum
 
-from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
-from kvproxy.config.priority_schema import EnginePriorityMode, PriorityOrder
+from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings, EnginePriorityMode, PriorityOrder
 from kvproxy.routing.load import EndpointLoad
 from kvproxy.routing.policy import OverlapFacts, own_s
 from kvproxy.routing.priority_trial import PriorityPayoff, PriorityTrial, Verdict

@@ -14,8 +14,7 @@ from urllib.parse import urlsplit
 
 from kvproxy.config.addresses import split_address
 from kvproxy.config.cluster_schema import ClusterSettings
-from kvproxy.config.fields import keys_of
-from kvproxy.config.paths import Origins, Path, dotted_path
+from kvproxy.config.paths import Origins, Path, dotted_path, keys_of
 from kvproxy.errors import Problem
 
 _FALSE = {"false", "off", "no"}

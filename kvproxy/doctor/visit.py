@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from kvproxy.background_task import BackgroundTask
-from kvproxy.config.priority_schema import EnginePriorityMode
+from kvproxy.config.cluster_schema import EnginePriorityMode
 from kvproxy.config.schema import Config
 from kvproxy.doctor.checks.agent_prompts import AgentPromptsCheck
 from kvproxy.doctor.checks.configuration import ConfigurationCheck, LimitsCheck, PublicCheck, convert_problems

@@ -9,7 +9,7 @@ from random import Random
 from typing import TextIO
 
 from kvproxy.config.cluster_schema import POLICY_ALIASES, ClusterSettings, PolicyName
-from kvproxy.config.fields import spelling_hint
+from kvproxy.config.paths import spelling_hint
 from kvproxy.errors import KvproxyError
 from kvproxy.replay.pooled import Bound, measure_bound
 from kvproxy.replay.report import ProgressBar, ReplayReport, announce_part

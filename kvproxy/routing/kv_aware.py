@@ -31,7 +31,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from random import Random
 
-from kvproxy.config.policy_schema import KvAwareSettings
+from kvproxy.config.cluster_schema import KvAwareSettings
 from kvproxy.routing.engine_samples import StepModel
 from kvproxy.routing.load import Features, prefill_s
 from kvproxy.routing.policy import Candidate, Choice, OverlapFacts, PickRequest, Policy, least, own_s

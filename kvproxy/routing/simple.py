@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from random import Random
 
-from kvproxy.config.policy_schema import PrefixAffinitySettings
+from kvproxy.config.cluster_schema import PrefixAffinitySettings
 from kvproxy.routing.load import Features
 from kvproxy.routing.policy import LOWEST_COST, Candidate, Choice, PickRequest, Policy, least, least_loaded, own_s
 from kvproxy.routing.speeds import SpeedModel

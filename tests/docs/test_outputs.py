@@ -23,10 +23,10 @@ from kvproxy.clients.engine_metrics import EngineKind
 from kvproxy.commands.configuration import format_problem
 from kvproxy.commands.engine_lines import describe_adapters, describe_steps
 from kvproxy.commands.logging_setup import log_to
-from kvproxy.config.changes import summarise_changes
 from kvproxy.config.cluster_schema import PolicyName
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.config.load import check_config, load_config
+from kvproxy.config.paths import summarise_changes
 from kvproxy.config.schema import LogSettings
 from kvproxy.doctor.report import DoctorReport, Finding, Severity, SkippedCheck, print_table
 from kvproxy.doctor.traffic import Row, traffic_report

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvproxy.clients.sglang import SglangInfo
-from kvproxy.config.cluster_schema import ClusterSettings
-from kvproxy.config.priority_schema import EnginePriorityMode, PriorityOrder
+from kvproxy.config.cluster_schema import ClusterSettings, EnginePriorityMode, PriorityOrder
 from kvproxy.doctor.engine import EngineCheck
 from kvproxy.doctor.report import Finding, ok, problem, warning
 from kvproxy.errors import ClientError, NotSupported
