@@ -1,5 +1,6 @@
-"""What may be wrong with a cluster or its engines, one finding each: speeds that are not learned, priorities that are not
-heeded, ranks that requests cannot ask for, adapters that no engine has any more, event streams, lost caches."""
+"""What may be wrong with a cluster or its engines, one finding each: speeds that are not learned, priorities that are
+not heeded, ranks that requests cannot ask for, adapters that are gone, event streams, lost caches.
+"""
 
 from __future__ import annotations
 
