@@ -49,7 +49,7 @@ async def test_version_models_and_event_streams(pair: Pair, saw: Saw) -> None:
 
 
 async def test_load_in_a_response_header(pair: Pair, saw: Saw) -> None:
-    """vLLM's ORCA report passes the proxy, in both formats: whoever asks for it reads it there."""
+    """vLLM's ORCA report passes the proxy, in both formats."""
     body = chat(pair.model.name, "hello")
     reports = {}
     async with running_proxy({"a": pair.a.url}) as proxy:
