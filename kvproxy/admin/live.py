@@ -32,7 +32,7 @@ from kvproxy.errors import Problem
 from kvproxy.kvcache.service import KvCache
 from kvproxy.kvcache.status import hot_prefixes, leases, prefix_breaks, running_jobs
 from kvproxy.request.exchange import FAILED
-from kvproxy.request.recent import Tally
+from kvproxy.request.observer import Tally
 
 _SCRIPTS = ("page", "parts", "table", "charts", "endpoints", "decisions", "breaks", "advice")
 FILES = {

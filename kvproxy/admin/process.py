@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from kvproxy.admin.operated import AdminTarget
 from kvproxy.admin.replies import Audit, RequestRefused, read_json_object, reply
-from kvproxy.cluster.status import clusters_without_endpoint
+from kvproxy.cluster.routes import clusters_without_endpoint
 from kvproxy.config.paths import spelling_hint
 from kvproxy.config.schema import LogLevel
 from kvproxy.errors import Problem

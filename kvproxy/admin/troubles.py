@@ -22,7 +22,7 @@ from kvproxy.admin.operated import AdminTarget, OperatorFinding
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.request.exchange import FAILED
-from kvproxy.request.recent import Tally
+from kvproxy.request.observer import Tally
 
 #: A share of failed requests from here on is a finding (and so many of them), and from there on a problem. The alert
 #: KvproxyErrors has the first of them too.

@@ -21,7 +21,7 @@ from kvproxy.errors import Problem
 from kvproxy.kvcache.service import KvCache
 from kvproxy.kvcache.status import cache_status, hot_prefixes, leases, prefix_breaks
 from kvproxy.request.exchange import RESULTS
-from kvproxy.request.recent import Decision
+from kvproxy.request.observer import RecentRequest
 
 MAX_LIMIT = 1000
 _NUMBER = re.compile(r"[0-9]{1,18}")
@@ -34,7 +34,7 @@ def list_decisions(operated: AdminTarget, limit: int, *, result: str = "") -> li
     return [_shown(operated, decision) for decision in islice(wanted, limit)]
 
 
-def _shown(operated: AdminTarget, decision: Decision) -> dict[str, object]:
+def _shown(operated: AdminTarget, decision: RecentRequest) -> dict[str, object]:
     now, outcome = operated.clock(), decision.outcome
     ended = operated.wall_clock() - timedelta(seconds=now - decision.ended_at)
     return {
@@ -62,7 +62,7 @@ def _shown(operated: AdminTarget, decision: Decision) -> dict[str, object]:
     }
 
 
-def _candidates(decision: Decision) -> list[dict[str, object]]:
+def _candidates(decision: RecentRequest) -> list[dict[str, object]]:
     """What the last pick chose among, the cheapest first: what each would have cost and was believed to hold."""
     outcome, facts = decision.outcome, decision.facts
     rows: list[tuple[float, dict[str, object]]] = []
