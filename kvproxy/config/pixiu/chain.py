@@ -7,7 +7,8 @@ from typing import Any
 
 from kvproxy.config.filter_schema import FILTER_SETTINGS
 from kvproxy.config.paths import Path, closest_word
-from kvproxy.config.pixiu.schema import ConnectionManager, Cors, LlmProxy, PixiuRoute, Tokenizer, Translation
+from kvproxy.config.pixiu.schema import ConnectionManager, Cors, LlmProxy, PixiuRoute, Tokenizer
+from kvproxy.config.shorthand import Translation
 
 _KVCACHE = "dgp.filter.ai.kvcache"
 _PROXY = "dgp.filter.llm.proxy"

@@ -11,8 +11,9 @@ from kvproxy.config.native import decode_form
 from kvproxy.config.paths import Path, dotted_path
 from kvproxy.config.pixiu.chain import translate_chain
 from kvproxy.config.pixiu.clusters import translate_clusters
-from kvproxy.config.pixiu.schema import ConnectionManager, PixiuFile, PixiuListener, Resources, Translation
+from kvproxy.config.pixiu.schema import ConnectionManager, PixiuFile, PixiuListener, Resources
 from kvproxy.config.schema import Config
+from kvproxy.config.shorthand import Translation
 from kvproxy.errors import Problem
 
 _MANAGER = "dgp.filter.httpconnectionmanager"
