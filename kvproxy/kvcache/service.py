@@ -17,8 +17,8 @@ from kvproxy.kvcache.actions.signals import HostUse
 from kvproxy.kvcache.actions.strategy_runner import StrategyRunner
 from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.engines import Engines
-from kvproxy.kvcache.feedback.cache_losses import LossReason
 from kvproxy.kvcache.feedback.predictions import PredictionFeedback
+from kvproxy.kvcache.feedback.trust import LossReason
 from kvproxy.kvcache.metrics_scraper import MetricsScraper
 from kvproxy.kvcache.overlap.facts import RequestFacts, Result
 from kvproxy.kvcache.overlap.kv_event_streams import EventStreams, utc_seconds

@@ -14,7 +14,7 @@ from kvproxy.clients.kv_events.status import StreamReason, StreamState, StreamSt
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.verdicts import ProbeOutcome
 from kvproxy.errors import ClientUnavailable
-from kvproxy.kvcache.feedback.cache_losses import LossReason
+from kvproxy.kvcache.feedback.trust import LossReason
 from kvproxy.request.exchange import Exchange, Outcome
 from kvproxy.types import EndpointId
 from tests.admin.support import admin_of, proxy_of

@@ -7,7 +7,7 @@ import pytest
 from kvproxy.clients.kv_events.events import AllBlocksCleared, BlockStored
 from kvproxy.clients.kv_events.status import StreamReason, StreamState, StreamStatus
 from kvproxy.cluster.endpoint import Condition
-from kvproxy.kvcache.feedback.cache_losses import RECENT_S, CacheLosses, Loss, LossReason
+from kvproxy.kvcache.feedback.trust import RECENT_S, CacheLosses, Loss, LossReason
 from kvproxy.kvcache.overlap.indexes import FollowedEvents
 from kvproxy.kvcache.overlap.kv_event_streams import _Consumer
 from kvproxy.kvcache.status import endpoint_index, engine_status

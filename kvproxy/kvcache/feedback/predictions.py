@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
-from kvproxy.kvcache.feedback.cache_losses import LossReason
+from kvproxy.kvcache.feedback.trust import LossReason
 from kvproxy.kvcache.overlap.facts import RequestFacts, Result
 from kvproxy.kvcache.overlap.last_served import NO_BLOCKS, NO_NAMES
 from kvproxy.kvcache.overlap.lookup import EmptyLookups, LookupClient

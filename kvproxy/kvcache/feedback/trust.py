@@ -1,4 +1,4 @@
-"""How far claims about an engine's cache are believed, by what earlier ones proved worth.
+"""How far what is believed of an engine's cache holds: claims by what earlier ones proved worth, and losses of it.
 
 A prefix this router itself sent to an endpoint, and that its capacity should still hold, is backed. One that only
 events or a lookup service speak of is not: another router may have sent it there, or a removal was lost. Such a claim
@@ -12,10 +12,12 @@ of another tokenizer, or content that only one side counts as part of the prompt
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 
-from kvproxy.types import EndpointId
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.types import Clock, EndpointId
 
 
 @dataclass(slots=True)
@@ -134,3 +136,58 @@ class MissedReuses:
         """The endpoint left, or is another process now."""
         self.doubted.discard(endpoint)
         self._records.pop(endpoint, None)
+
+
+#: So long afterwards a loss is what requests that find nothing have to do with.
+RECENT_S = 60.0
+
+
+class LossReason(StrEnum):
+    """How a loss was noticed; a metric label."""
+
+    RESTARTED = "restarted"  # another process answers, or its counters began again
+    CLEARED = "cleared"  # its KV events say so: `/reset_prefix_cache`, `/flush_cache`, an update of its weights
+    FORGOT = "forgot"  # it reused nothing of what it was sent just now
+    ASLEEP = "asleep"  # it sleeps, which gives its KV memory up
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The latest one of an endpoint."""
+
+    reason: LossReason
+    age_s: float
+
+
+class CacheLosses:
+    """Bounded by the endpoints there are: `keep` forgets the others, and their series."""
+
+    def __init__(self, metrics: Metrics, *, clock: Clock) -> None:
+        self._counter = metrics.endpoint.cache_losses
+        self._clock = clock
+        self._latest: dict[tuple[str, EndpointId], tuple[LossReason, float]] = {}
+
+    def note(self, cluster: str, endpoint: EndpointId, reason: LossReason) -> None:
+        """The endpoint lost all that it held."""
+        if (cluster, endpoint) not in self._latest:
+            for each in LossReason:
+                self._counter.labels(cluster, endpoint, each.value)
+        self._counter.labels(cluster, endpoint, reason.value).inc()
+        self._latest[cluster, endpoint] = (reason, self._clock())
+
+    def latest(self, cluster: str, endpoint: EndpointId) -> Loss | None:
+        """The endpoint's last one; None: it lost nothing while it was known."""
+        found = self._latest.get((cluster, endpoint))
+        return None if found is None else Loss(found[0], self._clock() - found[1])
+
+    def recent(self, cluster: str, endpoint: EndpointId | None) -> str:
+        """The reason of a loss a short while ago; "" where there was none."""
+        loss = None if endpoint is None else self.latest(cluster, endpoint)
+        return loss.reason.value if loss is not None and loss.age_s <= RECENT_S else ""
+
+    def keep(self, present: Collection[tuple[str, EndpointId]]) -> None:
+        """Forget all endpoints but these."""
+        for cluster, endpoint in self._latest.keys() - set(present):
+            del self._latest[cluster, endpoint]
+            for reason in LossReason:
+                self._counter.remove(cluster, endpoint, reason.value)

@@ -98,19 +98,9 @@ def encode(kept: Kept, hashes: Iterable[bytes]) -> list[bytes]:
     return [_HEAD.pack(_MAGIC, VERSION, len(contents)) + contents, *hashes]
 
 
-class Checksum:
+def pack_checksum(seen: xxh3_64) -> bytes:
     """The last piece of the file, over all pieces before it."""
-
-    def __init__(self) -> None:
-        self._digest = xxh3_64()
-
-    def update(self, piece: bytes | memoryview) -> None:
-        """The next piece."""
-        self._digest.update(piece)
-
-    def end(self) -> bytes:
-        """The last piece."""
-        return _CHECKSUM.pack(self._digest.intdigest())
+    return _CHECKSUM.pack(seen.intdigest())
 
 
 def decode(data: bytes) -> Snapshot:
@@ -121,9 +111,7 @@ def decode(data: bytes) -> Snapshot:
     if version != VERSION:
         raise Unusable(Outcome.OTHER_VERSION, f"of version {version}, not {VERSION}")
     body = memoryview(data)[: -_CHECKSUM.size]
-    seen = Checksum()
-    seen.update(body)
-    if seen.end() != data[-_CHECKSUM.size :]:
+    if pack_checksum(xxh3_64(body)) != data[-_CHECKSUM.size :]:
         raise Unusable(Outcome.CORRUPT, "damaged or cut short")
     try:
         kept = _decoder.decode(body[_HEAD.size : _HEAD.size + contents_bytes])

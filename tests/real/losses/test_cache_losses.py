@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from kvproxy.cluster.endpoint import Condition
-from kvproxy.kvcache.feedback.cache_losses import LossReason
+from kvproxy.kvcache.feedback.trust import LossReason
 from kvproxy.kvcache.service import KvCache
 from kvproxy.types import EndpointId
 from tests.real.conftest import Saw, needs_memory
