@@ -153,7 +153,7 @@ class CacheRoutes:
         return reply(prefix_breaks(self._service(), self._operated.clock()))
 
     def _alarms(self) -> Sequence[OperatorFinding]:
-        return self._service().state.predictions.alarms()
+        return self._service().state.predictions.raised_alarms()
 
     def _service(self) -> KvCache:
         kvcache = self._operated.kvcache

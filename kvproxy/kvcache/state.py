@@ -75,7 +75,7 @@ class CacheState:
             self._tokens = (settings, memory)
         return self._tokens[1]
 
-    def keep(self, clusters: Mapping[str, object]) -> None:
+    def keep_only(self, clusters: Mapping[str, object]) -> None:
         """Forget the indexes of all other clusters."""
         for known in (self.indexes, self.present):
             for name in known.keys() - clusters.keys():

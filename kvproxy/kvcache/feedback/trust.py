@@ -42,21 +42,21 @@ class Trust:
         """Whether an unbacked claim about it was ever put to the test."""
         return endpoint in self._records
 
-    def share(self, endpoint: EndpointId) -> float:
+    def believed_share(self, endpoint: EndpointId) -> float:
         """Of an unbacked claim that is believed, 0 to 1."""
         record = self._records.get(endpoint)
         if record is None:
             return 1.0
         return (record.right + self._prior_claims) / (record.claims + self._prior_claims)
 
-    def believed(self, endpoint: EndpointId, tokens: int, backed_tokens: int) -> int:
+    def believed_tokens(self, endpoint: EndpointId, tokens: int, backed_tokens: int) -> int:
         """What a claim of `tokens` counts for, of which `backed_tokens` (or more) are backed."""
         unbacked = tokens - backed_tokens
         if unbacked <= 0 or endpoint not in self._records:
             return tokens
-        return backed_tokens + int(self.share(endpoint) * unbacked)
+        return backed_tokens + int(self.believed_share(endpoint) * unbacked)
 
-    def observe(self, endpoint: EndpointId, tokens: int, backed_tokens: int, cached_tokens: int) -> None:
+    def observe_claim(self, endpoint: EndpointId, tokens: int, backed_tokens: int, cached_tokens: int) -> None:
         """A response of that endpoint reported `cached_tokens`; its claim had been `tokens`, so many backed."""
         record = self._records.get(endpoint)
         unbacked = tokens - backed_tokens
@@ -70,7 +70,7 @@ class Trust:
             record.right += min(1.0, max(0.0, (cached_tokens - backed_tokens) / unbacked))
             record.claims += 1.0
 
-    def forget(self, endpoint: EndpointId) -> None:
+    def forget_endpoint(self, endpoint: EndpointId) -> None:
         """The endpoint left."""
         self._records.pop(endpoint, None)
 
@@ -110,7 +110,7 @@ class MissedReuses:
         self.doubted: set[EndpointId] = set()
         self._records: dict[EndpointId, MissedReuse] = {}
 
-    def observe(self, endpoint: EndpointId, *, announced_tokens: int, reused_tokens: int) -> None:
+    def observe_reuse(self, endpoint: EndpointId, *, announced_tokens: int, reused_tokens: int) -> None:
         """The engine reused `reused_tokens` of what the index was asked for, where its events had announced so many."""
         if reused_tokens < LEAST_TOKENS:
             return
@@ -128,11 +128,11 @@ class MissedReuses:
         elif record.count <= _ENDED_AT:
             self.doubted.discard(endpoint)
 
-    def raised(self) -> Iterator[MissedReuse]:
+    def doubted_records(self) -> Iterator[MissedReuse]:
         """Of the endpoints that are doubted."""
         return (self._records[endpoint] for endpoint in sorted(self.doubted))
 
-    def forget(self, endpoint: EndpointId) -> None:
+    def forget_endpoint(self, endpoint: EndpointId) -> None:
         """The endpoint left, or is another process now."""
         self.doubted.discard(endpoint)
         self._records.pop(endpoint, None)
@@ -167,7 +167,7 @@ class CacheLosses:
         self._clock = clock
         self._latest: dict[tuple[str, EndpointId], tuple[LossReason, float]] = {}
 
-    def note(self, cluster: str, endpoint: EndpointId, reason: LossReason) -> None:
+    def note_loss(self, cluster: str, endpoint: EndpointId, reason: LossReason) -> None:
         """The endpoint lost all that it held."""
         if (cluster, endpoint) not in self._latest:
             for each in LossReason:
@@ -175,17 +175,17 @@ class CacheLosses:
         self._counter.labels(cluster, endpoint, reason.value).inc()
         self._latest[cluster, endpoint] = (reason, self._clock())
 
-    def latest(self, cluster: str, endpoint: EndpointId) -> Loss | None:
+    def latest_loss(self, cluster: str, endpoint: EndpointId) -> Loss | None:
         """The endpoint's last one; None: it lost nothing while it was known."""
         found = self._latest.get((cluster, endpoint))
         return None if found is None else Loss(found[0], self._clock() - found[1])
 
-    def recent(self, cluster: str, endpoint: EndpointId | None) -> str:
+    def recent_reason(self, cluster: str, endpoint: EndpointId | None) -> str:
         """The reason of a loss a short while ago; "" where there was none."""
-        loss = None if endpoint is None else self.latest(cluster, endpoint)
+        loss = None if endpoint is None else self.latest_loss(cluster, endpoint)
         return loss.reason.value if loss is not None and loss.age_s <= RECENT_S else ""
 
-    def keep(self, present: Collection[tuple[str, EndpointId]]) -> None:
+    def keep_only(self, present: Collection[tuple[str, EndpointId]]) -> None:
         """Forget all endpoints but these."""
         for cluster, endpoint in self._latest.keys() - set(present):
             del self._latest[cluster, endpoint]

@@ -185,7 +185,7 @@ class Contents:
         if not any(same.values()):
             raise Unusable(Outcome.OTHER_ENDPOINTS, "of endpoints that are not configured, or not at those addresses")
         restorations = self._restorations(snapshot)
-        self._state.bytes_per_token.resume(kept.bytes_per_token)
+        self._state.bytes_per_token.resume_from(kept.bytes_per_token)
         for one in known:
             _resume_ranks(self._clusters[one.name], same[one.name].values())
             yield from self._fill(one, restorations[one.name], same[one.name], kept.taken_at)
@@ -222,7 +222,7 @@ class Contents:
                 cluster.speeds.resume(kept.speeds, self._clock(), keep=same, away_s=away_s)
             except ValueError as error:
                 log.info("[kvcache] learned speeds of cluster %s are not taken over: %s", kept.name, error)
-        yield from restoration.into(index.approximate, keep=same)
+        yield from restoration.restore_into(index.approximate, keep=same)
         for name, one in same.items():
             # An engine whose start is not known is another process if it began after the snapshot.
             index.started_at[EndpointId(name)] = taken_at if one.started_at is None else one.started_at
