@@ -60,7 +60,7 @@ def test_a_decision_is_looked_at_again() -> None:
     at = play(payoff, mean=1.0, tail=1.5, began=at + STANDS_S)
     assert not payoff.pays
     assert payoff.counted == (0, 0)
-    payoff.observe(at + 1.0, 1.0)
+    payoff.observe_wait(at + 1.0, 1.0)
     assert payoff.counted == (0, 0)
 
 

@@ -17,7 +17,7 @@ _RESULTS = ("miss", "partial", "hit")
 
 
 class PredictionStats:
-    """Bounded by the endpoints there are: `keep` forgets the others, and their series."""
+    """Bounded by the endpoints there are: `keep_only` forgets the others, and their series."""
 
     def __init__(self, metrics: Metrics, *, clock: Clock) -> None:
         self._metrics = metrics

@@ -131,7 +131,7 @@ class _EndpointCounts:
 
 
 class HitRatioStats:
-    """Bounded by the endpoints there are: `keep` forgets the others."""
+    """Bounded by the endpoints there are: `keep_only` forgets the others."""
 
     def __init__(self) -> None:
         self._endpoints: dict[Key, _EndpointCounts] = {}

@@ -160,7 +160,7 @@ class Loss:
 
 
 class CacheLosses:
-    """Bounded by the endpoints there are: `keep` forgets the others, and their series."""
+    """Bounded by the endpoints there are: `keep_only` forgets the others, and their series."""
 
     def __init__(self, metrics: Metrics, *, clock: Clock) -> None:
         self._counter = metrics.endpoint.cache_losses
