@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from kvproxy.admin.app import build_admin_app
 from kvproxy.admin.history import History
@@ -51,6 +51,7 @@ class Proxy:
         wall_clock: WallClock = _utc_now,
         rng: random.Random | None = None,
         extra_filters: Mapping[str, FilterType] | None = None,
+        receipts_key: bytes | None = None,
     ) -> None:
         self.metrics = Metrics() if metrics is None else metrics
         self.draining = False
@@ -71,7 +72,7 @@ class Proxy:
             metrics=self.metrics,
         )
         self._probes = UpstreamPool(max_connections=4, max_idle=0, clock=clock)  # a full pool must not starve probes
-        self._recorder = make_recorder(self, config.receipts)
+        self._recorder = make_recorder(self, config.receipts, key=receipts_key)
         self._shared = Shared(
             self.metrics,
             clock,
@@ -88,7 +89,7 @@ class Proxy:
         self._reloader = Reloader(clock=clock, patience_s=config.shutdown.drain)
         show_learned(self.metrics, lambda: self.clusters.values(), clock=clock)
         self._history = History(self)
-        self.admin: ASGIApp = build_admin_app(self, self._history)
+        self.admin = build_admin_app(self, self._history)
         self._running = AsyncExitStack()
 
     def _observers(self, config: Config) -> Iterator[RequestObserver]:
@@ -134,12 +135,24 @@ class Proxy:
         connections, rate limits. Raises ConfigError, and whatever a new part raises when it is started; then nothing
         has changed.
         """
-        before, after = self._generation, Generation(config, self._shared, self._states)
+        return self.adopt(await self.prepare(config))
+
+    async def prepare(self, config: Config) -> Generation:
+        """The first half of a reload: everything that may fail. `adopt` or `discard` what it gives."""
+        after = Generation(config, self._shared, self._states)
         await self._reloader.begin(after)
-        lost = after.serve()
+        return after
+
+    def adopt(self, after: Generation) -> Reloaded:
+        """The second half: serve by it from now on."""
+        before, lost = self._generation, after.serve()
         self._generation = after
         self._reloader.retire(before)
-        return Reloaded(after_restart=tuple(needs_restart(before.config, config)), lost=lost)
+        return Reloaded(after_restart=tuple(needs_restart(before.config, after.config)), lost=lost)
+
+    def discard(self, after: Generation) -> None:
+        """Instead of the second half: nothing has changed."""
+        self._reloader.retire(after)
 
     async def __aenter__(self) -> Proxy:
         await self._running.enter_async_context(LoopLag(self.metrics.process.loop_lag, clock=self.clock))
