@@ -15,18 +15,16 @@ from random import Random
 from statistics import fmean
 from typing import TextIO
 
-from kvproxy.advise.advice import Gain
+from kvproxy.advise.advice import Figures, Fit, Gain, compute_gain, is_promising, summarize_half
 from kvproxy.advise.candidates import Candidate
-from kvproxy.advise.gains import Figures, Fit, compute_gain, is_promising, summarize_half
-from kvproxy.advise.recording import make_trace
-from kvproxy.advise.today import Today
+from kvproxy.advise.today import Today, make_trace
 from kvproxy.advise.traffic import RecordedRequest, Traffic
-from kvproxy.replay.compare import ProgressBar
+from kvproxy.replay.compare import play_policy
+from kvproxy.replay.report import ProgressBar
 from kvproxy.replay.results import ReplayOutcome, percentile
-from kvproxy.replay.scenario import play_policy
 from kvproxy.replay.settings import Pace
 from kvproxy.replay.trace import Trace
-from kvproxy.simulator.engine_io import TokenGaps
+from kvproxy.simulator.timing import TokenGaps
 from kvproxy.types import Clock
 
 #: Fewer requests, or less time, say nothing about what a setting is worth.

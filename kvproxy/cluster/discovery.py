@@ -17,9 +17,8 @@ from pydantic import TypeAdapter, ValidationError
 from kvproxy.background_task import TaskSet
 from kvproxy.config.addresses import url_fault
 from kvproxy.config.cluster_schema import DiscoverySettings, DnsDiscoverySettings, EndpointSettings
-from kvproxy.config.environment import substitute_variables
 from kvproxy.config.paths import dotted_path
-from kvproxy.config.yaml_text import parse_yaml
+from kvproxy.config.yaml_text import parse_yaml, substitute_variables
 from kvproxy.errors import DiscoveryError
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.types import Sleep

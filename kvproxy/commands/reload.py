@@ -10,7 +10,7 @@ from typing import Protocol
 
 from kvproxy.admin.operated import ConfigFinding, ConfigReloader, OperatorFinding, Reloaded
 from kvproxy.commands.configuration import ConfigSource
-from kvproxy.config.changes import summarise_changes
+from kvproxy.config.paths import summarise_changes
 from kvproxy.config.schema import Config
 from kvproxy.errors import ConfigError, Problem
 from kvproxy.metrics.catalog import Metrics
