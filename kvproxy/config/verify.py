@@ -57,8 +57,7 @@ def _clusters(config: Config) -> Iterator[Finding]:
         yield error(("clusters",), "no cluster is configured", hint, follows=_CLUSTERS_ARE_FROM)
     for name, cluster in config.clusters.items():
         at: Path = ("clusters", name)
-        discovers = cluster.discovery.file is not None or cluster.discovery.dns is not None
-        if not cluster.endpoints and not discovers:
+        if not cluster.endpoints and not cluster.discovery.named:
             yield error((*at, "endpoints"), "the cluster has no endpoints and no discovery", absence=True)
         yield from _endpoints(cluster, (*at, "endpoints"))
         yield from _loops(config, cluster, (*at, "endpoints"))
