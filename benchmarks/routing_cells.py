@@ -12,8 +12,7 @@ from random import Random
 from typing import Any
 
 from benchmarks.known_speeds import knowing
-from kvproxy.config.cluster_schema import ClusterSettings
-from kvproxy.config.policy_schema import KvAwareSettings, PolicyParameters
+from kvproxy.config.cluster_schema import ClusterSettings, KvAwareSettings, PolicyParameters
 from kvproxy.replay.catalogue import SCENARIOS
 from kvproxy.replay.pooled import Bound, measure_bound, play_on_pool
 from kvproxy.replay.results import summarize_outcomes

@@ -14,8 +14,7 @@ from kvproxy.admin.app import build_admin_app
 from kvproxy.admin.history import History
 from kvproxy.admin.operated import AdviceRuns, ConfigReloader, OperatorFinding, Reloaded
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.routes import Routes
-from kvproxy.cluster.status import show_learned
+from kvproxy.cluster.routes import Routes, show_learned
 from kvproxy.config.schema import Config
 from kvproxy.filters.chain import FilterType, WallClock
 from kvproxy.kvcache.service import KvCache
@@ -23,11 +22,8 @@ from kvproxy.metrics.catalog import Metrics
 from kvproxy.metrics.present import LoopLag
 from kvproxy.receipts.recorder import make_recorder
 from kvproxy.request.body import HeldBodies
-from kvproxy.request.observer import RequestObserver
-from kvproxy.request.recent import RecentDecisions
-from kvproxy.runtime.generation import Generation, Shared, needs_restart
-from kvproxy.runtime.reload import Reloader
-from kvproxy.runtime.state import StateStore
+from kvproxy.request.observer import RecentDecisions, RequestObserver
+from kvproxy.runtime.generation import Generation, Reloader, Shared, StateStore
 from kvproxy.types import Clock
 from kvproxy.upstream.pool import UpstreamPool
 
@@ -139,7 +135,7 @@ class Proxy:
         lost = after.serve()
         self._generation = after
         self._reloader.retire(before)
-        return Reloaded(after_restart=tuple(needs_restart(before.config, config)), lost=lost)
+        return Reloaded(after_restart=tuple(_needs_restart(before.config, config)), lost=lost)
 
     async def __aenter__(self) -> Proxy:
         await self._running.enter_async_context(LoopLag(self.metrics.process.loop_lag, clock=self.clock))
@@ -179,3 +175,9 @@ class Proxy:
 def build(config: Config) -> Proxy:
     """The ASGI app for a configuration. Raises ConfigError with every problem found."""
     return Proxy(config)
+
+
+def _needs_restart(old: Config, new: Config) -> list[str]:
+    """Settings whose change takes effect only at the next start of the process, by path."""
+    names = ("listen", "admin", "limits", "pool", "shutdown", "log", "receipts")
+    return [name for name in names if getattr(old, name) != getattr(new, name)]

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from starlette.types import Send
 
-from kvproxy.admin.cluster_findings import find_lost_adapters
+from kvproxy.admin.findings import find_lost_adapters
 from kvproxy.cluster.adapters import AdapterState
 from kvproxy.kvcache.service import KvCache
 from kvproxy.simulator.fleet import Fleet, FleetSettings

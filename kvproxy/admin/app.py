@@ -18,16 +18,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvproxy.admin.cache import CacheRoutes
-from kvproxy.admin.decisions import DecisionRoutes
-from kvproxy.admin.endpoints import EndpointRoutes
+from kvproxy.admin.clusters import EndpointRoutes, RoutingRoutes
 from kvproxy.admin.history import History
 from kvproxy.admin.live import FILES, LiveView, PageFiles
 from kvproxy.admin.operated import AdminTarget
 from kvproxy.admin.pick import PickRoutes
 from kvproxy.admin.process import AdviceRoutes, HealthRoutes, SettingsRoutes
 from kvproxy.admin.replies import Audit, RequestRefused, error, on_http_error, on_refused
-from kvproxy.admin.routing import RoutingRoutes
+from kvproxy.admin.views import CacheRoutes, DecisionRoutes
 from kvproxy.config.addresses import is_loopback
 from kvproxy.errors import Problem
 

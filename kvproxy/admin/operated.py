@@ -13,7 +13,7 @@ from kvproxy.config.schema import Config
 from kvproxy.errors import Problem
 from kvproxy.kvcache.service import KvCache
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.request.recent import RecentDecisions
+from kvproxy.request.observer import RecentDecisions
 from kvproxy.types import Clock
 
 

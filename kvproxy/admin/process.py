@@ -15,8 +15,8 @@ from starlette.routing import Route
 
 from kvproxy.admin.operated import AdminTarget
 from kvproxy.admin.replies import Audit, RequestRefused, read_json_object, reply
-from kvproxy.cluster.status import clusters_without_endpoint
-from kvproxy.config.fields import spelling_hint
+from kvproxy.cluster.routes import clusters_without_endpoint
+from kvproxy.config.paths import spelling_hint
 from kvproxy.config.schema import LogLevel
 from kvproxy.errors import Problem
 from kvproxy.metrics.exposition import render_exposition

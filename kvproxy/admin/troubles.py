@@ -5,19 +5,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from kvproxy.admin.cluster_findings import (
+from kvproxy.admin.findings import (
+    DOWN,
+    NAMED,
+    Rank,
+    Trouble,
+    find_engine_findings,
     find_lost_adapters,
     find_unheeded_priority,
     find_unlearned,
     find_unsteered_ranks,
+    list_names,
+    source_trouble,
 )
-from kvproxy.admin.engine_troubles import find_engine_troubles
 from kvproxy.admin.operated import AdminTarget, OperatorFinding
-from kvproxy.admin.trouble import DOWN, NAMED, Rank, Trouble, list_names, source_trouble
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.request.exchange import FAILED
-from kvproxy.request.recent import Tally
+from kvproxy.request.observer import Tally
 
 #: A share of failed requests from here on is a finding (and so many of them), and from there on a problem. The alert
 #: KvproxyErrors has the first of them too.
@@ -62,7 +67,7 @@ class Troubles:
             what = f"{outage.operation} fails: {outage.meaning} (last error: {outage.last_error})"
             yield source_trouble(("outage", outage.operation), "kvcache", what, "is it up? `kvproxy doctor` asks it")
         for name, cluster in self._operated.clusters.items():
-            yield from find_engine_troubles(kvcache, name, cluster, now)
+            yield from find_engine_findings(kvcache, name, cluster, now)
 
     def _rest(self) -> Iterator[Trouble]:
         kvcache = self._operated.kvcache

@@ -8,18 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from kvproxy.advise.advice import Advice, NotGiven, Setting
+from kvproxy.advise.advice import DOES_NOT_FIT, Advice, Fit, NotGiven, Setting, why_not_given
 from kvproxy.advise.candidates import list_candidates
 from kvproxy.advise.engines import EngineSettingsSeen, engines_of
-from kvproxy.advise.gains import DOES_NOT_FIT, Fit, why_not_given
 from kvproxy.advise.known import Known, advise_from_facts, much_waits, name_engines
-from kvproxy.advise.occupancy import measure_occupancy
 from kvproxy.advise.simulate import MIN_REQUESTS, MIN_SPAN_S, Expectation, Simulation
 from kvproxy.advise.today import NoModel, Today, model_today
-from kvproxy.advise.traffic import Traffic, read_traffic
+from kvproxy.advise.traffic import Traffic, measure_occupancy, read_traffic
 from kvproxy.clients.engine_metrics import EngineKind
-from kvproxy.config.cluster_schema import ClusterSettings
-from kvproxy.config.priority_schema import EnginePriorityMode
+from kvproxy.config.cluster_schema import ClusterSettings, EnginePriorityMode
 from kvproxy.config.schema import Config
 from kvproxy.doctor.deployment import find_kvcache_settings
 from kvproxy.errors import describe_os_error

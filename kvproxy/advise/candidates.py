@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from kvproxy.advise.advice import Setting
 from kvproxy.advise.engines import EngineSettingsSeen
 from kvproxy.advise.known import more_memory, more_sequences, order_config, spelled
-from kvproxy.advise.occupancy import Occupancy
-from kvproxy.advise.recording import BLOCK_TOKENS
-from kvproxy.advise.today import Today
+from kvproxy.advise.today import BLOCK_TOKENS, Today
+from kvproxy.advise.traffic import Occupancy
 from kvproxy.clients.engine_metrics import EngineKind
 from kvproxy.config.cluster_schema import PolicyName
 from kvproxy.config.kvcache_schema import KvCacheSettings

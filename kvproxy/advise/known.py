@@ -8,8 +8,7 @@ from statistics import median
 
 from kvproxy.advise.advice import Advice, Setting, spell_flag
 from kvproxy.advise.engines import EngineSettingsSeen
-from kvproxy.advise.occupancy import NOT_MEASURED, Occupancy
-from kvproxy.advise.traffic import Traffic
+from kvproxy.advise.traffic import NOT_MEASURED, Occupancy, Traffic
 from kvproxy.clients.engine_metrics import EngineKind
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.types import EndpointId

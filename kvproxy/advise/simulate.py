@@ -15,11 +15,9 @@ from random import Random
 from statistics import fmean
 from typing import TextIO
 
-from kvproxy.advise.advice import Gain
+from kvproxy.advise.advice import Figures, Fit, Gain, compute_gain, is_promising, summarize_half
 from kvproxy.advise.candidates import Candidate
-from kvproxy.advise.gains import Figures, Fit, compute_gain, is_promising, summarize_half
-from kvproxy.advise.recording import make_trace
-from kvproxy.advise.today import Today
+from kvproxy.advise.today import Today, make_trace
 from kvproxy.advise.traffic import RecordedRequest, Traffic
 from kvproxy.replay.compare import ProgressBar
 from kvproxy.replay.results import ReplayOutcome, percentile

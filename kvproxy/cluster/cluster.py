@@ -17,14 +17,12 @@ from kvproxy.cluster.discovery import Poller, Source, sources_of
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.engine import Engine
 from kvproxy.cluster.engine_priority import ClusterPriority, utc_seconds
-from kvproxy.cluster.known_ranks import KnownRanks
 from kvproxy.cluster.membership import STATIC, Membership
 from kvproxy.cluster.pick import AttemptOutcome, Pick, reserve
 from kvproxy.cluster.policies import PolicySet
-from kvproxy.cluster.prober import Probe, Prober
 from kvproxy.cluster.router_queue import RouterQueue
-from kvproxy.cluster.screening import Refusal, Screening, refusal_of, skip_reason
-from kvproxy.cluster.verdicts import Verdicts
+from kvproxy.cluster.screening import KnownRanks, Refusal, Screening, refusal_of, skip_reason
+from kvproxy.cluster.verdicts import Probe, Prober, Verdicts
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing import selector
@@ -432,15 +430,15 @@ class Cluster:
 
     def _arrange_queue(self) -> None:
         """As the settings say: the queue there is goes on with the requests in it, or places them all at once."""
-        settings = self.settings.queue
-        if not (settings.enabled and self.policy.learns_speeds):
+        settings, speeds = self.settings.queue, self.policy.speeds
+        if not settings.enabled or speeds is None:
             self._close_queue()
         elif self.queue is not None:
-            self.queue.reconfigure(settings, self.policy)
+            self.queue.reconfigure(settings, speeds)
         else:
             self.queue = RouterQueue(
                 settings,
-                self.policy,
+                speeds,
                 cluster=self.name,
                 candidates=self._candidates,
                 metrics=self._metrics,

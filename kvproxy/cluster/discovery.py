@@ -22,9 +22,8 @@ from kvproxy.cluster.sources.etcd import EtcdDiscovery
 from kvproxy.cluster.sources.kubernetes import KubernetesDiscovery
 from kvproxy.config.addresses import url_fault
 from kvproxy.config.cluster_schema import DiscoverySettings, DnsDiscoverySettings, EndpointSettings
-from kvproxy.config.environment import substitute_variables
 from kvproxy.config.paths import dotted_path
-from kvproxy.config.yaml_text import parse_yaml
+from kvproxy.config.yaml_text import parse_yaml, substitute_variables
 from kvproxy.errors import ClientError, DiscoveryError
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.types import Clock, Sleep

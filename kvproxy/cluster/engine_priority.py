@@ -8,8 +8,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from enum import StrEnum
 
-from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
-from kvproxy.config.priority_schema import EnginePriorityMode, PriorityOrder
+from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings, EnginePriorityMode, PriorityOrder
 from kvproxy.routing.costs import own_s
 from kvproxy.routing.engine_priority import EPOCH_S, LEVEL_S, TenantTurns, engine_priority, urgency_s
 from kvproxy.routing.load import EndpointLoad

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from kvproxy.config.json_schema import file_schema
 from kvproxy.config.load import check_config, load_endpoints
+from kvproxy.config.reference import file_schema
 from kvproxy.config.schema import Config
 from kvproxy.errors import ConfigError, Problem
 from kvproxy.filters.registry import discover

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import httpx
 
-from kvproxy.config.fields import spelling_hint
+from kvproxy.config.paths import spelling_hint
 from kvproxy.errors import ConfigError, KvproxyError, Problem
 
 #: Holds the admin token where no file is named.

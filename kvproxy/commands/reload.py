@@ -9,7 +9,7 @@ import os
 from kvproxy.admin.operated import ConfigFinding, Reloaded
 from kvproxy.app import Proxy
 from kvproxy.commands.configuration import ConfigSource
-from kvproxy.config.changes import summarise_changes
+from kvproxy.config.paths import summarise_changes
 from kvproxy.errors import ConfigError, Problem
 
 logger = logging.getLogger("kvproxy")

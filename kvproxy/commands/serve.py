@@ -28,7 +28,7 @@ from kvproxy.config.schema import Config
 from kvproxy.doctor.report import DoctorReport
 from kvproxy.doctor.visit import StartupDiagnosis
 from kvproxy.errors import Problem
-from kvproxy.listener.limits import ListenerLimits
+from kvproxy.listener.parser import ListenerLimits
 from kvproxy.listener.server import Server
 from kvproxy.metrics.catalog import Metrics
 

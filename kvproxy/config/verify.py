@@ -6,13 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path as FilePath
 
 from kvproxy.config.addresses import is_loopback, listener_at, same_origin, url_fault
-from kvproxy.config.cluster_schema import ClusterSettings, DiscoverySettings, PolicyName
-from kvproxy.config.fields import closest_word
-from kvproxy.config.paths import Path
-from kvproxy.config.priority_schema import EnginePriorityMode
+from kvproxy.config.cluster_schema import ClusterSettings, DiscoverySettings, EnginePriorityMode, PolicyName
+from kvproxy.config.paths import Finding, Path, closest_word, error, missing_file, warning
 from kvproxy.config.schema import Config, RouteSettings
 from kvproxy.config.verify_filters import find_chain_faults
-from kvproxy.config.verify_findings import Finding, error, missing_file, warning
 
 #: Policies the router queue can stand in front of.
 FORECASTING = frozenset({PolicyName.KV_AWARE, PolicyName.LEAST_TTFT})

@@ -10,9 +10,8 @@ from typing import Any
 from kvproxy.config.addresses import url_fault
 from kvproxy.config.filter_schema import FILTER_SETTINGS, AuthSettings, CorsSettings, RateLimitSettings, RouterSettings
 from kvproxy.config.kvcache_schema import KvCacheSettings, SnapshotSettings
-from kvproxy.config.paths import Path
+from kvproxy.config.paths import Finding, Path, error, missing_file, warning
 from kvproxy.config.schema import Config
-from kvproxy.config.verify_findings import Finding, error, missing_file, warning
 
 #: (earlier, later, severity of the other order, why).
 _ORDER = (

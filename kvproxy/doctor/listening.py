@@ -6,8 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
-from kvproxy.clients.kv_events.codec import decode_batch, sequence_number
-from kvproxy.clients.kv_events.events import BlockStored, Skipped
+from kvproxy.clients.kv_events.events import BlockStored, Skipped, decode_batch, sequence_number
 from kvproxy.clients.kv_events.sockets import Subscription, replayed
 from kvproxy.clients.kv_events.source import KvEventSource
 from kvproxy.errors import BadResponse, ClientError

@@ -16,9 +16,8 @@ from kvproxy.clients.lmcache.coordinator_wire import CacheScope
 from kvproxy.clients.tokens import TokenIds, body_with_tokens, token_array
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.config.kvcache_schema import Provider as ProviderName
-from kvproxy.doctor.connect import ConnectResult, connect
 from kvproxy.doctor.engine import EngineFacts
-from kvproxy.doctor.tools import Tools
+from kvproxy.doctor.tools import ConnectResult, Tools, connect
 from kvproxy.doctor.trial import Trial
 from kvproxy.errors import BadResponse, ClientError, ClientTimeout, ClientUnavailable, NotSupported
 from kvproxy.kvcache.providers import (

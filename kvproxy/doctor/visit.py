@@ -13,17 +13,16 @@ from dataclasses import replace
 from typing import Protocol
 
 from kvproxy.background_task import BackgroundTask
-from kvproxy.config.priority_schema import EnginePriorityMode
+from kvproxy.config.cluster_schema import EnginePriorityMode
 from kvproxy.config.schema import Config
 from kvproxy.doctor.checks.agent_prompts import AgentPromptsCheck
 from kvproxy.doctor.checks.configuration import ConfigurationCheck, LimitsCheck, PublicCheck, convert_problems
+from kvproxy.doctor.checks.engine_setup import RanksCheck, SglangCheck
 from kvproxy.doctor.checks.kv_events import EventSourcesCheck, KvEventsCheck
 from kvproxy.doctor.checks.lmcache import ActionsCheck, InstancesCheck, ServiceCheck
 from kvproxy.doctor.checks.lookup import BudgetCheck, ChunksCheck, LookupCheck
 from kvproxy.doctor.checks.models import DuplicatesCheck, ModelsCheck, TokenizerCheck, TokenizersCheck, VersionCheck
-from kvproxy.doctor.checks.ranks import RanksCheck
 from kvproxy.doctor.checks.reachability import ApiCheck, ConnectionCheck, HealthCheck, MetricsCheck
-from kvproxy.doctor.checks.sglang import SglangCheck
 from kvproxy.doctor.checks.trial import (
     CachingCheck,
     ClockCheck,

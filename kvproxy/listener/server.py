@@ -7,9 +7,11 @@ import contextlib
 import errno
 import functools
 import logging
+import os
 import re
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -17,8 +19,7 @@ import uvicorn
 from kvproxy.background_task import cancel_tasks
 from kvproxy.config.schema import ListenerTls
 from kvproxy.errors import ConfigError, Problem
-from kvproxy.listener.limits import ListenerLimits
-from kvproxy.listener.port_holder import holder_of
+from kvproxy.listener.parser import ListenerLimits
 from kvproxy.listener.protocol import ClientProtocol
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,9 @@ logger = logging.getLogger(__name__)
 UVICORN = "uvicorn>=0.35,<0.55"
 _LOOK_AGAIN_S = 0.005
 _SAY_AGAIN_S = 60.0
+
+#: In the tables of Linux: the state of a socket that listens.
+_LISTENING = "0A"
 
 
 def require_uvicorn(version: str) -> None:
@@ -199,3 +203,48 @@ async def serve(app: Any, **options: Any) -> AsyncIterator[str]:
     """The base URL of `app`, served for the length of the block."""
     async with Server(app, **options) as server:
         yield server.url
+
+
+def holder_of(port: int, *, proc: Path = Path("/proc")) -> str:
+    """Which process listens on a port, for the message when it is taken: `python3 (pid 4711)`, or empty where this user
+    may not see it, and where this is not Linux."""
+    sockets = {f"socket:[{inode}]" for inode in _inodes(port, proc)}
+    if not sockets:
+        return ""
+    for process in proc.iterdir():
+        if process.name.isdigit() and _holds(process, sockets):
+            return f"{_name_of(process)} (pid {process.name})"
+    return ""
+
+
+def _inodes(port: int, proc: Path) -> Iterator[str]:
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = (proc / "net" / table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            fields = line.split()
+            if fields[3] == _LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
+                yield fields[9]
+
+
+def _holds(process: Path, sockets: set[str]) -> bool:
+    try:
+        return any(_target(file) in sockets for file in (process / "fd").iterdir())
+    except OSError:
+        return False
+
+
+def _target(file: Path) -> str:
+    try:
+        return os.readlink(file)
+    except OSError:
+        return ""
+
+
+def _name_of(process: Path) -> str:
+    try:
+        return (process / "comm").read_text().strip()
+    except OSError:
+        return "a process"

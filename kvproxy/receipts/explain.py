@@ -7,8 +7,7 @@ from typing import Any
 
 from kvproxy.filters.access_log import printable
 from kvproxy.prefix.hygiene.causes import ADVICE, PrefixBreak
-from kvproxy.receipts.forecast import matched_tokens, prefill_s
-from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate
+from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate, matched_tokens, prefill_s
 from kvproxy.routing import selector
 from kvproxy.routing.registry import POLICIES
 

@@ -16,10 +16,8 @@ from kvproxy.config.schema import ReceiptSettings
 from kvproxy.filters.chain import WallClock
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.receipts.files import RotatingFile
-from kvproxy.receipts.forecast import wait_s
 from kvproxy.receipts.observed import AttemptLog, Placed
-from kvproxy.receipts.prefixes import encode_prefixes
-from kvproxy.receipts.receipt import Attempt, Receipt, encode
+from kvproxy.receipts.receipt import Attempt, Receipt, encode, encode_prefixes, wait_s
 from kvproxy.receipts.writer import Writer
 from kvproxy.request.exchange import Exchange, Outcome
 from kvproxy.request.observer import RequestObserver

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from kvproxy.config.cluster_schema import POLICY_ALIASES, ClusterSettings, PolicyName
-from kvproxy.config.fields import spelling_hint
+from kvproxy.config.paths import spelling_hint
 from kvproxy.errors import KvproxyError
 from kvproxy.replay.results import ReplayOutcome
 from kvproxy.replay.router import SimEndpoint, VirtualRouter

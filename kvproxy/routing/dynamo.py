@@ -20,7 +20,7 @@ import math
 from collections.abc import Sequence
 from random import Random
 
-from kvproxy.config.policy_schema import DynamoAgenticSettings, DynamoSettings
+from kvproxy.config.cluster_schema import DynamoAgenticSettings, DynamoSettings
 from kvproxy.routing.costs import LOWEST_COST, least
 from kvproxy.routing.policy import Candidate, Choice, LoadView, Overlap, OverlapFacts, PickRequest, Policy
 

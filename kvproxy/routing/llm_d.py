@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from kvproxy.config.policy_schema import LlmDSettings, LlmDStickySettings
+from kvproxy.config.cluster_schema import LlmDSettings, LlmDStickySettings
 from kvproxy.routing.costs import LOWEST_COST, least
 from kvproxy.routing.policy import Candidate, Choice, LoadView, OverlapFacts, PickRequest, Policy
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from kvproxy.config.policy_schema import PrefixAffinitySettings
+from kvproxy.config.cluster_schema import PrefixAffinitySettings
 from kvproxy.routing.costs import least, least_loaded
 from kvproxy.routing.policy import Candidate, Choice, PickRequest, Policy
 

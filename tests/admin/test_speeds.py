@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvproxy.admin.cluster_findings import NOTABLE_REQUESTS, find_unlearned
+from kvproxy.admin.findings import NOTABLE_REQUESTS, find_unlearned
 from kvproxy.commands.status import render
 from kvproxy.routing.load import features_of
 from kvproxy.routing.policy import PickRequest

@@ -12,8 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvproxy.receipts.prefixes import encode_prefixes
-from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate, encode
+from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate, encode, encode_prefixes
 from kvproxy.replay.results import ReplayOutcome
 from kvproxy.replay.scenario import PolicySpec, play_policy
 from kvproxy.replay.settings import Pace, ReplayFleet

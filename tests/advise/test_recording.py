@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvproxy.advise import simulate
-from kvproxy.advise.recording import make_trace
+from kvproxy.advise.today import make_trace
 from kvproxy.advise.traffic import Traffic, read_traffic
 from kvproxy.receipts.files import ReceiptReader
 from kvproxy.receipts.receipt import encode

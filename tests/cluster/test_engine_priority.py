@@ -8,8 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from kvproxy.cluster.engine_priority import ClusterPriority, EndpointPriority, PriorityState
-from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
-from kvproxy.config.priority_schema import EnginePriorityMode
+from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings, EnginePriorityMode
 from kvproxy.routing.engine_priority import EPOCH_S, LEVEL_S
 from kvproxy.routing.load import EndpointLoad, EngineState
 from kvproxy.routing.policy import Overlap, OverlapFacts

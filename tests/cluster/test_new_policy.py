@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from kvproxy.admin.routing import describe_routing
+from kvproxy.admin.clusters import describe_routing
 from kvproxy.config.cluster_schema import PolicyName
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.filters.kvcache import prefers

@@ -14,8 +14,7 @@ from kvproxy.admin.app import build_admin_app
 from kvproxy.admin.history import History
 from kvproxy.app import Proxy
 from kvproxy.cli import main
-from kvproxy.commands.engine_lines import describe_adapters
-from kvproxy.commands.status import StatusOptions, render, run
+from kvproxy.commands.status import StatusOptions, describe_adapters, render, run
 from kvproxy.errors import ConfigError
 from kvproxy.request.exchange import Exchange, Outcome
 from kvproxy.types import EndpointId, InferenceRequest, Prompt, RequestKind

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvproxy.config.policy_schema import KvAwareSettings
+from kvproxy.config.cluster_schema import KvAwareSettings
 from tests.docs.blocks import ROOT
 
 MODULES = ("kv_aware", "traffic", "load", "room", "speeds", "engine_samples", "steps", "fair_queue")

@@ -11,22 +11,21 @@ from typing import Any
 
 import pytest
 
-from kvproxy.advise.advice import Advice, Confidence, Gain, NotGiven, Ratio, Setting
+from kvproxy.advise.advice import Advice, Confidence, Fit, Gain, NotGiven, Ratio, Setting, why_not_given
 from kvproxy.advise.adviser import PoolAdvice
 from kvproxy.advise.engines import EngineSettingsSeen
-from kvproxy.advise.gains import Fit, why_not_given
 from kvproxy.advise.known import Known, advise_from_facts, spelled
 from kvproxy.advise.report import print_text
 from kvproxy.advise.today import Today
 from kvproxy.advise.traffic import RecordedRequest, Traffic
 from kvproxy.clients.engine_metrics import EngineKind
 from kvproxy.commands.configuration import format_problem
-from kvproxy.commands.engine_lines import describe_adapters, describe_steps
 from kvproxy.commands.logging_setup import log_to
-from kvproxy.config.changes import summarise_changes
+from kvproxy.commands.status import describe_adapters, describe_steps
 from kvproxy.config.cluster_schema import PolicyName
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.config.load import check_config, load_config
+from kvproxy.config.paths import summarise_changes
 from kvproxy.config.schema import LogSettings
 from kvproxy.doctor.report import DoctorReport, Finding, Severity, SkippedCheck, print_table
 from kvproxy.doctor.traffic import Row, traffic_report

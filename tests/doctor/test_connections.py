@@ -12,9 +12,8 @@ import pytest
 
 from kvproxy.config.schema import ListenerTls
 from kvproxy.doctor.checks.reachability import ConnectionCheck
-from kvproxy.doctor.connect import connect, explain_failure
 from kvproxy.doctor.report import Finding, Severity
-from kvproxy.doctor.tools import utc_seconds
+from kvproxy.doctor.tools import connect, explain_failure, utc_seconds
 from kvproxy.simulator.http_call import JsonApp
 from kvproxy.upstream.origin import Origin
 from tests.support.certificates import Certificate, make_certificate

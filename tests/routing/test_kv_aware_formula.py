@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproxy.config.policy_schema import KvAwareSettings
+from kvproxy.config.cluster_schema import KvAwareSettings
 from kvproxy.routing.kv_aware import LARGE, MAX_KAPPA, MAX_STALLED, MAX_UNEVEN, TICK_S, KvAware
 from kvproxy.routing.load import EndpointLoad, features_of
 from kvproxy.routing.policy import Overlap, OverlapFacts, PickRequest

@@ -8,8 +8,7 @@ from random import Random
 
 import pytest
 
-from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
-from kvproxy.config.policy_schema import DynamoSettings, LlmDSettings, LlmDStickySettings
+from kvproxy.config.cluster_schema import ClusterSettings, DynamoSettings, LlmDSettings, LlmDStickySettings, PolicyName
 from kvproxy.routing.dynamo import Dynamo
 from kvproxy.routing.least_ttft import LeastTtft
 from kvproxy.routing.llm_d import LlmD, LlmDSticky

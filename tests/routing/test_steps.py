@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from kvproxy.config.policy_schema import KvAwareSettings
+from kvproxy.config.cluster_schema import KvAwareSettings
 from kvproxy.routing.kv_aware import LATENESS, KvAware
 from kvproxy.routing.policy import PickRequest
 from kvproxy.routing.steps import MIN_TOKENS, StepModel

@@ -6,8 +6,15 @@ import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from enum import Enum
 
-from kvproxy.clients.kv_events.codec import KvEventBatch, decode_batch, sequence_number
-from kvproxy.clients.kv_events.events import AllBlocksCleared, KvEvent, Skipped, sliced
+from kvproxy.clients.kv_events.events import (
+    AllBlocksCleared,
+    KvEvent,
+    KvEventBatch,
+    Skipped,
+    decode_batch,
+    sequence_number,
+    sliced,
+)
 from kvproxy.clients.kv_events.status import StreamHealth, StreamMeter, StreamReason
 from kvproxy.errors import BadResponse, ClientError, ClientTimeout
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from kvproxy.config.fields import closest_word
 from kvproxy.config.filter_schema import FILTER_SETTINGS
-from kvproxy.config.paths import Path
+from kvproxy.config.paths import Path, closest_word
 from kvproxy.config.pixiu.schema import ConnectionManager, Cors, LlmProxy, PixiuRoute, Tokenizer
-from kvproxy.config.pixiu.translation import Translation
+from kvproxy.config.shorthand import Translation
 
 _KVCACHE = "dgp.filter.ai.kvcache"
 _PROXY = "dgp.filter.llm.proxy"

@@ -12,8 +12,8 @@ from kvproxy.config.paths import Path, dotted_path
 from kvproxy.config.pixiu.chain import translate_chain
 from kvproxy.config.pixiu.clusters import translate_clusters
 from kvproxy.config.pixiu.schema import ConnectionManager, PixiuFile, PixiuListener, Resources
-from kvproxy.config.pixiu.translation import Translation
 from kvproxy.config.schema import Config
+from kvproxy.config.shorthand import Translation
 from kvproxy.errors import Problem
 
 _MANAGER = "dgp.filter.httpconnectionmanager"

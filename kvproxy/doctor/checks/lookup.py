@@ -9,8 +9,7 @@ from kvproxy.config.kvcache_schema import Provider
 from kvproxy.config.kvcache_schema import Provider as ProviderName
 from kvproxy.doctor.checks.trial import TRIAL_CALLS
 from kvproxy.doctor.deployment import gather_facts
-from kvproxy.doctor.engine import EngineCheck, EngineFacts
-from kvproxy.doctor.exposition import PromptLengths, parse_prompt_lengths
+from kvproxy.doctor.engine import EngineCheck, EngineFacts, PromptLengths, parse_prompt_lengths
 from kvproxy.doctor.lmcache import LmcacheFacts, LookupAnswer
 from kvproxy.doctor.report import Finding, ok, problem, warning
 from kvproxy.errors import BadResponse, ClientError

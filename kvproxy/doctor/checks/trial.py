@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvproxy.clients.engine_metrics import EngineKind
-from kvproxy.config.priority_schema import EnginePriorityMode
+from kvproxy.config.cluster_schema import EnginePriorityMode
 from kvproxy.doctor.deployment import Deployment
 from kvproxy.doctor.engine import EngineCheck, EngineFacts
 from kvproxy.doctor.report import Finding, ok, problem, warning

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvproxy.background_task import cancel_tasks
-from kvproxy.clients.text_parts import count_text_parts, with_leading_parts
+from kvproxy.clients.chat_body import count_text_parts, with_leading_parts
 from kvproxy.clients.tokens import TokenIds, token_array
 from kvproxy.clients.vllm import Tokenized, VllmClient
 from kvproxy.config.kvcache_schema import KvCacheSettings

@@ -200,7 +200,7 @@ def _changed_head(old: Thread, new: Thread, text: PromptText) -> Change | None:
             continue
         if kind is PartKind.TEMPLATE:
             return Change(Cause.TEMPLATE, "template", again, old)
-        again += sum(field.size for field in new.head.of_kind(PartKind.SYSTEM)) if kind is PartKind.TOOL else 0
+        again += sum(field.size for field in new.head.of_kind(PartKind.TOOL)) if kind is PartKind.SYSTEM else 0
         if changed is None or changed >= len(before):
             return Change(_OTHERWISE[kind], f"{kind} 1", again, old)  # it came, or went, as a whole
         own = [each for each in texts if each.kind is kind][changed]

@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from kvproxy.clients.kv_events import subscriber as subscriber_module
-from kvproxy.clients.kv_events.codec import END_OF_REPLAY
+from kvproxy.clients.kv_events.events import END_OF_REPLAY
 from kvproxy.clients.kv_events.sockets import AHEAD_BYTES, Subscription, replayed
 from kvproxy.clients.kv_events.source import KvEventSource
 from kvproxy.clients.kv_events.subscriber import KvEventSubscriber

@@ -1,9 +1,11 @@
-"""The last decisions, for people: why a request went where it went, and how it ended."""
+"""What is only shown: the last decisions (why a request went where it went, and how it ended), and the cache's side.
+Hashes only, never a prompt."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from datetime import timedelta
 from itertools import islice
 from operator import itemgetter
@@ -12,11 +14,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvproxy.admin.operated import AdminTarget
+from kvproxy.admin.history import count_by_label
+from kvproxy.admin.operated import AdminTarget, OperatorFinding
 from kvproxy.admin.replies import RequestRefused, read_limit, reply
 from kvproxy.errors import Problem
+from kvproxy.kvcache.service import KvCache
+from kvproxy.kvcache.status import cache_status, hot_prefixes, leases, prefix_breaks
 from kvproxy.request.exchange import RESULTS
-from kvproxy.request.recent import Decision
+from kvproxy.request.observer import RecentRequest
 
 MAX_LIMIT = 1000
 _NUMBER = re.compile(r"[0-9]{1,18}")
@@ -29,7 +34,7 @@ def list_decisions(operated: AdminTarget, limit: int, *, result: str = "") -> li
     return [_shown(operated, decision) for decision in islice(wanted, limit)]
 
 
-def _shown(operated: AdminTarget, decision: Decision) -> dict[str, object]:
+def _shown(operated: AdminTarget, decision: RecentRequest) -> dict[str, object]:
     now, outcome = operated.clock(), decision.outcome
     ended = operated.wall_clock() - timedelta(seconds=now - decision.ended_at)
     return {
@@ -57,7 +62,7 @@ def _shown(operated: AdminTarget, decision: Decision) -> dict[str, object]:
     }
 
 
-def _candidates(decision: Decision) -> list[dict[str, object]]:
+def _candidates(decision: RecentRequest) -> list[dict[str, object]]:
     """What the last pick chose among, the cheapest first: what each would have cost and was believed to hold."""
     outcome, facts = decision.outcome, decision.facts
     rows: list[tuple[float, dict[str, object]]] = []
@@ -102,3 +107,57 @@ class DecisionRoutes:
             fix = f"the last {MAX_LIMIT} are kept; receipts keep more (docs/receipts.md)"
             raise RequestRefused(404, Problem("number", "this decision is not kept any more", fix))
         return reply({**_shown(self._operated, decision), "candidates": _candidates(decision)})
+
+
+class CacheRoutes:
+    """Read-only."""
+
+    def __init__(self, operated: AdminTarget) -> None:
+        self._operated = operated
+
+    def routes(self) -> list[Route]:
+        """Their paths."""
+        return [
+            Route("/cache/status", self._status, methods=["GET"]),
+            Route("/cache/hot", self._hot, methods=["GET"]),
+            Route("/cache/leases", self._leases, methods=["GET"]),
+            Route("/cache/breaks", self._breaks, methods=["GET"]),
+        ]
+
+    async def _status(self, request: Request) -> Response:
+        metrics = self._operated.metrics
+        predictions = {
+            "predicted_tokens": count_by_label(metrics.kvcache.predicted_tokens, "source"),
+            "reused_tokens": count_by_label(metrics.kvcache.reused_tokens, "source"),
+            "results": count_by_label(metrics.kvcache.predictions, "result"),
+            "alarms": [{"where": one.where, "what": one.what, "fix": one.fix} for one in self._alarms()],
+        }
+        return reply(
+            {
+                **cache_status(self._service()),
+                "lookups": count_by_label(metrics.kvcache.lookups, "outcome"),
+                "tokenizes": count_by_label(metrics.kvcache.tokenizes, "outcome"),
+                "actions": count_by_label(metrics.holdings.actions, "result"),
+                "predictions": predictions,
+            }
+        )
+
+    async def _hot(self, request: Request) -> Response:
+        limit = read_limit(request, default=20, most=MAX_LIMIT)
+        return reply({"prefixes": await hot_prefixes(self._service(), limit)})
+
+    async def _leases(self, request: Request) -> Response:
+        return reply({"leases": leases(self._service(), self._operated.clock())})
+
+    async def _breaks(self, request: Request) -> Response:
+        return reply(prefix_breaks(self._service(), self._operated.clock()))
+
+    def _alarms(self) -> Sequence[OperatorFinding]:
+        return self._service().state.predictions.alarms()
+
+    def _service(self) -> KvCache:
+        kvcache = self._operated.kvcache
+        if kvcache is None:
+            fix = "put `kvcache` into `filters`, or leave `filters` out"
+            raise RequestRefused(404, Problem("filters", "there is no kvcache filter, or it is off", fix))
+        return kvcache
