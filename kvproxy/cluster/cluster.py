@@ -436,13 +436,9 @@ class Cluster:
         elif self.queue is not None:
             self.queue.reconfigure(settings, speeds)
         else:
+            metrics, clock = self._metrics, self._clock
             self.queue = RouterQueue(
-                settings,
-                speeds,
-                cluster=self.name,
-                candidates=self._candidates,
-                metrics=self._metrics,
-                clock=self._clock,
+                settings, speeds, cluster=self.name, candidates=self._candidates, metrics=metrics, clock=clock
             )
             if self._shown:
                 self.queue.show()
