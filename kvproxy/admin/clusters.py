@@ -19,7 +19,7 @@ from kvproxy.config.decode import decode_model
 from kvproxy.config.model import Model
 from kvproxy.config.paths import dotted_path, spelling_hint
 from kvproxy.errors import ConfigError, Problem
-from kvproxy.kvcache.endpoint_status import endpoint_index, engine_status
+from kvproxy.kvcache.status import endpoint_index, engine_status
 from kvproxy.routing.policy import Policy
 from kvproxy.routing.registry import ranges, tuned
 from kvproxy.types import EndpointId

@@ -26,9 +26,8 @@ from kvproxy.cluster.verdicts import Probe, Prober, Verdicts
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing import selector
-from kvproxy.routing.costs import best_of
 from kvproxy.routing.engine_samples import Reading
-from kvproxy.routing.policy import Candidate, PickRequest, Policy
+from kvproxy.routing.policy import Candidate, PickRequest, Policy, best_of
 from kvproxy.routing.selector import PANIC, Decision
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import Clock, EndpointId

@@ -14,7 +14,7 @@ from kvproxy.metrics.catalog import Metrics
 from kvproxy.resilience.breaker import BreakerState
 from kvproxy.routing.engine_samples import EndedWork
 from kvproxy.routing.load import EndpointLoad
-from kvproxy.routing.priority_payoff import PriorityPayoff
+from kvproxy.routing.priority_trial import PriorityPayoff
 from kvproxy.types import Clock
 
 
