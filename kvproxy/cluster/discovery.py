@@ -21,7 +21,8 @@ from kvproxy.background_task import TaskSet
 from kvproxy.cluster.sources.etcd import EtcdDiscovery
 from kvproxy.cluster.sources.kubernetes import KubernetesDiscovery
 from kvproxy.config.addresses import url_fault
-from kvproxy.config.cluster_schema import DiscoverySettings, DnsDiscoverySettings, EndpointSettings
+from kvproxy.config.cluster_schema import EndpointSettings
+from kvproxy.config.discovery_schema import DiscoverySettings, DnsDiscoverySettings
 from kvproxy.config.paths import dotted_path
 from kvproxy.config.yaml_text import parse_yaml, substitute_variables
 from kvproxy.errors import ClientError, DiscoveryError

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path as FilePath
 
 from kvproxy.config.addresses import is_loopback, listener_at, same_origin, url_fault
-from kvproxy.config.cluster_schema import ClusterSettings, DiscoverySettings, EnginePriorityMode, PolicyName
+from kvproxy.config.cluster_schema import ClusterSettings, EnginePriorityMode, PolicyName
+from kvproxy.config.discovery_schema import DiscoverySettings
 from kvproxy.config.paths import Finding, Path, closest_word, error, missing_file, warning
 from kvproxy.config.schema import Config, RouteSettings
 from kvproxy.config.verify_filters import find_chain_faults

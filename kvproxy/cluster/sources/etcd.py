@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from kvproxy.clients.etcd import EtcdPrefix
 from kvproxy.cluster.sources.mirror import Mirror
 from kvproxy.config.addresses import url_fault
-from kvproxy.config.cluster_schema import EndpointSettings, EtcdDiscoverySettings
+from kvproxy.config.cluster_schema import EndpointSettings
+from kvproxy.config.discovery_schema import EtcdDiscoverySettings
 from kvproxy.types import Clock, Sleep
 
 

@@ -18,7 +18,8 @@ from kvproxy.cluster.sources.kubernetes_objects import (
     endpoints_of_slices,
 )
 from kvproxy.cluster.sources.mirror import Mirror
-from kvproxy.config.cluster_schema import EndpointSettings, KubernetesDiscoverySettings
+from kvproxy.config.cluster_schema import EndpointSettings
+from kvproxy.config.discovery_schema import KubernetesDiscoverySettings
 from kvproxy.errors import DiscoveryError
 from kvproxy.types import Clock, Sleep
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import msgspec
 
 from kvproxy.clients.kubernetes import KubernetesObject, Metadata
-from kvproxy.config.cluster_schema import EndpointSettings, KubernetesDiscoverySettings
+from kvproxy.config.cluster_schema import EndpointSettings
+from kvproxy.config.discovery_schema import KubernetesDiscoverySettings
 
 #: The label that says which service a slice belongs to.
 SERVICE_LABEL = "kubernetes.io/service-name"

@@ -13,7 +13,7 @@ import pytest
 
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.cluster.sources.kubernetes import KubernetesDiscovery
-from kvproxy.config.cluster_schema import KubernetesDiscoverySettings
+from kvproxy.config.discovery_schema import KubernetesDiscoverySettings
 from kvproxy.errors import ClientError, DiscoveryError
 from tests.cluster.sources.conftest import Follow
 from tests.support.clock import FakeClock
