@@ -61,7 +61,8 @@ class EndpointRoutes:
             present = [describe_endpoint(self._operated, name, each) for each in cluster.endpoints]
             leaving = [{**each.status(self._operated.clock()), "leaving": True} for each in cluster.draining]
             clusters[name] = present + leaving
-        return reply({"clusters": clusters})
+        failing = {name: dict(one.discovery_complaints) for name, one in self._operated.clusters.items()}
+        return reply({"clusters": clusters, "failing_discovery": {name: why for name, why in failing.items() if why}})
 
     async def _add(self, request: Request) -> Response:
         body = await read_json_object(request)
