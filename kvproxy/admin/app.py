@@ -24,7 +24,7 @@ from kvproxy.admin.live import FILES, LiveView, PageFiles
 from kvproxy.admin.operated import AdminTarget
 from kvproxy.admin.pick import PickRoutes
 from kvproxy.admin.process import AdviceRoutes, HealthRoutes, SettingsRoutes
-from kvproxy.admin.replies import Audit, RequestRefused, error, on_http_error, on_refused
+from kvproxy.admin.replies import Audit, RequestRefused, on_http_error, on_refused, reply_error
 from kvproxy.admin.views import CacheRoutes, DecisionRoutes
 from kvproxy.config.addresses import is_loopback
 from kvproxy.errors import Problem
@@ -83,7 +83,7 @@ class AccessControl:
             return
         status, problem = refusal
         headers = {"www-authenticate": "Bearer"} if status == 401 else None
-        await error(status, [problem], headers=headers)(scope, receive, marked)
+        await reply_error(status, [problem], headers=headers)(scope, receive, marked)
 
     def _refusal(self, scope: Scope) -> tuple[int, Problem] | None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -148,7 +148,7 @@ def build_admin_app(
         SettingsRoutes(operated, audit, set_level=set_level),
     )
     app = Starlette(
-        routes=[route for part in parts for route in part.routes()],
+        routes=[route for part in parts for route in part.list_routes()],
         exception_handlers={RequestRefused: on_refused, HTTPException: on_http_error},
     )
     app.router.redirect_slashes = False
