@@ -32,8 +32,8 @@ from kvproxy.listener.server import Server
 from kvproxy.request.parse import parse_body
 from kvproxy.simulator.engine_io import EngineSettings
 from kvproxy.simulator.fleet import Fleet, FleetSettings, clone_engines
+from kvproxy.simulator.lmcache_chunks import WorkerSettings
 from kvproxy.simulator.lmcache_controller import ControllerSettings, create_controller_app
-from kvproxy.simulator.lmcache_worker import WorkerSettings
 from kvproxy.simulator.vllm_settings import VllmSettings
 from kvproxy.types import InferenceRequest, RequestKind
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvproxy.simulator.checkpoints import Checkpoints
+from kvproxy.simulator.engine_io import Checkpoints
 from kvproxy.simulator.kv_event_publisher import EventEncoding, PublisherSettings
 from tests.admin.support import admin_of
 from tests.kvcache.fleet import Place, simulated

@@ -19,7 +19,7 @@ from kvproxy.config.decode import decode_model
 from kvproxy.config.model import Model
 from kvproxy.config.paths import dotted_path, spelling_hint
 from kvproxy.errors import ConfigError, Problem
-from kvproxy.kvcache.endpoint_status import endpoint_index, engine_status
+from kvproxy.kvcache.status import endpoint_index, engine_status
 from kvproxy.routing.policy import Policy
 from kvproxy.routing.registry import ranges, tuned
 from kvproxy.types import EndpointId
@@ -58,10 +58,12 @@ class EndpointRoutes:
     def _list(self) -> Response:
         clusters: dict[str, list[dict[str, object]]] = {}
         for name, cluster in self._operated.clusters.items():
-            present = [describe_endpoint(self._operated, name, each) for each in cluster.endpoints]
             leaving = [{**each.status(self._operated.clock()), "leaving": True} for each in cluster.draining]
-            clusters[name] = present + leaving
-        return reply_json({"clusters": clusters})
+            clusters[name] = [describe_endpoint(self._operated, name, each) for each in cluster.endpoints] + leaving
+        failing = {name: dict(one.discovery_complaints) for name, one in self._operated.clusters.items()}
+        return reply_json(
+            {"clusters": clusters, "failing_discovery": {name: why for name, why in failing.items() if why}}
+        )
 
     async def _add(self, request: Request) -> Response:
         body = await read_json_object(request)

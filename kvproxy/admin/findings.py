@@ -15,7 +15,7 @@ from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.engine_priority import PriorityState
 from kvproxy.config.cluster_schema import EnginePriorityMode
 from kvproxy.kvcache.feedback.cache_losses import CacheLosses, LossReason
-from kvproxy.kvcache.feedback.missed_reuse import WINDOW, MissedReuse
+from kvproxy.kvcache.feedback.trust import WINDOW, MissedReuse
 from kvproxy.kvcache.overlap.kv_event_streams import EventStreams
 from kvproxy.kvcache.service import KvCache
 

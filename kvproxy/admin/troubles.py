@@ -60,6 +60,10 @@ class Troubles:
                 yield _down(("down", name), name, what)
 
     def _sources(self, now: float) -> Iterator[Trouble]:
+        for name, cluster in self._operated.clusters.items():
+            for source, why in cluster.discovery_complaints.items():
+                what = f"the {source} discovery fails, and the endpoints it named last stay: {why}"
+                yield source_trouble(("discovery", name, source), name, what, "`kvproxy doctor` asks it")
         kvcache = self._operated.kvcache
         if kvcache is None:
             return

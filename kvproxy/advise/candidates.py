@@ -13,7 +13,7 @@ from kvproxy.advise.traffic import Occupancy
 from kvproxy.clients.engine_metrics import EngineKind
 from kvproxy.config.cluster_schema import PolicyName
 from kvproxy.config.kvcache_schema import KvCacheSettings
-from kvproxy.replay.scenario import PolicySpec
+from kvproxy.replay.compare import PolicySpec
 from kvproxy.replay.settings import IndexMode
 from kvproxy.routing.registry import POLICIES
 

@@ -19,12 +19,12 @@ from kvproxy.advise.advice import Figures, Fit, Gain, compute_gain, is_promising
 from kvproxy.advise.candidates import Candidate
 from kvproxy.advise.today import Today, make_trace
 from kvproxy.advise.traffic import RecordedRequest, Traffic
-from kvproxy.replay.compare import ProgressBar
+from kvproxy.replay.compare import play_policy
+from kvproxy.replay.report import ProgressBar
 from kvproxy.replay.results import ReplayOutcome, percentile
-from kvproxy.replay.scenario import play_policy
 from kvproxy.replay.settings import Pace
 from kvproxy.replay.trace import Trace
-from kvproxy.simulator.engine_io import TokenGaps
+from kvproxy.simulator.timing import TokenGaps
 from kvproxy.types import Clock
 
 #: Fewer requests, or less time, say nothing about what a setting is worth.

@@ -19,8 +19,8 @@ from kvproxy.advise.known import usual_capacity
 from kvproxy.advise.traffic import Occupancy, RecordedRequest, Traffic
 from kvproxy.config.cluster_schema import ClusterSettings, EnginePriorityMode
 from kvproxy.errors import KvproxyError
+from kvproxy.replay.compare import PolicySpec
 from kvproxy.replay.decided import read_decisions
-from kvproxy.replay.scenario import PolicySpec
 from kvproxy.replay.settings import IndexMode, ReplayFleet
 from kvproxy.replay.trace import Trace, TraceSession, Turn
 from kvproxy.routing.load import Features

@@ -189,19 +189,20 @@ class _Validation(msgspec.Struct):
 
 
 class _ErrorBody(msgspec.Struct):
-    """The error bodies of vLLM, SGLang (flat), FastAPI and the LMCache coordinator; of FastAPI's 422 everything but
-    `input`."""
+    """The error bodies of vLLM, SGLang and Kubernetes (flat), FastAPI, etcd and the LMCache coordinator; of FastAPI's
+    422 everything but `input`."""
 
     error: _OpenAIError | str = ""
     detail: list[_Validation] | str = ""
     kind: object = msgspec.field(name="object", default="")
+    resource: object = msgspec.field(name="kind", default="")
     message: object = ""
     param: object = None
 
     @property
     def blamed(self) -> _OpenAIError | str:
         """The error, wherever it is written."""
-        flat = self.kind == "error" and isinstance(self.message, str)
+        flat = (self.kind == "error" or self.resource == "Status") and isinstance(self.message, str)
         return _OpenAIError(str(self.message), self.param) if flat else self.error
 
 

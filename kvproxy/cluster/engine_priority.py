@@ -9,13 +9,11 @@ from datetime import UTC, datetime
 from enum import StrEnum
 
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings, EnginePriorityMode, PriorityOrder
-from kvproxy.routing.costs import own_s
-from kvproxy.routing.engine_priority import EPOCH_S, LEVEL_S, TenantTurns, engine_priority, urgency_s
 from kvproxy.routing.load import EndpointLoad
-from kvproxy.routing.policy import OverlapFacts
-from kvproxy.routing.priority_payoff import PriorityPayoff
-from kvproxy.routing.priority_trial import PriorityTrial, Verdict
+from kvproxy.routing.policy import OverlapFacts, own_s
+from kvproxy.routing.priority_trial import PriorityPayoff, PriorityTrial, Verdict
 from kvproxy.routing.speeds import SpeedModel
+from kvproxy.routing.waiting_lines import EPOCH_S, LEVEL_S, TenantTurns, engine_priority, urgency_s
 from kvproxy.types import Clock, EndpointId
 
 #: A request takes part in the experiment where so many are without a first token, itself among them.

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path as FilePath
 
 from kvproxy.config.addresses import is_loopback, listener_at, same_origin, url_fault
-from kvproxy.config.cluster_schema import ClusterSettings, DiscoverySettings, EnginePriorityMode, PolicyName
+from kvproxy.config.cluster_schema import ClusterSettings, EnginePriorityMode, PolicyName
+from kvproxy.config.discovery_schema import DiscoverySettings
 from kvproxy.config.paths import Finding, Path, closest_word, error_at, missing_file, warning_at
 from kvproxy.config.schema import Config, RouteSettings
 from kvproxy.config.verify_filters import find_chain_faults
@@ -54,8 +55,7 @@ def _clusters(config: Config) -> Iterator[Finding]:
         yield error_at(("clusters",), "no cluster is configured", hint, follows=_CLUSTERS_ARE_FROM)
     for name, cluster in config.clusters.items():
         at: Path = ("clusters", name)
-        discovers = cluster.discovery.file is not None or cluster.discovery.dns is not None
-        if not cluster.endpoints and not discovers:
+        if not cluster.endpoints and not cluster.discovery.named:
             yield error_at((*at, "endpoints"), "the cluster has no endpoints and no discovery", absence=True)
         yield from _endpoints(cluster, (*at, "endpoints"))
         yield from _loops(config, cluster, (*at, "endpoints"))

@@ -15,11 +15,10 @@ from kvproxy.cluster.engine import Engine
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.errors import ClientError
 from kvproxy.kvcache.actions.signals import HostUse, Pressure, Signals
-from kvproxy.kvcache.engines import Engines
+from kvproxy.kvcache.engines import Engines, RankFinder
 from kvproxy.kvcache.feedback.cache_losses import LossReason
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.kvcache.overlap.lookup import LookupClient
-from kvproxy.kvcache.rank_finder import RankFinder
 from kvproxy.kvcache.state import CacheState
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.kvcache_schema import KvCacheSettings, TokenCacheSettings
-from kvproxy.kvcache.actions.hotness import Hotness
+from kvproxy.kvcache.actions.signals import Hotness
 from kvproxy.kvcache.actions.strategies import ActionRecord
 from kvproxy.kvcache.feedback.cache_losses import CacheLosses
 from kvproxy.kvcache.feedback.prediction_stats import PredictionStats

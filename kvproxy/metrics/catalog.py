@@ -183,6 +183,10 @@ class EndpointStateMetrics:
             ["cluster", "endpoint", "outcome"], registry=r,
         )  # fmt: skip  # renumbered, dropped, doubted, late
         self.discovery = Counter("kvproxy_discovery_updates", "Discovery results", ["cluster", "outcome"], registry=r)
+        self.discovery_failing = Gauge(
+            "kvproxy_discovery_failing", "1: this source of endpoints does not answer, and what it said last stands",
+            ["cluster", "source"], registry=r,
+        )  # fmt: skip
 
 
 class ConnectionMetrics:

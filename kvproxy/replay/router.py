@@ -11,14 +11,13 @@ from kvproxy.replay.results import ReplayOutcome
 from kvproxy.replay.trace import Turn
 from kvproxy.replay.view import CacheView, Settle
 from kvproxy.routing import selector
-from kvproxy.routing.costs import Best, best_of, engine_wait_s, least_own_s
-from kvproxy.routing.engine_priority import AGEING, EPOCH_S, engine_priority
 from kvproxy.routing.engine_samples import NOTHING_READ, EndedWork, Reading
 from kvproxy.routing.fair_queue import FairQueue, QueueSettings
 from kvproxy.routing.load import EndpointLoad, Reservation
-from kvproxy.routing.policy import OverlapFacts, PickRequest, Policy
+from kvproxy.routing.policy import Best, OverlapFacts, PickRequest, Policy, best_of, engine_wait_s, least_own_s
 from kvproxy.routing.room import EngineState
 from kvproxy.routing.selector import Decision
+from kvproxy.routing.waiting_lines import AGEING, EPOCH_S, engine_priority
 from kvproxy.simulator.engine import Engine
 from kvproxy.types import EndpointId
 

@@ -19,7 +19,7 @@ from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.replay.settings import IndexMode, ReplayFleet
 from kvproxy.replay.trace import Turn
 from kvproxy.routing.policy import Overlap, OverlapFacts
-from kvproxy.simulator.kv_event import BlockRemoved, BlockStored, KvEvent
+from kvproxy.simulator.engine_io import BlockRemoved, BlockStored, KvEvent
 from kvproxy.types import EndpointId
 
 #: Takes the tokens a response was predicted to find cached, and those it did.

@@ -21,8 +21,17 @@ from collections.abc import Sequence
 from random import Random
 
 from kvproxy.config.cluster_schema import DynamoAgenticSettings, DynamoSettings
-from kvproxy.routing.costs import LOWEST_COST, least
-from kvproxy.routing.policy import Candidate, Choice, LoadView, Overlap, OverlapFacts, PickRequest, Policy
+from kvproxy.routing.policy import (
+    LOWEST_COST,
+    Candidate,
+    Choice,
+    LoadView,
+    Overlap,
+    OverlapFacts,
+    PickRequest,
+    Policy,
+    least,
+)
 
 _NOTHING_HELD = Overlap(device_tokens=0)
 

@@ -25,8 +25,7 @@ from collections.abc import Sequence
 from random import Random
 
 from kvproxy.config.cluster_schema import LlmDSettings, LlmDStickySettings
-from kvproxy.routing.costs import LOWEST_COST, least
-from kvproxy.routing.policy import Candidate, Choice, LoadView, OverlapFacts, PickRequest, Policy
+from kvproxy.routing.policy import LOWEST_COST, Candidate, Choice, LoadView, OverlapFacts, PickRequest, Policy, least
 
 
 class LlmD(Policy):

@@ -17,8 +17,7 @@ from typing import Protocol
 
 import msgspec
 
-from kvproxy.routing.live_blocks import LiveBlocks
-from kvproxy.routing.room import HEAD_TOKENS, EngineState, Room, room_of
+from kvproxy.routing.room import HEAD_TOKENS, EngineState, LiveBlocks, Room, room_of
 
 #: (requests, sum u, sum u*(c+u/2), sum l) for u uncached tokens after c cached ones, l of these on lower tiers:
 #: what prefill time is linear in.

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from kvproxy.simulator.block_cache import PrefixCache
 from kvproxy.simulator.engine_io import EngineCounters, EngineSettings, Scheduling, SimRequest
-from kvproxy.simulator.lora_slots import LoraSlots
-from kvproxy.simulator.sequence import Sequence, WaitingLine
+from kvproxy.simulator.sequence import LoraSlots, Sequence, WaitingLine
 
 
 @dataclass(slots=True)

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvproxy.simulator.answer import Answer, Delta
 from kvproxy.simulator.engine_runner import GenerationGroup
-from kvproxy.simulator.generation_request import GenerationPlan
+from kvproxy.simulator.generation import Answer, Delta, GenerationPlan
 from kvproxy.simulator.http_call import EVENT_STREAM, HttpCall
 from kvproxy.simulator.vllm_errors import (
     VllmError,

@@ -152,16 +152,10 @@ async def set_faults(state: VllmState, call: HttpCall) -> None:
     """The simulator's own: sets the faults named in the body, answers with all of them."""
     body = await read_json(call)
     try:
-        state.faults.update(body)
+        values = state.faults.apply(body, state.runner, state.publisher)
     except FaultError as error:
         raise VllmError(str(error)) from error
-    values = state.faults.values
-    if values.engine_dead:
-        state.runner.kill()
-    if state.publisher is not None:
-        state.publisher.lose_next = values.lose_events
-        state.publisher.repeat_next = values.repeat_events
-    await call.reply_json(dataclasses.asdict(values))
+    await call.reply_json(values)
 
 
 async def answer_state(state: VllmState, call: HttpCall) -> None:

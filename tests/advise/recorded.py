@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate, encode_prefixes, encode_receipt
+from kvproxy.replay.compare import PolicySpec, play_policy
 from kvproxy.replay.results import ReplayOutcome
-from kvproxy.replay.scenario import PolicySpec, play_policy
 from kvproxy.replay.settings import Pace, ReplayFleet
 from kvproxy.replay.trace import Trace, TraceSession, Turn
 from kvproxy.routing.load import NO_WORK, Features, features_of, sum_of

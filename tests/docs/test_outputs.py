@@ -34,9 +34,9 @@ from kvproxy.log_lines import log_fields
 from kvproxy.prefix.hygiene.causes import Cause
 from kvproxy.receipts.explain import explain_receipt
 from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate
-from kvproxy.replay.live_report import LiveReport
+from kvproxy.replay.compare import PolicySpec
+from kvproxy.replay.reports import LiveReport
 from kvproxy.replay.results import Summary
-from kvproxy.replay.scenario import PolicySpec
 from kvproxy.replay.settings import IndexMode, ReplayFleet
 from kvproxy.replay.trace import Half
 from kvproxy.request.exchange import Exchange

@@ -7,10 +7,10 @@ import pytest
 from kvproxy.clients.kv_events.events import AllBlocksCleared, BlockStored
 from kvproxy.clients.kv_events.status import StreamReason, StreamState, StreamStatus
 from kvproxy.cluster.endpoint import Condition
-from kvproxy.kvcache.endpoint_status import endpoint_index, engine_status
 from kvproxy.kvcache.feedback.cache_losses import RECENT_S, CacheLosses, Loss, LossReason
 from kvproxy.kvcache.overlap.indexes import FollowedEvents
 from kvproxy.kvcache.overlap.kv_event_streams import _Consumer
+from kvproxy.kvcache.status import endpoint_index, engine_status
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.types import EndpointId
 from tests.kvcache.support import A, B, Fake, Service, chat, long_text, tokens, world

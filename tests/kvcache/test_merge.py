@@ -17,7 +17,7 @@ from kvproxy.replay.settings import ReplayFleet
 from kvproxy.replay.trace import Turn
 from kvproxy.replay.view import IndexView, endpoint_id
 from kvproxy.routing.policy import FactSource, Overlap
-from kvproxy.simulator import kv_event as simulated
+from kvproxy.simulator import engine_io as simulated
 from kvproxy.types import InferenceRequest, Prompt, RequestKind
 from tests.kvcache.support import A, B
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvproxy.clients.kv_events.events import BlockStored
-from kvproxy.kvcache.feedback.missed_reuse import LEAST_TOKENS, WINDOW, MissedReuses
+from kvproxy.kvcache.feedback.trust import LEAST_TOKENS, WINDOW, MissedReuses
 from kvproxy.kvcache.overlap.indexes import FollowedEvents, IndexState, LocalIndexes
 from kvproxy.routing.policy import FactSource, Overlap
 from tests.kvcache.support import A, B

@@ -13,7 +13,7 @@ import pytest
 
 from kvproxy.clients.kv_events.status import StreamState
 from kvproxy.config.cluster_schema import DataParallelSettings, EndpointSettings
-from kvproxy.kvcache.endpoint_status import engine_status
+from kvproxy.kvcache.status import engine_status
 from kvproxy.simulator.kv_event_publisher import PublisherSettings
 from kvproxy.simulator.vllm_ranks import RankedSettings, RankedVllm
 from kvproxy.types import EndpointId

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvproxy.clients.engine_metrics import CacheConfig, EngineMetrics
-from kvproxy.kvcache.endpoint_status import endpoint_index
 from kvproxy.kvcache.overlap.facts import RequestFacts, Result
+from kvproxy.kvcache.status import endpoint_index
 from tests.kvcache.support import NOWHERE, A, Service, chat, cluster_of, long_text, running, settings
 
 STEP = 1024

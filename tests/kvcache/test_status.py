@@ -12,9 +12,9 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.config.kvcache_schema import CacheStrategySettings, KvCacheSettings
 from kvproxy.errors import ClientUnavailable
-from kvproxy.kvcache.actions.hotness import Hotness, KnownPrefix
+from kvproxy.kvcache.actions.signals import Hotness, KnownPrefix
 from kvproxy.kvcache.actions.strategies import Lease
-from kvproxy.kvcache.endpoint_status import index_worth
+from kvproxy.kvcache.overlap.gauges import index_worth
 from kvproxy.kvcache.service import KvCache
 from kvproxy.kvcache.status import SLICE_RUNS, cache_status, hot_prefixes, leases, troubles
 from kvproxy.metrics.catalog import Metrics

@@ -10,9 +10,9 @@ from msgspec.structs import replace
 
 from kvproxy.receipts.files import ReceiptReader
 from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate, encode_receipt
+from kvproxy.replay.compare import PolicySpec
 from kvproxy.replay.decided import decide_again
-from kvproxy.replay.decided_report import Review
-from kvproxy.replay.scenario import PolicySpec
+from kvproxy.replay.reports import Review
 from kvproxy.routing.policy import Overlap
 from kvproxy.types import EndpointId
 

@@ -7,9 +7,9 @@ from random import Random
 import pytest
 
 from kvproxy.config.cluster_schema import KvAwareSettings
+from kvproxy.routing.engine_samples import MIN_TOKENS, StepModel
 from kvproxy.routing.kv_aware import LATENESS, KvAware
 from kvproxy.routing.policy import PickRequest
-from kvproxy.routing.steps import MIN_TOKENS, StepModel
 from tests.routing.fleet import ask, decode, fleet
 
 

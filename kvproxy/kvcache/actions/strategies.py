@@ -11,8 +11,7 @@ from typing import Protocol
 
 from kvproxy.bounded import BoundedMapping
 from kvproxy.config.kvcache_schema import CacheStrategySettings
-from kvproxy.kvcache.actions.hotness import EDGE_PREFIXES, Hotness, KnownPrefix
-from kvproxy.kvcache.actions.signals import Pressure
+from kvproxy.kvcache.actions.signals import EDGE_PREFIXES, Hotness, KnownPrefix, Pressure
 from kvproxy.kvcache.providers import ActionKind
 
 log = logging.getLogger("kvproxy.kvcache")

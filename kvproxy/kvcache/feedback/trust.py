@@ -1,12 +1,18 @@
-"""How far claims that only one source makes have proved right, by endpoint.
+"""How far claims about an engine's cache are believed, by what earlier ones proved worth.
 
 A prefix this router itself sent to an endpoint, and that its capacity should still hold, is backed. One that only
 events or a lookup service speak of is not: another router may have sent it there, or a removal was lost. Such a claim
 counts for the share of it that earlier ones proved worth.
+
+Some engines reuse more than their complete KV events say they hold: then those events do not describe the cache. An
+index that follows such a stream finds too little of every prompt, and being complete it would overrule what was routed
+there. It happens where an engine names blocks in a way that is not understood: keys of another kind than tokens, tokens
+of another tokenizer, or content that only one side counts as part of the prompt.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvproxy.types import EndpointId
@@ -71,3 +77,60 @@ class Trust:
             del self._records[next(iter(self._records))]
         record = self._records[endpoint] = _Record()
         return record
+
+
+#: Shorter reuse says little, and some of each is a block that was stored while the request was on its way.
+LEAST_TOKENS, _SPARED_TOKENS, _SPARED_SHARE = 256, 64, 0.25
+#: Of the latest answers so many that were reused further end the belief, and so few restore it.
+WINDOW, _RAISED_AT, _ENDED_AT = 8, 4, 1
+
+
+@dataclass(slots=True)
+class MissedReuse:
+    """What the latest answers of an endpoint proved."""
+
+    endpoint: EndpointId
+    announced_tokens: int = 0  # of the latest that was reused further
+    reused_tokens: int = 0
+    short: int = 0  # a bit for each of the latest answers
+
+    @property
+    def count(self) -> int:
+        """Of the latest answers, those that were reused further."""
+        return self.short.bit_count()
+
+
+class MissedReuses:
+    """One a cluster. `doubted` has the endpoints whose events are not believed over what was routed there: until they
+    say enough again, the engine restarts, or the endpoint leaves."""
+
+    def __init__(self) -> None:
+        self.doubted: set[EndpointId] = set()
+        self._records: dict[EndpointId, MissedReuse] = {}
+
+    def observe(self, endpoint: EndpointId, *, announced_tokens: int, reused_tokens: int) -> None:
+        """The engine reused `reused_tokens` of what the index was asked for, where its events had announced so many."""
+        if reused_tokens < LEAST_TOKENS:
+            return
+        is_short = announced_tokens + _SPARED_TOKENS + _SPARED_SHARE * reused_tokens < reused_tokens
+        record = self._records.get(endpoint)
+        if record is None:
+            if not is_short:
+                return  # nearly every answer of nearly every engine
+            record = self._records[endpoint] = MissedReuse(endpoint)
+        record.short = (record.short << 1 | is_short) & ((1 << WINDOW) - 1)
+        if is_short:
+            record.announced_tokens, record.reused_tokens = announced_tokens, reused_tokens
+        if record.count >= _RAISED_AT:
+            self.doubted.add(endpoint)
+        elif record.count <= _ENDED_AT:
+            self.doubted.discard(endpoint)
+
+    def raised(self) -> Iterator[MissedReuse]:
+        """Of the endpoints that are doubted."""
+        return (self._records[endpoint] for endpoint in sorted(self.doubted))
+
+    def forget(self, endpoint: EndpointId) -> None:
+        """The endpoint left, or is another process now."""
+        self.doubted.discard(endpoint)
+        self._records.pop(endpoint, None)

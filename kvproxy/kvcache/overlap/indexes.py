@@ -9,9 +9,8 @@ from functools import lru_cache, partial
 from kvproxy.bounded import BoundedMapping
 from kvproxy.clients.engine_metrics import EngineKind
 from kvproxy.clients.tokens import TokenIds
-from kvproxy.kvcache.feedback.missed_reuse import MissedReuses
 from kvproxy.kvcache.feedback.reuse_step import ReuseSteps
-from kvproxy.kvcache.feedback.trust import Trust
+from kvproxy.kvcache.feedback.trust import MissedReuses, Trust
 from kvproxy.kvcache.overlap.last_served import LastServed, RequestNames
 from kvproxy.kvcache.overlap.merge import NOTHING, HolderOverlap, is_contradicted, merge_overlaps
 from kvproxy.prefix.approximate.capacity import Capacities

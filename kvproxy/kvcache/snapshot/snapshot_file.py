@@ -15,7 +15,7 @@ from glob import escape
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from kvproxy.kvcache.snapshot.file_format import Checksum, Outcome, Snapshot, Unusable, decode
+from kvproxy.kvcache.snapshot.contents import Checksum, Outcome, Snapshot, Unusable, decode
 from kvproxy.types import Clock
 
 _READ_BYTES = 4 << 20

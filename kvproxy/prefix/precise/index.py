@@ -18,9 +18,8 @@ from xxhash import xxh3_64_intdigest
 
 from kvproxy.clients.kv_events.events import WHOLE_PREFIX, BlockRemoved, BlockStored, EngineHash, KvEvent
 from kvproxy.prefix.hashing import mix_keys, root_seed, token_blocks
-from kvproxy.prefix.precise.block_table import BlockTable
+from kvproxy.prefix.precise.block_table import BlockTable, PendingBlocks, ReportedBlocks
 from kvproxy.prefix.precise.layer_groups import LayerGroup, LayerGroups, LayerKind
-from kvproxy.prefix.precise.pending_blocks import PendingBlocks, ReportedBlocks
 from kvproxy.prefix.precise.runs import KEY_BITS, MAX_TIERS
 from kvproxy.types import EndpointId
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import dataclasses
 import json
 import random
 import time
@@ -12,17 +10,14 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from kvproxy.simulator.answer import Answer
 from kvproxy.simulator.engine_io import EngineLoad, SimRequest
 from kvproxy.simulator.engine_runner import GenerationGroup
-from kvproxy.simulator.generation_request import GenerationPlan
-from kvproxy.simulator.http_call import EVENT_STREAM, ClientGone, HttpCall, Receive, Scope, Send
+from kvproxy.simulator.generation import Answer, GenerationPlan
+from kvproxy.simulator.http_call import EVENT_STREAM, HttpApp, HttpCall, HttpError
 from kvproxy.simulator.prompts import Prompts
 from kvproxy.simulator.sglang.engine import HEALTH_CHECK, SglangEngine
-from kvproxy.simulator.sglang.errors import SglangError, engine_dead, flatten, queue_full
-from kvproxy.simulator.sglang.requests import SglangPlanner
-from kvproxy.simulator.sglang.server_info import describe_model, describe_server
-from kvproxy.simulator.sglang.settings import SglangSettings
+from kvproxy.simulator.sglang.requests import SglangError, SglangPlanner, engine_dead, flatten, queue_full
+from kvproxy.simulator.sglang.settings import SglangSettings, describe_model, describe_server
 from kvproxy.simulator.sglang.shapes import SglangChat, SglangCompletion, SglangGenerate
 from kvproxy.simulator.tokenizer import Tokenizer
 from kvproxy.simulator.vllm_errors import VllmError
@@ -38,7 +33,7 @@ _FLUSHED = b"Cache flushed.\nPlease check backend logs for more details.\n"
 Handler = Callable[[HttpCall], Awaitable[None]]
 
 
-class SglangApp:
+class SglangApp(HttpApp):
     """Serve it (it is an ASGI app) while it is entered (it is an async context manager)."""
 
     def __init__(
@@ -71,18 +66,6 @@ class SglangApp:
     async def __aexit__(self, *_: object) -> None:
         await self._engine.__aexit__(*_)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            raise RuntimeError(f"no {scope['type']} here")
-        call = HttpCall(scope, receive, send)
-        with contextlib.suppress(ClientGone):
-            try:
-                await self._route(call)
-            except SglangError as error:
-                await call.reply_json(error.body, error.code)
-            except VllmError as error:  # what both engines find wrong with a prompt
-                await call.reply_json(flatten(error.body), error.code)
-
     def _build_routes(self) -> dict[tuple[str, str], Handler]:
         chat, completion = self._answer_chat, self._answer_completion
         prefix = "get_" if self.settings.old_names else ""
@@ -109,7 +92,8 @@ class SglangApp:
             routes["GET", "/metrics"] = self._answer_metrics
         return routes
 
-    async def _route(self, call: HttpCall) -> None:
+    async def answer_call(self, call: HttpCall) -> None:
+        """By method and path."""
         handler = self._routes.get((call.method, call.path))
         if handler is None:
             known = any(path == call.path for _, path in self._routes)
@@ -118,7 +102,10 @@ class SglangApp:
             await call.reply_json({"detail": detail}, status)
             return
         self.calls[f"{call.method} {call.path}"] += 1
-        await handler(call)
+        try:
+            await handler(call)
+        except VllmError as error:  # what both engines find wrong with a prompt
+            raise HttpError(error.status, flatten(error.body)) from error
 
     async def _answer_chat(self, call: HttpCall) -> None:
         body = await _read_json(call)
@@ -254,15 +241,10 @@ class SglangApp:
 
     async def _set_faults(self, call: HttpCall) -> None:
         try:
-            self.faults.update(await _read_json(call))
+            values = self.faults.apply(await _read_json(call), self._runner, self.publisher)
         except FaultError as error:
             raise SglangError(str(error)) from error
-        values = self.faults.values
-        if values.engine_dead:
-            self._runner.kill()
-        if self.publisher is not None:
-            self.publisher.lose_next, self.publisher.repeat_next = values.lose_events, values.repeat_events
-        await call.reply_json(dataclasses.asdict(values))
+        await call.reply_json(values)
 
     async def _answer_state(self, call: HttpCall) -> None:
         figures = self.load

@@ -6,8 +6,7 @@ import logging
 
 import pytest
 
-from kvproxy.kvcache.actions.hotness import Hotness
-from kvproxy.kvcache.actions.signals import Pressure
+from kvproxy.kvcache.actions.signals import Hotness, Pressure
 from kvproxy.kvcache.actions.strategies import CLEAR_PAUSE_S, Evict
 from kvproxy.kvcache.providers import ActionKind
 from tests.kvcache.actions.support import BUSY, CALM, UNKNOWN, everywhere, hotness, serve, strategy

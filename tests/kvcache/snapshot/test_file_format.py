@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproxy.kvcache.snapshot import file_format
-from kvproxy.kvcache.snapshot.file_format import (
+from kvproxy.kvcache.snapshot.contents import (
     VERSION,
     Checksum,
     ClusterKept,
@@ -103,4 +102,4 @@ def test_the_version_is_raised_with_the_layout() -> None:
     snapshot = decode(signed(head + contents + bytes(8)))
     assert snapshot.kept.clusters[0].index.blocks == 1
     assert snapshot.kept.clusters[0].speeds is not None
-    assert file_format.VERSION == 2
+    assert VERSION == 2

@@ -17,8 +17,7 @@ import pytest
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.config.kvcache_schema import SnapshotSettings as SnapshotSettings
-from kvproxy.kvcache.snapshot.contents import Contents
-from kvproxy.kvcache.snapshot.file_format import Outcome, Snapshot
+from kvproxy.kvcache.snapshot.contents import Contents, Outcome, Snapshot
 from kvproxy.kvcache.snapshot.restart import WarmRestart
 from kvproxy.kvcache.snapshot.snapshot_file import SnapshotFile, Store
 from kvproxy.types import EndpointId
