@@ -97,7 +97,7 @@ class SglangInfo(msgspec.Struct):
                 if isinstance(given, str | None)
                 else msgspec.convert(given, _EventsConfig)
             )
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
             return None
         return config if config.publisher == _ZMQ else None
 
