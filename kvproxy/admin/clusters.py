@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvproxy.admin.operated import AdminTarget
-from kvproxy.admin.replies import Audit, RequestRefused, read_json_object, reply
+from kvproxy.admin.replies import Audit, RequestRefused, read_json_object, reply_json
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.addresses import url_fault
@@ -41,7 +41,7 @@ class EndpointRoutes:
         self._operated = operated
         self._audit = audit
 
-    def routes(self) -> list[Route]:
+    def list_routes(self) -> list[Route]:
         """Their paths."""
         one = "/endpoints/{cluster}/{id:path}"
         return [
@@ -58,11 +58,12 @@ class EndpointRoutes:
     def _list(self) -> Response:
         clusters: dict[str, list[dict[str, object]]] = {}
         for name, cluster in self._operated.clusters.items():
-            present = [describe_endpoint(self._operated, name, each) for each in cluster.endpoints]
             leaving = [{**each.status(self._operated.clock()), "leaving": True} for each in cluster.draining]
-            clusters[name] = present + leaving
+            clusters[name] = [describe_endpoint(self._operated, name, each) for each in cluster.endpoints] + leaving
         failing = {name: dict(one.discovery_complaints) for name, one in self._operated.clusters.items()}
-        return reply({"clusters": clusters, "failing_discovery": {name: why for name, why in failing.items() if why}})
+        return reply_json(
+            {"clusters": clusters, "failing_discovery": {name: why for name, why in failing.items() if why}}
+        )
 
     async def _add(self, request: Request) -> Response:
         body = await read_json_object(request)
@@ -109,7 +110,7 @@ class EndpointRoutes:
         in_flight = sum(endpoint.load.in_flight for endpoint in endpoints)
         cluster.remove(name)
         self._audit.write_line(request, "endpoint.remove", cluster=cluster.name, endpoint=name, in_flight=in_flight)
-        return reply({"removed": name, "cluster": cluster.name, "in_flight": in_flight})
+        return reply_json({"removed": name, "cluster": cluster.name, "in_flight": in_flight})
 
     def _cluster(self, name: Any) -> Cluster:
         """The named cluster, or the only one; RequestRefused when there is none."""
@@ -138,9 +139,9 @@ class EndpointRoutes:
         endpoints = cluster.named(EndpointId(name))
         described = [describe_endpoint(self._operated, cluster.name, each) for each in endpoints]
         if [each.id for each in endpoints] == [name]:
-            return reply(described[0], status)
+            return reply_json(described[0], status)
         in_flight = sum(endpoint.load.in_flight for endpoint in endpoints)
-        return reply({"id": name, "in_flight": in_flight, "ranks": described}, status)
+        return reply_json({"id": name, "in_flight": in_flight, "ranks": described}, status)
 
 
 def _decoded(body: dict[str, Any]) -> EndpointSettings:
@@ -183,7 +184,7 @@ class RoutingRoutes:
         self._operated = operated
         self._audit = audit
 
-    def routes(self) -> list[Route]:
+    def list_routes(self) -> list[Route]:
         """Their paths."""
         return [Route("/routing", self._routing, methods=["GET", "PATCH"])]
 
@@ -191,7 +192,9 @@ class RoutingRoutes:
         if request.method == "PATCH":
             self._change(request, await read_json_object(request))
         now = self._operated.clock()
-        return reply({"clusters": {name: describe_routing(one, now) for name, one in self._operated.clusters.items()}})
+        return reply_json(
+            {"clusters": {name: describe_routing(one, now) for name, one in self._operated.clusters.items()}}
+        )
 
     def _change(self, request: Request, body: dict[str, Any]) -> None:
         """All of it, or nothing."""

@@ -301,7 +301,7 @@ class Cluster:
     def observe_engine(self, endpoint: Endpoint, reading: Reading) -> None:
         """An engine's own count of its prefills, read just now: what streams do not teach, it does."""
         if not endpoint.metrics.closed:
-            endpoint.ended.read(reading, self._clock())
+            endpoint.ended.read_counters(reading, self._clock())
 
     def record_outcome(self, endpoint: Endpoint, outcome: AttemptOutcome, now: float) -> None:
         """Draw the conclusions of an attempt; called by its pick."""

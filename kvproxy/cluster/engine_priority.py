@@ -98,7 +98,7 @@ class EndpointPriority:
             return False
         if verdict is Verdict.IGNORES:
             return now - self._ignored_at >= _ASK_AGAIN_S
-        return verdict is Verdict.UNKNOWN or self._payoff.sends(now)
+        return verdict is Verdict.UNKNOWN or self._payoff.sends_priority(now)
 
     def waits(self, now: float) -> bool:
         """Whether several requests waited in the engine of late; also where it does not tell."""
@@ -131,7 +131,7 @@ class EndpointPriority:
             if self._trial.verdict is Verdict.IGNORES:
                 self._ignored_at = now
         elif verdict is Verdict.OBEYS and self.mode is EnginePriorityMode.AUTO and self.waits(now):
-            self._payoff.observe(placed_at, now - placed_at)
+            self._payoff.observe_wait(placed_at, now - placed_at)
 
     def ended(self, request: object) -> None:
         """A request on this engine is over."""
@@ -198,6 +198,6 @@ class ClusterPriority:
         class_s = level * LEVEL_S
         if tenant:
             class_s -= self._turns.behind_s(tenant, endpoints, now)
-            self._turns.grant(tenant, own, now)
+            self._turns.grant_work(tenant, own, now)
         arrived = self._wall_clock() - EPOCH_S - (now - received_at)
         return urgency_s(own, arrived, slowness=slowness, ageing=self.ageing, class_s=class_s)
