@@ -68,11 +68,20 @@ class AdviceRuns(Protocol):
         ...
 
 
-class AdminTarget(Protocol):
-    """Asked again for every request: a reload may have replaced any part."""
+class OperatedProcess(Protocol):
+    """What is the operator's to change about the process, be it the proxy's own or that of several."""
 
     @property
     def config(self) -> Config: ...
+    @property
+    def reloader(self) -> ConfigReloader | None: ...
+    @property
+    def adviser(self) -> AdviceRuns | None: ...
+
+
+class AdminTarget(OperatedProcess, Protocol):
+    """Asked again for every request: a reload may have replaced any part."""
+
     @property
     def clusters(self) -> Mapping[str, Cluster]: ...
     @property
@@ -89,10 +98,6 @@ class AdminTarget(Protocol):
     def draining(self) -> bool: ...
     @property
     def clock(self) -> Clock: ...
-    @property
-    def reloader(self) -> ConfigReloader | None: ...
-    @property
-    def adviser(self) -> AdviceRuns | None: ...
     @property
     def public_url(self) -> str:
         """Where clients connect; "" while no listener said so."""

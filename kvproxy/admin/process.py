@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from kvproxy.admin.operated import AdminTarget
+from kvproxy.admin.operated import AdminTarget, OperatedProcess
 from kvproxy.admin.replies import Audit, RequestRefused, read_json_object, reply
 from kvproxy.cluster.routes import clusters_without_endpoint
 from kvproxy.config.paths import spelling_hint
@@ -78,7 +78,7 @@ class AdviceRoutes:
     """`/advise`: the latest advice of the adviser (docs/advise.md), and the start of another run: a process of its
     own, one at a time."""
 
-    def __init__(self, operated: AdminTarget, audit: Audit) -> None:
+    def __init__(self, operated: OperatedProcess, audit: Audit) -> None:
         self._operated = operated
         self._audit = audit
 
@@ -109,7 +109,7 @@ class AdviceRoutes:
 class SettingsRoutes:
     """`/config` and `/log`. `set_level` takes a level's name as Python's logging spells it."""
 
-    def __init__(self, operated: AdminTarget, audit: Audit, *, set_level: Callable[[str], None]) -> None:
+    def __init__(self, operated: OperatedProcess, audit: Audit, *, set_level: Callable[[str], None]) -> None:
         self._operated = operated
         self._audit = audit
         self._set_level = set_level

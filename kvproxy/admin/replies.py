@@ -18,6 +18,8 @@ from kvproxy.request.body import Pieces
 MAX_BODY_BYTES = 64 * 1024
 #: Answers hold live state and, maybe, addresses: no cache may keep them.
 _NO_STORE = {"cache-control": "no-store"}
+#: In a request's scope: true where another process of this proxy writes the line.
+REPEATED = "kvproxy.repeated"
 log = logging.getLogger("kvproxy.audit")
 
 
@@ -104,5 +106,7 @@ class Audit:
 
     def write_line(self, request: Request, action: str, **what: Any) -> None:
         """`request` changed something; `what` says what, with plain values."""
+        if request.scope.get(REPEATED):
+            return
         origin = request.client.host if request.client else "unknown"
         log_fields(log, "admin", {"action": action, "from": origin, **what})

@@ -17,7 +17,7 @@ import httpx
 
 from kvproxy.commands.demo_places import AWARE, MODEL, PLAIN, DemoOptions, ProxyAddress, start_fleet, start_proxy
 from kvproxy.commands.demo_traffic import DemoReply, Mix, keep_trickling, run_mix
-from kvproxy.commands.serve import run_loop
+from kvproxy.commands.serving import run_loop
 
 _BAR = 32
 #: What the engines are called, and how the proxy knows what they hold.

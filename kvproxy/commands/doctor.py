@@ -19,7 +19,7 @@ from kvproxy.advise.adviser import Adviser
 from kvproxy.advise.engines import EngineSettingsSeen, ask_engines
 from kvproxy.commands.configuration import named_file
 from kvproxy.commands.operate import AdminAddress, AdminRefused, ask_admin
-from kvproxy.commands.serve import run_loop
+from kvproxy.commands.serving import run_loop
 from kvproxy.config.load import check_config, load_endpoints
 from kvproxy.config.model import parse_duration_s
 from kvproxy.config.schema import Config

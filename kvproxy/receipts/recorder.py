@@ -118,13 +118,20 @@ class Recorder(RequestObserver):
     """Entered before the first request and left after the last."""
 
     def __init__(
-        self, settings: ReceiptSettings, *, metrics: Metrics, clock: Clock, wall_clock: WallClock, rng: random.Random
+        self,
+        settings: ReceiptSettings,
+        *,
+        metrics: Metrics,
+        clock: Clock,
+        wall_clock: WallClock,
+        rng: random.Random,
+        key: bytes | None = None,
     ) -> None:
         self._sample = settings.sample
         self._clock = clock
         self._wall_clock = wall_clock
         self._rng = rng
-        key = os.urandom(16)
+        key = os.urandom(16) if key is None else key
         self._hash = keyed_hash(key)
         self._key = key if settings.prefixes else None
         file = RotatingFile(Path(settings.path), max_bytes=settings.max_file, max_files=settings.max_files)
@@ -184,9 +191,9 @@ class RecorderTarget(Protocol):
     def wall_clock(self) -> WallClock: ...
 
 
-def make_recorder(proxy: RecorderTarget, settings: ReceiptSettings) -> Recorder | None:
-    """The recorder these settings ask for."""
+def make_recorder(proxy: RecorderTarget, settings: ReceiptSettings, *, key: bytes | None = None) -> Recorder | None:
+    """The recorder these settings ask for. `key` hides names: one of its own unless several proxies share it."""
     if not settings.path:
         return None
     rng = random.Random()
-    return Recorder(settings, metrics=proxy.metrics, clock=proxy.clock, wall_clock=proxy.wall_clock, rng=rng)
+    return Recorder(settings, metrics=proxy.metrics, clock=proxy.clock, wall_clock=proxy.wall_clock, rng=rng, key=key)

@@ -26,6 +26,10 @@ class HolderOverlap:
     source: FactSource
 
 
+#: Blocks of text that a prompt has in common behind the last whole one: half of one, less half a block of the engine's.
+_BEYOND = 0.375
+
+
 def merge_overlaps(
     *,
     routed: Mapping[EndpointId, int],
@@ -52,7 +56,7 @@ def merge_overlaps(
         for endpoint, blocks in routed.items():
             overlap = by_depth.get(blocks)
             if overlap is None:
-                overlap = by_depth[blocks] = Overlap(int(blocks * tokens_per_block))
+                overlap = by_depth[blocks] = Overlap(int((blocks + _BEYOND) * tokens_per_block))
             found[endpoint] = overlap
     else:
         routed = {endpoint: int(blocks * tokens_per_block) for endpoint, blocks in routed.items()}
