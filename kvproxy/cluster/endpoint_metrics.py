@@ -42,7 +42,7 @@ class EndpointMetrics:
         self._answers: dict[int, CounterCell] = {}  # of `requests`, by status: the one that every request needs
         self._latencies: dict[str, Latency] = {}
         self._series: list[tuple[Counter | Gauge | Histogram, tuple[str, ...]]] = []
-        self._closed = False
+        self.closed = False  # the series are gone
         self._priority_shown = False
         self.last_failure = ""  # reason of the last failed attempt; "": none failed yet
         self.last_probe = ""  # outcome of the last probe
@@ -60,7 +60,7 @@ class EndpointMetrics:
     def latency(self, model: str) -> Latency | None:
         """Histograms of this model's requests here; None once closed. `model` is from a closed set."""
         latency = self._latencies.get(model)
-        if latency is not None or self._closed:
+        if latency is not None or self.closed:
             return latency
         if len(self._latencies) >= MAX_MODELS and model != OTHER:
             return self.latency(OTHER)
@@ -100,7 +100,7 @@ class EndpointMetrics:
 
     def show_priority(self, priority: EndpointPriority) -> None:
         """The gauges read it from now on, if the engine is told a priority at all. Idempotent."""
-        if priority.off or self._priority_shown or self._closed:
+        if priority.off or self._priority_shown or self.closed:
             return
         self._priority_shown = True
         gauge = self._metrics.endpoint.engine_priority_state
@@ -113,14 +113,9 @@ class EndpointMetrics:
         gauge.labels(*values).set_function(read)
         self._series.append((gauge, values))
 
-    @property
-    def closed(self) -> bool:
-        """Whether the series are gone."""
-        return self._closed
-
     def close(self) -> None:
         """Remove every series of this endpoint. Idempotent."""
-        self._closed = True
+        self.closed = True
         for metric, values in self._series:
             metric.remove(*values)
         self._series.clear()
@@ -136,7 +131,7 @@ class EndpointMetrics:
     def _tally(self, counter: Counter, label: str) -> CounterCell | None:
         """The series, made when there is none yet; None once closed."""
         child = self._children.get((counter, label))
-        if child is None and not self._closed:
+        if child is None and not self.closed:
             values = (*self._labels, label)
             child = self._children[(counter, label)] = counter.labels(*values)
             self._series.append((counter, values))

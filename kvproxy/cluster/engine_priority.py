@@ -44,7 +44,7 @@ class PriorityState(StrEnum):
 class EndpointPriority:
     """One engine: whether it is sent the number, and the experiment that tells whether it heeds it."""
 
-    __slots__ = ("_ignored_at", "_load", "_payoff", "_refused", "_rng", "_trial", "_waited_at", "mode", "order")
+    __slots__ = ("_ignored_at", "_load", "_payoff", "_refused", "_rng", "_trial", "_waited_at", "mode", "off", "order")
 
     def __init__(
         self,
@@ -68,11 +68,7 @@ class EndpointPriority:
         """Take over what the configuration says; what is known of the engine stays."""
         self.mode = settings.engine_priority or cluster.engine_priority
         self.order = settings.engine_priority_order or cluster.engine_priority_order
-
-    @property
-    def off(self) -> bool:
-        """Nothing is sent and nothing is looked for."""
-        return self.mode is EnginePriorityMode.OFF
+        self.off = self.mode is EnginePriorityMode.OFF  # nothing is sent and nothing is looked for
 
     @property
     def state(self) -> PriorityState:

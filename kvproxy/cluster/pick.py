@@ -126,17 +126,13 @@ class Pick(msgspec.Struct, eq=False):
 
     def _record(self, outcome: AttemptOutcome, now: float) -> None:
         if self.permit is not None:
-            _settle_permit(self.permit, outcome)
+            if outcome is AttemptOutcome.SUCCESS or outcome is AttemptOutcome.CLIENT_ERROR:
+                self.permit.record_success()
+            elif outcome is AttemptOutcome.FAILURE:
+                self.permit.record_failure()
+            else:
+                self.permit.record_cancellation()
         self.picker.record_outcome(self.endpoint, outcome, now)
-
-
-def _settle_permit(permit: Permit, outcome: AttemptOutcome) -> None:
-    if outcome is AttemptOutcome.SUCCESS or outcome is AttemptOutcome.CLIENT_ERROR:
-        permit.record_success()
-    elif outcome is AttemptOutcome.FAILURE:
-        permit.record_failure()
-    else:
-        permit.record_cancellation()
 
 
 def reserve(endpoint: Endpoint, request: PickRequest, now: float) -> Reservation:

@@ -41,9 +41,8 @@ class Ranks:
         self._first = 0  # subtracted from a rank to get its number
         self.in_body = False  # requests name theirs in the body, too
         self.shown: tuple[int, ...] = ()  # by its metrics, if several
-        self.named: tuple[int, ...] | None = (
-            None  # by its event sources, or what is configured of them; None: not asked
-        )
+        #: By its event sources, or what is configured of them; None: they were not asked.
+        self.named: tuple[int, ...] | None = None
 
     def configure(self, settings: DataParallelSettings) -> None:
         """Take over what the configuration says. Other ranks than before have not been refused yet."""

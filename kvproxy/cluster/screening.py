@@ -51,26 +51,17 @@ class Screening:
     def __init__(self) -> None:
         self._endpoints: tuple[Endpoint, ...] = ()
         self._conditions: dict[Endpoint, Condition] = {}
-        self._declared: frozenset[str] = frozenset()
-        self._named: frozenset[str] = frozenset()
+        #: Models that some endpoint's configuration names; these, and the adapters that engines list.
+        self.declared: frozenset[str] = frozenset()
+        self.named: frozenset[str] = frozenset()
         self._pools: dict[str | None, Pool] = {}  # None: models that none names
         self._stale_at = -math.inf
-
-    @property
-    def declared(self) -> frozenset[str]:
-        """Models some endpoint's configuration names."""
-        return self._declared
-
-    @property
-    def named(self) -> frozenset[str]:
-        """These, and the adapters that their engines list."""
-        return self._named
 
     def replace(self, endpoints: Collection[Endpoint]) -> None:
         """Screen these from now on."""
         self._endpoints = tuple(endpoints)
-        self._declared = frozenset().union(*(endpoint.models for endpoint in self._endpoints))
-        self._named = self._declared.union(*(endpoint.engine.adapters.names for endpoint in self._endpoints))
+        self.declared = frozenset().union(*(endpoint.models for endpoint in self._endpoints))
+        self.named = self.declared.union(*(endpoint.engine.adapters.names for endpoint in self._endpoints))
         self.invalidate()
 
     def invalidate(self) -> None:
@@ -81,7 +72,7 @@ class Screening:
         """The endpoints for `model` ("": any)."""
         if now >= self._stale_at:
             self._refresh(now)
-        key = model if not model or model in self._named else None
+        key = model if not model or model in self.named else None
         pool = self._pools.get(key)
         if pool is None:
             pool = self._pools[key] = self._screen(model)

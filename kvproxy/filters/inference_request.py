@@ -99,7 +99,7 @@ class InferenceRequestFilter(Step):
         counted = self._counted.get(about)
         if counted is None:
             counted = self._counted[about] = self.metrics.request.clients.labels(about[0] or "unknown", session)
-        counted.inc()
+        counted.value += 1.0
 
     def _headers(self, headers: Headers) -> tuple[int, bool, Caller]:
         """Declared length (0 when it says none), whether the body is compressed, and the caller."""

@@ -12,7 +12,7 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.config.schema import RetrySettings
 from kvproxy.errors import EngineReportedError, UpstreamError
-from kvproxy.request.usage import ERROR_MARK, error_status
+from kvproxy.request.usage import error_status
 from kvproxy.resilience.retry import full_jitter_s
 from kvproxy.types import EndpointId
 from kvproxy.upstream.response import UpstreamResponse
@@ -24,11 +24,6 @@ _NO_MODEL = re.compile(
 )
 #: Nor is its body waited for longer than this.
 _ERROR_BODY_S = 1.0
-
-
-def may_be_error(status: int, first: bytes) -> bool:
-    """Whether an answer that begins so has to be looked at: an engine that died in its prefill streams an error."""
-    return status == 200 and ERROR_MARK in first
 
 
 async def read_beginning(response: UpstreamResponse, first: bytes) -> tuple[int, bytes]:

@@ -9,10 +9,11 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.pick import Pick
 from kvproxy.config.cluster_schema import PriorityOrder
-from kvproxy.forward.answer import may_be_error, read_beginning, read_short
-from kvproxy.forward.headers import RANK_HEADER, RequestHead
+from kvproxy.forward.answer import read_beginning, read_short
+from kvproxy.forward.headers import RequestHead
 from kvproxy.forward.request_body import RequestBody
 from kvproxy.request.exchange import Exchange
+from kvproxy.request.usage import ERROR_MARK
 from kvproxy.routing.policy import NO_FACTS
 from kvproxy.types import EndpointId, Headers, RequestKind
 from kvproxy.upstream.pool import Timeouts, UpstreamPool, UpstreamResponse
@@ -65,7 +66,7 @@ class Asking:
         self._head = head
         self._body = body
         #: The data-parallel rank that a trusted client asks for itself: its word stands.
-        self.own_rank = dict(head.repeated.headers).get(RANK_HEADER) if exchange.trusted else None
+        self.own_rank = head.repeated.rank if exchange.trusted else None
 
     @property
     def level(self) -> int:
@@ -165,7 +166,7 @@ class Asking:
         try:
             if status < 500:  # the first piece is there, or the end
                 first = response.take() or b""
-                if may_be_error(status, first):
+                if status == 200 and ERROR_MARK in first:  # an engine that died in its prefill streams an error
                     status, first = await read_beginning(response, first)
             return response, status, first
         except BaseException:

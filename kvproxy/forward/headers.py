@@ -162,11 +162,12 @@ class RequestHeaders:
 class ClientFields(RepeatedFields):
     """Those of one client."""
 
-    __slots__ = ("_anonymous",)
+    __slots__ = ("_anonymous", "rank")
 
     def __init__(self, headers: Headers) -> None:
         super().__init__(headers)
         self._anonymous: ClientFields | None = None
+        self.rank = dict(headers).get(RANK_HEADER)  # the data-parallel rank it asks for
 
     @property
     def anonymous(self) -> ClientFields:
