@@ -120,9 +120,7 @@ class EndpointPriority:
         return number if self.order is PriorityOrder.LOWEST_FIRST else -number
 
     def first_token(self, request: object, placed_at: float, now: float) -> None:
-        """A request on this engine, placed at that time, got its first token."""
-        if self.off:
-            return
+        """A request on this engine, placed at that time, got its first token; not while it is off."""
         verdict = self._trial.verdict
         if verdict is Verdict.UNKNOWN:
             self._trial.first_token(request, now)

@@ -84,7 +84,7 @@ class Pick(msgspec.Struct, eq=False):
         self.endpoint.load.first_token(self.reservation, now)
         if self.placement is not None:
             self.placement.first_token(now)
-        if not self.reservation.hidden:
+        if not (self.reservation.hidden or self.endpoint.priority.off):
             self.endpoint.priority.first_token(self, self.reservation.started_at, now)
         self.picker.on_load_decrease()
         if self.permit is not None and self.endpoint.breaker.state is BreakerState.HALF_OPEN:

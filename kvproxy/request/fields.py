@@ -11,18 +11,9 @@ from kvproxy.request.session import Session, bounded_key, child_session, session
 
 NO_RAW = Raw()
 _Key = str | int | None
-#: Those of all kinds that may name a session or a cache group.
+_COMMON = ("session_id", "user", "prompt_cache_key", "vllm_xargs", "nvext")
 #: Fields, of whatever kind of body, that may name a session or a cache group.
-NAMING = (
-    "session_id",
-    "user",
-    "prompt_cache_key",
-    "vllm_xargs",
-    "nvext",
-    "client_metadata",
-    "conversation",
-    "metadata",
-)
+NAMING = (*_COMMON, "client_metadata", "conversation", "metadata")
 
 
 class _Program(msgspec.Struct, gc=False):
