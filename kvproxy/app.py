@@ -131,10 +131,10 @@ class Proxy:
         has changed.
         """
         before, after = self._generation, Generation(config, self._shared, self._states)
-        await self._reloader.begin(after)
-        lost = after.serve()
+        await self._reloader.begin_generation(after)
+        lost = after.begin_serving()
         self._generation = after
-        self._reloader.retire(before)
+        self._reloader.retire_generation(before)
         return Reloaded(after_restart=tuple(_needs_restart(before.config, config)), lost=lost)
 
     async def __aenter__(self) -> Proxy:
@@ -144,8 +144,8 @@ class Proxy:
         if self._recorder is not None:
             await self._running.enter_async_context(self._recorder)
         await self._running.enter_async_context(self._reloader)
-        await self._reloader.begin(self._generation)
-        self._generation.serve()
+        await self._reloader.begin_generation(self._generation)
+        self._generation.begin_serving()
         if self.config.admin.enabled:
             await self._running.enter_async_context(self._history)
         return self

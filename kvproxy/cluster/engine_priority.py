@@ -62,7 +62,7 @@ class EndpointPriority:
         self._trial = PriorityTrial(rng)
         self._ignored_at = -math.inf  # when the experiment last said so
         self.configure(settings, cluster)
-        self.restarted()
+        self.forget_verdict()
 
     def configure(self, settings: EndpointSettings, cluster: ClusterSettings) -> None:
         """Take over what the configuration says; what is known of the engine stays."""
@@ -129,15 +129,15 @@ class EndpointPriority:
         elif verdict is Verdict.OBEYS and self.mode is EnginePriorityMode.AUTO and self.waits(now):
             self._payoff.observe(placed_at, now - placed_at)
 
-    def ended(self, request: object) -> None:
+    def forget_request(self, request: object) -> None:
         """A request on this engine is over."""
         self._trial.ended(request)
 
-    def refused(self) -> None:
+    def record_refusal(self) -> None:
         """The engine takes no request with the number, and the same request without."""
         self._refused = True
 
-    def restarted(self) -> None:
+    def forget_verdict(self) -> None:
         """Another process, maybe with other flags: nothing is known of it."""
         self._refused = False
         self._trial = PriorityTrial(self._rng)

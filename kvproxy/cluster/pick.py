@@ -122,7 +122,7 @@ class Pick(msgspec.Struct, eq=False):
         self.endpoint.load.release(self.reservation, now)
         if self.placement is not None:
             self.placement.end()
-        self.endpoint.priority.ended(self)
+        self.endpoint.priority.forget_request(self)
 
     def _record(self, outcome: AttemptOutcome, now: float) -> None:
         if self.permit is not None:

@@ -33,7 +33,7 @@ async def read_beginning(response: UpstreamResponse, first: bytes) -> tuple[int,
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ERROR_BODY_S):
                 while not (response.complete or first.endswith(b"\n") or len(first) > _MAX_HELD_BYTES):
-                    first += await response.chunk()
+                    first += await response.next_chunk()
     return error_status(first, first=True) or response.status, first
 
 
@@ -43,7 +43,7 @@ async def read_short(response: UpstreamResponse, first: bytes) -> tuple[bytes, b
     try:
         async with asyncio.timeout(_ERROR_BODY_S):
             while not response.complete and len(body) <= _MAX_HELD_BYTES:
-                body += await response.chunk()
+                body += await response.next_chunk()
     except TimeoutError:
         return body, True
     return (body + (response.take() or b""), True) if response.complete else (body, False)
@@ -85,7 +85,7 @@ class Attempts:
         """Endpoints tried in this round."""
         return frozenset(self._tried)
 
-    def failed(self, endpoint: Endpoint) -> float | None:
+    def count_failure(self, endpoint: Endpoint) -> float | None:
         """Seconds to pause before the next attempt; None when this endpoint's failure is to be the answer."""
         own = endpoint.retry
         self._in_a_row += 1

@@ -80,7 +80,7 @@ class Asking:
         ranked = {one.id: b"%d" % one.rank for one in self._cluster.endpoints if one.rank is not None}
         return frozenset(one for one, rank in ranked.items() if rank != asked and asked in ranked.values())
 
-    def ask(self, pick: Pick) -> Coroutine[None, None, Answer]:
+    def ask_engine(self, pick: Pick) -> Coroutine[None, None, Answer]:
         """The engine's answer. (A coroutine around `_send` would be resumed with it.)"""
         endpoint, head = pick.endpoint, self._head
         if endpoint.authorization is not None:
@@ -108,7 +108,7 @@ class Asking:
         named = b"rank" in first.lower()
         response, status, first = await self._ask(pick, head)
         if status < 400:
-            self._cluster.ranks.refused(pick.endpoint, number, named=named)
+            self._cluster.ranks.record_refusal(pick.endpoint, number, named=named)
         return response, status, first
 
     def _ask(self, pick: Pick, head: RequestHead, member: bytes = b"") -> Coroutine[None, None, Answer]:

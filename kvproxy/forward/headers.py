@@ -85,7 +85,7 @@ class RequestHeaders:
         if via is not None and self._pseudonym in via:
             raise RequestLoops
 
-    def build(self, scope: Scope, *, request_id: str, trusted: bool = False) -> RequestHead:
+    def build_head(self, scope: Scope, *, request_id: str, trusted: bool = False) -> RequestHead:
         """One head for all attempts of a request. Raises RequestLoops, and UnsafeRequest."""
         of_this_one = self._of_this_one if request_id else _OF_THIS_ONE
         sent = []
