@@ -19,7 +19,7 @@ from kvproxy.routing.policy import PickRequest
 log = logging.getLogger(__name__)
 
 #: No candidates while another is left, however all of them are. Where all sleep, one may have been woken since.
-_UNANSWERING = frozenset({Condition.DRAINING, Condition.ASLEEP})
+_UNANSWERING = frozenset({Condition.DRAINING, Condition.NOT_READY, Condition.ASLEEP})
 
 
 class Refusal(StrEnum):
@@ -120,6 +120,9 @@ def refusal_of(request: PickRequest, endpoints: Sequence[Endpoint], now: float) 
     rest = [endpoint for endpoint in serving if endpoint.condition(now) is not Condition.DRAINING]
     if not rest:
         return Refusal.DRAINING
+    rest = [endpoint for endpoint in rest if endpoint.condition(now) is not Condition.NOT_READY]
+    if not rest:
+        return Refusal.NO_ENDPOINTS
     untried = [endpoint for endpoint in rest if endpoint.id not in request.excluded]
     return Refusal.SATURATED if any(endpoint.saturated for endpoint in untried) else Refusal.ALL_TRIED
 

@@ -111,7 +111,7 @@ async def test_an_unloaded_adapter_is_tried_elsewhere_once(pair: Pair, folders: 
         decided = await ask(proxy, "lora-b", text(40, seed="unloaded, alone"))
         assert decided.status_code == 404
         cluster.drain_endpoint(cluster.endpoints[0].id, draining=False)
-        cluster.adapters.observe("b", b, listed=["lora-b"])
+        cluster.adapters.observe_list("b", b, listed=["lora-b"])
         before = proxy.metric("kvproxy_retries_total", **KNOWN_ELSEWHERE)
         statuses = [(await ask(proxy, "lora-b", text(40, seed=f"unloaded {n}"))).status_code for n in range(6)]
         again = proxy.metric("kvproxy_retries_total", **KNOWN_ELSEWHERE) - before
