@@ -131,33 +131,24 @@ class Proxy:
         connections, rate limits. Raises ConfigError, and whatever a new part raises when it is started; then nothing
         has changed.
         """
-<<<<<<< HEAD
-        before, after = self._generation, Generation(config, self._shared, self._states)
-        await self._reloader.begin_generation(after)
-        lost = after.begin_serving()
-        self._generation = after
-        self._reloader.retire_generation(before)
-        return Reloaded(after_restart=tuple(_needs_restart(before.config, config)), lost=lost)
-=======
         return self.adopt(await self.prepare(config))
 
     async def prepare(self, config: Config) -> Generation:
         """The first half of a reload: everything that may fail. `adopt` or `discard` what it gives."""
         after = Generation(config, self._shared, self._states)
-        await self._reloader.begin(after)
+        await self._reloader.begin_generation(after)
         return after
 
     def adopt(self, after: Generation) -> Reloaded:
         """The second half: serve by it from now on."""
-        before, lost = self._generation, after.serve()
+        before, lost = self._generation, after.begin_serving()
         self._generation = after
-        self._reloader.retire(before)
+        self._reloader.retire_generation(before)
         return Reloaded(after_restart=tuple(_needs_restart(before.config, after.config)), lost=lost)
 
     def discard(self, after: Generation) -> None:
         """Instead of the second half: nothing has changed."""
-        self._reloader.retire(after)
->>>>>>> main
+        self._reloader.retire_generation(after)
 
     async def __aenter__(self) -> Proxy:
         await self._running.enter_async_context(LoopLag(self.metrics.process.loop_lag, clock=self.clock))

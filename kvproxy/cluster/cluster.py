@@ -187,13 +187,8 @@ class Cluster:
                 for engine in self.engines:
                     engine.health.forget_probes()
         if settings.discovery != before.discovery:
-<<<<<<< HEAD
-            self._ask_sources(sources_of(settings.discovery))
-        self.apply_endpoints(settings.endpoints)
-=======
             self._ask_sources(None)
-        self.apply(settings.endpoints)
->>>>>>> main
+        self.apply_endpoints(settings.endpoints)
         self._arrange_queue()
 
     def show(self) -> None:

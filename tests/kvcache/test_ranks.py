@@ -125,13 +125,8 @@ async def test_what_is_configured_is_not_asked_for(steer: bool) -> None:
     async with world({"a": engine}) as service:
         stated = DataParallelSettings(steer=steer, ranks=(0, 1, 2))
         url = str(service.cluster.endpoints[0].origin)
-<<<<<<< HEAD
         service.cluster.apply_endpoints([EndpointSettings(id="a", url=url, data_parallel=stated)])
-        await service.kv.scraper.round()
-=======
-        service.cluster.apply([EndpointSettings(id="a", url=url, data_parallel=stated)])
         await service.kv.scraper.scrape_all()
->>>>>>> main
         assert names(service) == (["a@0", "a@1", "a@2"] if steer else ["a"])
         engines = [endpoint.load.engine for endpoint in service.cluster.endpoints]
         running_ = [None if one is None else one.running for one in engines]
