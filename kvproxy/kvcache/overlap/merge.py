@@ -90,7 +90,7 @@ def _with_events(
         claimed = believed = device + lower
         backed = routed.get(endpoint, 0)
         if claimed > backed:
-            believed = trust.believed(endpoint, claimed, backed)
+            believed = trust.believed_tokens(endpoint, claimed, backed)
             device = min(device, believed)
         promised = in_flight.get(endpoint, 0) if endpoint in exact else backed
         if promised > believed:
@@ -125,7 +125,7 @@ def _add_holders(
         backed = 0 if known is None else known.tokens
         if tokens > backed:
             device = 0 if known is None else known.device_tokens
-            believed = trust.believed(holder.endpoint, tokens, backed)
+            believed = trust.believed_tokens(holder.endpoint, tokens, backed)
             found[holder.endpoint] = Overlap(device, believed - device, holder.source, 0.0, tokens, backed)
 
 
