@@ -34,10 +34,9 @@ class Autoscaling:
         self._cluster = cluster
         self._demand = Demand()
 
-    def placed(self, reservation: Reservation, now: float) -> None:
-        """A request has its place."""
-        speeds = self._cluster.speeds
-        if speeds is not None and self._demand.placed(seconds_of(reservation.features, speeds.seconds), now):
+    def placed(self, reservation: Reservation, speeds: SpeedModel, now: float) -> None:
+        """A request has its place, in a cluster whose speeds are learned."""
+        if self._demand.placed(seconds_of(reservation.features, speeds.seconds), now):
             self._demand.sample(self._backlog_s(speeds, now), now)
 
     def saturation(self, now: float) -> float | None:

@@ -272,7 +272,8 @@ class Cluster:
             expected_at = expected_first_token_at(decision, self.speeds, now)
             placement = self.adapters.place_request(endpoint.engine.adapters, decision.request.model, expected_at)
         reservation = reserve(endpoint, decision.request, now)
-        self.scaling.placed(reservation, now)
+        if (speeds := self.policies.speeds) is not None:
+            self.scaling.placed(reservation, speeds, now)
         if reservation.hidden:
             self._hiding.add(endpoint)
         if endpoint.load.in_flight == endpoint.max_in_flight:
@@ -301,10 +302,6 @@ class Cluster:
         if not endpoint.metrics.closed:
             endpoint.ended.read_counters(reading, self._clock())
 
-    def record_outcome(self, endpoint: Endpoint, outcome: AttemptOutcome, now: float) -> None:
-        """Draw the conclusions of an attempt; called by its pick."""
-        self.verdicts.record_outcome(endpoint.engine, outcome, now)
-
     def forget_process(self, engine: Engine) -> None:
         """It is another process than before: what it was found to heed or to refuse is open again."""
         for endpoint in self.of_engine(engine):
@@ -318,10 +315,6 @@ class Cluster:
             self._screening.invalidate()
         if endpoint.removed:
             self._members.on_idle(endpoint)
-        self.on_load_decrease()
-
-    def on_load_decrease(self) -> None:
-        """A first token or an end: a request that waits may go on."""
         if self.queue is not None:
             self.queue.on_load_decrease()
 

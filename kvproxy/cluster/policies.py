@@ -92,6 +92,8 @@ class PolicySet:
         self.deciding_speeds: SpeedModel | None = None
         #: Whether one of them, the shadow included, asks loads for live blocks.
         self.counts_live_blocks = False
+        #: Whether one of them, the shadow included, wants to hear what engines reused.
+        self.hears_reuse = False
         #: The same speeds, or what the shadow has learned.
         self.speeds: SpeedModel | None = None
         self._list_policies()
@@ -159,6 +161,7 @@ class PolicySet:
         self.speeds = self.deciding_speeds or shadow
         every = self._deciding if self.shadow is None else (*self._deciding, self.shadow.policy)
         self.counts_live_blocks = any(policy.counts_live_blocks for policy in every)
+        self.hears_reuse = any(type(policy).observe_reuse is not Policy.observe_reuse for policy in every)
 
     def _counted(self, name: PolicyName, policy: Policy) -> NamedPolicy:
         return NamedPolicy(name.value, policy, cluster=self._cluster, metrics=self._metrics)

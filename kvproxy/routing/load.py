@@ -76,18 +76,12 @@ class Reservation(msgspec.Struct, eq=False):
     uncached_tokens: int
     cached_tokens: int
     started_at: float
-    lower_tokens: int = 0  # of the cached ones, on host or disk tiers
+    features: Features  # its prefill work
     hidden: bool = False  # its first token cannot be seen
     live: tuple[LiveBlocks, Sequence[int]] | None = None  # its prompt's blocks, and the ledger they are counted in
     first_token_at: float | None = None
     sequences: float = 0.0  # in flight there when its first token came; at its end the mean of then and now
     released: bool = False
-
-    @property
-    def features(self) -> Features:
-        """This request's prefill work: features_of its tokens."""
-        uncached = self.uncached_tokens
-        return (1.0, uncached, uncached * (self.cached_tokens + uncached * 0.5), self.lower_tokens)
 
 
 class Backlog(msgspec.Struct, frozen=True):
@@ -215,7 +209,8 @@ class EndpointLoad:
         blocks: Sequence[int] = (),
     ) -> Reservation:
         """Count a request in, in the same step as the pick. `hidden`: its first token will not be seen."""
-        reservation = Reservation(uncached_tokens, cached_tokens, now, lower_tokens, hidden)
+        work = (1.0, uncached_tokens, uncached_tokens * (cached_tokens + uncached_tokens * 0.5), lower_tokens)
+        reservation = Reservation(uncached_tokens, cached_tokens, now, work, hidden)
         if self._live is not None:
             self._live.add(blocks)
             reservation.live = self._live, blocks
@@ -223,7 +218,6 @@ class EndpointLoad:
         self.pending_tokens += uncached_tokens
         self.resident_tokens += uncached_tokens + cached_tokens
         self.hidden_requests += hidden
-        work = (1.0, uncached_tokens, uncached_tokens * (cached_tokens + uncached_tokens * 0.5), lower_tokens)
         pending, head = self._pending, self._head
         if pending:
             self._work = sum_of(self._work, work)
@@ -264,7 +258,8 @@ class EndpointLoad:
             stay_s = now - reservation.started_at
             reservation.sequences = 0.5 * (reservation.sequences + self.in_flight)
             self._stay_s = self._stay_s + _STAY_GAIN * (stay_s - self._stay_s) if self._stay_s else stay_s
-        self._void(reservation, now)
+        if reservation in self._pending:
+            self._void(reservation, now)
         self.in_flight -= 1
         if reservation.live is not None:
             live, blocks = reservation.live

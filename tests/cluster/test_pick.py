@@ -35,7 +35,7 @@ def test_a_pick_counts_its_tokens_by_what_its_endpoint_holds(make_cluster: MakeC
     pick = bench.picked(preferred=A, facts=facts)
     load = pick.endpoint.load
     assert (load.in_flight, load.pending_tokens, load.resident_tokens) == (1, 300, 1000)
-    assert pick.reservation.lower_tokens == 100
+    assert pick.reservation.features[3] == 100
     pick.first_token(bench.clock())
     assert (load.in_flight, load.pending_tokens, load.resident_tokens) == (1, 0, 1000)
     pick.settle(SUCCESS, bench.clock())
@@ -48,7 +48,7 @@ def test_facts_never_exceed_the_prompt(make_cluster: MakeCluster) -> None:
     """A source that claims more than the prompt has does not make negative work."""
     bench = make_cluster("a")
     reservation = bench.picked(facts=OverlapFacts(100, {A: Overlap(80, 500)})).reservation
-    assert (reservation.uncached_tokens, reservation.cached_tokens, reservation.lower_tokens) == (0, 100, 100)
+    assert (reservation.uncached_tokens, reservation.cached_tokens, reservation.features[3]) == (0, 100, 100)
 
 
 def test_settling_twice_counts_once(make_cluster: MakeCluster) -> None:

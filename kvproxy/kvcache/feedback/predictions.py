@@ -63,7 +63,8 @@ class PredictionFeedback:
             indexes.approximate.insert(endpoint, facts.cursor)
         if result.prompt_tokens is not None and prefilled and facts.request.continues is None:
             self._bytes_per_token.observe_prompt(facts.model, facts.prompt_bytes, result.prompt_tokens)
-            self._counted.note_prompt(facts.keys, facts.prompt_bytes, result.prompt_tokens)
+            if facts.keys:
+                self._counted.note_prompt(facts.keys, facts.prompt_bytes, result.prompt_tokens)
         if prefilled and endpoint is not None and facts.names is not NO_NAMES and not facts.request.session_ends:
             said = result.prompt_tokens
             indexes.last_served.note_served(
@@ -104,10 +105,9 @@ class PredictionFeedback:
         )
         if cached is None:
             return False
-        bytes_per_token, history = self._bytes_per_token.look_up(facts.model), facts.request.continues is not None
-        if tokens and not history:
-            bytes_per_token = facts.prompt_bytes / tokens
-        cached_blocks = int(cached * bytes_per_token) // TEXT_BLOCK_BYTES
+        history = facts.request.continues is not None
+        counted = facts.prompt_bytes / tokens if tokens and not history else None
+        cached_blocks = int(cached * (counted or self._bytes_per_token.look_up(facts.model))) // TEXT_BLOCK_BYTES
         if history:
             cached_blocks = min(cached_blocks, len(facts.hashes))
         lost = False
