@@ -37,7 +37,7 @@ class AdapterState(StrEnum):
 class Adapters:
     """One engine's. `elsewhere` has the names that any engine of its cluster lists."""
 
-    __slots__ = ("elsewhere", "_recent", "_requests", "names", "use")
+    __slots__ = ("_recent", "_requests", "elsewhere", "names", "use")
 
     def __init__(self, elsewhere: Mapping[str, int]) -> None:
         self.elsewhere = elsewhere

@@ -19,7 +19,7 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.engine import Engine
 from kvproxy.cluster.engine_priority import ClusterPriority, utc_seconds
 from kvproxy.cluster.membership import STATIC, Membership
-from kvproxy.cluster.pick import AttemptOutcome, Pick, expected_first_token_at, reserve
+from kvproxy.cluster.pick import Pick, expected_first_token_at, reserve
 from kvproxy.cluster.policies import PolicySet
 from kvproxy.cluster.router_queue import RouterQueue
 from kvproxy.cluster.screening import KnownRanks, Refusal, Screening, refusal_of, skip_reason
