@@ -11,6 +11,7 @@ import yaml
 from kvproxy.config.load import load_config
 from tests.deploy import test_kubernetes as plain
 from tests.deploy.test_helm_values import CHART
+from tests.docs.blocks import blocks
 from tests.packaging.test_manifest_schemas import validated
 
 pytestmark = pytest.mark.packaging
@@ -192,6 +193,18 @@ def test_routes_to_it() -> None:
         "port": {"name": "http"},
     }
     assert ingress["tls"] == [{"secretName": "llm-tls", "hosts": ["llm.example"]}]
+
+
+def test_the_pages_show_what_the_chart_makes() -> None:
+    """The rights, and the trigger of KEDA; and what they show of Kubernetes fits it."""
+    found = render(EVERYTHING)
+    loaded = (yaml.safe_load(block.text) for block in blocks("yaml"))
+    shown = {one["kind"]: one for one in loaded if "apiVersion" in one}
+    assert shown["Role"]["rules"] == found["Role", "models/kvproxy-discovery"]["rules"]
+    assert shown["ScaledObject"]["spec"]["triggers"] == found["ScaledObject", "kvproxy-engines"]["spec"]["triggers"]
+    assert shown["HTTPRoute"]["spec"]["rules"][0]["timeouts"] == {"request": "0s"}
+    for kind in ("Service", "Role", "Ingress"):
+        assert validated(kind, shown[kind]) == shown[kind]
 
 
 @pytest.mark.parametrize(
