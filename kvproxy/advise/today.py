@@ -18,9 +18,9 @@ from kvproxy.errors import KvproxyError
 from kvproxy.replay.decided import read_decisions
 from kvproxy.replay.scenario import PolicySpec
 from kvproxy.replay.settings import IndexMode, ReplayFleet
-from kvproxy.routing.load import Features
 from kvproxy.routing.registry import POLICIES
 from kvproxy.routing.speeds import SpeedModel
+from kvproxy.routing.work import Features
 from kvproxy.simulator.timing import EngineTiming
 
 #: vLLM's defaults below 70 GiB of GPU memory; where more requests were seen at a time, those above.

@@ -46,6 +46,7 @@ class RateLimitFilter(Step):
     def show(self) -> None:
         """The gauges read it from now on."""
         bounds, buckets = self.metrics.bounds, self._buckets
+        buckets.serve()
         bounds.queue_depth.labels("rate_limit").set_function(lambda: len(buckets))
         bounds.queue_limit.labels("rate_limit").set(buckets.max_keys)
 

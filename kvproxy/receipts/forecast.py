@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvproxy.receipts.receipt import Receipt, ReceiptCandidate
-from kvproxy.routing.load import Backlog, Features, features_of, seconds_of
+from kvproxy.routing.load import Backlog
+from kvproxy.routing.work import Features, features_of, seconds_of
 from kvproxy.types import EndpointId
 
 

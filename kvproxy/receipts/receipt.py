@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import msgspec
 
 from kvproxy.prefix.hygiene.causes import PrefixBreak
-from kvproxy.routing.load import NO_WORK, Features
 from kvproxy.routing.policy import Overlap
+from kvproxy.routing.work import NO_WORK, Features
 from kvproxy.types import EndpointId
 
 VERSION = 1

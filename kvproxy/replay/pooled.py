@@ -21,8 +21,8 @@ from kvproxy.replay.trace import Trace, Turn
 from kvproxy.replay.view import Settle, endpoint_id
 from kvproxy.replay.virtual_time import VirtualTime
 from kvproxy.routing.costs import least
-from kvproxy.routing.load import Features, features_of, seconds_of
 from kvproxy.routing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest, Policy
+from kvproxy.routing.work import Features, features_of, seconds_of
 from kvproxy.simulator.block_cache import PooledCache
 from kvproxy.simulator.engine import Engine
 from kvproxy.simulator.engine_io import FirstToken, Rejected, SimRequest, TokenGaps

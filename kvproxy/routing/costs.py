@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from random import Random
 from typing import NamedTuple
 
-from kvproxy.routing.load import Features, prefill_s
 from kvproxy.routing.policy import Candidate, Ledgered, OverlapFacts
 from kvproxy.routing.speeds import SpeedModel
+from kvproxy.routing.work import Features, prefill_s
 from kvproxy.types import EndpointId
 
 #: Reasons of the policies whose choice is `least(costs)`.

@@ -35,11 +35,11 @@ import msgspec
 
 from kvproxy.config.policy_schema import KvAwareSettings
 from kvproxy.routing.costs import least, own_s
-from kvproxy.routing.load import Features, prefill_s
 from kvproxy.routing.policy import Candidate, Choice, OverlapFacts, PickRequest, Policy
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.routing.steps import StepModel
 from kvproxy.routing.traffic import ArrivalStats, EndpointArrivals, Utilisation
+from kvproxy.routing.work import Features, prefill_s
 from kvproxy.types import EndpointId
 
 #: Work is believed to delay at most this many of those bound to the endpoint, and as many of all.
@@ -231,6 +231,14 @@ class KvAware(Policy):
         self.utilisation.add(own, count, now)
         if bound:
             self.arrivals.record_arrival(candidates[index].id)
+        if self.on_placed is not None:
+            self.on_placed(candidates[index].id, own, bound)
+
+    def placed_elsewhere(
+        self, endpoint: EndpointId, routed_s: float, requests: int, bound: int, endpoints: int, now: float
+    ) -> None:
+        self.utilisation.add(routed_s, endpoints, now, requests=requests)
+        self.arrivals.record_arrival(endpoint, requests=bound)
 
     def estimates(self, now: float) -> Mapping[str, object]:
         known, (rho, arrivals_per_s) = self.arrivals.known(), self.utilisation.rates(now)

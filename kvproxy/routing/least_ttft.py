@@ -12,9 +12,9 @@ from dataclasses import asdict
 from random import Random
 
 from kvproxy.routing.costs import LOWEST_COST, least, own_s
-from kvproxy.routing.load import Features
 from kvproxy.routing.policy import Candidate, Choice, PickRequest, Policy
 from kvproxy.routing.speeds import SpeedModel
+from kvproxy.routing.work import Features
 from kvproxy.types import EndpointId
 
 

@@ -81,7 +81,7 @@ class CountedPrompts:
         return len(self._ratios)
 
     def note(self, keys: Sequence[int], prompt_bytes: int, prompt_tokens: int) -> None:
-        """The engine counted `prompt_tokens` in the prompt with these keys."""
+        """The engine counted `prompt_tokens` in the prompt with these keys, of which the last one is remembered."""
         if keys and prompt_tokens >= _MIN_TOKENS:
             self._ratios[keys[-1]] = min(max(prompt_bytes / prompt_tokens, _LEAST), _MOST)
 
