@@ -28,6 +28,8 @@ from kvproxy.request.recent import RecentDecisions
 from kvproxy.runtime.generation import Generation, Shared, needs_restart
 from kvproxy.runtime.reload import Reloader
 from kvproxy.runtime.state import StateStore
+from kvproxy.sync.datagrams import Siblings
+from kvproxy.sync.service import SyncService
 from kvproxy.types import Clock
 from kvproxy.upstream.pool import UpstreamPool
 
@@ -51,6 +53,7 @@ class Proxy:
         wall_clock: WallClock = _utc_now,
         rng: random.Random | None = None,
         extra_filters: Mapping[str, FilterType] | None = None,
+        siblings: Siblings | None = None,
     ) -> None:
         self.metrics = Metrics() if metrics is None else metrics
         self.draining = False
@@ -87,6 +90,16 @@ class Proxy:
         self._generation = Generation(config, self._shared, self._states)
         self._reloader = Reloader(clock=clock, patience_s=config.shutdown.drain)
         show_learned(self.metrics, lambda: self.clusters.values(), clock=clock)
+        #: The exchange with other processes that decide as one with this one; None: there are none.
+        self.sync: SyncService | None = None
+        if siblings is not None or config.sync.redis is not None or config.sync.nats is not None:
+            self.sync = SyncService(
+                config,
+                siblings=siblings,
+                metrics=self.metrics,
+                clock=clock,
+                wall_clock=lambda: wall_clock().timestamp(),
+            )
         self._history = History(self)
         self.admin: ASGIApp = build_admin_app(self, self._history)
         self._running = AsyncExitStack()
@@ -138,6 +151,7 @@ class Proxy:
         await self._reloader.begin(after)
         lost = after.serve()
         self._generation = after
+        self._share(after)
         self._reloader.retire(before)
         return Reloaded(after_restart=tuple(needs_restart(before.config, config)), lost=lost)
 
@@ -150,9 +164,16 @@ class Proxy:
         await self._running.enter_async_context(self._reloader)
         await self._reloader.begin(self._generation)
         self._generation.serve()
+        if self.sync is not None:
+            self._share(self._generation)
+            await self._running.enter_async_context(self.sync)
         if self.config.admin.enabled:
             await self._running.enter_async_context(self._history)
         return self
+
+    def _share(self, generation: Generation) -> None:
+        if self.sync is not None:
+            self.sync.follow(generation.world(), self.kvcache, generation.clusters)
 
     async def __aexit__(self, *_: object) -> None:
         await self._running.aclose()

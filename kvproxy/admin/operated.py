@@ -14,6 +14,7 @@ from kvproxy.errors import Problem
 from kvproxy.kvcache.service import KvCache
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.request.recent import RecentDecisions
+from kvproxy.sync.service import SyncService
 from kvproxy.types import Clock
 
 
@@ -91,6 +92,11 @@ class AdminTarget(Protocol):
     def clock(self) -> Clock: ...
     @property
     def reloader(self) -> ConfigReloader | None: ...
+    @property
+    def sync(self) -> SyncService | None:
+        """The exchange with other processes; None: there are none."""
+        ...
+
     @property
     def adviser(self) -> AdviceRuns | None: ...
     @property

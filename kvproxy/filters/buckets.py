@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -87,6 +87,13 @@ class BucketTable(BoundedMapping[str, tuple[tuple[Limit, ...], tuple[TokenBucket
             pairs = zip(self.present.limits, self.present.of(key, now), strict=True)
             for bucket in [bucket for limit, bucket in pairs if limit.kind == kind]:
                 bucket.take(amount, now)
+
+    def missing(self, now: float) -> Iterator[tuple[str, str, float]]:
+        """Key, kind and what is missing in each bucket that is not full. Not to be changed meanwhile."""
+        for key, (limits, buckets) in [*self.items()]:
+            for limit, bucket in zip(limits, buckets, strict=True):
+                if (missing := bucket.capacity - bucket.level(now)) > 0.0:
+                    yield key, limit.kind, missing
 
 
 class Buckets:

@@ -16,6 +16,7 @@ from kvproxy.cluster.routes import Routes
 from kvproxy.config.cluster_schema import ClusterSettings
 from kvproxy.config.filter_schema import DEFAULT_FILTERS
 from kvproxy.config.schema import Config, FilterSpec
+from kvproxy.filters.buckets import BucketTable
 from kvproxy.filters.chain import FilterContext, FilterType, Services, WallClock, build_chain
 from kvproxy.filters.registry import FILTERS, discover
 from kvproxy.kvcache.service import KvCache
@@ -25,6 +26,7 @@ from kvproxy.request.error_reply import local_reply
 from kvproxy.request.observer import RequestObserver
 from kvproxy.routing.registry import configured, runtime_overrides
 from kvproxy.runtime.state import StateStore
+from kvproxy.sync.world import World
 from kvproxy.types import Clock
 from kvproxy.upstream.pool import UpstreamPool
 
@@ -77,6 +79,7 @@ class Generation:
         self.chain: ASGIApp = build_chain(specs, self._not_found, context=context, types=types)
         self.kvcaches: list[KvCache] = context.kvcaches
         self._on_serving = context.on_serving
+        self._budgets = context.budgets
         #: In the order they are entered; some may be running already, in the generation before.
         self.parts: list[AbstractAsyncContextManager[object]] = [*self.clusters.values(), *context.lifetimes]
 
@@ -96,6 +99,12 @@ class Generation:
         for show in self._on_serving:
             show()
         return lost
+
+    def world(self) -> World:
+        """What other processes have a share in."""
+        kvcache = next(iter(self.kvcaches), None)
+        limits = self.states.all_of(BucketTable)
+        return World.of(self.clusters, kvcache, limits=limits, budgets=self._budgets)
 
     def _cluster(self, name: str, settings: ClusterSettings) -> Cluster:
         shared = self._shared
@@ -120,5 +129,5 @@ class Generation:
 
 def needs_restart(old: Config, new: Config) -> list[str]:
     """Settings whose change takes effect only at the next start of the process, by path."""
-    names = ("listen", "admin", "limits", "pool", "shutdown", "log", "receipts")
+    names = ("listen", "admin", "limits", "pool", "shutdown", "log", "receipts", "sync")
     return [name for name in names if getattr(old, name) != getattr(new, name)]

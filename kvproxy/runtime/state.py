@@ -56,6 +56,10 @@ class GenerationStates:
             place += 1
         return self.get(kind, place, make)
 
+    def all_of(self, kind: type[T]) -> list[T]:
+        """Those of this kind, in the order in which they were asked for."""
+        return [cast("T", state) for (of, _), state in self._used.items() if of is kind]
+
     def keep(self) -> None:
         """The generation lives from now on."""
         self._living.append(self)

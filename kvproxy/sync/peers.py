@@ -1,0 +1,328 @@
+"""Who else there is: lives that begin, end and fall silent, what each is asked and told, and how a new one joins. Pure:
+messages in, messages out, the time is an argument."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from enum import StrEnum
+from functools import partial
+
+from xxhash import xxh3_64_intdigest
+
+from kvproxy.bounded import BoundedMapping
+from kvproxy.sync import wire
+from kvproxy.sync.deltas import Delta, Routed
+from kvproxy.sync.heard import Heard
+from kvproxy.sync.journal import Journal
+from kvproxy.sync.peer import Peer
+from kvproxy.sync.wire import MAX_BYTES, Batch, Message, Origin
+from kvproxy.sync.world import World
+
+#: A peer that was not heard of for so many heartbeats is dead.
+MISSED = 3
+#: Silent ones are forgotten after so long, and more than so many are not listened to.
+FORGET_S, MAX_PEERS = 600.0, 256
+#: How long a new one waits for the first answer, and then for the next piece of what it asked for.
+ANSWER_S, PIECE_S = 0.5, 2.0
+#: And how long to put it in its place.
+APPLY_S = 30.0
+#: Of its own batches each keeps so much, to send it again.
+RING_BYTES, RING_BATCHES = 4 * 1024 * 1024, 4096
+#: What a new one keeps for later while it joins.
+MAX_BUFFERED = 4096
+#: A snapshot of a peer is not taken beyond this.
+MAX_SNAPSHOT_BYTES = 64 * 1024 * 1024
+
+Send = Callable[[bytes, Origin | None], None]
+
+
+class SyncStatus(StrEnum):
+    """How it stands with the others."""
+
+    JOINING = "joining"
+    ALONE = "alone"  # no peer is heard
+    SYNCED = "synced"
+    DEGRADED = "degraded"  # something of a peer is missing, or what carries it is away
+
+
+class Peers:
+    """`send` is given bytes for one peer, or for all. `serve` is called with one that wants to know everything,
+    `receive_snapshot` with what came of asking for that, and ends with `finish_joining`."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        world: Callable[[], World],
+        *,
+        send: Send,
+        beat_s: float,
+        serve: Callable[[Origin], None] = lambda peer: None,
+        receive_snapshot: Callable[[Peer, bytes, Sequence[Delta]], None] | None = None,
+        other: Callable[[Message], None] = lambda message: None,
+        blocks: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.origin = journal.origin
+        self.joining = False
+        self.known: dict[tuple[str, int], Peer] = {}
+        self._journal = journal
+        self._world = world
+        self._send = send
+        self._beat_s = beat_s
+        self._serve, self._receive_snapshot, self._other, self._blocks = serve, receive_snapshot, other, blocks
+        self._ended: BoundedMapping[Origin, None] = BoundedMapping(1024)  # lives that are over
+        self._ring: deque[tuple[int, bytes]] = deque()
+        self._ring_bytes = 0
+        self._join = Join()
+        self._buffer: deque[Batch | wire.Standing] = deque()
+
+    @property
+    def living(self) -> list[Peer]:
+        """Those that are heard."""
+        return [peer for peer in self.known.values() if peer.alive]
+
+    @property
+    def status(self) -> SyncStatus:
+        """Where nothing is known of what carries the messages."""
+        if self.joining:
+            return SyncStatus.JOINING
+        living = self.living
+        if not living:
+            return SyncStatus.ALONE
+        return SyncStatus.SYNCED if all(peer.in_order for peer in living) else SyncStatus.DEGRADED
+
+    def consistency_ratio(self, now: float) -> float:
+        """Of the prompts that living peers told of in the last minute, the share that is known here."""
+        found = [peer.completeness(now) for peer in self.living]
+        told = sum(one for one, _ in found)
+        return 1.0 if not told else max(0.0, 1.0 - sum(lost for _, lost in found) / told)
+
+    def join(self, now: float) -> None:
+        """Say that a life begins, and ask one of those that answer for everything."""
+        self.joining, self._join = True, Join(now)
+        self._tell(wire.Hello(self.origin))
+
+    def leave(self) -> None:
+        """Say that it ends."""
+        self._tell(wire.Bye(self.origin))
+
+    def publish(self, now: float) -> int:
+        """Hand out what the journal has; messages sent."""
+        count = 0
+        for batch in self._journal.take_batches(now):
+            payload = wire.encode(batch)
+            self._ring.append((batch.seq, payload))
+            self._ring_bytes += len(payload)
+            while self._ring_bytes > RING_BYTES or len(self._ring) > RING_BATCHES:
+                self._ring_bytes -= len(self._ring.popleft()[1])
+            self._send(payload, None)
+            count += 1
+        return count
+
+    def beat(self, now: float) -> None:
+        """Every `beat_s`: say how it stands, and see who fell silent."""
+        journal = self._journal
+        journal.look()
+        for peer in list(self.known.values()):
+            silent_s = now - peer.heard_at
+            if peer.alive and silent_s > MISSED * self._beat_s:
+                peer.die(now)
+            elif silent_s > FORGET_S:
+                del self.known[peer.origin.place]
+        living = self.living
+        echoes = [
+            wire.Echo(one.origin, one.beat_sent_s, now - one.heard_at) for one in living if one.beat_sent_s is not None
+        ]
+        told, digest, blocks = journal.told, journal.digest, self._blocks()
+        self._tell(wire.Beat(self.origin, journal.seq, now, told, digest, self.joining, blocks, echoes))
+
+    def look(self, now: float) -> None:
+        """Several times a heartbeat: ask again for what is missing, and see to the end of joining."""
+        for peer in self.living:
+            peer.look(now)
+        if self.joining and now >= self._join.until:
+            self._ask_another(now)
+
+    def receive(self, message: Message, now: float) -> None:
+        """A message of a peer."""
+        if message.origin.place == self.origin.place:
+            return
+        if isinstance(message, wire.Bye):
+            self._end(message.origin, now)
+            return
+        peer = self._peer(message.origin, now, begins=isinstance(message, wire.Hello))
+        if peer is None:
+            return
+        peer.heard_at = now
+        if not peer.alive:
+            peer.revive(now)
+        match message:
+            case wire.Batch() | wire.Standing():
+                self._take(peer, message, now)
+            case wire.Beat():
+                self._heard_beat(peer, message, now)
+            case wire.Hello():
+                self._welcome(peer, now)
+            case wire.Ask():
+                self._answer(peer, message.first, now)
+            case wire.Want():
+                self._serve(peer.origin)
+            case wire.Piece():
+                self._take_piece(peer, message, now)
+            case _:
+                self._other(message)
+
+    def send_to(self, peer: Origin, message: Message) -> None:
+        """To one peer."""
+        self._send(wire.encode(message), peer)
+
+    def _tell(self, message: Message) -> None:
+        self._send(wire.encode(message), None)
+
+    def _peer(self, origin: Origin, now: float, *, begins: bool) -> Peer | None:
+        """The peer, a new one if need be; None: of a life that is over."""
+        known = self.known.get(origin.place)
+        if known is not None and known.origin == origin:
+            return known
+        if origin in self._ended:
+            return None
+        if known is not None:
+            if not begins and origin.epoch < known.origin.epoch:
+                return None
+            self._end(known.origin, now)
+        if len(self.known) >= MAX_PEERS:
+            return None
+        heard = Heard(origin, self._world, self._journal)
+        peer = Peer(origin, heard, ask=partial(self._ask, origin), now=now)
+        if begins:
+            peer.begin()
+        self.known[origin.place] = peer
+        return peer
+
+    def _end(self, origin: Origin, now: float) -> None:
+        self._ended[origin] = None
+        known = self.known.get(origin.place)
+        if known is not None and known.origin == origin:
+            known.die(now)
+            del self.known[origin.place]
+
+    def _ask(self, peer: Origin, first: int) -> None:
+        self.send_to(peer, wire.Ask(self.origin, first))
+
+    def _take(self, peer: Peer, message: Batch | wire.Standing, now: float) -> None:
+        if not self.joining:
+            peer.take(message, now) if isinstance(message, wire.Batch) else peer.stand(message, now)
+            return
+        peer.heard.load(message.loads, message.seq, now)
+        self._buffer.append(message)
+        if len(self._buffer) > MAX_BUFFERED:
+            self._buffer.popleft()
+
+    def _heard_beat(self, peer: Peer, beat: wire.Beat, now: float) -> None:
+        for echo in beat.echoes:
+            if echo.peer == self.origin:
+                peer.lag.went_around(now - echo.sent_s - echo.held_s)
+        if not self.joining:
+            peer.beat(beat, now)
+        elif not beat.joining and peer.origin not in self._join.asked:
+            self._join.candidates.add(peer.origin)
+            if self._join.peer is None:
+                self._join.until = min(self._join.until, now + 0.1 * ANSWER_S)  # others may answer as well
+
+    def _welcome(self, peer: Peer, now: float) -> None:
+        """It is new: told at once how it stands here."""
+        journal = self._journal
+        told, digest, blocks = journal.told, journal.digest, self._blocks()
+        self.send_to(
+            peer.origin, wire.Beat(self.origin, journal.seq, now, told, digest, self.joining, blocks, [])
+        )  # fmt: skip
+        self._stand(peer.origin, now)
+
+    def _answer(self, peer: Peer, first: int, now: float) -> None:
+        if first and self._ring and self._ring[0][0] <= first:
+            for seq, payload in list(self._ring):
+                if seq >= first:
+                    self._send(payload, peer.origin)
+        else:
+            self._stand(peer.origin, now)
+
+    def _stand(self, to: Origin, now: float) -> None:
+        self.publish(now)
+        journal = self._journal
+        said = partial(wire.Standing, self.origin, journal.seq, journal.told, journal.digest)
+        loads, under_way = journal.rows(now), list(journal.open.values())
+        parts = _in_parts(under_way)
+        while len(loads) > 300:
+            self.send_to(to, said([], loads[:300], True))
+            del loads[:300]
+        for part in parts[:-1]:
+            self.send_to(to, said(part, [], True))
+        self.send_to(to, said([] if not parts else parts[-1], loads, False))
+
+    # joining
+
+    def _ask_another(self, now: float) -> None:
+        join = self._join
+        if not join.candidates:
+            self.finish_joining(now)
+            return
+        me = str(self.origin)
+        join.peer = max(join.candidates, key=lambda one: xxh3_64_intdigest(f"{me} {one}".encode()))
+        join.candidates.discard(join.peer)
+        join.asked.add(join.peer)
+        join.number, join.data, join.until = 0, [], now + PIECE_S
+        self.send_to(join.peer, wire.Want(self.origin))
+
+    def _take_piece(self, peer: Peer, piece: wire.Piece, now: float) -> None:
+        join = self._join
+        if not self.joining or peer.origin != join.peer:
+            return
+        size = sum(map(len, join.data)) + len(piece.data)
+        if piece.number != join.number or size > MAX_SNAPSHOT_BYTES:
+            self._ask_another(now)
+            return
+        join.number += 1
+        join.until = now + PIECE_S
+        join.data.append(piece.data)
+        join.deltas += piece.deltas
+        if not piece.more and self._receive_snapshot is not None:
+            join.until = now + APPLY_S
+            self._receive_snapshot(peer, b"".join(join.data), join.deltas)
+        elif not piece.more:
+            self.finish_joining(now)
+
+    def finish_joining(self, now: float) -> None:
+        """What came meanwhile counts now."""
+        self.joining, self._join = False, Join()
+        buffered, self._buffer = self._buffer, deque()
+        for message in buffered:
+            peer = self.known.get(message.origin.place)
+            if peer is not None and peer.origin == message.origin:
+                self._take(peer, message, now)
+
+
+class Join:
+    """How far a new one is with joining."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.until = now + ANSWER_S
+        self.candidates: set[Origin] = set()
+        self.asked: set[Origin] = set()
+        self.peer: Origin | None = None  # asked for everything
+        self.number = 0  # of the piece that comes next
+        self.data: list[bytes] = []
+        self.deltas: list[Delta] = []
+
+
+def _in_parts(routed: Iterable[Routed]) -> list[list[Routed]]:
+    """In lists that fit into a message each, beside loads."""
+    parts: list[list[Routed]] = []
+    room = 0
+    for one in routed:
+        size = 100 + len(one.hashes)
+        if size > room:
+            parts.append([])
+            room = MAX_BYTES
+        parts[-1].append(one)
+        room -= size
+    return parts
