@@ -11,7 +11,7 @@ from starlette.requests import Request
 from kvproxy.admin.replies import RequestRefused, receive_body
 from kvproxy.admin.reservations import Ended
 from kvproxy.cluster.pick import AttemptOutcome
-from kvproxy.config.fields import spelling_hint
+from kvproxy.config.paths import spelling_hint
 from kvproxy.errors import Problem
 from kvproxy.filters.inference_request import KIND_OF_PATH
 from kvproxy.json_scan import MAX_DECODED_BYTES, Edit, Unreadable, apply_edits, find_members, run_in_turns

@@ -1,16 +1,136 @@
-"""Clusters in the native configuration: endpoints, how one is chosen, and what takes one out."""
+"""Clusters in the native configuration: endpoints, how one is chosen (and policies' parameters), what takes one out."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from kvproxy.config.model import Duration, Fraction, Model, Name, Port, Secret
-from kvproxy.config.policy_schema import PolicyParameters
-from kvproxy.config.priority_schema import EnginePriorityMode, PriorityOrder
+from kvproxy.config.discovery_schema import DiscoverySettings
+from kvproxy.config.model import Duration, Fraction, Model, Name, Secret
+
+
+class KvAwareSettings(Model):
+    """Weights of the cost."""
+
+    kappa: float | None = Field(default=None, ge=0, le=10)
+    """What a second of own work costs later requests; None: what `crowding` and `congestion` make of traffic."""
+    crowding: float = Field(default=0.25, ge=0, le=10)
+    """Share of those bound to the endpoint and expected until its backlog is over that own work delays."""
+    congestion: float = Field(default=0.2, ge=0, le=10)
+    """Share of all those expected while the pool's mean backlog lasts that own work delays."""
+    stall: float = Field(default=0.04, ge=0, le=1)
+    """What it costs each sequence it stalls there; 0.1 goes with a constant kappa of 1."""
+    foresight: float = Field(default=0.4, ge=0, le=10)
+    """How many of the endpoint's usual waits count: about as many turns as the session still has, discounted."""
+    hot_discount: float = Field(default=0.25, ge=0, le=1)
+    """What a missing hot token counts."""
+    target_itl: float | None = Field(default=None, ge=0.001, le=10)
+    """Seconds between two tokens of an answer that are to be kept where possible: an endpoint counts as dearer by what
+    its answers would end late by, and by what the prefill holds them up. None: answers may slow down where sequences
+    gather on a hot prefix."""
+
+
+class PrefixAffinitySettings(Model):
+    """Thresholds. The defaults are the originals'."""
+
+    cache_threshold: Fraction = 0.3
+    """Share of the prompt that must be known somewhere for the prefix to decide."""
+    balance_abs_threshold: int = Field(default=64, ge=0, le=100_000)
+    """Requests in flight the busiest endpoint may be ahead of the idlest, before load decides..."""
+    balance_rel_threshold: float = Field(default=1.5, ge=1, le=1000)
+    """...if it is also ahead by this factor."""
+
+
+class DynamoSettings(Model):
+    """Weights of the cost. The defaults are the original's."""
+
+    prefill_load_scale: float = Field(default=1.0, ge=0, le=100)
+    """Weight of blocks to prefill against live blocks; once called the overlap weight."""
+    device_credit: float = Field(default=1.0, ge=0, le=10)
+    """What a block in engine memory saves of those to prefill (`overlap_score_credit`)."""
+    credit_decay: float = Field(default=0.0, ge=0, le=100)
+    """How fast that credit shrinks with the prefill an endpoint has pending beyond the least of all, measured in
+    prompts like this one: 1 halves it at one of them (`overlap_score_credit_decay`)."""
+    lower_tier_credit: float = Field(default=0.75, ge=0, le=1)
+    """What a block on a lower tier saves."""
+    active_request_weight: float = Field(default=0.0, ge=0, le=10_000)
+    """Blocks that each request in flight counts as, besides its own (`decode_active_request_weight`)."""
+    temperature: float = Field(default=0.0, ge=0, le=10)
+    """Above 0 the choice is drawn from the softmax of the negative costs."""
+    block_size: int = Field(default=16, ge=1, le=4096)
+    """Tokens of a block, as `active_request_weight` and the costs shown count them."""
+
+
+class DynamoAgenticSettings(DynamoSettings):
+    """The same weights, with those of the original's `--agentic` preset as defaults."""
+
+    prefill_load_scale: float = Field(default=4.0, ge=0, le=100)
+    """Weight of blocks to prefill against live blocks."""
+    device_credit: float = Field(default=2.0, ge=0, le=10)
+    """What a block in engine memory saves of those to prefill."""
+    active_request_weight: float = Field(default=64.0, ge=0, le=10_000)
+    """Blocks that each request in flight counts as, besides its own."""
+
+
+class LlmDSettings(Model):
+    """Weights of the score."""
+
+    prefix_weight: float = Field(default=2.0, ge=0, le=100)
+    """Of matched tokens."""
+    queue_weight: float = Field(default=1.0, ge=0, le=100)
+    """Of waiting requests."""
+    kv_weight: float = Field(default=1.0, ge=0, le=100)
+    """Of free KV memory."""
+    kv_capacity_tokens: int = Field(default=800_000, ge=1, le=1_000_000_000)
+    """KV memory of one endpoint, in tokens."""
+
+
+class LlmDStickySettings(Model):
+    """When it sticks to those that hold the prompt. The defaults are the original's."""
+
+    affinity_threshold: Fraction = 0.8
+    """Share of the prompt that an endpoint must hold for the request to stick to it."""
+    max_penalty_s: float = Field(default=18.0, ge=0, le=3600)
+    """Seconds that the best of them may take longer than the best other endpoint."""
+    peak_prefill_tokens_per_s: float = Field(default=15_928.0, ge=1, le=10_000_000)
+    """Tokens a second that an engine prefills at most: what pending tokens take. The default is that of Qwen 32B on two
+    H100; measure yours."""
+
+
+class PolicyParameters(Model):
+    """By policy, whichever part it plays in the cluster: its own, the shadow, one that clients may ask for."""
+
+    kv_aware: KvAwareSettings = KvAwareSettings()
+    """Weights of the expected cost."""
+    prefix_affinity: PrefixAffinitySettings = PrefixAffinitySettings()
+    """Thresholds between prefix and load."""
+    dynamo: DynamoSettings = DynamoSettings()
+    """Weights of Dynamo's cost."""
+    dynamo_agentic: DynamoAgenticSettings = DynamoAgenticSettings()
+    """The same, as Dynamo's preset for agents has them."""
+    llm_d: LlmDSettings = LlmDSettings()
+    """Weights of llm-d's scorers."""
+    llm_d_sticky: LlmDStickySettings = LlmDStickySettings()
+    """Bounds of llm-d's affinity."""
+
+
+class EnginePriorityMode(StrEnum):
+    """Whether forwarded requests carry `priority`, by which an engine orders those that wait in it."""
+
+    OFF = "off"  # bodies stay as clients sent them
+    ON = "on"  # the engines are started for it
+    AUTO = "auto"  # as long as none is found to ignore it
+
+
+class PriorityOrder(StrEnum):
+    """Which number an engine admits first."""
+
+    LOWEST_FIRST = "lowest_first"  # vLLM with `--scheduling-policy priority`
+    HIGHEST_FIRST = "highest_first"  # SGLang with `--enable-priority-scheduling`
+
 
 #: As many as vLLM can name.
 Rank = Annotated[int, Field(ge=0, le=65535)]
@@ -186,43 +306,11 @@ class EndpointSettings(Model):
     """As the cluster's, for this engine alone; unset: the cluster's."""
     engine_priority_order: PriorityOrder | None = None
     """As the cluster's, for this engine alone; unset: the cluster's."""
+    ready: bool = True
+    """False: it takes no new requests and finishes those it has. Sources that know set it, such as Kubernetes for a pod
+    that is not ready any more."""
     labels: Mapping[str, str] = Field(default_factory=dict)
     """Free text for people; shown in status."""
-
-
-class FileDiscoverySettings(Model):
-    """Endpoints from a YAML or JSON file (a list of endpoints), watched for changes."""
-
-    path: str
-    """The file. `${VAR}` and `${VAR:-default}` in its values are replaced as they are here."""
-    interval: Duration = 2.0
-    """How often it is looked at."""
-
-
-class DnsDiscoverySettings(Model):
-    """One endpoint for each address a name resolves to. Its id at the LMCache controller is `ADDRESS:PORT`."""
-
-    host: str
-    """The name."""
-    port: Port
-    """Port of every endpoint."""
-    scheme: Literal["http", "https"] = "http"
-    """How to speak to them."""
-    interval: Duration = 10.0
-    """How often the name is resolved."""
-    models: tuple[str, ...] = ()
-    """Models they serve."""
-    ca_file: str = ""
-    """PEM file to verify https endpoints with, for `host`; empty: the system's."""
-
-
-class DiscoverySettings(Model):
-    """Where endpoints come from besides the static list."""
-
-    file: FileDiscoverySettings | None = None
-    """From a file."""
-    dns: DnsDiscoverySettings | None = None
-    """From DNS."""
 
 
 class RouterQueueSettings(Model):

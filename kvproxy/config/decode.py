@@ -18,10 +18,9 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from kvproxy.config.cluster_schema import POLICY_ALIASES
-from kvproxy.config.environment import Substituted
-from kvproxy.config.fields import bare_type, closest_word, keys_of, model_at, spelling_hint
 from kvproxy.config.model import Model
-from kvproxy.config.paths import Origins, Path, Where
+from kvproxy.config.paths import Origins, Path, Where, bare_type, closest_word, keys_of, model_at, spelling_hint
+from kvproxy.config.yaml_text import Substituted
 from kvproxy.errors import Problem
 
 M = TypeVar("M", bound=Any)

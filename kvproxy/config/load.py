@@ -10,13 +10,12 @@ from pathlib import Path as FilePath
 from types import MappingProxyType
 from typing import Any
 
-from kvproxy.config.environment import substitute_variables
 from kvproxy.config.model import Model
 from kvproxy.config.native import decode_native
 from kvproxy.config.paths import dotted_path, sort_in_file_order
 from kvproxy.config.pixiu.load import decode_pixiu, is_pixiu
 from kvproxy.config.schema import Config
-from kvproxy.config.yaml_text import parse_yaml_with_places
+from kvproxy.config.yaml_text import parse_yaml_with_places, substitute_variables
 from kvproxy.errors import ConfigError, Problem
 
 #: A file, YAML (or JSON) text, or plain data as a YAML file would hold it. A path is a `Path`: any `str` is text.

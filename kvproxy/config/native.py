@@ -8,15 +8,13 @@ from typing import Any
 
 from kvproxy.config.cluster_schema import ClusterSettings
 from kvproxy.config.decode import UNKNOWN_KEY, decode_model
-from kvproxy.config.environment import retype_scalars
-from kvproxy.config.fields import closest_word, keys_of, spelling_hint
 from kvproxy.config.filter_schema import DEFAULT_FILTERS, FILTER_SETTINGS
 from kvproxy.config.model import Model
-from kvproxy.config.paths import Origins, Path, is_inside
+from kvproxy.config.paths import Finding, Origins, Path, closest_word, is_inside, keys_of, spelling_hint
 from kvproxy.config.schema import Config, FilterSpec
 from kvproxy.config.shorthand import Canonical, to_canonical_form
 from kvproxy.config.verify import find_faults
-from kvproxy.config.verify_findings import Finding
+from kvproxy.config.yaml_text import retype_scalars
 from kvproxy.errors import Problem
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.config.model import Duration, Fraction, Model, Name, Port, Secret, Size
+from kvproxy.config.sync_schema import SyncSettings
 
 
 class ListenerTls(Model):
@@ -166,24 +167,6 @@ class ReloadSettings(Model):
     """How often the file is looked at."""
 
 
-class SyncSettings(Model):
-    """Other kvproxy processes that decide as one with this one: what is routed, learned and spent in one is known in
-    all. Workers of one machine find each other by themselves; replicas meet at one of these."""
-
-    redis: Secret | None = None
-    """URL of a Redis or Valkey, such as `redis://:PASSWORD@host:6379/0` (`pip install 'kvproxy[redis]'`)."""
-    nats: Secret | None = None
-    """URL of a NATS server, such as `nats://USER:PASSWORD@host:4222` (`pip install 'kvproxy[nats]'`)."""
-    name: Name = "default"
-    """Replicas with the same name decide as one: they have the same configuration."""
-    replica: str = Field(default="", max_length=128)
-    """Name of this replica, different in each; empty: host name and port."""
-    interval: Duration = Field(default=0.005, ge=0.001, le=1)
-    """What happens here is told to the others after so long."""
-    heartbeat: Duration = Field(default=0.5, ge=0.05, le=60)
-    """How often each says that it is there; after three it did not say so, its load no longer counts."""
-
-
 class LogLevel(StrEnum):
     """Python's levels."""
 
@@ -224,6 +207,9 @@ class Config(Model):
     """Clusters by name. With only one, `endpoints:` and `policy:` at the top level are short for `clusters.default`."""
     routes: tuple[RouteSettings, ...] = ()
     """Which request goes to which cluster; empty: everything to the only cluster."""
+    workers: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = 1
+    """Processes that serve behind the one listening socket, decide as one, and share bounds; `auto`: one less than
+    there are cores, at most 8. With 1 there is no supervisor and no exchange. Also `serve --workers`."""
     limits: LimitSettings = LimitSettings()
     """Bounds on clients."""
     timeouts: TimeoutSettings = TimeoutSettings()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 
-from kvproxy.config.fields import spelling_hint
+from kvproxy.config.paths import spelling_hint
 from kvproxy.errors import KvproxyError
 from kvproxy.replay import workloads
 from kvproxy.replay.settings import ReplayFleet

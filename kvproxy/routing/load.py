@@ -18,8 +18,7 @@ from typing import Protocol
 import msgspec
 
 from kvproxy.routing.elsewhere import Elsewhere, LoadRow
-from kvproxy.routing.live_blocks import LiveBlocks
-from kvproxy.routing.room import HEAD_TOKENS, EngineState, Room, room_of
+from kvproxy.routing.room import HEAD_TOKENS, EngineState, LiveBlocks, Room, room_of
 from kvproxy.routing.work import HEAD_REQUESTS, NO_WORK, Features, difference, head_of, seconds_of, sum_of
 
 #: First tokens closer together than this left the engine in one step.
@@ -186,7 +185,7 @@ class EndpointLoad:
 
     def leading_live_blocks(self, blocks: Sequence[int]) -> int:
         """Leading blocks of a prompt that are among them."""
-        return 0 if self._live is None else self._live.leading(blocks)
+        return 0 if self._live is None else self._live.count_leading(blocks)
 
     def count_live_blocks(self, wanted: bool) -> None:
         """Whether they are counted from now on; of requests already in flight they never are."""

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from kvproxy.kvcache.actions.hotness import KnownPrefix
+from kvproxy.kvcache.actions.signals import KnownPrefix
 from kvproxy.kvcache.actions.strategies import Action
+from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.kvcache.overlap.last_served import Served
 from kvproxy.kvcache.providers import ActionKind
 from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
-from kvproxy.prefix.hashing import little_endian
 from kvproxy.routing.elsewhere import Elsewhere
 from kvproxy.sync import deltas
 from kvproxy.sync.deltas import Delta, EndpointLoads
 from kvproxy.sync.journal import Journal
-from kvproxy.sync.watched import digest_of
+from kvproxy.sync.watched import digest_of, numbers
 from kvproxy.sync.wire import Origin, Standing
 from kvproxy.sync.world import ClusterPart, World
 from kvproxy.types import EndpointId
@@ -70,8 +69,7 @@ class Heard:
         """Ledgers as of batch `seq`, in any order of these."""
         clusters = self._world().clusters
         for one in loads:
-            key = (one.cluster, one.endpoint)
-            part = clusters.get(one.cluster)
+            key, part = (one.cluster, one.endpoint), clusters.get(one.cluster)
             if part is None or part.load(EndpointId(one.endpoint)) is None:
                 self.unknown += 1
             elif self._rows.get(key, -1) < seq:
@@ -115,26 +113,16 @@ class Heard:
         earlier = load.elsewhere.tell(self.origin, row, now)
         part.load_told(endpoint, before)
         if row is not None and earlier is not None and row.routed > earlier.routed:
-            part.placed_elsewhere(
-                endpoint,
-                row.routed_s - earlier.routed_s,
-                row.routed - earlier.routed,
-                row.bound - earlier.bound,
-                now,
-            )
-
-    # the deltas
+            routed_s, bound = row.routed_s - earlier.routed_s, row.bound - earlier.bound
+            part.placed_elsewhere(endpoint, routed_s, row.routed - earlier.routed, bound, now)
 
     def _routed(self, delta: deltas.Routed, world: World, now: float) -> None:
         self._count(delta.hashes)
         if (delta.cluster, delta.number) in self._open:
             return
-        part = world.clusters.get(delta.cluster)
-        endpoint = EndpointId(delta.endpoint)
-        if part is None or part.indexes is None or part.load(endpoint) is None:
-            self.unknown += 1
+        endpoint, indexes = EndpointId(delta.endpoint), self._indexes(world, delta.cluster, delta.endpoint)
+        if indexes is None:
             return
-        indexes = part.indexes
         cursor = indexes.approximate.locate(numbers("Q", delta.hashes))
         entry = indexes.approximate.route(endpoint, cursor, in_flight=indexes.follows_events)
         self._open[delta.cluster, delta.number] = entry
@@ -143,10 +131,9 @@ class Heard:
 
     def _settled(self, delta: deltas.Settled, world: World, now: float) -> None:
         key = (delta.cluster, delta.number)
-        entry, given_up = self._open.pop(key, None), self._given_up.pop(key, None)
-        if given_up is not None and delta.prefilled:
+        entry, part = self._open.pop(key, None), world.clusters.get(delta.cluster)
+        if (given_up := self._given_up.pop(key, None)) is not None and delta.prefilled:
             self._end_after_all(key, given_up)
-        part = world.clusters.get(delta.cluster)
         if entry is None or part is None or part.indexes is None:
             return
         indexes = part.indexes
@@ -173,24 +160,28 @@ class Heard:
 
     def _entered(self, delta: deltas.Entered, world: World, now: float) -> None:
         self._count(delta.hashes)
-        part = world.clusters.get(delta.cluster)
-        endpoint = EndpointId(delta.endpoint)
-        if part is None or part.indexes is None or part.load(endpoint) is None:
+        indexes = self._indexes(world, delta.cluster, delta.endpoint)
+        if indexes is not None:
+            cursor = indexes.approximate.locate(numbers("Q", delta.hashes))
+            indexes.approximate.insert(EndpointId(delta.endpoint), cursor)
+
+    def _indexes(self, world: World, cluster: str, endpoint: str) -> LocalIndexes | None:
+        """Those that know of the endpoint."""
+        part = world.clusters.get(cluster)
+        if part is None or part.indexes is None or part.load(EndpointId(endpoint)) is None:
             self.unknown += 1
-            return
-        index = part.indexes.approximate
-        index.insert(endpoint, index.locate(numbers("Q", delta.hashes)))
+            return None
+        return part.indexes
 
     def _count(self, hashes: bytes) -> None:
         self.told += 1
         self.digest = (self.digest + digest_of(hashes)) & _DIGEST
 
     def _started(self, delta: deltas.Started, world: World, now: float) -> None:
-        part = world.clusters.get(delta.cluster)
-        endpoint = EndpointId(delta.endpoint)
-        if part is not None and part.indexes is not None and part.load(endpoint) is not None:
+        indexes = self._indexes(world, delta.cluster, delta.endpoint)
+        if indexes is not None:
             self._journal.starts[delta.cluster, delta.endpoint] = delta.started_at
-            part.indexes.process_started(endpoint, delta.started_at)
+            indexes.process_started(EndpointId(delta.endpoint), delta.started_at)
 
     def _served(self, delta: deltas.SessionServed, world: World, now: float) -> None:
         part = world.clusters.get(delta.cluster)
@@ -220,7 +211,7 @@ class Heard:
 
     def _used(self, delta: deltas.Used, world: World, now: float) -> None:
         if world.actions is not None and delta.keys:
-            world.actions.hotness.adopt(
+            world.actions.hotness.adopt_use(
                 numbers("Q", delta.keys),
                 model=delta.model,
                 cache_salt=delta.cache_salt,
@@ -236,13 +227,13 @@ class Heard:
         prefix = None
         if delta.key:
             hotness, tokens = world.actions.hotness, numbers("I", delta.tokens)
-            prefix = hotness.find(delta.key) or KnownPrefix(
+            prefix = hotness.find_prefix(delta.key) or KnownPrefix(
                 delta.key, delta.model, delta.cache_salt, deque(maxlen=1), delta.key, tokens
             )
             if tokens and not prefix.tokens:
-                hotness.learn([prefix], tokens)
+                hotness.learn_tokens([prefix], tokens)
         action = Action(ActionKind(delta.kind), delta.instance, prefix, "elsewhere")
-        world.actions.adopt(action, now - delta.age_s)
+        world.actions.adopt_action(action, now - delta.age_s)
 
     def _spent(self, delta: deltas.Spent, world: World, now: float) -> None:
         if 0 <= delta.limit < len(world.limits):
@@ -250,17 +241,10 @@ class Heard:
 
     def _retried(self, delta: deltas.Retried, world: World, now: float) -> None:
         for budget in world.budgets:
-            budget.share(delta.requests, delta.retries, now)
+            budget.count_others(delta.requests, delta.retries, now)
 
     def _drained(self, delta: deltas.Drained, world: World, now: float) -> None:
         part = world.clusters.get(delta.cluster)
         if part is not None:
             self._journal.heard_drain(delta.cluster, delta.endpoint, draining=delta.draining)
             part.drain(EndpointId(delta.endpoint), draining=delta.draining)
-
-
-def numbers(code: str, data: bytes) -> array[int]:
-    """From the wire; what is cut short ends with its last whole number."""
-    found = array(code)
-    found.frombytes(data[: len(data) - len(data) % found.itemsize])
-    return little_endian(found)

@@ -19,7 +19,7 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.config.schema import Config
 from kvproxy.kvcache.actions.strategies import Action
 from kvproxy.kvcache.service import KvCache
-from kvproxy.kvcache.snapshot.file_format import Unusable
+from kvproxy.kvcache.snapshot.contents import Unusable
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.sync import wire
 from kvproxy.sync.claims import PeerClaims
@@ -115,7 +115,7 @@ class SyncService:
         """In one word."""
         return self.peers.status
 
-    def describe(self) -> dict[str, object]:
+    def describe_state(self) -> dict[str, object]:
         """For people."""
         return describe(self.peers, self.journal, self._links, self.status, self._clock())
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 
+from xxhash import xxh3_64
+
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.kvcache.actions.strategies import Action
 from kvproxy.kvcache.providers import ActionKind
 from kvproxy.kvcache.service import KvCache
-from kvproxy.kvcache.snapshot.contents import Contents
-from kvproxy.kvcache.snapshot.file_format import Checksum, decode
+from kvproxy.kvcache.snapshot.contents import Contents, decode, pack_checksum
 from kvproxy.sync import deltas
 from kvproxy.sync.deltas import Delta
 from kvproxy.sync.heard import Heard
@@ -36,11 +37,11 @@ def take_pieces(
     data = bytearray()
     if kvcache is not None:
         contents = Contents(kvcache.state, clusters=clusters, clock=clock, wall_clock=wall_clock)
-        checksum = Checksum()
+        checksum = xxh3_64()
         for part in (yield from contents.take(MAX_BYTES)):
             checksum.update(part)
             data += part
-        data += checksum.end()
+        data += pack_checksum(checksum)
     parts = [bytes(data[at : at + _PIECE_BYTES]) for at in range(0, len(data), _PIECE_BYTES)]
     pieces = [Piece(origin, number, part, [], True) for number, part in enumerate(parts)]
     known: list[Delta] = []

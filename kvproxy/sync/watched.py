@@ -45,6 +45,13 @@ def as_bytes(numbers: array[int], limit: int = MAX_BLOCKS) -> bytes:
     return little_endian(numbers if len(numbers) <= limit else numbers[:limit]).tobytes()
 
 
+def numbers(code: str, data: bytes) -> array[int]:
+    """From the wire; what is cut short ends with its last whole number."""
+    found = array(code)
+    found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    return little_endian(found)
+
+
 def digest_of(hashes: bytes) -> int:
     """What a prompt adds to the digest of what was told."""
     return int.from_bytes(hashes[-8:], "little")

@@ -12,7 +12,7 @@ from kvproxy.kvcache.actions.strategy_runner import StrategyRunner
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.kvcache.service import KvCache
 from kvproxy.kvcache.state import CacheState
-from kvproxy.resilience.budget import RetryBudget
+from kvproxy.resilience.retry import RetryBudget
 from kvproxy.routing.load import EndpointLoad
 from kvproxy.routing.policy import Policy
 from kvproxy.routing.work import Features

@@ -10,8 +10,8 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from kvproxy.commands.init import InitOptions, SeenEngine, SeenLmCache, look_at_all, run, write_config
+from kvproxy.config.cluster_schema import PriorityOrder
 from kvproxy.config.load import load_config
-from kvproxy.config.priority_schema import PriorityOrder
 from kvproxy.errors import ConfigError
 from kvproxy.simulator.fleet import Fleet, FleetSettings
 from kvproxy.simulator.kv_event_publisher import PublisherSettings

@@ -9,12 +9,11 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from kvproxy.config.fields import bare_type
 from kvproxy.config.filter_schema import FILTER_SETTINGS
-from kvproxy.config.json_schema import file_schema
 from kvproxy.config.load import check_config
 from kvproxy.config.model import Model
-from kvproxy.config.reference import render_reference
+from kvproxy.config.paths import bare_type
+from kvproxy.config.reference import file_schema, render_reference
 from kvproxy.config.schema import Config
 
 ROOT = Path(__file__).parents[2]

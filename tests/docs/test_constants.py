@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from kvproxy.config.policy_schema import KvAwareSettings
+from kvproxy.config.cluster_schema import KvAwareSettings
 from tests.docs.blocks import ROOT
 
-MODULES = ("kv_aware", "traffic", "load", "work", "room", "speeds", "engine_samples", "steps", "fair_queue")
+MODULES = ("kv_aware", "traffic", "load", "work", "room", "speeds", "engine_samples", "fair_queue")
 CONSTRUCTED = (
     "traffic.Utilisation",
     "traffic.ArrivalStats",

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from kvproxy.config.policy_schema import KvAwareSettings
+from kvproxy.config.cluster_schema import KvAwareSettings
 from kvproxy.routing.kv_aware import KvAware
 from kvproxy.routing.load import MAX_PROGRESS, OVERDUE, OVERDUE_S, Reservation
 from kvproxy.routing.room import HEAD_TOKENS

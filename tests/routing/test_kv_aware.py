@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from kvproxy.config.policy_schema import KvAwareSettings
+from kvproxy.config.cluster_schema import KvAwareSettings
 from kvproxy.routing.kv_aware import MAX_KAPPA, KvAware
 from kvproxy.routing.policy import Overlap, PickRequest
 from kvproxy.routing.speeds import SpeedModel

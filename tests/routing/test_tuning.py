@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
-from kvproxy.config.policy_schema import DynamoSettings, KvAwareSettings, PolicyParameters
+from kvproxy.config.cluster_schema import ClusterSettings, DynamoSettings, KvAwareSettings, PolicyName, PolicyParameters
 from kvproxy.errors import ConfigError
 from kvproxy.routing.registry import configured, make_policy, merge_config, ranges, runtime_overrides, tuned
 

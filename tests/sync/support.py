@@ -112,7 +112,7 @@ class Node:
         if prefilled:
             load.first_token(request.reservation, self.now)
         load.release(request.reservation, self.now)
-        indexes.settle(request.entry, prefilled=prefilled)
+        indexes.settle_entry(request.entry, prefilled=prefilled)
 
     def flush(self) -> None:
         """What happened is told."""

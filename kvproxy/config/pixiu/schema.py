@@ -121,10 +121,8 @@ class LlmProxy(PixiuModel):
     @model_validator(mode="before")
     @classmethod
     def _in_any_case(cls, raw: Any) -> Any:
-        if not isinstance(raw, Mapping):
-            return raw
         known = {name.casefold(): name for name in (field.alias or key for key, field in cls.model_fields.items())}
-        return {known.get(str(key).casefold(), key): value for key, value in raw.items()}
+        return {known.get(str(k).casefold(), k): v for k, v in raw.items()} if isinstance(raw, Mapping) else raw
 
     timeout: Duration | None = None
     max_idle: int = Field(default=0, ge=0, alias="maxIdleConns")

@@ -73,7 +73,7 @@ class ActionExecutor:
         self.claims: Claims | None = None  # None: no other proxy acts
         self._without_effect: Counter[tuple[str, str]] = Counter()  # in a row, by kind and instance
 
-    def disabled(self, action: Action) -> bool:
+    def is_disabled(self, action: Action) -> bool:
         """Whether this kind of action switched itself off at that instance."""
         return self._without_effect[action.kind, action.instance_id] >= self._settings.cache_strategy.disable_after
 
@@ -85,7 +85,7 @@ class ActionExecutor:
 
     def submit(self, action: Action, strategy: Strategy) -> bool:
         """Queue it, unless it is switched off, its breaker is open, or it waits or runs already."""
-        if self._lookups.provider is None or self.disabled(action) or not self._breakers.admits(action.kind):
+        if self._lookups.provider is None or self.is_disabled(action) or not self._breakers.admits(action.kind):
             return False
         key = (action.kind, action.instance_id, 0 if action.prefix is None else action.prefix.key)
         about = f"{action.kind} {'*' if action.prefix is None else action.prefix.name}"
@@ -93,7 +93,7 @@ class ActionExecutor:
         return self._jobs.submit(job)
 
     async def _run(self, action: Action, strategy: Strategy) -> bool:
-        if self.disabled(action):
+        if self.is_disabled(action):
             return False
         if self.claims is not None and not await self._claim(self.claims, action):
             self._results.labels(action.kind, "elsewhere").inc()
@@ -152,7 +152,7 @@ class ActionExecutor:
             del self._without_effect[where]
             return
         self._without_effect[where] += 1
-        if self.disabled(action):
+        if self.is_disabled(action):
             log.warning(
                 "[kvcache] %s at %s had no effect %d times in a row and is switched off there; check its location, "
                 "method and instance id",

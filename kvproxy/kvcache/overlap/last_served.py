@@ -53,7 +53,7 @@ class RequestNames(msgspec.Struct, frozen=True):
     history: int = 0  # the response that it goes on from
 
     @classmethod
-    def of(cls, request: InferenceRequest, seed: int, tenant: str) -> RequestNames:
+    def name_request(cls, request: InferenceRequest, seed: int, tenant: str) -> RequestNames:
         """Scoped by `seed` (model and cache salt) and tenant: the same id of others is another session."""
         seed = _digest(tenant, seed)
         return cls(
@@ -108,7 +108,7 @@ class LastServed:
                 return served
         return None
 
-    def note(
+    def note_served(
         self,
         names: RequestNames,
         *,
@@ -136,7 +136,7 @@ class LastServed:
         """Another proxy noted this; no cache was lost since, as far as is known here."""
         self._enter(session, response, msgspec.structs.replace(served, losses=self._losses))
 
-    def end(self, session: int) -> Served | None:
+    def end_session(self, session: int) -> Served | None:
         """Nothing more comes of the session: what it was last is forgotten, and returned."""
         if self.watch is not None and session in self._sessions:
             self.watch(session, 0, None)
