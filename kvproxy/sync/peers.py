@@ -4,16 +4,15 @@ messages in, messages out, the time is an argument."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from functools import partial
 
-from xxhash import xxh3_64_intdigest
-
 from kvproxy.bounded import BoundedMapping
 from kvproxy.sync import wire
-from kvproxy.sync.deltas import Delta, Routed
+from kvproxy.sync.deltas import Routed
 from kvproxy.sync.heard import Heard
+from kvproxy.sync.joining import Joining, ReceiveSnapshot
 from kvproxy.sync.journal import Journal
 from kvproxy.sync.peer import Peer
 from kvproxy.sync.wire import MAX_BYTES, Batch, Message, Origin
@@ -23,16 +22,10 @@ from kvproxy.sync.world import World
 MISSED = 3
 #: Silent ones are forgotten after so long, and more than so many are not listened to.
 FORGET_S, MAX_PEERS = 600.0, 256
-#: How long a new one waits for the first answer, and then for the next piece of what it asked for.
-ANSWER_S, PIECE_S = 0.5, 2.0
-#: And how long to put it in its place.
-APPLY_S = 30.0
 #: Of its own batches each keeps so much, to send it again.
 RING_BYTES, RING_BATCHES = 4 * 1024 * 1024, 4096
 #: What a new one keeps for later while it joins.
 MAX_BUFFERED = 4096
-#: A snapshot of a peer is not taken beyond this.
-MAX_SNAPSHOT_BYTES = 64 * 1024 * 1024
 
 Send = Callable[[bytes, Origin | None], None]
 
@@ -48,7 +41,7 @@ class SyncStatus(StrEnum):
 
 class Peers:
     """`send` is given bytes for one peer, or for all. `serve` is called with one that wants to know everything,
-    `receive_snapshot` with what came of asking for that, and ends with `finish_joining`."""
+    `receive_snapshot` with what came of asking for that."""
 
     def __init__(
         self,
@@ -58,23 +51,27 @@ class Peers:
         send: Send,
         beat_s: float,
         serve: Callable[[Origin], None] = lambda peer: None,
-        receive_snapshot: Callable[[Peer, bytes, Sequence[Delta]], None] | None = None,
+        receive_snapshot: ReceiveSnapshot | None = None,
         other: Callable[[Message], None] = lambda message: None,
         blocks: Callable[[], int] = lambda: 0,
     ) -> None:
         self.origin = journal.origin
-        self.joining = False
         self.known: dict[tuple[str, int], Peer] = {}
         self._journal = journal
         self._world = world
         self._send = send
         self._beat_s = beat_s
-        self._serve, self._receive_snapshot, self._other, self._blocks = serve, receive_snapshot, other, blocks
+        self._serve, self._other, self._blocks = serve, other, blocks
         self._ended: BoundedMapping[Origin, None] = BoundedMapping(1024)  # lives that are over
         self._ring: deque[tuple[int, bytes]] = deque()
         self._ring_bytes = 0
-        self._join = Join()
+        self._joining = Joining(self.origin, send_to=self.send_to, receive=receive_snapshot, on_end=self._take_buffered)
         self._buffer: deque[Batch | wire.Standing] = deque()
+
+    @property
+    def joining(self) -> bool:
+        """It is new, and does not know yet what the others do."""
+        return self._joining.running
 
     @property
     def living(self) -> list[Peer]:
@@ -97,9 +94,13 @@ class Peers:
         told = sum(one for one, _ in found)
         return 1.0 if not told else max(0.0, 1.0 - sum(lost for _, lost in found) / told)
 
+    def finish_joining(self, now: float) -> None:
+        """What a peer knew is known here, or cannot be."""
+        self._joining.end(now)
+
     def join(self, now: float) -> None:
         """Say that a life begins, and ask one of those that answer for everything."""
-        self.joining, self._join = True, Join(now)
+        self._joining.begin(now)
         self._tell(wire.Hello(self.origin))
 
     def leave(self) -> None:
@@ -140,8 +141,7 @@ class Peers:
         """Several times a heartbeat: ask again for what is missing, and see to the end of joining."""
         for peer in self.living:
             peer.look(now)
-        if self.joining and now >= self._join.until:
-            self._ask_another(now)
+        self._joining.look(now)
 
     def receive(self, message: Message, now: float) -> None:
         """A message of a peer."""
@@ -168,7 +168,7 @@ class Peers:
             case wire.Want():
                 self._serve(peer.origin)
             case wire.Piece():
-                self._take_piece(peer, message, now)
+                self._joining.take_piece(peer, message, now)
             case _:
                 self._other(message)
 
@@ -224,10 +224,8 @@ class Peers:
                 peer.lag.went_around(now - echo.sent_s - echo.held_s)
         if not self.joining:
             peer.beat(beat, now)
-        elif not beat.joining and peer.origin not in self._join.asked:
-            self._join.candidates.add(peer.origin)
-            if self._join.peer is None:
-                self._join.until = min(self._join.until, now + 0.1 * ANSWER_S)  # others may answer as well
+        elif not beat.joining:
+            self._joining.heard_of(peer.origin, now)
 
     def _welcome(self, peer: Peer, now: float) -> None:
         """It is new: told at once how it stands here."""
@@ -259,59 +257,13 @@ class Peers:
             self.send_to(to, said(part, [], True))
         self.send_to(to, said([] if not parts else parts[-1], loads, False))
 
-    # joining
-
-    def _ask_another(self, now: float) -> None:
-        join = self._join
-        if not join.candidates:
-            self.finish_joining(now)
-            return
-        me = str(self.origin)
-        join.peer = max(join.candidates, key=lambda one: xxh3_64_intdigest(f"{me} {one}".encode()))
-        join.candidates.discard(join.peer)
-        join.asked.add(join.peer)
-        join.number, join.data, join.until = 0, [], now + PIECE_S
-        self.send_to(join.peer, wire.Want(self.origin))
-
-    def _take_piece(self, peer: Peer, piece: wire.Piece, now: float) -> None:
-        join = self._join
-        if not self.joining or peer.origin != join.peer:
-            return
-        size = sum(map(len, join.data)) + len(piece.data)
-        if piece.number != join.number or size > MAX_SNAPSHOT_BYTES:
-            self._ask_another(now)
-            return
-        join.number += 1
-        join.until = now + PIECE_S
-        join.data.append(piece.data)
-        join.deltas += piece.deltas
-        if not piece.more and self._receive_snapshot is not None:
-            join.until = now + APPLY_S
-            self._receive_snapshot(peer, b"".join(join.data), join.deltas)
-        elif not piece.more:
-            self.finish_joining(now)
-
-    def finish_joining(self, now: float) -> None:
-        """What came meanwhile counts now."""
-        self.joining, self._join = False, Join()
+    def _take_buffered(self, now: float) -> None:
+        """What came while it joined counts now."""
         buffered, self._buffer = self._buffer, deque()
         for message in buffered:
             peer = self.known.get(message.origin.place)
             if peer is not None and peer.origin == message.origin:
                 self._take(peer, message, now)
-
-
-class Join:
-    """How far a new one is with joining."""
-
-    def __init__(self, now: float = 0.0) -> None:
-        self.until = now + ANSWER_S
-        self.candidates: set[Origin] = set()
-        self.asked: set[Origin] = set()
-        self.peer: Origin | None = None  # asked for everything
-        self.number = 0  # of the piece that comes next
-        self.data: list[bytes] = []
-        self.deltas: list[Delta] = []
 
 
 def _in_parts(routed: Iterable[Routed]) -> list[list[Routed]]:
