@@ -76,30 +76,37 @@ class Heard:
                 self._rows[key] = seq
                 self._tell(part, EndpointId(one.endpoint), one, now)
 
+    def resume(self, standing: Standing, now: float) -> None:
+        """It lives after all, and what it said meanwhile will come: what was given up is under way again."""
+        for one in standing.open:
+            if self._given_up.pop((one.cluster, one.number), None) is not None:
+                self._open_again(one, self._world())
+        self.load(standing.loads, standing.seq, now)
+
     def stand(self, standing: Standing, now: float) -> int:
         """All that counts after a batch, whatever was lost before it: requests that are under way no more count as
         served. Prompts that were never heard of."""
         wanted = {(one.cluster, one.number): one for one in standing.open}
-        for key in [key for key in self._open if key not in wanted]:
+        for key in self._open.keys() - wanted.keys():
             self._end(key, prefilled=True)
-        new = [one for key, one in wanted.items() if key not in self._open]
-        lost = standing.told - self.told - len(new)
-        for key in [key for key in self._given_up if key not in wanted]:
+        for key in self._given_up.keys() - wanted.keys():
             self._end_after_all(key, self._given_up[key])
         self._given_up.clear()
-        self.apply(new, now)
+        new = [one for key, one in wanted.items() if key not in self._open]
+        lost = standing.told - self.told - len(new)
+        for one in new:
+            self._open_again(one, self._world())
         self.load(standing.loads, standing.seq, now)
         self.told, self.digest = standing.told, standing.digest
         return max(0, lost)
 
     def leave(self, now: float) -> None:
         """The peer is gone: its load goes with it, and what it had under way counts as never sent."""
-        self._given_up = dict(self._open)
-        for key in self._given_up:
+        self._given_up.update(self._open)
+        for key in list(self._open):
             self._end(key, prefilled=False)
-        clusters = self._world().clusters
         for cluster, endpoint in self._rows:
-            part = clusters.get(cluster)
+            part = self._world().clusters.get(cluster)
             if part is not None and part.load(EndpointId(endpoint)) is not None:
                 self._tell(part, EndpointId(endpoint), None, now)
         self._rows.clear()
@@ -118,8 +125,10 @@ class Heard:
 
     def _routed(self, delta: deltas.Routed, world: World, now: float) -> None:
         self._count(delta.hashes)
-        if (delta.cluster, delta.number) in self._open:
-            return
+        if (delta.cluster, delta.number) not in self._open:
+            self._open_again(delta, world)
+
+    def _open_again(self, delta: deltas.Routed, world: World) -> None:
         endpoint, indexes = EndpointId(delta.endpoint), self._indexes(world, delta.cluster, delta.endpoint)
         if indexes is None:
             return
@@ -154,14 +163,12 @@ class Heard:
 
     def _end_after_all(self, key: tuple[str, int], entry: SpeculativeEntry) -> None:
         """A request that was given up had been served."""
-        part = self._world().clusters.get(key[0])
-        if part is not None and part.indexes is not None and part.load(entry.endpoint) is not None:
-            part.indexes.approximate.insert(entry.endpoint, entry.cursor)
+        if (indexes := self._indexes(self._world(), key[0], entry.endpoint)) is not None:
+            indexes.approximate.insert(entry.endpoint, entry.cursor)
 
     def _entered(self, delta: deltas.Entered, world: World, now: float) -> None:
         self._count(delta.hashes)
-        indexes = self._indexes(world, delta.cluster, delta.endpoint)
-        if indexes is not None:
+        if (indexes := self._indexes(world, delta.cluster, delta.endpoint)) is not None:
             cursor = indexes.approximate.locate(numbers("Q", delta.hashes))
             indexes.approximate.insert(EndpointId(delta.endpoint), cursor)
 
@@ -178,8 +185,7 @@ class Heard:
         self.digest = (self.digest + digest_of(hashes)) & _DIGEST
 
     def _started(self, delta: deltas.Started, world: World, now: float) -> None:
-        indexes = self._indexes(world, delta.cluster, delta.endpoint)
-        if indexes is not None:
+        if (indexes := self._indexes(world, delta.cluster, delta.endpoint)) is not None:
             self._journal.starts[delta.cluster, delta.endpoint] = delta.started_at
             indexes.process_started(EndpointId(delta.endpoint), delta.started_at)
 
@@ -192,10 +198,9 @@ class Heard:
         if not delta.endpoint:
             table.forget(delta.session)
             return
-        served = Served(
-            EndpointId(delta.endpoint), 0, now - delta.age_s, delta.prompt_tokens, delta.tokens,
-            numbers("Q", delta.keys), numbers("Q", delta.root),
-        )  # fmt: skip
+        keys, root = numbers("Q", delta.keys), numbers("Q", delta.root)
+        endpoint, at = EndpointId(delta.endpoint), now - delta.age_s
+        served = Served(endpoint, 0, at, delta.prompt_tokens, delta.tokens, keys, root)
         table.adopt(delta.session, delta.response, served)
 
     def _counted(self, delta: deltas.Counted, world: World, now: float) -> None:
@@ -204,21 +209,16 @@ class Heard:
             world.state.note_count(delta.model, keys, delta.prompt_bytes, delta.prompt_tokens)
 
     def _sampled(self, delta: deltas.Sample, world: World, now: float) -> None:
-        part = world.clusters.get(delta.cluster)
-        endpoint = EndpointId(delta.endpoint)
+        part, endpoint = world.clusters.get(delta.cluster), EndpointId(delta.endpoint)
         if part is not None and part.load(endpoint) is not None:
             part.observe_sample(endpoint, delta.work, delta.busy_s, now, scraped=delta.scraped)
 
     def _used(self, delta: deltas.Used, world: World, now: float) -> None:
         if world.actions is not None and delta.keys:
             world.actions.hotness.adopt_use(
-                numbers("Q", delta.keys),
-                model=delta.model,
-                cache_salt=delta.cache_salt,
-                instance=delta.instance,
-                now=now,
-                session=delta.session,
-            )
+                numbers("Q", delta.keys), model=delta.model, cache_salt=delta.cache_salt, instance=delta.instance,
+                now=now, session=delta.session,
+            )  # fmt: skip
 
     def _acted(self, delta: deltas.Acted, world: World, now: float) -> None:
         if world.actions is None or delta.kind not in ActionKind.__members__.values():

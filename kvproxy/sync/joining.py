@@ -36,7 +36,13 @@ class Joining:
         self._send_to = send_to
         self._receive = receive
         self._on_end = on_end
-        self._reset(0.0)
+        self._until = 0.0
+        self._candidates: set[Origin] = set()
+        self._asked: set[Origin] = set()
+        self._peer: Origin | None = None  # asked for everything
+        self._number = self._size = 0  # of the piece that comes next, and of those before it
+        self._data: list[bytes] = []
+        self._deltas: list[Delta] = []
 
     def begin(self, now: float) -> None:
         """It is new."""
@@ -92,13 +98,10 @@ class Joining:
         self._send_to(self._peer, Want(me))
 
     def _reset(self, now: float) -> None:
-        self._until = now + ANSWER_S
-        self._candidates: set[Origin] = set()
-        self._asked: set[Origin] = set()
-        self._peer: Origin | None = None  # asked for everything
+        self._until, self._peer = now + ANSWER_S, None
+        self._candidates, self._asked = set(), set()
         self._forget_pieces()
 
     def _forget_pieces(self) -> None:
         self._number = self._size = 0
-        self._data: list[bytes] = []
-        self._deltas: list[Delta] = []
+        self._data, self._deltas = [], []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from kvproxy.bounded import BoundedMapping
@@ -22,6 +22,9 @@ from kvproxy.types import EndpointId
 MAX_WAITING = 20_000
 #: Samples of speed told from one beat to the next: a model has learned all it can from fewer.
 MAX_SAMPLES = 64
+
+#: Of the batches that were sent so many are kept.
+MAX_SENT_BYTES, MAX_SENT = 4 * 1024 * 1024, 4096
 
 _DIGEST = (1 << 64) - 1
 _ROW_BYTES, _DELTA_BYTES = 150, 120
@@ -187,6 +190,46 @@ class Journal:
     def _budgets(self) -> tuple[int, int]:
         budgets = self._world.budgets
         return sum(one.began for one in budgets), sum(one.made for one in budgets)
+
+
+class SentBatches:
+    """The latest batches, to be sent again."""
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._bytes = 0
+
+    @property
+    def oldest(self) -> int | None:
+        """The first that is kept."""
+        return self._kept[0][0] if self._kept else None
+
+    def keep(self, seq: int, payload: bytes) -> None:
+        """It was sent just now."""
+        self._kept.append((seq, payload))
+        self._bytes += len(payload)
+        while self._bytes > MAX_SENT_BYTES or len(self._kept) > MAX_SENT:
+            self._bytes -= len(self._kept.popleft()[1])
+
+    def since(self, first: int) -> list[bytes] | None:
+        """All from that one on; None: that one is gone."""
+        if not self._kept or self._kept[0][0] > first:
+            return None
+        return [payload for seq, payload in self._kept if seq >= first]
+
+
+def in_parts(routed: Iterable[deltas.Routed]) -> list[list[deltas.Routed]]:
+    """In lists that fit into a message each, beside loads."""
+    parts: list[list[deltas.Routed]] = []
+    room = 0
+    for one in routed:
+        size = 100 + len(one.hashes)
+        if size > room:
+            parts.append([])
+            room = MAX_BYTES
+        parts[-1].append(one)
+        room -= size
+    return parts
 
 
 def _size(delta: Delta) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from kvproxy.sync.deltas import EndpointLoads, Routed
+import msgspec
+
 from kvproxy.sync.heard import Heard
 from kvproxy.sync.wire import Batch, Beat, Origin, Standing
 
@@ -38,6 +39,7 @@ class Peer:
         self._held: dict[int, Batch] = {}
         self._asked_at: float | None = None
         self._asks = 0
+        self._unsure = False  # it was believed dead: it has to say how it stands
         self._standing: list[Standing] = []
         self._marks: deque[tuple[float, int, int]] = deque(maxlen=256)  # when, prompts told, lost so far
 
@@ -87,21 +89,31 @@ class Peer:
             self._marks.append((now, beat.told, self.lost))
 
     def stand(self, standing: Standing, now: float) -> None:
-        """Its own word of how it stands: what was missing before is not waited for any longer."""
+        """Its own word of how it stands: what was missing before, and cannot be sent again, is not waited for."""
         if self._standing and self._standing[0].seq != standing.seq:
             self._standing.clear()
         self._standing.append(standing)
         if standing.more:
             return
         parts, self._standing = self._standing, []
-        if self._next is not None and standing.seq < self._next - 1:
-            return  # an old one
-        loads: list[EndpointLoads] = [one for part in parts for one in part.loads]
-        under_way: list[Routed] = [one for part in parts for one in part.open]
-        known = self._next is not None
-        whole = Standing(self.origin, standing.seq, standing.told, standing.digest, under_way, loads, False)
-        lost = self.heard.stand(whole, now)
-        self.lost += lost if known else 0
+        self._unsure = False
+        whole = msgspec.structs.replace(
+            standing,
+            open=[one for part in parts for one in part.open],
+            loads=[one for part in parts for one in part.loads],
+        )
+        if self._next is None and standing.oldest == 1:
+            self._next = 1
+        if self._next is not None and standing.oldest <= self._next <= standing.seq:
+            self.heard.resume(whole, now)
+            self._asks = 0
+            self._request(now)  # the batches, which can be sent again
+        elif self._next is None or self._next <= standing.seq + 1:
+            self._jump(whole, now)
+
+    def _jump(self, standing: Standing, now: float) -> None:
+        lost = self.heard.stand(standing, now)
+        self.lost += lost if self._next is not None else 0
         self._next = standing.seq + 1
         self._asked_at, self._asks = None, 0
         self._held = {seq: batch for seq, batch in self._held.items() if seq > standing.seq}
@@ -116,9 +128,8 @@ class Peer:
         """It was believed dead: its loads are wanted again, after what was missed."""
         self.alive = True
         self._asks = 0
-        self._asked_at = now
-        self._ask(self._next or 1)
-        self._ask(0)
+        self._unsure = True
+        self._request(now)
 
     def die(self, now: float) -> None:
         """It was not heard of for too long."""
@@ -145,7 +156,7 @@ class Peer:
             self._apply(batch, now)
         if self._held:
             self._miss(now)
-        elif self._next is not None:
+        elif self._next is not None and not self._unsure:
             self._asked_at, self._asks = None, 0
 
     def _miss(self, now: float) -> None:
@@ -156,8 +167,8 @@ class Peer:
     def _request(self, now: float) -> None:
         self._asked_at = now
         self._asks += 1
-        in_short = self._asks > ASKS or len(self._held) >= MAX_HELD
-        self._ask(0 if in_short else self._next or 1)
+        in_short = self._unsure or self._asks > ASKS or len(self._held) >= MAX_HELD
+        self._ask(0 if in_short or self._next is None else self._next)
 
 
 class Lag:

@@ -4,30 +4,25 @@ messages in, messages out, the time is an argument."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
 
 from kvproxy.bounded import BoundedMapping
 from kvproxy.sync import wire
-from kvproxy.sync.deltas import Routed
 from kvproxy.sync.heard import Heard
 from kvproxy.sync.joining import Joining, ReceiveSnapshot
-from kvproxy.sync.journal import Journal
+from kvproxy.sync.journal import Journal, SentBatches, in_parts
 from kvproxy.sync.peer import Peer
-from kvproxy.sync.wire import MAX_BYTES, Batch, Message, Origin
+from kvproxy.sync.wire import Batch, Message, Origin
 from kvproxy.sync.world import World
 
 #: A peer that was not heard of for so many heartbeats is dead.
 MISSED = 3
 #: Silent ones are forgotten after so long, and more than so many are not listened to.
 FORGET_S, MAX_PEERS = 600.0, 256
-#: Of its own batches each keeps so much, to send it again.
-RING_BYTES, RING_BATCHES = 4 * 1024 * 1024, 4096
 #: What a new one keeps for later while it joins.
 MAX_BUFFERED = 4096
-
-Send = Callable[[bytes, Origin | None], None]
 
 
 class SyncStatus(StrEnum):
@@ -48,7 +43,7 @@ class Peers:
         journal: Journal,
         world: Callable[[], World],
         *,
-        send: Send,
+        send: Callable[[bytes, Origin | None], None],
         beat_s: float,
         serve: Callable[[Origin], None] = lambda peer: None,
         receive_snapshot: ReceiveSnapshot | None = None,
@@ -63,15 +58,10 @@ class Peers:
         self._beat_s = beat_s
         self._serve, self._other, self._blocks = serve, other, blocks
         self._ended: BoundedMapping[Origin, None] = BoundedMapping(1024)  # lives that are over
-        self._ring: deque[tuple[int, bytes]] = deque()
-        self._ring_bytes = 0
-        self._joining = Joining(self.origin, send_to=self.send_to, receive=receive_snapshot, on_end=self._take_buffered)
+        self._sent = SentBatches()
+        #: How it comes to know what the others do.
+        self.newcomer = Joining(self.origin, send_to=self.send_to, receive=receive_snapshot, on_end=self._take_buffered)
         self._buffer: deque[Batch | wire.Standing] = deque()
-
-    @property
-    def joining(self) -> bool:
-        """It is new, and does not know yet what the others do."""
-        return self._joining.running
 
     @property
     def living(self) -> list[Peer]:
@@ -81,7 +71,7 @@ class Peers:
     @property
     def status(self) -> SyncStatus:
         """Where nothing is known of what carries the messages."""
-        if self.joining:
+        if self.newcomer.running:
             return SyncStatus.JOINING
         living = self.living
         if not living:
@@ -94,13 +84,9 @@ class Peers:
         told = sum(one for one, _ in found)
         return 1.0 if not told else max(0.0, 1.0 - sum(lost for _, lost in found) / told)
 
-    def finish_joining(self, now: float) -> None:
-        """What a peer knew is known here, or cannot be."""
-        self._joining.end(now)
-
     def join(self, now: float) -> None:
         """Say that a life begins, and ask one of those that answer for everything."""
-        self._joining.begin(now)
+        self.newcomer.begin(now)
         self._tell(wire.Hello(self.origin))
 
     def leave(self) -> None:
@@ -112,10 +98,7 @@ class Peers:
         count = 0
         for batch in self._journal.take_batches(now):
             payload = wire.encode(batch)
-            self._ring.append((batch.seq, payload))
-            self._ring_bytes += len(payload)
-            while self._ring_bytes > RING_BYTES or len(self._ring) > RING_BATCHES:
-                self._ring_bytes -= len(self._ring.popleft()[1])
+            self._sent.keep(batch.seq, payload)
             self._send(payload, None)
             count += 1
         return count
@@ -135,13 +118,13 @@ class Peers:
             wire.Echo(one.origin, one.beat_sent_s, now - one.heard_at) for one in living if one.beat_sent_s is not None
         ]
         told, digest, blocks = journal.told, journal.digest, self._blocks()
-        self._tell(wire.Beat(self.origin, journal.seq, now, told, digest, self.joining, blocks, echoes))
+        self._tell(wire.Beat(self.origin, journal.seq, now, told, digest, self.newcomer.running, blocks, echoes))
 
     def look(self, now: float) -> None:
         """Several times a heartbeat: ask again for what is missing, and see to the end of joining."""
         for peer in self.living:
             peer.look(now)
-        self._joining.look(now)
+        self.newcomer.look(now)
 
     def receive(self, message: Message, now: float) -> None:
         """A message of a peer."""
@@ -168,7 +151,7 @@ class Peers:
             case wire.Want():
                 self._serve(peer.origin)
             case wire.Piece():
-                self._joining.take_piece(peer, message, now)
+                self.newcomer.take_piece(peer, message, now)
             case _:
                 self._other(message)
 
@@ -210,7 +193,7 @@ class Peers:
         self.send_to(peer, wire.Ask(self.origin, first))
 
     def _take(self, peer: Peer, message: Batch | wire.Standing, now: float) -> None:
-        if not self.joining:
+        if not self.newcomer.running:
             peer.take(message, now) if isinstance(message, wire.Batch) else peer.stand(message, now)
             return
         peer.heard.load(message.loads, message.seq, now)
@@ -222,34 +205,35 @@ class Peers:
         for echo in beat.echoes:
             if echo.peer == self.origin:
                 peer.lag.went_around(now - echo.sent_s - echo.held_s)
-        if not self.joining:
+        if not self.newcomer.running:
             peer.beat(beat, now)
         elif not beat.joining:
-            self._joining.heard_of(peer.origin, now)
+            self.newcomer.heard_of(peer.origin, now)
 
     def _welcome(self, peer: Peer, now: float) -> None:
         """It is new: told at once how it stands here."""
         journal = self._journal
         told, digest, blocks = journal.told, journal.digest, self._blocks()
         self.send_to(
-            peer.origin, wire.Beat(self.origin, journal.seq, now, told, digest, self.joining, blocks, [])
+            peer.origin, wire.Beat(self.origin, journal.seq, now, told, digest, self.newcomer.running, blocks, [])
         )  # fmt: skip
         self._stand(peer.origin, now)
 
     def _answer(self, peer: Peer, first: int, now: float) -> None:
-        if first and self._ring and self._ring[0][0] <= first:
-            for seq, payload in list(self._ring):
-                if seq >= first:
-                    self._send(payload, peer.origin)
-        else:
+        missing = self._sent.since(first) if first else None
+        if missing is None:
             self._stand(peer.origin, now)
+        else:
+            for payload in missing:
+                self._send(payload, peer.origin)
 
     def _stand(self, to: Origin, now: float) -> None:
         self.publish(now)
         journal = self._journal
-        said = partial(wire.Standing, self.origin, journal.seq, journal.told, journal.digest)
+        oldest = self._sent.oldest or journal.seq + 1
+        said = partial(wire.Standing, self.origin, journal.seq, oldest, journal.told, journal.digest)
         loads, under_way = journal.rows(now), list(journal.open.values())
-        parts = _in_parts(under_way)
+        parts = in_parts(under_way)
         while len(loads) > 300:
             self.send_to(to, said([], loads[:300], True))
             del loads[:300]
@@ -264,17 +248,3 @@ class Peers:
             peer = self.known.get(message.origin.place)
             if peer is not None and peer.origin == message.origin:
                 self._take(peer, message, now)
-
-
-def _in_parts(routed: Iterable[Routed]) -> list[list[Routed]]:
-    """In lists that fit into a message each, beside loads."""
-    parts: list[list[Routed]] = []
-    room = 0
-    for one in routed:
-        size = 100 + len(one.hashes)
-        if size > room:
-            parts.append([])
-            room = MAX_BYTES
-        parts[-1].append(one)
-        room -= size
-    return parts

@@ -220,7 +220,7 @@ class SyncService:
         except Unusable as error:
             log.warning("the index of %s is not taken over: %s", peer.origin, error)
         finally:
-            self.peers.finish_joining(self._clock())
+            self.peers.newcomer.end(self._clock())
 
     async def _in_slices(self, steps: Generator[None, None, T]) -> T:
         while True:

@@ -86,6 +86,7 @@ class Standing(_Message, tag=6, frozen=True):
     only the last has `more` false, and the open ones of the others go before."""
 
     seq: int
+    oldest: int  # batch that can be sent again
     told: int
     digest: int
     open: list[Routed]

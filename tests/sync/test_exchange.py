@@ -123,7 +123,7 @@ def test_what_is_too_old_to_be_sent_again_is_counted_as_lost() -> None:
     one.end(ended)
     under_way = one.begin(B, 7, 8)
     one.flush()
-    one.peers._ring.clear()
+    one.peers._sent._kept.clear()
     bus.heal(2)
     assert two.held(1, 2) == {}
     assert two.held(7, 8) == {B: 2}
@@ -258,7 +258,7 @@ def test_a_peer_that_dies_while_it_tells_everything_is_replaced_by_another() -> 
     assert two.served
     bus.now += 3.0
     three.peers.look(three.now)
-    assert not three.peers.joining
+    assert not three.peers.newcomer.running
 
 
 def test_clocks_need_not_agree() -> None:
