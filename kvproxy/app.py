@@ -113,6 +113,16 @@ class Proxy:
         return self._generation.routes
 
     @property
+    def observers(self) -> Sequence[RequestObserver]:
+        """What watches every request."""
+        return self._shared.observers
+
+    @property
+    def bodies(self) -> HeldBodies:
+        """The count of all bodies held."""
+        return self._shared.bodies
+
+    @property
     def running(self) -> int:
         """Open requests, of the configuration it serves by now."""
         return self._generation.running

@@ -36,6 +36,21 @@ class ListenerSettings(Model):
     """Serve https with this certificate."""
 
 
+class PickerSettings(Model):
+    """Where Envoy asks `kvproxy picker` which endpoint a request goes to (gRPC, external processing)."""
+
+    host: str = "127.0.0.1"
+    """Address to bind; `0.0.0.0` for every interface."""
+    port: Port = 9002
+    """TCP port; 0 takes a free one and prints it."""
+    tls: ListenerTls | None = None
+    """Serve gRPC over TLS with this certificate."""
+    fallbacks: int = Field(default=1, ge=0, le=8)
+    """Endpoints named after the chosen one, in order, for Envoy to go to if that cannot be reached."""
+    lease: Duration = Field(default=3600.0, gt=0, le=86_400)
+    """A request counts as load of its endpoint until Envoy says that it is over, and never longer than this."""
+
+
 class AdminSettings(Model):
     """The operator's listener: metrics, health, status. Never on the public one."""
 
@@ -200,6 +215,8 @@ class Config(Model):
     """The public listener. Also written as `host:port`."""
     admin: AdminSettings = AdminSettings()
     """The operator's listener."""
+    picker: PickerSettings | None = None
+    """Envoy's listener, with `kvproxy picker`; the defaults without one."""
     filters: tuple[FilterSpec, ...] = ()
     """The chain in order: a name, or `name: {settings}`; the last is `router`. Empty: the default chain."""
     clusters: Mapping[str, ClusterSettings] = Field(default_factory=dict)

@@ -120,5 +120,5 @@ class Generation:
 
 def needs_restart(old: Config, new: Config) -> list[str]:
     """Settings whose change takes effect only at the next start of the process, by path."""
-    names = ("listen", "admin", "limits", "pool", "shutdown", "log", "receipts")
+    names = ("listen", "admin", "picker", "limits", "pool", "shutdown", "log", "receipts")
     return [name for name in names if getattr(old, name) != getattr(new, name)]

@@ -1,0 +1,426 @@
+"""The server's side of HTTP/2 (RFC 9113), as far as gRPC needs it: frames, flow control both ways, bounds.
+
+Why our own: with a real Envoy before it and 2 KB bodies the bare conversation took 0.40 ms of CPU a request on grpcio's
+threaded server, 0.37 on grpc.aio, 0.17 on h2, and 0.07 here (64 KB: 0.51, 0.46, 0.50, 0.11). Headers
+are decoded by `hpack`, and encoded without a table.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Mapping
+from enum import IntEnum
+from typing import Protocol, cast
+
+from hpack import Decoder, HPACKError
+
+log = logging.getLogger("kvproxy.picker")
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_DATA, _HEADERS, _PRIORITY, _RESET, _SETTINGS, _PUSH, _PING, _GOAWAY, _WINDOW, _CONTINUATION = range(10)
+_ACK = _END_STREAM = 0x1
+_END_HEADERS, _PADDED, _PRIORITISED = 0x4, 0x8, 0x20
+_SET_STREAMS, _SET_WINDOW, _SET_FRAME = 3, 4, 5
+
+_FRAME_BYTES = 16_384  # the largest that we take, and the default of what we may send
+_STREAM_WINDOW, _WINDOW_BYTES = 1024 * 1024, 16 * 1024 * 1024
+_DEFAULT_WINDOW, _MOST_WINDOW = 65_535, 2**31 - 1
+_MAX_HEADER_BYTES = 64 * 1024
+#: A stream with so much waiting to be sent is granted no more to send itself.
+_MAX_WAITING_BYTES = 1024 * 1024
+#: Replies to pings and settings that the peer does not take; beyond this it is cut off.
+_MAX_UNTAKEN_BYTES = 64 * 1024
+_KEEPALIVE_S = 30
+
+Fields = Mapping[bytes, bytes]
+
+
+class Code(IntEnum):
+    """Error codes of RFC 9113, 7."""
+
+    NO_ERROR = 0
+    PROTOCOL_ERROR = 1
+    FLOW_CONTROL_ERROR = 3
+    FRAME_SIZE_ERROR = 6
+    REFUSED_STREAM = 7
+    CANCEL = 8
+    COMPRESSION_ERROR = 9
+    ENHANCE_YOUR_CALM = 11
+
+
+class ConnectionFault(Exception):
+    """The peer broke the protocol: the whole connection ends."""
+
+    def __init__(self, code: Code, what: str) -> None:
+        super().__init__(what)
+        self.code = code
+
+
+class StreamHandler(Protocol):
+    """What becomes of one stream; `gone` is called once where it does not end by our own `finish` or `reset`."""
+
+    def received(self, data: bytes) -> None: ...
+    def half_closed(self) -> None: ...
+    def gone(self) -> None: ...
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    return b"%b%c%c%b%b" % (len(payload).to_bytes(3, "big"), kind, flags, stream.to_bytes(4, "big"), payload)
+
+
+def encode_fields(fields: Mapping[bytes, bytes]) -> bytes:
+    """A header block without a dynamic table; names and values are shorter than 127 bytes."""
+    return b"".join([b"\0%c%b%c%b" % (len(name), name, len(value), value) for name, value in fields.items()])
+
+
+class Stream:
+    """One exchange. What is sent waits here where the peer's windows are full."""
+
+    __slots__ = ("_connection", "_ending", "_waiting", "closed", "credit", "handler", "id", "peer_ended", "received",
+                 "waiting_bytes")  # fmt: skip
+
+    def __init__(self, connection: Http2Connection, name: int, credit: int) -> None:
+        self.id = name
+        self.credit = credit  # bytes that the peer takes
+        self.received = 0  # bytes that it was not granted again
+        self.peer_ended = self.closed = False
+        self.waiting_bytes = 0
+        self.handler: StreamHandler
+        self._connection = connection
+        self._waiting: deque[bytes] = deque()
+        self._ending: bytes | None = None  # the trailers' block, once that is all there is to come
+
+    def start(self, block: bytes) -> None:
+        """Send the headers of the answer."""
+        self._connection.write(_frame(_HEADERS, _END_HEADERS, self.id, block))
+
+    def send(self, data: bytes) -> None:
+        """Send a piece, in its turn."""
+        if not self.closed:
+            self._waiting.append(data)
+            self.waiting_bytes += len(data)
+            self.pump()
+
+    def finish(self, block: bytes) -> None:
+        """End with these trailers after all that waits."""
+        if not self.closed:
+            self._ending = block
+            self.pump()
+
+    def reset(self, code: Code) -> None:
+        """End at once."""
+        if not self.closed:
+            self._connection.write(_frame(_RESET, 0, self.id, code.to_bytes(4, "big")))
+            self._close()
+
+    def pump(self) -> None:
+        """Send what the windows allow."""
+        connection = self._connection
+        while self._waiting:
+            data = self._waiting[0]
+            room = min(self.credit, connection.credit, connection.peer_frame_bytes)
+            if (room <= 0 and data) or connection.paused:
+                connection.block(self)
+                return
+            self._waiting.popleft()
+            if len(data) > room:
+                self._waiting.appendleft(data[room:])
+                data = data[:room]
+            self.credit -= len(data)
+            connection.credit -= len(data)
+            self.waiting_bytes -= len(data)
+            connection.write(_frame(_DATA, 0, self.id, data))
+        if self._ending is not None:
+            connection.write(_frame(_HEADERS, _END_HEADERS | _END_STREAM, self.id, self._ending))
+            if not self.peer_ended:
+                connection.write(_frame(_RESET, 0, self.id, Code.NO_ERROR.to_bytes(4, "big")))
+            self._close()
+        elif self.received:
+            connection.grant(self)
+
+    def _close(self) -> None:
+        self.closed = True
+        self._waiting.clear()
+        self._connection.forget(self)
+
+
+class Http2Connection(asyncio.Protocol):
+    """One peer. `accept` makes the handler of a stream from its header fields; at most `max_streams` are open."""
+
+    def __init__(
+        self,
+        accept: Callable[[Stream, Fields], StreamHandler],
+        *,
+        max_streams: int,
+        on_end: Callable[[Http2Connection], None] = lambda connection: None,
+    ) -> None:
+        self._accept, self._max_streams, self._on_end = accept, max_streams, on_end
+        self.streams: dict[int, Stream] = {}
+        self.credit, self.peer_frame_bytes = _DEFAULT_WINDOW, _FRAME_BYTES
+        self.paused = False  # the peer takes nothing at present
+        self._peer_window = _DEFAULT_WINDOW
+        self._received = 0
+        self._blocked: dict[int, Stream] = {}
+        self._decoder = Decoder(max_header_list_size=_MAX_HEADER_BYTES)
+        self._rest = b""
+        self._block: tuple[int, int, bytes] | None = None  # stream, flags and what is there of a header block
+        self._begun = self._leaving = False
+        self._last = 0
+        self._out: list[bytes] = []
+        self._flushing = False
+        self._untaken = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        sock = transport.get_extra_info("socket")
+        if sock is not None:  # a machine that vanished is noticed, and what its streams reserved is given back
+            for option, value in ((socket.TCP_KEEPIDLE, _KEEPALIVE_S), (socket.TCP_KEEPINTVL, _KEEPALIVE_S // 3)):
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        settings = struct.pack("!HIHI", _SET_STREAMS, self._max_streams, _SET_WINDOW, _STREAM_WINDOW)
+        more = (_WINDOW_BYTES - _DEFAULT_WINDOW).to_bytes(4, "big")
+        self.write(_frame(_SETTINGS, 0, 0, settings) + _frame(_WINDOW, 0, 0, more))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        streams, self.streams = list(self.streams.values()), {}
+        for stream in streams:
+            stream.closed = True
+            stream.handler.gone()
+        self._on_end(self)
+
+    def pause_writing(self) -> None:
+        self.paused = True
+
+    def resume_writing(self) -> None:
+        self.paused, self._untaken = False, 0
+        self._unblock()
+
+    def data_received(self, data: bytes) -> None:
+        data = self._rest + data if self._rest else data
+        try:
+            self._rest = data[self._read_frames(data) :]
+        except ConnectionFault as fault:
+            log.warning("a connection to the picker ends: %s", fault)
+            self._rest = b""
+            self.leave(fault.code)
+            self._flush()
+            self._transport.close()
+
+    def leave(self, code: Code = Code.NO_ERROR) -> None:
+        """Take no new streams; those there are go on."""
+        if not self._leaving:
+            self._leaving = True
+            self.write(_frame(_GOAWAY, 0, 0, struct.pack("!II", self._last, code)))
+
+    def abort(self) -> None:
+        """End it with all its streams."""
+        self._transport.abort()
+
+    def close_if_idle(self) -> None:
+        """End a connection without streams."""
+        if not self.streams:
+            self._flush()
+            self._transport.close()
+
+    def write(self, data: bytes) -> None:
+        """Write with all else of this turn of the loop."""
+        self._out.append(data)
+        if not self._flushing:
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def block(self, stream: Stream) -> None:
+        """The stream waits for a window."""
+        self._blocked[stream.id] = stream
+
+    def forget(self, stream: Stream) -> None:
+        """The stream is over."""
+        self.streams.pop(stream.id, None)
+        self._blocked.pop(stream.id, None)
+        if self._leaving:
+            self.close_if_idle()
+
+    def grant(self, stream: Stream) -> None:
+        """Let the peer send more on a stream that has taken half its window, and takes what it is sent."""
+        if stream.received >= _STREAM_WINDOW // 2 and stream.waiting_bytes < _MAX_WAITING_BYTES and not stream.closed:
+            self.write(_frame(_WINDOW, 0, stream.id, stream.received.to_bytes(4, "big")))
+            stream.received = 0
+
+    def _flush(self) -> None:
+        self._flushing = False
+        if self._out:
+            data, self._out = b"".join(self._out), []
+            self._transport.write(data)
+
+    def _unblock(self) -> None:
+        blocked, self._blocked = self._blocked, {}
+        for stream in blocked.values():
+            stream.pump()
+
+    def _read_frames(self, data: bytes) -> int:
+        """How many bytes of `data` were whole frames."""
+        position, size = 0, len(data)
+        if not self._begun:
+            if not PREFACE.startswith(data[: len(PREFACE)]):
+                raise ConnectionFault(Code.PROTOCOL_ERROR, "the peer does not speak HTTP/2")
+            if size < len(PREFACE):
+                return 0
+            self._begun, position = True, len(PREFACE)
+        while size - position >= 9:
+            length = int.from_bytes(data[position : position + 3], "big")
+            if length > _FRAME_BYTES:
+                raise ConnectionFault(Code.FRAME_SIZE_ERROR, "a frame is too long")
+            end = position + 9 + length
+            if end > size:
+                break
+            name = int.from_bytes(data[position + 5 : position + 9], "big") & _MOST_WINDOW
+            self._take(data[position + 3], data[position + 4], name, data[position + 9 : end])
+            position = end
+        return position
+
+    def _take(self, kind: int, flags: int, name: int, payload: bytes) -> None:
+        if self._block is not None and kind != _CONTINUATION:
+            raise ConnectionFault(Code.PROTOCOL_ERROR, "a header block was interrupted")
+        if kind == _DATA:
+            self._take_data(flags, name, payload)
+        elif kind == _HEADERS:
+            payload = _unpadded(flags, payload)
+            self._add_to_block(name, flags, payload[5:] if flags & _PRIORITISED else payload)
+        elif kind == _CONTINUATION:
+            if self._block is None or self._block[0] != name:
+                raise ConnectionFault(Code.PROTOCOL_ERROR, "a continuation of nothing")
+            self._add_to_block(name, self._block[1] | flags & _END_HEADERS, payload)
+        elif kind == _RESET:
+            self._take_reset(name, payload)
+        elif kind == _SETTINGS:
+            self._take_settings(flags, payload)
+        elif kind == _PING:
+            self._take_ping(flags, payload)
+        elif kind == _WINDOW:
+            self._take_window(name, payload)
+        elif kind == _PUSH:
+            raise ConnectionFault(Code.PROTOCOL_ERROR, "a client pushes nothing")
+
+    def _take_data(self, flags: int, name: int, payload: bytes) -> None:
+        if not name or (name > self._last and not self._leaving):
+            raise ConnectionFault(Code.PROTOCOL_ERROR, "data on a stream that was never opened")
+        self._received += len(payload)
+        if self._received >= _WINDOW_BYTES // 2:
+            self.write(_frame(_WINDOW, 0, 0, self._received.to_bytes(4, "big")))
+            self._received = 0
+        stream = self.streams.get(name)
+        if stream is None or stream.peer_ended:
+            return
+        stream.received += len(payload)
+        if stream.received > _STREAM_WINDOW:
+            raise ConnectionFault(Code.FLOW_CONTROL_ERROR, "a stream has more in flight than its window")
+        if payload:
+            stream.handler.received(_unpadded(flags, payload))
+            self.grant(stream)
+        if flags & _END_STREAM:
+            self._half_close(stream)
+
+    def _half_close(self, stream: Stream) -> None:
+        if not stream.closed:
+            stream.peer_ended = True
+            stream.handler.half_closed()
+
+    def _add_to_block(self, name: int, flags: int, payload: bytes) -> None:
+        block = payload if self._block is None else self._block[2] + payload
+        if len(block) > _MAX_HEADER_BYTES:
+            raise ConnectionFault(Code.ENHANCE_YOUR_CALM, "a header block is too long")
+        if not flags & _END_HEADERS:
+            self._block = (name, flags, block)
+            return
+        self._block = None
+        try:
+            fields = self._decoder.decode(block, raw=True)
+        except HPACKError as error:
+            raise ConnectionFault(Code.COMPRESSION_ERROR, f"a header block is broken: {error}") from None
+        self._open(name, {bytes(field[0]): bytes(field[1]) for field in fields}, ended=bool(flags & _END_STREAM))
+
+    def _open(self, name: int, fields: Fields, *, ended: bool) -> None:
+        stream = self.streams.get(name)
+        if stream is None:
+            if name <= self._last:
+                return  # trailers of a stream that is over
+            if not name & 1:
+                raise ConnectionFault(Code.PROTOCOL_ERROR, "a client's streams have odd numbers")
+            if self._leaving:
+                return
+            self._last = name
+            if len(self.streams) >= self._max_streams:
+                self.write(_frame(_RESET, 0, name, Code.REFUSED_STREAM.to_bytes(4, "big")))
+                return
+            stream = self.streams[name] = Stream(self, name, self._peer_window)
+            stream.handler = self._accept(stream, fields)
+        if ended:
+            self._half_close(stream)
+
+    def _take_reset(self, name: int, payload: bytes) -> None:
+        if len(payload) != 4 or (name > self._last and not self._leaving):
+            raise ConnectionFault(Code.PROTOCOL_ERROR, "a reset of nothing")
+        stream = self.streams.get(name)
+        if stream is not None:
+            stream.closed = True
+            self.forget(stream)
+            stream.handler.gone()
+
+    def _take_settings(self, flags: int, payload: bytes) -> None:
+        if flags & _ACK:
+            return
+        if len(payload) % 6:
+            raise ConnectionFault(Code.FRAME_SIZE_ERROR, "settings are cut off")
+        for setting, value in struct.iter_unpack("!HI", payload):
+            if setting == _SET_WINDOW:
+                if value > _MOST_WINDOW:
+                    raise ConnectionFault(Code.FLOW_CONTROL_ERROR, "a window is too large")
+                change, self._peer_window = value - self._peer_window, value
+                for stream in self.streams.values():
+                    stream.credit += change
+            elif setting == _SET_FRAME:
+                self.peer_frame_bytes = min(max(value, _FRAME_BYTES), 4 * _FRAME_BYTES)
+        self._answer(_frame(_SETTINGS, _ACK, 0))
+        self._unblock()
+
+    def _take_ping(self, flags: int, payload: bytes) -> None:
+        if len(payload) != 8:
+            raise ConnectionFault(Code.FRAME_SIZE_ERROR, "a ping has eight bytes")
+        if not flags & _ACK:
+            self._answer(_frame(_PING, _ACK, 0, payload))
+
+    def _answer(self, frame: bytes) -> None:
+        """Write what the peer asked for, unless it asks on and on and takes nothing."""
+        if self.paused:
+            self._untaken += len(frame)
+            if self._untaken > _MAX_UNTAKEN_BYTES:
+                raise ConnectionFault(Code.ENHANCE_YOUR_CALM, "the peer asks and takes no answers")
+        self.write(frame)
+
+    def _take_window(self, name: int, payload: bytes) -> None:
+        more = int.from_bytes(payload, "big") & _MOST_WINDOW
+        if len(payload) != 4 or not more:
+            raise ConnectionFault(Code.PROTOCOL_ERROR, "a window grows by nothing")
+        if not name:
+            self.credit += more
+            if self.credit > _MOST_WINDOW:
+                raise ConnectionFault(Code.FLOW_CONTROL_ERROR, "a window is too large")
+            self._unblock()
+            return
+        stream = self.streams.get(name)
+        if stream is not None:
+            stream.credit += more
+            if stream.id in self._blocked:
+                stream.pump()
+
+
+def _unpadded(flags: int, payload: bytes) -> bytes:
+    if not flags & _PADDED:
+        return payload
+    if not payload or payload[0] >= len(payload):
+        raise ConnectionFault(Code.PROTOCOL_ERROR, "more padding than frame")
+    return payload[1 : len(payload) - payload[0]]
