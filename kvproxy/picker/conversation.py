@@ -9,11 +9,13 @@ from enum import Enum, auto
 from kvproxy.background_task import TaskSet
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.picker import messages
+from kvproxy.picker.answer import CarriedAnswer
+from kvproxy.picker.carried import CarriedRequest, Placer
 from kvproxy.picker.grpc import Replies, Status
-from kvproxy.picker.messages import BodyMode, DecodeError, Message, ProcessingRequest
-from kvproxy.picker.placing import CarriedRequest, Placer, address_of, rank_headers
+from kvproxy.picker.messages import Beginning, BodyMode, DecodeError, Message, ProcessingRequest
+from kvproxy.picker.placing import address_of, rank_headers
 from kvproxy.request.body import BodiesFull, BodyTooLarge, HeldBodies, SharedTimer
-from kvproxy.request.error_reply import LocalReply, error_body
+from kvproxy.request.error_reply import LocalReply
 
 log = logging.getLogger("kvproxy.picker")
 
@@ -54,8 +56,8 @@ class Conversation:
         self._shared, self._replies = shared, replies
         self._stage = _Stage.HEADERS
         self._request: CarriedRequest
-        self._subset: frozenset[str] | None = None
-        self._request_mode = self._response_mode = 0
+        self._answer: CarriedAnswer
+        self._begun: Beginning
         self._pieces: list[bytes] = []
         self._size = 0
         self._trailers = False
@@ -107,24 +109,19 @@ class Conversation:
         self._end()
 
     def _take_headers(self, said: Message) -> None:
-        headers = messages.header_fields(said.request_headers)
-        about = dict(headers)
-        method, path = about.get(b":method", b"").decode("latin-1"), about.get(b":path", b"").decode("latin-1")
-        self._request_mode, self._response_mode = messages.body_modes(said)
-        self._subset = messages.subset_of(said)
-        self._request = self._shared.placer.begin(method, path, headers)
-        ended = said.request_headers.end_of_stream
-        if ended or self._request_mode not in _WAITS_FOR_BODY:
-            self._place(None)
+        begun = self._begun = messages.read_beginning(said)
+        self._request = self._shared.placer.begin(begun.method, begun.path, begun.headers)
+        if begun.ended or begun.request_mode not in _WAITS_FOR_BODY:
+            self._place()
             return
-        self._stage, self._mode = _Stage.BODY, _MODES[BodyMode(self._request_mode)]
+        self._stage, self._mode = _Stage.BODY, _MODES[BodyMode(self._begun.request_mode)]
         self._shared.bodies.add(self)
         if self._mode == "buffered":
             self._replies.send(messages.REQUEST_HEADERS_TAKEN)
 
     def _take_body(self, body: bytes, *, ended: bool) -> None:
         if self._stage is not _Stage.BODY:
-            if self._request_mode in _WAITS_FOR_BODY:
+            if self._begun.request_mode in _WAITS_FOR_BODY:
                 self._break("request_body out of turn")
             else:
                 self._replies.send(messages.REQUEST_BODY_TAKEN)
@@ -139,16 +136,17 @@ class Conversation:
         self._size += len(body)
         self._pieces.append(body)
         if ended or self._mode == "buffered":
-            self._place(b"".join(self._pieces) if self._request.reads_body else None)
+            self._place()
 
     def _take_trailers(self) -> None:
         if self._stage is not _Stage.BODY:
             self._replies.send(messages.REQUEST_TRAILERS_TAKEN)
             return
         self._trailers = True
-        self._place(b"".join(self._pieces) if self._request.reads_body else None)
+        self._place()
 
-    def _place(self, body: bytes | None) -> None:
+    def _place(self) -> None:
+        body = b"".join(self._pieces) if self._pieces and self._request.reads_body else None
         self._shared.bodies.remove(self)
         self._stage = _Stage.PLACING
         self._task = self._shared.tasks.start(self._placing(body), name="place a request for Envoy")
@@ -156,8 +154,8 @@ class Conversation:
     async def _placing(self, body: bytes | None) -> None:
         began = self._shared.placer.clock()
         try:
-            sees = self._response_mode in _SEES_ANSWER
-            replaced = await self._request.place(body, subset=self._subset, sees_answer=sees)
+            sees = self._begun.response_mode in _SEES_ANSWER
+            replaced = await self._request.place(body, subset=self._begun.subset, sees_answer=sees)
         except LocalReply as why:
             self._refuse(why)
             return
@@ -196,11 +194,10 @@ class Conversation:
             self._end()
             return
         self._stage = _Stage.ANSWERED
-        headers = messages.header_fields(said.response_headers)
-        status = dict(headers).get(b":status", b"")
         address, details = messages.served_by(said)
         request = self._request
-        result = request.answered(int(status) if status.isdigit() else 0, headers, address=address, details=details)
+        self._answer = CarriedAnswer(request, *messages.read_answer(said))
+        result = self._answer.locate(address, details)
         self._shared.metrics.picker.served.labels(result).inc()
         endpoint = request.exchange.outcome.endpoint
         local = result in ("none", "unknown") or endpoint is None
@@ -209,8 +206,8 @@ class Conversation:
             self._complete()
 
     def _take_piece(self, piece: bytes, *, ended: bool) -> None:
-        self._request.piece(piece)
-        if self._response_mode == BodyMode.FULL_DUPLEX_STREAMED:
+        self._answer.piece(piece)
+        if self._begun.response_mode == BodyMode.FULL_DUPLEX_STREAMED:
             self._replies.send(messages.response_piece(piece, ended=ended))
         else:
             self._replies.send(messages.RESPONSE_BODY_TAKEN)
@@ -221,7 +218,7 @@ class Conversation:
         if self._stage is _Stage.ANSWERED:
             self._stage = _Stage.OVER
             self._drop_body()
-            self._request.completed()
+            self._answer.completed()
 
     def _refuse(self, why: LocalReply) -> None:
         """The client gets this from Envoy, and nothing of the request is left."""
@@ -229,9 +226,7 @@ class Conversation:
         self._shared.bodies.remove(self)
         self._drop_body()
         self._count("refused")
-        body = error_body(self._request.path, why.status, reason=why.reason, message=str(why))
-        headers = {name.decode(): value.decode() for name, value in why.headers} | {"content-type": "application/json"}
-        self._replies.send(messages.refused(why.status, headers=headers, body=body, reason=why.reason))
+        self._replies.send(messages.refused(why, self._request.path))
         self._request.refused(why)
 
     def _break(self, what: str) -> None:
@@ -248,8 +243,8 @@ class Conversation:
         self._drop_body()
         if self._task is not None:
             self._task.cancel()
-        if stage is _Stage.ANSWERED and self._response_mode == BodyMode.NONE:
-            self._request.completed()  # all that is seen of its end
+        if stage is _Stage.ANSWERED and self._begun.response_mode == BodyMode.NONE:
+            self._answer.completed()  # all that is seen of its end
         else:
             self._request.left()
 

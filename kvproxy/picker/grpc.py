@@ -11,7 +11,8 @@ from enum import IntEnum
 from typing import Protocol, Self
 
 from kvproxy.config.schema import ListenerTls
-from kvproxy.picker.http2 import Code, Fields, Http2Connection, Stream, StreamHandler, encode_fields
+from kvproxy.picker.http2 import Fields, Http2Connection
+from kvproxy.picker.http2_stream import Code, Stream, StreamHandler, encode_fields
 from kvproxy.request.body import BodiesFull, HeldBodies
 
 log = logging.getLogger("kvproxy.picker")

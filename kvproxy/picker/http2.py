@@ -11,19 +11,36 @@ import asyncio
 import logging
 import socket
 import struct
-from collections import deque
 from collections.abc import Callable, Mapping
-from enum import IntEnum
-from typing import Protocol, cast
+from typing import cast
 
 from hpack import Decoder, HPACKError
+
+from kvproxy.picker.http2_stream import (
+    ACK,
+    CONTINUATION,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    GOAWAY,
+    HEADERS,
+    PADDED,
+    PING,
+    PRIORITISED,
+    PUSH,
+    RESET,
+    SETTINGS,
+    WINDOW,
+    Code,
+    ConnectionFault,
+    Stream,
+    StreamHandler,
+    encode_frame,
+)
 
 log = logging.getLogger("kvproxy.picker")
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_DATA, _HEADERS, _PRIORITY, _RESET, _SETTINGS, _PUSH, _PING, _GOAWAY, _WINDOW, _CONTINUATION = range(10)
-_ACK = _END_STREAM = 0x1
-_END_HEADERS, _PADDED, _PRIORITISED = 0x4, 0x8, 0x20
 _SET_STREAMS, _SET_WINDOW, _SET_FRAME = 3, 4, 5
 
 _FRAME_BYTES = 16_384  # the largest that we take, and the default of what we may send
@@ -31,121 +48,12 @@ _STREAM_WINDOW, _WINDOW_BYTES = 1024 * 1024, 16 * 1024 * 1024
 _DEFAULT_WINDOW, _MOST_WINDOW = 65_535, 2**31 - 1
 _MAX_HEADER_BYTES = 64 * 1024
 #: A stream with so much waiting to be sent is granted no more to send itself.
-_MAX_WAITING_BYTES = 1024 * 1024
+_MAX_WAITING_BYTES = 256 * 1024
 #: Replies to pings and settings that the peer does not take; beyond this it is cut off.
 _MAX_UNTAKEN_BYTES = 64 * 1024
 _KEEPALIVE_S = 30
 
 Fields = Mapping[bytes, bytes]
-
-
-class Code(IntEnum):
-    """Error codes of RFC 9113, 7."""
-
-    NO_ERROR = 0
-    PROTOCOL_ERROR = 1
-    FLOW_CONTROL_ERROR = 3
-    FRAME_SIZE_ERROR = 6
-    REFUSED_STREAM = 7
-    CANCEL = 8
-    COMPRESSION_ERROR = 9
-    ENHANCE_YOUR_CALM = 11
-
-
-class ConnectionFault(Exception):
-    """The peer broke the protocol: the whole connection ends."""
-
-    def __init__(self, code: Code, what: str) -> None:
-        super().__init__(what)
-        self.code = code
-
-
-class StreamHandler(Protocol):
-    """What becomes of one stream; `gone` is called once where it does not end by our own `finish` or `reset`."""
-
-    def received(self, data: bytes) -> None: ...
-    def half_closed(self) -> None: ...
-    def gone(self) -> None: ...
-
-
-def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    return b"%b%c%c%b%b" % (len(payload).to_bytes(3, "big"), kind, flags, stream.to_bytes(4, "big"), payload)
-
-
-def encode_fields(fields: Mapping[bytes, bytes]) -> bytes:
-    """A header block without a dynamic table; names and values are shorter than 127 bytes."""
-    return b"".join([b"\0%c%b%c%b" % (len(name), name, len(value), value) for name, value in fields.items()])
-
-
-class Stream:
-    """One exchange. What is sent waits here where the peer's windows are full."""
-
-    __slots__ = ("_connection", "_ending", "_waiting", "closed", "credit", "handler", "id", "peer_ended", "received",
-                 "waiting_bytes")  # fmt: skip
-
-    def __init__(self, connection: Http2Connection, name: int, credit: int) -> None:
-        self.id = name
-        self.credit = credit  # bytes that the peer takes
-        self.received = 0  # bytes that it was not granted again
-        self.peer_ended = self.closed = False
-        self.waiting_bytes = 0
-        self.handler: StreamHandler
-        self._connection = connection
-        self._waiting: deque[bytes] = deque()
-        self._ending: bytes | None = None  # the trailers' block, once that is all there is to come
-
-    def start(self, block: bytes) -> None:
-        """Send the headers of the answer."""
-        self._connection.write(_frame(_HEADERS, _END_HEADERS, self.id, block))
-
-    def send(self, data: bytes) -> None:
-        """Send a piece, in its turn."""
-        if not self.closed:
-            self._waiting.append(data)
-            self.waiting_bytes += len(data)
-            self.pump()
-
-    def finish(self, block: bytes) -> None:
-        """End with these trailers after all that waits."""
-        if not self.closed:
-            self._ending = block
-            self.pump()
-
-    def reset(self, code: Code) -> None:
-        """End at once."""
-        if not self.closed:
-            self._connection.write(_frame(_RESET, 0, self.id, code.to_bytes(4, "big")))
-            self._close()
-
-    def pump(self) -> None:
-        """Send what the windows allow."""
-        connection = self._connection
-        while self._waiting:
-            data = self._waiting[0]
-            room = min(self.credit, connection.credit, connection.peer_frame_bytes)
-            if (room <= 0 and data) or connection.paused:
-                connection.block(self)
-                return
-            self._waiting.popleft()
-            if len(data) > room:
-                self._waiting.appendleft(data[room:])
-                data = data[:room]
-            self.credit -= len(data)
-            connection.credit -= len(data)
-            self.waiting_bytes -= len(data)
-            connection.write(_frame(_DATA, 0, self.id, data))
-        if self._ending is not None:
-            connection.write(_frame(_HEADERS, _END_HEADERS | _END_STREAM, self.id, self._ending))
-            if not self.peer_ended:
-                connection.write(_frame(_RESET, 0, self.id, Code.NO_ERROR.to_bytes(4, "big")))
-            self._close()
-        elif self.received:
-            connection.grant(self)
-
-    def _close(self) -> None:
-        self.closed = True
-        self._waiting.clear()
-        self._connection.forget(self)
 
 
 class Http2Connection(asyncio.Protocol):
@@ -183,7 +91,7 @@ class Http2Connection(asyncio.Protocol):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         settings = struct.pack("!HIHI", _SET_STREAMS, self._max_streams, _SET_WINDOW, _STREAM_WINDOW)
         more = (_WINDOW_BYTES - _DEFAULT_WINDOW).to_bytes(4, "big")
-        self.write(_frame(_SETTINGS, 0, 0, settings) + _frame(_WINDOW, 0, 0, more))
+        self.write(encode_frame(SETTINGS, 0, 0, settings) + encode_frame(WINDOW, 0, 0, more))
 
     def connection_lost(self, error: Exception | None) -> None:
         streams, self.streams = list(self.streams.values()), {}
@@ -203,6 +111,7 @@ class Http2Connection(asyncio.Protocol):
         data = self._rest + data if self._rest else data
         try:
             self._rest = data[self._read_frames(data) :]
+            self._flush()
         except ConnectionFault as fault:
             log.warning("a connection to the picker ends: %s", fault)
             self._rest = b""
@@ -214,7 +123,7 @@ class Http2Connection(asyncio.Protocol):
         """Take no new streams; those there are go on."""
         if not self._leaving:
             self._leaving = True
-            self.write(_frame(_GOAWAY, 0, 0, struct.pack("!II", self._last, code)))
+            self.write(encode_frame(GOAWAY, 0, 0, struct.pack("!II", self._last, code)))
 
     def abort(self) -> None:
         """End it with all its streams."""
@@ -247,7 +156,7 @@ class Http2Connection(asyncio.Protocol):
     def grant(self, stream: Stream) -> None:
         """Let the peer send more on a stream that has taken half its window, and takes what it is sent."""
         if stream.received >= _STREAM_WINDOW // 2 and stream.waiting_bytes < _MAX_WAITING_BYTES and not stream.closed:
-            self.write(_frame(_WINDOW, 0, stream.id, stream.received.to_bytes(4, "big")))
+            self.write(encode_frame(WINDOW, 0, stream.id, stream.received.to_bytes(4, "big")))
             stream.received = 0
 
     def _flush(self) -> None:
@@ -283,26 +192,26 @@ class Http2Connection(asyncio.Protocol):
         return position
 
     def _take(self, kind: int, flags: int, name: int, payload: bytes) -> None:
-        if self._block is not None and kind != _CONTINUATION:
+        if self._block is not None and kind != CONTINUATION:
             raise ConnectionFault(Code.PROTOCOL_ERROR, "a header block was interrupted")
-        if kind == _DATA:
+        if kind == DATA:
             self._take_data(flags, name, payload)
-        elif kind == _HEADERS:
+        elif kind == HEADERS:
             payload = _unpadded(flags, payload)
-            self._add_to_block(name, flags, payload[5:] if flags & _PRIORITISED else payload)
-        elif kind == _CONTINUATION:
+            self._add_to_block(name, flags, payload[5:] if flags & PRIORITISED else payload)
+        elif kind == CONTINUATION:
             if self._block is None or self._block[0] != name:
                 raise ConnectionFault(Code.PROTOCOL_ERROR, "a continuation of nothing")
-            self._add_to_block(name, self._block[1] | flags & _END_HEADERS, payload)
-        elif kind == _RESET:
+            self._add_to_block(name, self._block[1] | flags & END_HEADERS, payload)
+        elif kind == RESET:
             self._take_reset(name, payload)
-        elif kind == _SETTINGS:
+        elif kind == SETTINGS:
             self._take_settings(flags, payload)
-        elif kind == _PING:
+        elif kind == PING:
             self._take_ping(flags, payload)
-        elif kind == _WINDOW:
+        elif kind == WINDOW:
             self._take_window(name, payload)
-        elif kind == _PUSH:
+        elif kind == PUSH:
             raise ConnectionFault(Code.PROTOCOL_ERROR, "a client pushes nothing")
 
     def _take_data(self, flags: int, name: int, payload: bytes) -> None:
@@ -310,7 +219,7 @@ class Http2Connection(asyncio.Protocol):
             raise ConnectionFault(Code.PROTOCOL_ERROR, "data on a stream that was never opened")
         self._received += len(payload)
         if self._received >= _WINDOW_BYTES // 2:
-            self.write(_frame(_WINDOW, 0, 0, self._received.to_bytes(4, "big")))
+            self.write(encode_frame(WINDOW, 0, 0, self._received.to_bytes(4, "big")))
             self._received = 0
         stream = self.streams.get(name)
         if stream is None or stream.peer_ended:
@@ -321,7 +230,7 @@ class Http2Connection(asyncio.Protocol):
         if payload:
             stream.handler.received(_unpadded(flags, payload))
             self.grant(stream)
-        if flags & _END_STREAM:
+        if flags & END_STREAM:
             self._half_close(stream)
 
     def _half_close(self, stream: Stream) -> None:
@@ -333,7 +242,7 @@ class Http2Connection(asyncio.Protocol):
         block = payload if self._block is None else self._block[2] + payload
         if len(block) > _MAX_HEADER_BYTES:
             raise ConnectionFault(Code.ENHANCE_YOUR_CALM, "a header block is too long")
-        if not flags & _END_HEADERS:
+        if not flags & END_HEADERS:
             self._block = (name, flags, block)
             return
         self._block = None
@@ -341,7 +250,7 @@ class Http2Connection(asyncio.Protocol):
             fields = self._decoder.decode(block, raw=True)
         except HPACKError as error:
             raise ConnectionFault(Code.COMPRESSION_ERROR, f"a header block is broken: {error}") from None
-        self._open(name, {bytes(field[0]): bytes(field[1]) for field in fields}, ended=bool(flags & _END_STREAM))
+        self._open(name, {bytes(field[0]): bytes(field[1]) for field in fields}, ended=bool(flags & END_STREAM))
 
     def _open(self, name: int, fields: Fields, *, ended: bool) -> None:
         stream = self.streams.get(name)
@@ -354,7 +263,7 @@ class Http2Connection(asyncio.Protocol):
                 return
             self._last = name
             if len(self.streams) >= self._max_streams:
-                self.write(_frame(_RESET, 0, name, Code.REFUSED_STREAM.to_bytes(4, "big")))
+                self.write(encode_frame(RESET, 0, name, Code.REFUSED_STREAM.to_bytes(4, "big")))
                 return
             stream = self.streams[name] = Stream(self, name, self._peer_window)
             stream.handler = self._accept(stream, fields)
@@ -371,7 +280,7 @@ class Http2Connection(asyncio.Protocol):
             stream.handler.gone()
 
     def _take_settings(self, flags: int, payload: bytes) -> None:
-        if flags & _ACK:
+        if flags & ACK:
             return
         if len(payload) % 6:
             raise ConnectionFault(Code.FRAME_SIZE_ERROR, "settings are cut off")
@@ -384,14 +293,14 @@ class Http2Connection(asyncio.Protocol):
                     stream.credit += change
             elif setting == _SET_FRAME:
                 self.peer_frame_bytes = min(max(value, _FRAME_BYTES), 4 * _FRAME_BYTES)
-        self._answer(_frame(_SETTINGS, _ACK, 0))
+        self._answer(encode_frame(SETTINGS, ACK, 0))
         self._unblock()
 
     def _take_ping(self, flags: int, payload: bytes) -> None:
         if len(payload) != 8:
             raise ConnectionFault(Code.FRAME_SIZE_ERROR, "a ping has eight bytes")
-        if not flags & _ACK:
-            self._answer(_frame(_PING, _ACK, 0, payload))
+        if not flags & ACK:
+            self._answer(encode_frame(PING, ACK, 0, payload))
 
     def _answer(self, frame: bytes) -> None:
         """Write what the peer asked for, unless it asks on and on and takes nothing."""
@@ -419,7 +328,7 @@ class Http2Connection(asyncio.Protocol):
 
 
 def _unpadded(flags: int, payload: bytes) -> bytes:
-    if not flags & _PADDED:
+    if not flags & PADDED:
         return payload
     if not payload or payload[0] >= len(payload):
         raise ConnectionFault(Code.PROTOCOL_ERROR, "more padding than frame")

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from google.protobuf.message import DecodeError
 
 from kvproxy.forward.headers import RANK_HEADER
+from kvproxy.request.error_reply import LocalReply, error_body
 from kvproxy.types import Headers
 
 __all__ = ["DecodeError", "ProcessingRequest"]
@@ -69,6 +70,34 @@ def subset_of(message: Message) -> frozenset[str] | None:
     else:
         named = hint.string_value.split(",")
     return frozenset(address for each in named if (address := each.strip()))
+
+
+class Beginning(NamedTuple):
+    """What the first message of a request says."""
+
+    method: str
+    path: str
+    headers: Headers
+    request_mode: int
+    response_mode: int
+    subset: frozenset[str] | None
+    ended: bool  # it has no body
+
+
+def read_beginning(message: Message) -> Beginning:
+    """From the request's headers."""
+    headers = header_fields(message.request_headers)
+    about = dict(headers)
+    method, path = about.get(b":method", b"").decode("latin-1"), about.get(b":path", b"").decode("latin-1")
+    ended = message.request_headers.end_of_stream
+    return Beginning(method, path, headers, *body_modes(message), subset_of(message), ended)
+
+
+def read_answer(message: Message) -> tuple[int, Headers]:
+    """Status (0: none) and header fields of a response."""
+    headers = header_fields(message.response_headers)
+    status = dict(headers).get(b":status", b"")
+    return int(status) if status.isdigit() else 0, headers
 
 
 def served_by(message: Message) -> tuple[str, str]:
@@ -156,12 +185,14 @@ def served_headers(endpoint: str) -> bytes:
     return raw
 
 
-def refused(status: int, *, headers: Mapping[str, str], body: bytes, reason: str) -> bytes:
-    """Envoy answers the client with this."""
+def refused(why: LocalReply, path: str) -> bytes:
+    """Envoy answers the client of `path` with this."""
     message = ProcessingResponse()
     reply = message.immediate_response
-    reply.status.code, reply.body, reply.details = status, body, f"kvproxy_{reason}"
-    _set_headers(reply.headers, headers)
+    reply.status.code, reply.details = why.status, f"kvproxy_{why.reason}"
+    reply.body = error_body(path, why.status, reason=why.reason, message=str(why))
+    headers = {name.decode(): value.decode() for name, value in why.headers}
+    _set_headers(reply.headers, headers | {"content-type": "application/json"})
     raw: bytes = message.SerializeToString()
     return raw
 

@@ -10,9 +10,10 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from kvproxy.config.schema import PickerSettings
+from kvproxy.picker.carried import Placer
 from kvproxy.picker.conversation import Conversations
 from kvproxy.picker.grpc import GrpcServer, Method, Replies, Status
-from kvproxy.picker.placing import PickerTarget, Placer
+from kvproxy.picker.placing import PickerTarget
 from kvproxy.request.body import HeldBodies
 
 _EXT_PROC: str = ext_proc.DESCRIPTOR.services_by_name["ExternalProcessor"].full_name
